@@ -1,0 +1,108 @@
+"""Configurations: frozen, JAX-free. A `ModelConfig` is resolved from a checkpoint; an `EngineConfig` is what the user asked for."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+DType = Literal["bfloat16", "float16", "float32"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding and its long-context variants (names as in Hugging Face `rope_scaling`)."""
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None = 0.1 ln(factor) + 1
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts: which layers have one and how tokens are routed."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize_weights: bool
+    layers: tuple[bool, ...]  # per decoder layer: sparse (True) or dense
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything about a decoder-only transformer that its modules need; one per checkpoint."""
+
+    architecture: str  # e.g. "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # per layer: sliding window in tokens, None = full attention
+    moe: MoEConfig | None = None
+    dtype: DType = "bfloat16"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer in tokens, or None for full attention."""
+        return self.windows[layer] if self.windows else None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer's feed-forward half is a mixture of experts."""
+        return self.moe is not None and self.moe.layers[layer]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a user may set for one engine. None means: resolved from the model and the machine by `factory`."""
+
+    model: str | Path | None = None  # None: the bundled model
+    tokenizer: str | Path | None = None
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    seed: int = 0
+    # memory and lengths
+    memory_gb: float | None = None
+    max_model_len: int | None = None
+    page_size: int = 16  # tokens
+    kv_pages: int | None = None
+    # scheduling
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None  # tokens of one step: decodes plus prefill chunks
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1_000_000
+    prefix_caching: bool = True
+    overlap: bool = True  # begin step n+1 before the tokens of step n are fetched
+    # parallelism
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    # compilation
+    compile_cache: str | Path | None = None  # None: jaxserve/xla in the user's cache directory
+    warmup: bool = True
+    fuse: bool | None = None  # the fused tier; None: on for GPU
+    # limits on a single request
+    max_logprobs: int = 20
+    max_n: int = 64
+    max_stop_strings: int = 16
+    extra: dict = field(default_factory=dict, compare=False)

@@ -1,0 +1,61 @@
+"""Every way in which jaxserve refuses or fails, with what was got, the limit and the knob.
+
+`RequestError` and its subclasses are the caller's to mend (HTTP 4xx/503); the others are the operator's.
+"""
+
+from typing import Any
+
+
+class JaxserveError(Exception):
+    """Base of all errors that jaxserve raises on purpose."""
+
+
+class RequestError(JaxserveError):
+    """A request that cannot be served as it stands.
+
+    `field` names the offending parameter, `value` what was got and `limit` the bound it broke (or None).
+    """
+
+    status = 400
+
+    def __init__(self, message: str, *, field: str | None = None, value: Any = None, limit: Any = None):
+        super().__init__(message)
+        self.field, self.value, self.limit = field, value, limit
+
+
+class PromptTooLong(RequestError):
+    """The prompt leaves no room for a single generated token."""
+
+
+class QueueFull(RequestError):
+    """The bounded queue (requests or tokens) has no room; try again after `retry_after` seconds."""
+
+    status = 503
+
+    def __init__(self, message: str, *, retry_after: float = 1.0, **kwargs: Any):
+        super().__init__(message, **kwargs)
+        self.retry_after = retry_after
+
+
+class EngineStopped(JaxserveError):
+    """The engine is draining or has stopped; the request was not finished."""
+
+    status = 503
+
+
+class EngineFailed(JaxserveError):
+    """The engine loop raised; every request in flight ends with this error."""
+
+    status = 500
+
+
+class ConfigError(JaxserveError):
+    """A configuration that contradicts itself, the model or the machine."""
+
+
+class CheckpointError(JaxserveError):
+    """An unsupported architecture, or a missing, truncated or mis-shaped file or tensor (named in the message)."""
+
+
+class MemoryBudgetError(ConfigError):
+    """The memory budget is too small; the message says how many bytes are needed."""

@@ -1,0 +1,177 @@
+"""The life of a request: Request (what was asked), Sequence (one of its n answers, mutable), and the outputs.
+
+A request with n > 1 has n sequences that share the prompt's pages.
+"""
+
+from collections.abc import Mapping, Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+from jaxserve.core.sampling import SamplingParams
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended; the values are what clients and metrics see."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Status(Enum):
+    """Where a sequence is."""
+
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """One accepted request. `priority`: smaller is served first; `salt` separates prefix caches of tenants."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival: float
+    prompt: str | None = None
+    priority: int = 0
+    salt: str = ""
+    embed: bool = False  # return the pooled last hidden state instead of generating
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's log-probability under the model's raw distribution; rank 1 is the most likely token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+TokenLogprobs = Mapping[int, Logprob]  # token id -> Logprob, the sampled (or prompt) token first
+
+
+class Detokenizer(Protocol):
+    """Incremental detokenizer of one sequence."""
+
+    def push(self, token_ids: SequenceOf[int]) -> str:
+        """The text that became certain with these tokens ('' while a character is incomplete). Mutates."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end. Mutates."""
+        ...
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer in the making. Mutated only by the scheduler and the engine core.
+
+    Positions: tokens [0, num_computed) have their keys and values in pages (or in a step already dispatched).
+    `num_inflight` tokens were sampled by a dispatched step and are not yet known to the host.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    max_total: int  # tokens, prompt included
+    detokenizer: Detokenizer | None = None
+    parent: "Sequence | None" = None  # n > 1: the sibling whose prompt pages are shared
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop_token_ids in force
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    status: Status = Status.WAITING
+    tokens: list[int] = field(default_factory=list)  # prompt, then generated
+    num_prompt: int = 0
+    num_computed: int = 0
+    num_inflight: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache
+    pages: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)
+    slot: int = -1
+    preemptions: int = 0
+    text: str = ""
+    held: int = 0  # characters of `text` that may still become a stop string
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    embedding: Any = None  # float32[hidden], once computed
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_token_ids)
+        self.num_prompt = len(self.tokens)
+
+    @property
+    def id(self) -> tuple[str, int]:
+        return self.request.id, self.index
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated and known to the host."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def total(self) -> int:
+        """Tokens known or in flight."""
+        return len(self.tokens) + self.num_inflight
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the newest token is left to compute."""
+        return self.num_computed == self.total - 1 and self.total > self.num_prompt
+
+    @property
+    def order(self) -> tuple[int, float, str, int]:
+        """Who goes first: priority, then arrival."""
+        return self.request.priority, self.request.arrival, self.request.id, self.index
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One of a request's n answers. In a stream `text`, `token_ids` and `logprobs` hold what is new."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Times of one request in seconds of the engine's clock."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What a request has produced: all of it (`generate`), or what is new (`stream`)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    embedding: Any = None  # float32[hidden] for an embedding request

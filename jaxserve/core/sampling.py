@@ -1,0 +1,119 @@
+"""SamplingParams: what a request asks of the sampler. Frozen, validated once, names as in the OpenAI API and vLLM."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.core.errors import RequestError
+
+MAX_SPARSE_BIAS = 512  # token ids a row may bias or ban at once: logit_bias, bad_words, min_tokens together
+MAX_LOGIT_BIAS = 300
+MAX_STOP_TOKENS = 64
+MAX_BAD_WORDS = 64
+MAX_SEED = 2**63 - 1
+
+
+def _require(ok: bool, name: str, value: Any, limit: str) -> None:
+    if not ok:
+        raise RequestError(f"{name} is {value!r}, it must be {limit}", field=name, value=value, limit=limit)
+
+
+def _number(name: str, value: Any, low: float, high: float, limit: str, *, low_open: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    _require(ok and low <= value <= high and not (low_open and value == low), name, value, limit)
+
+
+def _integer(name: str, value: Any, low: int, high: int | None, limit: str) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    _require(ok and value >= low and (high is None or value <= high), name, value, limit)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one request.
+
+    `max_tokens=None` means: until the model's length limit. `top_k=0` or -1 and `top_p=1` mean off;
+    `temperature=0` is greedy. `logprobs=k` returns the sampled token's log-probability and the k most likely ones,
+    computed from the raw logits. Raises `RequestError` naming the field, the value and the limit.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        _integer("n", self.n, 1, None, "an integer of at least 1")
+        _number("temperature", self.temperature, 0, 100, "a number from 0 to 100")
+        _number("top_p", self.top_p, 0, 1, "a number above 0, at most 1", low_open=True)
+        _integer("top_k", self.top_k, -1, None, "an integer of at least -1 (0 or -1: off)")
+        _number("min_p", self.min_p, 0, 1, "a number from 0 to 1")
+        if self.seed is not None:
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED, "a 64-bit integer")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None, "an integer of at least 1")
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens, f"from 0 to max_tokens ({self.max_tokens})")
+        _number("presence_penalty", self.presence_penalty, -2, 2, "a number from -2 to 2")
+        _number("frequency_penalty", self.frequency_penalty, -2, 2, "a number from -2 to 2")
+        _number("repetition_penalty", self.repetition_penalty, 0, 100, "a number above 0, at most 100", low_open=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, None, "an integer of at least 0")
+
+    def _check_lists(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, (str, list, tuple)), name, value, "a list")
+        for text in self.stop_strings:
+            _require(isinstance(text, str) and text != "", "stop", text, "a non-empty string")
+        stop_ids = self.stop_token_ids or ()
+        _require(len(stop_ids) <= MAX_STOP_TOKENS, "stop_token_ids", len(stop_ids), f"at most {MAX_STOP_TOKENS} ids")
+        for token in stop_ids:
+            _integer("stop_token_ids", token, 0, None, "token ids")
+        words = self.bad_words or ()
+        _require(len(words) <= MAX_BAD_WORDS, "bad_words", len(words), f"at most {MAX_BAD_WORDS} strings")
+        for text in words:
+            _require(isinstance(text, str) and text.strip() != "", "bad_words", text, "a non-empty string")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        _require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token id to bias")
+        _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", len(bias), f"at most {MAX_LOGIT_BIAS} entries")
+        for token, value in bias.items():
+            _integer("logit_bias", token, 0, None, "keyed by token id")
+            _number("logit_bias", value, -100, 100, "a number from -100 to 100")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < 1e-5
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the tokens seen so far change the logits."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
