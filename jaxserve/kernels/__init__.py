@@ -1,0 +1,10 @@
+"""One pure function per operation of a model, each dispatching to the fastest implementation for the platform.
+
+Axis letters: T tokens of a step, K kv heads, G query heads per kv head, D head_dim, P pages, S tokens of a page,
+B decode rows, N prefill tiles, Q tokens of a tile, W width of the page tables.
+"""
+
+from jaxserve.kernels.attention import AttentionMeta, paged_attention
+from jaxserve.kernels.kv import kv_pool, kv_write, storage_dtype
+
+__all__ = ["AttentionMeta", "kv_pool", "kv_write", "paged_attention", "storage_dtype"]

@@ -1,0 +1,27 @@
+"""Paged attention: one operation, dispatched by platform when the program is lowered."""
+
+from functools import partial
+
+from jax import Array, lax
+
+from jaxserve.kernels import reference
+from jaxserve.kernels.meta import AttentionMeta
+
+__all__ = ["AttentionMeta", "paged_attention"]
+
+
+def paged_attention(q: Array, pool: Array, meta: AttentionMeta, *, scale: float, window: int | None = None) -> Array:
+    """Attention of a step's tokens q [T, K, G, D] over the pages of a pool [P, K, 2, S, D]; returns [T, K, G, D].
+
+    T = B + N*Q: first B decode rows of one token each, then N prefill tiles of Q tokens, as `meta` describes. The
+    tokens' own keys and values are already in the pool. A token at position p sees positions <= p of its own sequence
+    and, with a sliding window w, > p - w. Padding rows and tokens get zeros. Softmax and sums are in float32.
+    """
+    kwargs = {"scale": scale, "window": window}
+    return lax.platform_dependent(
+        q,
+        pool,
+        meta,
+        cpu=partial(reference.paged_attention, **kwargs),
+        default=partial(reference.paged_attention, **kwargs, compute_dtype=q.dtype),
+    )

@@ -1,0 +1,72 @@
+"""What paged attention means: plain, vectorised, no loops. The specification of the tests, and the path on GPU.
+
+Cost follows the page table's width W, not the context lengths: callers on GPU bucket W.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve.kernels.kv import from_storage
+from jaxserve.kernels.meta import AttentionMeta
+
+
+def paged_attention(
+    q: Array,
+    pool: Array,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int | None = None,
+    compute_dtype: DTypeLike = jnp.float32,
+) -> Array:
+    """Attention of q [T, K, G, D] over pages; see `kernels.attention.paged_attention` for the contract.
+
+    `compute_dtype` is that of the operands of the two products; they always accumulate in float32.
+    """
+    rows, tiles = meta.decode_lengths.shape[0], meta.tile_starts.shape[0]
+    tokens = (q.shape[0] - rows) // tiles if tiles else 0
+    kwargs = {"scale": scale, "window": window, "compute_dtype": compute_dtype}
+    decode = attend(  # a decode row is a tile of one token
+        q[:rows, None], pool, meta.decode_pages, meta.decode_lengths - 1, meta.decode_lengths > 0, **kwargs
+    )
+    prefill = q[rows:].reshape(tiles, tokens, *q.shape[1:])
+    prefill = attend(prefill, pool, meta.tile_pages, meta.tile_starts, meta.tile_lengths, **kwargs)
+    return jnp.concatenate([decode.reshape(-1, *q.shape[1:]), prefill.reshape(-1, *q.shape[1:])])
+
+
+def attend(
+    q: Array,
+    pool: Array,
+    pages: Array,
+    starts: Array,
+    lengths: Array,
+    *,
+    scale: float,
+    window: int | None,
+    compute_dtype: DTypeLike,
+) -> Array:
+    """Attention of tiles q [N, Q, K, G, D], tile n being positions starts[n] to starts[n] + lengths[n] - 1.
+
+    Token i of a tile sees the keys at positions <= starts[n] + i (and, with a window w, > starts[n] + i - w). Tokens
+    from lengths[n] on are padding and get zeros.
+    """
+    n, tokens, kv_heads, _, head_dim = q.shape
+    kv = from_storage(pool[pages], q.dtype).astype(compute_dtype)  # [N, W, K, 2, S, D]
+    kv = jnp.moveaxis(kv, 1, 3).reshape(n, kv_heads, 2, pages.shape[1] * pool.shape[3], head_dim)
+    token, key = jnp.arange(tokens), jnp.arange(kv.shape[3])
+    query = (starts[:, None] + token)[..., None]
+    seen = (key <= query) & (token < lengths[:, None])[..., None]  # [N, Q, keys]
+    if window is not None:
+        seen &= key > query - window
+
+    scores = scale * jnp.einsum(
+        "nqkgd,nktd->nkgqt", q.astype(compute_dtype), kv[:, :, 0], preferred_element_type=jnp.float32
+    )
+    weights = jax.nn.softmax(scores, axis=-1, where=seen[:, None, None])
+    weights = jnp.where(seen[:, None, None], weights, 0).astype(compute_dtype)  # rows that see nothing are NaN until here
+    # 0 * NaN is NaN: keys that no token of the tile sees are stale memory, to be cleared and not just weighted by 0
+    values = jnp.where(jnp.any(seen, axis=1)[:, None, :, None], kv[:, :, 1], 0)
+    out = jnp.einsum("nkgqt,nktd->nqkgd", weights, values, preferred_element_type=jnp.float32)
+    return out.astype(q.dtype)
