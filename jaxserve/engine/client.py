@@ -1,0 +1,110 @@
+"""EngineClient: all that the server (or any other front) sees of an engine. Imports no JAX."""
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from jaxserve.core.request import RequestOutput
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.telemetry.snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """A prompt to be tokenized by the engine. `add_special_tokens`: e.g. the beginning-of-sequence token."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class TokensPrompt:
+    """A prompt as token ids. `text`, if known, is only handed through to `RequestOutput.prompt`."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+Prompt = TextPrompt | TokensPrompt
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a client may know of the served model, and the limits on one request."""
+
+    name: str
+    max_model_len: int  # tokens of prompt and answer together
+    vocab_size: int
+    hidden_size: int
+    created: int  # seconds since the epoch
+    max_n: int = 64
+    max_logprobs: int = 20
+    max_stop_strings: int = 16
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1_000_000
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)  # of generation_config.json
+
+
+class EngineClient(Protocol):
+    """An engine that serves one model. Its methods are called from one asyncio loop."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are accepted: loaded, warm, and neither draining nor stopped."""
+        ...
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields what is new for one or more of the request's n answers, until `finished`.
+
+        Closing the generator, or cancelling the task that waits for it, aborts the request and frees its pages.
+        Raises, before the first item: RequestError (a limit is broken), QueueFull, EngineStopped (draining or
+        stopped). Raises, at any time: EngineFailed, EngineStopped (shut down before the end).
+        """
+        ...
+
+    async def embed(
+        self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0, salt: str = ""
+    ) -> RequestOutput:
+        """Returns an output whose `embedding` is the pooled last hidden state, float32[hidden_size], of unit length.
+
+        Raises as `generate`; cancelling the task aborts the request.
+        """
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """The engine's state after its latest step."""
+        ...
+
+    def check_health(self) -> None:
+        """Raises EngineFailed if the step loop is dead, or has work and made no progress for too long."""
+        ...
+
+    def metrics_text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        ...
+
+    async def drain(self, timeout: float) -> bool:
+        """Refuses new requests and waits for those in flight, at most `timeout` seconds. Returns whether all ended.
+
+        Mutates; `ready` is False from the call on.
+        """
+        ...
+
+    async def shutdown(self) -> None:
+        """Ends every request in flight with EngineStopped, stops the loop and frees everything. Idempotent. Mutates."""
+        ...
