@@ -1,0 +1,48 @@
+# Every target sets up what it needs. PYTHON=/path/to/python overrides the search for an interpreter.
+VENV ?= .venv
+PYTHON ?=
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.jaxserve
+DEV := $(VENV)/.jaxserve-dev
+SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kernels checkpoints)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check format bench-peers clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "make %-12s %s\n", $$1, $$2}'
+
+serve: $(RUNTIME) ## serve the bundled model (HOST, PORT, ARGS="MODEL --option ...")
+	@exec $(BIN)/jaxserve serve --host $(HOST) --port $(PORT) $(ARGS)
+
+test: $(DEV) ## run the tests (ARGS="-k name ...")
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV) ## lint, format, types of the JAX-free packages, who imports whom
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(DEV) ## format and mend what ruff can
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+bench-peers: $(RUNTIME) ## speed beside other engines (ARGS="--peer-python PATH ...")
+	$(BIN)/python -m bench.peers $(ARGS)
+
+clean: ## remove the environment and everything generated
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find jaxserve pallas_kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUNTIME): pyproject.toml setup.py scripts/make-venv
+	@scripts/make-venv "$(VENV)" "." "$(PYTHON)"
+	@touch $@
+
+$(DEV): pyproject.toml setup.py scripts/make-venv
+	@scripts/make-venv "$(VENV)" ".[dev]" "$(PYTHON)"
+	@touch $(RUNTIME) $@

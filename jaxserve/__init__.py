@@ -1,0 +1,67 @@
+"""jaxserve: LLM serving on JAX/XLA.
+
+Names are resolved on first use, so that `import jaxserve` is fast and loads neither JAX nor a web framework.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from jaxserve._version import __version__
+
+if TYPE_CHECKING:
+    from jaxserve.core.config import EngineConfig
+    from jaxserve.core.errors import (
+        CheckpointError,
+        ConfigError,
+        EngineFailed,
+        EngineStopped,
+        JaxserveError,
+        MemoryBudgetError,
+        PromptTooLong,
+        QueueFull,
+        RequestError,
+    )
+    from jaxserve.core.request import CompletionOutput, RequestOutput
+    from jaxserve.core.sampling import SamplingParams
+    from jaxserve.engine.async_engine import AsyncEngine
+    from jaxserve.llm import LLM
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineFailed",
+    "EngineStopped",
+    "JaxserveError",
+    "MemoryBudgetError",
+    "PromptTooLong",
+    "QueueFull",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "jaxserve.llm",
+    "AsyncEngine": "jaxserve.engine.async_engine",
+    "EngineConfig": "jaxserve.core.config",
+    "SamplingParams": "jaxserve.core.sampling",
+    "CompletionOutput": "jaxserve.core.request",
+    "RequestOutput": "jaxserve.core.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "jaxserve.core.errors")), name)
+    globals()[name] = value  # the next use finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
