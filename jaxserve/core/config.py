@@ -62,6 +62,12 @@ class ModelConfig:
     dtype: DType = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    vocab_padding: int = 0  # zero rows after the vocabulary, so that it splits evenly over devices
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the head, padding included."""
+        return self.vocab_size + self.vocab_padding
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, or None for full attention."""

@@ -1,0 +1,61 @@
+"""A whole sequence at once, without a cache: the reference of the serving path, and what training differentiates."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.core.config import ModelConfig
+from jaxserve.models.layers import Attend
+from jaxserve.models.registry import block_ids, build_block
+from jaxserve.models.rope import rope_cos_sin
+
+
+def dense_causal_attend(
+    positions: jax.Array, segments: jax.Array | None = None, *, window: int | None = None, scale: float
+) -> Attend:
+    """Softmax attention of every token to the tokens of its segment at its own and earlier positions.
+
+    positions, segments int32 [T]; tokens of different segments do not see each other; `window` limits how many
+    positions a token sees, itself included.
+    """
+    distance = positions[:, None] - positions[None, :]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    if segments is not None:
+        visible &= segments[:, None] == segments[None, :]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = jnp.einsum("tkgd,skd->kgts", q, k, preferred_element_type=jnp.float32) * scale
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v.dtype)
+        return jnp.einsum("kgts,skd->tkgd", weights, v, preferred_element_type=jnp.float32).astype(q.dtype)
+
+    return attend
+
+
+def build_blocks(config: ModelConfig, *, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
+    """All blocks of a model with random weights, by id; with tied embeddings embed and head share their parameter."""
+    blocks = {block_id: build_block(config, block_id, rngs=rngs) for block_id in block_ids(config)}
+    if config.tie_embeddings:
+        blocks["head"].weight = blocks["embed"].weight
+    return blocks
+
+
+def forward(
+    config: ModelConfig,
+    blocks: dict[str, nnx.Module],
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """tokens int32 [T] -> logits float32 [T, V]; by default one sequence that starts at position 0."""
+    if positions is None:
+        positions = jnp.arange(len(tokens), dtype=jnp.int32)
+    cos, sin = rope_cos_sin(config, positions)
+    x = blocks["embed"](tokens)
+    for layer in range(config.num_layers):
+        attend = dense_causal_attend(positions, segments, window=config.window(layer), scale=config.head_dim**-0.5)
+        x = blocks[f"layers.{layer}"](x, cos, sin, attend)
+    return blocks["head"](x)

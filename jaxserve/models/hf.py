@@ -1,0 +1,126 @@
+"""What the config.json files of all families have in common, read strictly: an unknown feature is an error."""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from jaxserve.core.config import DType, RopeConfig, RopeKind
+from jaxserve.core.errors import CheckpointError
+
+Json = Mapping[str, Any]
+
+DEFAULT_THETA = 10000.0
+
+
+def common_fields(hf: Json, *, head_dim: int | None = None) -> dict[str, Any]:
+    """The fields of `ModelConfig` that every family reads alike; `head_dim` is the family's default."""
+    heads = require_int(hf, "num_attention_heads")
+    hidden = require_int(hf, "hidden_size")
+    kv_heads = optional_int(hf, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
+    rope = rope_config(hf)
+    return {
+        "vocab_size": require_int(hf, "vocab_size"),
+        "hidden_size": hidden,
+        "num_layers": require_int(hf, "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": optional_int(hf, "head_dim", head_dim or hidden // heads),
+        "intermediate_size": require_int(hf, "intermediate_size"),
+        "max_position": max_position(hf, rope),
+        "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "rope": rope,
+        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "dtype": parameter_dtype(hf),
+        "bos_token_id": hf.get("bos_token_id"),
+        "eos_token_ids": token_ids(hf.get("eos_token_id")),
+    }
+
+
+def require_int(hf: Json, key: str) -> int:
+    """A positive integer that config.json must have."""
+    value = hf.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{key} is {value!r}, it must be a positive integer")
+    return value
+
+
+def optional_int(hf: Json, key: str, default: int) -> int:
+    """A positive integer that may be absent or null."""
+    return default if hf.get(key) is None else require_int(hf, key)
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """`eos_token_id` as a tuple: config files hold an id, a list of ids, or null."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def parameter_dtype(hf: Json) -> DType:
+    """`dtype`, or `torch_dtype` in older files; bfloat16 where neither is given."""
+    name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
+    if name not in get_args(DType):
+        raise CheckpointError(f"dtype {name!r} is not supported; supported: {', '.join(get_args(DType))}")
+    return name
+
+
+def rope_config(hf: Json) -> RopeConfig:
+    """RoPE from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`."""
+    given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    theta = float(given.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in get_args(RopeKind):
+        raise CheckpointError(f"RoPE type {kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+    partial = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise CheckpointError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if "factor" not in given:
+        raise CheckpointError(f"RoPE type {kind!r} needs a 'factor'")
+    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
+    numbers = {name: float(given[name]) for name in (*names, "mscale_all_dim") if given.get(name) is not None}
+    original = given.get("original_max_position_embeddings") or require_int(hf, "max_position_embeddings")
+    return RopeConfig(
+        kind=kind,
+        theta=theta,
+        factor=float(given["factor"]),
+        original_max_position=int(original),
+        truncate=bool(given.get("truncate", True)),
+        **numbers,
+    )
+
+
+def max_position(hf: Json, rope: RopeConfig) -> int:
+    """How many positions the model was made for: scaled RoPE stretches the number in config.json."""
+    given = optional_int(hf, "max_position_embeddings", 2048)
+    if rope.kind == "linear":
+        return int(given * rope.factor)
+    if rope.kind == "yarn":
+        return max(given, int(rope.original_max_position * rope.factor))
+    return given
+
+
+def uniform_windows(hf: Json, window: int | None) -> tuple[int | None, ...]:
+    """The same sliding window in every layer; () where there is none."""
+    return () if window is None else (window,) * require_int(hf, "num_hidden_layers")
+
+
+def layered_windows(hf: Json) -> tuple[int | None, ...]:
+    """Qwen's windows: `layer_types`, or all layers from `max_window_layers` on; off unless `use_sliding_window`."""
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    if window is None:
+        return ()
+    layers = require_int(hf, "num_hidden_layers")
+    first = hf.get("max_window_layers", 28)
+    kinds = hf.get("layer_types") or [
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
+    ]
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown or len(kinds) != layers:
+        raise CheckpointError(f"layer_types {kinds} must name sliding_attention or full_attention for {layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,149 @@
+"""Layers shared by every family: norm, attention, feed-forward, and the three kinds of block built of them.
+
+Axes: T tokens, R rows, E hidden, K kv heads, G query heads per kv head, D head_dim, I intermediate, V vocabulary.
+Parameters are stored [out, in]; each names its logical axes in its metadata `axes`, first the one that tensor
+parallelism splits. Activations have the dtype of the parameters; norms and rotations are computed in float32.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.core.config import ModelConfig
+from jaxserve.kernels import matmul
+from jaxserve.models.rope import apply_rope
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(q [T, K, G, D], k [T, K, D], v [T, K, D]) -> o [T, K, G, D]: how tokens attend is the caller's."""
+
+INIT_STDDEV = 0.02
+
+Axis = tuple[str | None, int]
+"""Logical name and size."""
+
+
+def weight(config: ModelConfig, rngs: nnx.Rngs, *axes: Axis) -> nnx.Param:
+    """A random normal parameter; `axes` are its axes in order."""
+    names, shape = zip(*axes, strict=True)
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * INIT_STDDEV
+    return nnx.Param(value.astype(config.dtype), axes=names)
+
+
+def bias(config: ModelConfig, *axes: Axis) -> nnx.Param:
+    """A zero parameter; `axes` as for `weight`."""
+    names, shape = zip(*axes, strict=True)
+    return nnx.Param(jnp.zeros(shape, config.dtype), axes=names)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation over the last axis, then a learned scale [size]."""
+
+    def __init__(self, config: ModelConfig, size: int, axis: str | None):
+        self.eps = config.rms_norm_eps
+        self.weight = nnx.Param(jnp.ones((size,), config.dtype), axes=(axis,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention around an injected `Attend`.
+
+    `qkv` [K, G + 2, D, E] holds, for each kv head, its G query heads, then its key and its value projection, so that
+    one axis splits all of attention.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        heads, group = ("kv_heads", config.num_kv_heads), config.num_heads // config.num_kv_heads
+        head, hidden = (None, config.head_dim), ("embed", config.hidden_size)
+        self.qkv = weight(config, rngs, heads, (None, group + 2), head, hidden)
+        self.qkv_bias = bias(config, heads, (None, group + 2), head) if config.qkv_bias else None
+        self.o = weight(config, rngs, hidden, heads, (None, group), head)
+        self.o_bias = bias(config, hidden) if config.o_bias else None
+        self.q_norm = RMSNorm(config, config.head_dim, None) if config.qk_norm else None
+        self.k_norm = RMSNorm(config, config.head_dim, None) if config.qk_norm else None
+
+    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
+        """x [T, E] and the rotations cos, sin [T, D/2] -> [T, E]."""
+        qkv = matmul(x, self.qkv[...])
+        if self.qkv_bias is not None:
+            qkv += self.qkv_bias[...]
+        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = matmul(attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v), self.o[...], contract=3)
+        return out if self.o_bias is None else out + self.o_bias[...]
+
+
+class MLP(nnx.Module):
+    """SwiGLU feed-forward; `gate_up` [I, 2, E] interleaves both projections, so that one axis splits it."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        inner, hidden = ("mlp", config.intermediate_size), ("embed", config.hidden_size)
+        self.gate_up = weight(config, rngs, inner, (None, 2), hidden)
+        self.gate_up_bias = bias(config, inner, (None, 2)) if config.mlp_bias else None
+        self.down = weight(config, rngs, hidden, inner)
+        self.down_bias = bias(config, hidden) if config.mlp_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, E] -> [T, E]."""
+        gate_up = matmul(x, self.gate_up[...])
+        if self.gate_up_bias is not None:
+            gate_up += self.gate_up_bias[...]
+        out = matmul(swiglu(gate_up), self.down[...])
+        return out if self.down_bias is None else out + self.down_bias[...]
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """silu(gate) * up of gate_up [..., I, 2] -> [..., I], in float32 inside."""
+    gate, up = gate_up[..., 0].astype(jnp.float32), gate_up[..., 1].astype(jnp.float32)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+class DecoderLayer(nnx.Module):
+    """One transformer layer: attention and feed-forward, each after a norm and added to its input.
+
+    Layers of the same kind have equal graph definitions: nothing in them depends on their number.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs):
+        self.input_norm = RMSNorm(config, config.hidden_size, "embed")
+        self.attention = Attention(config, rngs=rngs)
+        self.post_norm = RMSNorm(config, config.hidden_size, "embed")
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
+        """x [T, E] and the rotations cos, sin float32 [T, D/2] -> [T, E]."""
+        x = x + self.attention(self.input_norm(x), cos, sin, attend)
+        return x + self.mlp(self.post_norm(x))
+
+
+class Embed(nnx.Module):
+    """Token embedding."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """tokens int32 [T] -> [T, E]; ids beyond the vocabulary read its last row."""
+        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+
+
+class Head(nnx.Module):
+    """Final norm and projection to the vocabulary. With tied embeddings `weight` is the array of `Embed.weight`."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.vocab_size = config.vocab_size
+        self.norm = RMSNorm(config, config.hidden_size, "embed")
+        self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [R, E] -> logits float32 [R, V]; -inf in the rows added to the vocabulary as padding."""
+        logits = matmul(self.norm(x), self.weight[...], dtype=jnp.float32)
+        if logits.shape[-1] == self.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(logits.shape[-1]) < self.vocab_size, logits, -jnp.inf)

@@ -1,0 +1,16 @@
+"""Llama 2 and 3, and what was tuned from them: Vicuna, CodeLlama."""
+
+from jaxserve.core.config import ModelConfig
+from jaxserve.models import hf as common
+
+
+def config_from_hf(hf: common.Json) -> ModelConfig:
+    """Reads a LlamaForCausalLM config.json; `attention_bias` is on all four projections."""
+    attention_bias = bool(hf.get("attention_bias", False))
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        **common.common_fields(hf),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+    )

@@ -1,0 +1,43 @@
+"""Which architectures are supported, and how their blocks are built."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import nnx
+
+from jaxserve.core.config import ModelConfig
+from jaxserve.core.errors import CheckpointError
+from jaxserve.models import llama
+from jaxserve.models.layers import DecoderLayer, Embed, Head
+
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
+    "LlamaForCausalLM": llama.config_from_hf,
+}
+"""Architecture (as named by Hugging Face) -> reader of its config.json."""
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Resolves a Hugging Face config.json. Raises `CheckpointError` for what is not supported, saying what is."""
+    architectures = hf.get("architectures") or []
+    for name in architectures:
+        if name in FAMILIES:
+            return FAMILIES[name](hf)
+    found = ", ".join(map(str, architectures)) or f"none (model_type {hf.get('model_type')!r})"
+    raise CheckpointError(f"architecture {found} is not supported; supported: {', '.join(FAMILIES)}")
+
+
+def block_ids(config: ModelConfig) -> tuple[str, ...]:
+    """The chain of blocks in the order in which they run: "embed", "layers.0", ..., "head"."""
+    return ("embed", *(f"layers.{layer}" for layer in range(config.num_layers)), "head")
+
+
+def build_block(config: ModelConfig, block_id: str, *, rngs: nnx.Rngs) -> nnx.Module:
+    """A block with random weights; under `nnx.eval_shape` its abstract parameters."""
+    if block_id == "embed":
+        return Embed(config, rngs=rngs)
+    if block_id == "head":
+        return Head(config, rngs=rngs)
+    kind, _, number = block_id.partition(".")
+    if kind != "layers" or not number.isdigit() or int(number) >= config.num_layers:
+        raise ValueError(f"no block {block_id!r} in a model of {config.num_layers} layers")
+    return DecoderLayer(config, int(number), rngs=rngs)
