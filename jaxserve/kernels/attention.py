@@ -4,7 +4,7 @@ from functools import partial
 
 from jax import Array, lax
 
-from jaxserve.kernels import reference
+from jaxserve.kernels import reference, xla_cpu
 from jaxserve.kernels.meta import AttentionMeta
 
 __all__ = ["AttentionMeta", "paged_attention"]
@@ -22,6 +22,6 @@ def paged_attention(q: Array, pool: Array, meta: AttentionMeta, *, scale: float,
         q,
         pool,
         meta,
-        cpu=partial(reference.paged_attention, **kwargs),
+        cpu=partial(xla_cpu.paged_attention, **kwargs),
         default=partial(reference.paged_attention, **kwargs, compute_dtype=q.dtype),
     )

@@ -65,7 +65,9 @@ def attend(
         "nqkgd,nktd->nkgqt", q.astype(compute_dtype), kv[:, :, 0], preferred_element_type=jnp.float32
     )
     weights = jax.nn.softmax(scores, axis=-1, where=seen[:, None, None])
-    weights = jnp.where(seen[:, None, None], weights, 0).astype(compute_dtype)  # rows that see nothing are NaN until here
+    weights = jnp.where(seen[:, None, None], weights, 0).astype(
+        compute_dtype
+    )  # rows that see nothing are NaN until here
     # 0 * NaN is NaN: keys that no token of the tile sees are stale memory, to be cleared and not just weighted by 0
     values = jnp.where(jnp.any(seen, axis=1)[:, None, :, None], kv[:, :, 1], 0)
     out = jnp.einsum("nkgqt,nktd->nqkgd", weights, values, preferred_element_type=jnp.float32)
