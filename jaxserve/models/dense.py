@@ -1,7 +1,5 @@
 """A whole sequence at once, without a cache: the reference of the serving path, and what training differentiates."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

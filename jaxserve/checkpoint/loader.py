@@ -1,0 +1,115 @@
+"""A checkpoint directory as a configuration and blocks that are read one at a time."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from jaxserve.checkpoint.dummy import DummyStore
+from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, stacked_name, tensor_shapes
+from jaxserve.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME, SafetensorsStore, read_json
+from jaxserve.core.config import ModelConfig
+from jaxserve.core.errors import CheckpointError
+from jaxserve.models import block_ids, config_from_hf
+from jaxserve.models.hf import token_ids
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class TensorStore(Protocol):
+    """Tensors by their name in the checkpoint."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The tensor, which must have this shape; raises `CheckpointError` naming the file and the tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint. `generation` is its generation_config.json, {} where there is none."""
+
+    path: Path
+    config: ModelConfig
+    generation: dict[str, Any]
+    store: TensorStore
+
+    def block(self, block_id: str, physical: ModelConfig | None = None) -> dict[str, np.ndarray]:
+        """A block's parameters by their dotted path in its module, packed for `physical` (by default `config`).
+
+        Reads the block's tensors and nothing else; the arrays are new, in the dtype of the configuration. With tied
+        embeddings the head's `weight` is a copy of embed's, for the caller to share.
+        """
+        config = self.config
+        target = Target(config, physical or config, numpy_dtype(config))
+        stacked = stacked_name(block_id) in self.store
+        shapes = tensor_shapes(config, block_id, stacked_experts=stacked)
+        return pack_block(target, block_id, lambda name: self.store.get(name, shapes[name]), stacked_experts=stacked)
+
+
+def open_checkpoint(
+    path: str | Path,
+    load_format: LoadFormat = "auto",
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+) -> Checkpoint:
+    """Opens a Hugging Face checkpoint directory: config.json and safetensors, in one file or in shards.
+
+    Every tensor's presence, shape and byte range is checked now, none is read. "dummy" needs config.json only (`path`
+    may be that file) and makes random weights. `dtype` overrides the configuration's; tensors are cast to it.
+    Raises `CheckpointError` naming the file and, where there is one, the tensor.
+    """
+    path = Path(path)
+    directory = path.parent if path.is_file() and path.suffix == ".json" else path
+    config_path = path if directory != path else directory / "config.json"
+    config, generation = _read_configs(directory, config_path)
+    if dtype != "auto":
+        config = replace(config, dtype=dtype)
+    if load_format == "dummy":
+        return Checkpoint(directory, config, generation, DummyStore())
+    _check_files(directory)
+    checkpoint = Checkpoint(directory, config, generation, SafetensorsStore(directory))
+    for block_id in block_ids(config):
+        check_tensors(checkpoint.store, config, block_id)
+    return checkpoint
+
+
+def check_tensors(store: TensorStore, config: ModelConfig, block_id: str) -> None:
+    """Raises `CheckpointError` for the first of a block's tensors that is missing, truncated or mis-shaped."""
+    shapes = tensor_shapes(config, block_id, stacked_experts=stacked_name(block_id) in store)
+    for name, shape in shapes.items():
+        store.get(name, shape)
+
+
+def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory}: no such directory. A model is a local directory; names on a hub are not downloaded"
+        )
+    if not config_path.is_file():
+        raise CheckpointError(f"{config_path}: missing; a model directory has a config.json")
+    hf = read_json(config_path)
+    if hf.get("quantization_config"):
+        method = hf["quantization_config"].get("quant_method")
+        raise CheckpointError(f"{config_path}: quantized checkpoints ({method}) are not supported")
+    try:
+        config = config_from_hf(hf)
+    except CheckpointError as error:
+        raise CheckpointError(f"{config_path}: {error}") from error
+    generation_path = directory / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    if generation.get("eos_token_id") is not None:
+        config = replace(config, eos_token_ids=token_ids(generation["eos_token_id"]))
+    return config, generation
+
+
+def _check_files(directory: Path) -> None:
+    if (directory / INDEX_NAME).is_file() or (directory / SINGLE_NAME).is_file():
+        return
+    message = f"{directory}: has neither {SINGLE_NAME} nor {INDEX_NAME}"
+    pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        message += f"; {pickles[0]} is a pickle, which is never loaded: convert it to safetensors"
+    raise CheckpointError(message)

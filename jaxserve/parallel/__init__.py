@@ -1,0 +1,1 @@
+"""Where arrays live: meshes, logical-axis rules, padding to even shards."""

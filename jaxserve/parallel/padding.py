@@ -1,0 +1,93 @@
+"""Weights padded so that they split evenly over devices, without changing the function that the model computes.
+
+A kv head cannot be cut. Where there are fewer kv heads than devices each is copied, and its query heads are dealt out
+to the copies; where the numbers do not divide, heads of zeros are added. An added query head is harmless because the
+output projection is zero for it, an added unit of the feed-forward because its gate is. Host side only: numpy.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from jaxserve.core.config import ModelConfig
+
+
+def physical_config(config: ModelConfig, tp: int) -> ModelConfig:
+    """The configuration whose shapes split over `tp` devices; the configuration itself where they already do."""
+    kv_heads, group = _heads(config, tp)
+    moe = config.moe and replace(config.moe, intermediate_size=round_up(config.moe.intermediate_size, tp))
+    return replace(
+        config,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        intermediate_size=round_up(config.intermediate_size, tp),
+        moe=moe,
+        vocab_padding=round_up(config.vocab_size, tp) - config.vocab_size,
+    )
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is at least n."""
+    return -(-n // multiple) * multiple
+
+
+def _heads(config: ModelConfig, tp: int) -> tuple[int, int]:
+    """Physical kv heads, and query heads per kv head."""
+    kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    if tp % kv_heads == 0:
+        return tp, -(-group // (tp // kv_heads))
+    return round_up(kv_heads, tp), group
+
+
+def head_sources(config: ModelConfig, physical: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Which query heads [K', G'] and kv heads [K'] of `config` the physical ones are; -1 for a head of zeros."""
+    kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    new_kv_heads, new_group = physical.num_kv_heads, physical.num_heads // physical.num_kv_heads
+    copies = new_kv_heads // kv_heads if new_kv_heads % kv_heads == 0 else 1
+    kv, copy = np.divmod(np.arange(new_kv_heads), copies)
+    member = copy[:, None] * new_group + np.arange(new_group)  # of the kv head's query heads
+    query = np.where((member < group) & (kv[:, None] < kv_heads), kv[:, None] * group + member, -1)
+    return query, np.where(kv < kv_heads, kv, -1)
+
+
+def pack_qkv(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, config: ModelConfig, physical: ModelConfig, dtype: np.dtype
+) -> np.ndarray:
+    """Projections q [H*D, ...], k and v [K*D, ...] (or their biases) as one array [K', G' + 2, D, ...]."""
+    query, kv = head_sources(config, physical)
+    q, k, v = (x.reshape(-1, config.head_dim, *x.shape[1:]) for x in (q, k, v))
+    packed = np.zeros((len(query), query.shape[1] + 2, *q.shape[1:]), dtype)
+    for j, (heads, head) in enumerate(zip(query, kv, strict=True)):
+        for g, source in enumerate(heads):
+            if source >= 0:
+                packed[j, g] = q[source]
+        if head >= 0:
+            packed[j, -2], packed[j, -1] = k[head], v[head]
+    return packed
+
+
+def pack_o(o: np.ndarray, config: ModelConfig, physical: ModelConfig, dtype: np.dtype) -> np.ndarray:
+    """The output projection [E, H*D] as [E, K', G', D]."""
+    query, _ = head_sources(config, physical)
+    o = o.reshape(len(o), -1, config.head_dim)
+    packed = np.zeros((len(o), *query.shape, config.head_dim), dtype)
+    for (j, g), source in np.ndenumerate(query):
+        if source >= 0:
+            packed[:, j, g] = o[:, source]
+    return packed
+
+
+def pack_gate_up(gates: Iterable[np.ndarray], size: int, dtype: np.dtype) -> np.ndarray:
+    """The gate and the up projection [I, ...] (or their biases), in this order, as one array [size, 2, ...]."""
+    gate, up = gates
+    packed = np.zeros((size, 2, *gate.shape[1:]), dtype)
+    packed[: len(gate), 0], packed[: len(up), 1] = gate, up
+    return packed
+
+
+def pad(x: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A copy of x in the given dtype with zeros after it along every axis up to the given shape."""
+    padded = np.zeros(shape, dtype)
+    padded[tuple(slice(n) for n in x.shape)] = x
+    return padded
