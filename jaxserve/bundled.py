@@ -16,4 +16,6 @@ def bundled_model_path() -> Path:
     for room in _ROOMS:
         for config in sorted(room.glob("*/config.json")):
             return config.parent
-    raise CheckpointError(f"this installation has no bundled model: no */config.json in {' or '.join(map(str, _ROOMS))}")
+    raise CheckpointError(
+        f"this installation has no bundled model: no */config.json in {' or '.join(map(str, _ROOMS))}"
+    )

@@ -1,0 +1,127 @@
+"""Random Llama checkpoints in Hugging Face layout: bf16 safetensors, one file per layer, written as they are made."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+VOCAB = 32000
+MAX_POSITION = 4096
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one Llama."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+SHAPES = {
+    "160m": Shape(hidden=768, layers=12, heads=12, kv_heads=4, intermediate=2048),
+    "1.1b": Shape(hidden=2048, layers=22, heads=32, kv_heads=4, intermediate=5632),
+}
+
+
+def ensure_checkpoint(name: str, cache: Path) -> Path:
+    """The directory of the checkpoint `name` of `SHAPES` under `cache`; writes it if it is not there yet."""
+    path = cache / f"llama-{name}"
+    if not (path / "model.safetensors.index.json").exists():
+        path.mkdir(parents=True, exist_ok=True)
+        _write(SHAPES[name], path)
+    return path
+
+
+def _write(shape: Shape, path: Path) -> None:
+    """The index comes last: a checkpoint without one is incomplete and is written again."""
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    (path / "config.json").write_text(json.dumps(_config(shape), indent=2))
+    _write_tokenizer(path)
+    weight_map, total = {}, 0
+    for part, tensors in _parts(shape):
+        arrays = {name: _random(rng, dims) for name, dims in tensors.items()}
+        save_file(arrays, path / part, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(arrays, part)
+        total += sum(array.nbytes for array in arrays.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _parts(shape: Shape) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
+    """File name and the shapes of its tensors, for each file."""
+    e, i, kv = shape.hidden, shape.intermediate, shape.kv_heads * shape.head_dim
+    yield "embed.safetensors", {"model.embed_tokens.weight": (VOCAB, e)}
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        yield (
+            f"layer-{layer:02d}.safetensors",
+            {
+                prefix + "self_attn.q_proj.weight": (e, e),
+                prefix + "self_attn.k_proj.weight": (kv, e),
+                prefix + "self_attn.v_proj.weight": (kv, e),
+                prefix + "self_attn.o_proj.weight": (e, e),
+                prefix + "mlp.gate_proj.weight": (i, e),
+                prefix + "mlp.up_proj.weight": (i, e),
+                prefix + "mlp.down_proj.weight": (e, i),
+                prefix + "input_layernorm.weight": (e,),
+                prefix + "post_attention_layernorm.weight": (e,),
+            },
+        )
+    yield "head.safetensors", {"model.norm.weight": (e,), "lm_head.weight": (VOCAB, e)}
+
+
+def _random(rng: np.random.Generator, dims: tuple[int, ...]) -> np.ndarray:
+    """Norms are ones; everything else is normal with deviation 0.02."""
+    import ml_dtypes
+
+    if len(dims) == 1:
+        return np.ones(dims, ml_dtypes.bfloat16)
+    return (rng.standard_normal(dims, dtype=np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+
+
+def _config(shape: Shape) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": MAX_POSITION,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _write_tokenizer(path: Path) -> None:
+    """Bytes, and names for the rest of the vocabulary: prompts are token ids, but engines want a tokenizer to exist."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<s>", "</s>", *alphabet]
+    words += [f"<{token}>" for token in range(len(words), VOCAB)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,0 +1,51 @@
+"""The engines behind one interface. Each imports what it needs when it is made, in a process of its own."""
+
+from pathlib import Path
+
+from bench.peers.llamacpp import LlamaCpp
+from bench.peers.workload import MAX_LENGTH, Engine, Prompts
+
+
+class Jaxserve:
+    """jaxserve through its library, as a user calls it."""
+
+    def __init__(self, model: Path, threads: int, max_batch: int):
+        from jaxserve import LLM, SamplingParams
+
+        self._params = SamplingParams
+        self._llm = LLM(model, dtype="bfloat16", max_model_len=MAX_LENGTH, max_num_seqs=max_batch)
+
+    def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
+        params = self._params(temperature=0, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
+        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Transformers:
+    """Hugging Face Transformers: one static batch, SDPA attention, bf16 on torch's own threads."""
+
+    def __init__(self, model: Path, threads: int, max_batch: int):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+        self._model.generation_config.eos_token_id = None
+
+    def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
+        tokens = self._torch.tensor(prompts)
+        with self._torch.inference_mode():
+            output = self._model.generate(
+                tokens,
+                attention_mask=self._torch.ones_like(tokens),
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return output[:, tokens.shape[1] :].tolist()
+
+
+ENGINES: dict[str, type[Engine]] = {"jaxserve": Jaxserve, "transformers": Transformers, "llama.cpp": LlamaCpp}
+NEEDS = {"jaxserve": ("jax",), "transformers": ("torch", "transformers"), "llama.cpp": ("llama_cpp", "gguf")}
