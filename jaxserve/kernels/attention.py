@@ -4,7 +4,7 @@ from functools import partial
 
 from jax import Array, lax
 
-from jaxserve.kernels import reference, xla_cpu
+from jaxserve.kernels import native, reference, xla_cpu
 from jaxserve.kernels.meta import AttentionMeta
 
 __all__ = ["AttentionMeta", "paged_attention"]
@@ -18,10 +18,11 @@ def paged_attention(q: Array, pool: Array, meta: AttentionMeta, *, scale: float,
     and, with a sliding window w, > p - w. Padding rows and tokens get zeros. Softmax and sums are in float32.
     """
     kwargs = {"scale": scale, "window": window}
+    on_cpu = native if native.supports(q, pool) and native.available() else xla_cpu
     return lax.platform_dependent(
         q,
         pool,
         meta,
-        cpu=partial(xla_cpu.paged_attention, **kwargs),
+        cpu=partial(on_cpu.paged_attention, **kwargs),
         default=partial(reference.paged_attention, **kwargs, compute_dtype=q.dtype),
     )

@@ -1,0 +1,54 @@
+"""Multiplication of groups of rows, each by a weight of its own: the experts of a mixture."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MIN_BLOCK, MAX_BLOCK = 8, 128  # rows multiplied at once on CPU
+
+
+def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Multiplies x [R, c], whose rows are sorted by group, by the weights w [X, out..., c]: [R, out...].
+
+    group_sizes int32 [X] sums to R. Sums in float32; the result has the dtype of `x`.
+    """
+    flat = w.reshape(len(w), -1, w.shape[-1])
+    y = lax.platform_dependent(x, flat, group_sizes, cpu=_by_blocks, default=_ragged)
+    return y.astype(x.dtype).reshape(len(x), *w.shape[1:-1])
+
+
+def _ragged(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot(x, w.swapaxes(1, 2), group_sizes, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _by_blocks(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """One product per block of rows of a group that has any; XLA's own ragged_dot on CPU multiplies by all weights.
+
+    A group's last block spills into the rows of the next group, which is computed later and overwrites them. The
+    barrier keeps XLA from widening all weights to float32 ahead of the loop, and the sums stay float32 in it, because
+    XLA widens a whole 16-bit array to update a slice of it.
+    """
+    rows, groups = len(x), len(w)
+    block = min(max(_power_of_two(rows // groups), MIN_BLOCK), MAX_BLOCK)
+    blocks = -(-group_sizes // block)
+    ends = jnp.cumsum(blocks)
+    index = jnp.arange(min(groups, rows) + rows // block, dtype=jnp.int32)
+    group = jnp.searchsorted(ends, index, side="right").clip(max=groups - 1)
+    starts = (jnp.cumsum(group_sizes) - group_sizes)[group] + (index - (ends - blocks)[group]) * block
+    padded = jnp.pad(x, ((0, block), (0, 0)))
+
+    def step(i: jax.Array, y: jax.Array) -> jax.Array:
+        weights, i = lax.optimization_barrier((w, i))
+        weight = lax.dynamic_index_in_dim(weights, group[i], keepdims=False)
+        some = lax.dynamic_slice_in_dim(padded, starts[i], block)
+        out = lax.dot_general(some, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return lax.dynamic_update_slice_in_dim(y, out, starts[i], 0)
+
+    y = lax.fori_loop(0, ends[-1], step, jnp.zeros((rows + block, w.shape[1]), jnp.float32))
+    return y[:rows].astype(x.dtype)
+
+
+def _power_of_two(n: int) -> int:
+    return 2 ** math.ceil(math.log2(max(n, 1)))

@@ -1,0 +1,306 @@
+// Flash attention over pages, in float32, on the compiler's vector extension: LANES floats to a vector.
+//
+// The context is walked in blocks of 64 positions. A block's keys are transposed and its values widened to float32
+// once, into a buffer that stays in L1; then groups of up to 6 query rows compute scores, an online softmax (Milakov
+// and Gimelshein 2018, "Online normalizer calculation for softmax") and the weighted sum of values in registers. A
+// decode row is a tile of one token, whose rows are the query heads that share the kv head.
+//
+// This file is compiled several times with different flags. It must not use inline functions of the standard library:
+// the linker would keep one copy of them, perhaps one with instructions that this machine lacks.
+
+#include "attention.h"
+
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define COLUMNS 4  // vectors of a row that stay in registers: 6 rows x 4 = 24 of 32
+#define ATTEND attend_avx512
+#elif defined(__AVX2__)
+#define LANES 8
+#define COLUMNS 2  // 6 x 2 = 12 of 16
+#define ATTEND attend_avx2
+#else
+#define LANES 4
+#if defined(__aarch64__)
+#define COLUMNS 4
+#else
+#define COLUMNS 2
+#endif
+#define ATTEND attend_baseline
+#endif
+
+namespace jaxserve {
+namespace {
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+constexpr int kBlock = 64;  // positions
+constexpr int kRows = 6;
+constexpr int kVectors = kBlock / LANES;
+constexpr float kLog2E = 1.4426950408889634f;
+
+inline Floats load(const float* p) {
+  Floats x;
+  memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+inline Floats load(const uint16_t* p) {
+  Halves x;
+  memcpy(&x, p, sizeof(x));
+  return (Floats)(__builtin_convertvector(x, Bits) << 16);
+}
+
+inline void store(float* p, Floats x) { memcpy(p, &x, sizeof(x)); }
+
+inline void store(uint16_t* p, Floats x) {  // round to nearest even; NaN stays NaN
+  Bits bits = (Bits)x;
+  Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  Halves y = __builtin_convertvector((Bits)(x == x ? rounded : (Bits)Ints{} + 0x7fc0), Halves);
+  memcpy(p, &y, sizeof(y));
+}
+
+inline Floats splat(float x) { return Floats{} + x; }
+
+template <size_t... I>
+inline Ints iota(std::index_sequence<I...>) {
+  return Ints{(int32_t)I...};
+}
+
+// 2^x for x <= 0, to 2e-7 relative: a polynomial on [-1/2, 1/2] and the exponent's bits. 0 below 2^-126.
+inline Floats exp2(Floats x) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  Floats whole = x < -126.0f ? splat(-126.0f) : x;
+  Floats shifted = whole + magic;
+  Floats f = whole - (shifted - magic);
+  Floats p = 1.5403530e-4f * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  Floats power = (Floats)(((Bits)shifted << 23) + 0x3f800000u);
+  return x < -126.0f ? Floats{} : p * power;
+}
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+template <int S, size_t... I>
+inline float max_lane(Floats x, std::index_sequence<I...> lanes) {
+  if constexpr (S == 0) {
+    return x[0];
+  } else {
+    Floats y = SHUFFLE(x, x, (int32_t)((I + S) % LANES)...);
+    return max_lane<S / 2>(x > y ? x : y, lanes);
+  }
+}
+
+// One step of a transposition: exchanges the off-diagonal S x S squares of every 2S x 2S square.
+template <int S, size_t... I>
+inline void exchange(Floats (&x)[LANES], std::index_sequence<I...> lanes) {
+  for (int i = 0; i < LANES; ++i) {
+    if (i & S) continue;
+    Floats a = x[i], b = x[i + S];
+    x[i] = SHUFFLE(a, b, (int32_t)(I & S ? LANES + I - S : I)...);
+    x[i + S] = SHUFFLE(a, b, (int32_t)(I & S ? LANES + I : I + S)...);
+  }
+  if constexpr (S > 1) exchange<S / 2>(x, lanes);
+}
+
+// The vectors and buffers of one tile and head, all in `scratch`.
+struct Scratch {
+  float *q, *out, *keys, *values, *scores, *decay, *top, *total;
+};
+
+// Keys [count, D] at `rows` to keys[D, kBlock], zero from `count` on.
+template <typename T>
+void transpose_keys(const T* const* rows, int count, int64_t dims, float* keys) {
+  for (int t = 0; t < kBlock; t += LANES) {
+    for (int64_t d = 0; d < dims; d += LANES) {
+      Floats x[LANES];
+      for (int i = 0; i < LANES; ++i) x[i] = t + i < count ? load(rows[t + i] + d) : Floats{};
+      exchange<LANES / 2>(x, std::make_index_sequence<LANES>());
+      for (int i = 0; i < LANES; ++i) store(keys + (d + i) * kBlock + t, x[i]);
+    }
+  }
+}
+
+// scores[R, kBlock] = q[R, D] keys[D, kBlock]
+template <int R>
+void multiply_keys(const float* q, const float* keys, int64_t dims, float* scores) {
+  for (int c = 0; c < kBlock; c += COLUMNS * LANES) {
+    Floats sum[R][COLUMNS] = {};
+    for (int64_t d = 0; d < dims; ++d) {
+      Floats key[COLUMNS];
+      for (int j = 0; j < COLUMNS; ++j) key[j] = load(keys + d * kBlock + c + j * LANES);
+      for (int r = 0; r < R; ++r) {
+        for (int j = 0; j < COLUMNS; ++j) sum[r][j] += key[j] * q[r * dims + d];
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int j = 0; j < COLUMNS; ++j) store(scores + r * kBlock + c + j * LANES, sum[r][j]);
+    }
+  }
+}
+
+// out[R, C vectors] = out * decay[R] + weights[R, count] values[count, C vectors]; rows of out and values are D apart.
+template <int R, int C>
+void multiply_values(const float* weights, const float* values, int count, int64_t dims, const float* decay, float* out) {
+  Floats sum[R][C];
+  for (int r = 0; r < R; ++r) {
+    for (int j = 0; j < C; ++j) sum[r][j] = load(out + r * dims + j * LANES) * decay[r];
+  }
+  for (int t = 0; t < count; ++t) {
+    Floats value[C];
+    for (int j = 0; j < C; ++j) value[j] = load(values + t * dims + j * LANES);
+    for (int r = 0; r < R; ++r) {
+      for (int j = 0; j < C; ++j) sum[r][j] += value[j] * weights[r * kBlock + t];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int j = 0; j < C; ++j) store(out + r * dims + j * LANES, sum[r][j]);
+  }
+}
+
+// Turns one row's scores into weights relative to the row's new maximum, for the positions [begin, end) of the block;
+// returns by how much what was summed before must be scaled.
+float soften(float* scores, int64_t begin, int64_t end, float* top, float* total) {
+  if (end <= begin) {
+    for (int j = 0; j < kVectors; ++j) store(scores + j * LANES, Floats{});
+    return 1.0f;
+  }
+  const auto lanes = std::make_index_sequence<LANES>();
+  Floats x[kVectors], best = splat(-__builtin_inff());
+  const bool partial = begin > 0 || end < kBlock;
+  for (int j = 0; j < kVectors; ++j) {
+    x[j] = load(scores + j * LANES);
+    if (partial) {
+      Ints position = iota(lanes) + j * LANES;
+      x[j] = ((position >= (int32_t)begin) & (position < (int32_t)end)) ? x[j] : splat(-__builtin_inff());
+    }
+    best = x[j] > best ? x[j] : best;
+  }
+  const float block_top = max_lane<LANES / 2>(best, lanes);
+  const float new_top = block_top > *top ? block_top : *top;
+  const Floats decay = exp2(splat(*top - new_top));
+  Floats sum = load(total) * decay;
+  for (int j = 0; j < kVectors; ++j) {
+    Floats weight = exp2(x[j] - new_top);
+    store(scores + j * LANES, weight);
+    sum += weight;
+  }
+  store(total, sum);
+  *top = new_top;
+  return decay[0];
+}
+
+// R rows against the block of `count` positions from `position` on; row r of the tile belongs to token r / groups.
+template <int R>
+void attend_rows(const Attention& a, const Tile& t, int64_t row, int64_t position, int count, const Scratch& s) {
+  const int64_t dims = a.head_dim;
+  const int64_t last_seen = t.start + (row + R - 1) / a.groups;
+  const int64_t first_seen = t.start + row / a.groups + 1 - a.window;
+  if (last_seen < position || first_seen >= position + count) return;
+  multiply_keys<R>(s.q + row * dims, s.keys, dims, s.scores);
+  for (int r = 0; r < R; ++r) {
+    const int64_t query = t.start + (row + r) / a.groups - position;  // relative to the block
+    const int64_t begin = query + 1 > a.window ? query + 1 - a.window : 0;
+    const int64_t end = query + 1 < count ? query + 1 : count;
+    s.decay[r] = soften(s.scores + r * kBlock, begin, end, s.top + row + r, s.total + (row + r) * LANES);
+  }
+  float* out = s.out + row * dims;
+  int64_t d = 0;
+  for (; d + COLUMNS * LANES <= dims; d += COLUMNS * LANES) {
+    multiply_values<R, COLUMNS>(s.scores, s.values + d, count, dims, s.decay, out + d);
+  }
+  for (; d < dims; d += LANES) multiply_values<R, 1>(s.scores, s.values + d, count, dims, s.decay, out + d);
+}
+
+void attend_row_group(int rows, const Attention& a, const Tile& t, int64_t row, int64_t pos, int n, const Scratch& s) {
+  switch (rows) {
+    case 1: return attend_rows<1>(a, t, row, pos, n, s);
+    case 2: return attend_rows<2>(a, t, row, pos, n, s);
+    case 3: return attend_rows<3>(a, t, row, pos, n, s);
+    case 4: return attend_rows<4>(a, t, row, pos, n, s);
+    case 5: return attend_rows<5>(a, t, row, pos, n, s);
+    default: return attend_rows<kRows>(a, t, row, pos, n, s);
+  }
+}
+
+// Brings the keys and values of `count` positions from `position` on into the scratch buffers.
+template <typename T>
+void gather_block(const Attention& a, const Tile& t, int64_t head, int64_t position, int count, const Scratch& s) {
+  const int64_t dims = a.head_dim, half = a.page_size * dims;
+  const T* rows[kBlock];
+  for (int i = 0; i < count; ++i) {
+    const int64_t page = t.pages[(position + i) / a.page_size];
+    const T* keys = static_cast<const T*>(a.pool) + (page * a.kv_heads + head) * 2 * half;
+    rows[i] = keys + (position + i) % a.page_size * dims;
+  }
+  transpose_keys(rows, count, dims, s.keys);
+  for (int i = 0; i < count; ++i) {
+    for (int64_t d = 0; d < dims; d += LANES) store(s.values + i * dims + d, load(rows[i] + half + d));
+  }
+}
+
+template <typename T>
+void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
+  const int64_t dims = a.head_dim, rows = t.length * a.groups;
+  Scratch s;
+  s.keys = scratch;
+  s.values = s.keys + dims * kBlock;
+  s.scores = s.values + kBlock * dims;
+  s.decay = s.scores + kRows * kBlock;
+  s.q = s.decay + LANES;
+  s.out = s.q + rows * dims;
+  s.total = s.out + rows * dims;
+  s.top = s.total + rows * LANES;
+
+  const int64_t stride = a.kv_heads * a.groups * dims;  // from token to token in q and out
+  const int64_t origin = t.row * stride + head * a.groups * dims;
+  const float scale = a.scale * kLog2E;  // weights are powers of 2
+  for (int64_t i = 0; i < t.length; ++i) {
+    const T* q = static_cast<const T*>(a.q) + origin + i * stride;
+    for (int64_t d = 0; d < a.groups * dims; d += LANES) store(s.q + i * a.groups * dims + d, load(q + d) * scale);
+  }
+  memset(s.out, 0, (size_t)(rows * (dims + LANES)) * sizeof(float));  // and total
+  for (int64_t r = 0; r < rows; ++r) s.top[r] = -__builtin_inff();
+
+  const int64_t passes = (rows + kRows - 1) / kRows, height = (rows + passes - 1) / passes;
+  const int64_t end = t.start + t.length;
+  for (int64_t position = first_position(a, t); position < end; position += kBlock) {
+    const int count = (int)(end - position < kBlock ? end - position : kBlock);
+    gather_block<T>(a, t, head, position, count, s);
+    for (int64_t row = 0; row < rows; row += height) {
+      attend_row_group((int)(rows - row < height ? rows - row : height), a, t, row, position, count, s);
+    }
+  }
+
+  for (int64_t r = 0; r < rows; ++r) {
+    float total = 0;
+    for (int i = 0; i < LANES; ++i) total += s.total[r * LANES + i];
+    T* out = static_cast<T*>(a.out) + origin + r / a.groups * stride + r % a.groups * dims;
+    for (int64_t d = 0; d < dims; d += LANES) store(out + d, load(s.out + r * dims + d) / total);
+  }
+}
+
+}  // namespace
+
+void ATTEND(const Attention& a, const Tile& t, int64_t head, float* scratch) {
+  if (a.bfloat16) {
+    attend<uint16_t>(a, t, head, scratch);
+  } else {
+    attend<float>(a, t, head, scratch);
+  }
+}
+
+}  // namespace jaxserve

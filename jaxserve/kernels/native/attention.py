@@ -1,0 +1,26 @@
+"""Paged attention as a custom call; attention.cc is the kernel and handlers.cc the call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxserve.kernels.meta import AttentionMeta
+
+UNLIMITED = 2**62  # a window that no context fills
+DIM_MULTIPLE = 16  # floats of the widest vector
+
+
+def supports(q: Array, pool: Array) -> bool:
+    """Whether the kernel has a path for these dtypes and this head_dim."""
+    dtypes = {(jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint16)), (jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))}
+    return (q.dtype, pool.dtype) in dtypes and q.shape[-1] % DIM_MULTIPLE == 0
+
+
+def paged_attention(q: Array, pool: Array, meta: AttentionMeta, *, scale: float, window: int | None = None) -> Array:
+    """Attention of q [T, K, G, D] over pages; see `kernels.attention.paged_attention` for the contract.
+
+    Page ids outside the pool and positions outside the page table are an error when the step runs.
+    """
+    call = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    return call(q, pool, *meta, scale=np.float32(scale), window=np.int64(UNLIMITED if window is None else window))

@@ -1,0 +1,70 @@
+"""Compiles the native CPU kernels: `python -m jaxserve.kernels.native.build`. Needs a C++17 compiler ($CXX or c++).
+
+The library is built against the headers of the jaxlib that is installed, because one built against newer headers is
+rejected.
+"""
+
+import argparse
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+
+from jaxserve.kernels.native.library import HERE, library_path
+
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-DNDEBUG", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
+# attention.cc is compiled once per instruction set; handlers.cc chooses at run time
+INSTRUCTION_SETS = {
+    "x86_64": {
+        "avx2": ["-mavx2", "-mfma"],
+        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
+    },
+}
+INSTRUCTION_SETS["AMD64"] = INSTRUCTION_SETS["x86_64"]
+
+
+def build(compiler: str | None = None) -> Path:
+    """Compiles what is not there yet and returns the library's path.
+
+    Raises OSError (no compiler, folder not writable) or subprocess.CalledProcessError (it does not compile; the
+    compiler has said why on stderr).
+    """
+    library = library_path()
+    if library.exists():
+        return library
+    command = shlex.split(compiler or os.environ.get("CXX", "c++"))
+    variants = {"baseline": [], **INSTRUCTION_SETS.get(platform.machine(), {})}
+    with tempfile.TemporaryDirectory(dir=HERE, prefix=".build-") as folder:
+        objects = {name: f"{folder}/attention-{name}.o" for name in variants}
+        for name, flags in variants.items():
+            subprocess.run([*command, *FLAGS, *flags, "-c", HERE / "attention.cc", "-o", objects[name]], check=True)
+        linked = Path(folder) / "linked.so"
+        headers = ["-isystem", jax.ffi.include_dir()]
+        subprocess.run(
+            [*command, *FLAGS, *headers, "-shared", HERE / "handlers.cc", *objects.values(), "-pthread", "-o", linked],
+            check=True,
+        )
+        linked.replace(library)  # atomic: two builds at once do no harm
+    return library
+
+
+def main() -> int:
+    """Command line: builds, or says why not. With --optional a failure is only a message."""
+    parser = argparse.ArgumentParser(description="Compile jaxserve's native CPU kernels.")
+    parser.add_argument("--optional", action="store_true", help="succeed even if they cannot be built")
+    optional = parser.parse_args().optional
+    try:
+        sys.stdout.write(f"{build()}\n")
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.stderr.write(f"native CPU kernels not built, plain XLA is used instead: {error}\n")
+        return 0 if optional else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+// The XLA custom call around attention.cc: checks, the choice of instruction set, and the division of work over XLA's
+// own thread pool.
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "attention.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxserve {
+namespace {
+
+constexpr int64_t kMaxLanes = 16;
+constexpr int64_t kWorkPerThread = 500'000;  // multiplications; below it waking a thread costs more than it saves
+
+Attend best_attend() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    return attend_avx512;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return attend_avx2;
+#endif
+  return attend_baseline;
+}
+
+// One call's tiles, heavy ones first, and the counters through which threads share them out. Threads that XLA starts
+// late may outlive the call, so they own this together and touch nothing else once the items have run out.
+struct Job {
+  Attention attention;
+  Attend attend;
+  std::vector<Tile> tiles;
+  int64_t items = 0;  // tiles x kv heads
+  int64_t max_tokens = 0;
+  std::atomic<int64_t> next{0}, done{0};
+
+  void work() {
+    int64_t item = next.fetch_add(1);
+    if (item >= items) return;
+    std::vector<float> memory(scratch_floats(attention, max_tokens) + kMaxLanes);
+    const auto address = reinterpret_cast<uintptr_t>(memory.data());
+    float* scratch = memory.data() + (64 - address % 64) % 64 / sizeof(float);
+    for (; item < items; item = next.fetch_add(1)) {
+      attend(attention, tiles[item / attention.kv_heads], item % attention.kv_heads, scratch);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+// Runs the job on this thread and as many of the pool's as its work is worth. This thread could do all of it, so that
+// a pool whose threads are all busy, or waiting like this one, delays nothing.
+void run(const std::shared_ptr<Job>& job, int64_t work, ffi::ThreadPool& pool) {
+  int64_t threads = std::min({pool.num_threads(), job->items, 1 + work / kWorkPerThread});
+  for (int64_t i = 1; i < threads; ++i) pool.Schedule([job] { job->work(); });
+  job->work();
+  while (job->done.load(std::memory_order_acquire) < job->items) std::this_thread::yield();
+}
+
+using Table = ffi::Buffer<ffi::S32, 2>;
+using Vector = ffi::Buffer<ffi::S32, 1>;
+
+// Adds a tile to the job after checking that it reads only pages of the pool; adds its work to `work`.
+ffi::Error add_tile(Job& job, const Table& table, int64_t index, int64_t pages, Tile tile, int64_t& work) {
+  const Attention& a = job.attention;
+  const int64_t width = table.dimensions()[1], end = tile.start + tile.length, begin = first_position(a, tile);
+  tile.pages = table.typed_data() + index * width;
+  if (tile.start < 0 || end > width * a.page_size) {
+    return ffi::Error::InvalidArgument("paged_attention: positions up to " + std::to_string(end) +
+                                       " do not fit a page table of width " + std::to_string(width));
+  }
+  for (int64_t i = begin / a.page_size; i * a.page_size < end; ++i) {
+    if (tile.pages[i] < 0 || tile.pages[i] >= pages) {
+      return ffi::Error::InvalidArgument("paged_attention: page " + std::to_string(tile.pages[i]) +
+                                         " is outside a pool of " + std::to_string(pages) + " pages");
+    }
+  }
+  const int64_t transposition = 8;  // as many multiplications per key as this many query rows
+  work += (end - begin) * a.head_dim * a.kv_heads * (tile.length * a.groups + transposition);
+  job.max_tokens = std::max(job.max_tokens, tile.length);
+  job.tiles.push_back(tile);
+  return ffi::Error::Success();
+}
+
+ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_pages,
+                           Vector decode_lengths, Table tile_pages, Vector tile_starts, Vector tile_lengths,
+                           ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window) {
+  const auto shape = q.dimensions(), pool_shape = pool.dimensions();
+  auto job = std::make_shared<Job>();
+  const bool bfloat16 = q.element_type() == ffi::BF16;
+  job->attention = {q.untyped_data(), pool.untyped_data(), out->untyped_data(), bfloat16,      shape[1],
+                    shape[2],         shape[3],            pool_shape[3],       scale, window};
+  job->attend = best_attend();
+  const int64_t rows = decode_lengths.element_count(), tiles = tile_starts.element_count();
+  const int64_t tokens = tiles ? (shape[0] - rows) / tiles : 0;
+  const int64_t token_bytes = shape[1] * shape[2] * shape[3] * (bfloat16 ? 2 : 4);
+  const auto clear = [&](int64_t row, int64_t count) {  // padding
+    memset(static_cast<char*>(out->untyped_data()) + row * token_bytes, 0, count * token_bytes);
+  };
+  int64_t work = 0;
+  job->tiles.reserve(rows + tiles);
+  for (int64_t i = tiles - 1; i >= 0; --i) {  // later tiles of a sequence see more
+    const int64_t length = tile_lengths.typed_data()[i], row = rows + i * tokens;
+    if (length < 0 || length > tokens) return ffi::Error::InvalidArgument("paged_attention: tile length out of range");
+    clear(row + length, tokens - length);
+    if (length == 0) continue;
+    auto error = add_tile(*job, tile_pages, i, pool_shape[0], {row, tile_starts.typed_data()[i], length, nullptr}, work);
+    if (error.failure()) return error;
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t length = decode_lengths.typed_data()[i];
+    if (length == 0) {
+      clear(i, 1);
+      continue;
+    }
+    auto error = add_tile(*job, decode_pages, i, pool_shape[0], {i, length - 1, 1, nullptr}, work);
+    if (error.failure()) return error;
+  }
+  job->items = static_cast<int64_t>(job->tiles.size()) * job->attention.kv_heads;
+  run(job, work, threads);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+// Keys, values, scores and decay of a block, then q, out, total and top of every row.
+size_t scratch_floats(const Attention& a, int64_t tokens) {
+  const int64_t block = 64, rows = tokens * a.groups;
+  return 2 * block * a.head_dim + 6 * block + kMaxLanes + rows * (2 * a.head_dim + kMaxLanes + 1);
+}
+
+}  // namespace jaxserve
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::paged_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<jaxserve::Table>()
+                                  .Arg<jaxserve::Vector>()
+                                  .Arg<jaxserve::Table>()
+                                  .Arg<jaxserve::Vector>()
+                                  .Arg<jaxserve::Vector>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window"));
