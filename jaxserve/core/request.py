@@ -78,8 +78,10 @@ class Sequence:
     index: int
     seed: int
     max_total: int  # tokens, prompt included
+    salt: str = ""  # of the prefix cache: the plan's and the request's
     detokenizer: Detokenizer | None = None
-    parent: "Sequence | None" = None  # n > 1: the sibling whose prompt pages are shared
+    parent: "Sequence | None" = None  # n > 1: the sibling whose prompt pages will be shared
+    children: "list[Sequence]" = field(default_factory=list)  # siblings that wait for this prompt
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop_token_ids in force
     bad_words: tuple[tuple[int, ...], ...] = ()
     status: Status = Status.WAITING
@@ -90,6 +92,7 @@ class Sequence:
     num_cached: int = 0  # prompt tokens found in the prefix cache
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
+    num_registered: int = 0  # pages whose hashes are in the prefix cache
     slot: int = -1
     preemptions: int = 0
     text: str = ""
@@ -131,6 +134,11 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether only the newest token is left to compute."""
         return self.num_computed == self.total - 1 and self.total > self.num_prompt
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the next token's logits depend on the value of the newest one on the host."""
+        return any(len(word) > 1 for word in self.bad_words)
 
     @property
     def order(self) -> tuple[int, float, str, int]:

@@ -1,0 +1,83 @@
+"""Plan: an immutable description of what runs where. Serving is executing the current plan.
+
+A plan has instances (replicas that serve requests independently), an instance has pipeline stages, and a stage has
+blocks that run on its devices with tensor parallelism over all of them.
+"""
+
+from dataclasses import dataclass
+
+from jaxserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """One block of the chain ("embed", "layers.0", ..., "head") and the variant of it that runs."""
+
+    block: str
+    precision: str
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Consecutive blocks on the same devices (indices into the machine's device list)."""
+
+    blocks: tuple[BlockPlan, ...]
+    devices: tuple[int, ...]
+    kv_pages: int
+
+    @property
+    def tp(self) -> int:
+        """The degree of tensor parallelism."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class InstancePlan:
+    """A full copy of the model: its stages in order."""
+
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def blocks(self) -> tuple[BlockPlan, ...]:
+        """All blocks in the order in which they run."""
+        return tuple(block for stage in self.stages for block in stage.blocks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole runtime. A change is a new plan with the next version."""
+
+    version: int
+    instances: tuple[InstancePlan, ...]
+
+
+def block_ids(num_layers: int) -> tuple[str, ...]:
+    """The chain of a decoder-only model."""
+    return ("embed", *(f"layers.{i}" for i in range(num_layers)), "head")
+
+
+def static_plan(num_layers: int, *, precision: str, kv_pages: int, tp: int, pp: int, dp: int, devices: int) -> Plan:
+    """dp instances of pp stages of tp devices each, layers split evenly, devices taken in order.
+
+    Raises `ConfigError` when the machine has too few devices or the model too few layers.
+    """
+    for name, degree in (("tp", tp), ("pp", pp), ("dp", dp)):
+        if degree < 1:
+            raise ConfigError(f"{name} is {degree}, it must be at least 1")
+    if tp * pp * dp > devices:
+        raise ConfigError(f"tp x pp x dp = {tp} x {pp} x {dp} needs {tp * pp * dp} devices, there are {devices}")
+    if pp > num_layers:
+        raise ConfigError(f"pp is {pp}, the model has only {num_layers} layers")
+    bounds = [num_layers * i // pp for i in range(pp + 1)]
+    chain = block_ids(num_layers)
+    instances = []
+    for replica in range(dp):
+        stages = []
+        for stage in range(pp):
+            first = 0 if stage == 0 else bounds[stage] + 1
+            last = num_layers + 2 if stage == pp - 1 else bounds[stage + 1] + 1
+            start = (replica * pp + stage) * tp
+            blocks = tuple(BlockPlan(block, precision) for block in chain[first:last])
+            stages.append(StagePlan(blocks, tuple(range(start, start + tp)), kv_pages))
+        instances.append(InstancePlan(tuple(stages)))
+    return Plan(1, tuple(instances))

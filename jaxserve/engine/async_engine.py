@@ -1,0 +1,296 @@
+"""AsyncEngine: an EngineClient over step loops that run in threads of their own, one per instance of the plan."""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+
+from jaxserve.core.clock import Clock
+from jaxserve.core.errors import EngineFailed, EngineStopped
+from jaxserve.core.request import Request, RequestOutput
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
+from jaxserve.engine.loop import StepLoop
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.telemetry import EngineMetrics, Snapshot
+
+log = logging.getLogger(__name__)
+
+STALL_SECONDS = 120.0  # without a finished step although there is work: the engine is not healthy
+LONG_TEXT = 20_000  # characters: longer prompts are tokenized in a thread
+
+Item = RequestOutput | BaseException
+
+
+@dataclass(eq=False)
+class Stream:
+    """One request's way back to the asyncio loop that asked for it."""
+
+    loop: asyncio.AbstractEventLoop
+    items: asyncio.Queue[Item]
+    admitted: asyncio.Future[None]
+
+
+class InstanceThread:
+    """A thread that steps one instance, takes commands between steps and sends outputs back in one call per step."""
+
+    def __init__(self, steps: StepLoop, name: str):
+        self.steps = steps
+        self.failure: BaseException | None = None
+        self.streams: dict[str, Stream] = {}  # changed by this thread only
+        self.progress = steps.clock.now()  # when the latest step ended, or the thread was last idle
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, request: Request, stream: Stream) -> None:
+        """Queues a request; `stream.admitted` tells whether it was accepted. From any thread."""
+        self._commands.put(lambda: self._add(request, stream))
+        if not self.alive:  # it may have ended before it saw the command
+            self._send(stream, stream.admitted, self._ending())
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees its pages before the next step. From any thread."""
+        self._commands.put(lambda: self._abort(request_id))
+
+    def stop(self) -> None:
+        """Ends the thread after the step in progress; requests in flight end with EngineStopped. From any thread."""
+        self._commands.put(self._stop)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_commands()
+                if not self._stopping:
+                    self._deliver(self.steps.step())
+                    self.progress = self.steps.clock.now()
+        except BaseException as error:
+            log.exception("the engine loop failed")
+            self.failure = error
+        for stream in self.streams.values():
+            self._put(stream, self._ending())
+        self._take_commands()
+
+    def _ending(self) -> BaseException:
+        if self.failure is not None:
+            return EngineFailed(f"the engine failed: {type(self.failure).__name__}: {self.failure}")
+        return EngineStopped("the engine has stopped")
+
+    def _take_commands(self) -> None:
+        """Carries out the commands that wait; when there is nothing else to do, waits for one."""
+        block = self.steps.idle and not self._stopping and self.failure is None
+        while True:
+            try:
+                command = self._commands.get(block=block)
+            except queue.Empty:
+                return
+            command()
+            self.progress = self.steps.clock.now() if block else self.progress
+            block = False
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _add(self, request: Request, stream: Stream) -> None:
+        if self._stopping or self.failure is not None:
+            self._send(stream, stream.admitted, self._ending())
+            return
+        try:
+            self.steps.core.add(request)
+        except Exception as error:
+            self._send(stream, stream.admitted, error)
+        else:
+            self.streams[request.id] = stream
+            self._send(stream, stream.admitted, None)
+
+    def _abort(self, request_id: str) -> None:
+        if self.streams.pop(request_id, None) is not None:
+            self.steps.core.abort(request_id, now=self.steps.clock.now())
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]] = {}
+        for output in outputs:
+            stream = self.streams.pop(output.request_id) if output.finished else self.streams[output.request_id]
+            batches.setdefault(stream.loop, []).append((stream, output))
+        for loop, batch in batches.items():
+            _call_soon(loop, lambda batch=batch: [stream.items.put_nowait(output) for stream, output in batch])
+
+    def _put(self, stream: Stream, item: Item) -> None:
+        _call_soon(stream.loop, lambda: stream.items.put_nowait(item))
+
+    @staticmethod
+    def _send(stream: Stream, future: asyncio.Future[None], error: BaseException | None) -> None:
+        def settle() -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        _call_soon(stream.loop, settle)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        log.debug("a client's event loop closed before its request ended")
+
+
+class AsyncEngine:
+    """The engine for servers and asyncio programs; see `EngineClient` for its methods' contracts."""
+
+    def __init__(
+        self,
+        instances: Sequence[StepLoop],
+        info: ModelInfo,
+        tokenizer: Tokenizer | None,
+        metrics: EngineMetrics,
+        clock: Clock,
+        *,
+        on_close: Callable[[], None] = lambda: None,
+    ):
+        """`on_close` runs once, when the loops have ended: it frees the device."""
+        self.info = info
+        self.metrics = metrics
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._threads = [InstanceThread(steps, f"jaxserve-{i}") for i, steps in enumerate(instances)]
+        self._ids = itertools.count()
+        self._on_close = on_close
+        self._draining = False
+        self._closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise EngineStopped("the model has no tokenizer: send prompts as token ids")
+        return self._tokenizer
+
+    @property
+    def ready(self) -> bool:
+        return not self._draining and not self._closed and all(t.alive and t.failure is None for t in self._threads)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields what is new of the request's answers; see `EngineClient.generate`."""
+        request = await self._request(prompt, params, request_id, priority, salt, embed=False)
+        thread, stream = await self._admit(request)
+        try:
+            while True:
+                item = await stream.items.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                if item.finished:
+                    return
+        finally:
+            thread.abort(request.id)  # ignored if it has ended
+
+    async def embed(
+        self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0, salt: str = ""
+    ) -> RequestOutput:
+        """The pooled last hidden state; see `EngineClient.embed`."""
+        params = SamplingParams(max_tokens=1, detokenize=False)
+        request = await self._request(prompt, params, request_id, priority, salt, embed=True)
+        thread, stream = await self._admit(request)
+        try:
+            item = await stream.items.get()
+            if isinstance(item, BaseException):
+                raise item
+            return item
+        finally:
+            thread.abort(request.id)
+
+    def snapshot(self) -> Snapshot:
+        """The first instance's state after its latest step."""
+        return self._threads[0].steps.core.snapshot
+
+    def check_health(self) -> None:
+        """Raises EngineFailed when a loop has died or makes no progress although it has work."""
+        now = self._clock.now()
+        for thread in self._threads:
+            if thread.failure is not None or (not thread.alive and not self._closed):
+                raise EngineFailed(f"the engine loop has ended: {thread.failure!r}")
+            if not thread.steps.idle and now - thread.progress > STALL_SECONDS:
+                raise EngineFailed(f"no step has ended for {now - thread.progress:.0f} s although there is work")
+
+    def metrics_text(self) -> bytes:
+        return self.metrics.render()
+
+    async def drain(self, timeout: float) -> bool:
+        """Refuses new requests and waits up to `timeout` seconds for those in flight. Mutates."""
+        self._draining = True
+        end = self._clock.now() + timeout
+        while any(t.alive and t.failure is None and (t.streams or not t.steps.idle) for t in self._threads):
+            if self._clock.now() >= end:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    async def shutdown(self) -> None:
+        """Ends everything. Idempotent. Mutates."""
+        if self._closed:
+            return
+        self._draining = self._closed = True
+        for thread in self._threads:
+            thread.stop()
+        await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in self._threads))
+        self._on_close()
+
+    async def _request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int, salt: str, *, embed: bool
+    ) -> Request:
+        arrival = self._clock.now()
+        if isinstance(prompt, TextPrompt):
+            text, encode = prompt.text, self.tokenizer.encode
+            if len(text) > LONG_TEXT:
+                token_ids = await asyncio.to_thread(encode, text, prompt.add_special_tokens)
+            else:
+                token_ids = encode(text, prompt.add_special_tokens)
+        else:
+            text, token_ids = prompt.text, prompt.token_ids
+        return Request(
+            id=request_id or f"request-{next(self._ids)}",
+            prompt_token_ids=tuple(token_ids),
+            params=params,
+            arrival=arrival,
+            prompt=text,
+            priority=priority,
+            salt=salt,
+            embed=embed,
+        )
+
+    async def _admit(self, request: Request) -> tuple[InstanceThread, Stream]:
+        """Sends a request to the least loaded instance and waits for its verdict."""
+        if self._draining or self._closed:
+            raise EngineStopped("the engine is shutting down and takes no new requests")
+        thread = min(self._threads, key=lambda t: (t.steps.core.load, len(t.streams)))
+        loop = asyncio.get_running_loop()
+        stream = Stream(loop, asyncio.Queue(), loop.create_future())
+        thread.submit(request, stream)
+        try:
+            await stream.admitted
+        except asyncio.CancelledError:
+            thread.abort(request.id)
+            raise
+        return thread, stream

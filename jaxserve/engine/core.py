@@ -1,0 +1,323 @@
+"""EngineCore: the pure half of the engine. Requests go in, each step's work comes out, sampled tokens go in, outputs
+come out. No device, no clock, no thread: time is an argument.
+"""
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from jaxserve.core.errors import QueueFull, RequestError
+from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, Status, TokenLogprobs
+from jaxserve.core.work import Chunk, StepOutput, Work
+from jaxserve.engine.client import ModelInfo
+from jaxserve.engine.limits import check_params, check_prompt
+from jaxserve.engine.outputs import RequestState
+from jaxserve.engine.text import append_text, flush_text
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.scheduler import Scheduler
+from jaxserve.telemetry import EngineMetrics, Snapshot
+
+
+class EngineCore:
+    """One instance's requests, from admission to the last token."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        info: ModelInfo,
+        tokenizer: Tokenizer | None,
+        metrics: EngineMetrics,
+        *,
+        eos_token_ids: SequenceOf[int] = (),
+        salt: str = "",
+        seed: int = 0,
+        static: Snapshot = Snapshot(),
+    ):
+        """`salt` names the plan in the prefix cache; `static` holds the snapshot fields that do not change by step."""
+        self.scheduler = scheduler
+        self.info = info
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.salt = salt
+        self.static = static
+        self.snapshot = static
+        self._seeds = np.random.default_rng(seed)
+        self._requests: dict[str, RequestState] = {}
+        self._steps = 0
+        self._reported = (0, 0, 0)  # preemptions, prefix queries and hits already in the metrics
+
+    # -- requests
+
+    def add(self, request: Request) -> None:
+        """Accepts a request. Raises `RequestError` or `QueueFull`, and then nothing has changed. Mutates."""
+        try:
+            self._check(request)
+        except QueueFull:
+            self.metrics.rejected("queue_full")
+            raise
+        except RequestError:
+            self.metrics.rejected("invalid")
+            raise
+        sequences = self._sequences(request)
+        self._requests[request.id] = RequestState(request, sequences)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, now: float = 0.0) -> None:
+        """Ends a request wherever it is and frees its pages; unknown ids are ignored. Mutates."""
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return
+        for sequence in state.sequences:
+            if sequence.status is not Status.FINISHED:
+                sequence.finish_reason = reason
+                sequence.children.clear()  # siblings end with it
+                self.scheduler.finish(sequence)
+        self._record_end(state, reason, now)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is in flight."""
+        return self.scheduler.idle
+
+    @property
+    def load(self) -> int:
+        """Prompt tokens waiting plus sequences running; routers compare it."""
+        return self.scheduler.waiting_tokens + len(self.scheduler.running)
+
+    # -- steps
+
+    def begin(self, now: float) -> Work:
+        """The next step's work (empty when there is nothing to do). Mutates."""
+        work = self.scheduler.schedule(self._steps)
+        for chunk in work.chunks:
+            if chunk.sequence.first_scheduled is None:
+                chunk.sequence.first_scheduled = now
+        if work:
+            self._steps += 1
+        return work
+
+    def finish(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
+        """Takes the result of a step; returns what is new of each request. Mutates."""
+        tokens = output.tokens.tolist()
+        changed: dict[str, list[Sequence]] = {}
+        gaps: list[float] = []
+        first_chunk = len(work.decodes)
+        for row, sequence in enumerate(work.decodes):
+            self._take_token(sequence, tokens[row], row, output, now, changed, gaps)
+        for index, chunk in enumerate(work.chunks):
+            if output.prompt_logprobs and index in output.prompt_logprobs:
+                self._take_prompt_logprobs(chunk, output.prompt_logprobs[index])
+            if not chunk.last:
+                continue
+            if chunk.sequence.request.embed:
+                assert output.embeddings is not None
+                self._take_embedding(chunk.sequence, output.embeddings[index], changed)
+            else:
+                row = first_chunk + index
+                self._take_token(chunk.sequence, tokens[row], row, output, now, changed, gaps)
+        self.metrics.generated_tokens(sum(map(len, changed.values())))
+        self._record_step(gaps, now)
+        return [self._output(request_id, sequences, now) for request_id, sequences in changed.items()]
+
+    # -- admission
+
+    def _check(self, request: Request) -> None:
+        params, prompt = request.params, request.prompt_token_ids
+        check_prompt(self.info, prompt)
+        if request.id in self._requests:
+            raise RequestError(f"request id {request.id!r} is already in flight", field="request_id", value=request.id)
+        if not request.embed:
+            check_params(self.info, params, len(prompt))
+        scheduler, info = self.scheduler, self.info
+        if scheduler.num_waiting + params.n > info.max_queued_requests:
+            raise QueueFull(
+                f"{scheduler.num_waiting} sequences are waiting, the limit is {info.max_queued_requests} "
+                "(max_queued_requests)",
+                field="n" if params.n > info.max_queued_requests else None,
+                value=scheduler.num_waiting,
+                limit=info.max_queued_requests,
+            )
+        tokens = len(prompt) * params.n
+        if scheduler.num_waiting and scheduler.waiting_tokens + tokens > info.max_queued_tokens:
+            raise QueueFull(
+                f"{scheduler.waiting_tokens} prompt tokens are waiting, {tokens} more exceed the limit of "
+                f"{info.max_queued_tokens} (max_queued_tokens)",
+                value=scheduler.waiting_tokens + tokens,
+                limit=info.max_queued_tokens,
+            )
+
+    def _sequences(self, request: Request) -> list[Sequence]:
+        params = request.params
+        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        limit = self.info.max_model_len
+        max_total = limit if params.max_tokens is None else min(len(request.prompt_token_ids) + params.max_tokens, limit)
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        bad_words = self._bad_words(params.bad_words or ())
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            detokenizer = None
+            if self.tokenizer is not None and params.detokenize and not request.embed:
+                detokenizer = self.tokenizer.stream(params.skip_special_tokens)
+            sequences.append(
+                Sequence(
+                    request=request,
+                    index=index,
+                    seed=(seed + index) % 2**64,
+                    max_total=max_total,
+                    detokenizer=detokenizer,
+                    parent=sequences[0] if sequences else None,
+                    stop_ids=stops,
+                    bad_words=bad_words,
+                    salt=f"{self.salt}|{request.salt}",
+                )
+            )
+        return sequences
+
+    def _bad_words(self, words: SequenceOf[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences to avoid: each word as it stands, and as it follows a space."""
+        if self.tokenizer is None or not words:
+            return ()
+        spellings = {f"{space}{word.lstrip()}" for word in words for space in ("", " ")}
+        encoded = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in spellings}
+        return tuple(sorted(word for word in encoded if word))
+
+    # -- tokens
+
+    def _take_token(
+        self,
+        sequence: Sequence,
+        token: int,
+        row: int,
+        output: StepOutput,
+        now: float,
+        changed: dict[str, list[Sequence]],
+        gaps: list[float],
+    ) -> None:
+        sequence.num_inflight -= 1
+        if sequence.status is Status.FINISHED:
+            return  # it ended while this token was on its way
+        sequence.tokens.append(token)
+        if sequence.first_token is None:
+            sequence.first_token = now
+            self.metrics.first_token(now - sequence.request.arrival)
+        elif sequence.last_token is not None:
+            gaps.append(now - sequence.last_token)
+        sequence.last_token = now
+        if sequence.params.logprobs is not None:
+            self._take_logprobs(sequence, token, row, output)
+        self._check_end(sequence, token)
+        if sequence.finish_reason is not None:
+            flush_text(sequence)
+            self.scheduler.finish(sequence)
+        else:
+            self.scheduler.register_full_pages(sequence)
+        changed.setdefault(sequence.request.id, []).append(sequence)
+
+    def _check_end(self, sequence: Sequence, token: int) -> None:
+        params = sequence.params
+        if token in sequence.stop_ids and sequence.num_generated > params.min_tokens:
+            sequence.finish_reason = FinishReason.STOP
+            if token in (params.stop_token_ids or ()):
+                sequence.stop_reason = token
+                if params.include_stop_str_in_output:
+                    append_text(sequence, token)
+            return
+        stops = params.stop_strings if sequence.num_generated > params.min_tokens else ()
+        stop = append_text(sequence, token, stops)
+        if stop is not None:
+            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
+        elif len(sequence.tokens) >= sequence.max_total:
+            sequence.finish_reason = FinishReason.LENGTH
+
+    def _take_logprobs(self, sequence: Sequence, token: int, row: int, output: StepOutput) -> None:
+        assert output.logprob is not None and output.rank is not None
+        assert output.top_ids is not None and output.top_logprobs is not None
+        count = sequence.params.logprobs or 0
+        entry = self._logprobs(
+            token, output.logprob[row], output.rank[row], output.top_ids[row, :count], output.top_logprobs[row, :count]
+        )
+        sequence.logprobs.append(entry)
+        sequence.cumulative_logprob += entry[token].logprob
+
+    def _take_prompt_logprobs(self, chunk: Chunk, arrays: tuple[np.ndarray, ...]) -> None:
+        sequence = chunk.sequence
+        if not sequence.prompt_logprobs:
+            sequence.prompt_logprobs.append(None)  # nothing precedes the first token
+        count = sequence.params.prompt_logprobs or 0
+        for offset, (logprob, rank, ids, values) in enumerate(zip(*arrays, strict=True)):
+            position = chunk.start + offset + 1
+            if position == len(sequence.prompt_logprobs):  # computed before a preemption otherwise
+                token = sequence.tokens[position]
+                sequence.prompt_logprobs.append(self._logprobs(token, logprob, rank, ids[:count], values[:count]))
+
+    def _logprobs(self, token: int, logprob: float, rank: int, ids: np.ndarray, values: np.ndarray) -> TokenLogprobs:
+        text = self.tokenizer.token if self.tokenizer is not None else lambda _: None
+        entry = {token: Logprob(float(logprob), int(rank), text(token))}
+        for place, (other, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1):
+            entry.setdefault(other, Logprob(value, place, text(other)))
+        return entry
+
+    def _take_embedding(self, sequence: Sequence, embedding: np.ndarray, changed: dict[str, list[Sequence]]) -> None:
+        if sequence.status is Status.FINISHED:
+            return
+        sequence.embedding = embedding
+        sequence.finish_reason = FinishReason.STOP
+        self.scheduler.finish(sequence)
+        changed.setdefault(sequence.request.id, []).append(sequence)
+
+    # -- outputs and telemetry
+
+    def _output(self, request_id: str, sequences: list[Sequence], now: float) -> RequestOutput:
+        state = self._requests[request_id]
+        state.unfinished -= sum(s.status is Status.FINISHED for s in sequences)
+        if state.unfinished == 0:
+            del self._requests[request_id]
+            reason = state.sequences[0].finish_reason or FinishReason.STOP
+            self._record_end(state, reason, now)
+        return state.take(sequences)
+
+    def _record_step(self, gaps: list[float], now: float) -> None:
+        scheduler, pages = self.scheduler, self.scheduler.pages
+        if gaps:
+            self.metrics.inter_token(gaps)
+        totals = (scheduler.num_preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
+        if totals != self._reported:
+            preemptions, queries, hits = (new - old for new, old in zip(totals, self._reported, strict=True))
+            self.metrics.preempted(preemptions)
+            self.metrics.prefix_cache(queries, hits)
+            self._reported = totals
+        self.snapshot = Snapshot(
+            time=now,
+            steps=self._steps,
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            kv_pages_total=pages.capacity,
+            kv_pages_used=pages.used,
+            plan_version=self.static.plan_version,
+            layers_by_precision=self.static.layers_by_precision,
+            weight_bytes=self.static.weight_bytes,
+            kv_bytes=self.static.kv_bytes,
+        )
+        self.metrics.set_snapshot(self.snapshot)
+
+    def _record_end(self, state: RequestState, reason: FinishReason, now: float) -> None:
+        state.finished_at = now
+        first = state.sequences[0]
+        generated = sum(s.num_generated for s in state.sequences)
+        tpot = queue = None
+        if first.num_generated > 1 and first.first_token is not None and first.last_token is not None:
+            tpot = (first.last_token - first.first_token) / (first.num_generated - 1)
+        if first.first_scheduled is not None:
+            queue = first.first_scheduled - state.request.arrival
+            self.metrics.prompt_tokens(first.num_prompt)
+        self.metrics.finished(
+            reason,
+            e2e=now - state.request.arrival,
+            queue=queue,
+            prompt_tokens=first.num_prompt,
+            generated=generated,
+            tpot=tpot,
+        )

@@ -1,0 +1,88 @@
+"""Outputs: what is new of a request after a step, and how such pieces add up."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from jaxserve.core.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request in flight: its sequences, and how much of each has been given out. Mutated by the engine core."""
+
+    request: Request
+    sequences: list[Sequence]
+    given_tokens: list[int] = field(default_factory=list)
+    given_text: list[int] = field(default_factory=list)
+    unfinished: int = 0
+    finished_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.given_tokens = [0] * len(self.sequences)
+        self.given_text = [0] * len(self.sequences)
+        self.unfinished = len(self.sequences)
+
+    def take(self, changed: Iterable[Sequence]) -> RequestOutput:
+        """What is new in these sequences. Mutates: it is not given out again."""
+        first = self.sequences[0]
+        finished = self.unfinished == 0
+        prompt_logprobs = None
+        if finished and self.request.params.prompt_logprobs is not None:
+            prompt_logprobs = tuple(first.prompt_logprobs)
+        return RequestOutput(
+            request_id=self.request.id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=tuple(self._take_sequence(sequence) for sequence in changed),
+            finished=finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=first.num_cached,
+            metrics=self.metrics if finished else None,
+            embedding=first.embedding,
+        )
+
+    def _take_sequence(self, sequence: Sequence) -> CompletionOutput:
+        index = sequence.index
+        start_token, start_text = self.given_tokens[index], self.given_text[index]
+        end_text = max(len(sequence.text) - sequence.held, start_text)
+        self.given_tokens[index], self.given_text[index] = sequence.num_generated, end_text
+        return CompletionOutput(
+            index=index,
+            text=sequence.text[start_text:end_text],
+            token_ids=tuple(sequence.tokens[sequence.num_prompt + start_token :]),
+            cumulative_logprob=sequence.cumulative_logprob if sequence.logprobs else None,
+            logprobs=tuple(sequence.logprobs[start_token:]) if sequence.params.logprobs is not None else None,
+            finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
+            stop_reason=sequence.stop_reason,
+        )
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Times of the request: the earliest starts and the latest end among its sequences."""
+
+        def earliest(values: Iterable[float | None]) -> float | None:
+            return min((v for v in values if v is not None), default=None)
+
+        return RequestMetrics(
+            arrival=self.request.arrival,
+            first_scheduled=earliest(s.first_scheduled for s in self.sequences),
+            first_token=earliest(s.first_token for s in self.sequences),
+            last_token=max((s.last_token for s in self.sequences if s.last_token is not None), default=None),
+            finished=self.finished_at,
+        )
+
+
+def merge(whole: RequestOutput | None, piece: RequestOutput) -> RequestOutput:
+    """All of a request so far, from all before and what is new."""
+    if whole is None:
+        return replace(piece, outputs=tuple(sorted(piece.outputs, key=lambda o: o.index)))
+    outputs = {output.index: output for output in whole.outputs}
+    for new in piece.outputs:
+        old = outputs.get(new.index)
+        outputs[new.index] = new if old is None else _extend(old, new)
+    return replace(piece, outputs=tuple(outputs[index] for index in sorted(outputs)))
+
+
+def _extend(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
+    logprobs = None if new.logprobs is None else (old.logprobs or ()) + new.logprobs
+    return replace(new, text=old.text + new.text, token_ids=old.token_ids + new.token_ids, logprobs=logprobs)

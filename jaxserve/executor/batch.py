@@ -1,0 +1,120 @@
+"""The inputs of one step as a single int32 vector: one transfer from the host, cut apart on the device.
+
+Tokens of a step, in order: B decode rows of one token each, then N prefill tiles of Q tokens. Sampled rows, in order:
+the decode rows, then one row per chunk. Padding rows have length 0, write to the null page and sample into a spare slot.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxserve.core.work import Work
+from jaxserve.kernels import AttentionMeta
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The static shape of a step: one executable of each kind per shape."""
+
+    decodes: int  # B
+    tiles: int  # N
+    tile: int  # Q
+    width: int  # W, pages
+    rows: int  # R, sampled rows
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.decodes + self.tiles * self.tile
+
+    @cached_property
+    def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Name -> (offset, shape) in the packed vector."""
+        shapes = {
+            "tokens": (self.tokens,),
+            "positions": (self.tokens,),
+            "slots": (self.tokens,),
+            "rows": (self.rows,),
+            "decode_pages": (self.decodes, self.width),
+            "decode_lengths": (self.decodes,),
+            "tile_pages": (self.tiles, self.width),
+            "tile_starts": (self.tiles,),
+            "tile_lengths": (self.tiles,),
+        }
+        offsets = np.cumsum([0, *(prod(shape) for shape in shapes.values())])
+        return {name: (int(at), shape) for at, (name, shape) in zip(offsets, shapes.items(), strict=False)}
+
+    @property
+    def size(self) -> int:
+        """Length of the packed vector."""
+        offset, shape = self.fields["tile_lengths"]
+        return offset + prod(shape)
+
+    def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
+        """Writable views of the fields of a packed numpy vector."""
+        return {name: packed[at : at + prod(shape)].reshape(shape) for name, (at, shape) in self.fields.items()}
+
+    def unpack(self, packed: Array) -> dict[str, Array]:
+        """The fields on the device, by static slices."""
+        return {
+            name: jnp.asarray(packed[at : at + prod(shape)]).reshape(shape)
+            for name, (at, shape) in self.fields.items()
+        }
+
+
+def attention_meta(fields: dict[str, Array]) -> AttentionMeta:
+    """The kernels' view of a step's fields."""
+    return AttentionMeta(*(fields[name] for name in AttentionMeta._fields))
+
+
+def pack(work: Work, shape: StepShape, page_rows: np.ndarray, page_size: int) -> np.ndarray:
+    """The packed vector of a step. `page_rows` is the page table's int32[slots, width].
+
+    A token whose value is still on the device is written as -1 - slot.
+    """
+    packed = np.zeros(shape.size, np.int32)
+    view = shape.views(packed)
+    if work.decodes:
+        _pack_decodes(work, view, page_rows, page_size)
+    tile, row = 0, len(work.decodes)
+    for chunk in work.chunks:
+        tile = _pack_chunk(chunk, shape, view, page_rows, page_size, tile, row)
+        row += 1
+    return packed
+
+
+def _pack_decodes(work: Work, view: dict[str, np.ndarray], page_rows: np.ndarray, page_size: int) -> None:
+    count = len(work.decodes)
+    slots = np.fromiter((s.slot for s in work.decodes), np.int32, count)
+    # A sequence with a second token in flight takes its input from the device.
+    tokens = (-1 - s.slot if s.num_inflight > 1 else s.tokens[-1] for s in work.decodes)
+    view["tokens"][:count] = np.fromiter(tokens, np.int32, count)
+    positions = np.fromiter((s.num_computed - 1 for s in work.decodes), np.int32, count)
+    view["positions"][:count] = positions
+    pages = page_rows[slots, : view["decode_pages"].shape[1]]
+    view["decode_pages"][:count] = pages
+    view["decode_lengths"][:count] = positions + 1
+    view["slots"][:count] = pages[np.arange(count), positions // page_size] * page_size + positions % page_size
+    view["rows"][:count] = np.arange(count)
+
+
+def _pack_chunk(chunk, shape: StepShape, view, page_rows: np.ndarray, page_size: int, tile: int, row: int) -> int:
+    """Writes one chunk from tile number `tile` on; returns the next free tile."""
+    sequence, start, length = chunk.sequence, chunk.start, chunk.length
+    tiles = -(-length // shape.tile)
+    first = shape.decodes + tile * shape.tile
+    positions = np.arange(start, start + length, dtype=np.int32)
+    pages = page_rows[sequence.slot, : shape.width]
+    view["tokens"][first : first + length] = sequence.tokens[start : start + length]
+    view["positions"][first : first + length] = positions
+    view["slots"][first : first + length] = pages[positions // page_size] * page_size + positions % page_size
+    view["rows"][row] = first + length - 1
+    view["tile_pages"][tile : tile + tiles] = pages
+    starts = np.arange(tiles, dtype=np.int32) * shape.tile
+    view["tile_starts"][tile : tile + tiles] = start + starts
+    view["tile_lengths"][tile : tile + tiles] = np.minimum(length - starts, shape.tile)
+    return tile + tiles

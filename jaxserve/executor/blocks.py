@@ -1,0 +1,129 @@
+"""The block table: one row per block of the plan, an executable and the flat parameter leaves it is called with.
+
+A row's executable is shared by all blocks of the same signature (graph definition, window, placement), so that layers
+can be exchanged without compiling. Inputs of a step come first, leaves last, all positional: the dispatch path that
+costs least.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jaxserve.core.config import ModelConfig
+from jaxserve.executor.batch import StepShape, attention_meta
+from jaxserve.kernels import AttentionMeta, kv_write, paged_attention
+from jaxserve.models import build_block, rope_cos_sin
+from jaxserve.parallel.placement import POOL_AXES, Placement
+
+Executable = Callable[..., tuple[Array, ...]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A block as it runs now."""
+
+    block: str
+    executable: Executable
+    leaves: tuple[Array, ...]
+    placement: Placement
+    precision: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters on each device, summed over devices."""
+        return sum(shard.data.nbytes for leaf in self.leaves for shard in leaf.addressable_shards)
+
+
+class BlockBuilder:
+    """Makes rows: places a block's parameters and finds (or makes) the executable of its signature."""
+
+    def __init__(self, config: ModelConfig):
+        """`config` is the physical one: padded for the degree of tensor parallelism."""
+        self.config = config
+        self._executables: dict[tuple, Executable] = {}
+
+    def build(
+        self, block: str, tensors: Mapping[str, np.ndarray | Array], placement: Placement, precision: str
+    ) -> Row:
+        """A row for a block with these parameters, keyed by their dotted paths in the module.
+
+        A parameter that is a device array already (tied embeddings) is shared, not copied.
+        """
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: build_block(self.config, block, rngs=nnx.Rngs(0))))
+        leaves = []
+        for path, variable in nnx.to_flat_state(state):
+            name = ".".join(map(str, path))
+            array = tensors[name]
+            assert array.shape == variable.shape, (block, name, array.shape, variable.shape)
+            sharding = placement.sharding(variable.axes)
+            leaves.append(array if isinstance(array, Array) else jax.device_put(array, sharding))
+        executable = self._executable(block, graphdef, state, placement)
+        return Row(block, executable, tuple(leaves), placement, precision)
+
+    def _executable(self, block: str, graphdef: nnx.GraphDef, state: nnx.State, placement: Placement) -> Executable:
+        kind, _, number = block.partition(".")
+        window = self.config.window(int(number)) if number else None
+        signature = (kind, graphdef, window, placement)
+        if signature not in self._executables:
+            module = partial(_merge, graphdef, jax.tree.structure(state))
+            self._executables[signature] = {
+                "embed": self._embed,
+                "layers": partial(self._layer, window=window),
+                "head": self._head,
+            }[kind](module, placement)
+        return self._executables[signature]
+
+    def _embed(self, module: Callable, placement: Placement) -> Executable:
+        """(tokens i32[T], newest tokens i32[slots], leaves) -> x [T, E]. A token of -1 - slot is that slot's newest."""
+
+        def embed(tokens: Array, newest: Array, *leaves: Array) -> Array:
+            tokens = jax.numpy.where(tokens < 0, newest[-1 - tokens], tokens)
+            return module(leaves)(tokens)
+
+        return jax.jit(embed, out_shardings=placement.sharding())
+
+    def _layer(self, module: Callable, placement: Placement, window: int | None) -> Executable:
+        """(x [T, E], cos, sin [T, D/2], slots i32[T], meta, pool, leaves) -> (x, pool); the pool is donated."""
+        scale = self.config.head_dim**-0.5
+
+        def layer(
+            x: Array, cos: Array, sin: Array, slots: Array, meta: AttentionMeta, pool: Array, *leaves: Array
+        ) -> tuple[Array, Array]:
+            def attend(q: Array, k: Array, v: Array) -> Array:
+                nonlocal pool
+                pool = kv_write(pool, k, v, slots)
+                return paged_attention(q, pool, meta, scale=scale, window=window)
+
+            x = module(leaves)(x, cos, sin, attend)
+            return x, pool
+
+        shardings = (placement.sharding(), placement.sharding(POOL_AXES))
+        return jax.jit(layer, donate_argnames="pool", out_shardings=shardings)
+
+    def _head(self, module: Callable, placement: Placement) -> Executable:
+        """(x [T, E], rows i32[R], leaves) -> (normalised hidden states [R, E], logits f32[R, V])."""
+
+        def head(x: Array, rows: Array, *leaves: Array) -> tuple[Array, Array]:
+            head = module(leaves)
+            return head.norm(x[rows]), head(x[rows])
+
+        return jax.jit(head, out_shardings=placement.sharding())
+
+    def step_inputs(self, placement: Placement) -> Callable[[Array, StepShape], tuple]:
+        """An executable (packed i32, shape) -> (tokens, rows, cos, sin, slots, meta) for a stage on `placement`."""
+
+        def unpack(packed: Array, shape: StepShape) -> tuple:
+            fields = shape.unpack(packed)
+            cos, sin = rope_cos_sin(self.config, fields["positions"])
+            return fields["tokens"], fields["rows"], cos, sin, fields["slots"], attention_meta(fields)
+
+        return jax.jit(unpack, static_argnums=1, out_shardings=placement.sharding())
+
+
+def _merge(graphdef: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, leaves: tuple[Array, ...]) -> nnx.Module:
+    return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))

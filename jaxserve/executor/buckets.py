@@ -1,0 +1,71 @@
+"""Which step shapes exist. Few, since each is compiled once per kind of block and warmed at start."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxserve.core.work import Work
+from jaxserve.executor.batch import StepShape
+
+
+def powers_of_two(low: int, high: int) -> tuple[int, ...]:
+    """low, 2 low, 4 low, ... up to and including high."""
+    sizes = []
+    while low < high:
+        sizes.append(low)
+        low *= 2
+    return (*sizes, high)
+
+
+def at_least(sizes: tuple[int, ...], wanted: int) -> int:
+    """The smallest size that holds `wanted`."""
+    return next(size for size in sizes if size >= wanted)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The grid of step shapes: B of pure decode steps; B and N of steps with prefill; W of the page tables."""
+
+    max_num_seqs: int
+    max_tiles: int
+    tile: int
+    min_rows: int  # smaller products are slower on some platforms than padded ones
+    widths: tuple[int, ...]
+
+    @cached_property
+    def decodes(self) -> tuple[int, ...]:
+        return powers_of_two(min(self.min_rows, self.max_num_seqs), self.max_num_seqs)
+
+    @cached_property
+    def mixed_decodes(self) -> tuple[int, ...]:
+        """Beside a tile of prefill, unused decode rows cost little: two sizes are enough."""
+        return tuple(sorted({0, at_least(self.decodes, max(self.max_num_seqs // 4, 1)), self.max_num_seqs}))
+
+    @cached_property
+    def tiles(self) -> tuple[int, ...]:
+        return powers_of_two(1, self.max_tiles)
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        return powers_of_two(self.min_rows, max(self.max_num_seqs + self.max_tiles, self.min_rows))
+
+    def shape(self, decodes: int, tiles: int, pages: int) -> StepShape:
+        """The smallest shape that holds a step of so many decode rows, prefill tiles and pages per row."""
+        width = at_least(self.widths, pages)
+        if tiles == 0:
+            size = at_least(self.decodes, decodes)
+            return StepShape(size, 0, self.tile, width, at_least(self.rows, size))
+        size, tiles = at_least(self.mixed_decodes, decodes), at_least(self.tiles, tiles)
+        return StepShape(size, tiles, self.tile, width, at_least(self.rows, size + tiles))
+
+    def of(self, work: Work) -> StepShape:
+        """The shape for a step's work."""
+        tiles = sum(-(-chunk.length // self.tile) for chunk in work.chunks)
+        sequences = (*work.decodes, *(chunk.sequence for chunk in work.chunks))
+        pages = max(len(s.pages) for s in sequences) if len(self.widths) > 1 else 0
+        return self.shape(len(work.decodes), tiles, pages)
+
+    def all(self) -> tuple[StepShape, ...]:
+        """Every shape that `of` can return, largest first."""
+        shapes = {self.shape(b, 0, w) for b in self.decodes for w in self.widths}
+        shapes |= {self.shape(b, n, w) for b in self.mixed_decodes for n in self.tiles for w in self.widths}
+        return tuple(sorted(shapes, key=lambda s: (s.tokens, s.width), reverse=True))

@@ -1,0 +1,63 @@
+"""Compilation: the persistent cache, and a count of what was compiled and when.
+
+JAX reports every compilation (or load from the persistent cache) to its monitoring listeners; `CompileCounter` is one.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+log = logging.getLogger(__name__)
+
+_EVENT = "/jax/core/compile/backend_compile_duration"
+BLOCK_TIER, FUSED_TIER = "block", "fused"
+
+
+def default_cache_folder() -> Path:
+    """jaxserve/xla in the user's cache directory (XDG_CACHE_HOME or ~/.cache)."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxserve" / "xla"
+
+
+def use_persistent_cache(folder: str | Path | None) -> None:
+    """Keeps compiled executables on disk, in `folder` or in the default one. An unusable folder is only a warning.
+
+    Does nothing where the user has set JAX_COMPILATION_CACHE_DIR.
+    """
+    if folder is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    folder = Path(folder) if folder is not None else default_cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("no persistent compilation cache: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class CompileCounter:
+    """Counts compilations by tier: those of threads in `fusing_threads` are the fused tier's, all others the block tier's."""
+
+    def __init__(self, on_compile: Callable[[str], None] | None = None):
+        self.counts = {BLOCK_TIER: 0, FUSED_TIER: 0}
+        self.fusing_threads: set[int] = set()
+        self._on_compile = on_compile
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration: float, **kwargs: object) -> None:
+        if event != _EVENT:
+            return
+        tier = FUSED_TIER if threading.get_ident() in self.fusing_threads else BLOCK_TIER
+        self.counts[tier] += 1
+        if self._on_compile is not None:
+            self._on_compile(tier)
+
+    def close(self) -> None:
+        """Stops counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)

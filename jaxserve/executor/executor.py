@@ -1,0 +1,214 @@
+"""BlockExecutor: runs one instance of the plan, block by block.
+
+A step is a host loop over the block table that only dispatches; nothing waits for the device until the step's tokens
+are fetched, which the engine does one step later.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxserve.core.request import Sequence
+from jaxserve.core.work import Chunk, StepOutput, Work
+from jaxserve.executor.batch import StepShape, pack
+from jaxserve.executor.blocks import BlockBuilder, Row
+from jaxserve.executor.buckets import Buckets
+from jaxserve.executor.sampler import Logprobs, logprobs_of
+from jaxserve.executor.sampling import DeviceSampler, Sampled
+from jaxserve.kvcache import PageTable
+from jaxserve.parallel.placement import Placement
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive rows on one placement, with the indices of their KV pools (None: the block has none)."""
+
+    placement: Placement
+    rows: tuple[tuple[Row, int | None], ...]
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """The result of the blocks, on the device: x [T, E], rows' normalised states [R, E] and logits f32[R, V]."""
+
+    x: Array
+    hidden: Array
+    logits: Array
+
+
+class BlockExecutor:
+    """The `core.work.Executor` of real devices."""
+
+    def __init__(
+        self,
+        rows: SequenceOf[Row],
+        pools: SequenceOf[Array],
+        builder: BlockBuilder,
+        sampler: DeviceSampler,
+        buckets: Buckets,
+        table: PageTable,
+        page_size: int,
+    ):
+        """`rows` are the blocks in order, `pools` the KV pools of the decoder layers in order."""
+        self.rows = list(rows)
+        self.pools = list(pools)
+        self.sampler = sampler
+        self.buckets = buckets
+        self.table = table
+        self.page_size = page_size
+        self._stages = stages_of(rows)
+        self._inputs = {stage.placement: builder.step_inputs(stage.placement) for stage in self._stages}
+        self._tile_of = jax.jit(partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile), static_argnums=())
+        self._score = jax.jit(partial(score, top=sampler.top_logprobs))
+        self._normalize = jax.jit(unit_length)
+
+    def execute(self, work: Work) -> "DispatchedStep":
+        """Dispatches a step without waiting for it."""
+        shape = self.buckets.of(work)
+        out = self._forward(pack(work, shape, self.table.rows, self.page_size), shape)
+        sequences: list[Sequence | None] = [
+            *work.decodes,
+            *(c.sequence if c.last and not c.sequence.request.embed else None for c in work.chunks),
+        ]
+        sampled = self.sampler.sample(out.logits, sequences)
+        scores = self._score_prompts(work, shape, out)
+        embeds = any(chunk.last and chunk.sequence.request.embed for chunk in work.chunks)
+        return DispatchedStep(work, sampled, scores, self._normalize(out.hidden) if embeds else None)
+
+    def warm(self) -> None:
+        """Compiles every executable of every shape by running it once on padding."""
+        for shape in self.buckets.all():
+            out = self._forward(np.zeros(shape.size, np.int32), shape)
+            self.sampler.warm(out.logits)
+            self._normalize(out.hidden)
+            if shape.tiles:
+                self._score_tile(out, 0, np.zeros(shape.tile, np.int32))
+        jax.block_until_ready(self.pools)
+
+    def close(self) -> None:
+        """Frees the device: parameters, pools and the sampler's state. The executor cannot be used afterwards."""
+        for array in {id(a): a for a in (*self.pools, *(leaf for row in self.rows for leaf in row.leaves))}.values():
+            array.delete()
+        self.sampler.close()
+
+    def _forward(self, packed: np.ndarray, shape: StepShape) -> Forwarded:
+        x = None
+        for stage in self._stages:
+            tokens, row_ids, *context = self._inputs[stage.placement](packed, shape)
+            if x is not None:
+                x = jax.device_put(x, stage.placement.sharding())
+            for row, pool in stage.rows:
+                if pool is not None:
+                    x, self.pools[pool] = row.executable(x, *context, self.pools[pool], *row.leaves)
+                elif row.block == "embed":
+                    x = row.executable(tokens, self._newest_tokens(stage), *row.leaves)
+                else:
+                    hidden, logits = row.executable(x, row_ids, *row.leaves)
+                    return Forwarded(x, hidden, logits)
+        raise AssertionError("the plan has no head")
+
+    def _newest_tokens(self, stage: Stage) -> Array:
+        """The sampler's newest tokens where the embedding can read them."""
+        if len(self._stages) == 1:
+            return self.sampler.newest
+        return jax.device_put(self.sampler.newest, stage.placement.sharding())
+
+    def _score_prompts(self, work: Work, shape: StepShape, out: Forwarded) -> dict[int, list[Logprobs]]:
+        """Log-probabilities of the prompt tokens that follow the tokens of each chunk that asks for them."""
+        scores: dict[int, list[Logprobs]] = {}
+        tile = 0
+        for index, chunk in enumerate(work.chunks):
+            tiles = -(-chunk.length // shape.tile)
+            if wants_prompt_logprobs(chunk):
+                targets = np.zeros(tiles * shape.tile, np.int32)
+                following = chunk.sequence.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]
+                targets[: len(following)] = following
+                scores[index] = [
+                    self._score_tile(out, shape.decodes + (tile + i) * shape.tile, part)
+                    for i, part in enumerate(targets.reshape(tiles, shape.tile))
+                ]
+            tile += tiles
+        return scores
+
+    def _score_tile(self, out: Forwarded, start: int, targets: np.ndarray) -> Logprobs:
+        head = self.rows[-1]
+        x = self._tile_of(out.x, np.int32(start))
+        _, logits = head.executable(x, np.arange(len(targets), dtype=np.int32), *head.leaves)
+        return self._score(logits, targets)
+
+
+@dataclass(frozen=True)
+class DispatchedStep:
+    """A step on its way through the device; a `core.work.PendingStep`."""
+
+    work: Work
+    sampled: Sampled
+    scores: dict[int, list[Logprobs]]
+    embeddings: Array | None
+
+    def fetch(self) -> StepOutput:
+        """Waits for the device and returns the step's result."""
+        rows = len(self.work.decodes) + len(self.work.chunks)
+        logprobs: dict[str, np.ndarray] = {}
+        if self.sampled.logprobs is not None:
+            logprobs = {name: np.asarray(a)[:rows] for name, a in self.sampled.logprobs._asdict().items()}
+        return StepOutput(
+            np.asarray(self.sampled.tokens)[:rows],
+            **logprobs,
+            prompt_logprobs={index: self._join(index, tiles) for index, tiles in self.scores.items()} or None,
+            embeddings=self._embeddings(),
+        )
+
+    def _join(self, index: int, tiles: list[Logprobs]) -> tuple[np.ndarray, ...]:
+        chunk = self.work.chunks[index]
+        wanted = min(chunk.length, chunk.sequence.num_prompt - 1 - chunk.start)
+        return tuple(np.concatenate([np.asarray(a) for a in arrays])[:wanted] for arrays in zip(*tiles, strict=True))
+
+    def _embeddings(self) -> dict[int, np.ndarray] | None:
+        if self.embeddings is None:
+            return None
+        first, values = len(self.work.decodes), np.asarray(self.embeddings)
+        return {
+            i: values[first + i] for i, c in enumerate(self.work.chunks) if c.last and c.sequence.request.embed
+        }
+
+
+def stages_of(rows: SequenceOf[Row]) -> tuple[Stage, ...]:
+    """Runs of consecutive rows with equal placement."""
+    stages: list[Stage] = []
+    pool = 0
+    for row in rows:
+        if not stages or stages[-1].placement != row.placement:
+            stages.append(Stage(row.placement, ()))
+        index = None
+        if row.block.startswith("layers."):
+            index, pool = pool, pool + 1
+        stages[-1] = Stage(row.placement, (*stages[-1].rows, (row, index)))
+    return tuple(stages)
+
+
+def wants_prompt_logprobs(chunk: Chunk) -> bool:
+    """Whether log-probabilities of the prompt tokens after this chunk's tokens are to be computed."""
+    sequence = chunk.sequence
+    return (
+        sequence.params.prompt_logprobs is not None
+        and sequence.index == 0
+        and len(sequence.prompt_logprobs) < sequence.num_prompt
+        and chunk.start < sequence.num_prompt - 1
+    )
+
+
+def score(logits: Array, targets: Array, *, top: int) -> Logprobs:
+    """Log-probabilities of given tokens i32[R], and the most likely ones, under logits f32[R, V]."""
+    return logprobs_of(logits, targets, min(top, logits.shape[1]))
+
+
+def unit_length(hidden: Array) -> Array:
+    """Embeddings f32[R, E] of length 1."""
+    wide = hidden.astype(jnp.float32)
+    return wide / jnp.maximum(jnp.linalg.norm(wide, axis=-1, keepdims=True), 1e-12)

@@ -1,0 +1,62 @@
+"""How many bytes a plan needs on each device, known before anything is loaded."""
+
+from dataclasses import dataclass
+from math import prod
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.control import StagePlan
+from jaxserve.core.config import ModelConfig
+from jaxserve.executor.buckets import Buckets
+from jaxserve.executor.sampling import DeviceSampler
+from jaxserve.models import build_block
+from jaxserve.parallel.placement import RULES
+
+RESERVE = 1.25  # XLA's temporaries beyond those counted here
+LIVE_COPIES = 3  # of the largest intermediate, alive at once
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one stage on each of its devices."""
+
+    weights: int
+    page: int  # one KV page in the pools of all of the stage's layers
+    workspace: int  # activations, logits, sampler
+
+
+def stage_memory(config: ModelConfig, stage: StagePlan, buckets: Buckets, page_size: int, top: int) -> StageMemory:
+    """The bytes of a stage under the physical `config`; `top` is the largest number of log-probabilities."""
+    names = [block.block for block in stage.blocks]
+    weights = sum(block_bytes(config, name, stage.tp) for name in names)
+    if config.tie_embeddings and {"embed", "head"} <= set(names):
+        weights -= block_bytes(config, "embed", stage.tp)
+    layers = sum(name.startswith("layers.") for name in names)
+    heads = config.num_kv_heads // stage.tp
+    page = layers * heads * 2 * page_size * config.head_dim * jnp.dtype(config.dtype).itemsize
+    return StageMemory(weights, page, workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top))
+
+
+def block_bytes(config: ModelConfig, block: str, tp: int) -> int:
+    """Bytes of a block's parameters on each of tp devices."""
+    _, state = nnx.split(nnx.eval_shape(lambda: build_block(config, block, rngs=nnx.Rngs(0))))
+    total = 0
+    for _, variable in nnx.to_flat_state(state):
+        split = tp if any(axis in RULES for axis in variable.axes) else 1
+        total += prod(variable.shape) * variable.dtype.itemsize // split
+    return total
+
+
+def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, sampling: bool, top: int) -> int:
+    """An upper estimate of a step's temporaries on each device, with what the sampler keeps."""
+    tokens = max(shape.tokens for shape in buckets.all())
+    inner = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim) // tp
+    if config.moe is not None:
+        inner = max(inner, 2 * config.moe.intermediate_size * config.moe.experts_per_token // tp)
+    total = LIVE_COPIES * tokens * (inner + 2 * config.hidden_size) * 4
+    if sampling:
+        rows = max(max(buckets.rows), buckets.tile)
+        total += LIVE_COPIES * rows * (config.vocab_rows + top) * 4
+        total += DeviceSampler.bytes_needed(buckets.max_num_seqs, config.vocab_rows)
+    return int(total * RESERVE)

@@ -1,0 +1,254 @@
+"""Sampling on the device. Rows are independent: a row's token depends on its logits, its parameters, its seed and its
+position alone, never on the batch.
+
+Order of operations as in vLLM: log-probabilities are taken from the raw logits; then penalties, biases, temperature,
+min_p, top_k, top_p, and one uniform number per row.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxserve.core.request import Sequence
+from jaxserve.core.sampling import MAX_SPARSE_BIAS
+
+BLOCK = 128  # tokens summed together when a token is drawn by inverse transform
+NO_TOKEN = -1
+
+
+class RowParams(NamedTuple):
+    """What the sampler needs of each row, [R] each."""
+
+    slot: Array  # i32: where the token goes; the spare slot for rows that sample nothing
+    position: Array  # i32: position of the token to be sampled
+    seed: Array  # u32 [R, 2]
+    temperature: Array  # f32, 0 = greedy
+    top_k: Array  # i32, vocabulary size = off
+    top_p: Array  # f32, 1 = off
+    min_p: Array  # f32, 0 = off
+    presence: Array  # f32
+    frequency: Array  # f32
+    repetition: Array  # f32
+
+
+class History(NamedTuple):
+    """Which tokens the penalties count, by slot; the last slot is spare."""
+
+    seen: Array  # bool [slots + 1, V]: tokens of the prompt
+    counts: Array  # i32 [slots + 1, V]: generated tokens
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of the sampled tokens and of the K most likely ones."""
+
+    logprob: Array  # f32 [R]
+    rank: Array  # i32 [R], 1 = most likely
+    top_ids: Array  # i32 [R, K]
+    top_logprobs: Array  # f32 [R, K]
+
+
+def empty_history(slots: int, vocab: int) -> History:
+    """The history of `slots` sequences that have seen nothing."""
+    return History(jnp.zeros((slots + 1, vocab), bool), jnp.zeros((slots + 1, vocab), jnp.int32))
+
+
+def pack_rows(sequences: list[Sequence | None], rows: int, spare: int, vocab: int) -> np.ndarray:
+    """The parameters of the sampled rows as one int32 [11, R] array (floats by their bits).
+
+    None, and rows beyond the list, sample into the spare slot. Called after scheduling: the position of the token to be
+    sampled is the number of tokens computed so far.
+    """
+    packed = np.zeros((11, rows), np.int32)
+    packed[0] = spare
+    floats = packed[5:].view(np.float32)
+    packed[4] = vocab
+    floats[0, :], floats[4, :] = 1.0, 1.0  # top_p, repetition
+    for row, sequence in enumerate(sequences):
+        if sequence is None:
+            continue
+        p = sequence.params
+        packed[0, row], packed[1, row] = sequence.slot, sequence.num_computed
+        packed[2:4, row] = np.uint64(sequence.seed).reshape(1).view(np.int32)
+        if p.top_k > 0:
+            packed[4, row] = min(p.top_k, vocab)
+        floats[:, row] = (
+            p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty,
+            0.0 if p.greedy else p.temperature,
+        )  # fmt: skip
+    return packed
+
+
+def unpack_rows(packed: Array) -> RowParams:
+    """The inverse of `pack_rows`, on the device."""
+    floats = lax.bitcast_convert_type(packed[5:], jnp.float32)
+    top_p, min_p, presence, frequency, repetition, temperature = floats
+    seed = lax.bitcast_convert_type(packed[2:4], jnp.uint32).T
+    return RowParams(packed[0], packed[1], seed, temperature, packed[4], top_p, min_p, presence, frequency, repetition)
+
+
+def sample_greedy(logits: Array, packed: Array, newest: Array) -> tuple[Array, Array]:
+    """The most likely tokens i32[R] of logits f32[R, V], and `newest` i32[slots + 1] with them written in."""
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return tokens, newest.at[packed[0]].set(tokens)
+
+
+def sample_random(logits: Array, packed: Array, newest: Array) -> tuple[Array, Array]:
+    """As `sample_greedy`, but drawn at random where a row's temperature is not 0."""
+    rows = unpack_rows(packed)
+    tokens = draw(logits, rows)
+    return tokens, newest.at[rows.slot].set(tokens)
+
+
+def sample_full(
+    logits: Array,
+    packed: Array,
+    newest: Array,
+    history: History,
+    bias_ids: Array,
+    biases: Array,
+    *,
+    top_logprobs: int,
+) -> tuple[Array, Array, History, Logprobs]:
+    """As `sample_random`, with penalties, sparse biases (i32[R, M] ids, NO_TOKEN = none; f32[R, M]) and logprobs."""
+    rows = unpack_rows(packed)
+    row = jnp.arange(logits.shape[0])[:, None]
+    ids = jnp.where(bias_ids == NO_TOKEN, logits.shape[1], bias_ids)
+    adjusted = penalize(logits, rows, history).at[row, ids].add(biases, mode="drop")
+    tokens = draw(adjusted, rows)
+    history = history._replace(counts=history.counts.at[rows.slot, tokens].add(1))
+    return tokens, newest.at[rows.slot].set(tokens), history, logprobs_of(logits, tokens, top_logprobs)
+
+
+def load_history(history: History, slot: Array, tokens: Array, prompt: Array, total: Array) -> History:
+    """Sets what a slot has seen: the first `prompt` of `tokens` i32[L] were given, those up to `total` generated."""
+    at = jnp.arange(tokens.shape[0])
+    vocab = history.seen.shape[1]
+    given = jnp.where(at < prompt, tokens, vocab)
+    generated = jnp.where((at >= prompt) & (at < total), tokens, vocab)
+    seen = jnp.zeros(vocab, bool).at[given].set(True, mode="drop")
+    counts = jnp.zeros(vocab, jnp.int32).at[generated].add(1, mode="drop")
+    return History(history.seen.at[slot].set(seen), history.counts.at[slot].set(counts))
+
+
+def penalize(logits: Array, rows: RowParams, history: History) -> Array:
+    """Repetition penalty (over prompt and output), then frequency and presence penalties (over output)."""
+    counts = history.counts[rows.slot]
+    repeated = history.seen[rows.slot] | (counts > 0)
+    factor = jnp.where(repeated, rows.repetition[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / factor, logits * factor)
+    return logits - rows.frequency[:, None] * counts - rows.presence[:, None] * (counts > 0)
+
+
+def draw(logits: Array, rows: RowParams) -> Array:
+    """One token per row of logits f32[R, V], i32[R]."""
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    weights = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))  # the most likely token weighs 1
+    weights = jnp.where(weights >= rows.min_p[:, None], weights, 0.0)
+    vocab = logits.shape[1]
+    filtered = jnp.any((rows.temperature > 0) & ((rows.top_k < vocab) | (rows.top_p < 1)))
+    weights = lax.cond(filtered, lambda w: top_p_mask(top_k_mask(w, rows.top_k), rows.top_p), lambda w: w, weights)
+    uniform = jax.vmap(_uniform)(rows.seed, rows.position)
+    drawn = inverse_transform(weights, uniform)
+    return jnp.where(rows.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+
+
+def _uniform(seed: Array, position: Array) -> Array:
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return jax.random.uniform(jax.random.fold_in(key, position))
+
+
+def top_k_mask(weights: Array, k: Array) -> Array:
+    """Keeps the k heaviest of each row of weights f32[R, V] (and those that weigh as much as the k-th)."""
+    return _keep_heaviest(weights, lambda kept: jnp.sum(kept, axis=-1) >= k)
+
+
+def top_p_mask(weights: Array, p: Array) -> Array:
+    """Keeps the smallest set of heaviest tokens whose share of each row's weight reaches p."""
+    enough = p * jnp.sum(weights, axis=-1)
+    # At p = 1 nothing may be lost to rounding.
+    return _keep_heaviest(weights, lambda kept: (p < 1) & (jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= enough))
+
+
+def _keep_heaviest(weights: Array, enough) -> Array:
+    """Zeroes the weights below the largest threshold for which `enough(weights >= threshold)` holds.
+
+    Bisection over the bits of the threshold: non-negative floats sort like integers. 31 passes and no sort, which is
+    the slowest thing that XLA can be asked for on CPU.
+    """
+    bits = lax.bitcast_convert_type(weights, jnp.int32)
+
+    def narrow(i: int, threshold: Array) -> Array:
+        candidate = threshold | (1 << (30 - i))
+        return jnp.where(enough(bits >= candidate[:, None]), candidate, threshold)
+
+    threshold = lax.fori_loop(0, 31, narrow, jnp.zeros(weights.shape[0], jnp.int32))
+    return jnp.where(bits >= threshold[:, None], weights, 0.0)
+
+
+def inverse_transform(weights: Array, uniform: Array) -> Array:
+    """The token of each row of weights f32[R, V] at which the running sum passes uniform f32[R] of the total; i32[R].
+
+    In two levels, since a running sum over the whole vocabulary is slow. A token of weight 0 is never taken.
+    """
+    rows, vocab = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+    block, rest = _pass(jnp.sum(blocks, axis=-1), uniform)
+    inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token, _ = _pass(inner, rest)
+    return block * BLOCK + token
+
+
+def _pass(weights: Array, uniform: Array) -> tuple[Array, Array]:
+    """Index of the first running sum above uniform * total, and the place within that weight as a number in [0, 1)."""
+    sums = jnp.cumsum(weights, axis=-1)
+    target = jnp.minimum(uniform, 1 - 1e-6) * sums[:, -1]
+    index = jnp.argmax(sums > target[:, None], axis=-1).astype(jnp.int32)
+    weight = jnp.take_along_axis(weights, index[:, None], axis=-1)[:, 0]
+    below = jnp.take_along_axis(sums, index[:, None], axis=-1)[:, 0] - weight
+    return index, jnp.clip((target - below) / weight, 0.0, 1.0)
+
+
+def logprobs_of(logits: Array, tokens: Array, top: int) -> Logprobs:
+    """Log-probabilities of `tokens` i32[R] and of the `top` most likely under logits f32[R, V]."""
+    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
+    values, ids = lax.top_k(logits, top)
+    return Logprobs((chosen - normalizer)[:, 0], rank, ids.astype(jnp.int32), values - normalizer)
+
+
+def sparse_biases(sequences: list[Sequence | None], rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The biased and banned tokens of each row: i32[R, MAX_SPARSE_BIAS] ids and f32 biases (-inf = banned)."""
+    ids = np.full((rows, MAX_SPARSE_BIAS), NO_TOKEN, np.int32)
+    biases = np.zeros((rows, MAX_SPARSE_BIAS), np.float32)
+    for row, sequence in enumerate(sequences):
+        if sequence is None:
+            continue
+        entries = dict(sequence.params.logit_bias or {}) | dict.fromkeys(banned_tokens(sequence), -np.inf)
+        ids[row, : len(entries)] = list(entries)
+        biases[row, : len(entries)] = list(entries.values())
+    return ids, biases
+
+
+def banned_tokens(sequence: Sequence) -> set[int]:
+    """Tokens that may not come next: stops before min_tokens, and the ends of bad words that have begun."""
+    banned = set()
+    generated = sequence.num_computed - sequence.num_prompt  # the token to be sampled is this one, counted from 0
+    if generated < sequence.params.min_tokens:
+        banned |= sequence.stop_ids
+    for *head, end in sequence.bad_words:
+        if not head or sequence.tokens[-len(head) :] == head:
+            banned.add(end)
+    return banned
+
+
+def needs_full(sequence: Sequence) -> bool:
+    """Whether a row needs `sample_full`."""
+    p = sequence.params
+    return bool(
+        p.logprobs is not None or p.penalized or p.logit_bias or sequence.bad_words
+        or sequence.num_computed - sequence.num_prompt < p.min_tokens
+    )  # fmt: skip

@@ -1,0 +1,39 @@
+"""What the machine has: memory of the host and of accelerators."""
+
+from pathlib import Path
+
+import jax
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def host_memory() -> int:
+    """Bytes of memory that this process may still take: what is available, within its control group's limit."""
+    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    available = int(fields.get("MemAvailable", "8388608 kB").split()[0]) * 1024
+    for path in _CGROUP_LIMITS:
+        limit = _read(path).strip()
+        if limit.isdigit():
+            available = min(available, int(limit))
+    return available
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in memory (0 where the system does not say)."""
+    for line in _read("/proc/self/status").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def device_memory(device: jax.Device) -> int | None:
+    """Bytes that JAX may take on an accelerator, or None where the device does not say."""
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

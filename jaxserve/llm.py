@@ -1,0 +1,199 @@
+"""LLM: the library for scripts and notebooks. Synchronous, in the caller's thread."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import EngineStopped, RequestError
+from jaxserve.core.request import RequestOutput
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.client import Prompt, TextPrompt, TokensPrompt
+from jaxserve.engine.outputs import merge
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.factory import build_engine
+
+PromptLike = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, loaded and ready to generate.
+
+    Use it as a context manager, or call `close`, to free everything it holds. One thread at a time.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any):
+        """`model`: a directory in Hugging Face layout (default: the bundled model).
+
+        `options` are the fields of `EngineConfig`: dtype, tp, memory_gb, max_model_len, load_format, ... Raises
+        `ConfigError`, `CheckpointError` or `MemoryBudgetError`.
+        """
+        self._engine = build_engine(EngineConfig(model=model, **options))
+        self._closed = False
+
+    # -- generation
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generates for one or many prompts and returns their outputs in order.
+
+        A prompt is a text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}. `params` is one for
+        all prompts or one for each. Raises `RequestError` naming what is wrong; then nothing keeps running.
+        """
+        requests = self._pair(_as_prompts(prompts), params)
+        return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several, written out by the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self._chat_prompt(conversation, template) for conversation in conversations]
+        return self._run(self._pair(prompts, params), use_tqdm)
+
+    def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yields what is new of one prompt's answers, token by token. Leaving the loop early aborts the request."""
+        return self._stream(_as_prompt(prompt), params or SamplingParams())
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[RequestOutput]:
+        """As `stream`, for a conversation."""
+        return self._stream(self._chat_prompt(messages, template), params or SamplingParams())
+
+    def embed(self, prompts: PromptLike | Sequence[PromptLike], use_tqdm: bool = True) -> list[np.ndarray]:
+        """The pooled last hidden state of each prompt, float32[hidden_size], of unit length."""
+        params = SamplingParams(max_tokens=1, detokenize=False)
+        requests = [(prompt, params) for prompt in _as_prompts(prompts)]
+        return [output.embedding for output in self._run(requests, use_tqdm, embed=True)]
+
+    # -- what it is
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises `ValueError` where the model has none."""
+        if self._engine.tokenizer is None:
+            raise ValueError("the model has no tokenizer: give prompts as token ids")
+        return self._engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self._engine.info.max_model_len
+
+    # -- lifetime
+
+    def close(self) -> None:
+        """Frees the model, the KV cache and everything else on the device. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside
+
+    def _chat_prompt(self, messages: Sequence[Message], template: Mapping[str, Any]) -> Prompt:
+        text = self.tokenizer.apply_chat_template(list(messages), **template)
+        return TextPrompt(text, add_special_tokens=False)  # the template writes them itself
+
+    def _pair(
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[tuple[Prompt, SamplingParams]]:
+        if params is None or isinstance(params, SamplingParams):
+            return [(prompt, params or SamplingParams()) for prompt in prompts]
+        if len(params) != len(prompts):
+            raise RequestError(f"there are {len(prompts)} prompts and {len(params)} sampling parameters", field="params")
+        return list(zip(prompts, params, strict=True))
+
+    def _run(
+        self, requests: list[tuple[Prompt, SamplingParams]], use_tqdm: bool, *, embed: bool = False
+    ) -> list[RequestOutput]:
+        self._check_open()
+        engine = self._engine
+        waiting = iter(requests)
+        order: list[str] = []
+        results: dict[str, RequestOutput] = {}
+        with tqdm(total=len(requests), desc="Requests", unit="req", disable=not use_tqdm) as progress:
+            try:
+                self._fill(waiting, order, embed)
+                while not engine.idle:
+                    for piece in engine.step():
+                        results[piece.request_id] = merge(results.get(piece.request_id), piece)
+                        progress.update(piece.finished)
+                    self._fill(waiting, order, embed)
+            except BaseException:
+                for request_id in order:
+                    engine.abort(request_id)
+                self._settle()
+                raise
+        return [results[request_id] for request_id in order]
+
+    def _fill(self, waiting: Iterable[tuple[Prompt, SamplingParams]], order: list[str], embed: bool) -> None:
+        """Hands on as many requests as the bounded queue has room for."""
+        for prompt, params in waiting:
+            order.append(self._engine.add(prompt, params, embed=embed))
+            if self._engine.room <= 0:
+                return
+
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+        self._check_open()
+        request_id = self._engine.add(prompt, params)
+        try:
+            while True:
+                for piece in self._engine.step():
+                    if piece.request_id != request_id:
+                        continue
+                    yield piece
+                    if piece.finished:
+                        return
+        finally:
+            self._engine.abort(request_id)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Takes in the step that is still on the device, so that nothing is left over."""
+        while not self._engine.idle:
+            self._engine.step()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineStopped("this LLM has been closed")
+
+
+def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
+    """One prompt or many, as the engine takes them."""
+    single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+    return [_as_prompt(prompt) for prompt in ([prompts] if single else prompts)]
+
+
+def _as_prompt(prompt: Any) -> Prompt:
+    match prompt:
+        case str():
+            return TextPrompt(prompt)
+        case {"prompt_token_ids": token_ids}:
+            return TokensPrompt(tuple(int(token) for token in token_ids), prompt.get("prompt"))
+        case {"prompt": str() as text}:
+            return TextPrompt(text)
+        case Mapping():
+            raise RequestError("a prompt mapping needs 'prompt' or 'prompt_token_ids'", field="prompt", value=prompt)
+    return TokensPrompt(tuple(int(token) for token in prompt))

@@ -1,0 +1,34 @@
+"""Placement: the devices of a block, and how its arrays are split over them.
+
+Modules name logical axes; the one table here maps them to the mesh axis "tp".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+TP = "tp"
+RULES: dict[str, str] = {"kv_heads": TP, "mlp": TP, "vocab": TP}  # every other logical axis is replicated
+POOL_AXES = (None, "kv_heads", None, None, None)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A mesh slice with one axis, "tp"; blocks with equal placements share executables and inputs."""
+
+    devices: tuple[jax.Device, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (TP,))
+
+    @property
+    def platform(self) -> str:
+        return self.devices[0].platform
+
+    def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
+        """The sharding of an array with these logical axes; replicated by default."""
+        return NamedSharding(self.mesh, PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes)))

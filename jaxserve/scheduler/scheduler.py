@@ -1,0 +1,233 @@
+"""Scheduler: which tokens are computed in the next step.
+
+A step decodes one token of every running sequence that can go on, and spends the rest of its token budget on prefill
+chunks, cut into tiles of `tile` tokens. When pages run out, the newest sequence of the least priority gives all of its
+pages back and is computed again later (preemption by recomputation).
+"""
+
+import heapq
+from dataclasses import dataclass
+
+from jaxserve.core.request import Sequence, Status
+from jaxserve.core.work import Chunk, Work
+from jaxserve.kvcache import PagePool, PageTable, page_hashes
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """The shape of a step."""
+
+    max_num_seqs: int  # sequences running at once
+    max_tiles: int  # prefill tiles in a step
+    tile: int  # tokens
+    page_size: int  # tokens
+
+
+class Scheduler:
+    """Holds the waiting and the running sequences and turns them into `Work`, step by step."""
+
+    def __init__(self, limits: SchedulerLimits, pages: PagePool, table: PageTable):
+        self.limits = limits
+        self.pages = pages
+        self.table = table
+        self.running: list[Sequence] = []
+        self._waiting: list[tuple[tuple, Sequence]] = []  # a heap; finished entries are skipped when they surface
+        self.num_waiting = 0
+        self.waiting_tokens = 0  # prompt tokens of waiting sequences
+        self.num_preemptions = 0
+        self.prefix_queries = 0  # tokens looked up and found in the prefix cache
+        self.prefix_hits = 0
+
+    # -- what the engine core calls
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a new sequence; siblings of a request with n > 1 wait with the first one. Mutates."""
+        if sequence.parent is None:
+            self._push(sequence)
+        else:
+            sequence.parent.children.append(sequence)
+            self._count_waiting(sequence, +1)
+
+    def schedule(self, step: int) -> Work:
+        """The work of the next step; its effects on the sequences are already accounted. Mutates."""
+        decodes = self._schedule_decodes()
+        chunks: list[Chunk] = []
+        tiles = self._continue_prefills(chunks, self.limits.max_tiles)
+        self._admit(chunks, tiles)
+        return Work(step, tuple(decodes), tuple(chunks))
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence wherever it is and gives its pages back. Mutates."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence)
+        elif sequence.status is Status.WAITING:
+            self._count_waiting(sequence, -1)
+            self.pages.release(sequence.pages)  # pages shared by a sibling
+            sequence.pages = []
+        sequence.status = Status.FINISHED
+        orphans, sequence.children = sequence.children, []
+        if orphans:  # the first answer ended before its prompt was computed: the next sibling takes its place
+            heir, *others = orphans
+            self._count_waiting(heir, -1)
+            heir.parent, heir.children = None, others
+            for other in others:
+                other.parent = heir
+            if heir.status is Status.WAITING:
+                self._push(heir)
+
+    def register_full_pages(self, sequence: Sequence) -> None:
+        """Names the pages that known and computed tokens have filled, so that others can share them. Mutates."""
+        if not self.pages.caching or sequence.status is not Status.RUNNING:
+            return
+        size, known = self.limits.page_size, len(sequence.page_hashes)
+        full = min(sequence.num_computed, len(sequence.tokens)) // size
+        if full > known:
+            tokens = sequence.tokens[: full * size]
+            sequence.page_hashes = page_hashes(tokens, size, sequence.salt, sequence.page_hashes)
+        for index in range(sequence.num_registered, full):
+            self.pages.register(sequence.pages[index], sequence.page_hashes[index])
+        sequence.num_registered = max(sequence.num_registered, full)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.running and self.num_waiting == 0
+
+    # -- decode
+
+    def _schedule_decodes(self) -> list[Sequence]:
+        decodes = []
+        # Oldest first: a victim of preemption is always one that has not been scheduled yet.
+        for sequence in sorted(self.running, key=lambda s: s.order):
+            if sequence.status is not Status.RUNNING or not sequence.decoding:
+                continue  # preempted a moment ago, or still in prefill
+            if sequence.total >= sequence.max_total or (sequence.synchronous and sequence.num_inflight):
+                continue  # its last token is in flight, or the next one depends on it
+            if not self._grow(sequence, sequence.num_computed + 1):
+                continue
+            sequence.num_computed += 1
+            sequence.num_inflight += 1
+            decodes.append(sequence)
+        return decodes
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Makes room for `tokens` tokens, preempting others if need be; False when the sequence itself had to go."""
+        missing = -(-tokens // self.limits.page_size) - len(sequence.pages)
+        while missing > self.pages.available:
+            victim = max(self.running, key=lambda s: s.order)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        if missing > 0:
+            new = self.pages.allocate(missing)
+            self.table.append(sequence.slot, len(sequence.pages), new)
+            sequence.pages += new
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_computed = 0
+        sequence.preemptions += 1
+        self.num_preemptions += 1
+        self._push(sequence)
+
+    # -- prefill
+
+    def _continue_prefills(self, chunks: list[Chunk], tiles: int) -> int:
+        for sequence in self.running:
+            if tiles == 0:
+                break
+            if sequence.num_computed < len(sequence.tokens) and not sequence.decoding:
+                tiles -= self._add_chunk(chunks, sequence, tiles)
+        return tiles
+
+    def _admit(self, chunks: list[Chunk], tiles: int) -> None:
+        while tiles > 0 and self._waiting and self.table.free_slots:
+            sequence = self._waiting[0][1]
+            if sequence.status is not Status.WAITING:
+                heapq.heappop(self._waiting)
+                continue
+            if sequence.num_inflight:
+                return  # preempted with a token in flight: known after this step
+            if not self._take_pages(sequence):
+                return
+            heapq.heappop(self._waiting)
+            self._count_waiting(sequence, -1)
+            sequence.slot = self.table.take_slot(sequence.pages)
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+            tiles -= self._add_chunk(chunks, sequence, tiles)
+
+    def _take_pages(self, sequence: Sequence) -> bool:
+        """Pages for all known tokens of a waiting sequence: shared ones first. False when there are too few."""
+        size = self.limits.page_size
+        shared: list[int] = []
+        if not sequence.pages:
+            shared = self._cached_prefix(sequence)
+            self.pages.retain(shared)
+        held = len(sequence.pages) + len(shared)
+        missing = -(-len(sequence.tokens) // size) - held
+        headroom = len(self.running)  # every running sequence may need a page soon
+        if missing + headroom > self.pages.available:
+            self.pages.release(shared)
+            return False
+        sequence.pages += shared + self.pages.allocate(max(missing, 0))
+        sequence.num_computed = held * size
+        sequence.num_registered = held
+        if sequence.preemptions == 0:
+            self.prefix_queries += sequence.num_prompt
+            self.prefix_hits += held * size
+            sequence.num_cached = held * size
+        return True
+
+    def _cached_prefix(self, sequence: Sequence) -> list[int]:
+        if not self.pages.caching or sequence.params.prompt_logprobs is not None:
+            return []
+        size, tokens = self.limits.page_size, sequence.tokens
+        sequence.page_hashes = page_hashes(tokens, size, sequence.salt, sequence.page_hashes)
+        usable = (len(tokens) - 1) // size  # the newest token is always computed: its logits are needed
+        return self.pages.lookup(sequence.page_hashes[:usable])
+
+    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, tiles: int) -> int:
+        """Adds as much of the sequence's prefill as fits into `tiles`; returns how many tiles it takes."""
+        start, left = sequence.num_computed, len(sequence.tokens) - sequence.num_computed
+        length = min(left, tiles * self.limits.tile)
+        last = length == left
+        chunks.append(Chunk(sequence, start, length, last))
+        sequence.num_computed += length
+        if last:
+            sequence.num_inflight += 0 if sequence.request.embed else 1
+            self._release_children(sequence)
+        self.register_full_pages(sequence)
+        return -(-length // self.limits.tile)
+
+    def _release_children(self, sequence: Sequence) -> None:
+        """The prompt is (about to be) computed: siblings share its full pages and may be admitted."""
+        full = (sequence.num_prompt - 1) // self.limits.page_size
+        children, sequence.children = sequence.children, []
+        for child in children:
+            child.parent = None
+            if child.status is not Status.WAITING:
+                continue
+            child.pages = sequence.pages[:full]
+            self.pages.retain(child.pages)
+            self._count_waiting(child, -1)
+            self._push(child)
+
+    # -- bookkeeping
+
+    def _push(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._count_waiting(sequence, +1)
+
+    def _count_waiting(self, sequence: Sequence, sign: int) -> None:
+        self.num_waiting += sign
+        self.waiting_tokens += sign * sequence.num_prompt
+
+    def _release(self, sequence: Sequence) -> None:
+        self.table.give_slot(sequence.slot)
+        self.pages.release(sequence.pages)
+        sequence.slot, sequence.pages, sequence.num_registered = -1, [], 0
