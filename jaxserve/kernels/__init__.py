@@ -5,7 +5,8 @@ B decode rows, N prefill tiles, Q tokens of a tile, W width of the page tables.
 """
 
 from jaxserve.kernels.attention import AttentionMeta, paged_attention
+from jaxserve.kernels.grouped_matmul import grouped_matmul
 from jaxserve.kernels.kv import kv_pool, kv_write, storage_dtype
 from jaxserve.kernels.matmul import matmul
 
-__all__ = ["AttentionMeta", "kv_pool", "kv_write", "matmul", "paged_attention", "storage_dtype"]
+__all__ = ["AttentionMeta", "grouped_matmul", "kv_pool", "kv_write", "matmul", "paged_attention", "storage_dtype"]

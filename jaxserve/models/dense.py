@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.models.layers import Attend
@@ -11,12 +12,12 @@ from jaxserve.models.rope import rope_cos_sin
 
 
 def dense_causal_attend(
-    positions: jax.Array, segments: jax.Array | None = None, *, window: int | None = None, scale: float
+    positions: Int[Array, "T"], segments: Int[Array, "T"] | None = None, *, window: int | None = None, scale: float
 ) -> Attend:
     """Softmax attention of every token to the tokens of its segment at its own and earlier positions.
 
-    positions, segments int32 [T]; tokens of different segments do not see each other; `window` limits how many
-    positions a token sees, itself included.
+    Tokens of different segments do not see each other; `window` limits how many positions a token sees, itself
+    included.
     """
     distance = positions[:, None] - positions[None, :]
     visible = distance >= 0
@@ -25,7 +26,9 @@ def dense_causal_attend(
     if segments is not None:
         visible &= segments[:, None] == segments[None, :]
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(
+        q: Float[Array, "T K G D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"]
+    ) -> Float[Array, "T K G D"]:
         scores = jnp.einsum("tkgd,skd->kgts", q, k, preferred_element_type=jnp.float32) * scale
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v.dtype)
         return jnp.einsum("kgts,skd->tkgd", weights, v, preferred_element_type=jnp.float32).astype(q.dtype)
@@ -44,11 +47,11 @@ def build_blocks(config: ModelConfig, *, rngs: nnx.Rngs) -> dict[str, nnx.Module
 def forward(
     config: ModelConfig,
     blocks: dict[str, nnx.Module],
-    tokens: jax.Array,
-    positions: jax.Array | None = None,
-    segments: jax.Array | None = None,
-) -> jax.Array:
-    """tokens int32 [T] -> logits float32 [T, V]; by default one sequence that starts at position 0."""
+    tokens: Int[Array, "T"],
+    positions: Int[Array, "T"] | None = None,
+    segments: Int[Array, "T"] | None = None,
+) -> Float[Array, "T V"]:
+    """Logits in float32 of every token; by default one sequence that starts at position 0."""
     if positions is None:
         positions = jnp.arange(len(tokens), dtype=jnp.int32)
     cos, sin = rope_cos_sin(config, positions)

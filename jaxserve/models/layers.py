@@ -10,13 +10,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.kernels import matmul
 from jaxserve.models.rope import apply_rope
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [T, K, G, D], k [T, K, D], v [T, K, D]) -> o [T, K, G, D]: how tokens attend is the caller's."""
+Attend = Callable[[Float[Array, "T K G D"], Float[Array, "T K D"], Float[Array, "T K D"]], Float[Array, "T K G D"]]
+"""(queries, keys, values) -> outputs: how the tokens attend to each other is the caller's."""
 
 INIT_STDDEV = 0.02
 
@@ -44,7 +45,7 @@ class RMSNorm(nnx.Module):
         self.eps = config.rms_norm_eps
         self.weight = nnx.Param(jnp.ones((size,), config.dtype), axes=(axis,))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
@@ -67,8 +68,10 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config, config.head_dim, None) if config.qk_norm else None
         self.k_norm = RMSNorm(config, config.head_dim, None) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
-        """x [T, E] and the rotations cos, sin [T, D/2] -> [T, E]."""
+    def __call__(
+        self, x: Float[Array, "T E"], cos: Float[Array, "T D//2"], sin: Float[Array, "T D//2"], attend: Attend
+    ) -> Float[Array, "T E"]:
+        """x and the rotations of its positions -> what attention adds to x."""
         qkv = matmul(x, self.qkv[...])
         if self.qkv_bias is not None:
             qkv += self.qkv_bias[...]
@@ -89,8 +92,7 @@ class MLP(nnx.Module):
         self.down = weight(config, rngs, hidden, inner)
         self.down_bias = bias(config, hidden) if config.mlp_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, E] -> [T, E]."""
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         gate_up = matmul(x, self.gate_up[...])
         if self.gate_up_bias is not None:
             gate_up += self.gate_up_bias[...]
@@ -98,26 +100,34 @@ class MLP(nnx.Module):
         return out if self.down_bias is None else out + self.down_bias[...]
 
 
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """silu(gate) * up of gate_up [..., I, 2] -> [..., I], in float32 inside."""
+def swiglu(gate_up: Float[Array, "*rows I 2"]) -> Float[Array, "*rows I"]:
+    """silu(gate) * up, in float32 inside."""
     gate, up = gate_up[..., 0].astype(jnp.float32), gate_up[..., 1].astype(jnp.float32)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+FeedForward = Callable[..., nnx.Module]
+"""(config, rngs=...) -> a module from x [T, E] to [T, E]."""
 
 
 class DecoderLayer(nnx.Module):
     """One transformer layer: attention and feed-forward, each after a norm and added to its input.
 
+    `feed_forward` makes the second half: `MLP`, or a mixture of experts.
+
     Layers of the same kind have equal graph definitions: nothing in them depends on their number.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, feed_forward: FeedForward = MLP):
         self.input_norm = RMSNorm(config, config.hidden_size, "embed")
         self.attention = Attention(config, rngs=rngs)
         self.post_norm = RMSNorm(config, config.hidden_size, "embed")
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = feed_forward(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
-        """x [T, E] and the rotations cos, sin float32 [T, D/2] -> [T, E]."""
+    def __call__(
+        self, x: Float[Array, "T E"], cos: Float[Array, "T D//2"], sin: Float[Array, "T D//2"], attend: Attend
+    ) -> Float[Array, "T E"]:
+        """x and the rotations (float32) of its positions -> the next layer's x."""
         x = x + self.attention(self.input_norm(x), cos, sin, attend)
         return x + self.mlp(self.post_norm(x))
 
@@ -128,8 +138,8 @@ class Embed(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size))
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """tokens int32 [T] -> [T, E]; ids beyond the vocabulary read its last row."""
+    def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
+        """The tokens' embeddings; ids beyond the vocabulary read its last row."""
         return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
 
 
@@ -141,8 +151,8 @@ class Head(nnx.Module):
         self.norm = RMSNorm(config, config.hidden_size, "embed")
         self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [R, E] -> logits float32 [R, V]; -inf in the rows added to the vocabulary as padding."""
+    def __call__(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
+        """Logits in float32; -inf in the rows added to the vocabulary as padding."""
         logits = matmul(self.norm(x), self.weight[...], dtype=jnp.float32)
         if logits.shape[-1] == self.vocab_size:
             return logits

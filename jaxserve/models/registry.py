@@ -7,11 +7,16 @@ from flax import nnx
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
-from jaxserve.models import llama
-from jaxserve.models.layers import DecoderLayer, Embed, Head
+from jaxserve.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from jaxserve.models.layers import MLP, DecoderLayer, Embed, Head
+from jaxserve.models.moe import MoE
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "LlamaForCausalLM": llama.config_from_hf,
+    "MistralForCausalLM": mistral.config_from_hf,
+    "Qwen2ForCausalLM": qwen2.config_from_hf,
+    "Qwen3ForCausalLM": qwen3.config_from_hf,
+    "Qwen3MoeForCausalLM": qwen3_moe.config_from_hf,
 }
 """Architecture (as named by Hugging Face) -> reader of its config.json."""
 
@@ -40,4 +45,4 @@ def build_block(config: ModelConfig, block_id: str, *, rngs: nnx.Rngs) -> nnx.Mo
     kind, _, number = block_id.partition(".")
     if kind != "layers" or not number.isdigit() or int(number) >= config.num_layers:
         raise ValueError(f"no block {block_id!r} in a model of {config.num_layers} layers")
-    return DecoderLayer(config, int(number), rngs=rngs)
+    return DecoderLayer(config, rngs=rngs, feed_forward=MoE if config.is_sparse(int(number)) else MLP)

@@ -2,22 +2,26 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig, RopeConfig
 
 
-def rope_cos_sin(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines float32 [T, D/2] of the rotation at each of the positions int32 [T]."""
+def rope_cos_sin(
+    config: ModelConfig, positions: Int[Array, "T"]
+) -> tuple[Float[Array, "T D//2"], Float[Array, "T D//2"]]:
+    """Cosines and sines in float32 of the rotation at each position."""
     frequencies, scale = rope_frequencies(config.rope, config.head_dim)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x [T, ..., D] by cos, sin [T, D/2]; computed in float32, returned in the dtype of `x`."""
+def apply_rope(
+    x: Float[Array, "T *heads D"], cos: Float[Array, "T D//2"], sin: Float[Array, "T D//2"]
+) -> Float[Array, "T *heads D"]:
+    """Rotates every head of a token by its position; computed in float32, returned in the dtype of `x`."""
     middle = (1,) * (x.ndim - 2)
     cos, sin = cos.reshape(len(cos), *middle, -1), sin.reshape(len(sin), *middle, -1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

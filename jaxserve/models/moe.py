@@ -1,0 +1,42 @@
+"""Mixture of experts: each token runs through the few feed-forwards that a router picks for it."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxserve.core.config import ModelConfig
+from jaxserve.kernels import grouped_matmul, matmul
+from jaxserve.models.layers import swiglu, weight
+
+
+class MoE(nnx.Module):
+    """X SwiGLU experts with weights as in `MLP`; tokens are grouped by expert, so that each costs its own."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        assert config.moe is not None
+        self.experts_per_token = config.moe.experts_per_token
+        self.normalize = config.moe.normalize_weights
+        experts, hidden = ("experts", config.moe.num_experts), ("embed", config.hidden_size)
+        inner = ("mlp", config.moe.intermediate_size)
+        self.router = weight(config, rngs, experts, hidden)
+        self.experts_gate_up = weight(config, rngs, experts, inner, (None, 2), hidden)
+        self.experts_down = weight(config, rngs, experts, hidden, inner)
+
+    def route(self, x: Float[Array, "T E"]) -> tuple[Float[Array, "T top"], Int[Array, "T top"]]:
+        """Each token's experts, the most likely first, and the weights of their outputs in float32."""
+        probabilities = jax.nn.softmax(matmul(x, self.router[...], dtype=jnp.float32), axis=-1)
+        weights, experts = jax.lax.top_k(probabilities, self.experts_per_token)
+        if self.normalize:
+            weights /= weights.sum(axis=-1, keepdims=True)
+        return weights, experts
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        weights, experts = self.route(x)
+        order = jnp.argsort(experts.ravel(), stable=True)
+        sizes = jnp.bincount(experts.ravel(), length=len(self.router)).astype(jnp.int32)
+        rows = x[order // self.experts_per_token]
+        inner = swiglu(grouped_matmul(rows, self.experts_gate_up[...], sizes))
+        outs = grouped_matmul(inner, self.experts_down[...], sizes)[jnp.argsort(order)]
+        outs = outs.astype(jnp.float32).reshape(*experts.shape, -1)
+        return jnp.einsum("tne,tn->te", outs, weights).astype(x.dtype)

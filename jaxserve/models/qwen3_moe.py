@@ -1,0 +1,37 @@
+"""Qwen3-MoE: Qwen3 whose feed-forward halves are mixtures of experts, in all layers or in some."""
+
+from jaxserve.core.config import ModelConfig, MoEConfig
+from jaxserve.core.errors import CheckpointError
+from jaxserve.models import hf as common
+
+
+def config_from_hf(hf: common.Json) -> ModelConfig:
+    """Reads a Qwen3MoeForCausalLM config.json. Unlike Qwen3's, a window holds for every layer."""
+    attention_bias = bool(hf.get("attention_bias", False))
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    return ModelConfig(
+        architecture="Qwen3MoeForCausalLM",
+        **common.common_fields(hf),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        windows=common.uniform_windows(hf, window),
+        moe=_moe_config(hf),
+    )
+
+
+def _moe_config(hf: common.Json) -> MoEConfig:
+    key = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
+    experts = common.require_int(hf, key)
+    per_token = common.optional_int(hf, "num_experts_per_tok", 8)
+    if per_token > experts:
+        raise CheckpointError(f"num_experts_per_tok {per_token} is more than {key} {experts}")
+    step, dense = common.optional_int(hf, "decoder_sparse_step", 1), set(hf.get("mlp_only_layers") or ())
+    layers = range(common.require_int(hf, "num_hidden_layers"))
+    return MoEConfig(
+        num_experts=experts,
+        experts_per_token=per_token,
+        intermediate_size=common.require_int(hf, "moe_intermediate_size"),
+        normalize_weights=bool(hf.get("norm_topk_prob", False)),
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
+    )
