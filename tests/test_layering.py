@@ -1,28 +1,112 @@
 """Who may import whom, proved in fresh interpreters: import-linter reads sources, these load them."""
 
+import ast
+import importlib.metadata
+import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
+import jaxserve
+
+ROOT = Path(__file__).resolve().parents[1]
 WEB = ("fastapi", "starlette", "uvicorn", "pydantic")
 JAX = ("jax", "jaxlib", "flax")
+JAX_FREE = (
+    "jaxserve.core",
+    "jaxserve.kvcache",
+    "jaxserve.scheduler",
+    "jaxserve.control",
+    "jaxserve.telemetry",
+    "jaxserve.engine",
+)
+COMES_WITH = {"starlette": "fastapi", "pydantic-core": "pydantic", "jaxlib": "jax"}  # always installed together
+PUBLIC = [name for name in jaxserve.__all__ if name != "__version__"]
+
+BLOCK_WEB = f"""
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {WEB!r}:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
 
 
 def run_fresh(code: str) -> None:
     """Runs code in an interpreter that has imported nothing of ours."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
-def loaded(statement: str, names: tuple[str, ...]) -> str:
-    return f"import sys\n{statement}\nfound = sorted(set({names!r}) & set(sys.modules))\nassert not found, found\n"
+def assert_not_loaded(names: tuple[str, ...]) -> str:
+    return f"import sys; found = sorted(set({names!r}) & set(sys.modules)); assert not found, found\n"
 
 
-def test_import_jaxserve_is_lazy():
-    run_fresh(loaded("import jaxserve; jaxserve.SamplingParams", JAX + WEB + ("numpy", "tokenizers")))
+def modules_of(package: str) -> list[str]:
+    """A package and every module below it, found without importing them."""
+    path = ROOT / package.replace(".", "/")
+    found = pkgutil.walk_packages([str(path)], prefix=f"{package}.")
+    return [package, *(module.name for module in found)]
 
 
-@pytest.mark.parametrize("package", ["core"])
+def imports_of(file: Path) -> set[str]:
+    """The full names that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_import_jaxserve_loads_nothing_heavy():
+    run_fresh("import jaxserve; jaxserve.SamplingParams\n" + assert_not_loaded((*JAX, *WEB, "numpy", "tokenizers")))
+
+
+@pytest.mark.parametrize("package", JAX_FREE)
 def test_package_does_not_load_jax(package):
-    run_fresh(loaded(f"import jaxserve.{package}", JAX + WEB))
+    run_fresh(f"import {', '.join(modules_of(package))}\n" + assert_not_loaded((*JAX, *WEB)))
+
+
+def test_engine_and_library_work_without_web_framework():
+    code = BLOCK_WEB + f"import jaxserve, jaxserve.factory\nfor name in {PUBLIC!r}: getattr(jaxserve, name)\n"
+    run_fresh(code + assert_not_loaded(WEB))
+
+
+def test_blocked_web_framework_is_really_blocked():
+    with pytest.raises(AssertionError, match="fastapi is blocked"):
+        run_fresh(BLOCK_WEB + "import fastapi\n")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_resolves(name):
+    assert getattr(jaxserve, name).__name__ == name
+
+
+def test_unknown_public_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        _ = jaxserve.Engine
+
+
+def test_models_know_no_mesh():
+    for file in (ROOT / "jaxserve" / "models").glob("*.py"):
+        assert not {name for name in imports_of(file) if name.startswith("jax.sharding")}, file
+
+
+def test_every_third_party_import_is_a_declared_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in project["dependencies"]}
+    homes = importlib.metadata.packages_distributions()
+    for file in (ROOT / "jaxserve").rglob("*.py"):
+        for top in {name.partition(".")[0] for name in imports_of(file)} - sys.stdlib_module_names:
+            if top in ("jaxserve", "pallas_kernels"):
+                continue
+            distributions = {home.lower().replace("_", "-") for home in homes.get(top, [top])}
+            distributions |= {COMES_WITH[home] for home in distributions & COMES_WITH.keys()}
+            assert distributions & declared, f"{file.relative_to(ROOT)} imports {top}"
