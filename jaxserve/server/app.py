@@ -1,0 +1,34 @@
+"""create_app: the HTTP API over one engine."""
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from jaxserve.engine.client import EngineClient
+from jaxserve.server.errors import install_handlers
+from jaxserve.server.middleware import ApiKeyGuard, BodyLimit
+from jaxserve.server.routes import chat, completions, embeddings, models, operations, tokenization
+from jaxserve.server.settings import ServerSettings
+from jaxserve.server.state import ServerState
+
+ROUTERS = (chat, completions, embeddings, models, tokenization, operations)
+
+
+def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI:
+    """The app; `app.state.server` is its ServerState.
+
+    Without a client it answers probes, and 503 to everything else, until `app.state.server.attach(client)`.
+    """
+    app = FastAPI(title="jaxserve", summary="OpenAI-compatible API")
+    app.state.server = ServerState(client, settings)
+    install_handlers(app)
+    for module in ROUTERS:
+        app.include_router(module.router)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout)
+    if settings.api_keys:
+        app.add_middleware(ApiKeyGuard, keys=settings.api_keys)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app

@@ -1,0 +1,120 @@
+"""The answer of a text completion: whole, or as the values of a stream."""
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
+from jaxserve.engine.client import EngineClient
+from jaxserve.server.generation import Answer, Job, Usage
+from jaxserve.server.logprobs import for_completion, for_prompt
+from jaxserve.server.schemas.completions import CompletionBody
+
+NO_TEXT = ""
+
+
+@dataclass(frozen=True)
+class CompletionAnswer:
+    """How to answer one request. The choices of prompt p are p * n, ..., p * n + n - 1."""
+
+    client: EngineClient
+    job: Job
+    body: CompletionBody
+    model: str
+    created: int
+
+    async def whole(self) -> dict[str, Any]:
+        """The response of a request that does not stream."""
+        by_prompt, first, usage = await self.job.collect(self.client)
+        choices = []
+        for prompt, answers in enumerate(by_prompt):
+            best = sorted(answers, key=lambda answer: -answer.mean_logprob) if self.body.ranked else answers
+            for i, answer in enumerate(best[: self.body.answers]):
+                choices.append(self._choice(prompt, i, answer, first[prompt]))
+        if self.body.scores_only:
+            usage.completion_tokens = 0
+        return {**self._object(choices), "usage": usage.as_dict()}
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The values of a stream: what is new, after the prompt if it is echoed."""
+        usage, offsets = self.job.usage(), dict[int, int]()
+        async with contextlib.aclosing(self.job.run(self.client)) as deltas:
+            async for prompt, output in deltas:
+                usage.add((prompt, output))
+                for answer in output.outputs:
+                    index = prompt * self.body.answers + answer.index
+                    echo = self.body.echo and index not in offsets
+                    if echo or answer.text or answer.finish_reason or answer.logprobs:
+                        yield self._chunk(index, prompt, answer, output if echo else None, offsets, usage)
+        if self.body.usage_at_end:
+            yield {**self._object([]), "usage": usage.as_dict()}
+
+    def _choice(self, prompt: int, i: int, answer: Answer, first: RequestOutput) -> dict[str, Any]:
+        if self.body.scores_only:
+            answer = Answer(i, finish_reason="length")
+        steps, token_ids = list[TokenLogprobs | None](answer.logprobs), answer.token_ids
+        if self.body.echo:
+            steps = [*(first.prompt_logprobs or ()), *steps]
+            token_ids = [*self.job.prompts[prompt].token_ids, *token_ids]
+        choice = {
+            "index": prompt * self.body.answers + i,
+            "text": self._echo(prompt) + answer.text,
+            "logprobs": self._logprobs(steps, token_ids, 0),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+        if self.body.prompt_logprobs is not None and first.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = for_prompt(first.prompt_logprobs, self.client.tokenizer)
+        return choice
+
+    def _chunk(
+        self,
+        index: int,
+        prompt: int,
+        answer: CompletionOutput,
+        echoed: RequestOutput | None,
+        offsets: dict[int, int],
+        usage: Usage,
+    ) -> dict[str, Any]:
+        """One event. `offsets`: where each choice's next token begins. Mutates it."""
+        steps, token_ids = list[TokenLogprobs | None](answer.logprobs or ()), answer.token_ids
+        if echoed is not None:
+            steps = [*(echoed.prompt_logprobs or ()), *steps]
+            token_ids = (*self.job.prompts[prompt].token_ids, *token_ids)
+        offset = offsets.get(index, 0)
+        choice = {
+            "index": index,
+            "text": (self._echo(prompt) if echoed else NO_TEXT) + answer.text,
+            "logprobs": self._logprobs(steps, token_ids, offset),
+            "finish_reason": answer.finish_reason,
+        }
+        if answer.stop_reason is not None:
+            choice["stop_reason"] = answer.stop_reason
+        offsets[index] = offset + sum(len(self.client.tokenizer.token(token)) for token in token_ids)
+        chunk = self._object([choice])
+        if self.body.usage_at_end:
+            chunk["usage"] = usage.as_dict() if self.body.usage_always else None
+        return chunk
+
+    def _echo(self, prompt: int) -> str:
+        if not self.body.echo:
+            return NO_TEXT
+        asked = self.job.prompts[prompt]
+        return self.client.tokenizer.decode(asked.token_ids) if asked.text is None else asked.text
+
+    def _logprobs(
+        self, steps: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
+    ) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        return for_completion(steps, token_ids, self.client.tokenizer, alternatives=self.body.logprobs, offset=offset)
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.job.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }

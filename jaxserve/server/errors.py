@@ -1,0 +1,134 @@
+"""Errors as OpenAI's envelope: {"error": {"message", "type", "param", "code", "value", "limit"}}."""
+
+import logging
+import math
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from jaxserve.core.errors import EngineFailed, EngineStopped, JaxserveError, QueueFull, RequestError
+
+logger = logging.getLogger(__name__)
+
+LONGEST_VALUE = 200  # characters of an offending value that an error repeats
+LONGEST_MESSAGE = 2000  # characters
+CLIENT_CLOSED = 499  # nginx's status for a client that went away; nobody sees it but the access log
+RETRY_AFTER_STOP = 5.0  # seconds; another replica, or this one after a restart
+CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+    500: "internal_error",
+    503: "unavailable",
+}
+
+
+class ClientGone(Exception):
+    """The client disconnected before its answer was ready."""
+
+
+def envelope(
+    message: str,
+    status: int,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    value: Any = None,
+    limit: Any = None,
+) -> dict[str, Any]:
+    """The body of an error response, and the data of an error event in a stream."""
+    error: dict[str, Any] = {
+        "message": message[:LONGEST_MESSAGE],
+        "type": "invalid_request_error" if status < 500 else "server_error",
+        "param": param,
+        "code": code or CODES.get(status, "invalid_value" if param else "invalid_request"),
+    }
+    if value is not None:
+        error["value"] = _short(value)
+    if limit is not None:
+        error["limit"] = _short(limit)
+    return {"error": error}
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers for an error; what is not ours is told to the operator's log only."""
+    match error:
+        case QueueFull():
+            headers = {"retry-after": str(max(1, math.ceil(error.retry_after)))}
+            return 503, _of_request(error, "queue_full"), headers
+        case RequestError():
+            return error.status, _of_request(error, "model_not_found" if error.status == 404 else None), {}
+        case EngineStopped():
+            return 503, envelope(str(error), 503), {"retry-after": str(math.ceil(RETRY_AFTER_STOP))}
+        case EngineFailed():
+            return 500, envelope(f"the engine failed: {error}", 500, code="engine_failed"), {}
+        case HTTPException():
+            return error.status_code, envelope(str(error.detail), error.status_code), dict(error.headers or {})
+        case JaxserveError():
+            return 500, envelope(str(error), 500), {}
+    return 500, envelope("internal error; the server's log has the details", 500), {}
+
+
+def error_response(error: Exception) -> Response:
+    """The response that tells a client of an error."""
+    status, body, headers = describe(error)
+    return json_response(body, status, headers)
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON response; faster than going through a model."""
+    return Response(to_json(body), status, headers, media_type="application/json")
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Every error that leaves a route becomes an envelope. Mutates the app."""
+
+    async def on_error(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def on_invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_of_validation(error))
+
+    async def on_gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED)
+
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(ClientGone, on_gone)
+    for kind in (JaxserveError, HTTPException, Exception):
+        app.add_exception_handler(kind, on_error)
+
+
+def _of_request(error: RequestError, code: str | None) -> dict[str, Any]:
+    return envelope(str(error), error.status, param=error.field, code=code, value=error.value, limit=error.limit)
+
+
+def _of_validation(error: RequestValidationError) -> RequestError:
+    """The first complaint about a body's types, with the path of the field."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"] if part != "body") or None
+    message = f"{field}: {first['msg']}" if field else f"the body: {first['msg']}"
+    return RequestError(message, field=field, value=_short(first.get("input")))
+
+
+def _short(value: Any) -> Any:
+    """A value that is safe to repeat: JSON, and not long."""
+    if value is None or (isinstance(value, int) and abs(value) < 2**53):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    text = value if isinstance(value, str) else _bounded_repr(value)
+    return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
+
+
+def _bounded_repr(value: Any) -> str:
+    if isinstance(value, (list, tuple, dict)) and len(value) > 20:
+        return f"{type(value).__name__} of {len(value)}"
+    return repr(value)

@@ -1,0 +1,31 @@
+"""POST /v1/chat/completions."""
+
+from fastapi import APIRouter, Request, Response
+
+from jaxserve.engine.limits import check_params
+from jaxserve.server.chat import ChatAnswer
+from jaxserve.server.errors import json_response
+from jaxserve.server.generation import Job
+from jaxserve.server.prompts import conversation
+from jaxserve.server.routes.json_route import JsonRoute
+from jaxserve.server.schemas.chat import ChatBody
+from jaxserve.server.state import State, new_id
+from jaxserve.server.streaming import EventStream, while_connected
+
+router = APIRouter(route_class=JsonRoute, tags=["generation"])
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(body: ChatBody, request: Request, state: State) -> Response:
+    """Answers a conversation."""
+    client, model = state.client(), state.check_model(body.model)
+    body.check()
+    prompt = await conversation(client, body, add_special_tokens=body.add_special_tokens)
+    params = body.sampling_params(client.info.default_sampling, max_tokens=body.token_limit, logprobs=body.num_logprobs)
+    check_params(client.info, params, len(prompt.token_ids))
+    job = Job(new_id("chatcmpl"), [prompt], [params], body.priority, body.cache_salt or "")
+    answer = ChatAnswer(client, job, body, model, state.timestamp())
+    headers = {"x-request-id": job.id}
+    if body.stream:
+        return await EventStream.start(request, answer.events(), headers)
+    return json_response(await while_connected(request, answer.whole()), headers=headers)

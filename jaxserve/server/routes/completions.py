@@ -1,0 +1,63 @@
+"""POST /v1/completions."""
+
+from fastapi import APIRouter, Request, Response
+
+from jaxserve.core.errors import RequestError
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.client import EngineClient, TokensPrompt
+from jaxserve.engine.limits import check_params
+from jaxserve.server.completion import CompletionAnswer
+from jaxserve.server.errors import json_response
+from jaxserve.server.generation import Job
+from jaxserve.server.prompts import text_or_tokens
+from jaxserve.server.routes.json_route import JsonRoute
+from jaxserve.server.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
+from jaxserve.server.schemas.prompts import parse_prompts
+from jaxserve.server.state import State, new_id
+from jaxserve.server.streaming import EventStream, while_connected
+
+router = APIRouter(route_class=JsonRoute, tags=["generation"])
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(body: CompletionBody, request: Request, state: State) -> Response:
+    """Continues one or more prompts."""
+    client, model = state.client(), state.check_model(body.model)
+    body.check()
+    given = parse_prompts(body.prompt, "prompt", state.settings.max_prompts)
+    _params(client, body, room=client.info.max_model_len)  # refuse wrong parameters before many prompts are tokenized
+    prompts = [await text_or_tokens(client, prompt, add_special_tokens=body.add_special_tokens) for prompt in given]
+    params = [_params_for(client, body, prompt) for prompt in prompts]
+    job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "")
+    answer = CompletionAnswer(client, job, body, model, state.timestamp())
+    headers = {"x-request-id": job.id}
+    if body.stream:
+        return await EventStream.start(request, answer.events(), headers)
+    return json_response(await while_connected(request, answer.whole()), headers=headers)
+
+
+def _params_for(client: EngineClient, body: CompletionBody, prompt: TokensPrompt) -> SamplingParams:
+    """The parameters for one prompt. Raises RequestError if they break a limit."""
+    length = len(prompt.token_ids)
+    params = _params(client, body, room=client.info.max_model_len - length)
+    check_params(client.info, params, length)
+    return params
+
+
+def _params(client: EngineClient, body: CompletionBody, room: int) -> SamplingParams:
+    """`room`: tokens that fit after the prompt; the default of max_tokens must not exceed it."""
+    if body.scores_only and body.stream:
+        raise RequestError("max_tokens 0 cannot be streamed", field="max_tokens", value=0, limit=1)
+    default = min(max(DEFAULT_MAX_TOKENS, body.min_tokens or 0), room)
+    max_tokens = 1 if body.scores_only else default if body.max_tokens is None else body.max_tokens
+    logprobs = 0 if body.ranked and body.logprobs is None else body.logprobs
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    return body.sampling_params(
+        client.info.default_sampling,
+        n=body.candidates,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )

@@ -1,0 +1,62 @@
+"""POST /v1/embeddings."""
+
+import asyncio
+import base64
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from jaxserve.core.request import RequestOutput
+from jaxserve.engine.client import EngineClient, TokensPrompt
+from jaxserve.server.errors import json_response
+from jaxserve.server.prompts import text_or_tokens
+from jaxserve.server.routes.json_route import JsonRoute
+from jaxserve.server.schemas.other import EmbeddingBody
+from jaxserve.server.schemas.prompts import parse_prompts
+from jaxserve.server.state import State, new_id
+from jaxserve.server.streaming import while_connected
+
+router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
+
+
+@router.post("/v1/embeddings", response_model=None)
+async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Response:
+    """The pooled last hidden state of each input."""
+    client, model = state.client(), state.check_model(body.model)
+    body.check()
+    given = parse_prompts(body.input, "input", state.settings.max_prompts)
+    prompts = [await text_or_tokens(client, prompt, add_special_tokens=body.add_special_tokens) for prompt in given]
+    request_id = new_id("embd")
+    outputs = await while_connected(request, _embed_all(client, prompts, request_id, body.priority))
+    tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    response = {
+        "object": "list",
+        "model": model,
+        "data": [
+            {"object": "embedding", "index": i, "embedding": _encode(output.embedding, body.encoding_format)}
+            for i, output in enumerate(outputs)
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return json_response(response, headers={"x-request-id": request_id})
+
+
+async def _embed_all(
+    client: EngineClient, prompts: list[TokensPrompt], request_id: str, priority: int
+) -> list[RequestOutput]:
+    """All embeddings, or the first error after the others were aborted."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(client.embed(prompt, request_id=f"{request_id}-{i}", priority=priority))
+                for i, prompt in enumerate(prompts)
+            ]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _encode(embedding: Any, encoding: str) -> list[float] | str:
+    values = np.asarray(embedding, dtype="<f4")
+    return base64.b64encode(values.tobytes()).decode() if encoding == "base64" else values.tolist()

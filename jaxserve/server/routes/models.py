@@ -1,0 +1,33 @@
+"""GET /v1/models and /v1/models/{name}."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from jaxserve.server.state import ServerState, State
+
+router = APIRouter(tags=["models"])
+
+
+@router.get("/v1/models")
+async def list_models(state: State) -> dict[str, Any]:
+    """The served model under each of its names."""
+    return {"object": "list", "data": [_card(state, name) for name in state.model_names()]}
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, state: State) -> dict[str, Any]:
+    """One model by name."""
+    return _card(state, state.check_model(name))
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    info = state.client().info
+    return {
+        "id": name,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "jaxserve",
+        "root": info.name,
+        "max_model_len": info.max_model_len,
+    }

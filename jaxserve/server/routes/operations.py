@@ -1,0 +1,48 @@
+"""GET /health, /ready, /metrics and /version: for probes, scrapers and operators."""
+
+from fastapi import APIRouter, Response
+
+from jaxserve._version import __version__
+from jaxserve.core.errors import EngineFailed
+from jaxserve.server.errors import json_response
+from jaxserve.server.state import State
+
+router = APIRouter(tags=["operations"])
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@router.get("/health")
+async def health(state: State) -> Response:
+    """200 while the engine makes progress (or is still loading), 503 when it is dead or stuck."""
+    client = state.loaded
+    if client is None:
+        return json_response({"status": "loading"})
+    try:
+        client.check_health()
+    except EngineFailed as error:
+        return json_response({"status": "failed", "reason": str(error)}, 503)
+    now = client.snapshot()
+    return json_response({"status": "ok", "steps": now.steps, "running": now.num_running, "waiting": now.num_waiting})
+
+
+@router.get("/ready")
+async def ready(state: State) -> Response:
+    """200 if requests are accepted, 503 while loading, draining or stopped."""
+    if state.ready:
+        return json_response({"status": state.phase.value})
+    status = "stopped" if state.phase.value == "serving" else state.phase.value
+    return json_response({"status": status}, 503, {"retry-after": "1"})
+
+
+@router.get("/metrics")
+async def metrics(state: State) -> Response:
+    """Prometheus metrics; empty while the model is loading."""
+    client = state.loaded
+    return Response(b"" if client is None else client.metrics_text(), media_type=METRICS_TYPE)
+
+
+@router.get("/version")
+async def get_version() -> dict[str, str]:
+    """The version of jaxserve."""
+    return {"version": __version__}

@@ -1,0 +1,137 @@
+"""Running the server: bind first, load the engine while probes are answered, drain on the first signal.
+
+The first SIGTERM or SIGINT refuses new requests and lets those in flight end, for at most `shutdown_timeout` seconds;
+the second one, or one while the model is loading, ends the process at once.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.engine.client import EngineClient
+from jaxserve.server.app import create_app
+from jaxserve.server.settings import ServerSettings
+from jaxserve.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+LAST_WRITES = 2  # seconds for what is still to be written to clients when every request has ended
+MAX_HEADER_BYTES = 64 * 1024
+
+Load = Callable[[], EngineClient]
+
+
+def run_server(load: Load, settings: ServerSettings, on_ready: Callable[[str, EngineClient], None]) -> None:
+    """Serves until a signal. `load` builds the engine in a thread; `on_ready(url, client)` is called once.
+
+    Raises ConfigError if the address cannot be bound, and what `load` raises.
+    """
+    listener = bind(settings.host, settings.port)
+    app = create_app(None, settings)
+    config = server_config(app, settings)
+    server = DrainingServer(config, app, load, settings.shutdown_timeout)
+    server.on_loaded = lambda client: on_ready(url(listener), client)
+    server.run(sockets=[listener])
+    if server.load_error is not None:
+        raise server.load_error
+
+
+def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+    """How uvicorn serves the app; its loggers are left to the caller."""
+    return uvicorn.Config(
+        app,
+        http="h11",  # bounds the size of headers
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=settings.access_log,
+        server_header=False,
+        timeout_graceful_shutdown=LAST_WRITES,
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError naming the address."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--host, --port)") from error
+
+
+def url(listener: socket.socket) -> str:
+    """Where a client on this machine reaches the socket."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that loads its engine beside serving and drains it before it closes."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, load: Load, shutdown_timeout: float):
+        super().__init__(config)
+        self.on_loaded: Callable[[EngineClient], None] = lambda client: None
+        self.load_error: BaseException | None = None
+        self._state: ServerState = app.state.server
+        self._load = load
+        self._shutdown_timeout = shutdown_timeout
+        self._signals = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen, and to load the engine."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        threading.Thread(target=self._load_engine, name="jaxserve-load", daemon=True).start()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second ends the process. Called in the main thread between two instructions."""
+        self._signals += 1
+        if self._signals > 1 or self._state.loaded is None:
+            os._exit(128 + sig)
+        self._loop.call_soon_threadsafe(self._start_draining, signal.Signals(sig).name)
+
+    def _load_engine(self) -> None:
+        try:
+            client = self._load()
+        except BaseException as error:
+            self.load_error = error
+            self.should_exit = True
+            return
+        self._loop.call_soon_threadsafe(self._attach, client)
+
+    def _attach(self, client: EngineClient) -> None:
+        self._state.attach(client)
+        self.on_loaded(client)
+
+    def _start_draining(self, signal_name: str) -> None:
+        self._state.start_draining()
+        task = asyncio.ensure_future(self._drain(signal_name))
+        self._tasks.add(task)  # the loop itself keeps only a weak reference
+
+    async def _drain(self, signal_name: str) -> None:
+        client = self._state.loaded
+        assert client is not None  # a signal before that has ended the process
+        try:
+            logger.warning(
+                "%s: refusing new requests, %d in flight have %g s; again to stop at once",
+                signal_name,
+                client.snapshot().num_running + client.snapshot().num_waiting,
+                self._shutdown_timeout,
+            )
+            if not await client.drain(self._shutdown_timeout):
+                logger.warning("requests in flight are ended after %g s (shutdown_timeout)", self._shutdown_timeout)
+            await client.shutdown()
+        finally:
+            self.should_exit = True

@@ -1,0 +1,1 @@
+"""What the routes accept: types only. Ranges are checked by `SamplingParams` and `engine.limits`."""

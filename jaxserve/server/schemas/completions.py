@@ -1,0 +1,60 @@
+"""The body of /v1/completions."""
+
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
+
+from jaxserve.core.errors import RequestError
+from jaxserve.server.schemas.common import SamplingBody
+from jaxserve.server.schemas.prompts import PROMPT_SCHEMA
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionBody(SamplingBody):
+    """See OpenAI's reference of completions; sampling parameters beyond it as in vLLM."""
+
+    prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
+    max_tokens: int | None = None
+    echo: bool = False
+    suffix: str | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        """Raises RequestError for what does not fit together or is not served."""
+        self.check_stream()
+        if self.suffix:
+            raise RequestError("suffix is not supported: these models do not fill in the middle", field="suffix")
+        if self.best_of is None:
+            return
+        if self.best_of < self.answers:
+            raise RequestError(
+                f"best_of is {self.best_of}, it must be at least n ({self.answers})",
+                field="best_of",
+                value=self.best_of,
+                limit=self.answers,
+            )
+        if self.stream and self.best_of > self.answers:
+            raise RequestError("best_of above n cannot be streamed", field="best_of", value=self.best_of)
+
+    @property
+    def answers(self) -> int:
+        """Answers to return per prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def candidates(self) -> int:
+        """Answers to generate per prompt, of which the best are returned."""
+        return self.answers if self.best_of is None else self.best_of
+
+    @property
+    def ranked(self) -> bool:
+        """Whether more answers are generated than returned."""
+        return self.candidates > self.answers
+
+    @property
+    def scores_only(self) -> bool:
+        """max_tokens 0 with echo: the prompt and its log-probabilities, and nothing generated."""
+        return self.echo and self.max_tokens == 0

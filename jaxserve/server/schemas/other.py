@@ -1,0 +1,55 @@
+"""The bodies of /v1/embeddings, /tokenize and /detokenize."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import FailFast, Field, WithJsonSchema
+
+from jaxserve.core.errors import RequestError
+from jaxserve.server.schemas.chat import ChatMessage, Conversation
+from jaxserve.server.schemas.common import PRIORITY_BOUND, Body
+from jaxserve.server.schemas.prompts import PROMPT_SCHEMA
+
+
+class EmbeddingBody(Body):
+    """See OpenAI's reference of embeddings."""
+
+    model: str | None = None
+    input: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    user: str | None = None
+    add_special_tokens: bool = True
+    priority: Annotated[int, Field(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
+
+    def check(self) -> None:
+        """Raises RequestError for what is not served."""
+        self.check_extra()
+        if self.dimensions is not None:
+            raise RequestError(
+                "dimensions is not supported: the embedding is not trained to be cut",
+                field="dimensions",
+                value=self.dimensions,
+            )
+
+
+class TokenizeBody(Conversation):
+    """Either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], FailFast()] = []  # noqa: RUF012 - pydantic copies defaults
+    add_special_tokens: bool | None = None  # None: True for a prompt, False for messages
+    return_token_strs: bool = False
+
+    def check(self) -> None:
+        """Raises RequestError unless exactly one of the two is given."""
+        self.check_extra()
+        if (self.prompt is None) == (not self.messages):
+            raise RequestError("give either prompt or messages", field="prompt")
+
+
+class DetokenizeBody(Body):
+    """Token ids to be turned into text."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], FailFast()]

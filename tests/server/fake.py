@@ -1,0 +1,191 @@
+"""A small deterministic engine for tests of the protocol: scripted text, a limited queue, and faults on demand."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import numpy as np
+from tokenizers import Tokenizer as HfTokenizer, decoders, models, pre_tokenizers
+
+from jaxserve.core.errors import EngineFailed, EngineStopped, QueueFull
+from jaxserve.core.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.client import ModelInfo, Prompt, TokensPrompt
+from jaxserve.engine.limits import check_params, check_prompt
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.telemetry import EngineMetrics, Snapshot
+
+END = "<|end|>"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, and an end token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = HfTokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return Tokenizer(tokenizer, special_tokens={"eos_token": END})
+
+
+@dataclass(eq=False)
+class FakeClient:
+    """An EngineClient that answers every prompt with `script`, a token per turn of the event loop.
+
+    `gate`: when given, no token comes before it is set. `fail_after`: tokens after which `failure` is raised.
+    Answer i of n starts i characters later in the script, so that answers differ.
+    """
+
+    script: str = "Hello, wörld! 🦊"
+    capacity: int = 64
+    max_model_len: int = 512
+    gate: asyncio.Event | None = None
+    fail_after: int | None = None
+    failure: Exception = field(default_factory=lambda: EngineFailed("a step raised"))
+    tokenizer: Tokenizer = field(default_factory=byte_tokenizer)
+    healthy: bool = True
+    default_sampling: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.info = ModelInfo(
+            name="fake",
+            max_model_len=self.max_model_len,
+            vocab_size=self.tokenizer.vocab_size,
+            hidden_size=4,
+            created=1,
+            default_sampling=self.default_sampling,
+        )
+        self.active: set[str] = set()
+        self.aborted: list[str] = []
+        self.seen: list[tuple[TokensPrompt, SamplingParams, int, str]] = []
+        self.draining = self.stopped = False
+        self._ids = itertools.count()
+        self._metrics = EngineMetrics("fake")
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and not self.stopped
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        assert isinstance(prompt, TokensPrompt)
+        request_id = self._admit(prompt, request_id)
+        check_params(self.info, params, len(prompt.token_ids))
+        self.seen.append((prompt, params, priority, salt))
+        done = False
+        try:
+            async for output in self._steps(prompt, params, request_id):
+                done = output.finished
+                yield output
+        finally:
+            self.active.discard(request_id)
+            if not done:
+                self.aborted.append(request_id)
+
+    async def embed(
+        self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0, salt: str = ""
+    ) -> RequestOutput:
+        assert isinstance(prompt, TokensPrompt)
+        request_id = self._admit(prompt, request_id)
+        try:
+            await self._turn(0)
+            values = np.array([len(prompt.token_ids), 1, -0.5, 0.25], np.float32)
+            return RequestOutput(request_id, None, prompt.token_ids, (), True, embedding=values)
+        finally:
+            self.active.discard(request_id)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(num_running=len(self.active), kv_pages_total=100, kv_pages_used=len(self.active))
+
+    def check_health(self) -> None:
+        if not self.healthy:
+            raise EngineFailed("no step has ended for 120 s although there is work")
+
+    def metrics_text(self) -> bytes:
+        self._metrics.set_snapshot(self.snapshot())
+        return self._metrics.render()
+
+    async def drain(self, timeout: float) -> bool:
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                while self.active:
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            return False
+        return True
+
+    async def shutdown(self) -> None:
+        self.stopped = True
+        if self.gate is not None:
+            self.gate.set()
+
+    def _admit(self, prompt: TokensPrompt, request_id: str | None) -> str:
+        if not self.ready:
+            raise EngineStopped("the engine takes no new requests")
+        check_prompt(self.info, prompt.token_ids)
+        if len(self.active) >= self.capacity:
+            raise QueueFull("the queue is full", retry_after=2.5, field="max_queued_requests", limit=self.capacity)
+        request_id = request_id or f"request-{next(self._ids)}"
+        assert request_id not in self.active
+        self.active.add(request_id)
+        return request_id
+
+    async def _turn(self, count: int) -> None:
+        await asyncio.sleep(0)
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.stopped:
+            raise EngineStopped("the engine has stopped")
+        if self.fail_after is not None and count >= self.fail_after:
+            raise self.failure
+
+    async def _steps(
+        self, prompt: TokensPrompt, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        scripts = [self.tokenizer.encode(self.script[i % 7 :]) for i in range(params.n)]
+        streams = [self.tokenizer.stream() for _ in range(params.n)]
+        most = params.max_tokens or self.info.max_model_len - len(prompt.token_ids)
+        longest = min(max(map(len, scripts)), most)
+        asked = None
+        if params.prompt_logprobs is not None:
+            asked = (None, *(self._logprobs(token, params.prompt_logprobs) for token in prompt.token_ids[1:]))
+        for step in range(longest):
+            await self._turn(step)
+            outputs = []
+            for index, script in enumerate(scripts):
+                last = min(len(script), most) - 1
+                if step > last:
+                    continue
+                text = streams[index].push([script[step]])
+                reason = None
+                if step == last:
+                    text += streams[index].flush()
+                    reason = "length" if step == most - 1 else "stop"
+                logprobs = None if params.logprobs is None else (self._logprobs(script[step], params.logprobs),)
+                outputs.append(CompletionOutput(index, text, (script[step],), logprobs=logprobs, finish_reason=reason))
+            yield RequestOutput(
+                request_id,
+                prompt.text,
+                prompt.token_ids,
+                tuple(outputs),
+                finished=step == longest - 1,
+                prompt_logprobs=asked if step == 0 else None,
+                num_cached_tokens=1,
+            )
+
+    def _logprobs(self, token: int, alternatives: int) -> TokenLogprobs:
+        """The token itself is the most likely one; the next ids follow; bytes from 200 on are impossible."""
+        found = {token: Logprob(-0.5 if token % 2 else -1.0, 1)}
+        for rank in range(2, alternatives + 1):
+            other = (token + rank - 1) % self.info.vocab_size
+            found[other] = Logprob(float("-inf") if rank > 3 else -float(rank), rank)
+        return found

@@ -1,0 +1,42 @@
+"""A real server on a free port of this machine, in a thread of the test."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from jaxserve.engine.client import EngineClient
+from jaxserve.server.app import create_app
+from jaxserve.server.runner import bind, server_config
+from jaxserve.server.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+@contextlib.contextmanager
+def serving(client: EngineClient, settings: ServerSettings | None = None) -> Iterator[Address]:
+    """Serves until the block ends."""
+    settings = settings or ServerSettings()
+    app = create_app(client, settings)
+    listener = bind("127.0.0.1", 0)
+    server = uvicorn.Server(server_config(app, settings))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield Address("127.0.0.1", listener.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()

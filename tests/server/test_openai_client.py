@@ -1,0 +1,271 @@
+"""The official client works against the server."""
+
+import asyncio
+import base64
+import math
+import struct
+
+import openai
+import pytest
+
+from tests.server.fake import FakeClient
+from tests.server.serving import Address, serving
+
+TEXT = FakeClient.script
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def connect(address: Address) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address.url}/v1", api_key="unused", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with connect(address) as client:
+        yield client
+
+
+def test_chat(client):
+    answer = client.chat.completions.create(model="fake", messages=CHAT)
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.model == "fake"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == TEXT
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len(TEXT.encode())
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+
+
+def test_chat_stream(client):
+    chunks = list(client.chat.completions.create(model="fake", messages=CHAT, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "stop"
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_chat_stream_with_usage(client):
+    options = {"include_usage": True}
+    *chunks, last = client.chat.completions.create(model="fake", messages=CHAT, stream=True, stream_options=options)
+    assert all(chunk.usage is None and chunk.choices for chunk in chunks)
+    assert last.choices == []
+    assert last.usage.completion_tokens == len(TEXT.encode())
+
+
+def test_chat_stream_with_continuous_usage(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.chat.completions.create(model="fake", messages=CHAT, stream=True, stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(TEXT.encode())
+
+
+def test_chat_n(client):
+    answer = client.chat.completions.create(model="fake", messages=CHAT, n=3)
+    assert [choice.message.content for choice in answer.choices] == [TEXT[i:] for i in range(3)]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+
+
+def test_chat_n_stream(client):
+    texts = {0: "", 1: "", 2: ""}
+    for chunk in client.chat.completions.create(model="fake", messages=CHAT, n=3, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == {i: TEXT[i:] for i in range(3)}
+
+
+def test_chat_max_tokens(client):
+    for limit in ({"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 9}):
+        answer = client.chat.completions.create(model="fake", messages=CHAT, **limit)
+        assert answer.choices[0].message.content == TEXT[:3]
+        assert answer.choices[0].finish_reason == "length"
+
+
+def test_chat_logprobs(client):
+    answer = client.chat.completions.create(model="fake", messages=CHAT, logprobs=True, top_logprobs=5, max_tokens=8)
+    content = answer.choices[0].logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in content) == TEXT.encode()[:8]
+    assert all(len(entry.top_logprobs) == 5 for entry in content)
+    assert all(entry.top_logprobs[0].token == entry.token for entry in content)
+    assert math.isfinite(min(top.logprob for entry in content for top in entry.top_logprobs))
+
+
+def test_chat_logprobs_stream(client):
+    stream = client.chat.completions.create(model="fake", messages=CHAT, logprobs=True, max_tokens=8, stream=True)
+    content = [entry for chunk in stream if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert b"".join(bytes(entry.bytes) for entry in content) == TEXT.encode()[:8]
+    assert all(entry.top_logprobs == [] for entry in content)
+
+
+def test_chat_content_parts(client, fake):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    client.chat.completions.create(model="fake", messages=[{"role": "user", "content": parts}])
+    assert fake.seen[-1][0].text == "User: a\nb\nAssistant:"
+
+
+def test_every_sampling_parameter_reaches_the_engine(client, fake):
+    extra = {
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [5],
+        "include_stop_str_in_output": True,
+        "bad_words": ["no"],
+        "skip_special_tokens": False,
+        "prompt_logprobs": 1,
+        "priority": -3,
+        "cache_salt": "tenant",
+    }
+    client.chat.completions.create(
+        model="fake",
+        messages=CHAT,
+        n=2,
+        temperature=0.5,
+        top_p=0.9,
+        seed=11,
+        stop=["x", "y"],
+        presence_penalty=0.25,
+        frequency_penalty=-0.25,
+        logit_bias={"5": -100},
+        max_completion_tokens=20,
+        extra_body=extra,
+    )
+    _, params, priority, salt = fake.seen[-1]
+    assert (priority, salt) == (-3, "tenant")
+    for name in extra.keys() - {"priority", "cache_salt"}:
+        assert getattr(params, name) == extra[name]
+    assert (params.n, params.temperature, params.top_p, params.seed) == (2, 0.5, 0.9, 11)
+    assert params.stop_strings == ("x", "y")
+    assert (params.presence_penalty, params.frequency_penalty) == (0.25, -0.25)
+    assert params.logit_bias == {5: -100}
+    assert params.max_tokens == 20
+
+
+def test_completion(client):
+    answer = client.completions.create(model="fake", prompt="def f")
+    assert answer.id.startswith("cmpl-")
+    assert answer.choices[0].text == TEXT.encode()[:16].decode(errors="replace")  # OpenAI's default of 16 tokens
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.prompt_tokens == 5
+
+
+def test_completion_stream(client):
+    stream = client.completions.create(model="fake", prompt="def f", max_tokens=50, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == TEXT
+
+
+@pytest.mark.parametrize("prompt", [["a", "bc"], [[65], [66, 67]], ["a", [66, 67]]])
+def test_completion_of_several_prompts(client, prompt):
+    answer = client.completions.create(model="fake", prompt=prompt, n=2, max_tokens=50)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == [TEXT, TEXT[1:], TEXT, TEXT[1:]]
+    assert answer.usage.prompt_tokens == 3
+
+
+def test_completion_of_token_ids(client, fake):
+    client.completions.create(model="fake", prompt=[1, 2, 3], max_tokens=2)
+    assert fake.seen[-1][0].token_ids == (1, 2, 3)
+
+
+def test_completion_of_several_prompts_streams(client):
+    texts = dict.fromkeys(range(4), "")
+    for chunk in client.completions.create(model="fake", prompt=["a", "b"], n=2, max_tokens=50, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {0: TEXT, 1: TEXT[1:], 2: TEXT, 3: TEXT[1:]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_echo_with_logprobs(client, stream):
+    answer = client.completions.create(model="fake", prompt="ab", max_tokens=3, echo=True, logprobs=2, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    values = [value for choice in choices for value in choice.logprobs.token_logprobs]
+    assert "".join(choice.text for choice in choices) == "ab" + TEXT[:3]
+    assert tokens == list("ab" + TEXT[:3])
+    assert offsets == [0, 1, 2, 3, 4]
+    assert values[0] is None
+    assert all(value < 0 for value in values[1:])
+    assert all(len(top) == 2 for choice in choices for top in choice.logprobs.top_logprobs if top)
+
+
+def test_completion_scores_a_prompt_without_generating(client):
+    answer = client.completions.create(model="fake", prompt="abc", max_tokens=0, echo=True, logprobs=1)
+    assert answer.choices[0].text == "abc"
+    assert answer.choices[0].logprobs.tokens == ["a", "b", "c"]
+    assert answer.usage.completion_tokens == 0
+
+
+def test_best_of_returns_the_likeliest(client, fake):
+    answer = client.completions.create(model="fake", prompt="a", n=1, best_of=4, max_tokens=1)
+    assert fake.seen[-1][1].n == 4
+    odd = [text for text in TEXT[:4] if fake.tokenizer.encode(text)[0] % 2]
+    assert [choice.text for choice in answer.choices] == odd[:1]
+    assert answer.choices[0].index == 0
+
+
+def test_embeddings(client):
+    answer = client.embeddings.create(model="fake", input=["abc", "d"], encoding_format="float")
+    assert [entry.embedding for entry in answer.data] == [[3, 1, -0.5, 0.25], [1, 1, -0.5, 0.25]]
+    assert answer.usage.prompt_tokens == 4
+
+
+def test_embeddings_as_base64(client, http):
+    assert client.embeddings.create(model="fake", input="abc").data[0].embedding == [3, 1, -0.5, 0.25]
+    raw = http.post("/v1/embeddings", json={"input": "abc", "encoding_format": "base64"}).json()
+    data = base64.b64decode(raw["data"][0]["embedding"])
+    assert struct.unpack("<4f", data) == (3, 1, -0.5, 0.25)
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").max_model_len == 512
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("../../etc/passwd")
+
+
+def test_errors_name_the_parameter(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="fake", messages=CHAT, temperature=-1)
+    assert caught.value.param == "temperature"
+    assert caught.value.type == "invalid_request_error"
+    assert caught.value.body["value"] == -1
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="other", messages=CHAT)
+    assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("create", ["chat", "completions"])
+def test_error_in_a_stream_is_told_and_the_stream_ends(create):
+    with (
+        serving(FakeClient(fail_after=3)) as address,
+        openai.OpenAI(base_url=f"{address.url}/v1", api_key="x") as client,
+    ):
+        if create == "chat":
+            stream = client.chat.completions.create(model="fake", messages=CHAT, stream=True)
+        else:
+            stream = client.completions.create(model="fake", prompt="a", stream=True)
+        with pytest.raises(openai.APIError, match="a step raised"):
+            list(stream)
+
+
+def test_full_queue_is_503_with_retry_after():
+    with serving(FakeClient(capacity=0)) as address, connect(address) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.chat.completions.create(model="fake", messages=CHAT, stream=stream)
+            assert caught.value.status_code == 503
+            assert caught.value.response.headers["retry-after"] == "3"
+            assert caught.value.code == "queue_full"
+
+
+def test_async_client(address):
+    async def run() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{address.url}/v1", api_key="x") as client:
+            stream = await client.chat.completions.create(model="fake", messages=CHAT, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert asyncio.run(run()) == TEXT
