@@ -46,8 +46,8 @@ def _write(shape: Shape, path: Path) -> None:
     from safetensors.numpy import save_file
 
     rng = np.random.default_rng(0)
-    (path / "config.json").write_text(json.dumps(_config(shape), indent=2))
-    _write_tokenizer(path)
+    (path / "config.json").write_text(json.dumps(hf_config(shape), indent=2))
+    write_tokenizer(path)
     weight_map, total = {}, 0
     for part, tensors in _parts(shape):
         arrays = {name: _random(rng, dims) for name, dims in tensors.items()}
@@ -90,7 +90,8 @@ def _random(rng: np.random.Generator, dims: tuple[int, ...]) -> np.ndarray:
     return (rng.standard_normal(dims, dtype=np.float32) * 0.02).astype(ml_dtypes.bfloat16)
 
 
-def _config(shape: Shape) -> dict:
+def hf_config(shape: Shape) -> dict:
+    """The checkpoint's config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -112,8 +113,8 @@ def _config(shape: Shape) -> dict:
     }
 
 
-def _write_tokenizer(path: Path) -> None:
-    """Bytes, and names for the rest of the vocabulary: prompts are token ids, but engines want a tokenizer to exist."""
+def write_tokenizer(path: Path) -> None:
+    """Writes a tokenizer of VOCAB tokens, bytes and names for the rest: prompts are ids, engines want one all the same."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
