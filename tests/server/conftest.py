@@ -18,7 +18,7 @@ def address(fake):
         yield address
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def http(address):
     with httpx.Client(base_url=address.url, timeout=30) as client:
         yield client

@@ -1,6 +1,7 @@
 """A real server on a free port of this machine, in a thread of the test."""
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,3 +41,13 @@ def serving(client: EngineClient, settings: ServerSettings | None = None) -> Ite
         server.should_exit = True
         thread.join()
         listener.close()
+
+
+def raw_request(address: Address, head: bytes, body: bytes = b"") -> bytes:
+    """Everything that the server answers, until it closes the connection, to a request as it stands."""
+    with socket.create_connection((address.host, address.port), timeout=30) as connection:
+        connection.sendall(head + b"\r\n\r\n" + body)
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+        return received

@@ -1,0 +1,372 @@
+"""Every bad input gets a 4xx with the field, the value and the limit, and the server goes on serving."""
+
+import json
+
+import pytest
+
+from jaxserve.server.settings import ServerSettings
+from tests.server.fake import FakeClient
+from tests.server.serving import raw_request, serving
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+JSON = {"content-type": "application/json"}
+MESSAGES = [{"role": "user", "content": "hi"}]
+VOCABULARY = FakeClient().info.vocab_size
+LENGTH = FakeClient.max_model_len
+
+
+@pytest.fixture(autouse=True)
+def goes_on_serving(http, fake):
+    yield
+    assert http.post(COMPLETIONS, json={"prompt": "still there?"}).status_code == 200
+    assert not fake.active
+
+
+def error_of(response, status=400):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert len(response.content) < 5000
+    return error
+
+
+# bodies that are not a request
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/embeddings", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'"text"',
+        b"[]",
+        b"42",
+        b"null",
+        b"{",
+        b"\xff\xfe",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 5000,
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+    ],
+    ids=range(13),
+)
+def test_body_that_is_no_request(http, path, body):
+    error_of(http.post(path, content=body, headers=JSON))
+
+
+@pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_body_of_another_media_type(http, media_type):
+    headers = {} if media_type is None else {"content-type": media_type}
+    error_of(http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers), 415)
+
+
+def test_media_type_with_a_charset_is_json(http):
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    assert http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers).status_code == 200
+
+
+def test_unknown_paths_and_methods(http):
+    error_of(http.get("/v1/nothing"), 404)
+    error_of(http.get(CHAT), 405)
+
+
+# sampling parameters, the same for both endpoints
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", 1_000_000),
+        ("n", 10**30),
+        ("n", 1.5),
+        ("n", "1"),
+        ("n", True),
+        ("temperature", -0.1),
+        ("temperature", 1e30),
+        ("temperature", 10**400),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", 1.5),
+        ("top_k", 2.0),
+        ("top_k", -2),
+        ("min_p", -1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("seed", 2**64),
+        ("seed", "abc"),
+        ("max_tokens", -1),
+        ("max_tokens", 10**9),
+        ("max_tokens", LENGTH),
+        ("min_tokens", -1),
+        ("min_tokens", 10**9),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [1]),
+        ("stop", {"a": 1}),
+        ("stop", [str(i) for i in range(17)]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [VOCABULARY]),
+        ("stop_token_ids", list(range(65))),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"\u0665": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", {str(VOCABULARY): 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": "much"}),
+        ("logit_bias", [5]),
+        ("logit_bias", {str(i): 1 for i in range(301)}),
+        ("bad_words", [""]),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("ignore_eos", "yes"),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("priority", 2**40),
+        ("cache_salt", "x" * 300),
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("guided_regex", "(a+)+$"),
+        ("model", 5),
+    ],
+    ids=str,
+)
+def test_parameter_out_of_range(http, path, field, value):
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
+    body = json.dumps(prompt | {field: value})
+    error = error_of(http.post(path, content=body, headers=JSON))
+    assert error["param"].split(".")[0] == field
+
+
+def test_min_tokens_above_max_tokens(http):
+    error = error_of(http.post(COMPLETIONS, json={"prompt": "a", "min_tokens": 5, "max_tokens": 4}))
+    assert (error["param"], error["value"]) == ("min_tokens", 5)
+
+
+def test_infinity_in_disguise(http):
+    error = error_of(http.post(COMPLETIONS, content=b'{"prompt": "a", "temperature": 1e999}', headers=JSON))
+    assert error["param"] == "temperature"
+
+
+def test_unknown_model(http):
+    error = error_of(http.post(CHAT, json={"model": "../../etc/passwd", "messages": MESSAGES}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+def test_limit_and_value_are_told(http):
+    error = error_of(http.post(COMPLETIONS, json={"prompt": "a", "n": 1_000_000}))
+    assert (error["value"], error["limit"]) == (1_000_000, 64)
+
+
+# completions
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        "",
+        [],
+        [""],
+        [[]],
+        ["a", ""],
+        ["a", None],
+        ["a", 1],
+        [1, "a"],
+        [1, 2.0],
+        [True],
+        [[1], ["a"]],
+        {"text": "a"},
+        5,
+        [-1],
+        [VOCABULARY],
+        [[65], [10**30]],
+        "x" * LENGTH,
+        [65] * LENGTH,
+        "x" * 10_000_000,
+        ["x"] * 100_000,
+    ],
+    ids=range(21),
+)
+def test_bad_prompt(http, prompt):
+    error = error_of(http.post(COMPLETIONS, json={"prompt": prompt}))
+    assert error["param"] == "prompt"
+
+
+def test_prompt_is_required(http):
+    assert error_of(http.post(COMPLETIONS, json={}))["param"] == "prompt"
+
+
+def test_longest_prompt_that_fits(http):
+    answer = http.post(COMPLETIONS, json={"prompt": "x" * (LENGTH - 1)})
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"logprobs": True},
+        {"suffix": "end"},
+        {"best_of": 1, "n": 2},
+        {"best_of": 3, "stream": True},
+        {"best_of": 1000},
+        {"best_of": 0},
+        {"max_tokens": 0},
+        {"max_tokens": 0, "echo": True, "stream": True},
+        {"prompt_logprobs": 1, "stream": True},
+    ],
+    ids=str,
+)
+def test_bad_completion(http, fields):
+    error_of(http.post(COMPLETIONS, json={"prompt": "a", **fields}))
+
+
+# chat
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        [],
+        "hi",
+        {},
+        [None],
+        ["hi"],
+        [{"content": "hi"}],
+        [{"role": "", "content": "hi"}],
+        [{"role": 5, "content": "hi"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]}],
+        [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": ["hi"]}],
+        [{"role": "user", "content": "x" * 1000}],
+        [{"role": "user"}] * 5 + [{"rule": "user"}] * 50_000,
+    ],
+    ids=range(16),
+)
+def test_bad_messages(http, messages):
+    error = error_of(http.post(CHAT, json={"messages": messages}))
+    assert error["param"].split(".")[0] in ("messages", "prompt")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template": "{{ 7 * 7 }}"},
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        {"chat_template_kwargs": {"messages": []}},
+        {"chat_template_kwargs": {"self": 1}},
+        {"chat_template_kwargs": {"add_generation_prompt": False}},
+        {"chat_template_kwargs": 5},
+        {"continue_final_message": True},
+        {"top_logprobs": 2},
+        {"logprobs": True, "top_logprobs": 21},
+        {"logprobs": True, "top_logprobs": -1},
+        {"logprobs": 5},
+        {"max_completion_tokens": 0},
+        {"tool_choice": "required"},
+        {"functions": [{"name": "f"}]},
+    ],
+    ids=str,
+)
+def test_bad_chat(http, fields):
+    error_of(http.post(CHAT, json={"messages": MESSAGES, **fields}))
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}, {"response_format": {"type": "text"}}])
+def test_harmless_fields_pass(http, fields):
+    assert http.post(CHAT, json={"messages": MESSAGES, **fields}).status_code == 200
+
+
+def test_unknown_fields_are_ignored_and_only_their_names_are_logged(http, caplog):
+    fields = {f"made_up_{i}": "a secret" for i in range(100)}
+    with caplog.at_level("INFO", logger="jaxserve"):
+        assert http.post(CHAT, json={"messages": MESSAGES, **fields}).status_code == 200
+    assert "made_up_0" in caplog.text
+    assert "a secret" not in caplog.text
+    assert len(caplog.text) < 1000
+
+
+# the other endpoints
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"input": None},
+        {"input": ""},
+        {"input": []},
+        {"input": ["a", ""]},
+        {"input": [VOCABULARY]},
+        {"input": "a", "dimensions": 3},
+        {"input": "a", "encoding_format": "int8"},
+        {"input": ["a"] * 100_000},
+        {"input": "x" * LENGTH},
+    ],
+    ids=range(10),
+)
+def test_bad_embeddings(http, body):
+    error_of(http.post("/v1/embeddings", json=body))
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": MESSAGES}, {"prompt": 5}, {"prompt": "x" * 10**7}])
+def test_bad_tokenize(http, body):
+    error_of(http.post("/tokenize", json=body))
+
+
+@pytest.mark.parametrize("tokens", [None, "a", [-1], [VOCABULARY], [1.5], ["a"], [True], [10**30], [None] * 50_000])
+def test_bad_detokenize(http, tokens):
+    error_of(http.post("/detokenize", json={"tokens": tokens}))
+
+
+# the connection
+
+
+def test_announced_body_of_a_gigabyte_is_refused_unread(address):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1073741824"
+    answer = raw_request(address, head)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b'"code":"body_too_large"' in answer
+
+
+def test_body_in_chunks_is_refused_at_the_limit():
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked"
+    with serving(FakeClient(), ServerSettings(max_body_mb=1)) as small:
+        chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
+        answer = raw_request(small, head, chunk * 16 + b"1\r\n \r\n")
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_slow_body_is_given_up():
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100"
+    with serving(FakeClient(), ServerSettings(body_timeout=0.05)) as impatient:
+        answer = raw_request(impatient, head, b'{"prompt"')
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_huge_headers_are_refused(address):
+    try:
+        answer = raw_request(address, b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 200_000)
+    except ConnectionError:
+        return  # closed while the headers were still being sent
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_garbage_instead_of_http(address):
+    assert raw_request(address, b"\x16\x03\x01\x02\x00\x01").startswith(b"HTTP/1.1 400 ")

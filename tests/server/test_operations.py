@@ -1,0 +1,126 @@
+"""Probes, metrics, tokens, and what the server tells of itself."""
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from jaxserve import __version__
+from jaxserve.server.app import create_app
+from jaxserve.server.settings import ServerSettings
+from tests.server.fake import FakeClient
+from tests.server.serving import serving
+
+
+def test_health_tells_of_progress_not_of_life():
+    client = FakeClient()
+    app = TestClient(create_app(client, ServerSettings()))
+    assert app.get("/health").json()["status"] == "ok"
+    client.healthy = False
+    answer = app.get("/health")
+    assert answer.status_code == 503
+    assert "no step has ended" in answer.json()["reason"]
+
+
+def test_while_loading_probes_answer_and_requests_are_503():
+    app = create_app(None, ServerSettings())
+    http = TestClient(app)
+    assert http.get("/health").json() == {"status": "loading"}
+    assert http.get("/ready").status_code == 503
+    assert http.get("/metrics").status_code == 200
+    for answer in (http.get("/v1/models"), http.post("/v1/completions", json={"prompt": "a"})):
+        assert answer.status_code == 503
+        assert "loading" in answer.json()["error"]["message"]
+        assert int(answer.headers["retry-after"]) > 0
+    app.state.server.attach(FakeClient())
+    assert http.get("/ready").status_code == 200
+    assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+def test_ready_follows_the_engine():
+    client = FakeClient()
+    http = TestClient(create_app(client, ServerSettings()))
+    assert http.get("/ready").json() == {"status": "serving"}
+    client.stopped = True
+    assert http.get("/ready").status_code == 503
+
+
+def test_while_draining_new_requests_are_503():
+    app = create_app(FakeClient(), ServerSettings())
+    app.state.server.start_draining()
+    http = TestClient(app)
+    assert http.get("/ready").json() == {"status": "draining"}
+    assert http.get("/health").status_code == 200
+    assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+
+
+def test_metrics_parse(http):
+    answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    assert families["jaxserve_num_requests_running"].samples[0].labels == {"model_name": "fake"}
+
+
+def test_version(http):
+    assert http.get("/version").json() == {"version": __version__}
+
+
+def test_served_model_names():
+    settings = ServerSettings(served_model_names=("gpt-x", "alias"))
+    http = TestClient(create_app(FakeClient(), settings))
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["gpt-x", "alias"]
+    assert http.post("/v1/completions", json={"prompt": "a"}).json()["model"] == "gpt-x"
+    assert http.post("/v1/completions", json={"prompt": "a", "model": "alias"}).json()["model"] == "alias"
+    assert http.post("/v1/completions", json={"prompt": "a", "model": "fake"}).status_code == 404
+
+
+def test_tokenize_and_back(http):
+    answer = http.post("/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == 3
+    assert answer["token_strs"] == ["a", "\ufffd", "\ufffd"]
+    assert answer["max_model_len"] == 512
+    assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "aé"}
+
+
+def test_tokenize_messages(http):
+    messages = [{"role": "user", "content": "hi"}]
+    tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "User: hi\nAssistant:"}
+
+
+def test_defaults_of_the_model_apply_unless_the_request_says_otherwise():
+    client = FakeClient(default_sampling={"temperature": 0.6, "top_k": 20})
+    http = TestClient(create_app(client, ServerSettings()))
+    http.post("/v1/completions", json={"prompt": "a", "top_k": 5})
+    params = client.seen[0][1]
+    assert (params.temperature, params.top_k) == (0.6, 5)
+
+
+def test_description_of_the_api_has_the_bodies(http):
+    paths = http.get("/openapi.json").json()["paths"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+        assert "application/json" in paths[path]["post"]["requestBody"]["content"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_stream_ends_with_done_also_after_an_error(path):
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": True}
+    for client in (FakeClient(), FakeClient(fail_after=2), FakeClient(fail_after=2, failure=ValueError("a bug"))):
+        with serving(client) as address:
+            answer = httpx.post(address.url + path, json=body)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = answer.text.split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        assert all(event.startswith("data: ") and "\n" not in event for event in events[:-1])
+        assert ('"error"' in events[-3]) == (client.fail_after is not None)
+        assert "a bug" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bug_before_the_first_token_is_a_plain_500(stream):
+    with serving(FakeClient(fail_after=0, failure=ValueError("secret"))) as address:
+        answer = httpx.post(f"{address.url}/v1/completions", json={"prompt": "a", "stream": stream})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "secret" not in answer.text
