@@ -135,6 +135,15 @@ def resolve(config: EngineConfig) -> Resolved:
     platform = devices[0].platform
     if platform not in PLATFORM_DEFAULTS:
         raise ConfigError(f"platform {platform!r} is not supported; supported: {', '.join(PLATFORM_DEFAULTS)}")
+    plan = static_plan(
+        checkpoint.config.num_layers,
+        precision=checkpoint.config.dtype,
+        kv_pages=0,
+        tp=config.tp,
+        pp=config.pp,
+        dp=config.dp,
+        devices=len(devices),
+    )
     physical = physical_config(checkpoint.config, config.tp)
     wanted_len = min(config.max_model_len or physical.max_position, physical.max_position)
     if config.max_model_len is not None and config.max_model_len > physical.max_position:
@@ -153,15 +162,6 @@ def resolve(config: EngineConfig) -> Resolved:
     width = -(-wanted_len // config.page_size)
     widths = (width,) if platform == "cpu" else _width_buckets(width)
     buckets = Buckets(seqs, prefill // TILE, TILE, min_rows, widths)
-    plan = static_plan(
-        physical.num_layers,
-        precision=physical.dtype,
-        kv_pages=0,
-        tp=config.tp,
-        pp=config.pp,
-        dp=config.dp,
-        devices=len(devices),
-    )
     top = max(config.max_logprobs, 1)
     stages = tuple(stage_memory(physical, s, buckets, config.page_size, top) for s in plan.instances[0].stages)
     ledger = Ledger(_budget(config, devices, len(plan.instances)))

@@ -1,6 +1,7 @@
 """LLM: the library for scripts and notebooks. Synchronous, in the caller's thread."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -130,7 +131,7 @@ class LLM:
     ) -> list[RequestOutput]:
         self._check_open()
         engine = self._engine
-        waiting = iter(requests)
+        waiting = deque(requests)
         order: list[str] = []
         results: dict[str, RequestOutput] = {}
         with tqdm(total=len(requests), desc="Requests", unit="req", disable=not use_tqdm) as progress:
@@ -148,12 +149,11 @@ class LLM:
                 raise
         return [results[request_id] for request_id in order]
 
-    def _fill(self, waiting: Iterable[tuple[Prompt, SamplingParams]], order: list[str], embed: bool) -> None:
-        """Hands on as many requests as the bounded queue has room for."""
-        for prompt, params in waiting:
+    def _fill(self, waiting: deque[tuple[Prompt, SamplingParams]], order: list[str], embed: bool) -> None:
+        """Hands on as many requests as the bounded queue has room for; the first one always, to be judged. Mutates."""
+        while waiting and (self._engine.idle or waiting[0][1].n <= self._engine.room):
+            prompt, params = waiting.popleft()
             order.append(self._engine.add(prompt, params, embed=embed))
-            if self._engine.room <= 0:
-                return
 
     def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
         self._check_open()

@@ -13,12 +13,13 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.executor.batch import StepShape, attention_meta
 from jaxserve.kernels import AttentionMeta, kv_write, paged_attention
 from jaxserve.models import build_block, rope_cos_sin
-from jaxserve.parallel.placement import POOL_AXES, Placement
+from jaxserve.parallel.placement import POOL_AXES, TP, Placement
 
 Executable = Callable[..., tuple[Array, ...]]
 
@@ -89,15 +90,15 @@ class BlockBuilder:
 
     def _layer(self, module: Callable, placement: Placement, window: int | None) -> Executable:
         """(x [T, E], cos, sin [T, D/2], slots i32[T], meta, pool, leaves) -> (x, pool); the pool is donated."""
-        scale = self.config.head_dim**-0.5
+        attention = _attention(placement, scale=self.config.head_dim**-0.5, window=window)
 
         def layer(
             x: Array, cos: Array, sin: Array, slots: Array, meta: AttentionMeta, pool: Array, *leaves: Array
         ) -> tuple[Array, Array]:
             def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal pool
-                pool = kv_write(pool, k, v, slots)
-                return paged_attention(q, pool, meta, scale=scale, window=window)
+                out, pool = attention(q, k, v, pool, slots, meta)
+                return out
 
             x = module(leaves)(x, cos, sin, attend)
             return x, pool
@@ -127,3 +128,24 @@ class BlockBuilder:
 
 def _merge(graphdef: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, leaves: tuple[Array, ...]) -> nnx.Module:
     return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+
+
+def _attention(placement: Placement, **kwargs: float | int | None) -> Callable[..., tuple[Array, Array]]:
+    """(q, k, v, pool, slots, meta) -> (out, pool), each device working on its own kv heads alone."""
+
+    def attention(
+        q: Array, k: Array, v: Array, pool: Array, slots: Array, meta: AttentionMeta
+    ) -> tuple[Array, Array]:
+        pool = kv_write(pool, k, v, slots)
+        return paged_attention(q, pool, meta, **kwargs), pool
+
+    if len(placement.devices) == 1:
+        return attention
+    heads, whole = PartitionSpec(None, TP), PartitionSpec()
+    return jax.shard_map(
+        attention,
+        mesh=placement.mesh,
+        in_specs=(heads, heads, heads, heads, whole, whole),
+        out_specs=(heads, heads),
+        check_vma=False,  # custom calls do not say how their outputs vary
+    )

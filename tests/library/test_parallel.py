@@ -1,0 +1,60 @@
+"""Static parallelism: any tp, pp and dp on eight devices says what one device says."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tests.conftest import TINY
+from tests.reference import Reference
+
+from jaxserve import LLM, ConfigError, SamplingParams
+
+PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
+PROMPTS = [np.random.default_rng(i).integers(3, 499, 20 + 11 * i).tolist() for i in range(6)]
+
+
+def check(llm: LLM, reference: Reference) -> None:
+    for p, output in zip(PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False), strict=True):
+        (answer,) = output.outputs
+        expected = reference.logprobs(p + list(answer.token_ids))
+        assert answer.logprobs is not None
+        for i, token in enumerate(answer.token_ids):
+            row = expected[len(p) + i - 1]
+            assert row[token] == pytest.approx(row.max(), abs=1e-4)  # the most likely, but for ties
+            assert answer.logprobs[i][token].logprob == pytest.approx(row[token], abs=1e-3)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 2, 2), (1, 1, 4)])
+def test_results_equal_one_device(tiny_model: Path, reference: Reference, tp: int, pp: int, dp: int) -> None:
+    options = {"tp": tp, "pp": pp, "dp": dp}
+    with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=8, memory_gb=8, **options) as llm:
+        rows = [row for steps in llm._engine.instances for row in steps.executor.rows]
+        assert len({device for row in rows for device in row.placement.devices}) == tp * pp * dp
+        check(llm, reference)
+
+
+def test_heads_and_sizes_that_do_not_divide(tmp_path: Path) -> None:
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 90, "vocab_size": 499}
+    (tmp_path / "config.json").write_text(json.dumps(TINY | shape))
+    with LLM(tmp_path, load_format="dummy", warmup=False, max_num_seqs=8, memory_gb=8, tp=4) as llm:
+        check(llm, Reference(tmp_path))
+
+
+def test_each_device_holds_its_share(tiny_model: Path) -> None:
+    with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=2, memory_gb=8, tp=2) as llm:
+        executor = llm._engine.instances[0].executor
+        for pool in executor.pools:
+            assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}  # one of two kv heads
+        layer = executor.rows[1]
+        whole = sum(leaf.nbytes for leaf in layer.leaves)
+        share = sum(leaf.addressable_shards[0].data.nbytes for leaf in layer.leaves)
+        assert share < 0.51 * whole + 1024
+
+
+@pytest.mark.parametrize("options", [{"tp": 16}, {"pp": 4}, {"tp": 0}, {"dp": 9}])
+def test_impossible_degrees_are_refused(tiny_model: Path, options: dict) -> None:
+    assert len(jax.devices()) == 8
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        LLM(tiny_model, load_format="dummy", warmup=False, **options)

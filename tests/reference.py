@@ -1,0 +1,60 @@
+"""The same dummy model without a cache, a batch or an engine: what the engine's answers are compared with."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.checkpoint import open_checkpoint
+from jaxserve.models import block_ids, build_block
+from jaxserve.models.dense import forward
+from jaxserve.models.layers import Head
+
+LENGTH = 256  # every sequence is padded to this, so that one compilation serves all
+
+
+class Reference:
+    """A dummy checkpoint's modules, run over whole sequences."""
+
+    def __init__(self, model: Path):
+        checkpoint = open_checkpoint(model, "dummy")
+        self.config = checkpoint.config
+        self.blocks = {name: self._block(checkpoint, name) for name in block_ids(self.config)}
+        self._logits = jax.jit(lambda tokens: forward(self.config, self.blocks, tokens))
+        self._hidden = jax.jit(lambda tokens: forward(self.config, self.blocks | {"head": self._norm}, tokens))
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """float32[len(tokens), V]"""
+        return self._run(self._logits, tokens)
+
+    def hidden(self, tokens: list[int]) -> np.ndarray:
+        """The normalised last hidden states, float32[len(tokens), E]."""
+        return self._run(self._hidden, tokens)
+
+    def logprobs(self, tokens: list[int]) -> np.ndarray:
+        return np.asarray(jax.nn.log_softmax(self.logits(tokens), axis=-1))
+
+    def greedy(self, prompt: list[int], count: int) -> tuple[int, ...]:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tuple(tokens[len(prompt) :])
+
+    def _norm(self, x: jax.Array) -> jax.Array:
+        head = self.blocks["head"]
+        assert isinstance(head, Head)
+        return head.norm(x)
+
+    @staticmethod
+    def _run(function, tokens: list[int]) -> np.ndarray:
+        padded = np.zeros(LENGTH, np.int32)
+        padded[: len(tokens)] = tokens
+        return np.asarray(function(jnp.asarray(padded)))[: len(tokens)]
+
+    def _block(self, checkpoint, name: str) -> nnx.Module:
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: build_block(self.config, name, rngs=nnx.Rngs(0))))
+        tensors = checkpoint.block(name)
+        leaves = [jnp.asarray(tensors[".".join(map(str, path))]) for path, _ in nnx.to_flat_state(state)]
+        return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
