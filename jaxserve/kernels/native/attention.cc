@@ -260,7 +260,7 @@ void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
   s.values = s.keys + dims * kBlock;
   s.scores = s.values + kBlock * dims;
   s.decay = s.scores + kRows * kBlock;
-  s.q = s.decay + LANES;
+  s.q = s.decay + 16;  // kRows, and a whole cache line
   s.out = s.q + rows * dims;
   s.total = s.out + rows * dims;
   s.top = s.total + rows * LANES;

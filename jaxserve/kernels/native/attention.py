@@ -17,10 +17,20 @@ def supports(q: Array, pool: Array) -> bool:
     return (q.dtype, pool.dtype) in dtypes and q.shape[-1] % DIM_MULTIPLE == 0
 
 
-def paged_attention(q: Array, pool: Array, meta: AttentionMeta, *, scale: float, window: int | None = None) -> Array:
+def paged_attention(
+    q: Array,
+    pool: Array,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int | None = None,
+    max_lanes: int = DIM_MULTIPLE,
+) -> Array:
     """Attention of q [T, K, G, D] over pages; see `kernels.attention.paged_attention` for the contract.
 
+    `max_lanes` limits the floats of a vector, and so the instruction sets to choose from (8: AVX2, 4: any machine).
     Page ids outside the pool and positions outside the page table are an error when the step runs.
     """
     call = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(q, pool, *meta, scale=np.float32(scale), window=np.int64(UNLIMITED if window is None else window))
+    limits = {"window": np.int64(UNLIMITED if window is None else window), "max_lanes": np.int64(max_lanes)}
+    return call(q, pool, *meta, scale=np.float32(scale), **limits)

@@ -21,13 +21,14 @@ namespace {
 constexpr int64_t kMaxLanes = 16;
 constexpr int64_t kWorkPerThread = 500'000;  // multiplications; below it waking a thread costs more than it saves
 
-Attend best_attend() {
+// The fastest variant that this machine has, among those of at most `max_lanes` floats to a vector.
+Attend best_attend(int64_t max_lanes) {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+  if (max_lanes >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl")) {
     return attend_avx512;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return attend_avx2;
+  if (max_lanes >= 8 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return attend_avx2;
 #endif
   return attend_baseline;
 }
@@ -91,13 +92,14 @@ ffi::Error add_tile(Job& job, const Table& table, int64_t index, int64_t pages, 
 
 ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_pages,
                            Vector decode_lengths, Table tile_pages, Vector tile_starts, Vector tile_lengths,
-                           ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window) {
+                           ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window,
+                           int64_t max_lanes) {
   const auto shape = q.dimensions(), pool_shape = pool.dimensions();
   auto job = std::make_shared<Job>();
   const bool bfloat16 = q.element_type() == ffi::BF16;
   job->attention = {q.untyped_data(), pool.untyped_data(), out->untyped_data(), bfloat16,      shape[1],
                     shape[2],         shape[3],            pool_shape[3],       scale, window};
-  job->attend = best_attend();
+  job->attend = best_attend(max_lanes);
   const int64_t rows = decode_lengths.element_count(), tiles = tile_starts.element_count();
   const int64_t tokens = tiles ? (shape[0] - rows) / tiles : 0;
   const int64_t token_bytes = shape[1] * shape[2] * shape[3] * (bfloat16 ? 2 : 4);
@@ -150,4 +152,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::paged_attentio
                                   .Arg<jaxserve::Vector>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
-                                  .Attr<int64_t>("window"));
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("max_lanes"));

@@ -1,0 +1,91 @@
+"""Random paged attention problems, and what is right about them said a second time, token by token in numpy."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxserve.kernels import AttentionMeta, storage_dtype
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Axis letters as in jaxserve.kernels."""
+
+    B: int = 3
+    N: int = 2
+    Q: int = 8
+    K: int = 2
+    G: int = 3
+    D: int = 64
+    S: int = 4
+    W: int = 40
+    dtype: str = "float32"
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of paged_attention. Whatever no token may see is NaN: unused pages, the null page, the rest of a page."""
+
+    q: Array  # [T, K, G, D]
+    pool: Array  # [P, K, 2, S, D]
+    meta: AttentionMeta
+    contexts: list[tuple[np.ndarray, np.ndarray]]  # keys and values [length, K, D] of every row, then of every tile
+
+
+def make_problem(shape: Shape, seed: int) -> Problem:
+    """Ragged contexts from one token to the whole table; one padding row and one padding tile where there are two."""
+    rng, dtype = np.random.default_rng(seed), jnp.dtype(shape.dtype)
+    s, capacity = shape, shape.W * shape.S
+    decode_lengths = rng.integers(1, capacity + 1, s.B)
+    tile_lengths = rng.integers(1, s.Q + 1, s.N)
+    tile_starts = rng.integers(0, capacity - s.Q + 1, s.N)
+    if s.B > 1:
+        decode_lengths[rng.integers(s.B)] = 0
+    if s.N > 1:
+        tile_lengths[rng.integers(s.N)] = 0
+    ends = [*decode_lengths, *np.where(tile_lengths > 0, tile_starts + tile_lengths, 0)]
+
+    pages = (s.B + s.N) * s.W + 1
+    pool = np.full((pages, s.K, 2, s.S, s.D), np.nan, np.float32)
+    tables = np.zeros((s.B + s.N, s.W), np.int32)
+    free = rng.permutation(np.arange(1, pages))
+    contexts = []
+    for table, end in zip(tables, ends, strict=True):
+        used, free = np.split(free, [-(-end // s.S)])
+        table[: len(used)] = used
+        table[len(used) :] = rng.integers(0, pages, s.W - len(used))
+        kv = rng.normal(size=(2, end, s.K, s.D)).astype(dtype).astype(np.float32)
+        for position in range(end):
+            pool[table[position // s.S], :, :, position % s.S] = kv[:, position].swapaxes(0, 1)
+        contexts.append((kv[0], kv[1]))
+
+    meta = (tables[: s.B], decode_lengths, tables[s.B :], tile_starts, tile_lengths)
+    meta = (jnp.asarray(x.astype(np.int32)) for x in meta)
+    return Problem(
+        q=jnp.asarray(rng.normal(size=(s.B + s.N * s.Q, s.K, s.G, s.D)).astype(dtype)),
+        pool=jnp.asarray(pool.astype(dtype).view(storage_dtype(dtype, "cpu"))),
+        meta=AttentionMeta(*meta),
+        contexts=contexts,
+    )
+
+
+def dense_answer(problem: Problem, scale: float, window: int | None) -> np.ndarray:
+    """Attention of every token over its own context, one token at a time, in float64; padding is zero."""
+    meta = problem.meta
+    q = np.asarray(problem.q).astype(np.float64)
+    out = np.zeros(q.shape)
+    rows = len(meta.decode_lengths)
+    tokens = (len(q) - rows) // max(1, len(meta.tile_starts))
+    places = [(row, row, int(length) - 1) for row, length in enumerate(np.asarray(meta.decode_lengths)) if length]
+    for tile, (start, length) in enumerate(np.stack([meta.tile_starts, meta.tile_lengths], axis=1)):
+        places += [(rows + tile * tokens + i, rows + tile, int(start) + i) for i in range(int(length))]
+    for token, context, position in places:
+        seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+        k, v = (x[seen].astype(np.float64) for x in problem.contexts[context])
+        scores = scale * np.einsum("kgd,tkd->kgt", q[token], k)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[token] = np.einsum("kgt,tkd->kgd", weights / weights.sum(-1, keepdims=True), v)
+    return out

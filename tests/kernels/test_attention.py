@@ -1,0 +1,198 @@
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, native, paged_attention, reference, xla_cpu
+from tests.kernels.problems import Shape, dense_answer, make_problem
+
+SHAPES = {
+    "gqa": Shape(),
+    "mha": Shape(K=3, G=1),
+    "wide groups": Shape(K=1, G=8),
+    "seven rows": Shape(K=2, G=7, N=0),
+    "D=80": Shape(D=80),
+    "D=96": Shape(D=96, G=2),
+    "D=128": Shape(D=128, K=1),
+    "page of one token": Shape(S=1, W=50),
+    "page of 32 tokens": Shape(S=32, W=7),
+    "no decode rows": Shape(B=0),
+    "no tiles": Shape(N=0),
+    "nothing": Shape(B=0, N=0),
+    "many rows": Shape(B=9, N=5, Q=16, S=16, W=12),
+    "window": Shape(window=5),
+    "window of one": Shape(window=1),
+    "window of many chunks": Shape(window=200, W=100),
+    "bf16": Shape(dtype="bfloat16"),
+    "bf16 window": Shape(dtype="bfloat16", window=70, S=16, W=20),
+    "bf16 D=80": Shape(dtype="bfloat16", D=80, K=4, G=1),
+    "f16": Shape(dtype="float16"),
+}
+SCALE = 0.3  # sharper than 1 / sqrt(D), so that a wrong maximum or mask shows
+TOLERANCE = {"float32": 3e-5, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+@cache
+def solved(shape, seed):
+    problem = make_problem(shape, seed)
+    return problem, dense_answer(problem, SCALE, shape.window)
+
+
+def check(attention, shape, seeds=(0, 1)):
+    attention = jax.jit(partial(attention, scale=SCALE, window=shape.window))
+    for seed in seeds:
+        problem, answer = solved(shape, seed)
+        out = attention(problem.q, problem.pool, problem.meta)
+        assert out.dtype == problem.q.dtype
+        np.testing.assert_allclose(np.asarray(out).astype(np.float32), answer, atol=TOLERANCE[shape.dtype], rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_reference_is_dense_attention(shape):
+    check(reference.paged_attention, shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_xla_path_is_dense_attention(shape):
+    check(xla_cpu.paged_attention, shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_native_kernel_is_dense_attention(native_kernels, shape):
+    if shape.dtype == "float16":
+        pytest.skip("no native path")
+    check(native_kernels.paged_attention, shape)
+
+
+@pytest.mark.parametrize("lanes", [4, 8])
+@pytest.mark.parametrize("name", ["gqa", "D=80", "seven rows", "bf16 window"])
+def test_native_kernel_is_dense_attention_on_lesser_instruction_sets(native_kernels, name, lanes):
+    check(partial(native_kernels.paged_attention, max_lanes=lanes), SHAPES[name])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dispatcher_is_dense_attention(dtype):
+    check(paged_attention, Shape(dtype=dtype, B=4, N=3))
+    check(paged_attention, Shape(dtype=dtype, D=24))  # no native path for this head_dim
+
+
+def test_a_long_context_costs_no_accuracy():
+    check(paged_attention, Shape(B=2, N=1, S=16, W=256), seeds=(0,))
+
+
+def test_a_tile_gives_what_its_tokens_would_give_as_decode_rows():
+    problem = make_problem(Shape(B=0, N=1, Q=6, W=20), 3)
+    meta = problem.meta
+    length = int(meta.tile_lengths[0])
+    rows = AttentionMeta(
+        decode_pages=jnp.repeat(meta.tile_pages, length, 0),
+        decode_lengths=meta.tile_starts + 1 + jnp.arange(length),
+        tile_pages=meta.tile_pages[:0],
+        tile_starts=meta.tile_starts[:0],
+        tile_lengths=meta.tile_lengths[:0],
+    )
+    tile = paged_attention(problem.q, problem.pool, meta, scale=SCALE)
+    np.testing.assert_allclose(
+        paged_attention(problem.q[:length], problem.pool, rows, scale=SCALE), tile[:length], atol=1e-5
+    )
+
+
+def test_a_rows_output_does_not_depend_on_the_rows_beside_it():
+    problem = make_problem(Shape(B=4, N=0, dtype="bfloat16"), 5)
+    together = paged_attention(problem.q, problem.pool, problem.meta, scale=SCALE)
+    for row in range(4):
+        one = problem.meta._replace(
+            decode_pages=problem.meta.decode_pages[row : row + 1],
+            decode_lengths=problem.meta.decode_lengths[row : row + 1],
+        )
+        alone = paged_attention(problem.q[row : row + 1], problem.pool, one, scale=SCALE)
+        np.testing.assert_array_equal(alone[0].astype(jnp.float32), together[row].astype(jnp.float32))
+
+
+def test_a_nan_query_is_not_hidden(native_kernels):
+    shape = Shape(B=1, N=0)
+    problem = make_problem(shape, 0)
+    q = problem.q.at[0, 0, 0].set(jnp.nan)
+    for attention in (xla_cpu.paged_attention, native_kernels.paged_attention):
+        out = attention(q, problem.pool, problem.meta, scale=SCALE)
+        assert jnp.isnan(out[0, 0, 0]).all()
+        assert not jnp.isnan(out[0, 0, 1:]).any()
+
+
+def test_native_kernel_refuses_pages_and_positions_that_do_not_exist(native_kernels):
+    problem = make_problem(Shape(B=2, N=0), 0)
+    row = int(jnp.argmax(problem.meta.decode_lengths))
+    outside = problem.meta._replace(decode_pages=problem.meta.decode_pages.at[row, 0].set(10_000))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="page 10000 is outside a pool of"):
+        native_kernels.paged_attention(problem.q, problem.pool, outside, scale=SCALE).block_until_ready()
+    beyond = problem.meta._replace(decode_lengths=problem.meta.decode_lengths.at[row].set(161))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit a page table of width 40"):
+        native_kernels.paged_attention(problem.q, problem.pool, beyond, scale=SCALE).block_until_ready()
+
+
+def test_split_by_kv_head_over_devices_it_is_the_same_function():
+    if jax.device_count() < 2:
+        pytest.skip("one device")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",))
+    spec = jax.sharding.PartitionSpec
+    problem = make_problem(Shape(K=4), 1)
+    attention = partial(paged_attention, scale=SCALE)
+    heads = spec(None, "tp")
+    split = jax.jit(
+        jax.shard_map(attention, mesh=mesh, in_specs=(heads, heads, spec()), out_specs=heads, check_vma=False)
+    )
+    np.testing.assert_array_equal(
+        split(problem.q, problem.pool, problem.meta), jax.jit(attention)(problem.q, problem.pool, problem.meta)
+    )
+
+
+def test_what_is_written_is_attended_to():
+    """Prefill in two tiles, then decode, each writing its own keys: the same as dense attention over all of it."""
+    tokens, K, G, D, S = 12, 2, 2, 32, 4
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(tokens + 1, K, G, D)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(tokens + 1, K, D)), jnp.float32) for _ in range(2))
+    table = jnp.asarray([5, 2, 7, 1], jnp.int32)
+    slots = table[jnp.arange(tokens + 1) // S] * S + jnp.arange(tokens + 1) % S
+    none = jnp.zeros((0,), jnp.int32)
+    pool = kv_write(kv_pool(9, K, S, D, jnp.float32), k[:tokens], v[:tokens], slots[:tokens])
+    tiles = AttentionMeta(none.reshape(0, 4), none, table[None].repeat(2, 0), jnp.asarray([0, 6]), jnp.asarray([6, 6]))
+    prefill = paged_attention(q[:tokens], pool, tiles, scale=SCALE)
+    pool = kv_write(pool, k[tokens:], v[tokens:], slots[tokens:])
+    row = AttentionMeta(table[None], jnp.asarray([tokens + 1]), none.reshape(0, 4), none, none)
+    decode = paged_attention(q[tokens:], pool, row, scale=SCALE)
+
+    scores = SCALE * jnp.einsum("qkgd,tkd->kgqt", q, k)
+    mask = jnp.tril(jnp.ones((tokens + 1, tokens + 1), bool))
+    dense = jnp.einsum("kgqt,tkd->qkgd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), v)
+    np.testing.assert_allclose(jnp.concatenate([prefill, decode]), dense, atol=1e-5)
+
+
+def test_cost_follows_the_contexts_and_not_the_width_of_the_table():
+    """No buffer of the XLA path grows with W, but for the page table itself."""
+
+    def temporary_bytes(width):
+        shape = replace(Shape(N=0), W=width)
+        problem = make_problem(replace(shape, W=2), 0)
+        meta = problem.meta._replace(decode_pages=jnp.zeros((shape.B, width), jnp.int32))
+        compiled = jax.jit(partial(xla_cpu.paged_attention, scale=SCALE)).lower(problem.q, problem.pool, meta).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(2048) - temporary_bytes(64) <= 3 * 3 * 2048 * 4
+
+
+def test_native_is_absent_without_its_library(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(native.library, "library_path", lambda: tmp_path / "absent.so")
+    native.available.cache_clear()
+    try:
+        assert not native.available()
+        assert not native.available()
+        assert [r.message for r in caplog.records] == [
+            "native CPU kernels are not built, attention will be slower: run python -m jaxserve.kernels.native.build"
+        ]
+        check(paged_attention, Shape(B=2, N=1))
+    finally:
+        native.available.cache_clear()
