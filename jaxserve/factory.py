@@ -25,6 +25,7 @@ from jaxserve.executor.blocks import BlockBuilder, Row
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.compilation import CompileCounter, use_persistent_cache
 from jaxserve.executor.executor import BlockExecutor
+from jaxserve.executor.fused import FusedTier
 from jaxserve.executor.memory import StageMemory, stage_memory
 from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.hardware import device_memory, host_memory
@@ -97,7 +98,7 @@ def build(config: EngineConfig) -> Built:
     clock = SystemClock()
     instances, executors = [], []
     for number, instance in enumerate(resolved.plan.instances):
-        executor, scheduler = _build_instance(resolved, instance)
+        executor, scheduler = _build_instance(resolved, instance, compilations)
         executors.append(executor)
         core = EngineCore(
             scheduler,
@@ -266,7 +267,9 @@ def _static_snapshot(resolved: Resolved) -> Snapshot:
 # -- from numbers to arrays
 
 
-def _build_instance(resolved: Resolved, instance: InstancePlan) -> tuple[BlockExecutor, Scheduler]:
+def _build_instance(
+    resolved: Resolved, instance: InstancePlan, compilations: CompileCounter
+) -> tuple[BlockExecutor, Scheduler]:
     config, buckets = resolved.config, resolved.buckets
     builder = BlockBuilder(resolved.physical)
     rows: list[Row] = []
@@ -291,7 +294,9 @@ def _build_instance(resolved: Resolved, instance: InstancePlan) -> tuple[BlockEx
         max_len=resolved.info.max_model_len,
         top_logprobs=max(resolved.info.max_logprobs, 1),
     )
-    executor = BlockExecutor(rows, pools, builder, sampler, buckets, table, config.page_size)
+    fuse = config.fuse if config.fuse is not None else resolved.devices[0].platform != "cpu"
+    fused = FusedTier(compilations) if fuse else None
+    executor = BlockExecutor(rows, pools, builder, sampler, buckets, table, config.page_size, fused)
     return executor, Scheduler(limits, pages, table)
 
 

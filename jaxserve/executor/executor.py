@@ -7,6 +7,7 @@ are fetched, which the engine does one step later.
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.executor.batch import StepShape, pack
 from jaxserve.executor.blocks import BlockBuilder, Row
 from jaxserve.executor.buckets import Buckets
+from jaxserve.executor.fused import FusedTier
 from jaxserve.executor.sampler import Logprobs, logprobs_of
 from jaxserve.executor.sampling import DeviceSampler, Sampled
 from jaxserve.kvcache import PageTable
@@ -26,10 +28,16 @@ from jaxserve.parallel.placement import Placement
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive rows on one placement, with the indices of their KV pools (None: the block has none)."""
+    """Consecutive blocks on one placement: maybe the embedding, decoder layers, maybe the head.
+
+    `first_layer` is the number of the first decoder layer, and so of its KV pool.
+    """
 
     placement: Placement
-    rows: tuple[tuple[Row, int | None], ...]
+    embed: Row | None
+    layers: tuple[Row, ...]
+    head: Row | None
+    first_layer: int
 
 
 @dataclass(frozen=True)
@@ -53,17 +61,19 @@ class BlockExecutor:
         buckets: Buckets,
         table: PageTable,
         page_size: int,
+        fused: FusedTier | None = None,
     ):
-        """`rows` are the blocks in order, `pools` the KV pools of the decoder layers in order."""
+        """`rows` are the blocks in order, `pools` the KV pools of the decoder layers in order; `fused`: see there."""
         self.rows = list(rows)
         self.pools = list(pools)
         self.sampler = sampler
         self.buckets = buckets
         self.table = table
         self.page_size = page_size
+        self._fused = fused
         self._stages = stages_of(rows)
         self._inputs = {stage.placement: builder.step_inputs(stage.placement) for stage in self._stages}
-        self._tile_of = jax.jit(partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile), static_argnums=())
+        self._tile_of = jax.jit(partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile))
         self._score = jax.jit(partial(score, top=sampler.top_logprobs))
         self._normalize = jax.jit(unit_length)
 
@@ -92,25 +102,38 @@ class BlockExecutor:
 
     def close(self) -> None:
         """Frees the device: parameters, pools and the sampler's state. The executor cannot be used afterwards."""
+        if self._fused is not None:
+            self._fused.close()
         for array in {id(a): a for a in (*self.pools, *(leaf for row in self.rows for leaf in row.leaves))}.values():
             array.delete()
         self.sampler.close()
 
     def _forward(self, packed: np.ndarray, shape: StepShape) -> Forwarded:
-        x = None
-        for stage in self._stages:
+        x: Array | None = None
+        for number, stage in enumerate(self._stages):
             tokens, row_ids, *context = self._inputs[stage.placement](packed, shape)
-            if x is not None:
+            if stage.embed is not None:
+                x = stage.embed.executable(tokens, self._newest_tokens(stage), *stage.embed.leaves)
+            else:
                 x = jax.device_put(x, stage.placement.sharding())
-            for row, pool in stage.rows:
-                if pool is not None:
-                    x, self.pools[pool] = row.executable(x, *context, self.pools[pool], *row.leaves)
-                elif row.block == "embed":
-                    x = row.executable(tokens, self._newest_tokens(stage), *row.leaves)
-                else:
-                    hidden, logits = row.executable(x, row_ids, *row.leaves)
-                    return Forwarded(x, hidden, logits)
+            x = self._run_layers((number, shape), stage, x, context)
+            if stage.head is not None:
+                hidden, logits = stage.head.executable(x, row_ids, *stage.head.leaves)
+                return Forwarded(x, hidden, logits)
         raise AssertionError("the plan has no head")
+
+    def _run_layers(self, key: tuple[int, StepShape], stage: Stage, x: Array, context: list) -> Array:
+        pools = slice(stage.first_layer, stage.first_layer + len(stage.layers))
+        if self._fused is not None:
+            fused = self._fused.find(key)
+            if fused is not None:
+                leaves = tuple(row.leaves for row in stage.layers)
+                x, self.pools[pools] = fused(x, tuple(context), tuple(self.pools[pools]), leaves)
+                return x
+            self._fused.used(key, stage.layers, x, context, self.pools[pools])
+        for layer, row in enumerate(stage.layers, stage.first_layer):
+            x, self.pools[layer] = row.executable(x, *context, self.pools[layer], *row.leaves)
+        return x
 
     def _newest_tokens(self, stage: Stage) -> Array:
         """The sampler's newest tokens where the embedding can read them."""
@@ -181,14 +204,13 @@ class DispatchedStep:
 def stages_of(rows: SequenceOf[Row]) -> tuple[Stage, ...]:
     """Runs of consecutive rows with equal placement."""
     stages: list[Stage] = []
-    pool = 0
-    for row in rows:
-        if not stages or stages[-1].placement != row.placement:
-            stages.append(Stage(row.placement, ()))
-        index = None
-        if row.block.startswith("layers."):
-            index, pool = pool, pool + 1
-        stages[-1] = Stage(row.placement, (*stages[-1].rows, (row, index)))
+    layer = 0
+    for placement, run in groupby(rows, key=lambda row: row.placement):
+        by_kind = {kind: tuple(group) for kind, group in groupby(run, key=lambda row: row.block.partition(".")[0])}
+        layers = by_kind.get("layers", ())
+        (embed,), (head,) = by_kind.get("embed", (None,)), by_kind.get("head", (None,))
+        stages.append(Stage(placement, embed, layers, head, layer))
+        layer += len(layers)
     return tuple(stages)
 
 

@@ -91,7 +91,7 @@ def unpack_rows(packed: Array) -> RowParams:
 
 def sample_greedy(logits: Array, packed: Array, newest: Array) -> tuple[Array, Array]:
     """The most likely tokens i32[R] of logits f32[R, V], and `newest` i32[slots + 1] with them written in."""
-    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    tokens = most_likely(logits)
     return tokens, newest.at[packed[0]].set(tokens)
 
 
@@ -142,6 +142,16 @@ def penalize(logits: Array, rows: RowParams, history: History) -> Array:
     return logits - rows.frequency[:, None] * counts - rows.presence[:, None] * (counts > 0)
 
 
+def most_likely(logits: Array) -> Array:
+    """The first index i32[R] of the largest of each row of logits f32[R, V].
+
+    As two plain reductions, which XLA's CPU backend vectorises; it does not do so with argmax.
+    """
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return jnp.min(jnp.where(logits == largest, index, logits.shape[1] - 1), axis=-1)
+
+
 def draw(logits: Array, rows: RowParams) -> Array:
     """One token per row of logits f32[R, V], i32[R]."""
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
@@ -152,7 +162,7 @@ def draw(logits: Array, rows: RowParams) -> Array:
     weights = lax.cond(filtered, lambda w: top_p_mask(top_k_mask(w, rows.top_k), rows.top_p), lambda w: w, weights)
     uniform = jax.vmap(_uniform)(rows.seed, rows.position)
     drawn = inverse_transform(weights, uniform)
-    return jnp.where(rows.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    return jnp.where(rows.temperature > 0, drawn, most_likely(logits))
 
 
 def _uniform(seed: Array, position: Array) -> Array:

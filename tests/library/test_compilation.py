@@ -1,0 +1,93 @@
+"""Compilation: none while serving after warm-up, and the fused tier takes over without a trace in the answers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.reference import Reference
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.client import TokensPrompt
+from jaxserve.engine.sync_engine import SyncEngine
+from jaxserve.executor.fused import FusedTier
+from jaxserve.factory import Built, build
+
+OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 8 + 256}
+
+
+def engine_of(built: Built) -> SyncEngine:
+    return SyncEngine(built.instances, built.info, None, built.clock)
+
+
+def run(engine: SyncEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[tuple[int, ...]]:
+    ids = [engine.add(TokensPrompt(tuple(prompt)), params) for prompt, params in requests]
+    tokens: dict[str, tuple[int, ...]] = dict.fromkeys(ids, ())
+    while not engine.idle:
+        for output in engine.step():
+            for answer in output.outputs:
+                tokens[output.request_id] += answer.token_ids
+    return [tokens[request_id] for request_id in ids]
+
+
+@pytest.fixture
+def built(tiny_model: Path) -> Iterator[Built]:
+    built = build(EngineConfig(model=tiny_model, **OPTIONS))
+    yield built
+    built.close()
+
+
+def test_nothing_is_compiled_while_serving(built: Built) -> None:
+    engine = engine_of(built)
+    rng = np.random.default_rng(0)
+    kinds = (
+        {"temperature": 0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"top_k": 5, "n": 3},
+        {"logprobs": 3, "prompt_logprobs": 2},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.1},
+        {"logit_bias": {5: 1.0}, "min_tokens": 2},
+    )
+    before = dict(built.compilations.counts)
+    assert before["block"] > 0
+    for count in (1, 2, 5, 8, 13):
+        requests = []
+        for i in range(count):
+            prompt = rng.integers(3, 499, int(rng.integers(1, 180))).tolist()
+            requests.append((prompt, SamplingParams(max_tokens=int(rng.integers(2, 20)), **kinds[i % len(kinds)])))
+        run(engine, requests)
+    engine.add(TokensPrompt((3, 4, 5)), SamplingParams(max_tokens=1), embed=True)
+    while not engine.idle:
+        engine.step()
+    assert built.compilations.counts == before
+
+
+def test_a_compilation_would_be_counted(built: Built) -> None:
+    import jax
+
+    before = built.compilations.counts["block"]
+    jax.jit(lambda x: x * 3 + 1)(np.arange(17)).block_until_ready()
+    assert built.compilations.counts["block"] > before
+
+
+def test_the_fused_tier_takes_over_and_changes_nothing(tiny_model: Path, reference: Reference) -> None:
+    built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+    executor = built.instances[0].executor
+    executor._fused = fused = FusedTier(built.compilations, patience=3)
+    engine = engine_of(built)
+    prompt = list(range(3, 40))
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = reference.greedy(prompt, 20)
+    assert run(engine, [(prompt, greedy)]) == [expected]
+    fused.wait()
+    (key,) = [key for key in fused._compiled if key[1].tiles == 0]
+    assert fused.find(key) is not None
+    assert built.compilations.counts["fused"] >= 1
+    before = dict(fused._uses)
+    assert run(engine, [(prompt, greedy)]) == [expected]
+    assert fused._uses[key] == before[key], "a ready shape no longer runs block by block"
+    fused.invalidate()
+    assert fused.find(key) is None
+    assert run(engine, [(prompt, greedy)]) == [expected]
+    built.close()
