@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jaxserve.core.errors import ConfigError
+
 MEBIBYTE = 1024 * 1024
 
 
@@ -20,6 +22,18 @@ class ServerSettings:
     shutdown_timeout: float = 30.0  # seconds for requests in flight after SIGTERM
     access_log: bool = False
     log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the option."""
+        if not all(key.strip() for key in self.api_keys):
+            raise ConfigError("an API key is empty (--api-key or JAXSERVE_API_KEY)")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"the port is {self.port}, it must be from 0 to 65535 (--port)")
+        for name in ("max_body_mb", "body_timeout", "max_prompts"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be above 0")
+        if self.shutdown_timeout < 0:
+            raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}, it must be at least 0")
 
     def __repr__(self) -> str:
         return f"ServerSettings(host={self.host!r}, port={self.port}, api_keys={len(self.api_keys)})"

@@ -1,6 +1,7 @@
 """A small deterministic engine for tests of the protocol: scripted text, a limited queue, and faults on demand."""
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ def byte_tokenizer() -> Tokenizer:
 class FakeClient:
     """An EngineClient that answers every prompt with `script`, a token per turn of the event loop.
 
-    `gate`: when given, no token comes before it is set. `fail_after`: tokens after which `failure` is raised.
+    `gate`: when given, no token comes before it is set. `delay`: seconds before each token from `delay_after` on.
+    `fail_after`: tokens after which `failure` is raised.
     Answer i of n starts i characters later in the script, so that answers differ.
     """
 
@@ -41,6 +43,8 @@ class FakeClient:
     capacity: int = 64
     max_model_len: int = 512
     gate: asyncio.Event | None = None
+    delay: float = 0.0
+    delay_after: int = 0
     fail_after: int | None = None
     failure: Exception = field(default_factory=lambda: EngineFailed("a step raised"))
     tokenizer: Tokenizer = field(default_factory=byte_tokenizer)
@@ -60,6 +64,7 @@ class FakeClient:
         self.aborted: list[str] = []
         self.seen: list[tuple[TokensPrompt, SamplingParams, int, str]] = []
         self.draining = self.stopped = False
+        self._stop = asyncio.Event()
         self._ids = itertools.count()
         self._metrics = EngineMetrics("fake")
 
@@ -125,6 +130,7 @@ class FakeClient:
 
     async def shutdown(self) -> None:
         self.stopped = True
+        self._stop.set()
         if self.gate is not None:
             self.gate.set()
 
@@ -140,7 +146,9 @@ class FakeClient:
         return request_id
 
     async def _turn(self, count: int) -> None:
-        await asyncio.sleep(0)
+        delay = self.delay if count >= self.delay_after else 0
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), delay) if delay else await asyncio.sleep(0)
         if self.gate is not None:
             await self.gate.wait()
         if self.stopped:

@@ -1,0 +1,282 @@
+"""The command line: `jaxserve serve`, `jaxserve generate` and `jaxserve chat`."""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from jaxserve._version import __version__
+from jaxserve.core.errors import ConfigError, JaxserveError
+
+if TYPE_CHECKING:
+    from jaxserve.core.request import RequestOutput
+    from jaxserve.engine.client import EngineClient
+    from jaxserve.llm import LLM
+    from jaxserve.server.settings import ServerSettings
+
+# What is slow to import is imported by the commands, so that --help is fast.
+
+app = typer.Typer(
+    name="jaxserve",
+    help="LLM serving on JAX/XLA.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+API_KEY = "JAXSERVE_API_KEY"  # environment variable
+console = Console(stderr=True, highlight=False)
+
+
+def _option(group: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=group, show_default=False, **more)
+
+
+# -- options that several commands have; None: not given
+
+Tokenizer = Annotated[Path | None, _option("Model", "Folder or tokenizer.json; default: the model's.")]
+DType = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"] | None,
+    _option("Model", "Precision of weights and KV cache; default: the checkpoint's."),
+]
+LoadFormat = Annotated[
+    Literal["auto", "safetensors", "dummy"] | None,
+    _option("Model", "dummy: random weights from config.json alone."),
+]
+MemoryGb = Annotated[
+    float | None, _option("Memory", "Budget in GB, never exceeded; default: a share of the machine's.")
+]
+MaxModelLen = Annotated[int | None, _option("Memory", "Tokens of prompt and answer together; default: the model's.")]
+Tp = Annotated[int | None, _option("Parallelism", "Tensor parallelism: devices that share every layer.")]
+Pp = Annotated[int | None, _option("Parallelism", "Pipeline parallelism: stages of layers.")]
+Dp = Annotated[int | None, _option("Parallelism", "Data parallelism: copies of the model.")]
+
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel="Sampling")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.", rich_help_panel="Sampling")]
+TopP = Annotated[float, typer.Option(help="Share of the probability to sample from.", rich_help_panel="Sampling")]
+TopK = Annotated[int, typer.Option(help="Likeliest tokens to sample from; 0: all.", rich_help_panel="Sampling")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: fewer repetitions.", rich_help_panel="Sampling")]
+Seed = Annotated[int | None, _option("Sampling", "The same seed gives the same answer.")]
+Stop = Annotated[list[str] | None, _option("Sampling", "Text that ends the answer; may be repeated.")]
+ModelOption = Annotated[str | None, _option("Model", "Folder in Hugging Face layout; default: the bundled model.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False) -> None:
+    if version:
+        print(f"jaxserve {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder in Hugging Face layout; default: the bundled model.")
+    ] = None,
+    *,
+    config: Annotated[Path | None, typer.Option(help="YAML file with any of these options.")] = None,
+    tokenizer: Tokenizer = None,
+    dtype: DType = None,
+    load_format: LoadFormat = None,
+    served_model_name: Annotated[list[str] | None, _option("Model", "Name for clients; may be repeated.")] = None,
+    memory_gb: MemoryGb = None,
+    max_model_len: MaxModelLen = None,
+    page_size: Annotated[int | None, _option("Memory", "Tokens of a KV page; default 16.")] = None,
+    kv_pages: Annotated[int | None, _option("Memory", "KV pages; default: what the budget holds.")] = None,
+    prefix_caching: Annotated[
+        bool | None, _option("Memory", "Keep the KV pages of prompts for later ones; default: yes.")
+    ] = None,
+    max_num_seqs: Annotated[int | None, _option("Scheduling", "Sequences that run at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, _option("Scheduling", "Tokens of one step.")] = None,
+    max_queued_requests: Annotated[int | None, _option("Scheduling", "Waiting requests; beyond: 503.")] = None,
+    max_queued_tokens: Annotated[int | None, _option("Scheduling", "Waiting prompt tokens; beyond: 503.")] = None,
+    tp: Tp = None,
+    pp: Pp = None,
+    dp: Dp = None,
+    compile_cache: Annotated[
+        Path | None, _option("Compilation", "Folder; default: jaxserve/xla in the user's cache.")
+    ] = None,
+    warmup: Annotated[bool | None, _option("Compilation", "Compile everything before serving; default: yes.")] = None,
+    host: Annotated[str | None, _option("HTTP server", "Address to listen on; default 127.0.0.1.")] = None,
+    port: Annotated[int | None, _option("HTTP server", "Default 8000; 0: any free port.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        _option("HTTP server", "Clients must send one of these; may be repeated.", envvar=API_KEY),
+    ] = None,
+    cors_origin: Annotated[list[str] | None, _option("HTTP server", "Web origin that may call.")] = None,
+    shutdown_timeout: Annotated[
+        float | None, _option("HTTP server", "Seconds for requests in flight after SIGTERM; default 30.")
+    ] = None,
+    access_log: Annotated[bool | None, _option("HTTP server", "Log paths and statuses; default: no.")] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None, _option("HTTP server", "Default: info.")
+    ] = None,
+    max_body_mb: Annotated[float | None, _option("Limits", "MiB of a request's body; default 32.")] = None,
+    body_timeout: Annotated[float | None, _option("Limits", "Seconds to receive a body; default 60.")] = None,
+    max_prompts: Annotated[int | None, _option("Limits", "Prompts of one call; default 1024.")] = None,
+    max_n: Annotated[int | None, _option("Limits", "Answers per prompt; default 64.")] = None,
+    max_logprobs: Annotated[int | None, _option("Limits", "Alternatives per token; default 20.")] = None,
+    max_stop_strings: Annotated[int | None, _option("Limits", "Stop strings per request; default 16.")] = None,
+) -> None:
+    """Serve a model over HTTP, compatible with OpenAI's API."""
+    given = {name: value for name, value in locals().items() if name != "config"}
+    from jaxserve.server.options import read_config, resolve
+    from jaxserve.server.runner import run_server
+
+    with _told_errors():
+        if os.environ.get(API_KEY) == "":
+            raise ConfigError(f"{API_KEY} is empty: unset it to serve without a key")
+        engine, server = resolve(read_config(config) if config else {}, given)
+        _configure_logging(server.log_level, access=server.access_log)
+
+        def load() -> "EngineClient":
+            from jaxserve.factory import build_async_engine
+
+            return build_async_engine(engine)
+
+        console.print(f"jaxserve {__version__}: loading {engine.model or 'the bundled model'}")
+        run_server(load, server, lambda url, client: _print_ready(url, client, server))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to go on from; -: read it from standard input.")],
+    model: ModelOption = None,
+    tokenizer: Tokenizer = None,
+    dtype: DType = None,
+    load_format: LoadFormat = None,
+    memory_gb: MemoryGb = None,
+    max_model_len: MaxModelLen = None,
+    tp: Tp = None,
+    pp: Pp = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    top_k: TopK = 0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Continue a text in the terminal, as it is generated."""
+    sampling = _pick(locals(), SAMPLING)
+    options = _pick(locals(), ENGINE)
+    with _told_errors(), _loaded(options) as llm:
+        from jaxserve.core.sampling import SamplingParams
+
+        text = sys.stdin.read() if prompt == "-" else prompt
+        _print_stream(llm.stream(text, SamplingParams(**sampling)))
+
+
+@app.command()
+def chat(
+    model: ModelOption = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    tokenizer: Tokenizer = None,
+    dtype: DType = None,
+    load_format: LoadFormat = None,
+    memory_gb: MemoryGb = None,
+    max_model_len: MaxModelLen = None,
+    tp: Tp = None,
+    pp: Pp = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    top_k: TopK = 0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Converse in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation."""
+    sampling = _pick(locals(), SAMPLING)
+    options = _pick(locals(), ENGINE)
+    with _told_errors(), _loaded(options) as llm:
+        from jaxserve.core.sampling import SamplingParams
+
+        params = SamplingParams(**sampling)
+        _converse(lambda messages: llm.stream_chat(messages, params), system)
+
+
+def main() -> None:
+    """The entry point of the `jaxserve` command."""
+    app()
+
+
+# -- inside
+
+ENGINE = ("model", "tokenizer", "dtype", "load_format", "memory_gb", "max_model_len", "tp", "pp")
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop")
+Messages = list[dict[str, str]]
+
+
+def _pick(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if values[name] is not None}
+
+
+@contextlib.contextmanager
+def _told_errors() -> Iterator[None]:
+    """Turns errors that jaxserve raises on purpose into one line and exit status 1."""
+    try:
+        yield
+    except JaxserveError as error:
+        console.print(f"jaxserve: {error}", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@contextlib.contextmanager
+def _loaded(options: dict[str, Any]) -> Iterator["LLM"]:
+    """An LLM that is closed at the end."""
+    _configure_logging("warning", access=False)
+    with console.status("loading the model"):
+        from jaxserve.llm import LLM
+
+        llm = LLM(**options)
+    with llm:
+        yield llm
+
+
+def _configure_logging(level: str, *, access: bool) -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("jaxserve").setLevel(level.upper())
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO if access else logging.WARNING)
+
+
+def _print_ready(url: str, client: "EngineClient", settings: "ServerSettings") -> None:
+    """The ready line, and a command that works as it stands."""
+    name = (settings.served_model_names or (client.info.name,))[0]
+    body = json.dumps({"model": name, "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0})
+    key = ' -H "authorization: Bearer $JAXSERVE_API_KEY"' if settings.api_keys else ""
+    print(f"jaxserve is ready: {name} at {url} ({client.info.max_model_len} tokens of context)")
+    print(f"curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'", flush=True)
+
+
+def _print_stream(outputs: Iterator["RequestOutput"]) -> str:
+    """Prints an answer as it comes and returns it; Ctrl-C ends it."""
+    pieces: list[str] = []
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
+        for output in outputs:
+            pieces.append(output.outputs[0].text)
+            print(pieces[-1], end="", flush=True)
+    print()
+    return "".join(pieces)
+
+
+def _converse(answer: Callable[[Messages], Iterator["RequestOutput"]], system: str | None) -> None:
+    messages: Messages = [] if system is None else [{"role": "system", "content": system}]
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        if text.strip():
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": _print_stream(answer(messages))})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""From a YAML file and the command line to an `EngineConfig` and a `ServerSettings`."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.server.settings import ServerSettings
+
+RENAMED = {"served_model_name": "served_model_names", "api_key": "api_keys", "cors_origin": "cors_origins"}
+ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig)) - {"extra"}
+SERVER_KEYS = frozenset(field.name for field in fields(ServerSettings))
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The options in a YAML file, with underscores. Raises ConfigError for a file that is not a mapping of options."""
+    try:
+        value = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror} (--config)") from error
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{file} must be a mapping of options to values")
+    return {_known(key, file): entry for key, entry in value.items()}
+
+
+def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
+    """The two configurations; what is `given` on the command line (not None) overrides the file.
+
+    Raises ConfigError naming an option of the wrong type.
+    """
+    chosen = {**from_file, **{_known(key): value for key, value in given.items() if value is not None}}
+    for key in RENAMED.values():
+        if isinstance(chosen.get(key), str):
+            chosen[key] = [chosen[key]]
+        if isinstance(chosen.get(key), list):
+            chosen[key] = tuple(chosen[key])
+    engine = {key: value for key, value in chosen.items() if key in ENGINE_KEYS}
+    server = {key: value for key, value in chosen.items() if key in SERVER_KEYS}
+    return _validated(EngineConfig, engine), _validated(ServerSettings, server)
+
+
+def _known(key: str, file: Path | None = None) -> str:
+    """The field's name for an option's. Raises ConfigError, with the nearest option, if there is none."""
+    name = key.replace("-", "_")
+    name = RENAMED.get(name, name)
+    if name in ENGINE_KEYS | SERVER_KEYS:
+        return name
+    nearest = difflib.get_close_matches(name, sorted(ENGINE_KEYS | SERVER_KEYS | RENAMED.keys()), n=1)
+    hint = f"; did you mean {nearest[0].replace('_', '-')!r}?" if nearest else ""
+    where = f" in {file}" if file else ""
+    raise ConfigError(f"there is no option {key!r}{where}{hint}")
+
+
+def _validated(kind: type, values: dict[str, Any]) -> Any:
+    """A dataclass with its types checked; Path and float take what YAML writes for them."""
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        option = str(first["loc"][0]).replace("_", "-")
+        raise ConfigError(f"the option {option!r}: {first['msg']}") from error

@@ -1,0 +1,124 @@
+"""Options: YAML and command line resolve to the two configurations, and what is wrong is named."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from jaxserve import __version__
+from jaxserve.cli import app
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.server.options import ENGINE_KEYS, RENAMED, SERVER_KEYS, read_config, resolve
+from jaxserve.server.settings import ServerSettings
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "configs" / "serve").glob("*.yaml"))
+
+
+def yaml_file(tmp_path, text: str) -> Path:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_nothing_given_is_the_defaults():
+    assert resolve({}, {"model": None, "port": None}) == (EngineConfig(), ServerSettings())
+
+
+def test_command_line_overrides_file(tmp_path):
+    file = yaml_file(tmp_path, "max-model-len: 100\nmax_num_seqs: 3\nport: 9\napi-key: [a, b]\nprefix-caching: false\n")
+    engine, server = resolve(read_config(file), {"max_model_len": 200, "port": None, "served_model_name": ["x"]})
+    assert (engine.max_model_len, engine.max_num_seqs, engine.prefix_caching) == (200, 3, False)
+    assert (server.port, server.api_keys, server.served_model_names) == (9, ("a", "b"), ("x",))
+
+
+def test_one_key_needs_no_list(tmp_path):
+    assert resolve(read_config(yaml_file(tmp_path, "api-key: secret")), {})[1].api_keys == ("secret",)
+
+
+def test_unknown_key_is_named_with_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match=r"'max-modellen' in .*serve\.yaml; did you mean 'max-model-len'"):
+        read_config(yaml_file(tmp_path, "max-modellen: 5"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a", "mapping"),
+        ("a: [", "YAML"),
+        ("5: 6", "mapping"),
+        ("!!python/object/apply:os.getcwd []", "YAML"),
+        ("extra: {}", "no option 'extra'"),
+    ],
+)
+def test_file_that_is_no_options(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config(yaml_file(tmp_path, text))
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="absent"):
+        read_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tp: two", "dtype: float64", "max-model-len: 1.5", "prefix-caching: maybe", "port: 70000", "api-key: ''"],
+)
+def test_wrong_value_is_named(tmp_path, text):
+    with pytest.raises(ConfigError, match=text.split(":")[0].replace("api-key", "API key")):
+        resolve(read_config(yaml_file(tmp_path, text)), {})
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
+def test_examples_resolve(file):
+    resolve(read_config(file), {})
+
+
+def test_there_are_examples():
+    assert EXAMPLES
+
+
+def test_every_option_of_the_command_has_a_field():
+    command = get_command(app).commands["serve"]
+    options = {parameter.name for parameter in command.params} - {"config"}
+    assert {RENAMED.get(option, option) for option in options} <= ENGINE_KEYS | SERVER_KEYS
+
+
+def test_the_two_configurations_share_no_name():
+    assert not {field.name for field in fields(EngineConfig)} & SERVER_KEYS
+
+
+def run(*arguments: str, **environment: str):
+    return CliRunner().invoke(app, arguments, env=environment)
+
+
+def test_version():
+    assert run("--version").stdout == f"jaxserve {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_help_is_in_groups(command):
+    result = run(command, "--help", COLUMNS="120", NO_COLOR="1")
+    assert result.exit_code == 0
+    assert all(group in result.stdout for group in ("Model", "Memory", "Parallelism"))
+
+
+def test_unknown_option_is_refused():
+    assert run("serve", "--max-modellen", "5").exit_code == 2
+
+
+def test_mistake_in_the_file_is_one_line(tmp_path):
+    result = run("serve", "--config", str(yaml_file(tmp_path, "tpp: 2")))
+    assert result.exit_code == 1
+    assert "did you mean" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(("arguments", "environment"), [(["--api-key", ""], {}), ([], {"JAXSERVE_API_KEY": ""})])
+def test_empty_key_does_not_open_the_server(arguments, environment):
+    result = run("serve", "no-model", "--port", "0", *arguments, **environment)
+    assert result.exit_code == 1
+    assert "empty" in result.stderr

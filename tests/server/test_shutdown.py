@@ -1,0 +1,120 @@
+"""SIGTERM drains, a second signal ends, and nothing that goes wrong at the start leaves a process behind."""
+
+import contextlib
+import signal
+import socket
+import time
+
+import httpx
+import pytest
+
+from tests.server.process import server_process, started
+
+SERVE = """
+import threading
+from jaxserve.server.runner import run_server
+from jaxserve.server.settings import ServerSettings
+from tests.server.fake import FakeClient
+load = {load}
+run_server(load, ServerSettings(port=0, {settings}), lambda url, client: print(url, flush=True))
+"""
+SLOW = "lambda: FakeClient(script='x' * 200, delay=0.005)"
+NEVER_ENDING = "lambda: FakeClient(script='x' * 400, delay=3600, delay_after=3)"
+BODY = {"prompt": "a", "max_tokens": 400, "stream": True}
+
+
+def serve(load: str, settings: str = ""):
+    return server_process("-c", SERVE.format(load=load, settings=settings))
+
+
+@contextlib.contextmanager
+def stream(url: str):
+    """The lines of a stream whose first event has come."""
+    with httpx.Client(timeout=60) as http, http.stream("POST", f"{url}/v1/completions", json=BODY) as answer:
+        assert answer.status_code == 200
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        yield lines
+
+
+def wait_until_draining(url: str) -> None:
+    deadline = time.monotonic() + 30
+    while httpx.get(f"{url}/ready").json()["status"] != "draining":
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_lets_streams_end_and_refuses_new_requests(number):
+    with serve(SLOW) as server:
+        with stream(server.url) as lines:
+            server.signal(number)
+            wait_until_draining(server.url)
+            refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+            assert refused.status_code == 503
+            assert "shutting down" in refused.json()["error"]["message"]
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]"
+        assert len(rest) == 200  # 199 tokens after the first
+        assert '"finish_reason":"stop"' in rest[-2]
+        assert server.wait() == 0
+
+
+def test_streams_that_outlast_the_timeout_end_with_an_error():
+    with serve(NEVER_ENDING, "shutdown_timeout=0.1") as server:
+        with stream(server.url) as lines:
+            server.signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]"
+        assert "the engine has stopped" in rest[-2]
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_at_once(second):
+    with serve(NEVER_ENDING, "shutdown_timeout=3600") as server, stream(server.url):
+        server.signal(signal.SIGTERM)
+        wait_until_draining(server.url)
+        server.signal(second)
+        assert server.wait() == 128 + second
+
+
+def test_idle_server_ends_on_the_first_signal():
+    with serve(SLOW) as server:
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def test_probes_answer_while_the_model_loads_and_a_signal_ends_it():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code = SERVE.format(load="threading.Event().wait", settings="").replace("port=0", f"port={port}")
+    with started("-c", code) as process:
+        deadline = time.monotonic() + 60
+        while True:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(httpx.TransportError):
+                answer = httpx.get(f"http://127.0.0.1:{port}/ready")
+                break
+            time.sleep(0.05)
+        assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+
+
+def test_failed_load_is_one_line_and_exit_status_1(tmp_path):
+    with started("-m", "jaxserve.cli", "serve", str(tmp_path / "no-model"), "--port", "0") as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "no-model" in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_port_in_use_is_one_line_and_exit_status_1():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with started("-m", "jaxserve.cli", "serve", "--port", port) as process:
+            _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "--port" in err
+    assert "Traceback" not in err
