@@ -120,9 +120,7 @@ def build(config: EngineConfig) -> Built:
         for executor in executors:
             executor.close()
 
-    return Built(
-        tuple(instances), resolved.info, tokenizer, metrics, clock, close, resolved, compilations
-    )
+    return Built(tuple(instances), resolved.info, tokenizer, metrics, clock, close, resolved, compilations)
 
 
 # -- from a configuration to numbers
@@ -223,7 +221,9 @@ def _kv_pages(
             f"{pages - 1} KV pages of {size} tokens hold {max_len} tokens, max_model_len is {config.max_model_len}"
         )
     if max_len < wanted_len:
-        log.warning("max_model_len is lowered from %d to %d tokens, which is what the memory holds", wanted_len, max_len)
+        log.warning(
+            "max_model_len is lowered from %d to %d tokens, which is what the memory holds", wanted_len, max_len
+        )
     return pages, max_len
 
 
@@ -303,9 +303,7 @@ def _build_instance(
 def _pool(resolved: Resolved, stage: StagePlan, placement: Placement) -> Array:
     model = resolved.physical
     sharding = placement.sharding(POOL_AXES)
-    return kv_pool(
-        stage.kv_pages, model.num_kv_heads, resolved.config.page_size, model.head_dim, model.dtype, sharding
-    )
+    return kv_pool(stage.kv_pages, model.num_kv_heads, resolved.config.page_size, model.head_dim, model.dtype, sharding)
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

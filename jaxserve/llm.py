@@ -123,7 +123,9 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [(prompt, params or SamplingParams()) for prompt in prompts]
         if len(params) != len(prompts):
-            raise RequestError(f"there are {len(prompts)} prompts and {len(params)} sampling parameters", field="params")
+            raise RequestError(
+                f"there are {len(prompts)} prompts and {len(params)} sampling parameters", field="params"
+            )
         return list(zip(prompts, params, strict=True))
 
     def _run(

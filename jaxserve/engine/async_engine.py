@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from jaxserve.core.clock import Clock
@@ -33,6 +34,13 @@ class Stream:
     items: asyncio.Queue[Item]
     admitted: asyncio.Future[None]
 
+    async def next(self) -> RequestOutput:
+        """The next piece; raises what ended the request before its time."""
+        item = await self.items.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
 
 class InstanceThread:
     """A thread that steps one instance, takes commands between steps and sends outputs back in one call per step."""
@@ -41,6 +49,7 @@ class InstanceThread:
         self.steps = steps
         self.failure: BaseException | None = None
         self.streams: dict[str, Stream] = {}  # changed by this thread only
+        self.outstanding = 0  # prompt tokens of requests sent here and not ended; changed by the clients' loop only
         self.progress = steps.clock.now()  # when the latest step ended, or the thread was last idle
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
@@ -194,17 +203,12 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields what is new of the request's answers; see `EngineClient.generate`."""
         request = await self._request(prompt, params, request_id, priority, salt, embed=False)
-        thread, stream = await self._admit(request)
-        try:
+        async with self._admitted(request) as stream:
             while True:
-                item = await stream.items.get()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-                if item.finished:
+                output = await stream.next()
+                yield output
+                if output.finished:
                     return
-        finally:
-            thread.abort(request.id)  # ignored if it has ended
 
     async def embed(
         self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0, salt: str = ""
@@ -212,14 +216,8 @@ class AsyncEngine:
         """The pooled last hidden state; see `EngineClient.embed`."""
         params = SamplingParams(max_tokens=1, detokenize=False)
         request = await self._request(prompt, params, request_id, priority, salt, embed=True)
-        thread, stream = await self._admit(request)
-        try:
-            item = await stream.items.get()
-            if isinstance(item, BaseException):
-                raise item
-            return item
-        finally:
-            thread.abort(request.id)
+        async with self._admitted(request) as stream:
+            return await stream.next()
 
     def snapshot(self) -> Snapshot:
         """The first instance's state after its latest step."""
@@ -280,17 +278,19 @@ class AsyncEngine:
             embed=embed,
         )
 
-    async def _admit(self, request: Request) -> tuple[InstanceThread, Stream]:
-        """Sends a request to the least loaded instance and waits for its verdict."""
+    @asynccontextmanager
+    async def _admitted(self, request: Request) -> AsyncGenerator[Stream, None]:
+        """The stream of a request accepted by the least loaded instance; leaving early aborts the request."""
         if self._draining or self._closed:
             raise EngineStopped("the engine is shutting down and takes no new requests")
-        thread = min(self._threads, key=lambda t: (t.steps.core.load, len(t.streams)))
+        thread = min(self._threads, key=lambda t: t.outstanding)
         loop = asyncio.get_running_loop()
         stream = Stream(loop, asyncio.Queue(), loop.create_future())
+        thread.outstanding += len(request.prompt_token_ids)
         thread.submit(request, stream)
         try:
             await stream.admitted
-        except asyncio.CancelledError:
-            thread.abort(request.id)
-            raise
-        return thread, stream
+            yield stream
+        finally:
+            thread.outstanding -= len(request.prompt_token_ids)
+            thread.abort(request.id)  # ignored if it has ended

@@ -152,7 +152,9 @@ class EngineCore:
         params = request.params
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         limit = self.info.max_model_len
-        max_total = limit if params.max_tokens is None else min(len(request.prompt_token_ids) + params.max_tokens, limit)
+        max_total = (
+            limit if params.max_tokens is None else min(len(request.prompt_token_ids) + params.max_tokens, limit)
+        )
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         bad_words = self._bad_words(params.bad_words or ())
         sequences: list[Sequence] = []

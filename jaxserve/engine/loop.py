@@ -7,7 +7,6 @@ from jaxserve.core.request import RequestOutput
 from jaxserve.core.work import Executor, PendingStep, Work
 from jaxserve.engine.core import EngineCore
 
-
 Dispatched = tuple[Work, PendingStep, float]  # a step on the device, and when it was dispatched
 
 

@@ -43,9 +43,7 @@ class SyncEngine:
         request_id = f"request-{next(self._ids)}"
         owner = min(self.instances, key=lambda steps: steps.core.load)
         arrival = self._clock.now()
-        owner.core.add(
-            Request(request_id, token_ids, params, arrival, prompt=text, priority=priority, embed=embed)
-        )
+        owner.core.add(Request(request_id, token_ids, params, arrival, prompt=text, priority=priority, embed=embed))
         self._owners[request_id] = owner
         return request_id
 

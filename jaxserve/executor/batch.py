@@ -61,8 +61,7 @@ class StepShape:
     def unpack(self, packed: Array) -> dict[str, Array]:
         """The fields on the device, by static slices."""
         return {
-            name: jnp.asarray(packed[at : at + prod(shape)]).reshape(shape)
-            for name, (at, shape) in self.fields.items()
+            name: jnp.asarray(packed[at : at + prod(shape)]).reshape(shape) for name, (at, shape) in self.fields.items()
         }
 
 

@@ -48,9 +48,7 @@ class BlockBuilder:
         self.config = config
         self._executables: dict[tuple, Executable] = {}
 
-    def build(
-        self, block: str, tensors: Mapping[str, np.ndarray | Array], placement: Placement, precision: str
-    ) -> Row:
+    def build(self, block: str, tensors: Mapping[str, np.ndarray | Array], placement: Placement, precision: str) -> Row:
         """A row for a block with these parameters, keyed by their dotted paths in the module.
 
         A parameter that is a device array already (tied embeddings) is shared, not copied.
@@ -133,9 +131,7 @@ def _merge(graphdef: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, leaves: t
 def _attention(placement: Placement, **kwargs: float | int | None) -> Callable[..., tuple[Array, Array]]:
     """(q, k, v, pool, slots, meta) -> (out, pool), each device working on its own kv heads alone."""
 
-    def attention(
-        q: Array, k: Array, v: Array, pool: Array, slots: Array, meta: AttentionMeta
-    ) -> tuple[Array, Array]:
+    def attention(q: Array, k: Array, v: Array, pool: Array, slots: Array, meta: AttentionMeta) -> tuple[Array, Array]:
         pool = kv_write(pool, k, v, slots)
         return paged_attention(q, pool, meta, **kwargs), pool
 

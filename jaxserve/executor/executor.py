@@ -196,9 +196,7 @@ class DispatchedStep:
         if self.embeddings is None:
             return None
         first, values = len(self.work.decodes), np.asarray(self.embeddings)
-        return {
-            i: values[first + i] for i, c in enumerate(self.work.chunks) if c.last and c.sequence.request.embed
-        }
+        return {i: values[first + i] for i, c in enumerate(self.work.chunks) if c.last and c.sequence.request.embed}
 
 
 def stages_of(rows: SequenceOf[Row]) -> tuple[Stage, ...]:

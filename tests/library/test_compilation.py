@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.reference import Reference
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
@@ -13,6 +12,7 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.fused import FusedTier
 from jaxserve.factory import Built, build
+from tests.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 8 + 256}
 

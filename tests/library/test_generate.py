@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.reference import Reference
 
 from jaxserve import LLM, EngineStopped, PromptTooLong, RequestError, SamplingParams
+from tests.reference import Reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)  # around the edges of pages and tiles

@@ -6,10 +6,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tests.conftest import TINY
-from tests.reference import Reference
 
 from jaxserve import LLM, ConfigError, SamplingParams
+from tests.conftest import TINY
+from tests.reference import Reference
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
 PROMPTS = [np.random.default_rng(i).integers(3, 499, 20 + 11 * i).tolist() for i in range(6)]
@@ -36,7 +36,13 @@ def test_results_equal_one_device(tiny_model: Path, reference: Reference, tp: in
 
 
 def test_heads_and_sizes_that_do_not_divide(tmp_path: Path) -> None:
-    shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 90, "vocab_size": 499}
+    shape = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+        "intermediate_size": 90,
+        "vocab_size": 499,
+    }
     (tmp_path / "config.json").write_text(json.dumps(TINY | shape))
     with LLM(tmp_path, load_format="dummy", warmup=False, max_num_seqs=8, memory_gb=8, tp=4) as llm:
         check(llm, Reference(tmp_path))

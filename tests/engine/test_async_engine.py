@@ -1,0 +1,195 @@
+"""AsyncEngine: concurrent requests, cancellation in every phase, bounded queues, failures, draining."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import EngineFailed, EngineStopped, PromptTooLong, QueueFull
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.engine.client import TokensPrompt
+from jaxserve.factory import build_async_engine
+from tests.reference import Reference
+
+LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+OPTIONS = {"load_format": "dummy", "warmup": False, "max_num_seqs": 4, "max_queued_requests": 6}
+
+
+def prompt(seed: int, length: int) -> TokensPrompt:
+    return TokensPrompt(tuple(np.random.default_rng(seed).integers(3, 500, length).tolist()))
+
+
+async def collect(engine: AsyncEngine, p: TokensPrompt, params: SamplingParams, **kwargs) -> tuple[int, ...]:
+    tokens: tuple[int, ...] = ()
+    async for output in engine.generate(p, params, **kwargs):
+        for answer in output.outputs:
+            tokens += answer.token_ids
+    return tokens
+
+
+async def settled(engine: AsyncEngine) -> None:
+    """Waits until nothing runs, and checks that no page is held."""
+    for _ in range(500):
+        if all(thread.steps.idle for thread in engine._threads):
+            break
+        await asyncio.sleep(0.01)
+    for thread in engine._threads:
+        assert thread.steps.idle
+        assert thread.steps.core.scheduler.pages.used == 0
+        assert not thread.streams
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Iterator[AsyncEngine]:
+    engine = build_async_engine(EngineConfig(model=tiny_model, **OPTIONS))
+    yield engine
+    asyncio.run(engine.shutdown())
+
+
+def test_concurrent_requests_get_their_own_answers(engine: AsyncEngine, reference: Reference) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    async def main() -> None:
+        prompts = [prompt(i, 5 + 13 * i) for i in range(6)]
+        answers = await asyncio.gather(*(collect(engine, p, greedy) for p in prompts))
+        assert answers == [reference.greedy(list(p.token_ids), 8) for p in prompts]
+        await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_cancellation_frees_pages_queued_in_prefill_and_in_decode(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        tasks = [asyncio.create_task(collect(engine, prompt(i, 90), LONG)) for i in range(6)]
+        for tick, task in enumerate(tasks):  # some decode by now, some are in prefill, two wait for a slot
+            await asyncio.sleep(0.003 * tick)
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        await settled(engine)
+        assert b'request_success_total{finished_reason="abort"' in engine.metrics_text().replace(
+            b'model_name="tiny0",', b""
+        )
+
+    asyncio.run(main())
+
+
+def test_closing_the_stream_aborts(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        stream = engine.generate(prompt(1, 40), LONG)
+        first = await anext(stream)
+        assert not first.finished
+        await stream.aclose()
+        await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_a_full_queue_refuses_and_says_the_limit(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        with pytest.raises(QueueFull) as caught:
+            await collect(engine, prompt(0, 5), SamplingParams(n=7, max_tokens=2))
+        assert caught.value.limit == 6
+        tasks = [asyncio.create_task(collect(engine, prompt(i, 60), LONG)) for i in range(20)]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [r for r in results if isinstance(r, QueueFull)]
+        assert refused
+        assert all(len(r) == 150 for r in results if not isinstance(r, QueueFull))
+        assert len(refused) < 20
+        await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_refusals_come_before_anything_is_queued(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        with pytest.raises(PromptTooLong):
+            await collect(engine, prompt(0, 256), LONG)
+        assert engine.snapshot().num_waiting == 0
+        await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_smaller_priority_goes_first(engine: AsyncEngine) -> None:
+    finished: list[int] = []
+
+    async def one(priority: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        await collect(engine, prompt(priority, 30), params, priority=priority)
+        finished.append(priority)
+
+    async def main() -> None:
+        busy = [asyncio.create_task(collect(engine, prompt(9, 10), LONG)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        await asyncio.gather(one(2), one(0), one(1))
+        await asyncio.gather(*busy)
+
+    asyncio.run(main())
+    assert finished[0] == 0
+
+
+def test_a_failing_step_ends_every_request_with_the_error(engine: AsyncEngine) -> None:
+    def explode(work):
+        raise RuntimeError("device lost")
+
+    async def main() -> None:
+        engine.check_health()
+        tasks = [asyncio.create_task(collect(engine, prompt(i, 20), LONG)) for i in range(5)]
+        await asyncio.sleep(0.05)
+        engine._threads[0].steps.executor.execute = explode
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(r, EngineFailed) and "device lost" in str(r) for r in results if not isinstance(r, tuple))
+        with pytest.raises(EngineFailed):
+            engine.check_health()
+        assert not engine.ready
+        with pytest.raises(EngineFailed):
+            await collect(engine, prompt(0, 5), LONG)
+
+    asyncio.run(main())
+
+
+def test_draining_lets_requests_end_and_takes_no_new_ones(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        running = asyncio.create_task(collect(engine, prompt(0, 20), LONG))
+        await asyncio.sleep(0.05)
+        drained = asyncio.create_task(engine.drain(60))
+        await asyncio.sleep(0)
+        assert not engine.ready
+        with pytest.raises(EngineStopped):
+            await collect(engine, prompt(1, 5), LONG)
+        assert len(await running) == 150
+        assert await drained
+
+    asyncio.run(main())
+
+
+def test_shutdown_ends_requests_in_flight(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        running = asyncio.create_task(collect(engine, prompt(0, 20), LONG))
+        await asyncio.sleep(0.05)
+        assert not await engine.drain(0.0)
+        await engine.shutdown()
+        with pytest.raises(EngineStopped):
+            await running
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_instances_share_the_load(tiny_model: Path, reference: Reference) -> None:
+    engine = build_async_engine(EngineConfig(model=tiny_model, **OPTIONS, dp=2))
+    greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+    async def main() -> None:
+        prompts = [prompt(i, 30) for i in range(8)]
+        answers = await asyncio.gather(*(collect(engine, p, greedy) for p in prompts))
+        assert answers == [reference.greedy(list(p.token_ids), 10) for p in prompts]
+        assert all(thread.steps.core.snapshot.steps > 0 for thread in engine._threads)
+        await engine.shutdown()
+
+    asyncio.run(main())

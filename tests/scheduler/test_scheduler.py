@@ -1,0 +1,201 @@
+"""The scheduler under random load, with an executor that only checks: every token is computed once, in order, in pages
+that nobody else writes, and everything comes back."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxserve.core.request import Request, Sequence, Status
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.work import Work
+from jaxserve.kvcache import NULL_PAGE, PagePool, PageTable
+from jaxserve.scheduler import Scheduler, SchedulerLimits
+
+PAGE, TILE = 4, 8
+
+
+class World:
+    """A scheduler with the part of the engine that gives tokens back, one step late."""
+
+    def __init__(self, *, pages: int = 40, seqs: int = 4, tiles: int = 3, caching: bool = True):
+        self.pages = PagePool(pages, caching=caching)
+        limits = SchedulerLimits(seqs, tiles, TILE, PAGE)
+        self.scheduler = Scheduler(limits, self.pages, PageTable(seqs, 64))
+        self.written: dict[int, list[int]] = {}  # page -> tokens in it, since it was allocated
+        allocate = self.pages.allocate
+
+        def allocate_and_note(count: int) -> list[int]:
+            pages = allocate(count)
+            self.written.update({page: [] for page in pages})
+            return pages
+
+        self.pages.allocate = allocate_and_note  # type: ignore[method-assign]
+        self.sequences: list[Sequence] = []
+        self.steps = 0
+
+    def add(
+        self, prompt: list[int], max_tokens: int, *, n: int = 1, priority: int = 0, salt: str = ""
+    ) -> list[Sequence]:
+        params = SamplingParams(n=n, max_tokens=max_tokens)
+        request = Request(str(len(self.sequences)), tuple(prompt), params, len(self.sequences), priority=priority)
+        group: list[Sequence] = []
+        for index in range(n):
+            total = len(prompt) + max_tokens
+            group.append(Sequence(request, index, 0, total, salt=salt, parent=group[0] if group else None))
+            self.scheduler.add(group[-1])
+        self.sequences += group
+        return group
+
+    def run(self, limit: int = 3000) -> None:
+        ahead: Work | None = None
+        while not self.scheduler.idle or ahead:
+            work = self.scheduler.schedule(self.steps)
+            self.steps += 1
+            self.check(work)
+            if ahead:
+                self.give_tokens(ahead)
+            ahead = work if work else None
+            assert self.steps < limit, "the scheduler makes no progress"
+
+    def check(self, work: Work) -> None:
+        assert sum(-(-c.length // TILE) for c in work.chunks) <= self.scheduler.limits.max_tiles
+        assert len(self.scheduler.running) <= self.scheduler.limits.max_num_seqs
+        slots = [s.slot for s in self.scheduler.running]
+        assert len(set(slots)) == len(slots)
+        for sequence in work.decodes:
+            self.write(sequence, sequence.num_computed - 1, 1)
+        for chunk in work.chunks:
+            self.write(chunk.sequence, chunk.start, chunk.length)
+
+    def write(self, sequence: Sequence, start: int, length: int) -> None:
+        row = self.scheduler.table.rows[sequence.slot]
+        for position in range(start, start + length):
+            page, offset = int(row[position // PAGE]), position % PAGE
+            assert page == sequence.pages[position // PAGE] != NULL_PAGE
+            content = self.written[page]
+            assert len(content) == offset, "positions are computed in order, and never again in a shared page"
+            content.append(self.token(sequence, position))
+        for position in range(start + length):  # what attention will read
+            content = self.written[sequence.pages[position // PAGE]]
+            assert content[position % PAGE] == self.token(sequence, position)
+
+    @staticmethod
+    def token(sequence: Sequence, position: int) -> int:
+        """Token of a position; generated ones are told apart by request and answer."""
+        if position < sequence.num_prompt:
+            return sequence.tokens[position]
+        return 1000 + int(sequence.request.id) * 100_000 + sequence.index * 10_000 + position
+
+    def give_tokens(self, work: Work) -> None:
+        for sequence in (*work.decodes, *(c.sequence for c in work.chunks if c.last)):
+            sequence.num_inflight -= 1
+            if sequence.status is Status.FINISHED:
+                continue
+            sequence.tokens.append(self.token(sequence, len(sequence.tokens)))
+            if len(sequence.tokens) >= sequence.max_total:
+                self.scheduler.finish(sequence)
+            else:
+                self.scheduler.register_full_pages(sequence)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    assert world.pages.used == 0
+
+
+requests = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(1, 3), st.integers(0, 2), st.sampled_from("ab")),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests, st.integers(24, 60), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 2**32))
+def test_every_request_ends_and_every_page_comes_back(load, pages, seqs, tiles, caching, seed) -> None:
+    world = World(pages=pages, seqs=seqs, tiles=tiles, caching=caching)
+    rng = random.Random(seed)
+    shared = [rng.randrange(100) for _ in range(60)]
+    for length, max_tokens, n, priority, salt in load:
+        prompt = shared[: rng.randrange(length)]
+        prompt += [rng.randrange(100) for _ in range(length - len(prompt))]
+        world.add(prompt, max_tokens, n=n, priority=priority, salt=salt)
+    world.run()
+    assert all(s.status is Status.FINISHED and len(s.tokens) == s.max_total for s in world.sequences)
+    assert world.pages.used == 0
+    assert world.scheduler.table.free_slots == seqs
+    assert (world.scheduler.num_waiting, world.scheduler.waiting_tokens) == (0, 0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(requests, st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), max_size=10))
+def test_aborts_at_any_time_leak_nothing(load, aborts) -> None:
+    world = World(pages=30)
+    for i, (length, max_tokens, n, priority, _) in enumerate(load):
+        world.add([i] * length, max_tokens, n=n, priority=priority)
+    due: dict[int, list[int]] = {}
+    for step, number in aborts:
+        due.setdefault(step, []).append(number)
+    original = world.scheduler.schedule
+
+    def schedule(step: int) -> Work:
+        for number in due.get(step, []):
+            victim = world.sequences[number % len(world.sequences)]
+            for sequence in [s for s in world.sequences if s.request is victim.request]:
+                sequence.children.clear()
+                if sequence.status is not Status.FINISHED:
+                    world.scheduler.finish(sequence)
+        return original(step)
+
+    world.scheduler.schedule = schedule  # type: ignore[method-assign]
+    world.run()
+    assert world.pages.used == 0
+    assert world.scheduler.table.free_slots == 4
+    assert world.scheduler.num_waiting == 0
+
+
+def test_answers_of_one_request_share_the_prompt_pages(world: World) -> None:
+    group = world.add(list(range(22)), 4, n=3)
+    world.scheduler.schedule(0)
+    while any(s.status is Status.WAITING for s in group):
+        world.scheduler.schedule(0)
+    full = 22 // PAGE
+    assert all(s.pages[:full] == group[0].pages[:full] for s in group)
+    for sequence in group:
+        world.scheduler.finish(sequence)
+
+
+def test_a_prefix_is_shared_with_the_same_salt_only(world: World) -> None:
+    prompt = list(range(20))
+    world.add(prompt, 1)
+    world.run()
+    (same,) = world.add(prompt, 1)
+    (other,) = world.add(prompt, 1, salt="tenant")
+    world.run()
+    assert same.num_cached == 16  # the last token is always computed
+    assert other.num_cached == 0
+
+
+def test_prefill_and_decode_share_a_step(world: World) -> None:
+    world.add([1] * 5, 20)
+    ahead = world.scheduler.schedule(0)
+    world.add([2] * 50, 2)
+    mixed = world.scheduler.schedule(1)
+    assert len(mixed.decodes) == 1
+    assert [c.length for c in mixed.chunks] == [24]
+    assert not mixed.chunks[0].last
+    world.check(ahead), world.check(mixed)
+    world.give_tokens(ahead), world.give_tokens(mixed)
+    world.run()
+
+
+def test_the_newest_sequence_of_the_least_priority_is_preempted() -> None:
+    world = World(pages=13, seqs=3)
+    first, second, third = (world.add([i] * 14, 20, priority=p)[0] for i, p in enumerate((0, 1, 0)))
+    world.run()
+    assert second.preemptions > 0
+    assert (first.preemptions, third.preemptions <= second.preemptions) == (0, True)
