@@ -1,7 +1,10 @@
 """A whole sequence at once, without a cache: the reference of the serving path, and what training differentiates."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -44,9 +47,16 @@ def build_blocks(config: ModelConfig, *, rngs: nnx.Rngs) -> dict[str, nnx.Module
     return blocks
 
 
+def restore_block(config: ModelConfig, block_id: str, arrays: Mapping[str, np.ndarray]) -> nnx.Module:
+    """A block with the given parameters, keyed by their dotted path in the module."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: build_block(config, block_id, rngs=nnx.Rngs(0))))
+    leaves = [jnp.asarray(arrays[".".join(map(str, path))]) for path, _ in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
+
+
 def forward(
     config: ModelConfig,
-    blocks: dict[str, nnx.Module],
+    blocks: Mapping[str, nnx.Module],
     tokens: Int[Array, "T"],
     positions: Int[Array, "T"] | None = None,
     segments: Int[Array, "T"] | None = None,

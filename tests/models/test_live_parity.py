@@ -1,0 +1,26 @@
+"""The comparison with Transformers on fresh prompts and weights; runs where torch and transformers are installed."""
+
+import numpy as np
+import pytest
+
+from tests.golden.cases import CASES
+from tests.golden.model import Golden, Model, golden, relative_error
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path):
+    from tests.golden.make_golden import clear, greedy, load
+
+    stored = golden(name)
+    case = Golden(name, stored.seed + 1000, stored.tensors, [], [])
+    path = case.write(tmp_path)
+    prompt = np.random.RandomState(7).randint(4, 131, 30).tolist()
+    theirs, ours = load(path), Model(path)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([prompt])).logits[0].numpy()
+    assert relative_error(ours.logits(prompt), expected) < 1e-4
+    tokens = list(clear(greedy(theirs, prompt)))  # up to a near tie
+    assert ours.greedy(prompt, len(tokens)) == tokens
