@@ -1,0 +1,38 @@
+"""Token streams: documents in a new order every epoch, cut into windows of equal length."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from corpus import Document
+from tokenizers import Tokenizer
+
+SOURCE_PASSES = 3  # modules and documentation are seen this often for each time CPython's tests are
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[np.ndarray]:
+    """The tokens uint16 of each document, the end-of-text token first."""
+    encodings = tokenizer.encode_batch([document.text for document in documents])
+    return [np.asarray(encoding.ids, np.uint16) for encoding in encodings]
+
+
+def repeat_sources(documents: Sequence[Document], tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """One epoch's documents: tests once, everything else `SOURCE_PASSES` times."""
+    passes = [1 if document.is_test else SOURCE_PASSES for document in documents]
+    return [text for text, count in zip(tokens, passes, strict=True) for _ in range(count)]
+
+
+def windows(texts: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """The texts end to end as int32 [N, length + 1]; neighbours share a token, a rest that fills none is dropped."""
+    stream = np.concatenate(texts)
+    count = (len(stream) - 1) // length
+    starts = np.arange(count)[:, None] * length
+    return stream[starts + np.arange(length + 1)].astype(np.int32)
+
+
+def batches(texts: Sequence[np.ndarray], batch: int, length: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Endless batches int32 [batch, length + 1], a new order of documents and windows every epoch. Mutates `rng`."""
+    while True:
+        rows = windows([texts[i] for i in rng.permutation(len(texts))], length)
+        rng.shuffle(rows)
+        for start in range(0, len(rows) - batch + 1, batch):
+            yield rows[start : start + batch]
