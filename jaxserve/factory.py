@@ -222,7 +222,7 @@ def _kv_pages(
         )
     if max_len < wanted_len:
         log.warning(
-            "max_model_len is lowered from %d to %d tokens, which is what the memory holds", wanted_len, max_len
+            "max_model_len is lowered from %d to the %d tokens that the memory holds", wanted_len, max_len
         )
     return pages, max_len
 

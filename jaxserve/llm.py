@@ -124,7 +124,7 @@ class LLM:
             return [(prompt, params or SamplingParams()) for prompt in prompts]
         if len(params) != len(prompts):
             raise RequestError(
-                f"there are {len(prompts)} prompts and {len(params)} sampling parameters", field="params"
+                f"there are {len(prompts)} prompts and {len(params)} params", field="params"
             )
         return list(zip(prompts, params, strict=True))
 

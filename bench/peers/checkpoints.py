@@ -114,7 +114,7 @@ def hf_config(shape: Shape) -> dict:
 
 
 def write_tokenizer(path: Path) -> None:
-    """Writes a tokenizer of VOCAB tokens, bytes and names for the rest: prompts are ids, engines want one all the same."""
+    """Writes a tokenizer of VOCAB tokens, bytes and names for the rest: engines want one, although prompts are ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

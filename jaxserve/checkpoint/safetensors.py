@@ -106,9 +106,7 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
     shards: dict[str, SafetensorsFile] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index}: tensor {tensor} is put in {name!r}, not a .safetensors file beside it"
-            )
+            raise CheckpointError(f"{index}: tensor {tensor} is put in {name!r}, not a .safetensors file beside it")
         if name not in shards:
             path = index.parent / name
             if not path.is_file():

@@ -1,6 +1,6 @@
-"""Configurations: frozen, JAX-free. A `ModelConfig` is resolved from a checkpoint; an `EngineConfig` is what the user asked for."""
+"""Configurations: frozen, JAX-free. A `ModelConfig` is read from a checkpoint, an `EngineConfig` is what a user asks for."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -111,4 +111,3 @@ class EngineConfig:
     max_logprobs: int = 20
     max_n: int = 64
     max_stop_strings: int = 16
-    extra: dict = field(default_factory=dict, compare=False)

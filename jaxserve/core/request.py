@@ -5,13 +5,13 @@ A request with n > 1 has n sequences that share the prompt's pages.
 
 from collections.abc import Mapping, Sequence as SequenceOf
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, Protocol
 
 from jaxserve.core.sampling import SamplingParams
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a sequence ended; the values are what clients and metrics see."""
 
     STOP = "stop"

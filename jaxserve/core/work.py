@@ -64,7 +64,7 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    """Carries out steps. The only implementation on real devices is `executor.BlockExecutor`; the simulator has its own."""
+    """Carries out steps: `executor.BlockExecutor` on real devices, and the simulator's."""
 
     def execute(self, work: Work) -> PendingStep:
         """Dispatches a step without waiting for it."""

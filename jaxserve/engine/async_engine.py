@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import EngineFailed, EngineStopped
@@ -133,7 +134,7 @@ class InstanceThread:
             stream = self.streams.pop(output.request_id) if output.finished else self.streams[output.request_id]
             batches.setdefault(stream.loop, []).append((stream, output))
         for loop, batch in batches.items():
-            _call_soon(loop, lambda batch=batch: [stream.items.put_nowait(output) for stream, output in batch])
+            _call_soon(loop, partial(_put_all, batch))
 
     def _put(self, stream: Stream, item: Item) -> None:
         _call_soon(stream.loop, lambda: stream.items.put_nowait(item))
@@ -149,6 +150,11 @@ class InstanceThread:
                 future.set_exception(error)
 
         _call_soon(stream.loop, settle)
+
+
+def _put_all(batch: list[tuple[Stream, RequestOutput]]) -> None:
+    for stream, output in batch:
+        stream.items.put_nowait(output)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
@@ -260,23 +266,25 @@ class AsyncEngine:
     ) -> Request:
         arrival = self._clock.now()
         if isinstance(prompt, TextPrompt):
-            text, encode = prompt.text, self.tokenizer.encode
-            if len(text) > LONG_TEXT:
-                token_ids = await asyncio.to_thread(encode, text, prompt.add_special_tokens)
-            else:
-                token_ids = encode(text, prompt.add_special_tokens)
+            token_ids = await self._encode(prompt)
         else:
-            text, token_ids = prompt.text, prompt.token_ids
+            token_ids = prompt.token_ids
         return Request(
             id=request_id or f"request-{next(self._ids)}",
-            prompt_token_ids=tuple(token_ids),
+            prompt_token_ids=token_ids,
             params=params,
             arrival=arrival,
-            prompt=text,
+            prompt=prompt.text,
             priority=priority,
             salt=salt,
             embed=embed,
         )
+
+    async def _encode(self, prompt: TextPrompt) -> tuple[int, ...]:
+        encode = self.tokenizer.encode
+        if len(prompt.text) > LONG_TEXT:
+            return tuple(await asyncio.to_thread(encode, prompt.text, prompt.add_special_tokens))
+        return tuple(encode(prompt.text, prompt.add_special_tokens))
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncGenerator[Stream, None]:

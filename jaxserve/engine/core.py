@@ -31,7 +31,7 @@ class EngineCore:
         eos_token_ids: SequenceOf[int] = (),
         salt: str = "",
         seed: int = 0,
-        static: Snapshot = Snapshot(),
+        static: Snapshot,
     ):
         """`salt` names the plan in the prefix cache; `static` holds the snapshot fields that do not change by step."""
         self.scheduler = scheduler
@@ -152,9 +152,7 @@ class EngineCore:
         params = request.params
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         limit = self.info.max_model_len
-        max_total = (
-            limit if params.max_tokens is None else min(len(request.prompt_token_ids) + params.max_tokens, limit)
-        )
+        wanted = limit if params.max_tokens is None else len(request.prompt_token_ids) + params.max_tokens
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         bad_words = self._bad_words(params.bad_words or ())
         sequences: list[Sequence] = []
@@ -167,7 +165,7 @@ class EngineCore:
                     request=request,
                     index=index,
                     seed=(seed + index) % 2**64,
-                    max_total=max_total,
+                    max_total=min(wanted, limit),
                     detokenizer=detokenizer,
                     parent=sequences[0] if sequences else None,
                     stop_ids=stops,
@@ -234,8 +232,10 @@ class EngineCore:
             sequence.finish_reason = FinishReason.LENGTH
 
     def _take_logprobs(self, sequence: Sequence, token: int, row: int, output: StepOutput) -> None:
-        assert output.logprob is not None and output.rank is not None
-        assert output.top_ids is not None and output.top_logprobs is not None
+        assert output.logprob is not None
+        assert output.rank is not None
+        assert output.top_ids is not None
+        assert output.top_logprobs is not None
         count = sequence.params.logprobs or 0
         entry = self._logprobs(
             token, output.logprob[row], output.rank[row], output.top_ids[row, :count], output.top_logprobs[row, :count]

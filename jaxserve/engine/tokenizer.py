@@ -66,6 +66,10 @@ class Tokenizer:
             chat_template=_chat_template(folder, config),
         )
 
+    def save(self, file: str | Path) -> None:
+        """Writes a tokenizer.json; the special tokens' names and the chat template live in other files."""
+        self._tokenizer.save(str(file))
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. Raises RequestError for a string that is not valid Unicode."""
         try:

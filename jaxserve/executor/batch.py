@@ -1,7 +1,8 @@
 """The inputs of one step as a single int32 vector: one transfer from the host, cut apart on the device.
 
 Tokens of a step, in order: B decode rows of one token each, then N prefill tiles of Q tokens. Sampled rows, in order:
-the decode rows, then one row per chunk. Padding rows have length 0, write to the null page and sample into a spare slot.
+the decode rows, then one row per chunk. Padding rows have length 0, write to the null page
+and sample into a spare slot.
 """
 
 from dataclasses import dataclass

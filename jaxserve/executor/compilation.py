@@ -42,7 +42,7 @@ def use_persistent_cache(folder: str | Path | None) -> None:
 
 
 class CompileCounter:
-    """Counts compilations by tier: those of threads in `fusing_threads` are the fused tier's, all others the block tier's."""
+    """Counts compilations by tier: those in `fusing_threads` are the fused tier's, all others the block tier's."""
 
     def __init__(self, on_compile: Callable[[str], None] | None = None):
         self.counts = {BLOCK_TIER: 0, FUSED_TIER: 0}

@@ -37,7 +37,6 @@ namespace {
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
 constexpr int kBlock = 64;  // positions
 constexpr int kRows = 6;
@@ -50,19 +49,33 @@ inline Floats load(const float* p) {
   return x;
 }
 
-inline Floats load(const uint16_t* p) {
-  Halves x;
-  memcpy(&x, p, sizeof(x));
-  return (Floats)(__builtin_convertvector(x, Bits) << 16);
-}
-
 inline void store(float* p, Floats x) { memcpy(p, &x, sizeof(x)); }
 
-inline void store(uint16_t* p, Floats x) {  // round to nearest even; NaN stays NaN
+// 2 * LANES consecutive values in two vectors: for bfloat16 the even and the odd ones, which takes no shuffles. Queries,
+// keys, values and outputs all keep this order of dimensions, so that it cancels out.
+struct Pair {
+  Floats first, second;
+};
+
+inline Pair unpack(Bits x) { return {(Floats)(x << 16), (Floats)(x & 0xffff0000u)}; }
+
+inline Pair load_pair(const float* p) { return {load(p), load(p + LANES)}; }
+
+inline Pair load_pair(const uint16_t* p) { return unpack((Bits)load(reinterpret_cast<const float*>(p))); }
+
+inline void store_pair(float* p, Pair x) {
+  store(p, x.first);
+  store(p + LANES, x.second);
+}
+
+inline Bits round_to_bfloat16(Floats x) {  // in the upper half; to nearest even; NaN stays NaN
   Bits bits = (Bits)x;
-  Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  Halves y = __builtin_convertvector((Bits)(x == x ? rounded : (Bits)Ints{} + 0x7fc0), Halves);
-  memcpy(p, &y, sizeof(y));
+  return x == x ? bits + 0x7fff + ((bits >> 16) & 1) : Bits{} + 0x7fc00000u;
+}
+
+inline void store_pair(uint16_t* p, Pair x) {
+  Bits pair = round_to_bfloat16(x.first) >> 16 | (round_to_bfloat16(x.second) & 0xffff0000u);
+  memcpy(p, &pair, sizeof(pair));
 }
 
 inline Floats splat(float x) { return Floats{} + x; }
@@ -121,15 +134,34 @@ struct Scratch {
   float *q, *out, *keys, *values, *scores, *decay, *top, *total;
 };
 
-// Keys [count, D] at `rows` to keys[D, kBlock], zero from `count` on.
+// One tile of keys: LANES positions x LANES floats (or pairs of bfloat16) from dimension d on; zero from `count` on.
 template <typename T>
-void transpose_keys(const T* const* rows, int count, int64_t dims, float* keys) {
+inline void load_transposed(const T* const* rows, int count, int64_t d, Floats (&x)[LANES]) {
+  for (int i = 0; i < LANES; ++i) x[i] = i < count ? load(reinterpret_cast<const float*>(rows[i] + d)) : Floats{};
+  exchange<LANES / 2>(x, std::make_index_sequence<LANES>());
+}
+
+// Keys [count, D] at `rows` to keys[D, kBlock], zero from `count` on, dimensions in the order of pairs.
+void transpose_keys(const float* const* rows, int count, int64_t dims, float* keys) {
   for (int t = 0; t < kBlock; t += LANES) {
     for (int64_t d = 0; d < dims; d += LANES) {
       Floats x[LANES];
-      for (int i = 0; i < LANES; ++i) x[i] = t + i < count ? load(rows[t + i] + d) : Floats{};
-      exchange<LANES / 2>(x, std::make_index_sequence<LANES>());
+      load_transposed(rows + t, count - t, d, x);
       for (int i = 0; i < LANES; ++i) store(keys + (d + i) * kBlock + t, x[i]);
+    }
+  }
+}
+
+void transpose_keys(const uint16_t* const* rows, int count, int64_t dims, float* keys) {
+  for (int t = 0; t < kBlock; t += LANES) {
+    for (int64_t d = 0; d < dims; d += 2 * LANES) {
+      Floats x[LANES];
+      load_transposed(rows + t, count - t, d, x);
+      for (int i = 0; i < LANES; ++i) {
+        Pair pair = unpack((Bits)x[i]);
+        store(keys + (d + i) * kBlock + t, pair.first);
+        store(keys + (d + LANES + i) * kBlock + t, pair.second);
+      }
     }
   }
 }
@@ -248,7 +280,7 @@ void gather_block(const Attention& a, const Tile& t, int64_t head, int64_t posit
   }
   transpose_keys(rows, count, dims, s.keys);
   for (int i = 0; i < count; ++i) {
-    for (int64_t d = 0; d < dims; d += LANES) store(s.values + i * dims + d, load(rows[i] + half + d));
+    for (int64_t d = 0; d < dims; d += 2 * LANES) store_pair(s.values + i * dims + d, load_pair(rows[i] + half + d));
   }
 }
 
@@ -270,7 +302,10 @@ void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
   const float scale = a.scale * kLog2E;  // weights are powers of 2
   for (int64_t i = 0; i < t.length; ++i) {
     const T* q = static_cast<const T*>(a.q) + origin + i * stride;
-    for (int64_t d = 0; d < a.groups * dims; d += LANES) store(s.q + i * a.groups * dims + d, load(q + d) * scale);
+    for (int64_t d = 0; d < a.groups * dims; d += 2 * LANES) {
+      Pair x = load_pair(q + d);
+      store_pair(s.q + i * a.groups * dims + d, {x.first * scale, x.second * scale});
+    }
   }
   memset(s.out, 0, (size_t)(rows * (dims + LANES)) * sizeof(float));  // and total
   for (int64_t r = 0; r < rows; ++r) s.top[r] = -__builtin_inff();
@@ -289,7 +324,10 @@ void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
     float total = 0;
     for (int i = 0; i < LANES; ++i) total += s.total[r * LANES + i];
     T* out = static_cast<T*>(a.out) + origin + r / a.groups * stride + r % a.groups * dims;
-    for (int64_t d = 0; d < dims; d += LANES) store(out + d, load(s.out + r * dims + d) / total);
+    for (int64_t d = 0; d < dims; d += 2 * LANES) {
+      Pair x = load_pair(s.out + r * dims + d);
+      store_pair(out + d, {x.first / total, x.second / total});
+    }
   }
 }
 

@@ -8,7 +8,8 @@ from jax import Array
 from jaxserve.kernels.meta import AttentionMeta
 
 UNLIMITED = 2**62  # a window that no context fills
-DIM_MULTIPLE = 16  # floats of the widest vector
+MAX_LANES = 16  # floats of the widest vector
+DIM_MULTIPLE = 16  # so that at least AVX2 can be used, whose unit is two vectors of 8
 
 
 def supports(q: Array, pool: Array) -> bool:
@@ -24,7 +25,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
-    max_lanes: int = DIM_MULTIPLE,
+    max_lanes: int = MAX_LANES,
 ) -> Array:
     """Attention of q [T, K, G, D] over pages; see `kernels.attention.paged_attention` for the contract.
 

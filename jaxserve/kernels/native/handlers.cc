@@ -21,16 +21,18 @@ namespace {
 constexpr int64_t kMaxLanes = 16;
 constexpr int64_t kWorkPerThread = 500'000;  // multiplications; below it waking a thread costs more than it saves
 
-// The fastest variant that this machine has, among those of at most `max_lanes` floats to a vector.
-Attend best_attend(int64_t max_lanes) {
+// The fastest variant that this machine has, among those of at most `max_lanes` floats to a vector. Each works on pairs
+// of vectors, so head_dim must be a multiple of twice its lanes. Null if there is none.
+Attend best_attend(int64_t max_lanes, int64_t head_dim) {
+  const auto fits = [&](int64_t lanes) { return lanes <= max_lanes && head_dim % (2 * lanes) == 0; };
 #if defined(__x86_64__)
-  if (max_lanes >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
+  if (fits(16) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return attend_avx512;
   }
-  if (max_lanes >= 8 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return attend_avx2;
+  if (fits(8) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return attend_avx2;
 #endif
-  return attend_baseline;
+  return fits(4) ? attend_baseline : nullptr;
 }
 
 // One call's tiles, heavy ones first, and the counters through which threads share them out. Threads that XLA starts
@@ -99,7 +101,10 @@ ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   const bool bfloat16 = q.element_type() == ffi::BF16;
   job->attention = {q.untyped_data(), pool.untyped_data(), out->untyped_data(), bfloat16,      shape[1],
                     shape[2],         shape[3],            pool_shape[3],       scale, window};
-  job->attend = best_attend(max_lanes);
+  job->attend = best_attend(max_lanes, shape[3]);
+  if (job->attend == nullptr) {
+    return ffi::Error::InvalidArgument("paged_attention: no kernel for head_dim " + std::to_string(shape[3]));
+  }
   const int64_t rows = decode_lengths.element_count(), tiles = tile_starts.element_count();
   const int64_t tokens = tiles ? (shape[0] - rows) / tiles : 0;
   const int64_t token_bytes = shape[1] * shape[2] * shape[3] * (bfloat16 ? 2 : 4);
