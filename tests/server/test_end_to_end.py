@@ -1,0 +1,242 @@
+"""`jaxserve serve` as a user starts it, with a real engine on a tiny random model, and the official client."""
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.fake import END, byte_tokenizer
+from tests.server.process import server_process
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+}
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a configuration and a tokenizer, to be loaded with random weights."""
+    folder = tmp_path_factory.mktemp("tiny")
+    byte_tokenizer().save(folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(model, tmp_path_factory):
+    """The command, for a small machine, with a compile cache that its servers share."""
+    options = {
+        "port": 0,
+        "load-format": "dummy",
+        "memory-gb": 0.5,
+        "max-num-seqs": 4,
+        "max-num-batched-tokens": 132,
+        "compile-cache": tmp_path_factory.mktemp("cache"),
+    }
+    given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return ["-m", "jaxserve.cli", "serve", str(model), *given]
+
+
+@pytest.fixture(scope="module")
+def server(arguments):
+    with server_process(*arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def complete(client: openai.OpenAI, prompt="def f(x):", **options):
+    options = {"max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True}} | options
+    return client.completions.create(model=client.models.list().data[0].id, prompt=prompt, **options)
+
+
+def metric(server, name: str, **labels: str) -> float:
+    text = httpx.get(f"{server.url}/metrics").text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return next(s.value for s in samples if s.name == f"jaxserve_{name}" and labels.items() <= s.labels.items())
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_printed_curl_works_as_it_stands(arguments):
+    with server_process(*arguments) as server:
+        command = server.process.stdout.readline()
+        body = json.loads(command[command.index("-d '") + 4 : command.rindex("'")])
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert command.startswith(f"curl {server.url}/v1/completions -H 'content-type: application/json' -d ")
+    assert answer.status_code == 200
+
+
+def test_stream_says_the_same_as_the_whole(client):
+    whole = complete(client).choices[0]
+    chunks = [chunk.choices[0] for chunk in complete(client, stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == whole.text != ""
+    assert chunks[-1].finish_reason == whole.finish_reason == "length"
+
+
+def test_chat_stream_says_the_same_as_the_whole(client):
+    name = client.models.list().data[0].id
+    options = {"model": name, "messages": CHAT, "temperature": 0, "max_tokens": 16}
+    whole = client.chat.completions.create(**options).choices[0].message.content
+    chunks = client.chat.completions.create(**options, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole != ""
+
+
+def test_answers_do_not_depend_on_what_else_runs(client):
+    prompts = [f"prompt {i}" for i in range(8)]
+    alone = [complete(client, prompt, seed=i, temperature=1).choices[0].text for i, prompt in enumerate(prompts)]
+    with ThreadPoolExecutor(8) as threads:
+        run = lambda i: complete(client, prompts[i], seed=i, temperature=1).choices[0].text  # noqa: E731
+        together = list(threads.map(run, range(8)))
+    assert together == alone
+    assert len(set(alone)) == 8
+
+
+def test_n_answers_differ(client):
+    answer = complete(client, n=3, temperature=1, seed=5)
+    assert len({choice.text for choice in answer.choices}) == 3
+    assert answer.usage.completion_tokens == 3 * 24
+
+
+def test_stop_string_ends_the_answer_before_it(client):
+    text = complete(client).choices[0].text
+    stop = next(character for character in text[3:] if character.isascii())
+    for stream in (False, True):
+        answer = complete(client, stop=stop, stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+        assert choices[-1].finish_reason == "stop"
+        assert choices[-1].stop_reason == stop
+
+
+def test_logprobs_are_of_the_sampled_tokens(client):
+    logprobs = complete(client, logprobs=3, max_tokens=5).choices[0].logprobs
+    assert len(logprobs.tokens) == 5
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert value == max(top.values()) == top[token] < 0  # greedy: the sampled one is the likeliest
+
+
+def test_echo_scores_the_prompt(client):
+    choice = complete(client, "abc", echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert choice.text == "abc"
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
+
+
+def test_logit_bias_decides(client):
+    token = 65
+    answer = complete(client, logit_bias={str(token): 100}, max_tokens=4)
+    assert len(set(answer.choices[0].text)) == 1
+
+
+def test_second_prompt_comes_from_the_prefix_cache(client):
+    prompt = "a prompt that fills several pages of the cache, and then some more " * 4
+    first, second = (complete(client, prompt).usage.prompt_tokens_details.cached_tokens for _ in range(2))
+    assert first == 0
+    assert second >= len(prompt) - 32
+    salted = complete(client, prompt, extra_body={"cache_salt": "another tenant"})
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_embeddings_are_of_unit_length(client):
+    name = client.models.list().data[0].id
+    answer = client.embeddings.create(model=name, input=["a text", "another text"])
+    for entry in answer.data:
+        assert sum(x * x for x in entry.embedding) == pytest.approx(1, rel=1e-4)
+    assert answer.data[0].embedding != answer.data[1].embedding
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 10**9}, {"n": 65}, {"logprobs": 21}, {"prompt": "x" * 5000}])
+def test_limits_of_the_engine_are_400(client, options):
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, **options)
+    assert caught.value.param in options
+    assert caught.value.body["limit"] is not None
+
+
+LONG = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+
+
+def send(server, body: dict) -> socket.socket:
+    """A request over a connection that can be cut."""
+    address = urlsplit(server.url)
+    data = json.dumps({"prompt": "abc", **LONG, **body}).encode()
+    connection = socket.create_connection((address.hostname, address.port), timeout=60)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + data)
+    return connection
+
+
+@pytest.mark.parametrize("body", [{}, {"stream": True}, {"n": 3}, {"prompt": ["a", "b"]}], ids=str)
+def test_disconnect_frees_the_pages(server, body):
+    aborted = metric(server, "request_success_total", finished_reason="abort")
+    connection = send(server, body)
+    wait_for(lambda: metric(server, "kv_pages_used") > 0)
+    connection.close()
+    wait_for(lambda: metric(server, "kv_pages_used") == 0)
+    assert metric(server, "num_requests_running") == 0
+    wait_for(lambda: metric(server, "request_success_total", finished_reason="abort") > aborted)
+
+
+def test_disconnect_while_queued_leaves_the_queue(server):
+    running = [send(server, {}) for _ in range(4)]  # as many as run at once
+    wait_for(lambda: metric(server, "num_requests_running") == 4)
+    queued = [send(server, {}) for _ in range(3)]
+    wait_for(lambda: metric(server, "num_requests_waiting") == 3)
+    for connection in queued:
+        connection.close()
+    wait_for(lambda: metric(server, "num_requests_waiting") == 0)
+    assert metric(server, "num_requests_running") == 4
+    for connection in running:
+        connection.close()
+    wait_for(lambda: metric(server, "kv_pages_used") == 0)
+
+
+def test_sigterm_lets_a_stream_end_and_exits_with_0(arguments):
+    with server_process(*arguments) as server:
+        body = {"prompt": "abc", "stream": True, **LONG, "max_tokens": 600}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            server.signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert server.wait() == 0
+
+
+def test_compiles_nothing_while_serving(server):
+    before = metric(server, "compilations_total", tier="block")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client, ThreadPoolExecutor(6) as threads:
+        for length in (1, 20, 300):
+            list(threads.map(lambda i, n=length: complete(client, "y" * (n + i), logprobs=2, top_p=0.9), range(6)))
+    assert metric(server, "compilations_total", tier="block") == before
