@@ -8,18 +8,20 @@ ARGS ?=
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.jaxserve
 DEV := $(VENV)/.jaxserve-dev
+NATIVE := $(VENV)/.jaxserve-native
 SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kernels checkpoints)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test check format bench-peers clean
+.NOTPARALLEL: # one environment
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "make %-12s %s\n", $$1, $$2}'
 
-serve: $(RUNTIME) ## serve the bundled model (HOST, PORT, ARGS="MODEL --option ...")
+serve: $(RUNTIME) $(NATIVE) ## serve the bundled model (HOST, PORT, ARGS="MODEL --option ...")
 	@exec $(BIN)/jaxserve serve --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(DEV) ## run the tests (ARGS="-k name ...")
+test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...")
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(DEV) ## lint, format, types of the JAX-free packages, who imports whom
@@ -32,7 +34,7 @@ format: $(DEV) ## format and mend what ruff can
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-bench-peers: $(RUNTIME) ## speed beside other engines (ARGS="--peer-python PATH ...")
+bench-peers: $(RUNTIME) $(NATIVE) ## speed beside other engines (ARGS="--peer-python PATH ...")
 	$(BIN)/python -m bench.peers $(ARGS)
 
 clean: ## remove the environment and everything generated
@@ -46,3 +48,8 @@ $(RUNTIME): pyproject.toml setup.py scripts/make-venv
 $(DEV): pyproject.toml setup.py scripts/make-venv
 	@scripts/make-venv "$(VENV)" ".[dev]" "$(PYTHON)"
 	@touch $(RUNTIME) $@
+
+# Attention on CPU; without a C++ compiler plain XLA takes its place. The library's name says what it was built for.
+$(NATIVE): $(wildcard jaxserve/kernels/native/*.cc jaxserve/kernels/native/*.h jaxserve/kernels/native/build.py) $(RUNTIME)
+	@$(BIN)/python -m jaxserve.kernels.native.build --optional
+	@touch $@
