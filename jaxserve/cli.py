@@ -258,7 +258,7 @@ def _print_ready(url: str, client: "EngineClient", settings: "ServerSettings") -
 def _print_stream(outputs: Iterator["RequestOutput"]) -> str:
     """Prints an answer as it comes and returns it; Ctrl-C ends it."""
     pieces: list[str] = []
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
+    with contextlib.suppress(KeyboardInterrupt):
         for output in outputs:
             pieces.append(output.outputs[0].text)
             print(pieces[-1], end="", flush=True)

@@ -75,7 +75,7 @@ def byte_table(decoder: Decoder | None) -> tuple[TokenBytes, bool] | None:
 
 
 def _replaces_space(step: dict) -> bool:
-    return step["pattern"] == {"String": SPACE} and step["content"] == " "
+    return (step["pattern"], step["content"]) == ({"String": SPACE}, " ")
 
 
 def _sentencepiece(token: str) -> bytes:

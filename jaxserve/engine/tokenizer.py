@@ -39,8 +39,7 @@ class Tokenizer:
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of(special.get("bos_token"))
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._ids_of(special.get("eos_token"))]))
-        adds_bos = self.bos_token_id in tokenizer.encode("a").ids[:1]
-        self._mend_bos = 0 if add_bos is None or self.bos_token_id is None else int(add_bos) - int(adds_bos)
+        self._add_bos = add_bos
         self.has_chat_template = chat_template is not None
         self._chat_template = ChatTemplate(chat_template or DEFAULT_TEMPLATE, special)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
@@ -76,11 +75,7 @@ class Tokenizer:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeError) as error:
             raise RequestError("the text is not valid Unicode (it has a lone surrogate)", field="prompt") from error
-        if add_special_tokens and self._mend_bos > 0:
-            return [self.bos_token_id, *ids]
-        if add_special_tokens and self._mend_bos < 0 and ids[:1] == [self.bos_token_id]:
-            return ids[1:]
-        return ids
+        return self._mend_bos(ids) if add_special_tokens else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids that begin a text; ids outside the vocabulary are left out."""
@@ -110,6 +105,14 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation, to be encoded without special tokens. See `ChatTemplate.render`."""
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    def _mend_bos(self, ids: list[int]) -> list[int]:
+        """Adds or takes away the bos token where tokenizer.json and the configuration disagree."""
+        bos = self.bos_token_id
+        has = bos is not None and ids[:1] == [bos]
+        if bos is None or self._add_bos is None or has == self._add_bos:
+            return ids
+        return ids[1:] if has else [bos, *ids]
 
     def _token_bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)

@@ -24,7 +24,7 @@ class ApiKeyGuard:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allows(scope):
             await self.app(scope, receive, send)
             return
-        headers = {"www-authenticate": "Bearer"}
+        headers = {"www-authenticate": "Bearer", "connection": "close"}  # the body is not read
         error = HTTPException(401, "a valid API key is needed: Authorization: Bearer <key>", headers)
         await error_response(error)(scope, receive, send)
 

@@ -71,8 +71,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def url(listener: socket.socket) -> str:
     """Where a client on this machine reaches the socket."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    bound, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, str(bound))
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -92,7 +92,8 @@ class ServerState:
 
 def get_state(request: Request) -> ServerState:
     """FastAPI dependency: the app's state."""
-    return request.app.state.server
+    state: ServerState = request.app.state.server
+    return state
 
 
 State = Annotated[ServerState, Depends(get_state)]

@@ -45,7 +45,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await _cancel(task)
 
 
-async def _cancel(task: asyncio.Future) -> None:
+async def _cancel(task: asyncio.Future[Any]) -> None:
     if not task.done():
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, JaxserveError):

@@ -10,7 +10,8 @@ INFINITY = "+Inf"
 
 def one_two_five(first: float, last: float) -> tuple[float, ...]:
     """Bucket bounds 1, 2, 5, 10, 20, ... times `first` (a power of ten), up to `last`."""
-    decade, bounds = round(math.log10(first)), []
+    decade = round(math.log10(first))
+    bounds: list[float] = []
     while True:
         for digit in (1, 2, 5):
             bound = float(f"{digit}e{decade}")
@@ -24,7 +25,7 @@ class Histogram:
     """Observations per bucket and their sum. `bounds`: increasing upper bounds, inclusive, without infinity."""
 
     def __init__(self, bounds: Iterable[float]):
-        self.bounds = tuple(bounds)
+        self.bounds = tuple(map(float, bounds))
         self._counts = [0] * (len(self.bounds) + 1)
         self._sum = 0.0
         self._lock = threading.Lock()

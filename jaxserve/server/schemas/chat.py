@@ -46,7 +46,6 @@ class Conversation(Body):
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # the template writes them itself
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -70,6 +69,7 @@ class Conversation(Body):
 class ChatBody(Conversation, SamplingBody):
     """See OpenAI's reference of chat completions; sampling parameters beyond it as in vLLM."""
 
+    add_special_tokens: bool = False  # the template writes them itself
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

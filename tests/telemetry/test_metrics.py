@@ -1,0 +1,187 @@
+"""Metrics say what happened, under the names that dashboards know."""
+
+import threading
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.core.request import FinishReason
+from jaxserve.telemetry import EngineMetrics, Snapshot
+from jaxserve.telemetry.histogram import Histogram, one_two_five
+
+NAMES = {  # vLLM's set, and ours
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "num_preemptions",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "admission_rejections",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "iteration_tokens",
+    "plan_version",
+    "layers_by_precision",
+    "kv_pages_total",
+    "weight_bytes",
+    "kv_bytes",
+    "transitions",
+    "transition_seconds",
+    "compilations",
+}
+
+
+def scrape(metrics: EngineMetrics) -> dict[tuple, float]:
+    """Samples by name without prefix, and labels without the model's name."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "tiny"
+            labels = tuple(sorted(item for item in sample.labels.items() if item[0] != "model_name"))
+            found[(sample.name.removeprefix("jaxserve_"), *labels)] = sample.value
+    return found
+
+
+@pytest.fixture
+def metrics():
+    return EngineMetrics("tiny")
+
+
+def test_every_name_is_there(metrics):
+    families = {f.name.removeprefix("jaxserve_") for f in text_string_to_metric_families(metrics.render().decode())}
+    assert families >= NAMES
+
+
+def test_gauges_follow_the_snapshot(metrics):
+    metrics.set_snapshot(
+        Snapshot(
+            num_running=3,
+            num_waiting=2,
+            waiting_tokens=70,
+            kv_pages_total=8,
+            kv_pages_used=2,
+            plan_version=4,
+            layers_by_precision={"bfloat16": 5, "int4": 1},
+            weight_bytes=1000,
+            kv_bytes=500,
+        )
+    )
+    samples = scrape(metrics)
+    assert samples[("num_requests_running",)] == 3
+    assert samples[("num_requests_waiting",)] == 2
+    assert samples[("num_tokens_waiting",)] == 70
+    assert samples[("kv_cache_usage_perc",)] == 0.25
+    assert samples[("kv_pages_total",)] == 8
+    assert samples[("plan_version",)] == 4
+    assert samples[("layers_by_precision", ("precision", "int4"))] == 1
+    assert samples[("weight_bytes",)] == 1000
+    assert samples[("kv_bytes",)] == 500
+
+
+def test_empty_pool_is_not_in_use():
+    assert Snapshot().kv_usage == 0
+
+
+def test_counters_add_up(metrics):
+    for _ in range(2):
+        metrics.prompt_tokens(10)
+        metrics.generated_tokens(3)
+        metrics.prefix_cache(100, 64)
+        metrics.preempted()
+        metrics.rejected("queue_full")
+        metrics.compiled("fused")
+        metrics.transition("SwapPrecision", "committed", 0.5)
+    samples = scrape(metrics)
+    assert samples[("prompt_tokens_total",)] == 20
+    assert samples[("generation_tokens_total",)] == 6
+    assert samples[("prefix_cache_queries_total",)] == 200
+    assert samples[("prefix_cache_hits_total",)] == 128
+    assert samples[("num_preemptions_total",)] == 2
+    assert samples[("admission_rejections_total", ("reason", "queue_full"))] == 2
+    assert samples[("compilations_total", ("tier", "fused"))] == 2
+    assert samples[("transitions_total", ("kind", "SwapPrecision"), ("outcome", "committed"))] == 2
+    assert samples[("transition_seconds_sum", ("kind", "SwapPrecision"))] == 1.0
+
+
+def test_finished_request(metrics):
+    metrics.finished("length", e2e=2.0, queue=0.5, prompt_tokens=7, generated=40, tpot=0.03)
+    samples = scrape(metrics)
+    assert samples[("request_success_total", ("finished_reason", "length"))] == 1
+    assert samples[("e2e_request_latency_seconds_sum",)] == 2.0
+    assert samples[("request_queue_time_seconds_sum",)] == 0.5
+    assert samples[("request_prompt_tokens_sum",)] == 7
+    assert samples[("request_generation_tokens_sum",)] == 40
+    assert samples[("request_time_per_output_token_seconds_bucket", ("le", "0.02"))] == 0
+    assert samples[("request_time_per_output_token_seconds_bucket", ("le", "0.05"))] == 1
+
+
+def test_request_that_never_ran_has_no_times_but_is_counted(metrics):
+    metrics.finished(FinishReason.ABORT, e2e=1.0, queue=None, prompt_tokens=7, generated=0, tpot=None)
+    samples = scrape(metrics)
+    assert samples[("request_success_total", ("finished_reason", "abort"))] == 1
+    assert samples[("request_queue_time_seconds_count",)] == 0
+    assert samples[("request_time_per_output_token_seconds_count",)] == 0
+
+
+def test_every_reason_is_shown_before_it_happens(metrics):
+    samples = scrape(metrics)
+    assert [samples[("request_success_total", ("finished_reason", r.value))] for r in FinishReason] == [0, 0, 0, 0]
+
+
+def test_a_reason_nobody_knows_is_a_bug(metrics):
+    with pytest.raises(ValueError, match="tired"):
+        metrics.finished("tired", e2e=1.0, queue=None, prompt_tokens=1, generated=0, tpot=None)
+
+
+def test_step(metrics):
+    metrics.step(33, 0.012)
+    metrics.inter_token([0.01, 0.02, 3.0])
+    metrics.first_token(0.2)
+    samples = scrape(metrics)
+    assert samples[("iteration_tokens_bucket", ("le", "32.0"))] == 0
+    assert samples[("iteration_tokens_bucket", ("le", "64.0"))] == 1
+    assert samples[("inter_token_latency_seconds_count",)] == 3
+    assert samples[("inter_token_latency_seconds_sum",)] == pytest.approx(3.03)
+    assert samples[("time_to_first_token_seconds_bucket", ("le", "0.2"))] == 1  # bounds are inclusive
+
+
+def test_nothing_is_lost_between_threads(metrics):
+    def work() -> None:
+        for _ in range(2000):
+            metrics.generated_tokens(1)
+            metrics.inter_token([0.01, 0.02])
+            metrics.rejected("queue_full")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    samples = scrape(metrics)
+    assert samples[("generation_tokens_total",)] == 8000
+    assert samples[("inter_token_latency_seconds_count",)] == 16000
+    assert samples[("admission_rejections_total", ("reason", "queue_full"))] == 8000
+
+
+def test_two_engines_do_not_share_numbers(metrics):
+    EngineMetrics("tiny").generated_tokens(5)
+    assert scrape(metrics)[("generation_tokens_total",)] == 0
+
+
+def test_histogram_is_cumulative():
+    histogram = Histogram([1, 2, 5])
+    histogram.observe_all([0.5, 1, 1.5, 5, 100])
+    assert histogram.state() == ([("1.0", 2), ("2.0", 3), ("5.0", 4), ("+Inf", 5)], 108)
+
+
+def test_bounds():
+    assert one_two_five(0.01, 2.0) == (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+    assert one_two_five(1, 10) == (1, 2, 5, 10)
