@@ -146,7 +146,7 @@ class Sequence:
         return self.request.priority, self.request.arrival, self.request.id, self.index
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made for every token, and frozen ones take three times as long to make
 class CompletionOutput:
     """One of a request's n answers. In a stream `text`, `token_ids` and `logprobs` hold what is new."""
 
@@ -170,7 +170,7 @@ class RequestMetrics:
     finished: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestOutput:
     """What a request has produced: all of it (`generate`), or what is new (`stream`)."""
 

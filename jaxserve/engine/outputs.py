@@ -33,7 +33,7 @@ class RequestState:
             request_id=self.request.id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            outputs=tuple(self._take_sequence(sequence) for sequence in changed),
+            outputs=tuple([self._take_sequence(sequence) for sequence in changed]),
             finished=finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=first.num_cached,
@@ -42,14 +42,14 @@ class RequestState:
         )
 
     def _take_sequence(self, sequence: Sequence) -> CompletionOutput:
-        index = sequence.index
+        index, tokens = sequence.index, sequence.tokens
         start_token, start_text = self.given_tokens[index], self.given_text[index]
         end_text = max(len(sequence.text) - sequence.held, start_text)
-        self.given_tokens[index], self.given_text[index] = sequence.num_generated, end_text
+        self.given_tokens[index], self.given_text[index] = len(tokens) - sequence.num_prompt, end_text
         return CompletionOutput(
             index=index,
             text=sequence.text[start_text:end_text],
-            token_ids=tuple(sequence.tokens[sequence.num_prompt + start_token :]),
+            token_ids=tuple(tokens[sequence.num_prompt + start_token :]),
             cumulative_logprob=sequence.cumulative_logprob if sequence.logprobs else None,
             logprobs=tuple(sequence.logprobs[start_token:]) if sequence.params.logprobs is not None else None,
             finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,

@@ -55,34 +55,34 @@ def empty_history(slots: int, vocab: int) -> History:
     return History(jnp.zeros((slots + 1, vocab), bool), jnp.zeros((slots + 1, vocab), jnp.int32))
 
 
-def pack_rows(sequences: list[Sequence | None], rows: int, spare: int, vocab: int) -> np.ndarray:
-    """The parameters of the sampled rows as one int32 [11, R] array (floats by their bits).
+NUM_FIELDS = 11  # int32 words of a packed row
+SLOT, POSITION = 0, 1
 
-    None, and rows beyond the list, sample into the spare slot. Called after scheduling: the position of the token to be
-    sampled is the number of tokens computed so far.
-    """
-    packed = np.zeros((11, rows), np.int32)
-    packed[0] = spare
-    floats = packed[5:].view(np.float32)
-    packed[4] = vocab
-    floats[0, :], floats[4, :] = 1.0, 1.0  # top_p, repetition
-    for row, sequence in enumerate(sequences):
-        if sequence is None:
-            continue
-        p = sequence.params
-        packed[0, row], packed[1, row] = sequence.slot, sequence.num_computed
-        packed[2:4, row] = np.uint64(sequence.seed).reshape(1).view(np.int32)
-        if p.top_k > 0:
-            packed[4, row] = min(p.top_k, vocab)
-        floats[:, row] = (
-            p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty,
-            0.0 if p.greedy else p.temperature,
-        )  # fmt: skip
-    return packed
+
+def idle_row(spare: int, vocab: int) -> np.ndarray:
+    """The packed parameters i32[11] of a row that samples nothing: greedy, into the spare slot."""
+    row = np.zeros(NUM_FIELDS, np.int32)
+    row[SLOT], row[4] = spare, vocab
+    row[5:].view(np.float32)[:] = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+    return row
+
+
+def pack_row(sequence: Sequence, vocab: int) -> np.ndarray:
+    """A sequence's packed parameters i32[11], but for the position (floats by their bits)."""
+    p = sequence.params
+    row = np.zeros(NUM_FIELDS, np.int32)
+    row[SLOT] = sequence.slot
+    row[2:4] = np.uint64(sequence.seed).reshape(1).view(np.int32)
+    row[4] = min(p.top_k, vocab) if p.top_k > 0 else vocab
+    temperature = 0.0 if p.greedy else p.temperature
+    row[5:].view(np.float32)[:] = (
+        p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty, temperature,
+    )  # fmt: skip
+    return row
 
 
 def unpack_rows(packed: Array) -> RowParams:
-    """The inverse of `pack_rows`, on the device."""
+    """The parameters of packed rows i32[11, R], on the device."""
     floats = lax.bitcast_convert_type(packed[5:], jnp.float32)
     top_p, min_p, presence, frequency, repetition, temperature = floats
     seed = lax.bitcast_convert_type(packed[2:4], jnp.uint32).T

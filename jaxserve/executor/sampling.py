@@ -30,7 +30,8 @@ class DeviceSampler:
         sharding = placement.sharding()
         self.newest = jax.device_put(jnp.zeros(slots + 1, jnp.int32), sharding)
         self._history = jax.device_put(sampler.empty_history(slots, vocab), sharding)
-        self._loaded: dict[int, tuple] = {}  # slot -> whose history it holds
+        self._rows = np.tile(sampler.idle_row(slots, vocab), (slots + 1, 1))  # by slot; the last one stays idle
+        self._owners: list[tuple[Sequence, int] | None] = [None] * slots  # whose row a slot has, and which stay
         jit = partial(jax.jit, out_shardings=sharding)
         self._greedy = jit(sampler.sample_greedy)
         self._random = jit(sampler.sample_random)
@@ -45,10 +46,10 @@ class DeviceSampler:
     def sample(self, logits: Array, sequences: list[Sequence | None]) -> Sampled:
         """Dispatches the sampling of logits f32[R, V] for these rows (None: a row that samples nothing). Mutates."""
         rows = logits.shape[0]
-        packed = sampler.pack_rows(sequences, rows, self.slots, self.vocab)
         present = [s for s in sequences if s is not None]
-        if any(sampler.needs_full(s) for s in present):
-            self._load_histories(present)
+        self._welcome(present)
+        packed = self._pack(sequences, rows)
+        if any(map(sampler.needs_full, present)):
             ids, biases = sampler.sparse_biases(sequences, rows)
             tokens, self.newest, self._history, logprobs = self._full(
                 logits, packed, self.newest, self._history, ids, biases
@@ -61,7 +62,7 @@ class DeviceSampler:
     def warm(self, logits: Array) -> None:
         """Compiles all executables for this shape of logits."""
         rows = logits.shape[0]
-        packed = sampler.pack_rows([], rows, self.slots, self.vocab)
+        packed = self._pack([], rows)
         self._greedy(logits, packed, self.newest)
         self._random(logits, packed, self.newest)
         ids, biases = sampler.sparse_biases([], rows)
@@ -73,13 +74,25 @@ class DeviceSampler:
         for array in (self.newest, *self._history):
             array.delete()
 
-    def _load_histories(self, sequences: list[Sequence]) -> None:
-        """Brings the slots of penalised sequences up to date when such a sequence has (re)entered the batch."""
+    def _welcome(self, sequences: list[Sequence]) -> None:
+        """Notes the parameters and the history of sequences that have (re)entered the batch. Mutates."""
         for sequence in sequences:
-            owner = (sequence.id, sequence.preemptions)
-            if sequence.params.penalized and self._loaded.get(sequence.slot) != owner:
-                self._loaded[sequence.slot] = owner
-                self._set_history(sequence.slot, sequence.tokens, sequence.num_prompt)
+            owner = self._owners[sequence.slot]
+            if owner is None or owner[0] is not sequence or owner[1] != sequence.preemptions:
+                self._owners[sequence.slot] = (sequence, sequence.preemptions)
+                self._rows[sequence.slot] = sampler.pack_row(sequence, self.vocab)
+                if sequence.params.penalized:
+                    self._set_history(sequence.slot, sequence.tokens, sequence.num_prompt)
+
+    def _pack(self, sequences: list[Sequence | None], rows: int) -> np.ndarray:
+        """The parameters of the sampled rows i32[11, R]. After scheduling, a sequence's number of computed tokens is
+        the position of the token to be sampled.
+        """
+        slots = np.full(rows, self.slots)
+        slots[: len(sequences)] = [self.slots if s is None else s.slot for s in sequences]
+        packed = self._rows[slots].T.copy()
+        packed[sampler.POSITION, : len(sequences)] = [0 if s is None else s.num_computed for s in sequences]
+        return packed
 
     def _set_history(self, slot: int, tokens: list[int], prompt: int) -> None:
         padded = np.zeros(self.max_len, np.int32)
