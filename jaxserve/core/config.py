@@ -1,4 +1,4 @@
-"""Configurations, frozen and JAX-free: `ModelConfig` is read from a checkpoint, `EngineConfig` is what users ask for."""
+"""Configurations, frozen and JAX-free: `ModelConfig` is read from a checkpoint, `EngineConfig` is what a user asks."""
 
 from dataclasses import dataclass
 from pathlib import Path
