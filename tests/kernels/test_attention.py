@@ -79,6 +79,21 @@ def test_dispatcher_is_dense_attention(dtype):
     check(paged_attention, Shape(dtype=dtype, D=24))  # no native path for this head_dim
 
 
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", "float32"), ("bfloat16", "uint16")])
+def test_each_platform_gets_its_own_path(native_kernels, dtype, stored):
+    problem = make_problem(Shape(dtype=dtype), 0)
+    pool = {"cpu": stored, "cuda": dtype}
+
+    def lowered(platform):
+        arguments = (problem.q, jax.ShapeDtypeStruct(problem.pool.shape, pool[platform]), problem.meta)
+        trace = jax.jit(partial(paged_attention, scale=SCALE)).trace(*arguments)
+        return trace.lower(lowering_platforms=(platform,)).as_text()
+
+    assert "jaxserve_paged_attention" in lowered("cpu")
+    assert "custom_call" not in lowered("cuda")
+    assert "while" not in lowered("cuda")
+
+
 def test_a_long_context_costs_no_accuracy():
     check(paged_attention, Shape(B=2, N=1, S=16, W=256), seeds=(0,))
 

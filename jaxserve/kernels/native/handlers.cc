@@ -48,9 +48,9 @@ struct Job {
   void work() {
     int64_t item = next.fetch_add(1);
     if (item >= items) return;
-    std::vector<float> memory(scratch_floats(attention, max_tokens) + kMaxLanes);
-    const auto address = reinterpret_cast<uintptr_t>(memory.data());
-    float* scratch = memory.data() + (64 - address % 64) % 64 / sizeof(float);
+    const std::unique_ptr<float[]> memory(new float[scratch_floats(attention, max_tokens) + kMaxLanes]);
+    const auto address = reinterpret_cast<uintptr_t>(memory.get());
+    float* scratch = memory.get() + (64 - address % 64) % 64 / sizeof(float);  // on a cache line
     for (; item < items; item = next.fetch_add(1)) {
       attend(attention, tiles[item / attention.kv_heads], item % attention.kv_heads, scratch);
       done.fetch_add(1, std::memory_order_release);

@@ -1,0 +1,119 @@
+"""Times of the CPU kernels, per layer: `python -m bench.kernels_cpu`.
+
+Attention with its KV write for decode batches and prefill, for the two model shapes of RESULTS.md, over the native and
+the XLA path; then the KV write alone at two pool sizes, which cost the same if it is in place.
+"""
+
+import argparse
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, native, xla_cpu
+
+PAGE_SIZE, HEAD_DIM, KV_HEADS = 16, 64, 4
+GROUPS = {"160M": 3, "1.1B": 8}
+DECODES = [(1, 128), (1, 1024), (8, 256), (32, 256)]  # rows, context
+TILES = [32, 64, 128]  # tokens of a prefill tile; 512 tokens in all
+
+
+def decode_meta(rows: int, context: int, pages: int, width: int) -> AttentionMeta:
+    """Rows of equal context on pages scattered over the pool."""
+    used = -(-context // PAGE_SIZE)
+    table = np.zeros((rows, width), np.int32)
+    table[:, :used] = 1 + np.random.default_rng(0).permutation(pages - 1)[: rows * used].reshape(rows, used)
+    none = np.zeros(0, np.int32)
+    return AttentionMeta(table, np.full(rows, context, np.int32), none.reshape(0, width), none, none)
+
+
+def prefill_meta(tile: int, tokens: int, pages: int, width: int) -> AttentionMeta:
+    """One sequence of `tokens` tokens, from its beginning."""
+    n, none = tokens // tile, np.zeros(0, np.int32)
+    table = np.tile(1 + np.random.default_rng(0).permutation(pages - 1)[:width].astype(np.int32), (n, 1))
+    starts = np.arange(n, dtype=np.int32) * tile
+    return AttentionMeta(none.reshape(0, width), none, table, starts, np.full(n, tile, np.int32))
+
+
+def slots(meta: AttentionMeta) -> np.ndarray:
+    """Where the tokens of the step write."""
+    rows = np.arange(len(meta.decode_lengths))
+    last = meta.decode_lengths - 1
+    decode = meta.decode_pages[rows, last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
+    position = np.arange(meta.tile_lengths.sum())
+    table = meta.tile_pages[0] if len(meta.tile_pages) else np.zeros(1, np.int32)
+    return np.concatenate([decode, table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE]).astype(np.int32)
+
+
+def milliseconds(step: Callable[[Array], Array], pool: Array, repeats: int) -> tuple[float, float]:
+    """Minimum and median of a step that takes the pool and gives it back."""
+    pool = jax.block_until_ready(step(pool))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        pool = jax.block_until_ready(step(pool))
+        times.append(1e3 * (time.perf_counter() - start))
+    return min(times), float(np.median(times))
+
+
+def time_attention(attention: Callable, meta: AttentionMeta, groups: int, pages: int, repeats: int) -> str:
+    """Compiles and times one layer's KV write and attention."""
+    where = jnp.asarray(slots(meta))
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(len(where), KV_HEADS, groups, HEAD_DIM)), jnp.bfloat16)
+    k = jnp.asarray(rng.normal(size=(len(where), KV_HEADS, HEAD_DIM)), jnp.bfloat16)
+    meta = jax.tree.map(jnp.asarray, meta)
+
+    @partial(jax.jit, donate_argnums=0)
+    def layer(pool: Array, q: Array, k: Array, where: Array, meta: AttentionMeta) -> tuple[Array, Array]:
+        pool = kv_write(pool, k, k, where)
+        return pool, attention(q, pool, meta, scale=HEAD_DIM**-0.5)
+
+    pool = kv_pool(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, jnp.bfloat16)
+    pool = kv_write(pool, *[jnp.ones((pages * PAGE_SIZE, KV_HEADS, HEAD_DIM), jnp.bfloat16)] * 2,
+                    jnp.arange(pages * PAGE_SIZE))  # fmt: skip
+    start = time.perf_counter()
+    compiled = layer.lower(pool, q, k, where, meta).compile()
+    seconds = time.perf_counter() - start
+    least, median = milliseconds(lambda pool: compiled(pool, q, k, where, meta)[0], pool, repeats)
+    return f"{least:7.3f} {median:7.3f}   compiled in {seconds:.2f} s"
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--pages", type=int, default=1024)
+    parser.add_argument("--width", type=int, default=128, help="pages a page table has room for")
+    args = parser.parse_args()
+    paths = {"native": native.paged_attention} if native.available() else {}
+    paths["xla"] = xla_cpu.paged_attention
+    print(
+        f"jax {jax.__version__}, {platform.machine()}; minimum and median of {args.repeats} in ms, one layer, bfloat16"
+    )
+    for model, groups in GROUPS.items():
+        for path, attention in paths.items():
+            timed = partial(time_attention, attention, groups=groups, pages=args.pages, repeats=args.repeats)
+            for rows, context in DECODES:
+                meta = decode_meta(rows, context, args.pages, args.width)
+                print(f"{model} {path:6} decode  B={rows:<3} context={context:<5} {timed(meta)}", flush=True)
+            for tile in TILES:
+                meta = prefill_meta(tile, 512, args.pages, args.width)
+                print(f"{model} {path:6} prefill T=512 tile={tile:<6}   {timed(meta)}", flush=True)
+    write = jax.jit(kv_write, donate_argnums=0)
+    for megabytes in (8, 1024):
+        pool = kv_pool(megabytes * 2**20 // (KV_HEADS * 2 * PAGE_SIZE * HEAD_DIM * 2), KV_HEADS, PAGE_SIZE, HEAD_DIM,
+                       jnp.bfloat16)  # fmt: skip
+        for tokens in (1, 32, 512):
+            k, where = jnp.ones((tokens, KV_HEADS, HEAD_DIM), jnp.bfloat16), jnp.arange(tokens) + PAGE_SIZE
+            least, median = milliseconds(partial(write, k=k, v=k, slots=where), pool + 0, args.repeats)
+            print(f"kv_write {tokens:3} tokens, pool of {megabytes:4} MB {least:7.3f} {median:7.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
