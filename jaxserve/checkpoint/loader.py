@@ -92,12 +92,13 @@ def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict
         raise CheckpointError(f"{config_path}: missing; a model directory has a config.json")
     hf = read_json(config_path)
     if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method")
-        raise CheckpointError(f"{config_path}: quantized checkpoints ({method}) are not supported")
+        raise CheckpointError(f"{config_path}: is quantized ({hf['quantization_config']}), which is not supported")
     try:
         config = config_from_hf(hf)
     except CheckpointError as error:
         raise CheckpointError(f"{config_path}: {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{config_path}: holds a value of the wrong kind ({error})") from error
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     if generation.get("eos_token_id") is not None:

@@ -59,7 +59,7 @@ class SafetensorsFile:
         if entry is None:
             raise CheckpointError(f"{where} is missing")
         try:
-            dtype_name, found = entry["dtype"], tuple(entry["shape"])
+            dtype_name, found = str(entry["dtype"]), tuple(entry["shape"])
             begin, end = (int(offset) for offset in entry["data_offsets"])
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"{where} has a malformed header entry {entry!r}") from error

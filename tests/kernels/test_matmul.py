@@ -12,14 +12,18 @@ def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
+def wide(x: jax.Array) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 3, 4, 33])
 def test_matmul_contracts_the_last_axis(rows: int, dtype: str):
     x, w = normal(rows, 64, dtype=dtype), normal(2, 3, 5, 64, seed=1, dtype=dtype)
     y = jax.jit(matmul)(x, w)
     assert y.dtype == dtype
-    expected = np.einsum("te,kgde->tkgd", x.astype(np.float64), w.astype(np.float64))
-    np.testing.assert_allclose(y.astype(np.float64), expected, atol=1e-4, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
+    expected = np.einsum("te,kgde->tkgd", wide(x), wide(w))
+    np.testing.assert_allclose(wide(y), expected, atol=1e-4, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -50,8 +54,8 @@ def test_grouped_matmul_gives_each_group_its_weight(sizes: list[int], dtype: str
     assert y.shape == (rows, 6, 2)
     assert y.dtype == dtype
     groups = np.repeat(np.arange(4), sizes)
-    expected = np.einsum("re,rite->rit", x.astype(np.float64), w.astype(np.float64)[groups])
-    np.testing.assert_allclose(y.astype(np.float64), expected, atol=1e-4, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
+    expected = np.einsum("re,rite->rit", wide(x), wide(w)[groups])
+    np.testing.assert_allclose(wide(y), expected, atol=1e-4, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
 
 
 def test_grouped_matmul_on_other_platforms_lowers():

@@ -1,0 +1,197 @@
+"""Every defect of a checkpoint is one error that names the file and the tensor."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxserve.checkpoint import open_checkpoint
+from jaxserve.core.errors import CheckpointError
+from tests.golden.model import golden
+
+TENSOR = "model.layers.1.mlp.down_proj.weight"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    return golden("llama2").write(tmp_path / "single")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return golden("llama2").write(tmp_path / "sharded", shards=3)
+
+
+def refused(path: Path, *words: str, **kwargs) -> None:
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(path, **kwargs)
+    for word in words:
+        assert word in str(error.value)
+
+
+def edit_config(path: Path, **changes) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def edit_tensors(path: Path, **changes: np.ndarray | None) -> None:
+    tensors = load_file(path / SINGLE) | changes
+    save_file({name: value for name, value in tensors.items() if value is not None}, path / SINGLE)
+
+
+def test_unsupported_architecture_lists_the_supported_ones(single: Path):
+    edit_config(single, architectures=["MambaForCausalLM"])
+    refused(single, "config.json", "MambaForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": "three"}, "num_hidden_layers"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"rope_scaling": "linear"}, "wrong kind"),
+        ({"rope_scaling": {"type": "linear", "factor": [2]}}, "wrong kind"),
+        ({"rms_norm_eps": "small"}, "wrong kind"),
+    ],
+)
+def test_unsupported_configuration_names_its_key(single: Path, changes: dict, word: str):
+    edit_config(single, **changes)
+    refused(single, "config.json", word)
+
+
+def test_missing_directory_says_that_nothing_is_downloaded():
+    refused(Path("meta-llama/Llama-3.1-8B"), "meta-llama/Llama-3.1-8B", "not downloaded")
+
+
+def test_missing_config(single: Path):
+    (single / "config.json").unlink()
+    refused(single, "config.json")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
+def test_malformed_config(single: Path, text: str):
+    (single / "config.json").write_text(text)
+    refused(single, "config.json", "JSON")
+
+
+def test_no_weights_at_all(single: Path):
+    (single / SINGLE).unlink()
+    refused(single, SINGLE, INDEX)
+
+
+def test_pickles_are_refused_by_name(single: Path):
+    (single / SINGLE).rename(single / "pytorch_model.bin")
+    refused(single, "pytorch_model.bin", "pickle", "safetensors")
+
+
+def test_missing_tensor(single: Path):
+    edit_tensors(single, **{TENSOR: None})
+    refused(single, SINGLE, TENSOR, "missing")
+
+
+def test_missing_head_where_embeddings_are_not_tied(single: Path):
+    edit_tensors(single, **{"lm_head.weight": None})
+    refused(single, SINGLE, "lm_head.weight")
+
+
+def test_misshaped_tensor_names_both_shapes(single: Path):
+    edit_tensors(single, **{TENSOR: np.zeros((48, 87), np.float32)})
+    refused(single, SINGLE, TENSOR, "[48, 87]", "[48, 88]")
+
+
+def test_tensor_of_an_unsupported_dtype(single: Path):
+    edit_tensors(single, **{TENSOR: np.zeros((48, 88), np.int8)})
+    refused(single, SINGLE, TENSOR, "I8", "BF16")
+
+
+def test_truncated_file_names_the_tensor_that_is_cut(single: Path):
+    file = single / SINGLE
+    file.write_bytes(file.read_bytes()[:-10])
+    entries = json.loads(file.read_bytes()[8:].split(b"}}", 1)[0] + b"}}")
+    last = max((name for name in entries if name != "__metadata__"), key=lambda n: entries[n]["data_offsets"][1])
+    refused(single, SINGLE, last, "truncated")
+
+
+@pytest.mark.parametrize("size", [0, 5, 100])
+def test_file_cut_in_its_header(single: Path, size: int):
+    (single / SINGLE).write_bytes((single / SINGLE).read_bytes()[:size])
+    refused(single, SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (b"{", ["JSON"]),
+        (b"[]", ["JSON object"]),
+        (b'{"model.embed_tokens.weight": 3}', ["model.embed_tokens.weight", "malformed"]),
+        (b'{"model.embed_tokens.weight": {"dtype": "F32"}}', ["model.embed_tokens.weight", "malformed"]),
+        (b'{"model.embed_tokens.weight": {"dtype": [], "shape": [], "data_offsets": [0, 0]}}', ["malformed"]),
+    ],
+)
+def test_malformed_header(single: Path, header: bytes, words: list[str]):
+    (single / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(single, SINGLE, *words)
+
+
+@pytest.mark.parametrize("offsets", [[-8, 4], [0, 4], [4, 0]])
+def test_byte_range_that_does_not_fit_the_shape(single: Path, offsets: list[int]):
+    names = golden("llama2").tensors
+    header = {n: {"dtype": "F32", "shape": s, "data_offsets": offsets} for n, s in names.items()}
+    data = json.dumps(header).encode()
+    (single / SINGLE).write_bytes(len(data).to_bytes(8, "little") + data + bytes(10_000))
+    refused(single, SINGLE, "model.embed_tokens.weight", "byte range")
+
+
+def test_missing_shard_names_the_file_and_a_tensor(sharded: Path):
+    (sharded / "model-00002-of-00003.safetensors").unlink()
+    refused(sharded, "model-00002-of-00003.safetensors", "missing", "tensor ")
+
+
+def test_tensor_missing_from_its_shard(sharded: Path):
+    index = json.loads((sharded / INDEX).read_text())
+    other = next(file for file in index["weight_map"].values() if file != index["weight_map"][TENSOR])
+    index["weight_map"][TENSOR] = other
+    (sharded / INDEX).write_text(json.dumps(index))
+    refused(sharded, other, TENSOR, "missing")
+
+
+def test_tensor_missing_from_the_index(sharded: Path):
+    index = json.loads((sharded / INDEX).read_text())
+    del index["weight_map"][TENSOR]
+    (sharded / INDEX).write_text(json.dumps(index))
+    refused(sharded, INDEX, TENSOR, "missing")
+
+
+@pytest.mark.parametrize("form", ["../single/{}", "{parent}/{}", "./{}", "", 7, None, "pytorch_model.bin"])
+def test_file_names_that_leave_the_directory_are_refused(single: Path, tmp_path: Path, form):
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    shutil.copy(single / "config.json", evil)
+    shutil.copy(single / SINGLE, evil)
+    name = form.format(SINGLE, parent=single) if isinstance(form, str) else form
+    index = {"weight_map": dict.fromkeys(golden("llama2").tensors, name)}
+    (evil / INDEX).write_text(json.dumps(index))
+    refused(evil, INDEX, "tensor ", repr(name))
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": []}])
+def test_index_without_a_map(sharded: Path, index: dict):
+    (sharded / INDEX).write_text(json.dumps(index))
+    refused(sharded, INDEX, "weight_map")
+
+
+def test_unreadable_generation_config(single: Path):
+    (single / "generation_config.json").write_text("not json")
+    refused(single, "generation_config.json")
