@@ -25,8 +25,8 @@ struct Tile {
   const int32_t* pages;
 };
 
-// The first position that the tile's first token sees.
-inline int64_t first_position(const Attention& a, const Tile& t) {
+// The first position that the tile's first token sees.  Static: see the rule on inline functions in attention.cc.
+static inline int64_t first_position(const Attention& a, const Tile& t) {
   return t.start + 1 > a.window ? t.start + 1 - a.window : 0;
 }
 
