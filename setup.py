@@ -7,7 +7,6 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-MODEL_FILES = {".json", ".safetensors", ".jinja", ".md"}  # not the training script
 
 
 class BuildPy(build_py):
@@ -30,7 +29,7 @@ class BuildPy(build_py):
             str(target / config.parent.name / file.name): file
             for config in sorted((ROOT / "checkpoints").glob("*/config.json"))
             for file in sorted(config.parent.iterdir())
-            if file.suffix in MODEL_FILES
+            if file.is_file()
         }
 
 
