@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+_ROWS_BY_GROUP = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
 MIN_BLOCK, MAX_BLOCK = 8, 128  # rows multiplied at once on CPU
 
 
@@ -20,7 +23,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
 
 
 def _ragged(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return lax.ragged_dot(x, w.swapaxes(1, 2), group_sizes, preferred_element_type=jnp.float32).astype(x.dtype)
+    return lax.ragged_dot_general(x, w, group_sizes, _ROWS_BY_GROUP, preferred_element_type=jnp.float32)
 
 
 def _by_blocks(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -47,7 +50,7 @@ def _by_blocks(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(y, out, starts[i], 0)
 
     y = lax.fori_loop(0, ends[-1], step, jnp.zeros((rows + block, w.shape[1]), jnp.float32))
-    return y[:rows].astype(x.dtype)
+    return y[:rows]
 
 
 def _power_of_two(n: int) -> int:
