@@ -17,7 +17,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.telemetry import EngineMetrics, Snapshot
+from jaxserve.telemetry import EngineMetrics, Snapshot, combine
 
 log = logging.getLogger(__name__)
 
@@ -226,8 +226,8 @@ class AsyncEngine:
             return await stream.next()
 
     def snapshot(self) -> Snapshot:
-        """The first instance's state after its latest step."""
-        return self._threads[0].steps.core.snapshot
+        """The instances' states after their latest steps, added up."""
+        return combine([thread.steps.core.snapshot for thread in self._threads])
 
     def check_health(self) -> None:
         """Raises EngineFailed when a loop has died or makes no progress although it has work."""

@@ -3,6 +3,7 @@ come out. No device, no clock, no thread: time is an argument.
 """
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,16 +33,21 @@ class EngineCore:
         salt: str = "",
         seed: int = 0,
         static: Snapshot,
+        number: int = 0,
     ):
-        """`salt` names the plan in the prefix cache; `static` holds the snapshot fields that do not change by step."""
+        """`number` tells instances apart, `salt` names the plan in the prefix cache, and `static` holds the snapshot's
+        fields that do not change by step.
+        """
         self.scheduler = scheduler
         self.info = info
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
+        self.number = number
         self.static = static
         self.snapshot = static
+        metrics.set_snapshot(static, number)
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}
         self._steps = 0
@@ -290,20 +296,16 @@ class EngineCore:
             self.metrics.preempted(preemptions)
             self.metrics.prefix_cache(queries, hits)
             self._reported = totals
-        self.snapshot = Snapshot(
+        self.snapshot = replace(
+            self.static,
             time=now,
             steps=self._steps,
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.waiting_tokens,
-            kv_pages_total=pages.capacity,
             kv_pages_used=pages.used,
-            plan_version=self.static.plan_version,
-            layers_by_precision=self.static.layers_by_precision,
-            weight_bytes=self.static.weight_bytes,
-            kv_bytes=self.static.kv_bytes,
         )
-        self.metrics.set_snapshot(self.snapshot)
+        self.metrics.set_snapshot(self.snapshot, self.number)
 
     def _record_end(self, state: RequestState, reason: FinishReason, now: float) -> None:
         state.finished_at = now

@@ -37,8 +37,8 @@ class Buckets:
 
     @cached_property
     def mixed_decodes(self) -> tuple[int, ...]:
-        """Beside a tile of prefill, unused decode rows cost little: two sizes are enough."""
-        return tuple(sorted({0, at_least(self.decodes, max(self.max_num_seqs // 4, 1)), self.max_num_seqs}))
+        """None, or all: beside a tile of prefill, unused decode rows cost little."""
+        return (0, self.max_num_seqs)
 
     @cached_property
     def tiles(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.core.request import FinishReason
 from jaxserve.telemetry.histogram import Histogram, one_two_five
-from jaxserve.telemetry.snapshot import Snapshot
+from jaxserve.telemetry.snapshot import Snapshot, combine
 
 PREFIX = "jaxserve_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -65,7 +65,7 @@ class EngineMetrics(Collector):
 
     def __init__(self, model_name: str):
         self.model_name = model_name
-        self._snapshot = Snapshot()
+        self._snapshots: dict[int, Snapshot] = {0: Snapshot()}
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._labelled: dict[str, dict[tuple[str, ...], int]] = {name: {} for name in LABELLED_COUNTERS}
@@ -81,9 +81,9 @@ class EngineMetrics(Collector):
 
     # what the engine calls
 
-    def set_snapshot(self, snapshot: Snapshot) -> None:
-        """Mutates: the gauges follow this snapshot."""
-        self._snapshot = snapshot
+    def set_snapshot(self, snapshot: Snapshot, instance: int = 0) -> None:
+        """Mutates: the gauges follow the latest snapshots of all instances."""
+        self._snapshots[instance] = snapshot
 
     def prompt_tokens(self, count: int) -> None:
         """Mutates: counts prompt tokens of a request whose prompt is complete."""
@@ -175,7 +175,7 @@ class EngineMetrics(Collector):
             values[labels] = values.get(labels, 0) + 1
 
     def _collect_gauges(self) -> Iterator[Metric]:
-        snapshot = self._snapshot
+        snapshot = combine(list(self._snapshots.values()))
         values = {
             "num_requests_running": snapshot.num_running,
             "num_requests_waiting": snapshot.num_waiting,

@@ -1,6 +1,7 @@
 """Snapshot: the state of one engine between two steps, as policies, health checks and metrics see it."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -24,3 +25,25 @@ class Snapshot:
     def kv_usage(self) -> float:
         """Share of the KV pages held by sequences, from 0 to 1."""
         return self.kv_pages_used / self.kv_pages_total if self.kv_pages_total else 0.0
+
+
+def combine(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """The state of several instances as one: sums, and the latest time and plan."""
+    if len(snapshots) == 1:
+        return snapshots[0]
+    layers: Counter[str] = Counter()
+    for snapshot in snapshots:
+        layers.update(snapshot.layers_by_precision)
+    return Snapshot(
+        time=max(s.time for s in snapshots),
+        steps=sum(s.steps for s in snapshots),
+        num_running=sum(s.num_running for s in snapshots),
+        num_waiting=sum(s.num_waiting for s in snapshots),
+        waiting_tokens=sum(s.waiting_tokens for s in snapshots),
+        kv_pages_total=sum(s.kv_pages_total for s in snapshots),
+        kv_pages_used=sum(s.kv_pages_used for s in snapshots),
+        plan_version=max(s.plan_version for s in snapshots),
+        layers_by_precision=layers,
+        weight_bytes=sum(s.weight_bytes for s in snapshots),
+        kv_bytes=sum(s.kv_bytes for s in snapshots),
+    )

@@ -1,0 +1,200 @@
+"""From an `EngineConfig` to numbers: everything that follows from the user's wishes, the checkpoint and the machine,
+decided before any memory is taken.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+
+from jaxserve.bundled import bundled_model_path
+from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.control import Ledger, Plan, static_plan
+from jaxserve.core.config import EngineConfig, ModelConfig
+from jaxserve.core.errors import ConfigError, MemoryBudgetError
+from jaxserve.engine.client import ModelInfo
+from jaxserve.executor.buckets import Buckets
+from jaxserve.executor.memory import StageMemory, stage_memory
+from jaxserve.hardware import device_memory, host_memory, resident_bytes
+from jaxserve.parallel.padding import physical_config
+
+log = logging.getLogger(__name__)
+
+EXECUTABLES = 400_000_000  # bytes of compiled code and of XLA's own structures on the host, measured after warm-up
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
+
+
+@dataclass(frozen=True)
+class PlatformDefaults:
+    """What is chosen where the user leaves it open."""
+
+    max_num_seqs: int
+    prefill_tokens: int  # of a step, beside the decodes
+    tile: int  # tokens of a prefill tile; a prompt is padded to whole tiles
+    min_rows: int  # of a product; fewer are padded
+    memory_fraction: float  # of what is available on the host, or of the device's memory
+
+
+PLATFORMS = {
+    "cpu": PlatformDefaults(32, 512, 32, 4, 0.5),  # products of fewer than 4 rows are ten times slower
+    "gpu": PlatformDefaults(256, 2048, 64, 1, 0.9),
+    "tpu": PlatformDefaults(256, 2048, 64, 8, 0.9),
+}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration with nothing left open. The ledger is that of the fullest device."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    physical: ModelConfig  # padded for the degree of tensor parallelism
+    plan: Plan
+    buckets: Buckets
+    ledger: Ledger
+    info: ModelInfo
+    stages: tuple[StageMemory, ...]
+    devices: tuple[jax.Device, ...]
+
+
+def resolve(config: EngineConfig) -> Resolved:
+    """Decides everything; of the checkpoint it reads only the configuration and the tensors' headers.
+
+    Raises `ConfigError`, `CheckpointError` or `MemoryBudgetError`.
+    """
+    _check(config)
+    path = Path(config.model) if config.model is not None else bundled_model_path()
+    checkpoint = open_checkpoint(path, load_format=config.load_format, dtype=config.dtype)
+    devices = tuple(jax.devices())
+    model, platform = checkpoint.config, devices[0].platform
+    if platform not in PLATFORMS:
+        raise ConfigError(f"platform {platform!r} is not supported; supported: {', '.join(PLATFORMS)}")
+    degrees = {"tp": config.tp, "pp": config.pp, "dp": config.dp}
+    plan = static_plan(model.num_layers, precision=model.dtype, kv_pages=0, devices=len(devices), **degrees)
+    physical = physical_config(model, config.tp)
+    wanted_len = _wanted_len(config, model)
+    buckets = _buckets(config, platform, wanted_len)
+    top = max(config.max_logprobs, 1)
+    stages = tuple(stage_memory(physical, s, buckets, config.page_size, top) for s in plan.instances[0].stages)
+    ledger = _ledger(config, devices)
+    pages, max_len = _fill(ledger, config, stages, wanted_len, buckets.max_num_seqs)
+    info = _info(config, checkpoint, path, max_len)
+    plan = _with_pages(plan, pages)
+    return Resolved(config, checkpoint, physical, plan, buckets, ledger, info, stages, devices)
+
+
+def _check(config: EngineConfig) -> None:
+    """Raises `ConfigError` for numbers that mean nothing."""
+    for name in ("max_num_seqs", "page_size", "kv_pages", "max_queued_requests", "max_queued_tokens", "memory_gb"):
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} is {value}, it must be above 0")
+
+
+def _wanted_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of the longest sequence that is asked for."""
+    if config.max_model_len is None:
+        return model.max_position
+    if not 1 < config.max_model_len <= model.max_position:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, it must be from 2 to the model's {model.max_position} positions"
+        )
+    return config.max_model_len
+
+
+def _buckets(config: EngineConfig, platform: str, wanted_len: int) -> Buckets:
+    defaults = PLATFORMS[platform]
+    seqs = config.max_num_seqs or defaults.max_num_seqs
+    prefill = defaults.prefill_tokens
+    if config.max_num_batched_tokens is not None:
+        prefill = config.max_num_batched_tokens - seqs
+    if prefill < defaults.tile:
+        raise ConfigError(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}, it must be at least max_num_seqs + "
+            f"{defaults.tile} = {seqs + defaults.tile}"
+        )
+    width = -(-wanted_len // config.page_size)
+    widths = (width,) if platform == "cpu" else _width_buckets(width)
+    return Buckets(seqs, prefill // defaults.tile, defaults.tile, min(defaults.min_rows, seqs), widths)
+
+
+def _width_buckets(width: int) -> tuple[int, ...]:
+    """Page-table widths on platforms whose attention reads the whole table: 64 pages, then times 4."""
+    widths, size = [], 64
+    while size < width:
+        widths.append(size)
+        size *= 4
+    return (*widths, width)
+
+
+def _ledger(config: EngineConfig, devices: tuple[jax.Device, ...]) -> Ledger:
+    """The memory of one device. Virtual CPU devices share the host's, and the process itself counts there."""
+    platform = devices[0].platform
+    used = config.tp * config.pp * config.dp
+    memory = device_memory(devices[0]) if platform != "cpu" else None
+    if config.memory_gb is not None:
+        budget = int(config.memory_gb * 1e9)
+    else:
+        budget = int((memory or host_memory()) * PLATFORMS[platform].memory_fraction)
+    if platform != "cpu":
+        return Ledger(budget)
+    ledger = Ledger(budget // used)
+    ledger.reserve("runtime", (resident_bytes() + EXECUTABLES) // used)
+    return ledger
+
+
+def _fill(
+    ledger: Ledger, config: EngineConfig, stages: tuple[StageMemory, ...], wanted_len: int, seqs: int
+) -> tuple[int, int]:
+    """Enters the stage that leaves room for the fewest pages; returns how many there are, the null page included, and
+    the longest sequence they hold. Mutates `ledger`.
+    """
+    size = config.page_size
+    fullest = min(stages, key=lambda s: (ledger.free - s.weights - s.workspace) / s.page)
+    least = 2 if config.max_model_len is None else -(-config.max_model_len // size) + 1
+    needs = {"weights": fullest.weights, "workspace": fullest.workspace, "KV pages": least * fullest.page}
+    if sum(needs.values()) > ledger.free:
+        parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in (ledger.entries | needs).items())
+        raise MemoryBudgetError(
+            f"the memory budget is {ledger.budget / 1e9:.3f} GB per device, at least "
+            f"{(ledger.used + sum(needs.values())) / 1e9:.3f} GB are needed: {parts} "
+            "(memory_gb, max_model_len, max_num_seqs)"
+        )
+    ledger.reserve("weights", fullest.weights)
+    ledger.reserve("workspace", fullest.workspace)
+    useful = seqs * -(-wanted_len // size) + 1
+    pages = min(ledger.free // fullest.page, useful) if config.kv_pages is None else config.kv_pages + 1
+    ledger.reserve("kv", pages * fullest.page)
+    max_len = min(wanted_len, (pages - 1) * size)
+    if config.max_model_len is not None and max_len < wanted_len:
+        raise ConfigError(f"{pages - 1} KV pages of {size} tokens hold {max_len} tokens, max_model_len is {wanted_len}")
+    if max_len < wanted_len:
+        log.warning("max_model_len is lowered from %d to the %d tokens that the memory holds", wanted_len, max_len)
+    return pages, max_len
+
+
+def _with_pages(plan: Plan, pages: int) -> Plan:
+    instances = tuple(
+        replace(instance, stages=tuple(replace(stage, kv_pages=pages) for stage in instance.stages))
+        for instance in plan.instances
+    )
+    return replace(plan, instances=instances)
+
+
+def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, max_len: int) -> ModelInfo:
+    model, generation = checkpoint.config, checkpoint.generation
+    return ModelInfo(
+        name=path.resolve().name,
+        max_model_len=max_len,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        created=int(time.time()),
+        max_n=config.max_n,
+        max_logprobs=min(config.max_logprobs, model.vocab_size),
+        max_stop_strings=config.max_stop_strings,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        default_sampling={name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None},
+    )

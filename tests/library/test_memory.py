@@ -1,0 +1,94 @@
+"""The memory budget: what follows from it, and what it refuses."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve import LLM, ConfigError, EngineConfig, MemoryBudgetError
+from jaxserve.factory import build
+from jaxserve.resolution import resolve
+
+OPTIONS = {"load_format": "dummy", "max_num_seqs": 8}
+
+
+def test_pages_follow_from_the_budget(tiny_model: Path) -> None:
+    roomy = resolve(EngineConfig(model=tiny_model, memory_gb=4, **OPTIONS))
+    assert roomy.ledger.used <= roomy.ledger.budget
+    assert roomy.plan.instances[0].stages[0].kv_pages == 8 * 256 // 16 + 1  # all that eight sequences can use
+    fixed = roomy.ledger.used - roomy.ledger.entries["kv"]
+    page = roomy.stages[0].page
+    tight = resolve(EngineConfig(model=tiny_model, memory_gb=(fixed + 40.5 * page) / 1e9 + 0.05, **OPTIONS))
+    assert tight.ledger.used <= tight.ledger.budget
+
+
+def test_the_ledger_counts_what_is_really_there(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, **OPTIONS))
+    executor, entries = built.instances[0].executor, built.resolved.ledger.entries
+    leaves = {id(leaf): leaf for row in executor.rows for leaf in row.leaves}.values()
+    assert entries["weights"] == sum(leaf.nbytes for leaf in leaves)
+    assert entries["kv"] == sum(pool.nbytes for pool in executor.pools)
+    built.close()
+
+
+def test_workspace_covers_the_compilers_temporaries(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, **OPTIONS))
+    executor = built.instances[0].executor
+    stage = executor._stages[0]
+    for shape in executor.buckets.all():
+        tokens, rows, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)
+        x = stage.embed.executable(tokens, executor.sampler.newest, *stage.embed.leaves)
+        layer = stage.layers[0].executable.lower(x, *context, executor.pools[0], *stage.layers[0].leaves).compile()
+        head = stage.head.executable.lower(x, rows, *stage.head.leaves).compile()
+        for compiled in (layer, head):
+            stats = compiled.memory_analysis()
+            fresh = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+            assert fresh <= built.resolved.ledger.entries["workspace"]
+    built.close()
+
+
+def test_pools_are_updated_in_place(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, **OPTIONS))
+    executor = built.instances[0].executor
+    stage, shape = executor._stages[0], executor.buckets.all()[0]
+    tokens, _, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)
+    x = stage.embed.executable(tokens, executor.sampler.newest, *stage.embed.leaves)
+    pool, temporaries = executor.pools[0], []
+    for pages in (pool.shape[0], 8 * pool.shape[0]):
+        larger = jax.ShapeDtypeStruct((pages, *pool.shape[1:]), pool.dtype, sharding=pool.sharding)
+        layer = stage.layers[0].executable.lower(x, *context, larger, *stage.layers[0].leaves).compile()
+        stats = layer.memory_analysis()
+        assert stats.alias_size_in_bytes >= pool.nbytes * pages // pool.shape[0]
+        temporaries.append(stats.temp_size_in_bytes)
+    assert temporaries[0] == temporaries[1]
+    built.close()
+
+
+def test_too_small_a_budget_says_how_much_is_needed(tiny_model: Path) -> None:
+    with pytest.raises(MemoryBudgetError) as caught:
+        LLM(tiny_model, memory_gb=0.1, **OPTIONS)
+    needed = float(re.search(r"at least ([0-9.]+) GB", str(caught.value)).group(1))
+    assert resolve(EngineConfig(model=tiny_model, memory_gb=needed + 0.05, **OPTIONS)).info.max_model_len >= 16
+
+
+def test_a_length_that_does_not_fit_is_lowered_unless_it_was_asked_for(tiny_model: Path) -> None:
+    resolved = resolve(EngineConfig(model=tiny_model, memory_gb=4, kv_pages=5, **OPTIONS))
+    assert resolved.info.max_model_len == 80
+    with pytest.raises(ConfigError, match="hold 80 tokens"):
+        resolve(EngineConfig(model=tiny_model, memory_gb=4, kv_pages=5, max_model_len=200, **OPTIONS))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 257}, "max_model_len is 257"),
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens is 8"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"memory_gb": -1}, "memory_gb is -1"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(tiny_model: Path, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineConfig(**({"model": tiny_model} | OPTIONS | options)))
