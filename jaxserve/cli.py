@@ -17,6 +17,7 @@ from jaxserve.core.errors import ConfigError, JaxserveError
 
 if TYPE_CHECKING:
     from jaxserve.core.request import RequestOutput
+    from jaxserve.core.sampling import SamplingParams
     from jaxserve.engine.client import EngineClient
     from jaxserve.llm import LLM
     from jaxserve.server.settings import ServerSettings
@@ -166,11 +167,8 @@ def generate(
     """Continue a text in the terminal, as it is generated."""
     sampling = _pick(locals(), SAMPLING)
     options = _pick(locals(), ENGINE)
-    with _told_errors(), _loaded(options) as llm:
-        from jaxserve.core.sampling import SamplingParams
-
-        text = sys.stdin.read() if prompt == "-" else prompt
-        _print_stream(llm.stream(text, SamplingParams(**sampling)))
+    with _told_errors(), _loaded(options, sampling) as (llm, params):
+        _print_stream(llm.stream(sys.stdin.read() if prompt == "-" else prompt, params))
 
 
 @app.command()
@@ -195,11 +193,8 @@ def chat(
     """Converse in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation."""
     sampling = _pick(locals(), SAMPLING)
     options = _pick(locals(), ENGINE)
-    with _told_errors(), _loaded(options) as llm:
-        from jaxserve.core.sampling import SamplingParams
-
-        params = SamplingParams(**sampling)
-        _converse(lambda messages: llm.stream_chat(messages, params), system)
+    with _told_errors(), _loaded(options, sampling) as (llm, params):
+        converse(lambda messages: llm.stream_chat(messages, params), system)
 
 
 def main() -> None:
@@ -229,15 +224,21 @@ def _told_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loaded(options: dict[str, Any]) -> Iterator["LLM"]:
-    """An LLM that is closed at the end."""
+def _loaded(options: dict[str, Any], sampling: dict[str, Any]) -> Iterator[tuple["LLM", "SamplingParams"]]:
+    """An LLM for one answer at a time, closed at the end, and how to sample.
+
+    It compiles what the first answer needs when it needs it: sooner than warming everything up.
+    """
+    from jaxserve.core.sampling import SamplingParams
+
+    params = SamplingParams(**sampling)  # a mistake in it is told before anything is loaded
     _configure_logging("warning", access=False)
     with console.status("loading the model"):
         from jaxserve.llm import LLM
 
-        llm = LLM(**options)
+        llm = LLM(**options, max_num_seqs=1, warmup=False)
     with llm:
-        yield llm
+        yield llm, params
 
 
 def _configure_logging(level: str, *, access: bool) -> None:
@@ -266,7 +267,8 @@ def _print_stream(outputs: Iterator["RequestOutput"]) -> str:
     return "".join(pieces)
 
 
-def _converse(answer: Callable[[Messages], Iterator["RequestOutput"]], system: str | None) -> None:
+def converse(answer: Callable[[Messages], Iterator["RequestOutput"]], system: str | None) -> None:
+    """Answers each line of standard input until it ends, with all that was said before."""
     messages: Messages = [] if system is None else [{"role": "system", "content": system}]
     while True:
         try:

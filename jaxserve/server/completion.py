@@ -91,7 +91,8 @@ class CompletionAnswer:
         }
         if answer.stop_reason is not None:
             choice["stop_reason"] = answer.stop_reason
-        offsets[index] = offset + sum(len(self.client.tokenizer.token(token)) for token in token_ids)
+        lengths = (len(self.client.tokenizer.token(token)) for token in token_ids)
+        offsets[index] = offset if self.body.logprobs is None else offset + sum(lengths)
         chunk = self._object([choice])
         if self.body.usage_at_end:
             chunk["usage"] = usage.as_dict() if self.body.usage_always else None

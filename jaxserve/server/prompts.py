@@ -1,46 +1,57 @@
-"""From a request's texts and messages to token ids; long texts are tokenized outside the event loop."""
+"""From a request's texts and messages to token ids; much text is tokenized outside the event loop."""
 
 import asyncio
+from collections.abc import Sequence
 
 from jaxserve.core.errors import PromptTooLong
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import check_prompt
 from jaxserve.server.schemas.chat import Conversation
 
-LONG_TEXT = 4096  # characters; shorter ones cost less than the way to another thread
+MUCH_TEXT = 4096  # characters; fewer cost less than the way to another thread
 
 
-async def encode(client: EngineClient, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The token ids of a text. Raises PromptTooLong, without tokenizing it, if it cannot fit."""
-    limit = client.info.max_model_len
-    most = client.tokenizer.max_characters(limit)
-    if len(text) > most:
-        raise PromptTooLong(
-            f"the prompt has {len(text)} characters, more than {limit} tokens (max_model_len) can have",
-            field="prompt",
-            value=len(text),
-            limit=most,
-        )
-    if len(text) <= LONG_TEXT:
-        return client.tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(client.tokenizer.encode, text, add_special_tokens)
+async def encode(client: EngineClient, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    """The token ids of texts. Raises PromptTooLong, without tokenizing, for one that cannot fit."""
+    tokenizer, limit = client.tokenizer, client.info.max_model_len
+    most = tokenizer.max_characters(limit)
+    for text in texts:
+        if len(text) > most:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters, more than {limit} tokens (max_model_len) can have",
+                field="prompt",
+                value=len(text),
+                limit=most,
+            )
+
+    def encode_all() -> list[list[int]]:
+        return [tokenizer.encode(text, add_special_tokens) for text in texts]
+
+    return encode_all() if sum(map(len, texts)) <= MUCH_TEXT else await asyncio.to_thread(encode_all)
 
 
-async def text_or_tokens(
-    client: EngineClient, prompt: str | tuple[int, ...], *, add_special_tokens: bool
-) -> TokensPrompt:
-    """A prompt for the engine, within the model's limits. Raises RequestError."""
-    if isinstance(prompt, str):
-        token_ids = tuple(await encode(client, prompt, add_special_tokens=add_special_tokens))
-        made = TokensPrompt(token_ids, prompt)
-    else:
-        made = TokensPrompt(prompt)
-    check_prompt(client.info, made.token_ids)
+async def tokens_prompts(
+    client: EngineClient, prompts: Sequence[str | tuple[int, ...]], *, add_special_tokens: bool
+) -> list[TokensPrompt]:
+    """Prompts for the engine, within the model's limits. Raises RequestError."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(await encode(client, texts, add_special_tokens=add_special_tokens) if texts else ())
+    made = [
+        TokensPrompt(tuple(next(encoded)), prompt) if isinstance(prompt, str) else TokensPrompt(prompt)
+        for prompt in prompts
+    ]
+    for prompt in made:
+        check_prompt(client.info, prompt.token_ids)
     return made
 
 
 async def conversation(client: EngineClient, body: Conversation, *, add_special_tokens: bool) -> TokensPrompt:
     """The prompt of a conversation, rendered by the model's chat template. Raises RequestError."""
+    text = render(client, body)
+    return (await tokens_prompts(client, [text], add_special_tokens=add_special_tokens))[0]
+
+
+def render(client: EngineClient, body: Conversation) -> str:
+    """The text of a conversation. Raises RequestError for what the chat template or the model cannot take."""
     messages = [message.as_dict() for message in body.messages]
-    text = client.tokenizer.apply_chat_template(messages, **body.template_variables())
-    return await text_or_tokens(client, text, add_special_tokens=add_special_tokens)
+    return client.tokenizer.apply_chat_template(messages, **body.template_variables())

@@ -13,48 +13,23 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.fake import END, byte_tokenizer
 from tests.server.process import server_process
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float32",
-}
 CHAT = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A folder with a configuration and a tokenizer, to be loaded with random weights."""
-    folder = tmp_path_factory.mktemp("tiny")
-    byte_tokenizer().save(folder / "tokenizer.json")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def arguments(model, tmp_path_factory):
+def arguments(random_model, tmp_path_factory):
     """The command, for a small machine, with a compile cache that its servers share."""
     options = {
         "port": 0,
         "load-format": "dummy",
-        "memory-gb": 0.5,
         "max-num-seqs": 4,
         "max-num-batched-tokens": 132,
         "compile-cache": tmp_path_factory.mktemp("cache"),
     }
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return ["-m", "jaxserve.cli", "serve", str(model), *given]
+    return ["-m", "jaxserve.cli", "serve", str(random_model), *given]
 
 
 @pytest.fixture(scope="module")

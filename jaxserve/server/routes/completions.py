@@ -9,7 +9,7 @@ from jaxserve.engine.limits import check_params
 from jaxserve.server.completion import CompletionAnswer
 from jaxserve.server.errors import json_response
 from jaxserve.server.generation import Job
-from jaxserve.server.prompts import text_or_tokens
+from jaxserve.server.prompts import tokens_prompts
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from jaxserve.server.schemas.prompts import parse_prompts
@@ -26,7 +26,7 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
     body.check()
     given = parse_prompts(body.prompt, "prompt", state.settings.max_prompts)
     _params(client, body, room=client.info.max_model_len)  # refuse wrong parameters before many prompts are tokenized
-    prompts = [await text_or_tokens(client, prompt, add_special_tokens=body.add_special_tokens) for prompt in given]
+    prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens)
     params = [_params_for(client, body, prompt) for prompt in prompts]
     job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "")
     answer = CompletionAnswer(client, job, body, model, state.timestamp())

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Response
 
 from jaxserve.core.errors import RequestError
 from jaxserve.server.errors import json_response
-from jaxserve.server.prompts import encode
+from jaxserve.server.prompts import encode, render
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.other import DetokenizeBody, TokenizeBody
 from jaxserve.server.state import State
@@ -19,13 +19,12 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
     state.check_model(body.model)
     body.check()
     if body.prompt is None:
-        messages = [message.as_dict() for message in body.messages]
-        text, special = client.tokenizer.apply_chat_template(messages, **body.template_variables()), False
+        text, special = render(client, body), False
     else:
         text, special = body.prompt, True
     if body.add_special_tokens is not None:
         special = body.add_special_tokens
-    tokens = await encode(client, text, add_special_tokens=special)
+    (tokens,) = await encode(client, [text], add_special_tokens=special)
     response = {"count": len(tokens), "max_model_len": client.info.max_model_len, "tokens": tokens}
     if body.return_token_strs:
         response["token_strs"] = [client.tokenizer.token(token) for token in tokens]
