@@ -39,17 +39,16 @@ def table(model: str, measured: dict[str, dict[str, float]], skipped: dict[str, 
         cells += [_cell(case, _reported(values, case), ours) for values in reported.values()]
         lines.append(_row(cells))
     lines += ["", *(f"{name}: skipped: {reason}" for name, reason in skipped.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def agreement(tokens: dict[str, list[int]]) -> str:
     """How many first tokens each engine shares with the first one: do they compute the same model?"""
     (reference, expected), *others = tokens.items() if tokens else [("", [])]
-    lines = [
-        f"first tokens equal to {reference}'s: {name} {sum(map(int.__eq__, found, expected))} of {len(expected)}"
+    return "".join(
+        f"first tokens equal to {reference}'s: {name} {sum(map(int.__eq__, found, expected))} of {len(expected)}\n"
         for name, found in others
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def _reported(values: tuple[float, ...], case: str) -> float | None:
