@@ -1,0 +1,66 @@
+"""The documentation names what is there, all of it and nothing else."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import typer
+
+from jaxserve import EngineConfig, SamplingParams
+from jaxserve.cli import app
+from jaxserve.telemetry import EngineMetrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVER = (ROOT / "docs" / "server.md").read_text()
+LIBRARY = (ROOT / "docs" / "library.md").read_text()
+
+
+def section(text: str, heading: str) -> str:
+    """What stands under a heading of the second level."""
+    return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def names_in_table(text: str) -> set[str]:
+    """The code in the first column of a table, without options' values and metrics' labels."""
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
+    code = [word for row in rows for word in re.findall(r"`([^`]+)`", row)]
+    return {re.sub(r"\{.*", "", word) for word in code}
+
+
+def bare(option: str) -> str:
+    """--x and --no-x are one option."""
+    return option.removeprefix("--").removeprefix("no-")
+
+
+def test_every_option_of_serve_is_documented():
+    serve = typer.main.get_command(app).commands["serve"]
+    known = {bare(name) for parameter in serve.params for name in parameter.opts if name.startswith("--")}
+    documented = {bare(name) for name in re.findall(r"(?<!\w)--[a-z][a-z-]+", section(SERVER, "Options"))}
+    assert documented | {"help"} == known | {"help"}
+
+
+def test_every_metric_is_documented():
+    exported = set(re.findall(r"# TYPE jaxserve_(\w+)", EngineMetrics("model").render().decode()))
+    assert names_in_table(section(SERVER, "Metrics")) == exported
+
+
+def test_every_option_of_the_library_is_documented():
+    documented = names_in_table(section(LIBRARY, "LLM(model=None, **options)"))
+    assert documented == {field.name for field in fields(EngineConfig)} - {"model"}
+
+
+def test_every_sampling_parameter_is_documented():
+    documented = names_in_table(section(LIBRARY, "SamplingParams"))
+    assert documented == {field.name for field in fields(SamplingParams)}
+
+
+def test_every_package_is_in_the_structure():
+    packages = {path.name for path in (ROOT / "jaxserve").iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    text = section((ROOT / "docs" / "structure.md").read_text(), "Packages")
+    assert {name.removesuffix("/") for name in names_in_table(text) if name.endswith("/")} == packages
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
