@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve._version import __version__
 
 if TYPE_CHECKING:
+    from jaxserve.async_llm import AsyncLLM
     from jaxserve.core.config import EngineConfig
     from jaxserve.core.errors import (
         CheckpointError,
@@ -23,12 +24,11 @@ if TYPE_CHECKING:
     )
     from jaxserve.core.request import CompletionOutput, RequestOutput
     from jaxserve.core.sampling import SamplingParams
-    from jaxserve.engine.async_engine import AsyncEngine
     from jaxserve.llm import LLM
 
 __all__ = [
     "LLM",
-    "AsyncEngine",
+    "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
@@ -47,7 +47,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "jaxserve.llm",
-    "AsyncEngine": "jaxserve.engine.async_engine",
+    "AsyncLLM": "jaxserve.async_llm",
     "EngineConfig": "jaxserve.core.config",
     "SamplingParams": "jaxserve.core.sampling",
     "CompletionOutput": "jaxserve.core.request",

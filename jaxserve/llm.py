@@ -13,12 +13,12 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineStopped, RequestError
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.engine.client import Prompt, TextPrompt, TokensPrompt
+from jaxserve.engine.client import Prompt, TextPrompt
 from jaxserve.engine.outputs import merge
+from jaxserve.engine.prompts import PromptLike, as_prompt, as_prompts
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.factory import build_engine
 
-PromptLike = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
@@ -50,7 +50,7 @@ class LLM:
         A prompt is a text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}. `params` is one for
         all prompts or one for each. Raises `RequestError` naming what is wrong; then nothing keeps running.
         """
-        requests = self._pair(_as_prompts(prompts), params)
+        requests = self._pair(as_prompts(prompts), params)
         return self._run(requests, use_tqdm)
 
     def chat(
@@ -67,7 +67,7 @@ class LLM:
 
     def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yields what is new of one prompt's answers, token by token. Leaving the loop early aborts the request."""
-        return self._stream(_as_prompt(prompt), params or SamplingParams())
+        return self._stream(as_prompt(prompt), params or SamplingParams())
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
@@ -78,7 +78,7 @@ class LLM:
     def embed(self, prompts: PromptLike | Sequence[PromptLike], use_tqdm: bool = True) -> list[np.ndarray]:
         """The pooled last hidden state of each prompt, float32[hidden_size], of unit length."""
         params = SamplingParams(max_tokens=1, detokenize=False)
-        requests = [(prompt, params) for prompt in _as_prompts(prompts)]
+        requests = [(prompt, params) for prompt in as_prompts(prompts)]
         return [output.embedding for output in self._run(requests, use_tqdm, embed=True)]
 
     # -- what it is
@@ -123,9 +123,7 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [(prompt, params or SamplingParams()) for prompt in prompts]
         if len(params) != len(prompts):
-            raise RequestError(
-                f"there are {len(prompts)} prompts and {len(params)} params", field="params"
-            )
+            raise RequestError(f"there are {len(prompts)} prompts and {len(params)} params", field="params")
         return list(zip(prompts, params, strict=True))
 
     def _run(
@@ -180,22 +178,3 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineStopped("this LLM has been closed")
-
-
-def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
-    """One prompt or many, as the engine takes them."""
-    single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
-    return [_as_prompt(prompt) for prompt in ([prompts] if single else prompts)]
-
-
-def _as_prompt(prompt: Any) -> Prompt:
-    match prompt:
-        case str():
-            return TextPrompt(prompt)
-        case {"prompt_token_ids": token_ids}:
-            return TokensPrompt(tuple(int(token) for token in token_ids), prompt.get("prompt"))
-        case {"prompt": str() as text}:
-            return TextPrompt(text)
-        case Mapping():
-            raise RequestError("a prompt mapping needs 'prompt' or 'prompt_token_ids'", field="prompt", value=prompt)
-    return TokensPrompt(tuple(int(token) for token in prompt))

@@ -2,7 +2,9 @@
 decided before any memory is taken.
 """
 
+import contextlib
 import logging
+import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from jaxserve.parallel.padding import physical_config
 
 log = logging.getLogger(__name__)
 
+VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
 EXECUTABLES = 400_000_000  # bytes of compiled code and of XLA's own structures on the host, measured after warm-up
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
@@ -67,7 +70,7 @@ def resolve(config: EngineConfig) -> Resolved:
     _check(config)
     path = Path(config.model) if config.model is not None else bundled_model_path()
     checkpoint = open_checkpoint(path, load_format=config.load_format, dtype=config.dtype)
-    devices = tuple(jax.devices())
+    devices = _devices(config.tp * config.pp * config.dp)
     model, platform = checkpoint.config, devices[0].platform
     if platform not in PLATFORMS:
         raise ConfigError(f"platform {platform!r} is not supported; supported: {', '.join(PLATFORMS)}")
@@ -91,6 +94,14 @@ def _check(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{name} is {value}, it must be above 0")
+
+
+def _devices(wanted: int) -> tuple[jax.Device, ...]:
+    """The machine's devices; on CPU, if JAX has not started yet, as many virtual ones as are wanted."""
+    if wanted > 1 and VIRTUAL_DEVICES not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX has started: its devices are what they are
+            jax.config.update("jax_num_cpu_devices", wanted)
+    return tuple(jax.devices())
 
 
 def _wanted_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxserve import AsyncLLM
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineFailed, EngineStopped, PromptTooLong, QueueFull
 from jaxserve.core.sampling import SamplingParams
@@ -191,5 +192,18 @@ def test_instances_share_the_load(tiny_model: Path, reference: Reference) -> Non
         assert answers == [reference.greedy(list(p.token_ids), 10) for p in prompts]
         assert all(thread.steps.core.snapshot.steps > 0 for thread in engine._threads)
         await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_async_llm_is_the_same_for_a_program(tiny_model: Path, reference: Reference) -> None:
+    p = list(range(5, 30))
+
+    async def main() -> None:
+        async with AsyncLLM(tiny_model, **OPTIONS) as llm:
+            greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+            tokens = [token async for o in llm.stream(p, greedy) for a in o.outputs for token in a.token_ids]
+            assert tuple(tokens) == reference.greedy(p, 6)
+            assert (await llm.embed(p)).shape == (64,)
 
     asyncio.run(main())

@@ -1,0 +1,63 @@
+"""AsyncLLM: the library for asyncio programs. The engine steps in a thread of its own."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import RequestOutput
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.engine.client import TextPrompt
+from jaxserve.engine.prompts import PromptLike, as_prompt
+from jaxserve.factory import build_async_engine
+
+
+class AsyncLLM:
+    """A model that many tasks may ask at once. Use it as an asynchronous context manager, or await `close`."""
+
+    def __init__(self, model: str | Path | None = None, **options: Any):
+        """As `LLM`: `model` is a directory in Hugging Face layout, `options` are the fields of `EngineConfig`."""
+        self._engine = build_async_engine(EngineConfig(model=model, **options))
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine behind it: metrics, health, draining."""
+        return self._engine
+
+    def stream(
+        self, prompt: PromptLike, params: SamplingParams | None = None, **request: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields what is new of the prompt's answers; closing the generator aborts the request.
+
+        `request` may hold request_id, priority (smaller goes first) and salt (of the prefix cache).
+        """
+        return self._engine.generate(as_prompt(prompt), params or SamplingParams(), **request)
+
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **request: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `stream`, for a conversation written out by the model's chat template."""
+        text = self._engine.tokenizer.apply_chat_template(list(messages))
+        prompt = TextPrompt(text, add_special_tokens=False)
+        return self._engine.generate(prompt, params or SamplingParams(), **request)
+
+    async def embed(self, prompt: PromptLike) -> np.ndarray:
+        """The pooled last hidden state of a prompt, float32[hidden_size], of unit length."""
+        output = await self._engine.embed(as_prompt(prompt))
+        return np.asarray(output.embedding)
+
+    async def close(self) -> None:
+        """Ends what is running and frees everything. Idempotent."""
+        await self._engine.shutdown()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
