@@ -1,8 +1,8 @@
 """Layers shared by every family: norm, attention, feed-forward, and the three kinds of block built of them.
 
 Axes: T tokens, R rows, E hidden, K kv heads, G query heads per kv head, D head_dim, I intermediate, V vocabulary.
-Parameters are stored [out, in]; each names its logical axes in its metadata `axes`, first the one that tensor
-parallelism splits. Activations have the dtype of the parameters; norms and rotations are computed in float32.
+Parameters are stored [outputs..., inputs...] and name their logical axes in their metadata `axes`; the axis that tensor
+parallelism splits comes first among the outputs or first among the inputs. Activations have the dtype of the parameters; norms and rotations are computed in float32.
 """
 
 from collections.abc import Callable
