@@ -2,7 +2,8 @@
 
 Axes: T tokens, R rows, E hidden, K kv heads, G query heads per kv head, D head_dim, I intermediate, V vocabulary.
 Parameters are stored [outputs..., inputs...] and name their logical axes in their metadata `axes`; the axis that tensor
-parallelism splits comes first among the outputs or first among the inputs. Activations have the dtype of the parameters; norms and rotations are computed in float32.
+parallelism splits comes first among the outputs or first among the inputs. Activations have the dtype of the
+parameters; norms and rotations are computed in float32.
 """
 
 from collections.abc import Callable
