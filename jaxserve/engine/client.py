@@ -71,6 +71,8 @@ class EngineClient(Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields what is new for one or more of the request's n answers, until `finished`.
 
+        The last item has `prompt_logprobs`, if asked for.
+
         Closing the generator, or cancelling the task that waits for it, aborts the request and frees its pages.
         Raises, before the first item: RequestError (a limit is broken), QueueFull, EngineStopped (draining or
         stopped). Raises, at any time: EngineFailed, EngineStopped (shut down before the end).

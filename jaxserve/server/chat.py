@@ -24,11 +24,11 @@ class ChatAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """The response of a request that does not stream."""
-        (answers,), (first,), usage = await self.job.collect(self.client)
+        (answers,), (last,), usage = await self.job.collect(self.client)
         response = self._object("chat.completion", [self._choice(answer) for answer in answers])
         response["usage"] = usage.as_dict()
-        if first.prompt_logprobs is not None:
-            response["prompt_logprobs"] = for_prompt(first.prompt_logprobs, self.client.tokenizer)
+        if last.prompt_logprobs is not None:
+            response["prompt_logprobs"] = for_prompt(last.prompt_logprobs, self.client.tokenizer)
         return response
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:

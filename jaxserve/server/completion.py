@@ -26,12 +26,12 @@ class CompletionAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """The response of a request that does not stream."""
-        by_prompt, first, usage = await self.job.collect(self.client)
+        by_prompt, last, usage = await self.job.collect(self.client)
         choices = []
         for prompt, answers in enumerate(by_prompt):
             best = sorted(answers, key=lambda answer: -answer.mean_logprob) if self.body.ranked else answers
             for i, answer in enumerate(best[: self.body.answers]):
-                choices.append(self._choice(prompt, i, answer, first[prompt]))
+                choices.append(self._choice(prompt, i, answer, last[prompt]))
         if self.body.scores_only:
             usage.completion_tokens = 0
         return {**self._object(choices), "usage": usage.as_dict()}
@@ -44,18 +44,18 @@ class CompletionAnswer:
                 usage.add((prompt, output))
                 for answer in output.outputs:
                     index = prompt * self.body.answers + answer.index
-                    echo = self.body.echo and index not in offsets
+                    echo = NO_TEXT if index in offsets else self._echo(prompt)
                     if echo or answer.text or answer.finish_reason or answer.logprobs:
-                        yield self._chunk(index, prompt, answer, output if echo else None, offsets, usage)
+                        yield self._chunk(index, echo, answer, offsets, usage)
         if self.body.usage_at_end:
             yield {**self._object([]), "usage": usage.as_dict()}
 
-    def _choice(self, prompt: int, i: int, answer: Answer, first: RequestOutput) -> dict[str, Any]:
+    def _choice(self, prompt: int, i: int, answer: Answer, last: RequestOutput) -> dict[str, Any]:
         if self.body.scores_only:
             answer = Answer(i, finish_reason="length")
         steps, token_ids = list[TokenLogprobs | None](answer.logprobs), answer.token_ids
         if self.body.echo:
-            steps = [*(first.prompt_logprobs or ()), *steps]
+            steps = [*(last.prompt_logprobs or ()), *steps]
             token_ids = [*self.job.prompts[prompt].token_ids, *token_ids]
         choice = {
             "index": prompt * self.body.answers + i,
@@ -64,35 +64,25 @@ class CompletionAnswer:
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
-        if self.body.prompt_logprobs is not None and first.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = for_prompt(first.prompt_logprobs, self.client.tokenizer)
+        if self.body.prompt_logprobs is not None and last.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = for_prompt(last.prompt_logprobs, self.client.tokenizer)
         return choice
 
     def _chunk(
-        self,
-        index: int,
-        prompt: int,
-        answer: CompletionOutput,
-        echoed: RequestOutput | None,
-        offsets: dict[int, int],
-        usage: Usage,
+        self, index: int, echo: str, answer: CompletionOutput, offsets: dict[int, int], usage: Usage
     ) -> dict[str, Any]:
-        """One event. `offsets`: where each choice's next token begins. Mutates it."""
-        steps, token_ids = list[TokenLogprobs | None](answer.logprobs or ()), answer.token_ids
-        if echoed is not None:
-            steps = [*(echoed.prompt_logprobs or ()), *steps]
-            token_ids = (*self.job.prompts[prompt].token_ids, *token_ids)
-        offset = offsets.get(index, 0)
+        """One event. `offsets`: where each choice's next token begins in its text. Mutates it."""
+        offset = offsets.setdefault(index, 0)
         choice = {
             "index": index,
-            "text": (self._echo(prompt) if echoed else NO_TEXT) + answer.text,
-            "logprobs": self._logprobs(steps, token_ids, offset),
+            "text": echo + answer.text,
+            "logprobs": self._logprobs(answer.logprobs or (), answer.token_ids, offset),
             "finish_reason": answer.finish_reason,
         }
         if answer.stop_reason is not None:
             choice["stop_reason"] = answer.stop_reason
-        lengths = (len(self.client.tokenizer.token(token)) for token in token_ids)
-        offsets[index] = offset if self.body.logprobs is None else offset + sum(lengths)
+        if self.body.logprobs is not None:
+            offsets[index] += sum(len(self.client.tokenizer.token(token)) for token in answer.token_ids)
         chunk = self._object([choice])
         if self.body.usage_at_end:
             chunk["usage"] = usage.as_dict() if self.body.usage_always else None

@@ -92,19 +92,18 @@ class Job:
                 yield 0, output
 
     async def collect(self, client: EngineClient) -> tuple[list[list[Answer]], list[RequestOutput], Usage]:
-        """Runs to the end: answers by prompt, each prompt's first output (it has the prompt's logprobs), and usage."""
+        """Runs to the end: answers by prompt, each prompt's last output (it has the prompt's logprobs), and usage."""
         answers = [[Answer(i) for i in range(params.n)] for params in self.params]
-        first: dict[int, RequestOutput] = {}
+        last: dict[int, RequestOutput] = {}
         usage = self.usage()
         async with contextlib.aclosing(self.run(client)) as deltas:
             async for delta in deltas:
                 prompt, output = delta
                 usage.add(delta)
-                if prompt not in first or output.prompt_logprobs is not None:
-                    first[prompt] = output
+                last[prompt] = output
                 for answer in output.outputs:
                     answers[prompt][answer.index].extend(answer)
-        return answers, [first[i] for i in range(len(self.prompts))], usage
+        return answers, [last[i] for i in range(len(self.prompts))], usage
 
     def _id(self, prompt: int) -> str:
         return self.id if len(self.prompts) == 1 else f"{self.id}-{prompt}"

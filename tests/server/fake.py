@@ -186,7 +186,7 @@ class FakeClient:
                 prompt.token_ids,
                 tuple(outputs),
                 finished=step == longest - 1,
-                prompt_logprobs=asked if step == 0 else None,
+                prompt_logprobs=asked if step == longest - 1 else None,
                 num_cached_tokens=1,
             )
 

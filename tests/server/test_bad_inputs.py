@@ -227,6 +227,7 @@ def test_longest_prompt_that_fits(http):
         {"max_tokens": 0},
         {"max_tokens": 0, "echo": True, "stream": True},
         {"prompt_logprobs": 1, "stream": True},
+        {"logprobs": 1, "echo": True, "stream": True},
     ],
     ids=str,
 )

@@ -127,6 +127,15 @@ def test_echo_scores_the_prompt(client):
     assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
 
 
+def test_echo_scores_a_prompt_of_several_chunks(client):
+    prompt = "".join(chr(33 + i % 90) for i in range(300))
+    for _ in range(2):  # the second time its pages are in the prefix cache
+        logprobs = complete(client, prompt, echo=True, logprobs=1, max_tokens=3).choices[0].logprobs
+        assert "".join(logprobs.tokens[:300]) == prompt
+        assert len(logprobs.token_logprobs) == 303
+        assert all(value < 0 for value in logprobs.token_logprobs[1:])
+
+
 def test_logit_bias_decides(client):
     token = 65
     answer = complete(client, logit_bias={str(token): 100}, max_tokens=4)

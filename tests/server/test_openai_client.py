@@ -177,19 +177,31 @@ def test_completion_of_several_prompts_streams(client):
     assert texts == {0: TEXT, 1: TEXT[1:], 2: TEXT, 3: TEXT[1:]}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_completion_echo_with_logprobs(client, stream):
-    answer = client.completions.create(model="fake", prompt="ab", max_tokens=3, echo=True, logprobs=2, stream=stream)
-    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
-    tokens = [token for choice in choices for token in choice.logprobs.tokens]
-    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
-    values = [value for choice in choices for value in choice.logprobs.token_logprobs]
-    assert "".join(choice.text for choice in choices) == "ab" + TEXT[:3]
-    assert tokens == list("ab" + TEXT[:3])
-    assert offsets == [0, 1, 2, 3, 4]
-    assert values[0] is None
-    assert all(value < 0 for value in values[1:])
-    assert all(len(top) == 2 for choice in choices for top in choice.logprobs.top_logprobs if top)
+def test_completion_echo_with_logprobs(client):
+    answer = client.completions.create(model="fake", prompt="ab", max_tokens=3, echo=True, logprobs=2)
+    choice = answer.choices[0]
+    assert choice.text == "ab" + TEXT[:3]
+    assert choice.logprobs.tokens == list("ab" + TEXT[:3])
+    assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+    assert choice.logprobs.token_logprobs[0] is choice.logprobs.top_logprobs[0] is None
+    assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
+    assert all(len(top) == 2 for top in choice.logprobs.top_logprobs[1:])
+
+
+def test_completion_logprobs_stream_as_they_come(client):
+    stream = client.completions.create(model="fake", prompt="ab", max_tokens=3, logprobs=2, stream=True)
+    logprobs = [chunk.choices[0].logprobs for chunk in stream]
+    assert [token for part in logprobs for token in part.tokens] == list(TEXT[:3])
+    assert [offset for part in logprobs for offset in part.text_offset] == [0, 1, 2]
+
+
+def test_completion_echo_streams_the_prompt_once(client):
+    stream = client.completions.create(model="fake", prompt=["ab", [67]], n=2, max_tokens=2, echo=True, stream=True)
+    texts = dict.fromkeys(range(4), "")
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    third = client.completions.create(model="fake", prompt=[67], max_tokens=1, echo=True).choices[0].text[:-1]
+    assert texts == {0: "abHe", 1: "abel", 2: third + "He", 3: third + "el"}
 
 
 def test_completion_scores_a_prompt_without_generating(client):

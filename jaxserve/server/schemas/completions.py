@@ -27,6 +27,8 @@ class CompletionBody(SamplingBody):
         self.check_stream()
         if self.suffix:
             raise RequestError("suffix is not supported: these models do not fill in the middle", field="suffix")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise RequestError("echo with logprobs cannot be streamed", field="echo", value=True)
         if self.best_of is None:
             return
         if self.best_of < self.answers:

@@ -1,0 +1,51 @@
+"""Whatever JSON comes in, the answer is 200 or a 4xx with an envelope, never a 500."""
+
+import json
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxserve.server.schemas.chat import ChatBody
+from jaxserve.server.schemas.completions import CompletionBody
+from jaxserve.server.schemas.other import DetokenizeBody, EmbeddingBody, TokenizeBody
+
+BODIES = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+VALID = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "prompt": "hi",
+    "input": "hi",
+    "tokens": [1, 2],
+    "max_tokens": 4,
+}
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+small = st.integers(-3, 40) | st.floats(-2, 3) | st.sampled_from(["", "stop", "user", "text", "auto", "base64"])
+values = st.recursive(
+    scalars | small,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text() | st.sampled_from(["type", "role", "content", "5", "text"]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_body_is_served_or_refused(http, path, data):
+    names = sorted(BODIES[path].model_fields)
+    changes = data.draw(st.dictionaries(st.sampled_from(names), values, max_size=3))
+    base = {
+        name: value for name, value in VALID.items() if name in names and not (name == "prompt" and path == "/tokenize")
+    }
+    body = json.dumps(base | changes)
+    answer = http.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400, 404), (body, answer.text)
+    if answer.status_code != 200:
+        assert answer.json()["error"]["message"]
