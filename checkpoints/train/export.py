@@ -21,7 +21,7 @@ def hf_tensors(config: ModelConfig, graph: nnx.GraphDef, params: nnx.State) -> d
     }
     for number in range(config.num_layers):
         layer, prefix = blocks[f"layers.{number}"], f"model.layers.{number}"
-        qkv, gate_up = layer.attention.qkv[...], layer.mlp.gate_up[...]
+        qkv, (gate, up) = layer.attention.qkv[...], layer.mlp.gate_up[0]
         tensors |= {
             f"{prefix}.input_layernorm.weight": layer.input_norm.weight[...],
             f"{prefix}.post_attention_layernorm.weight": layer.post_norm.weight[...],
@@ -29,8 +29,8 @@ def hf_tensors(config: ModelConfig, graph: nnx.GraphDef, params: nnx.State) -> d
             f"{prefix}.self_attn.k_proj.weight": qkv[:, -2].reshape(-1, config.hidden_size),
             f"{prefix}.self_attn.v_proj.weight": qkv[:, -1].reshape(-1, config.hidden_size),
             f"{prefix}.self_attn.o_proj.weight": layer.attention.o[...].reshape(config.hidden_size, -1),
-            f"{prefix}.mlp.gate_proj.weight": gate_up[:, 0],
-            f"{prefix}.mlp.up_proj.weight": gate_up[:, 1],
+            f"{prefix}.mlp.gate_proj.weight": gate,
+            f"{prefix}.mlp.up_proj.weight": up,
             f"{prefix}.mlp.down_proj.weight": layer.mlp.down[...],
         }
     return {

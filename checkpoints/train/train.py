@@ -39,7 +39,7 @@ PROGRESS_TOKENS = 32_768  # held-out tokens looked at during training; the last 
 MATRICES = {  # (input axes, output axes) of the layers' parameters; Muon treats every head as a matrix of its own
     "qkv": MuonDimensionNumbers(reduction_axis=3, output_axis=2),
     "o": MuonDimensionNumbers(reduction_axis=3, output_axis=0),
-    "gate_up": MuonDimensionNumbers(reduction_axis=2, output_axis=0),
+    "gate_up": MuonDimensionNumbers(reduction_axis=3, output_axis=2),
     "down": MuonDimensionNumbers(reduction_axis=1, output_axis=0),
 }
 

@@ -1,0 +1,210 @@
+"""The bundled model: complete and small, a tokenizer that loses nothing, and Python that can be recognised."""
+
+import ast
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, strategies as st
+
+from checkpoints.train.objective import build, token_losses
+from checkpoints.train.products import in_bfloat16
+from jaxserve.bundled import bundled_model_path
+from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.core.config import ModelConfig
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.models import block_ids, build_block
+from jaxserve.models.dense import forward
+
+MODEL = bundled_model_path()
+TRAIN = Path(__file__).parents[1] / "checkpoints" / "train" / "train.py"
+LENGTH = 160  # every sequence is padded to this, so that one compilation serves all
+MAX_BYTES = 20_000_000
+
+SNIPPET = '''\
+import os
+
+
+class Cache:
+    """Keep the results of a function in a directory."""
+
+    def __init__(self, path, maxsize=None):
+        self.path = path
+        self.maxsize = maxsize
+        self._lock = threading.Lock()
+
+    def get(self, key, default=None):
+        """Return the value for key, or default if there is none."""
+        filename = os.path.join(self.path, key)
+        try:
+            with open(filename, 'rb') as f:
+                return f.read()
+        except FileNotFoundError:
+            return default
+'''
+
+Logits = Callable[[list[int]], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(MODEL)
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(MODEL, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def logits(checkpoint: Checkpoint) -> Logits:
+    """Token ids, at most LENGTH -> logits float32 [tokens, V] of the dense forward pass."""
+    blocks = {block_id: load_block(checkpoint, block_id) for block_id in block_ids(checkpoint.config)}
+    run = jax.jit(lambda tokens: forward(checkpoint.config, blocks, tokens))
+    return lambda ids: np.asarray(run(jnp.asarray(ids + [0] * (LENGTH - len(ids)), jnp.int32)))[: len(ids)]
+
+
+def load_block(checkpoint: Checkpoint, block_id: str) -> nnx.Module:
+    config = checkpoint.config
+    graph, state = nnx.split(nnx.eval_shape(lambda: build_block(config, block_id, rngs=nnx.Rngs(0))))
+    tensors = checkpoint.block(block_id)
+    leaves = [jnp.asarray(tensors[".".join(map(str, path))]) for path, _ in nnx.to_flat_state(state)]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
+
+
+def greedy(logits: Logits, tokenizer: Tokenizer, prompt: str, count: int) -> str:
+    """The prompt and its most likely continuation."""
+    ids = tokenizer.encode(prompt)
+    for _ in range(count):
+        ids.append(int(logits(ids)[-1].argmax()))
+    return tokenizer.decode(ids)
+
+
+def test_the_checkpoint_is_complete_and_fits_in_a_wheel():
+    names = {file.name for file in MODEL.iterdir()}
+    expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert expected | {"README.md"} <= names
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) <= MAX_BYTES
+
+
+def test_it_is_a_small_bfloat16_llama_with_grouped_heads(checkpoint: Checkpoint):
+    config = open_checkpoint(MODEL).config
+    assert (config.architecture, config.dtype, config.tie_embeddings) == ("LlamaForCausalLM", "bfloat16", True)
+    assert config.num_kv_heads < config.num_heads
+    assert config.num_layers >= 8
+    tensors = [checkpoint.block(block_id) for block_id in block_ids(config) if block_id != "head"]
+    assert 5e6 < sum(x.size for block in tensors for x in block.values()) < 10e6
+
+
+def test_special_tokens_of_the_configurations_agree(tokenizer: Tokenizer):
+    config = json.loads((MODEL / "config.json").read_text())
+    names = json.loads((MODEL / "tokenizer_config.json").read_text())
+    for kind in ("bos", "eos", "pad"):
+        assert tokenizer.token(config[f"{kind}_token_id"]) == names[f"{kind}_token"]
+    assert tokenizer.vocab_size == config["vocab_size"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "\x00",
+        "a\x00b\n\t\r\n",
+        "naïve 漢字 \U0001f600\U0001f469‍\U0001f680",
+        "\u200b\ufeff\x7f",
+        "def f():\n\tpass\n",
+    ],
+)
+def test_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.text(max_size=200))
+def test_any_text_survives_the_tokenizer_without_special_tokens(text: str):
+    tokenizer = LOADED
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert not {0, 1} & set(ids)
+
+
+LOADED = Tokenizer.load(MODEL)  # hypothesis allows no fixture narrower than the session's
+
+
+def test_a_prompt_begins_as_the_documents_of_training_did(tokenizer: Tokenizer):
+    assert tokenizer.encode("x = 1")[0] == tokenizer.bos_token_id
+    assert tokenizer.bos_token_id not in tokenizer.encode("x = 1", add_special_tokens=False)
+
+
+def test_a_chat_is_written_out_as_a_module(tokenizer: Tokenizer):
+    messages = [{"role": "system", "content": "Sorting"}, {"role": "user", "content": "def sort(items):"}]
+    text = tokenizer.apply_chat_template(messages)
+    assert text == "<|endoftext|># Sorting\ndef sort(items):\n"
+
+
+def test_unseen_python_is_predicted_far_better_than_by_chance(logits: Logits, tokenizer: Tokenizer):
+    ids = tokenizer.encode(SNIPPET)
+    logprobs = jax.nn.log_softmax(logits(ids)[:-1], axis=-1)
+    loss = -float(np.mean(np.asarray(logprobs)[np.arange(len(ids) - 1), ids[1:]]))
+    assert loss < MAX_LOSS < math.log(tokenizer.vocab_size)
+
+
+MAX_LOSS = 2.6  # nats a token; 2.16 when it was made
+
+
+UNDERTRAINED = pytest.mark.xfail(reason="seen too few tokens: it falls into a loop before the first line ends")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "def read_file(path):",
+        "def main():",
+        pytest.param("def fibonacci(n):\n", marks=UNDERTRAINED),
+        pytest.param("class Stack:\n    def __init__(self):", marks=UNDERTRAINED),
+    ],
+)
+def test_greedy_text_is_python(logits: Logits, tokenizer: Tokenizer, prompt: str):
+    text = greedy(logits, tokenizer, prompt, count=48)
+    whole_lines = text[: text.rindex("\n") + 1]
+    assert len(whole_lines.splitlines()) > len(prompt.splitlines())
+    ast.parse(whole_lines)
+
+
+def test_training_minimises_the_loss_of_the_serving_forward_pass():
+    config = ModelConfig("LlamaForCausalLM", 97, 32, 2, 4, 2, 16, 64, 512, tie_embeddings=True, dtype="float32")
+    graph, params = build(config, seed=0)
+    rows = jax.random.randint(jax.random.key(1), (2, 257), 0, config.vocab_size)
+    blocks = dict(nnx.merge(graph, params).items())
+    expected = [-jax.nn.log_softmax(forward(config, blocks, row[:-1]))[jnp.arange(256), row[1:]] for row in rows]
+    np.testing.assert_allclose(token_losses(config, graph, params, rows), jnp.concatenate(expected), rtol=1e-4)
+
+
+def test_products_in_bfloat16_keep_the_gradient():
+    config = ModelConfig("LlamaForCausalLM", 96, 32, 2, 4, 2, 16, 64, 512, tie_embeddings=True, dtype="float32")
+    graph, params = build(config, seed=0)
+    rows = jax.random.randint(jax.random.key(1), (2, 33), 0, config.vocab_size)
+
+    def loss(params: nnx.State, rows: jax.Array) -> jax.Array:
+        return token_losses(config, graph, params, rows).mean()
+
+    exact, rounded = (jax.jit(jax.grad(f))(params, rows) for f in (loss, in_bfloat16(loss)))
+    difference = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a)), exact, rounded)
+    assert 0 < max(jax.tree.leaves(difference)) < 0.05
+
+
+def test_the_training_script_explains_itself():
+    environment = {**os.environ, "PYTHONPATH": str(TRAIN.parents[2])}  # where jaxserve is not installed
+    done = subprocess.run([sys.executable, TRAIN, "--help"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "--stdlib" in done.stdout
+    assert "--minutes" in done.stdout
