@@ -10,7 +10,6 @@ from jaxserve.checkpoint import Checkpoint
 from jaxserve.control import InstancePlan, StagePlan
 from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import CheckpointError
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
@@ -75,7 +74,7 @@ def build(config: EngineConfig) -> Built:
             resolved.info,
             tokenizer,
             metrics,
-            eos_token_ids=resolved.physical.eos_token_ids,
+            eos_token_ids=(*resolved.physical.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
             salt=resolved.physical.dtype,
             seed=config.seed + number,
             static=_static_snapshot(resolved, instance),
@@ -150,8 +149,7 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer |
     """The model's tokenizer; None where the model's folder has none: prompts are then token ids."""
     if config.tokenizer is not None:
         return Tokenizer.load(config.tokenizer)
-    try:
-        return Tokenizer.load(checkpoint.path)
-    except CheckpointError as error:
-        log.warning("no tokenizer, prompts must be token ids: %s", error)
+    if not (checkpoint.path / "tokenizer.json").is_file():
+        log.warning("there is no tokenizer.json in %s: prompts must be token ids", checkpoint.path)
         return None
+    return Tokenizer.load(checkpoint.path)

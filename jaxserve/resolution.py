@@ -197,7 +197,7 @@ def _with_pages(plan: Plan, pages: int) -> Plan:
 def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, max_len: int) -> ModelInfo:
     model, generation = checkpoint.config, checkpoint.generation
     return ModelInfo(
-        name=path.resolve().name,
+        name=config.served_model_name or path.resolve().name,
         max_model_len=max_len,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,

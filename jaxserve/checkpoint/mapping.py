@@ -143,7 +143,8 @@ def _pack_mlp(target: Target, read: Read) -> dict[str, np.ndarray]:
     inner = physical.intermediate_size
 
     def gate_up(kind: str) -> np.ndarray:
-        return pack_gate_up((read(f"mlp.{name}_proj.{kind}") for name in ("gate", "up")), inner, dtype)
+        gates = (read(f"mlp.{name}_proj.{kind}") for name in ("gate", "up"))
+        return pack_gate_up(gates, inner, physical.mlp_shards, dtype)
 
     packed = {"mlp.gate_up": gate_up("weight")}
     packed["mlp.down"] = pad(read("mlp.down_proj.weight"), (config.hidden_size, inner), dtype)
@@ -158,7 +159,8 @@ def _pack_experts(target: Target, read: Read, stacked: bool) -> dict[str, np.nda
     assert config.moe is not None
     assert physical.moe is not None
     experts, hidden, inner = config.moe.num_experts, config.hidden_size, physical.moe.intermediate_size
-    gate_up = np.empty((experts, inner, 2, hidden), dtype)
+    shards = physical.mlp_shards
+    gate_up = np.empty((experts, shards, 2, inner // shards, hidden), dtype)
     down = np.empty((experts, hidden, inner), dtype)
     for expert in range(experts):
         if stacked:
@@ -167,7 +169,7 @@ def _pack_experts(target: Target, read: Read, stacked: bool) -> dict[str, np.nda
         else:
             gates = [read(f"mlp.experts.{expert}.{name}_proj.weight") for name in ("gate", "up")]
             last = read(f"mlp.experts.{expert}.down_proj.weight")
-        gate_up[expert] = pack_gate_up(gates, inner, dtype)
+        gate_up[expert] = pack_gate_up(gates, inner, shards, dtype)
         down[expert] = pad(last, (hidden, inner), dtype)
     router = read("mlp.gate.weight").astype(dtype)
     return {"mlp.router": router, "mlp.experts_gate_up": gate_up, "mlp.experts_down": down}

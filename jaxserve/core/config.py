@@ -62,6 +62,7 @@ class ModelConfig:
     dtype: DType = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    mlp_shards: int = 1  # parts of the feed-forward that lie apart, so that it splits evenly over devices
     vocab_padding: int = 0  # zero rows after the vocabulary, so that it splits evenly over devices
 
     @property
@@ -84,6 +85,7 @@ class EngineConfig:
 
     model: str | Path | None = None  # None: the bundled model
     tokenizer: str | Path | None = None
+    served_model_name: str | None = None  # for clients and metrics; None: the folder's
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     seed: int = 0

@@ -3,7 +3,7 @@ come out. No device, no clock, no thread: time is an argument.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,6 +17,18 @@ from jaxserve.engine.text import append_text, flush_text
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler import Scheduler
 from jaxserve.telemetry import EngineMetrics, Snapshot
+
+
+@dataclass
+class _Step:
+    """A step's result while it is taken in."""
+
+    output: StepOutput
+    tokens: list[int]
+    now: float
+    generated: int = 0
+    gaps: list[float] = field(default_factory=list)  # seconds between two tokens of a sequence
+    changed: dict[str, list[Sequence]] = field(default_factory=dict)  # by request id
 
 
 class EngineCore:
@@ -106,26 +118,18 @@ class EngineCore:
 
     def finish(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
         """Takes the result of a step; returns what is new of each request. Mutates."""
-        tokens = output.tokens.tolist()
-        changed: dict[str, list[Sequence]] = {}
-        gaps: list[float] = []
-        first_chunk = len(work.decodes)
+        step = _Step(output, output.tokens.tolist(), now)
         for row, sequence in enumerate(work.decodes):
-            self._take_token(sequence, tokens[row], row, output, now, changed, gaps)
+            self._take_token(step, sequence, row)
         for index, chunk in enumerate(work.chunks):
             if output.prompt_logprobs and index in output.prompt_logprobs:
                 self._take_prompt_logprobs(chunk, output.prompt_logprobs[index])
-            if not chunk.last:
-                continue
-            if chunk.sequence.request.embed:
-                assert output.embeddings is not None
-                self._take_embedding(chunk.sequence, output.embeddings[index], changed)
-            else:
-                row = first_chunk + index
-                self._take_token(chunk.sequence, tokens[row], row, output, now, changed, gaps)
-        self.metrics.generated_tokens(sum(map(len, changed.values())))
-        self._record_step(gaps, now)
-        return [self._output(request_id, sequences, now) for request_id, sequences in changed.items()]
+            if chunk.last and chunk.sequence.request.embed:
+                self._take_embedding(step, chunk.sequence, index)
+            elif chunk.last:
+                self._take_token(step, chunk.sequence, len(work.decodes) + index)
+        self._record_step(step)
+        return [self._output(request_id, sequences, now) for request_id, sequences in step.changed.items()]
 
     # -- admission
 
@@ -191,35 +195,28 @@ class EngineCore:
 
     # -- tokens
 
-    def _take_token(
-        self,
-        sequence: Sequence,
-        token: int,
-        row: int,
-        output: StepOutput,
-        now: float,
-        changed: dict[str, list[Sequence]],
-        gaps: list[float],
-    ) -> None:
+    def _take_token(self, step: _Step, sequence: Sequence, row: int) -> None:
         sequence.num_inflight -= 1
         if sequence.status is Status.FINISHED:
             return  # it ended while this token was on its way
+        token, now = step.tokens[row], step.now
         sequence.tokens.append(token)
         if sequence.first_token is None:
             sequence.first_token = now
             self.metrics.first_token(now - sequence.request.arrival)
         elif sequence.last_token is not None:
-            gaps.append(now - sequence.last_token)
+            step.gaps.append(now - sequence.last_token)
         sequence.last_token = now
         if sequence.params.logprobs is not None:
-            self._take_logprobs(sequence, token, row, output)
+            self._take_logprobs(step.output, sequence, token, row)
         self._check_end(sequence, token)
         if sequence.finish_reason is not None:
             flush_text(sequence)
             self.scheduler.finish(sequence)
         else:
             self.scheduler.register_full_pages(sequence)
-        changed.setdefault(sequence.request.id, []).append(sequence)
+        step.generated += 1
+        step.changed.setdefault(sequence.request.id, []).append(sequence)
 
     def _check_end(self, sequence: Sequence, token: int) -> None:
         params = sequence.params
@@ -237,7 +234,7 @@ class EngineCore:
         elif len(sequence.tokens) >= sequence.max_total:
             sequence.finish_reason = FinishReason.LENGTH
 
-    def _take_logprobs(self, sequence: Sequence, token: int, row: int, output: StepOutput) -> None:
+    def _take_logprobs(self, output: StepOutput, sequence: Sequence, token: int, row: int) -> None:
         assert output.logprob is not None
         assert output.rank is not None
         assert output.top_ids is not None
@@ -267,13 +264,14 @@ class EngineCore:
             entry.setdefault(other, Logprob(value, place, text(other)))
         return entry
 
-    def _take_embedding(self, sequence: Sequence, embedding: np.ndarray, changed: dict[str, list[Sequence]]) -> None:
+    def _take_embedding(self, step: _Step, sequence: Sequence, chunk: int) -> None:
         if sequence.status is Status.FINISHED:
             return
-        sequence.embedding = embedding
+        assert step.output.embeddings is not None
+        sequence.embedding = step.output.embeddings[chunk]
         sequence.finish_reason = FinishReason.STOP
         self.scheduler.finish(sequence)
-        changed.setdefault(sequence.request.id, []).append(sequence)
+        step.changed.setdefault(sequence.request.id, []).append(sequence)
 
     # -- outputs and telemetry
 
@@ -286,10 +284,11 @@ class EngineCore:
             self._record_end(state, reason, now)
         return state.take(sequences)
 
-    def _record_step(self, gaps: list[float], now: float) -> None:
+    def _record_step(self, step: _Step) -> None:
         scheduler, pages = self.scheduler, self.scheduler.pages
-        if gaps:
-            self.metrics.inter_token(gaps)
+        self.metrics.generated_tokens(step.generated)
+        if step.gaps:
+            self.metrics.inter_token(step.gaps)
         totals = (scheduler.num_preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
         if totals != self._reported:
             preemptions, queries, hits = (new - old for new, old in zip(totals, self._reported, strict=True))
@@ -298,7 +297,7 @@ class EngineCore:
             self._reported = totals
         self.snapshot = replace(
             self.static,
-            time=now,
+            time=step.now,
             steps=self._steps,
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.kernels import grouped_matmul, matmul
-from jaxserve.models.layers import swiglu, weight
+from jaxserve.models.layers import gate_up_axes, swiglu, weight
 
 
 class MoE(nnx.Module):
@@ -18,10 +18,10 @@ class MoE(nnx.Module):
         self.experts_per_token = config.moe.experts_per_token
         self.normalize = config.moe.normalize_weights
         experts, hidden = ("experts", config.moe.num_experts), ("embed", config.hidden_size)
-        inner = ("mlp", config.moe.intermediate_size)
+        inner = config.moe.intermediate_size
         self.router = weight(config, rngs, experts, hidden)
-        self.experts_gate_up = weight(config, rngs, experts, inner, (None, 2), hidden)
-        self.experts_down = weight(config, rngs, experts, hidden, inner)
+        self.experts_gate_up = weight(config, rngs, experts, *gate_up_axes(config, inner), hidden)
+        self.experts_down = weight(config, rngs, experts, hidden, ("mlp", inner))
 
     def route(self, x: Float[Array, "T E"]) -> tuple[Float[Array, "T top"], Int[Array, "T top"]]:
         """Each token's experts, the most likely first, and the weights of their outputs in float32."""

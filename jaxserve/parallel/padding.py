@@ -23,6 +23,7 @@ def physical_config(config: ModelConfig, tp: int) -> ModelConfig:
         num_kv_heads=kv_heads,
         intermediate_size=round_up(config.intermediate_size, tp),
         moe=moe,
+        mlp_shards=tp,
         vocab_padding=round_up(config.vocab_size, tp) - config.vocab_size,
     )
 
@@ -78,11 +79,11 @@ def pack_o(o: np.ndarray, config: ModelConfig, physical: ModelConfig, dtype: np.
     return packed
 
 
-def pack_gate_up(gates: Iterable[np.ndarray], size: int, dtype: np.dtype) -> np.ndarray:
-    """The gate and the up projection [I, ...] (or their biases), in this order, as one array [size, 2, ...]."""
-    gate, up = gates
-    packed = np.zeros((size, 2, *gate.shape[1:]), dtype)
-    packed[: len(gate), 0], packed[: len(up), 1] = gate, up
+def pack_gate_up(gates: Iterable[np.ndarray], size: int, shards: int, dtype: np.dtype) -> np.ndarray:
+    """The gate and the up projection [I, ...] (or their biases), in this order, as [shards, 2, size/shards, ...]."""
+    gate, up = (x if len(x) == size else pad(x, (size, *x.shape[1:]), dtype) for x in gates)
+    packed = np.empty((shards, 2, size // shards, *gate.shape[1:]), dtype)
+    packed[:, 0], packed[:, 1] = (x.reshape(shards, -1, *gate.shape[1:]) for x in (gate, up))
     return packed
 
 

@@ -14,7 +14,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.server.settings import ServerSettings
 
 RENAMED = {"served_model_name": "served_model_names", "api_key": "api_keys", "cors_origin": "cors_origins"}
-ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig)) - {"extra"}
+ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
 SERVER_KEYS = frozenset(field.name for field in fields(ServerSettings))
 
 
@@ -45,6 +45,8 @@ def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Eng
         if isinstance(chosen.get(key), list):
             chosen[key] = tuple(chosen[key])
     engine = {key: value for key, value in chosen.items() if key in ENGINE_KEYS}
+    if chosen.get("served_model_names"):
+        engine["served_model_name"] = chosen["served_model_names"][0]
     server = {key: value for key, value in chosen.items() if key in SERVER_KEYS}
     return _validated(EngineConfig, engine), _validated(ServerSettings, server)
 

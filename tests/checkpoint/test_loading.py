@@ -86,7 +86,7 @@ def test_fused_parameters_hold_each_head_in_its_place(tmp_path: Path):
     np.testing.assert_array_equal(block["attention.qkv"][1, 3], attention["k"][8:16])
     np.testing.assert_array_equal(block["attention.qkv"][1, 4], attention["v"][8:16])
     np.testing.assert_array_equal(block["attention.o"][:, 1, 1], attention["o"][:, head])
-    np.testing.assert_array_equal(block["mlp.gate_up"][5, 1], tensors["model.layers.2.mlp.up_proj.weight"][5])
+    np.testing.assert_array_equal(block["mlp.gate_up"][0, 1, 5], tensors["model.layers.2.mlp.up_proj.weight"][5])
 
 
 def test_tied_head_is_the_embedding(tmp_path: Path):

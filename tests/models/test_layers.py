@@ -13,6 +13,7 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.models import block_ids, build_block, config_from_hf
 from jaxserve.models.dense import build_blocks, dense_causal_attend, forward
 from jaxserve.models.rope import rope_cos_sin
+from jaxserve.parallel.padding import physical_config
 from tests.golden.cases import CASES, llama, qwen3_moe
 
 AXES = {"kv_heads", "mlp", "vocab", "experts", "embed", None}
@@ -102,7 +103,7 @@ def test_parameters_get_finite_gradients():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensor_parallel_layer_moves_activations_only(dtype: str):
     """Two all-reduces a layer; a gather would mean that a weight's sharding was lost on the way to its product."""
-    model = config_from_hf(llama(dtype=dtype))
+    model = physical_config(config_from_hf(llama(dtype=dtype)), tp=2)
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     graph, state = nnx.split(build_block(model, "layers.0", rngs=nnx.Rngs(0)))
 
