@@ -14,7 +14,7 @@ def main() -> None:
     model = client.models.list().data[0].id
     print(f"# {model}")
 
-    completion = client.completions.create(model=model, prompt="def main():\n", max_tokens=32, temperature=0)
+    completion = client.completions.create(model=model, prompt="def main():", max_tokens=32, temperature=0)
     print(completion.choices[0].text)
 
     stream = client.chat.completions.create(
