@@ -18,14 +18,6 @@ def host_memory() -> int:
     return available
 
 
-def resident_bytes() -> int:
-    """Bytes of this process in memory (0 where the system does not say)."""
-    for line in _read("/proc/self/status").splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def device_memory(device: jax.Device) -> int | None:
     """Bytes that JAX may take on an accelerator, or None where the device does not say."""
     stats = device.memory_stats() or {}

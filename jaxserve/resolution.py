@@ -19,13 +19,13 @@ from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.memory import StageMemory, stage_memory
-from jaxserve.hardware import device_memory, host_memory, resident_bytes
+from jaxserve.hardware import device_memory, host_memory
 from jaxserve.parallel.padding import physical_config
 
 log = logging.getLogger(__name__)
 
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
-EXECUTABLES = 400_000_000  # bytes of compiled code and of XLA's own structures on the host, measured after warm-up
+RUNTIME = 600_000_000  # bytes on the host for interpreter, JAX and compiled code, measured after warm-up
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
 
@@ -152,7 +152,7 @@ def _ledger(config: EngineConfig, devices: tuple[jax.Device, ...]) -> Ledger:
     if platform != "cpu":
         return Ledger(budget)
     ledger = Ledger(budget // used)
-    ledger.reserve("runtime", (resident_bytes() + EXECUTABLES) // used)
+    ledger.reserve("runtime", RUNTIME // used)
     return ledger
 
 

@@ -144,7 +144,7 @@ def _pack_mlp(target: Target, read: Read) -> dict[str, np.ndarray]:
 
     def gate_up(kind: str) -> np.ndarray:
         gates = (read(f"mlp.{name}_proj.{kind}") for name in ("gate", "up"))
-        return pack_gate_up(gates, inner, physical.mlp_shards, dtype)
+        return pack_gate_up(gates, inner, physical.shards, dtype)
 
     packed = {"mlp.gate_up": gate_up("weight")}
     packed["mlp.down"] = pad(read("mlp.down_proj.weight"), (config.hidden_size, inner), dtype)
@@ -159,7 +159,7 @@ def _pack_experts(target: Target, read: Read, stacked: bool) -> dict[str, np.nda
     assert config.moe is not None
     assert physical.moe is not None
     experts, hidden, inner = config.moe.num_experts, config.hidden_size, physical.moe.intermediate_size
-    shards = physical.mlp_shards
+    shards = physical.shards
     gate_up = np.empty((experts, shards, 2, inner // shards, hidden), dtype)
     down = np.empty((experts, hidden, inner), dtype)
     for expert in range(experts):

@@ -62,7 +62,7 @@ class ModelConfig:
     dtype: DType = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    mlp_shards: int = 1  # parts of the feed-forward that lie apart, so that it splits evenly over devices
+    shards: int = 1  # devices that every block is split over
     vocab_padding: int = 0  # zero rows after the vocabulary, so that it splits evenly over devices
 
     @property

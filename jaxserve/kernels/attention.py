@@ -4,8 +4,9 @@ from functools import partial
 
 from jax import Array, lax
 
-from jaxserve.kernels import native, reference, xla_cpu
+from jaxserve.kernels import reference, xla_cpu
 from jaxserve.kernels.meta import AttentionMeta
+from jaxserve.kernels.native import attention as native
 
 __all__ = ["AttentionMeta", "paged_attention"]
 
@@ -18,7 +19,7 @@ def paged_attention(q: Array, pool: Array, meta: AttentionMeta, *, scale: float,
     and, with a sliding window w, > p - w. Padding rows and tokens get zeros. Softmax and sums are in float32.
     """
     kwargs = {"scale": scale, "window": window}
-    on_cpu = native if native.supports(q, pool) and native.available() else xla_cpu
+    on_cpu = native if native.supports(q, pool) else xla_cpu
     return lax.platform_dependent(
         q,
         pool,

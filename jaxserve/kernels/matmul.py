@@ -6,11 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.kernels.native import matmul as native
+
 MIN_CPU_ROWS = 4  # XLA's CPU backend multiplies fewer rows of 16-bit numbers ten times slower
 
 
-def matmul(x: jax.Array, w: jax.Array, *, contract: int = 1, dtype: jnp.dtype | None = None) -> jax.Array:
+def matmul(
+    x: jax.Array, w: jax.Array, *, contract: int = 1, dtype: jnp.dtype | None = None, split: bool = False
+) -> jax.Array:
     """Contracts the last `contract` axes of x [rows..., c...] and w [out..., c...], giving [rows..., out...].
+
+    `split`: the operands are split over devices, and XLA must be able to partition the product.
 
     Sums in float32 whatever the operands are; the result has `dtype`, by default that of `x`. Both operands are seen
     as matrices, because XLA's CPU backend transposes weights of higher rank on every call. A leading sharded axis of
@@ -20,10 +26,8 @@ def matmul(x: jax.Array, w: jax.Array, *, contract: int = 1, dtype: jnp.dtype | 
     if x.shape[-contract:] != w.shape[-contract:]:
         raise ValueError(f"cannot contract the last {contract} axes of {x.shape} and {w.shape}")
     rows, out, inner = x.shape[:-contract], w.shape[:-contract], math.prod(w.shape[-contract:])
-    dot = _dot
-    if math.prod(rows) < MIN_CPU_ROWS and w.dtype.itemsize == 2:
-        dot = _dot_few_rows
-    y = dot(x.reshape(math.prod(rows), inner), w.reshape(math.prod(out), inner))
+    x, w = x.reshape(math.prod(rows), inner), w.reshape(math.prod(out), inner)
+    y = _dot(x, w) if split or len(x) > native.MAX_ROWS else _dot_few_rows(x, w)
     return y.astype(dtype or x.dtype).reshape(*rows, *out)
 
 
@@ -32,7 +36,15 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _dot_few_rows(x: jax.Array, w: jax.Array) -> jax.Array:
+    """The product where reading the weight is all of the work."""
+
     def padded(x: jax.Array, w: jax.Array) -> jax.Array:
         return _dot(jnp.pad(x, ((0, MIN_CPU_ROWS - len(x)), (0, 0))), w)[: len(x)]
 
-    return lax.platform_dependent(x, w, cpu=padded, default=_dot)
+    if native.supports(x, w):
+        on_cpu = native.matmul
+    elif len(x) < MIN_CPU_ROWS and w.dtype.itemsize == 2:
+        on_cpu = padded
+    else:
+        return _dot(x, w)
+    return lax.platform_dependent(x, w, cpu=on_cpu, default=_dot)

@@ -60,6 +60,7 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.split = config.shards > 1
         heads, group = ("kv_heads", config.num_kv_heads), config.num_heads // config.num_kv_heads
         head, hidden = (None, config.head_dim), ("embed", config.hidden_size)
         self.qkv = weight(config, rngs, heads, (None, group + 2), head, hidden)
@@ -73,13 +74,14 @@ class Attention(nnx.Module):
         self, x: Float[Array, "T E"], cos: Float[Array, "T D//2"], sin: Float[Array, "T D//2"], attend: Attend
     ) -> Float[Array, "T E"]:
         """x and the rotations of its positions -> what attention adds to x."""
-        qkv = matmul(x, self.qkv[...])
+        qkv = matmul(x, self.qkv[...], split=self.split)
         if self.qkv_bias is not None:
             qkv += self.qkv_bias[...]
         q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = matmul(attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v), self.o[...], contract=3)
+        out = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+        out = matmul(out, self.o[...], contract=3, split=self.split)
         return out if self.o_bias is None else out + self.o_bias[...]
 
 
@@ -87,6 +89,7 @@ class MLP(nnx.Module):
     """SwiGLU feed-forward; `gate_up` [N, 2, I/N, E] holds both projections in N parts, so that one axis splits it."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.split = config.shards > 1
         inner, hidden = ("mlp", config.intermediate_size), ("embed", config.hidden_size)
         parts = gate_up_axes(config, config.intermediate_size)
         self.gate_up = weight(config, rngs, *parts, hidden)
@@ -95,10 +98,10 @@ class MLP(nnx.Module):
         self.down_bias = bias(config, hidden) if config.mlp_bias else None
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        gate_up = matmul(x, self.gate_up[...])
+        gate_up = matmul(x, self.gate_up[...], split=self.split)
         if self.gate_up_bias is not None:
             gate_up += self.gate_up_bias[...]
-        out = matmul(swiglu(gate_up), self.down[...])
+        out = matmul(swiglu(gate_up), self.down[...], split=self.split)
         return out if self.down_bias is None else out + self.down_bias[...]
 
 
@@ -107,7 +110,7 @@ def gate_up_axes(config: ModelConfig, inner: int) -> tuple[Axis, Axis, Axis]:
 
     Not [inner, 2]: XLA's CPU backend takes three times as long to multiply numbers that lie two apart.
     """
-    return ("mlp", config.mlp_shards), (None, 2), (None, inner // config.mlp_shards)
+    return ("mlp", config.shards), (None, 2), (None, inner // config.shards)
 
 
 def swiglu(gate_up: Float[Array, "*rows N 2 M"]) -> Float[Array, "*rows N*M"]:
@@ -158,12 +161,13 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.vocab_size = config.vocab_size
+        self.split = config.shards > 1
         self.norm = RMSNorm(config, config.hidden_size, "embed")
         self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size))
 
     def __call__(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits in float32; -inf in the rows added to the vocabulary as padding."""
-        logits = matmul(self.norm(x), self.weight[...], dtype=jnp.float32)
+        logits = matmul(self.norm(x), self.weight[...], dtype=jnp.float32, split=self.split)
         if logits.shape[-1] == self.vocab_size:
             return logits
         return jnp.where(jnp.arange(logits.shape[-1]) < self.vocab_size, logits, -jnp.inf)

@@ -16,6 +16,7 @@ class MoE(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         assert config.moe is not None
         self.experts_per_token = config.moe.experts_per_token
+        self.split = config.shards > 1
         self.normalize = config.moe.normalize_weights
         experts, hidden = ("experts", config.moe.num_experts), ("embed", config.hidden_size)
         inner = config.moe.intermediate_size
@@ -25,7 +26,7 @@ class MoE(nnx.Module):
 
     def route(self, x: Float[Array, "T E"]) -> tuple[Float[Array, "T top"], Int[Array, "T top"]]:
         """Each token's experts, the most likely first, and the weights of their outputs in float32."""
-        probabilities = jax.nn.softmax(matmul(x, self.router[...], dtype=jnp.float32), axis=-1)
+        probabilities = jax.nn.softmax(matmul(x, self.router[...], dtype=jnp.float32, split=self.split), axis=-1)
         weights, experts = jax.lax.top_k(probabilities, self.experts_per_token)
         if self.normalize:
             weights /= weights.sum(axis=-1, keepdims=True)

@@ -23,7 +23,7 @@ def physical_config(config: ModelConfig, tp: int) -> ModelConfig:
         num_kv_heads=kv_heads,
         intermediate_size=round_up(config.intermediate_size, tp),
         moe=moe,
-        mlp_shards=tp,
+        shards=tp,
         vocab_padding=round_up(config.vocab_size, tp) - config.vocab_size,
     )
 

@@ -152,7 +152,7 @@ class Scheduler:
                 continue
             if sequence.num_inflight:
                 return  # preempted with a token in flight: known after this step
-            if not self._take_pages(sequence):
+            if not self._take_pages(sequence) and not self._take_back_shared_pages(sequence):
                 return
             heapq.heappop(self._waiting)
             self._count_waiting(sequence, -1)
@@ -182,6 +182,19 @@ class Scheduler:
             self.prefix_hits += held * size
             sequence.num_cached = held * size
         return True
+
+    def _take_back_shared_pages(self, sequence: Sequence) -> bool:
+        """When nothing runs that could free pages, waiting siblings give up those they hold of their shared prompt.
+
+        Returns whether `sequence` has its pages now.
+        """
+        if self.running:
+            return False
+        for _, sibling in self._waiting:
+            if sibling is not sequence and sibling.pages:
+                self.pages.release(sibling.pages)
+                sibling.pages = []
+        return self._take_pages(sequence)
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
         if not self.pages.caching or sequence.params.prompt_logprobs is not None:

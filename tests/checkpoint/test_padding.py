@@ -58,7 +58,7 @@ def test_everything_divides(tp: int):
 
 def test_what_divides_already_stays_as_it_is():
     model = replace(config(32, 8), vocab_size=128)
-    assert physical_config(model, 8) == replace(model, mlp_shards=8)
+    assert physical_config(model, 8) == replace(model, shards=8)
 
 
 @pytest.mark.parametrize(

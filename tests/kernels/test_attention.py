@@ -201,13 +201,13 @@ def test_cost_follows_the_contexts_and_not_the_width_of_the_table():
 
 def test_native_is_absent_without_its_library(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(native.library, "library_path", lambda: tmp_path / "absent.so")
-    native.available.cache_clear()
+    native.targets.cache_clear()
     try:
-        assert not native.available()
-        assert not native.available()
+        assert not native.targets()
+        assert not native.targets()
         assert [r.message for r in caplog.records] == [
-            "native CPU kernels are not built, attention will be slower: run python -m jaxserve.kernels.native.build"
+            "native CPU kernels are not built, plain XLA will be slower: run python -m jaxserve.kernels.native.build"
         ]
         check(paged_attention, Shape(B=2, N=1))
     finally:
-        native.available.cache_clear()
+        native.targets.cache_clear()

@@ -199,3 +199,11 @@ def test_the_newest_sequence_of_the_least_priority_is_preempted() -> None:
     world.run()
     assert second.preemptions > 0
     assert (first.preemptions, third.preemptions <= second.preemptions) == (0, True)
+
+
+def test_waiting_siblings_do_not_starve_the_head_of_the_queue() -> None:
+    world = World(pages=30)
+    world.add([0] * 48, 14)
+    world.add([1] * 57, 1, n=2)
+    world.run()
+    assert world.pages.used == 0

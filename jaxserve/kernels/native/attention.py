@@ -6,6 +6,7 @@ import numpy as np
 from jax import Array
 
 from jaxserve.kernels.meta import AttentionMeta
+from jaxserve.kernels.native.library import ATTENTION, targets
 
 UNLIMITED = 2**62  # a window that no context fills
 MAX_LANES = 16  # floats of the widest vector
@@ -13,9 +14,9 @@ DIM_MULTIPLE = 16  # so that at least AVX2 can be used, whose unit is two vector
 
 
 def supports(q: Array, pool: Array) -> bool:
-    """Whether the kernel has a path for these dtypes and this head_dim."""
+    """Whether the kernel is there, and has a path for these dtypes and this head_dim."""
     dtypes = {(jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint16)), (jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))}
-    return (q.dtype, pool.dtype) in dtypes and q.shape[-1] % DIM_MULTIPLE == 0
+    return (q.dtype, pool.dtype) in dtypes and q.shape[-1] % DIM_MULTIPLE == 0 and ATTENTION in targets()
 
 
 def paged_attention(
@@ -32,6 +33,6 @@ def paged_attention(
     `max_lanes` limits the floats of a vector, and so the instruction sets to choose from (8: AVX2, 4: any machine).
     Page ids outside the pool and positions outside the page table are an error when the step runs.
     """
-    call = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
     limits = {"window": np.int64(UNLIMITED if window is None else window), "max_lanes": np.int64(max_lanes)}
     return call(q, pool, *meta, scale=np.float32(scale), **limits)

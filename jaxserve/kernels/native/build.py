@@ -18,14 +18,20 @@ import jax
 from jaxserve.kernels.native.library import HERE, library_path
 
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-DNDEBUG", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
-# attention.cc is compiled once per instruction set; handlers.cc chooses at run time
-INSTRUCTION_SETS = {
-    "x86_64": {
-        "avx2": ["-mavx2", "-mfma"],
-        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
-    },
+# Source files and the instruction sets that each is compiled for; handlers.cc chooses at run time.
+UNITS = {
+    "x86_64": (
+        ("attention.cc", []),
+        ("attention.cc", ["-mavx2", "-mfma"]),
+        (
+            "attention.cc",
+            ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
+        ),
+        ("matmul.cc", ["-mamx-tile", "-mamx-bf16"]),
+    ),
 }
-INSTRUCTION_SETS["AMD64"] = INSTRUCTION_SETS["x86_64"]
+UNITS["AMD64"] = UNITS["x86_64"]
+ELSEWHERE = (("attention.cc", []),)
 
 
 def build(compiler: str | None = None) -> Path:
@@ -38,15 +44,15 @@ def build(compiler: str | None = None) -> Path:
     if library.exists():
         return library
     command = shlex.split(compiler or os.environ.get("CXX", "c++"))
-    variants = {"baseline": [], **INSTRUCTION_SETS.get(platform.machine(), {})}
     with tempfile.TemporaryDirectory(dir=HERE, prefix=".build-") as folder:
-        objects = {name: f"{folder}/attention-{name}.o" for name in variants}
-        for name, flags in variants.items():
-            subprocess.run([*command, *FLAGS, *flags, "-c", HERE / "attention.cc", "-o", objects[name]], check=True)
+        objects = []
+        for number, (source, flags) in enumerate(UNITS.get(platform.machine(), ELSEWHERE)):
+            objects.append(f"{folder}/{number}.o")
+            subprocess.run([*command, *FLAGS, *flags, "-c", HERE / source, "-o", objects[-1]], check=True)
         linked = Path(folder) / "linked.so"
         headers = ["-isystem", jax.ffi.include_dir()]
         subprocess.run(
-            [*command, *FLAGS, *headers, "-shared", HERE / "handlers.cc", *objects.values(), "-pthread", "-o", linked],
+            [*command, *FLAGS, *headers, "-shared", HERE / "handlers.cc", *objects, "-pthread", "-o", linked],
             check=True,
         )
         linked.replace(library)  # atomic: two builds at once do no harm

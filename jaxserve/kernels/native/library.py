@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 import jaxlib
 
+ATTENTION, MATMUL = "jaxserve_paged_attention", "jaxserve_matmul"
 HERE = Path(__file__).resolve().parent
-TARGETS = ("jaxserve_paged_attention",)
 
 
 def library_path() -> Path:
@@ -25,15 +25,21 @@ def library_path() -> Path:
 
 
 @functools.cache
-def available() -> bool:
-    """Loads the library and registers its custom calls, once; False (and one line in the log) if it is not built."""
+def targets() -> frozenset[str]:
+    """Loads the library and registers its custom calls, once; names those that this machine can run.
+
+    Empty, with one line in the log, if the library is not built.
+    """
     path = library_path()
     if not path.exists():
         logging.getLogger(__name__).warning(
-            "native CPU kernels are not built, attention will be slower: run python -m jaxserve.kernels.native.build"
+            "native CPU kernels are not built, plain XLA will be slower: run python -m jaxserve.kernels.native.build"
         )
-        return False
+        return frozenset()
     library = ctypes.CDLL(str(path))
-    for target in TARGETS:
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
-    return True
+    names = {ATTENTION}
+    if hasattr(library, "jaxserve_has_matmul") and ctypes.CFUNCTYPE(ctypes.c_bool)(("jaxserve_has_matmul", library))():
+        names.add(MATMUL)
+    for name in names:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    return frozenset(names)
