@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=1024)
     parser.add_argument("--width", type=int, default=128, help="pages a page table has room for")
     args = parser.parse_args()
-    paths = {"native": native.paged_attention} if native.available() else {}
+    paths = {"native": native.paged_attention} if native.targets() else {}
     paths["xla"] = xla_cpu.paged_attention
     print(
         f"jax {jax.__version__}, {platform.machine()}; minimum and median of {args.repeats} in ms, one layer, bfloat16"

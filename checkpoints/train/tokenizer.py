@@ -9,9 +9,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 END_OF_TEXT = "<|endoftext|>"  # starts every document, so it serves as both bos and eos
 PAD = "<|pad|>"
 
-# One digit a piece keeps numbers learnable; a run of white space keeps its last blank for the word that follows, so
-# that an indentation is one token whatever comes after it.
-PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# One digit a piece keeps numbers learnable. A line's end is a piece of its own, so that a prompt may stop there; a run
+# of blanks keeps its last one for the word that follows, so that an indentation is one token whatever comes after it.
+PIECES = r"\n| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
 
 # The model is not tuned for dialogue: a chat is shown to it as the text of a module that it goes on writing.
 CHAT_TEMPLATE = (
