@@ -92,10 +92,13 @@ class BlockExecutor:
 
     def warm(self) -> None:
         """Compiles every executable of every shape by running it once on padding."""
+        rows = set()
         for shape in self.buckets.all():
             out = self._forward(np.zeros(shape.size, np.int32), shape)
-            self.sampler.warm(out.logits)
-            self._normalize(out.hidden)
+            if shape.rows not in rows:
+                rows.add(shape.rows)
+                self.sampler.warm(out.logits)
+                self._normalize(out.hidden)
             if shape.tiles:
                 self._score_tile(out, 0, np.zeros(shape.tile, np.int32))
         jax.block_until_ready(self.pools)
