@@ -180,6 +180,7 @@ class EngineCore:
                     parent=sequences[0] if sequences else None,
                     stop_ids=stops,
                     bad_words=bad_words,
+                    prompt_logprobs=[] if params.prompt_logprobs is None else [None],  # nothing precedes the first
                     salt=f"{self.salt}|{request.salt}",
                 )
             )
@@ -248,8 +249,6 @@ class EngineCore:
 
     def _take_prompt_logprobs(self, chunk: Chunk, arrays: tuple[np.ndarray, ...]) -> None:
         sequence = chunk.sequence
-        if not sequence.prompt_logprobs:
-            sequence.prompt_logprobs.append(None)  # nothing precedes the first token
         count = sequence.params.prompt_logprobs or 0
         for offset, (logprob, rank, ids, values) in enumerate(zip(*arrays, strict=True)):
             position = chunk.start + offset + 1

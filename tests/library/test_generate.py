@@ -53,6 +53,11 @@ def test_logprobs_are_those_of_a_plain_forward_pass(llm: LLM, reference: Referen
         assert set(np.argsort(-expected[i - 1])[:2]) <= set(entry)
 
 
+def test_a_prompt_of_one_token_has_no_logprobs_but_a_place_for_them(llm: LLM) -> None:
+    (output,) = llm.generate([[7]], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+    assert output.prompt_logprobs == (None,)
+
+
 def test_overlap_changes_nothing(tiny_model: Path, llm: LLM) -> None:
     prompts = [prompt(30 + i, 20 + i) for i in range(6)]
     with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=8, overlap=False) as plain:

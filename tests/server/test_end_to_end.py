@@ -127,6 +127,12 @@ def test_echo_scores_the_prompt(client):
     assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
 
 
+def test_echo_of_a_single_token_has_nothing_to_score(client):
+    logprobs = complete(client, [65], echo=True, logprobs=1, max_tokens=2).choices[0].logprobs
+    assert logprobs.token_logprobs[0] is None
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == 3
+
+
 def test_echo_scores_a_prompt_of_several_chunks(client):
     prompt = "".join(chr(33 + i % 90) for i in range(300))
     for _ in range(2):  # the second time its pages are in the prefix cache
