@@ -67,9 +67,9 @@ class InstanceThread:
         if not self.alive:  # it may have ended before it saw the command
             self._send(stream, stream.admitted, self._ending())
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request and frees its pages before the next step. From any thread."""
-        self._commands.put(lambda: self._abort(request_id))
+    def abort(self, request_id: str, stream: Stream) -> None:
+        """Ends the request behind a stream, if it is still in flight, before the next step. From any thread."""
+        self._commands.put(lambda: self._abort(request_id, stream))
 
     def stop(self) -> None:
         """Ends the thread after the step in progress; requests in flight end with EngineStopped. From any thread."""
@@ -124,8 +124,9 @@ class InstanceThread:
             self.streams[request.id] = stream
             self._send(stream, stream.admitted, None)
 
-    def _abort(self, request_id: str) -> None:
-        if self.streams.pop(request_id, None) is not None:
+    def _abort(self, request_id: str, stream: Stream) -> None:
+        if self.streams.get(request_id) is stream:  # not another request of that id, beside which this one was refused
+            del self.streams[request_id]
             self.steps.core.abort(request_id, now=self.steps.clock.now())
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
@@ -301,4 +302,4 @@ class AsyncEngine:
             yield stream
         finally:
             thread.outstanding -= len(request.prompt_token_ids)
-            thread.abort(request.id)  # ignored if it has ended
+            thread.abort(request.id, stream)  # ignored if it has ended

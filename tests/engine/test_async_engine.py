@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve import AsyncLLM
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import EngineFailed, EngineStopped, PromptTooLong, QueueFull
+from jaxserve.core.errors import EngineFailed, EngineStopped, PromptTooLong, QueueFull, RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
@@ -111,6 +111,17 @@ def test_refusals_come_before_anything_is_queued(engine: AsyncEngine) -> None:
         with pytest.raises(PromptTooLong):
             await collect(engine, prompt(0, 256), LONG)
         assert engine.snapshot().num_waiting == 0
+        await settled(engine)
+
+    asyncio.run(main())
+
+
+def test_a_refused_twin_leaves_the_request_of_the_same_id_alone(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        first = asyncio.create_task(collect(engine, prompt(0, 5), LONG, request_id="twin"))
+        with pytest.raises(RequestError, match="already in flight"):
+            await collect(engine, prompt(1, 5), LONG, request_id="twin")
+        assert len(await asyncio.wait_for(first, 60)) == 150
         await settled(engine)
 
     asyncio.run(main())
