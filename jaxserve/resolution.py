@@ -75,7 +75,7 @@ def resolve(config: EngineConfig) -> Resolved:
     if platform not in PLATFORMS:
         raise ConfigError(f"platform {platform!r} is not supported; supported: {', '.join(PLATFORMS)}")
     degrees = {"tp": config.tp, "pp": config.pp, "dp": config.dp}
-    plan = static_plan(model.num_layers, precision=model.dtype, kv_pages=0, devices=len(devices), **degrees)
+    plan = static_plan(model.block_ids, precision=model.dtype, kv_pages=0, devices=len(devices), **degrees)
     physical = physical_config(model, config.tp)
     wanted_len = _wanted_len(config, model)
     buckets = _buckets(config, platform, wanted_len)

@@ -5,11 +5,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.models import block_ids, build_block
-from jaxserve.models.dense import forward
+from jaxserve.models.dense import forward, restore_block
 from jaxserve.models.layers import Head
 
 LENGTH = 256  # every sequence is padded to this, so that one compilation serves all
@@ -21,7 +19,7 @@ class Reference:
     def __init__(self, model: Path):
         checkpoint = open_checkpoint(model, "dummy")
         self.config = checkpoint.config
-        self.blocks = {name: self._block(checkpoint, name) for name in block_ids(self.config)}
+        self.blocks = {name: restore_block(self.config, name, checkpoint.block(name)) for name in self.config.block_ids}
         self._logits = jax.jit(lambda tokens: forward(self.config, self.blocks, tokens))
         self._hidden = jax.jit(lambda tokens: forward(self.config, self.blocks | {"head": self._norm}, tokens))
 
@@ -52,9 +50,3 @@ class Reference:
         padded = np.zeros(LENGTH, np.int32)
         padded[: len(tokens)] = tokens
         return np.asarray(function(jnp.asarray(padded)))[: len(tokens)]
-
-    def _block(self, checkpoint, name: str) -> nnx.Module:
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: build_block(self.config, name, rngs=nnx.Rngs(0))))
-        tensors = checkpoint.block(name)
-        leaves = [jnp.asarray(tensors[".".join(map(str, path))]) for path, _ in nnx.to_flat_state(state)]
-        return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))

@@ -22,7 +22,7 @@ from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.core.config import ModelConfig
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.models import block_ids, build_block
+from jaxserve.models import build_block
 from jaxserve.models.dense import forward
 
 MODEL = bundled_model_path()
@@ -68,7 +68,7 @@ def checkpoint() -> Checkpoint:
 @pytest.fixture(scope="module")
 def logits(checkpoint: Checkpoint) -> Logits:
     """Token ids, at most LENGTH -> logits float32 [tokens, V] of the dense forward pass."""
-    blocks = {block_id: load_block(checkpoint, block_id) for block_id in block_ids(checkpoint.config)}
+    blocks = {block_id: load_block(checkpoint, block_id) for block_id in checkpoint.config.block_ids}
     run = jax.jit(lambda tokens: forward(checkpoint.config, blocks, tokens))
     return lambda ids: np.asarray(run(jnp.asarray(ids + [0] * (LENGTH - len(ids)), jnp.int32)))[: len(ids)]
 
@@ -101,7 +101,7 @@ def test_it_is_a_small_bfloat16_llama_with_grouped_heads(checkpoint: Checkpoint)
     assert (config.architecture, config.dtype, config.tie_embeddings) == ("LlamaForCausalLM", "bfloat16", True)
     assert config.num_kv_heads < config.num_heads
     assert config.num_layers >= 8
-    tensors = [checkpoint.block(block_id) for block_id in block_ids(config) if block_id != "head"]
+    tensors = [checkpoint.block(block_id) for block_id in config.block_ids if block_id != "head"]
     assert 5e6 < sum(x.size for block in tensors for x in block.values()) < 10e6
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
-from jaxserve.models import Attend, block_ids, rope_cos_sin
+from jaxserve.models import Attend, rope_cos_sin
 from jaxserve.models.dense import build_blocks
 
 QUERY_BLOCK = 128  # a block of queries skips the keys behind its end, which halves the work of long sequences
@@ -27,7 +27,7 @@ def restore(config: ModelConfig, folder: Path) -> tuple[nnx.GraphDef, nnx.State]
         raise CheckpointError(f"{folder}: {checkpoint.config} is not the model that is trained: {config}")
     graph, params = build(config, seed=0)
     tensors = {
-        f"{block_id}.{name}": x for block_id in block_ids(config) for name, x in checkpoint.block(block_id).items()
+        f"{block_id}.{name}": x for block_id in config.block_ids for name, x in checkpoint.block(block_id).items()
     }
     flat = [(path, leaf.replace(jnp.asarray(tensors[".".join(path)]))) for path, leaf in nnx.to_flat_state(params)]
     return graph, nnx.from_flat_state(flat)

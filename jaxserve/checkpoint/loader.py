@@ -11,7 +11,7 @@ from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, stacked
 from jaxserve.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME, SafetensorsStore, read_json
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
-from jaxserve.models import block_ids, config_from_hf
+from jaxserve.models import config_from_hf
 from jaxserve.models.hf import token_ids
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -71,7 +71,7 @@ def open_checkpoint(
         return Checkpoint(directory, config, generation, DummyStore())
     _check_files(directory)
     checkpoint = Checkpoint(directory, config, generation, SafetensorsStore(directory))
-    for block_id in block_ids(config):
+    for block_id in config.block_ids:
         check_tensors(checkpoint.store, config, block_id)
     return checkpoint
 

@@ -4,6 +4,7 @@ A plan has instances (replicas that serve requests independently), an instance h
 blocks that run on its devices with tensor parallelism over all of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.core.errors import ConfigError
@@ -51,16 +52,16 @@ class Plan:
     instances: tuple[InstancePlan, ...]
 
 
-def block_ids(num_layers: int) -> tuple[str, ...]:
-    """The chain of a decoder-only model."""
-    return ("embed", *(f"layers.{i}" for i in range(num_layers)), "head")
-
-
-def static_plan(num_layers: int, *, precision: str, kv_pages: int, tp: int, pp: int, dp: int, devices: int) -> Plan:
+def static_plan(
+    chain: Sequence[str], *, precision: str, kv_pages: int, tp: int, pp: int, dp: int, devices: int
+) -> Plan:
     """dp instances of pp stages of tp devices each, layers split evenly, devices taken in order.
+
+    `chain` names all blocks: the embedding, the layers, the head.
 
     Raises `ConfigError` when the machine has too few devices or the model too few layers.
     """
+    num_layers = len(chain) - 2
     for name, degree in (("tp", tp), ("pp", pp), ("dp", dp)):
         if degree < 1:
             raise ConfigError(f"{name} is {degree}, it must be at least 1")
@@ -69,7 +70,6 @@ def static_plan(num_layers: int, *, precision: str, kv_pages: int, tp: int, pp: 
     if pp > num_layers:
         raise ConfigError(f"pp is {pp}, the model has only {num_layers} layers")
     bounds = [num_layers * i // pp for i in range(pp + 1)]
-    chain = block_ids(num_layers)
     instances = []
     for replica in range(dp):
         stages = []

@@ -70,6 +70,11 @@ class ModelConfig:
         """Rows of the embedding and of the head, padding included."""
         return self.vocab_size + self.vocab_padding
 
+    @property
+    def block_ids(self) -> tuple[str, ...]:
+        """The chain of blocks in the order in which they run."""
+        return ("embed", *(f"layers.{layer}" for layer in range(self.num_layers)), "head")
+
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, or None for full attention."""
         return self.windows[layer] if self.windows else None

@@ -93,6 +93,7 @@ class EngineCore:
                 sequence.children.clear()  # siblings end with it
                 self.scheduler.finish(sequence)
         self._record_end(state, reason, now)
+        self._take_snapshot(now)  # no step may follow
 
     @property
     def idle(self) -> bool:
@@ -284,7 +285,7 @@ class EngineCore:
         return state.take(sequences)
 
     def _record_step(self, step: _Step) -> None:
-        scheduler, pages = self.scheduler, self.scheduler.pages
+        scheduler = self.scheduler
         self.metrics.generated_tokens(step.generated)
         if step.gaps:
             self.metrics.inter_token(step.gaps)
@@ -294,14 +295,18 @@ class EngineCore:
             self.metrics.preempted(preemptions)
             self.metrics.prefix_cache(queries, hits)
             self._reported = totals
+        self._take_snapshot(step.now)
+
+    def _take_snapshot(self, now: float) -> None:
+        scheduler = self.scheduler
         self.snapshot = replace(
             self.static,
-            time=step.now,
+            time=now,
             steps=self._steps,
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.waiting_tokens,
-            kv_pages_used=pages.used,
+            kv_pages_used=scheduler.pages.used,
         )
         self.metrics.set_snapshot(self.snapshot, self.number)
 

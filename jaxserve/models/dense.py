@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.models.layers import Attend
-from jaxserve.models.registry import block_ids, build_block
+from jaxserve.models.registry import build_block
 from jaxserve.models.rope import rope_cos_sin
 
 
@@ -41,7 +41,7 @@ def dense_causal_attend(
 
 def build_blocks(config: ModelConfig, *, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
     """All blocks of a model with random weights, by id; with tied embeddings embed and head share their parameter."""
-    blocks = {block_id: build_block(config, block_id, rngs=rngs) for block_id in block_ids(config)}
+    blocks = {block_id: build_block(config, block_id, rngs=rngs) for block_id in config.block_ids}
     if config.tie_embeddings:
         blocks["head"].weight = blocks["embed"].weight
     return blocks

@@ -31,11 +31,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     raise CheckpointError(f"architecture {found} is not supported; supported: {', '.join(FAMILIES)}")
 
 
-def block_ids(config: ModelConfig) -> tuple[str, ...]:
-    """The chain of blocks in the order in which they run: "embed", "layers.0", ..., "head"."""
-    return ("embed", *(f"layers.{layer}" for layer in range(config.num_layers)), "head")
-
-
 def build_block(config: ModelConfig, block_id: str, *, rngs: nnx.Rngs) -> nnx.Module:
     """A block with random weights; under `nnx.eval_shape` its abstract parameters."""
     if block_id == "embed":

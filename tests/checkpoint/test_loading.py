@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
-from jaxserve.models import block_ids, build_block
+from jaxserve.models import build_block
 from tests.golden.cases import CASES
 from tests.golden.model import golden
 
@@ -36,7 +36,7 @@ def nbytes(block: dict[str, np.ndarray]) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_have_the_shapes_and_dtypes_of_their_modules(name: str, tmp_path: Path):
     checkpoint = open_checkpoint(golden(name).write(tmp_path))
-    for block_id in block_ids(checkpoint.config):
+    for block_id in checkpoint.config.block_ids:
         module = nnx.eval_shape(lambda b=block_id: build_block(checkpoint.config, b, rngs=nnx.Rngs(0)))
         expected = {
             ".".join(map(str, path)): (leaf.shape, leaf.dtype) for path, leaf in nnx.to_flat_state(nnx.state(module))
@@ -50,7 +50,7 @@ def test_shards_equal_a_single_file(name: str, tmp_path: Path):
     one = open_checkpoint(golden(name).write(tmp_path / "one"))
     three = open_checkpoint(golden(name).write(tmp_path / "three", shards=3))
     assert not (tmp_path / "three" / "model.safetensors").exists()
-    for block_id in block_ids(one.config):
+    for block_id in one.config.block_ids:
         a, b = one.block(block_id), three.block(block_id)
         assert a.keys() == b.keys()
         assert all(np.array_equal(a[key], b[key]) for key in a)
@@ -139,7 +139,7 @@ def test_streaming_needs_two_layers_of_memory_beside_the_model(tmp_path: Path):
     model, kept = 0, []
     tracemalloc.start()
     try:
-        for block_id in block_ids(checkpoint.config):
+        for block_id in checkpoint.config.block_ids:
             kept.append(checkpoint.block(block_id))
             model += nbytes(kept[-1])
         _, peak = tracemalloc.get_traced_memory()
@@ -164,7 +164,7 @@ def write_dummy(path: Path) -> None:
     """A 12-layer checkpoint of a few MB a layer, in four shards."""
     (path / "config.json").write_text(json.dumps(LARGE))
     dummy = open_checkpoint(path, "dummy")
-    shapes = {n: s for b in block_ids(dummy.config) for n, s in tensor_shapes(dummy.config, b).items()}
+    shapes = {n: s for b in dummy.config.block_ids for n, s in tensor_shapes(dummy.config, b).items()}
     weight_map = {}
     for shard in range(4):
         names = sorted(shapes)[shard::4]

@@ -9,7 +9,7 @@ import pytest
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.core.config import ModelConfig
-from jaxserve.models import block_ids, config_from_hf
+from jaxserve.models import config_from_hf
 from jaxserve.parallel.padding import head_sources, physical_config
 from tests.golden.cases import CASES
 from tests.golden.model import Model, golden, relative_error
@@ -81,7 +81,7 @@ def test_padded_heads_compute_the_same_function(heads: int, kv_heads: int, tp: i
     fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": 2}
     hf = CASES["llama_linear_biases"] | fields
     model = config_from_hf(hf)
-    shapes = {name: shape for block in block_ids(model) for name, shape in tensor_shapes(model, block).items()}
+    shapes = {name: shape for block in model.block_ids for name, shape in tensor_shapes(model, block).items()}
     path = write_checkpoint(tmp_path, hf, shapes, seed=0)
     tokens = list(range(20))
     physical = physical_config(open_checkpoint(path, dtype="float32").config, tp)

@@ -90,6 +90,19 @@ def test_closing_the_stream_aborts(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
+def test_after_an_abort_that_no_step_follows_the_snapshot_holds_nothing(tiny_model: Path) -> None:
+    async def main() -> None:
+        async with AsyncLLM(tiny_model, overlap=False, **OPTIONS) as llm:
+            for _ in range(5):
+                stream = llm.stream([3] * 40, LONG)
+                await anext(stream)
+                await stream.aclose()
+                await settled(llm.engine)
+                assert llm.engine.snapshot().num_running == llm.engine.snapshot().kv_pages_used == 0
+
+    asyncio.run(main())
+
+
 def test_a_full_queue_refuses_and_says_the_limit(engine: AsyncEngine) -> None:
     async def main() -> None:
         with pytest.raises(QueueFull) as caught:
@@ -119,6 +132,7 @@ def test_refusals_come_before_anything_is_queued(engine: AsyncEngine) -> None:
 def test_a_refused_twin_leaves_the_request_of_the_same_id_alone(engine: AsyncEngine) -> None:
     async def main() -> None:
         first = asyncio.create_task(collect(engine, prompt(0, 5), LONG, request_id="twin"))
+        await asyncio.sleep(0)  # it asks first
         with pytest.raises(RequestError, match="already in flight"):
             await collect(engine, prompt(1, 5), LONG, request_id="twin")
         assert len(await asyncio.wait_for(first, 60)) == 150

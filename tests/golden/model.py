@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.core.config import ModelConfig
-from jaxserve.models import block_ids
 from jaxserve.models.dense import forward, restore_block
 from tests.golden.cases import CASES
 from tests.golden.weights import write_checkpoint
@@ -52,7 +51,7 @@ class Model:
     def __init__(self, path: Path, dtype: str = "float32", physical: ModelConfig | None = None, length: int = 104):
         checkpoint = open_checkpoint(path, dtype=dtype)
         config = physical or checkpoint.config
-        blocks = {name: restore_block(config, name, checkpoint.block(name, config)) for name in block_ids(config)}
+        blocks = {name: restore_block(config, name, checkpoint.block(name, config)) for name in config.block_ids}
         self.length, self.config = length, config
         self._forward = jax.jit(lambda tokens: forward(config, blocks, tokens))
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.core.config import ModelConfig
-from jaxserve.models import block_ids, build_block, config_from_hf
+from jaxserve.models import build_block, config_from_hf
 from jaxserve.models.dense import build_blocks, dense_causal_attend, forward
 from jaxserve.models.rope import rope_cos_sin
 from jaxserve.parallel.padding import physical_config
@@ -30,7 +30,7 @@ def abstract(config: ModelConfig, block: str) -> tuple[nnx.GraphDef, nnx.State]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_axis_has_a_logical_name(name: str):
     model = config_from_hf(CASES[name])
-    for block in block_ids(model):
+    for block in model.block_ids:
         for path, variable in nnx.to_flat_state(abstract(model, block)[1]):
             assert len(variable.axes) == len(variable.shape), path
             assert set(variable.axes) <= AXES, path
