@@ -36,6 +36,7 @@ class LLM:
         """
         self._engine = build_engine(EngineConfig(model=model, **options))
         self._closed = False
+        self._pieces: dict[str, deque[RequestOutput]] = {}  # not yet given out, of each stream in progress
 
     # -- generation
 
@@ -66,7 +67,10 @@ class LLM:
         return self._run(self._pair(prompts, params), use_tqdm)
 
     def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yields what is new of one prompt's answers, token by token. Leaving the loop early aborts the request."""
+        """Yields what is new of one prompt's answers, token by token. Leaving the loop early aborts the request.
+
+        Several streams may be read in turns, and `generate` called between two pieces.
+        """
         return self._stream(as_prompt(prompt), params or SamplingParams())
 
     def stream_chat(
@@ -134,19 +138,21 @@ class LLM:
         waiting = deque(requests)
         order: list[str] = []
         results: dict[str, RequestOutput] = {}
+        unfinished = len(requests)
         with tqdm(total=len(requests), desc="Requests", unit="req", disable=not use_tqdm) as progress:
             try:
-                self._fill(waiting, order, embed)
-                while not engine.idle:
-                    for piece in engine.step():
+                while unfinished:
+                    self._fill(waiting, order, embed)
+                    for piece in self._step():
                         results[piece.request_id] = merge(results.get(piece.request_id), piece)
                         progress.update(piece.finished)
-                    self._fill(waiting, order, embed)
+                        unfinished -= piece.finished
             except BaseException:
                 for request_id in order:
                     engine.abort(request_id)
-                self._settle()
                 raise
+            finally:
+                self._settle()
         return [results[request_id] for request_id in order]
 
     def _fill(self, waiting: deque[tuple[Prompt, SamplingParams]], order: list[str], embed: bool) -> None:
@@ -158,21 +164,31 @@ class LLM:
     def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
         self._check_open()
         request_id = self._engine.add(prompt, params)
+        pieces = self._pieces[request_id] = deque()
         try:
             while True:
-                for piece in self._engine.step():
-                    if piece.request_id != request_id:
-                        continue
-                    yield piece
-                    if piece.finished:
-                        return
+                while not pieces:
+                    self._check_open()
+                    self._step()
+                piece = pieces.popleft()
+                yield piece
+                if piece.finished:
+                    return
         finally:
+            del self._pieces[request_id]
             self._engine.abort(request_id)
             self._settle()
 
+    def _step(self) -> list[RequestOutput]:
+        """One step. Returns the pieces of `generate`'s requests; those of streams wait until they are read. Mutates."""
+        others = []
+        for piece in self._engine.step():
+            self._pieces.get(piece.request_id, others).append(piece)
+        return others
+
     def _settle(self) -> None:
-        """Takes in the step that is still on the device, so that nothing is left over."""
-        while not self._engine.idle:
+        """Takes in the step that is still on the device, so that nothing is left over when no stream is in progress."""
+        while not (self._closed or self._pieces or self._engine.idle):
             self._engine.step()
 
     def _check_open(self) -> None:

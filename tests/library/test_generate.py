@@ -165,6 +165,26 @@ def test_stream_pieces_add_up(llm: LLM, reference: Reference) -> None:
     assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
+def test_streams_read_in_turns_and_a_call_between_them_lose_nothing(llm: LLM, reference: Reference) -> None:
+    prompts = [prompt(85, 20), prompt(86, 40), prompt(87, 30)]
+    streams = [llm.stream(p, GREEDY) for p in prompts[:2]]
+    parts = [list(next(stream).outputs[0].token_ids) for stream in streams]
+    (between,) = tokens(llm, prompts[2:])
+    for pieces in zip(*streams, strict=True):
+        for part, piece in zip(parts, pieces, strict=True):
+            part += piece.outputs[0].token_ids
+    assert [*map(tuple, parts), between] == [reference.greedy(p, 12) for p in prompts]
+    assert llm._engine.idle
+
+
+def test_a_stream_whose_llm_was_closed_says_so(tiny_model: Path) -> None:
+    with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=2) as llm:
+        stream = llm.stream([3, 4], GREEDY)
+        next(stream)
+    with pytest.raises(EngineStopped):
+        list(stream)
+
+
 def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
     for piece in llm.stream(prompt(131, 50), SamplingParams(max_tokens=100, ignore_eos=True)):
         assert not piece.finished
