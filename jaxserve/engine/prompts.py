@@ -1,6 +1,7 @@
 """Prompts as the library's users write them: a text, token ids, or a mapping with either."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,11 @@ PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 def as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     """One prompt or many, as the engine takes them. Raises `RequestError` for what is neither."""
-    single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
-    return [as_prompt(prompt) for prompt in ([prompts] if single else prompts)]
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+        return [as_prompt(prompts)]
+    several = list(prompts)
+    single = bool(several) and isinstance(several[0], (int, np.integer))
+    return [as_prompt(several)] if single else [as_prompt(prompt) for prompt in several]
 
 
 def as_prompt(prompt: Any) -> Prompt:
@@ -23,9 +27,17 @@ def as_prompt(prompt: Any) -> Prompt:
         case str():
             return TextPrompt(prompt)
         case {"prompt_token_ids": token_ids}:
-            return TokensPrompt(tuple(int(token) for token in token_ids), prompt.get("prompt"))
+            return TokensPrompt(_token_ids(token_ids), prompt.get("prompt"))
         case {"prompt": str() as text}:
             return TextPrompt(text)
         case Mapping():
             raise RequestError("a prompt mapping needs 'prompt' or 'prompt_token_ids'", field="prompt", value=prompt)
-    return TokensPrompt(tuple(int(token) for token in prompt))
+    return TokensPrompt(_token_ids(prompt))
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    try:
+        return tuple(index(token) for token in value)
+    except TypeError as error:
+        message = "a prompt is a text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"
+        raise RequestError(message, field="prompt", value=value) from error

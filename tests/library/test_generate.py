@@ -228,6 +228,19 @@ def test_bad_requests_say_what_is_wrong_and_leave_the_engine_well(llm: LLM) -> N
     assert len(tokens(llm, [prompt(151, 10)])[0]) == 12
 
 
+@pytest.mark.parametrize("bad", [42, None, [1.5], ["a", 3], [3, "a"], [None], {"prompt_token_ids": None}], ids=str)
+def test_what_is_no_prompt_is_refused(llm: LLM, bad) -> None:
+    with pytest.raises(RequestError, match="a prompt is a text, a list of token ids, or") as caught:
+        llm.generate(bad, GREEDY, use_tqdm=False)
+    assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize("ids", [np.array([3, 4]), range(3, 5), {"prompt_token_ids": np.array([3, 4])}], ids=str)
+def test_token_ids_may_come_in_any_sequence(llm: LLM, ids) -> None:
+    (output,) = llm.generate(ids, GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == (3, 4)
+
+
 def test_a_closed_llm_says_so(tiny_model: Path) -> None:
     llm = LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=2)
     llm.close()
