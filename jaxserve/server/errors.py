@@ -73,7 +73,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
             return error.status_code, envelope(str(error.detail), error.status_code), dict(error.headers or {})
         case JaxserveError():
             return 500, envelope(str(error), 500), {}
-    return 500, envelope("internal error; the server's log has the details", 500), {}
+    body = envelope("internal error; the server's log has the details", 500)
+    return 500, body, {"connection": "close"}  # uvicorn cuts it after a bug; a client that is told does not reuse it
 
 
 def error_response(error: Exception) -> Response:

@@ -124,3 +124,4 @@ def test_bug_before_the_first_token_is_a_plain_500(stream):
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
     assert "secret" not in answer.text
+    assert answer.headers["connection"] == "close"  # it is cut: a client must not reuse it
