@@ -1,0 +1,54 @@
+"""An LLM leaves nothing behind: no array on the device, no signal handler, no thread."""
+
+import gc
+import signal
+import threading
+from pathlib import Path
+
+import jax
+
+from jaxserve import LLM, SamplingParams
+
+
+def resident() -> int:
+    """Bytes of all arrays that JAX holds."""
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_leaving_the_context_frees_every_array(tiny_model: Path) -> None:
+    before = resident()
+    with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4) as llm:
+        held = resident() - before
+        llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5, repetition_penalty=1.1, logprobs=1), use_tqdm=False)
+        assert held > sum(pool.nbytes for pool in llm._engine.instances[0].executor.pools)
+    assert resident() - before < 4096  # constants of a compiled function or two may stay in JAX's caches
+
+
+def test_leaving_by_an_error_frees_them_too(tiny_model: Path) -> None:
+    before = resident()
+    try:
+        with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4):
+            raise KeyError
+    except KeyError:
+        pass
+    assert resident() - before < 4096
+
+
+def test_signals_and_threads_are_left_alone(tiny_model: Path) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = set(threading.enumerate())
+    with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4) as llm:
+        llm.generate([[3, 4, 5]], use_tqdm=False)
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+        assert set(threading.enumerate()) == threads
+
+
+def test_two_models_live_side_by_side(tiny_model: Path) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    options = {"load_format": "dummy", "warmup": False, "max_num_seqs": 4}
+    with LLM(tiny_model, **options) as one:
+        with LLM(tiny_model, **options) as two:
+            answers = [llm.generate([[3, 4, 5]], greedy, use_tqdm=False)[0].outputs[0].token_ids for llm in (one, two)]
+        assert answers[0] == answers[1]
+        assert one.generate([[3, 4, 5]], greedy, use_tqdm=False)[0].outputs[0].token_ids == answers[0]
