@@ -1,0 +1,37 @@
+"""Every executable of a step lowers for CUDA, on a machine without a GPU."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve import EngineConfig
+from jaxserve.executor import sampler
+from jaxserve.factory import build
+
+
+@pytest.mark.parametrize(("decodes", "tiles"), [(4, 0), (0, 2), (8, 2)])
+def test_a_step_lowers_for_cuda(tiny_model: Path, decodes: int, tiles: int) -> None:
+    config = EngineConfig(model=tiny_model, load_format="dummy", warmup=False, max_num_seqs=8, dtype="bfloat16")
+    built = build(config)
+    executor = built.instances[0].executor
+    stage, shape = executor._stages[0], executor.buckets.shape(decodes, tiles, 1)
+    tokens, rows, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)
+    newest = executor.sampler.newest
+    x = stage.embed.executable(tokens, newest, *stage.embed.leaves)
+    _, logits = stage.head.executable(x, rows, *stage.head.leaves)
+    packed = np.zeros((sampler.NUM_FIELDS, shape.rows), np.int32)
+    ids, biases = sampler.sparse_biases([], shape.rows)
+    for function, arguments in (
+        (stage.embed.executable, (tokens, newest, *stage.embed.leaves)),
+        (stage.layers[0].executable, (x, *context, executor.pools[0], *stage.layers[0].leaves)),
+        (stage.head.executable, (x, rows, *stage.head.leaves)),
+        (executor.sampler._greedy, (logits, packed, newest)),
+        (executor.sampler._random, (logits, packed, newest)),
+        (executor.sampler._full, (logits, packed, newest, executor.sampler._history, ids, biases)),
+    ):
+        program = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        assert "jaxserve_" not in program, "a native CPU kernel in a program for CUDA"
+    assert jax.default_backend() == "cpu"
+    built.close()
