@@ -8,7 +8,7 @@ from typing import Any
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.generation import Answer, Job, Usage
-from jaxserve.server.logprobs import for_completion, for_prompt
+from jaxserve.server.logprobs import Offsets, for_completion, for_prompt
 from jaxserve.server.schemas.completions import CompletionBody
 
 NO_TEXT = ""
@@ -38,7 +38,7 @@ class CompletionAnswer:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The values of a stream: what is new, after the prompt if it is echoed."""
-        usage, offsets = self.job.usage(), dict[int, int]()
+        usage, offsets = self.job.usage(), dict[int, Offsets | None]()
         async with contextlib.aclosing(self.job.run(self.client)) as deltas:
             async for prompt, output in deltas:
                 usage.add((prompt, output))
@@ -60,7 +60,7 @@ class CompletionAnswer:
         choice = {
             "index": prompt * self.body.answers + i,
             "text": self._echo(prompt) + answer.text,
-            "logprobs": self._logprobs(steps, token_ids, 0),
+            "logprobs": self._logprobs(steps, token_ids, self._offsets()),
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
@@ -69,20 +69,19 @@ class CompletionAnswer:
         return choice
 
     def _chunk(
-        self, index: int, echo: str, answer: CompletionOutput, offsets: dict[int, int], usage: Usage
+        self, index: int, echo: str, answer: CompletionOutput, offsets: dict[int, Offsets | None], usage: Usage
     ) -> dict[str, Any]:
-        """One event. `offsets`: where each choice's next token begins in its text. Mutates it."""
-        offset = offsets.setdefault(index, 0)
+        """One event. `offsets`: by choice; mutates it."""
+        if index not in offsets:
+            offsets[index] = self._offsets()
         choice = {
             "index": index,
             "text": echo + answer.text,
-            "logprobs": self._logprobs(answer.logprobs or (), answer.token_ids, offset),
+            "logprobs": self._logprobs(answer.logprobs or (), answer.token_ids, offsets[index]),
             "finish_reason": answer.finish_reason,
         }
         if answer.stop_reason is not None:
             choice["stop_reason"] = answer.stop_reason
-        if self.body.logprobs is not None:
-            offsets[index] += sum(len(self.client.tokenizer.token(token)) for token in answer.token_ids)
         chunk = self._object([choice])
         if self.body.usage_at_end:
             chunk["usage"] = usage.as_dict() if self.body.usage_always else None
@@ -94,12 +93,18 @@ class CompletionAnswer:
         asked = self.job.prompts[prompt]
         return self.client.tokenizer.decode(asked.token_ids) if asked.text is None else asked.text
 
-    def _logprobs(
-        self, steps: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
-    ) -> dict[str, Any] | None:
+    def _offsets(self) -> Offsets | None:
+        """Of a new choice; None without log-probabilities."""
         if self.body.logprobs is None:
             return None
-        return for_completion(steps, token_ids, self.client.tokenizer, alternatives=self.body.logprobs, offset=offset)
+        return Offsets(self.client.tokenizer.stream(self.body.skip_special_tokens is not False, start=self.body.echo))
+
+    def _logprobs(
+        self, steps: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offsets: Offsets | None
+    ) -> dict[str, Any] | None:
+        if self.body.logprobs is None or offsets is None:
+            return None
+        return for_completion(steps, token_ids, self.client.tokenizer, self.body.logprobs, offsets)
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -2,12 +2,30 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.core.request import Logprob, TokenLogprobs
+from jaxserve.core.request import Detokenizer, Logprob, TokenLogprobs
 from jaxserve.engine.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no minus infinity; what other servers send for it
+
+
+@dataclass
+class Offsets:
+    """Where the tokens of one choice begin in its text. Mutated by `take`.
+
+    Special tokens that the text does not show take no room in it; a token that ends a character begins where it does.
+    """
+
+    detokenizer: Detokenizer
+    length: int = 0  # characters of the tokens taken
+
+    def take(self, token_id: int) -> int:
+        """Where the next token begins. Mutates."""
+        start = self.length
+        self.length += len(self.detokenizer.push((token_id,)))
+        return start
 
 
 def for_chat(steps: Sequence[TokenLogprobs], tokenizer: Tokenizer, alternatives: int) -> dict[str, Any]:
@@ -26,21 +44,20 @@ def for_completion(
     token_ids: Sequence[int],
     tokenizer: Tokenizer,
     alternatives: int,
-    offset: int,
+    offsets: Offsets,
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion choice. `offset`: where its first token begins; a prompt's first step is None."""
-    tokens, chosen, tops, offsets = [], [], [], []
+    """The `logprobs` of a completion choice; a prompt's first step is None. Mutates `offsets`."""
+    tokens, chosen, tops, starts = [], [], [], []
     for token_id, step in zip(token_ids, steps, strict=True):
         tokens.append(tokenizer.token(token_id))
-        offsets.append(offset)
-        offset += len(tokens[-1])
+        starts.append(offsets.take(token_id))
         chosen.append(None if step is None else _finite(step[token_id]))
         tops.append(None if step is None else _tops(step, tokenizer, alternatives))
     return {
         "tokens": tokens,
         "token_logprobs": chosen,
         "top_logprobs": tops if alternatives else None,
-        "text_offset": offsets,
+        "text_offset": starts,
     }
 
 

@@ -8,7 +8,7 @@ import struct
 import openai
 import pytest
 
-from tests.server.fake import FakeClient
+from tests.server.fake import END, FakeClient
 from tests.server.serving import Address, serving
 
 TEXT = FakeClient.script
@@ -193,6 +193,19 @@ def test_completion_logprobs_stream_as_they_come(client):
     logprobs = [chunk.choices[0].logprobs for chunk in stream]
     assert [token for part in logprobs for token in part.tokens] == list(TEXT[:3])
     assert [offset for part in logprobs for offset in part.text_offset] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_offsets_are_places_in_the_text(client, stream):
+    options = {"model": "fake", "prompt": [256, 65], "max_tokens": 17, "logprobs": 0, "echo": not stream}
+    answer = client.completions.create(**options, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    text = "".join(choice.text for choice in choices)
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    assert len(tokens) == len(offsets) == 17 + (0 if stream else 2)
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert token in (END, "\ufffd") or text[offset] == token
 
 
 def test_completion_echo_streams_the_prompt_once(client):
