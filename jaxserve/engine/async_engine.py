@@ -239,6 +239,9 @@ class AsyncEngine:
             if not thread.steps.idle and now - thread.progress > STALL_SECONDS:
                 raise EngineFailed(f"no step has ended for {now - thread.progress:.0f} s although there is work")
 
+    def count_rejection(self, reason: str) -> None:
+        self.metrics.rejected(reason)
+
     def metrics_text(self) -> bytes:
         return self.metrics.render()
 

@@ -96,6 +96,10 @@ class EngineClient(Protocol):
         """Raises EngineFailed if the step loop is dead, or has work and made no progress for too long."""
         ...
 
+    def count_rejection(self, reason: str) -> None:
+        """Counts in the metrics a request that was refused on the way here, e.g. as "invalid". Mutates."""
+        ...
+
     def metrics_text(self) -> bytes:
         """The metrics in Prometheus' text format."""
         ...

@@ -91,12 +91,16 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 def install_handlers(app: FastAPI) -> None:
     """Every error that leaves a route becomes an envelope. Mutates the app."""
 
-    async def on_error(_: Request, error: Exception) -> Response:
-        return error_response(error)
+    async def on_error(request: Request, error: Exception) -> Response:
+        response = error_response(error)
+        client = request.app.state.server.loaded
+        if response.status_code == 400 and client is not None:
+            client.count_rejection("invalid")
+        return response
 
-    async def on_invalid(_: Request, error: Exception) -> Response:
+    async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(_of_validation(error))
+        return await on_error(request, _of_validation(error))
 
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)

@@ -114,6 +114,9 @@ class FakeClient:
         if not self.healthy:
             raise EngineFailed("no step has ended for 120 s although there is work")
 
+    def count_rejection(self, reason: str) -> None:
+        self._metrics.rejected(reason)
+
     def metrics_text(self) -> bytes:
         self._metrics.set_snapshot(self.snapshot())
         return self._metrics.render()

@@ -117,6 +117,15 @@ def test_stream_ends_with_done_also_after_an_error(path):
         assert "a bug" not in answer.text
 
 
+@pytest.mark.parametrize("body", ['{"prompt": "a", "n": 0}', '{"prompt": 5}', '{"prompt": "a", "n": "1"}', "{"])
+def test_a_refused_request_is_counted(body):
+    with serving(FakeClient()) as address:
+        answer = httpx.post(f"{address.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+        metrics = httpx.get(f"{address.url}/metrics").text
+    assert answer.status_code == 400
+    assert 'admission_rejections_total{model_name="fake",reason="invalid"} 1.0' in metrics
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_bug_before_the_first_token_is_a_plain_500(stream):
     with serving(FakeClient(fail_after=0, failure=ValueError("secret"))) as address:
