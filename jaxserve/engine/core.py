@@ -146,7 +146,6 @@ class EngineCore:
             raise QueueFull(
                 f"{scheduler.num_waiting} sequences are waiting, the limit is {info.max_queued_requests} "
                 "(max_queued_requests)",
-                field="n" if params.n > info.max_queued_requests else None,
                 value=scheduler.num_waiting,
                 limit=info.max_queued_requests,
             )

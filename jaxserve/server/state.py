@@ -82,7 +82,7 @@ class ServerState:
         if name is None or name in names:
             return name or names[0]
         raise ModelNotFound(
-            f"the model {name[:200]!r} is not served here", field="model", value=name[:200], limit=names
+            f"the model {name[:200]!r} is not served here", field="model", value=name[:200], limit=", ".join(names)
         )
 
     def timestamp(self) -> int:

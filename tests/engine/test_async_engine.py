@@ -106,9 +106,8 @@ def test_after_an_abort_that_no_step_follows_the_snapshot_holds_nothing(tiny_mod
 
 def test_a_full_queue_refuses_and_says_the_limit(engine: AsyncEngine) -> None:
     async def main() -> None:
-        with pytest.raises(QueueFull) as caught:
+        with pytest.raises(RequestError, match="n is 7, the limit is 6"):  # it would never fit: no use in trying again
             await collect(engine, prompt(0, 5), SamplingParams(n=7, max_tokens=2))
-        assert caught.value.limit == 6
         tasks = [asyncio.create_task(collect(engine, prompt(i, 60), LONG)) for i in range(20)]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         refused = [r for r in results if isinstance(r, QueueFull)]
