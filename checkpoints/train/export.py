@@ -65,7 +65,8 @@ def save_model(config: ModelConfig, tensors: dict[str, np.ndarray], folder: Path
             **ends,
         },
     )
-    _write(folder / "generation_config.json", {**ends, "do_sample": True, "temperature": 0.6, "top_p": 0.95})
+    sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.15}
+    _write(folder / "generation_config.json", {**ends, **sampling})
 
 
 def _write(path: Path, content: dict) -> None:
