@@ -1,0 +1,81 @@
+"""What the events of a streamed completion say, as they come."""
+
+import json
+from typing import Any
+
+from jaxserve.bench.record import RequestRecord
+
+DONE = "[DONE]"
+TOKEN_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call")  # of a chat's delta
+SHOWN_CHARACTERS = 200  # of a server's error message
+
+
+class Answer:
+    """One answer in the making. Mutates the record that it is given."""
+
+    def __init__(self, record: RequestRecord):
+        self._record = record
+        self._text: list[str] = []
+        self._ended = False  # by a finish_reason or [DONE]
+        self._usage: dict[str, Any] = {}
+        self._error: str | None = None
+
+    def take(self, data: str, time_s: float) -> None:
+        """One event's data, which arrived at `time_s`. The first error stands; what follows it still counts."""
+        if data == DONE:
+            self._ended = True
+            return
+        try:
+            event = json.loads(data)
+            if not isinstance(event, dict):
+                raise ValueError
+            if event.get("error") is not None:
+                self._fail(f"error in the stream: {message_of(event)}")
+            else:
+                self._chunk(event, time_s)
+        except (ValueError, TypeError, AttributeError, LookupError):
+            self._fail(f"malformed event: {shortened(data)}")
+
+    def close(self) -> None:
+        """The stream has ended: fills in what the record says of the whole, or why there is no whole."""
+        record = self._record
+        record.text = "".join(self._text)
+        # Without usage every chunk counts as a token, the best that can be known from outside.
+        record.output_tokens = self._usage.get("completion_tokens") or len(record.chunk_times_s)
+        record.input_tokens = self._usage.get("prompt_tokens") or record.input_tokens
+        if not self._ended:
+            self._fail("the stream ended without [DONE] or a finish_reason")
+        elif not record.chunk_times_s:
+            self._fail("the stream brought no tokens")
+        record.error = record.error or self._error
+
+    def _chunk(self, event: dict[str, Any], time_s: float) -> None:
+        self._usage = event.get("usage") or self._usage
+        if not event.get("choices"):
+            return
+        choice = event["choices"][0]
+        self._ended = self._ended or choice.get("finish_reason") is not None
+        delta = choice.get("delta")
+        if delta is None:  # a completion: also a token without text, such as half of a character, is one
+            self._text.append(choice.get("text") or "")
+            self._record.chunk_times_s.append(time_s)
+        elif any(delta.get(field) for field in TOKEN_FIELDS):
+            self._text.append(delta.get("content") or "")
+            self._record.chunk_times_s.append(time_s)
+
+    def _fail(self, reason: str) -> None:
+        self._error = self._error or reason
+
+
+def message_of(body: Any) -> str:
+    """The message in an error's JSON, in the forms that servers use; the JSON itself if it has none."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or error
+    return shortened(error if isinstance(error, str) else json.dumps(error))
+
+
+def shortened(text: str) -> str:
+    """On one line, and not too long for a table."""
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."

@@ -1,0 +1,171 @@
+"""One request to an OpenAI-compatible server, and when each part of its answer came."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from jaxserve.bench.answer import Answer, message_of, shortened
+from jaxserve.bench.connections import Connections
+from jaxserve.bench.record import RequestRecord
+from jaxserve.bench.sse import EventParser
+from jaxserve.bench.workload import Sample
+
+OK = 200
+HOURS = 3600.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """The server that is measured, and what every request to it says."""
+
+    base_url: str
+    model: str
+    endpoint: str = "/v1/completions"  # or one that ends in /chat/completions
+    api_key: str | None = field(default=None, repr=False)
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # has the last word
+    ignore_eos: bool = False
+    timeout_s: float = 6 * HOURS
+
+    @property
+    def url(self) -> str:
+        """Where requests are posted to."""
+        return self.base_url.rstrip("/") + self.endpoint
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are sent as messages."""
+        return self.endpoint.endswith("/chat/completions")
+
+    def body(self, sample: Sample) -> dict[str, Any]:
+        """The JSON of one request. Raises ValueError for token ids to a chat endpoint, which takes text."""
+        if self.is_chat and not isinstance(sample.prompt, str):
+            raise ValueError("a chat endpoint takes text, not token ids")
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": sample.prompt}]}
+        if not self.is_chat:
+            asked = {"prompt": sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt)}
+        return {
+            "model": self.model,
+            **asked,
+            "max_tokens": sample.output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if self.ignore_eos else {}),
+            **self.extra_body,
+        }
+
+
+class Client:
+    """Sends requests to one server on connections that are kept alive. A context manager: open while inside."""
+
+    def __init__(self, target: Target):
+        self.target = target
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if target.api_key:
+            headers["authorization"] = f"Bearer {target.api_key}"
+        self._http = httpx.AsyncClient(transport=Connections(), headers=headers, timeout=None, trust_env=False)
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._http.__aexit__(kind, error, traceback)
+
+    async def send(self, sample: Sample, record: RequestRecord, now: Callable[[], float] = time.monotonic) -> None:
+        """One request to its end. Mutates `record`: every failure is told there, in `error`; nothing is raised.
+
+        `now` gives the seconds since the start of the run. When cancelled, `record.end_s` stays None.
+        """
+        try:
+            with _told(record, self.target.timeout_s):
+                body = json.dumps(self.target.body(sample)).encode()
+                record.sent_s = now()
+                async with (
+                    asyncio.timeout(self.target.timeout_s),
+                    self._http.stream("POST", self.target.url, content=body) as response,
+                ):
+                    record.status = response.status_code
+                    if response.status_code == OK:
+                        await _read(response, record, now)
+                    else:
+                        record.error = _refusal(response.status_code, await response.aread())
+        except asyncio.CancelledError:
+            record.error = None  # neither failed nor completed
+            raise
+        record.end_s = now()
+
+
+async def _read(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
+    """Mutates the record: the times of its tokens as they come, and in any case what there is at the end."""
+    parser, answer = EventParser(), Answer(record)
+    try:
+        async for chunk in response.aiter_raw():
+            time_s = now()  # before any parsing: this is when it came
+            for data in parser.feed(chunk):
+                answer.take(data, time_s)
+        time_s = now()
+        for data in parser.close():
+            answer.take(data, time_s)
+    except httpx.TransportError as error:
+        record.error = _broken(error)
+    finally:
+        answer.close()
+
+
+@contextlib.contextmanager
+def _told(record: RequestRecord, timeout_s: float) -> Iterator[None]:
+    """Turns what can go wrong into the record's `error`."""
+    try:
+        yield
+    except TimeoutError:
+        record.error = f"timeout after {timeout_s:g} s"
+    except httpx.TransportError as error:
+        record.error = _broken(error)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:
+        record.error = f"cannot send the request: {shortened(str(error))}"
+
+
+def _broken(error: httpx.TransportError) -> str:
+    """What happened to the connection, in plain words."""
+    numbers = {cause.errno for cause in _causes(error) if isinstance(cause, OSError)}
+    if errno.ECONNREFUSED in numbers:
+        return "connection refused"
+    if isinstance(error, httpx.ConnectError):
+        return f"cannot connect: {shortened(str(error))}"
+    if numbers & {errno.ECONNRESET, errno.EPIPE}:
+        return "connection reset"
+    if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError):
+        return "connection closed before the answer was complete"
+    return shortened(str(error)) or type(error).__name__
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and all that led to it."""
+    pending, seen = [error], set[int]()
+    while pending:
+        cause = pending.pop()
+        if id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        pending += [next_one for next_one in (cause.__cause__, cause.__context__) if next_one is not None]
+        if isinstance(cause, BaseExceptionGroup):
+            pending += cause.exceptions
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """The status, and the message of the body if it has one."""
+    text = body.decode(errors="replace")
+    with contextlib.suppress(ValueError):
+        text = message_of(json.loads(text))
+    return f"HTTP {status}: {shortened(text)}".rstrip(": ")

@@ -1,0 +1,161 @@
+"""Open-loop load: every request is sent when it is due, whatever the server makes of those before it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxserve.bench.record import RequestRecord
+from jaxserve.bench.workload import BenchRequest, Sample, Workload
+
+LATE_S = 0.010  # sent so long after it was due, a request is late
+LAG_S = 0.010  # woken so long after the time asked for, the client's event loop lags
+LAG_INTERVAL_S = 0.050
+TOLERATED_SHARE = 0.01  # of late requests, or of late wake-ups: beyond, the client has shaped what it measured
+
+Clock = Callable[[], float]
+Progress = Callable[[RequestRecord], None]
+
+
+class Sender(Protocol):
+    """What `run_load` needs of a `Client`."""
+
+    async def send(self, sample: Sample, record: RequestRecord, now: Clock = ...) -> None: ...
+
+
+@dataclass(frozen=True)
+class Load:
+    """What came of a run. `origin_s` is the clock's value at second 0 of the records."""
+
+    records: list[RequestRecord]
+    duration_s: float  # from the first arrival to the last end, or to the interruption
+    interrupted: bool
+    client: dict[str, Any] = field(default_factory=dict)  # whether the client itself kept up
+    origin_s: float = 0.0
+
+    @property
+    def warning(self) -> str | None:
+        """What to tell the user if the client could not keep up, so that its numbers are not the server's alone."""
+        if not self.client.get("saturated"):
+            return None
+        return (
+            "the client itself fell behind: "
+            f"{self.client['late']} of {self.client['sent']} requests sent over {LATE_S * 1e3:g} ms late "
+            f"(at most {self.client['max_lateness_ms']:.0f} ms), "
+            f"its event loop lagged by up to {self.client['max_loop_lag_ms']:.0f} ms"
+        )
+
+
+async def run_load(
+    workload: Workload,
+    client: Sender,
+    *,
+    max_concurrency: int | None = None,
+    clock: Clock = time.monotonic,
+    on_progress: Progress | None = None,
+) -> Load:
+    """Sends a workload and waits for all answers. `clock` must run as the event loop's; progress: per ended request.
+
+    A request that cannot be sent in time is sent at once and counted as late. With `max_concurrency` a request is due
+    when it has arrived and others have left room for it. Cancellation (Ctrl-C under `asyncio.run`) ends the run and is
+    not raised: what was measured is returned, and requests without an end stay as they are.
+    """
+    origin = clock()
+    run = _Run(workload.requests, client, max_concurrency, lambda: clock() - origin, on_progress)
+    interrupted = False
+    watch = asyncio.create_task(run.watch())
+    try:
+        await run.send_all()
+    except asyncio.CancelledError:
+        if task := asyncio.current_task():
+            task.uncancel()
+        interrupted = True
+    finally:
+        watch.cancel()
+    end = run.now() if interrupted else max((record.end_s or 0.0 for record in run.records), default=0.0)
+    start = run.records[0].arrival_s if run.records else 0.0
+    return Load(run.records, max(end - start, 0.0), interrupted, client_health(run.records, run.lags_s), origin)
+
+
+class _Run:
+    """The state of a run. Mutable: its records fill up."""
+
+    def __init__(
+        self,
+        requests: Sequence[BenchRequest],
+        client: Sender,
+        max_concurrency: int | None,
+        now: Clock,
+        on_progress: Progress | None,
+    ):
+        self.now = now
+        self.records = [
+            RequestRecord(index, request.arrival_s, request.arrival_s, request.sample.input_tokens)
+            for index, request in enumerate(requests)
+        ]
+        self.lags_s: list[float] = []
+        self._requests = requests
+        self._client = client
+        self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+        self._on_progress = on_progress
+
+    async def send_all(self) -> None:
+        """Starts every request at its arrival and waits for all of them."""
+        async with asyncio.TaskGroup() as group:
+            for request, record in zip(self._requests, self.records, strict=True):
+                if (wait := request.arrival_s - self.now()) > 0:
+                    await asyncio.sleep(wait)
+                group.create_task(self._send(request.sample, record))
+
+    async def _send(self, sample: Sample, record: RequestRecord) -> None:
+        async with self._slot(record):
+            await self._client.send(sample, record, self.now)
+        if self._on_progress:
+            self._on_progress(record)
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, record: RequestRecord) -> AsyncIterator[None]:
+        if self._slots is None:
+            yield
+            return
+        has_to_wait = self._slots.locked()
+        async with self._slots:
+            if has_to_wait:
+                record.due_s = self.now()
+            yield
+
+    async def watch(self) -> None:
+        """Notes how late the event loop wakes one who sleeps: that late it also sees tokens."""
+        while True:
+            due = self.now() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self.lags_s.append(max(self.now() - due, 0.0))
+
+
+def client_health(records: Sequence[RequestRecord], lags_s: Sequence[float]) -> dict[str, Any]:
+    """Whether the client kept up: requests sent late, and the event loop's lag; in milliseconds.
+
+    Of requests that were all due at once, as with an infinite rate, only the first can be on time: their lateness is
+    told, but the lag alone decides whether the client was saturated.
+    """
+    lateness = np.array([record.lateness_s for record in records if record.sent_s is not None])
+    lags = np.array(lags_s)
+    late = int((lateness > LATE_S).sum())
+    late_share = late / len(lateness) if len(lateness) else 0.0
+    lag_share = float((lags > LAG_S).mean()) if len(lags) else 0.0
+    paced = len({record.due_s for record in records}) > 1
+    return {
+        "sent": len(lateness),
+        "late": late,
+        "mean_lateness_ms": 1e3 * float(lateness.mean()) if len(lateness) else 0.0,
+        "max_lateness_ms": 1e3 * float(lateness.max()) if len(lateness) else 0.0,
+        "mean_loop_lag_ms": 1e3 * float(lags.mean()) if len(lags) else 0.0,
+        "max_loop_lag_ms": 1e3 * float(lags.max()) if len(lags) else 0.0,
+        "late_share": late_share,
+        "loop_lag_share": lag_share,  # of wake-ups more than LAG_S late
+        "saturated": (paced and late_share > TOLERATED_SHARE) or lag_share > TOLERATED_SHARE,
+    }

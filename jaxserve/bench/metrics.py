@@ -1,0 +1,109 @@
+"""From what was seen of each request to the figures that `vllm bench serve` reports, under the same names."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench.record import RequestRecord
+
+PERCENTILES = (90.0, 95.0, 99.0)
+MS = 1e3
+
+
+def summarize(
+    records: Sequence[RequestRecord],
+    duration_s: float,
+    *,
+    goodput: Mapping[str, float] | None = None,
+    percentiles: Sequence[float] = PERCENTILES,
+) -> dict[str, Any]:
+    """The figures of one run. `goodput`: objectives in ms for any of ttft, tpot and e2el; a good request meets all.
+
+    A figure of which there is nothing to tell is None, never NaN. Latencies and tokens are those of completed requests.
+    Requests that were still running when the run was interrupted are neither completed nor failed, but `unfinished`.
+    """
+    done = [record for record in records if record.ok]
+    failed = sum(record.error is not None for record in records)
+    inputs, outputs = sum(r.input_tokens for r in done), sum(r.output_tokens for r in done)
+    return {
+        "completed": len(done),
+        "failed": failed,
+        "unfinished": len(records) - len(done) - failed,
+        "duration": duration_s,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": _per(len(done), duration_s),
+        "output_throughput": _per(outputs, duration_s),
+        "total_token_throughput": _per(inputs + outputs, duration_s),
+        "max_output_tokens_per_s": peak_tokens_per_s(done),
+        "max_concurrent_requests": peak_concurrency(records),
+        **_goodput(done, failed, duration_s, goodput or {}),
+        **statistics("ttft", (r.ttft_s for r in done), percentiles),
+        **statistics("tpot", (r.tpot_s for r in done), percentiles),
+        **statistics("itl", (gap for r in done for gap in r.itl_s), percentiles),
+        **statistics("e2el", (r.e2el_s for r in done), percentiles),
+    }
+
+
+def statistics(
+    name: str, values_s: Iterable[float | None], percentiles: Sequence[float] = PERCENTILES
+) -> dict[str, Any]:
+    """mean_, median_, std_, pXX_ and max_{name}_ms of values in seconds; None among them are left out."""
+    values = np.array([value for value in values_s if value is not None], float) * MS
+    reduced = {"mean": np.mean, "median": np.median, "std": np.std, "max": np.max}
+    figures = {f"{word}_{name}_ms": float(reduce(values)) if len(values) else None for word, reduce in reduced.items()}
+    for percentile in percentiles:
+        key = f"p{percentile:g}_{name}_ms"
+        figures[key] = float(np.percentile(values, percentile)) if len(values) else None
+    return figures
+
+
+def is_good(record: RequestRecord, goodput: Mapping[str, float]) -> bool:
+    """Whether a request completed within all objectives (ms). Like in vLLM, an answer of one token has a TPOT of 0."""
+    seen = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
+    return record.ok and all(
+        (value := seen[name]) is not None and value * MS <= limit for name, limit in goodput.items()
+    )
+
+
+def peak_tokens_per_s(done: Sequence[RequestRecord]) -> float | None:
+    """Most output tokens in one second, in seconds counted from the first sending.
+
+    A server may send several tokens in one chunk: an answer's tokens are spread evenly over its chunks.
+    """
+    if not done:
+        return None
+    times = np.concatenate([record.chunk_times_s for record in done])
+    tokens = np.concatenate([np.full(n := len(r.chunk_times_s), r.output_tokens / max(n, 1)) for r in done])
+    start = min(record.due_s if record.sent_s is None else record.sent_s for record in done)
+    return float(np.bincount(np.maximum(times - start, 0).astype(int), tokens).max())
+
+
+def peak_concurrency(records: Sequence[RequestRecord]) -> int:
+    """Most requests in flight at one moment, from sending to the end; those without an end last until that of the run."""
+    sent = [(record.sent_s, record.end_s) for record in records if record.sent_s is not None]
+    changes = [(start, 1) for start, _ in sent] + [(end, -1) for _, end in sent if end is not None]
+    steps = [step for _, step in sorted(changes)]  # at equal times ends come first
+    return int(np.cumsum(steps).max()) if steps else 0
+
+
+def _goodput(
+    done: Sequence[RequestRecord], failed: int, duration_s: float, goodput: Mapping[str, float]
+) -> dict[str, float | None]:
+    """A failed request violates every objective: users had no answer. All None without objectives."""
+    if not goodput:
+        return dict.fromkeys(("request_goodput", "goodput", "slo_attainment", "slo_violation_rate"))
+    good = sum(is_good(record, goodput) for record in done)
+    attainment = good / (len(done) + failed) if done or failed else None
+    throughput = _per(good, duration_s)
+    return {
+        "request_goodput": throughput,  # good requests per second: vLLM's name, and the shorter one
+        "goodput": throughput,
+        "slo_attainment": attainment,
+        "slo_violation_rate": None if attainment is None else 1 - attainment,
+    }
+
+
+def _per(count: float, duration_s: float) -> float | None:
+    return count / duration_s if duration_s > 0 else None

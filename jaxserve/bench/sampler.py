@@ -1,0 +1,99 @@
+"""The server's own view of a run: its metrics, looked at now and then."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from jaxserve.bench.prometheus import Scrape, parse
+
+PATIENCE_S = 10.0  # for one page; a server may be busy
+QUEUE_TIME = "request_queue_time_seconds"
+MS = 1e3
+
+
+class MetricsSampler:
+    """Scrapes `base_url`/metrics every `interval_s` seconds. A context manager: samples while inside.
+
+    A server without metrics, or one that does not answer in time, is no error: there is less to tell, or nothing.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        interval_s: float,
+        api_key: str | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url = f"{base_url.rstrip('/')}/metrics"
+        self._http = httpx.AsyncClient(headers=headers, timeout=PATIENCE_S, trust_env=False)
+        self._interval_s = interval_s
+        self._clock = clock
+        self._scrapes: list[tuple[float, Scrape]] = []
+        self._first: Scrape | None = None
+        self._last: Scrape | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._first = await self._look(histograms=True)
+        if self._first is not None:
+            self._task = asyncio.create_task(self._sample())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._last = await self._look(histograms=True)
+        await self._http.aclose()
+
+    def series(self, origin_s: float = 0.0) -> dict[str, list[float | None]]:
+        """{"t": seconds since `origin_s` on the clock, name: a value for each t, None where it was not there yet}."""
+        if not self._scrapes:
+            return {}
+        names = dict.fromkeys(name for _, scrape in self._scrapes for name in scrape.values)
+        series: dict[str, list[float | None]] = {"t": [time_s - origin_s for time_s, _ in self._scrapes]}
+        return series | {name: [scrape.values.get(name) for _, scrape in self._scrapes] for name in names}
+
+    def queue_time(self, percentiles: Sequence[float] = (90.0, 95.0, 99.0)) -> dict[str, Any]:
+        """mean_, median_ and pXX_queue_ms of the requests that ended between the first scrape and the last.
+
+        The mean is exact, the others are interpolated within the server's buckets. Empty if the server has no such
+        histogram.
+        """
+        if self._first is None or self._last is None or QUEUE_TIME not in self._last.histograms:
+            return {}
+        queue = self._last.histograms[QUEUE_TIME]
+        if before := self._first.histograms.get(QUEUE_TIME):
+            queue -= before
+        figures = {"mean_queue_ms": queue.mean, "median_queue_ms": queue.quantile(0.5)}
+        figures |= {f"p{percentile:g}_queue_ms": queue.quantile(percentile / 100) for percentile in percentiles}
+        return {name: None if seconds is None else seconds * MS for name, seconds in figures.items()}
+
+    async def _sample(self) -> None:
+        due = self._clock()
+        while True:
+            due = max(due + self._interval_s, self._clock())
+            await asyncio.sleep(due - self._clock())
+            await self._look(histograms=False)
+
+    async def _look(self, *, histograms: bool) -> Scrape | None:
+        """One scrape, kept with the middle of the time it took."""
+        start = self._clock()
+        try:
+            answer = await self._http.get(self._url)
+            answer.raise_for_status()
+            scrape = parse(answer.text, histograms=histograms)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+            return None
+        self._scrapes.append(((start + self._clock()) / 2, scrape))
+        return scrape

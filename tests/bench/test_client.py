@@ -1,0 +1,360 @@
+"""What the client reports of a server that does exactly what a script says."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from jaxserve.bench.client import Client, Target
+from jaxserve.bench.record import RequestRecord
+from jaxserve.bench.workload import Sample
+from tests.bench.fake_server import Exchange, FakeServer, Script, answer
+
+SAMPLE = Sample((1, 2, 3), input_tokens=3, output_tokens=4)
+CHAT = "/v1/chat/completions"
+SLACK = 0.25  # seconds: how late a busy machine may see what was written
+
+
+def ask(script: Script, *samples: Sample, **target) -> tuple[list[RequestRecord], list[Exchange]]:
+    """Sends samples one after the other."""
+
+    async def run():
+        async with FakeServer(script) as server, Client(Target(server.url, "fake", **target)) as client:
+            records = []
+            for index, sample in enumerate(samples or (SAMPLE,)):
+                now = time.monotonic()
+                records.append(RequestRecord(index, due_s=now, arrival_s=now, input_tokens=sample.input_tokens))
+                await client.send(sample, records[-1])
+            return records, server.exchanges
+
+    return asyncio.run(run())
+
+
+def error_of(script: Script, **target) -> str | None:
+    """The error of one request, of which at least the end is known."""
+    (record,), _ = ask(script, **target)
+    assert record.end_s is not None
+    assert not record.ok
+    return record.error
+
+
+def assert_seen(times_s: list[float], written_s: list[float]) -> None:
+    """Every token was seen after it was written and not much later."""
+    assert len(times_s) == len(written_s)
+    for seen, written in zip(times_s, written_s, strict=True):
+        assert written <= seen < written + SLACK
+
+
+def test_times_are_those_at_which_the_server_wrote():
+    (record,), (exchange,) = ask(lambda e: answer(e, tokens=5, first_s=0.06, every_s=0.03))
+    assert record.ok
+    assert record.status == 200
+    assert_seen(record.chunk_times_s, exchange.written_s)
+    assert 0.06 <= record.ttft_s < 0.06 + SLACK
+    assert sum(record.itl_s) == pytest.approx(record.chunk_times_s[-1] - record.chunk_times_s[0])
+    assert record.tpot_s == pytest.approx(sum(record.itl_s) / 4)
+    assert record.due_s <= record.sent_s <= record.chunk_times_s[0] < record.chunk_times_s[-1] <= record.end_s
+
+
+def test_a_stall_is_in_the_gap_where_it_happened():
+    async def script(exchange):
+        await exchange.head()
+        for index in range(4):
+            await asyncio.sleep(0.3 if index == 2 else 0)
+            await exchange.token()
+        await exchange.done()
+
+    (record,), _ = ask(script)
+    assert record.itl_s[1] == max(record.itl_s) >= 0.3 - 0.05
+
+
+def test_usage_has_the_last_word_on_numbers_of_tokens():
+    async def script(exchange):
+        await exchange.head()
+        await exchange.token("two tokens")
+        await exchange.token("two more")
+        await exchange.usage(prompt_tokens=11, completion_tokens=4)
+        await exchange.done()
+
+    (record,), _ = ask(script)
+    assert (record.input_tokens, record.output_tokens, len(record.chunk_times_s)) == (11, 4, 2)
+    assert record.text == "two tokenstwo more"
+
+
+def test_without_usage_every_chunk_is_a_token():
+    async def script(exchange):
+        await exchange.head()
+        for _ in range(3):
+            await exchange.token()
+        await exchange.done()
+
+    (record,), _ = ask(script)
+    assert record.ok
+    assert (record.input_tokens, record.output_tokens) == (3, 3)
+
+
+def test_a_finish_reason_ends_an_answer_too():
+    async def script(exchange):
+        await exchange.head()
+        await exchange.token(finish_reason="stop")
+        await exchange.end()
+
+    (record,), _ = ask(script)
+    assert record.ok
+
+
+def test_bytes_split_within_a_character_and_comments_between_are_read():
+    text = "naïve 日本"
+    event = (
+        b": ping\r\n\r\ndata: " + json.dumps({"choices": [{"text": text}]}, ensure_ascii=False).encode() + b"\r\n\r\n"
+    )
+
+    async def script(exchange):
+        await exchange.head()
+        for byte in event:
+            await exchange.part(bytes([byte]))
+        await exchange.done()
+
+    (record,), _ = ask(script)
+    assert record.ok
+    assert (record.text, record.output_tokens) == (text, 1)
+
+
+def test_tokens_that_come_together_have_one_time():
+    async def script(exchange):
+        await exchange.head()
+        await exchange.part(b'data: {"choices": [{"text": "x"}]}\n\n' * 3)
+        await exchange.done()
+
+    (record,), _ = ask(script)
+    assert record.itl_s == [0.0, 0.0]
+
+
+def test_a_chat_counts_what_carries_content():
+    async def script(exchange):
+        await exchange.head()
+        await exchange.delta(role="assistant", content="")
+        await exchange.delta(reasoning_content="hm")
+        await exchange.delta(content="Hello")
+        await exchange.delta(tool_calls=[{"index": 0, "function": {"arguments": "{"}}])
+        await exchange.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        await exchange.done()
+
+    (record,), (exchange,) = ask(script, Sample("Hi", 1, 8), endpoint=CHAT)
+    assert record.ok
+    assert len(record.chunk_times_s) == 3
+    assert record.text == "Hello"
+    assert exchange.path == CHAT
+    assert exchange.body["messages"] == [{"role": "user", "content": "Hi"}]
+
+
+def test_the_request_says_what_the_target_says():
+    _, (exchange,) = ask(answer, api_key="secret", ignore_eos=True, extra_body={"temperature": 0, "max_tokens": 9})
+    assert exchange.path == "/v1/completions"
+    assert exchange.headers["authorization"] == "Bearer secret"
+    assert exchange.body == {
+        "model": "fake",
+        "prompt": [1, 2, 3],
+        "max_tokens": 9,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+
+
+def test_the_key_is_in_no_representation():
+    assert "secret" not in repr(Target("http://host", "model", api_key="secret"))
+
+
+def test_a_connection_serves_one_request_after_the_other():
+    records, exchanges = ask(answer, SAMPLE, SAMPLE, SAMPLE)
+    assert all(record.ok for record in records)
+    assert {exchange.connection for exchange in exchanges} == {0}
+
+
+def test_requests_at_once_have_connections_of_their_own():
+    together = 40
+
+    async def run():
+        everyone_is_here = asyncio.Event()
+
+        async def script(exchange):
+            if len(server.exchanges) == together:
+                everyone_is_here.set()
+            await everyone_is_here.wait()
+            await answer(exchange)
+
+        async with FakeServer(script) as server, Client(Target(server.url, "fake")) as client:
+            records = [RequestRecord(i, 0.0, 0.0, 3) for i in range(together)]
+            for _ in range(2):  # again on the connections of the first time
+                await asyncio.gather(*(client.send(SAMPLE, record) for record in records))
+            return records, server.connections
+
+    records, connections = asyncio.run(run())
+    assert all(record.ok for record in records)
+    assert connections == together
+
+
+def test_a_failure_does_not_touch_the_next_request():
+    async def script(exchange):
+        if exchange.index == 0:
+            exchange.reset()
+        else:
+            await answer(exchange)
+
+    (broken, fine), _ = ask(script, SAMPLE, SAMPLE)
+    assert not broken.ok
+    assert fine.ok
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error": {"message": "the queue is full", "type": "overloaded"}}', "HTTP 503: the queue is full"),
+        (b'{"detail": "no"}', "HTTP 503: no"),
+        (b'{"error": "no"}', "HTTP 503: no"),
+        (b"<h1>Bad\n gateway</h1>", "HTTP 503: <h1>Bad gateway</h1>"),
+        (b"", "HTTP 503"),
+    ],
+)
+def test_a_refusal_has_its_status_and_message(body, message):
+    (record,), _ = ask(lambda exchange: exchange.whole(503, body))
+    assert (record.status, record.error) == (503, message)
+    assert record.ttft_s is None
+    assert not record.ok
+
+
+async def _reset_at_once(exchange):
+    exchange.reset()
+
+
+async def _reset_midway(exchange):
+    await exchange.head()
+    await exchange.token()
+    await asyncio.sleep(0.02)
+    exchange.reset()
+
+
+async def _close_midway(exchange):
+    await exchange.head()
+    await exchange.token()
+    exchange.writer.close()
+
+
+async def _never_answer(exchange):
+    await asyncio.sleep(60)
+
+
+async def _stall_midway(exchange):
+    await exchange.head()
+    await exchange.token()
+    await asyncio.sleep(60)
+
+
+async def _error_midway(exchange):
+    await exchange.head()
+    await exchange.token()
+    await exchange.event({"error": {"message": "the engine failed", "code": 500}})
+    await exchange.done()
+
+
+async def _malformed(exchange):
+    await exchange.head()
+    await exchange.token()
+    await exchange.event(b'{"choices": [{"te')
+    await exchange.done()
+
+
+async def _odd_json(exchange):
+    await exchange.head()
+    await exchange.event({"choices": "none"})
+    await exchange.done()
+
+
+async def _no_end(exchange):
+    await exchange.head()
+    await exchange.token()
+    await exchange.end()
+
+
+async def _no_tokens(exchange):
+    await exchange.head()
+    await exchange.done()
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (_error_midway, "error in the stream: the engine failed"),
+        (_malformed, 'malformed event: {"choices": [{"te'),
+        (_odd_json, 'malformed event: {"choices": "none"}'),
+        (_no_end, "the stream ended without [DONE] or a finish_reason"),
+        (_no_tokens, "the stream brought no tokens"),
+        (_close_midway, "connection closed before the answer was complete"),
+    ],
+)
+def test_every_broken_stream_has_its_reason(script, reason):
+    assert error_of(script) == reason
+
+
+@pytest.mark.parametrize("script", [_reset_at_once, _reset_midway])
+def test_a_reset_connection_is_a_failure(script):
+    assert error_of(script) in ("connection reset", "connection closed before the answer was complete")
+
+
+@pytest.mark.parametrize("script", [_never_answer, _stall_midway])
+def test_a_request_takes_no_longer_than_its_timeout(script):
+    assert error_of(script, timeout_s=0.3) == "timeout after 0.3 s"
+
+
+def test_tokens_before_a_failure_are_kept():
+    (record,), _ = ask(_reset_midway)
+    assert (len(record.chunk_times_s), record.output_tokens, record.text) == (1, 1, "x")
+    assert record.e2el_s is None
+
+
+def send_to(url: str, sample: Sample = SAMPLE, **target) -> RequestRecord:
+    async def run():
+        record = RequestRecord(0, 0.0, 0.0, 3)
+        async with Client(Target(url, "fake", **target)) as client:
+            await client.send(sample, record)
+        return record
+
+    return asyncio.run(run())
+
+
+def test_nobody_listening_is_a_failure():
+    async def free_url():
+        async with FakeServer(answer) as server:
+            return server.url
+
+    assert send_to(asyncio.run(free_url())).error == "connection refused"
+
+
+def test_a_wrong_address_is_a_failure():
+    assert send_to("ftp://127.0.0.1").error
+    assert send_to("http://127.0.0.1:port").error.startswith("cannot send the request")
+
+
+def test_a_chat_takes_no_token_ids():
+    record = send_to("http://127.0.0.1:9", endpoint=CHAT)
+    assert record.error == "cannot send the request: a chat endpoint takes text, not token ids"
+
+
+def test_a_cancelled_request_has_neither_failed_nor_ended():
+    async def run():
+        async with FakeServer(_stall_midway) as server, Client(Target(server.url, "fake")) as client:
+            record = RequestRecord(0, 0.0, 0.0, 3)
+            task = asyncio.create_task(client.send(SAMPLE, record))
+            while not record.chunk_times_s:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return record
+
+    record = asyncio.run(run())
+    assert (record.end_s, record.error, record.ok) == (None, None, False)
+    assert record.output_tokens == 1
