@@ -1,0 +1,133 @@
+"""OfflineEngine: an engine as the library builds it, whose steps are timed and whose compilations are counted."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from jaxserve.bench.offline.steps import StepTimes, timed
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.client import ModelInfo, Prompt, TokensPrompt
+from jaxserve.engine.sync_engine import SyncEngine
+from jaxserve.executor.executor import BlockExecutor
+from jaxserve.factory import build
+
+Job = tuple[Prompt, SamplingParams]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What happened while requests ran, from the first one's arrival to the last one's end."""
+
+    seconds: float
+    finished: int  # requests
+    input_tokens: int  # of finished requests
+    output_tokens: int  # of all requests
+    steps: tuple[tuple[StepTimes, ...], ...]  # by instance
+    compilations: int
+    preemptions: int
+    interrupted: bool = False
+
+
+class OfflineEngine:
+    """A loaded engine that runs batches of requests. A context manager; the caller's thread steps it."""
+
+    def __init__(self, config: EngineConfig):
+        """Raises `ConfigError`, `CheckpointError` or `MemoryBudgetError`."""
+        self._built = build(config)
+        self._loops, self._records = zip(*map(timed, self._built.instances), strict=True)
+        self._engine = SyncEngine(self._loops, self._built.info, self._built.tokenizer, self._built.clock)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._built.info
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._built.tokenizer is not None
+
+    @property
+    def instances(self) -> int:
+        """How many copies of the model there are."""
+        return len(self._loops)
+
+    def settle(self) -> None:
+        """Waits for executables that are being compiled in the background: what is measured next has them."""
+        for loop in self._built.instances:
+            if isinstance(loop.executor, BlockExecutor) and loop.executor._fused is not None:
+                loop.executor._fused.wait()
+
+    def run(self, jobs: Iterable[Job], on_finished: Callable[[], None] | None = None) -> Run:
+        """Runs all of the requests, as many at a time as the queue has room for.
+
+        KeyboardInterrupt ends them; what was done until then is returned as an interrupted run.
+        """
+        waiting = deque(jobs)
+        compiled, preempted = self._compiled(), self._preempted()
+        finished = input_tokens = output_tokens = 0
+        interrupted = False
+        in_flight: set[str] = set()
+        start = self._built.clock.now()
+        try:
+            while waiting or in_flight:
+                self._fill(waiting, in_flight)
+                for piece in self._engine.step():
+                    output_tokens += sum(len(answer.token_ids) for answer in piece.outputs)
+                    if piece.finished:
+                        in_flight.discard(piece.request_id)
+                        finished, input_tokens = finished + 1, input_tokens + len(piece.prompt_token_ids)
+                        if on_finished is not None:
+                            on_finished()
+        except KeyboardInterrupt:
+            interrupted = True
+        seconds = self._built.clock.now() - start
+        self._settle_steps(in_flight)
+        steps = tuple(tuple(record.take()) for record in self._records)
+        return Run(
+            seconds, finished, input_tokens, output_tokens, steps,
+            self._compiled() - compiled, self._preempted() - preempted, interrupted,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Frees everything on the device."""
+        self._built.close()
+
+    def __enter__(self) -> "OfflineEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _fill(self, waiting: deque[Job], in_flight: set[str]) -> None:
+        while waiting and (self._engine.idle or self._engine.room > 0):
+            prompt, params = waiting.popleft()
+            in_flight.add(self._engine.add(prompt, params))
+
+    def _settle_steps(self, unfinished: Iterable[str]) -> None:
+        """Ends what still runs and takes in the steps that are on the device."""
+        for request_id in unfinished:
+            self._engine.abort(request_id)
+        while not self._engine.idle:
+            self._engine.step()
+
+    def _compiled(self) -> int:
+        return sum(self._built.compilations.counts.values())
+
+    def _preempted(self) -> int:
+        return sum(loop.core.scheduler.num_preemptions for loop in self._built.instances)
+
+
+def random_prompts(rng: np.random.Generator, vocab_size: int, count: int, length: int) -> list[TokensPrompt]:
+    """Prompts of fresh random tokens: no prefix cache helps."""
+    return [TokensPrompt(tuple(row)) for row in rng.integers(0, vocab_size, (count, length)).tolist()]
+
+
+def jobs(prompts: Sequence[Prompt], output_len: int, *, detokenize: bool = True) -> list[Job]:
+    """Greedy requests for answers of exactly `output_len` tokens."""
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_len, detokenize=detokenize)
+    return [(prompt, params) for prompt in prompts]

@@ -1,0 +1,52 @@
+"""What the offline measurements are asked for. Imports no JAX."""
+
+from dataclasses import dataclass, field
+
+from jaxserve.core.config import EngineConfig
+
+Row = dict[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True)
+class LatencyOptions:
+    """Batches of equal prompts, each run from its arrival to its last token: every batch with every prompt length."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    batches: tuple[int, ...] = (1, 8, 32)
+    input_lens: tuple[int, ...] = (128,)
+    output_len: int = 128
+    repeats: int = 5
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """Many requests at once, to their end; without samples `num_prompts` random prompts of `input_len` tokens."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    num_prompts: int = 100
+    input_len: int = 512
+    output_len: int = 128
+    num_warmups: int = 1  # requests run before, and not measured
+    ignore_eos: bool = True  # of samples too: answers have the length that was asked for
+    detokenize: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """Decode steps at a full batch of a model with many layers and tiny matrices."""
+
+    batch: int = 32
+    layers: int = 12
+    steps: int = 300
+
+
+@dataclass(frozen=True)
+class StartupOptions:
+    """Fresh processes, with an empty compilation cache and with the one they have left behind."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    repeats: int = 1
+    server: bool = True  # also `jaxserve serve`, until it is ready and its first token has arrived
+    timeout_s: float = 600.0

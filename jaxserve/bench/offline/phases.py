@@ -1,0 +1,66 @@
+"""A process that starts an engine and says when it was how far: `python -m jaxserve.bench.offline.phases '{...}'`.
+
+Its argument holds the fields of an `EngineConfig`; the last line of its output is one JSON object. Marks are times on
+the machine's monotonic clock, which the process that started it shares, at the end of each phase:
+
+    interpreter   Python runs
+    import        jaxserve and JAX are imported
+    devices       JAX has found its devices
+    resolve       sizes, plan and ledger are decided
+    load          that once more, then weights and KV pools are on the device
+    compile       every executable is compiled, or loaded from the cache, and has run once
+    first_token   a request has its first token
+"""
+
+import json
+import logging
+import resource
+import sys
+from dataclasses import replace
+
+from jaxserve.core.clock import SystemClock
+from jaxserve.core.config import EngineConfig
+
+
+def main() -> None:
+    """Prints the marks, with the number of executables and the peak of the process's memory in MB."""
+    clock = SystemClock()
+    marks = {"interpreter": clock.now()}
+    logging.basicConfig(stream=sys.stderr)
+    config = EngineConfig(**json.loads(sys.argv[1]))
+
+    import jax
+
+    from jaxserve.core.sampling import SamplingParams
+    from jaxserve.engine.client import TokensPrompt
+    from jaxserve.engine.sync_engine import SyncEngine
+    from jaxserve.factory import build
+    from jaxserve.resolution import resolve
+
+    marks["import"] = clock.now()
+    if config.tp * config.pp * config.dp == 1:
+        jax.devices()  # on CPU several are made by resolve alone
+    marks["devices"] = clock.now()
+    resolve(config)
+    marks["resolve"] = clock.now()
+    built = build(replace(config, warmup=False))
+    marks["load"] = clock.now()
+    if config.warmup:
+        for loop in built.instances:
+            loop.executor.warm()
+    marks["compile"] = clock.now()
+    executables = sum(built.compilations.counts.values())
+    engine = SyncEngine(built.instances, built.info, built.tokenizer, built.clock)
+    engine.add(TokensPrompt((3, 4, 5)), SamplingParams(max_tokens=1, ignore_eos=True))
+    while not engine.idle:
+        engine.step()
+    marks["first_token"] = clock.now()
+    built.close()
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    figures = {"executables": executables, "peak_rss_mb": peak / 1e6}
+    sys.stdout.write(json.dumps({"marks": marks, "figures": figures}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
