@@ -25,36 +25,41 @@ def main() -> None:
     report = {"machine": describe(), "threads": args.threads, "models": {}}
     for model in args.models:
         path = ensure_checkpoint(model, args.cache_dir)
-        answers, skipped = measure_in_turn(args, path)
+        answers, skipped, interrupted = measure_in_turn(args, path)
         measured = {name: combine([a["results"] for a in found]) for name, found in answers.items()}
         print(table(model, measured, skipped))
         print(agreement({name: found[0]["first_tokens"] for name, found in answers.items()}), flush=True)
         versions = {name: found[0]["packages"] for name, found in answers.items()}
         report["models"][model] = {"measured": measured, "skipped": skipped, "packages": versions, "rounds": answers}
+        if args.out:
+            args.out.write_text(json.dumps(report, indent=2) + "\n")
+        if interrupted:
+            break
     for key, value in report["machine"].items():
         print(f"- {key}: {value}")
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def measure_in_turn(args: argparse.Namespace, model: Path) -> tuple[dict[str, list[dict]], dict[str, str]]:
+def measure_in_turn(args: argparse.Namespace, model: Path) -> tuple[dict[str, list[dict]], dict[str, str], bool]:
     """Every engine once, and again, `rounds` times over, so that a drift of the machine meets all of them alike.
 
-    Returns the workers' answers by engine, and why an engine was skipped.
+    Returns the workers' answers by engine, why an engine was skipped, and whether Ctrl-C ended it before its time.
     """
     answers: dict[str, list[dict]] = {}
     skipped: dict[str, str] = {}
-    for number in range(1, args.rounds + 1):
-        for name in args.engines:
-            if name in skipped:
-                continue
-            print(f"{model.name}: round {number}/{args.rounds}: {name}", file=sys.stderr, flush=True)
+    turns = [(number, name) for number in range(1, args.rounds + 1) for name in args.engines]
+    for number, name in turns:
+        if name in skipped:
+            continue
+        print(f"{model.name}: round {number}/{args.rounds}: {name}", file=sys.stderr, flush=True)
+        try:
             answer = run_worker(args, name, model)
-            if "skipped" in answer:
-                skipped[name] = answer["skipped"]
-            else:
-                answers.setdefault(name, []).append(answer)
-    return answers, skipped
+        except KeyboardInterrupt:
+            return answers, skipped, True
+        if "skipped" in answer:
+            skipped[name] = answer["skipped"]
+        else:
+            answers.setdefault(name, []).append(answer)
+    return answers, skipped, False
 
 
 def run_worker(args: argparse.Namespace, engine: str, model: Path) -> dict:

@@ -5,15 +5,19 @@ from pathlib import Path
 from bench.peers.llamacpp import LlamaCpp
 from bench.peers.workload import MAX_LENGTH, Engine, Prompts
 
+PAGE_SIZE = 16
+
 
 class Jaxserve:
-    """jaxserve through its library, as a user calls it."""
+    """jaxserve through its library, as a user calls it, with as much KV cache as the batch can fill."""
 
     def __init__(self, model: Path, threads: int, max_batch: int):
         from jaxserve import LLM, SamplingParams
 
         self._params = SamplingParams
-        self._llm = LLM(model, dtype="bfloat16", max_model_len=MAX_LENGTH, max_num_seqs=max_batch)
+        pages = max_batch * MAX_LENGTH // PAGE_SIZE + 1
+        limits = {"max_model_len": MAX_LENGTH, "max_num_seqs": max_batch, "kv_pages": pages, "page_size": PAGE_SIZE}
+        self._llm = LLM(model, dtype="bfloat16", **limits)
 
     def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
         params = self._params(temperature=0, ignore_eos=True, max_tokens=max_tokens, detokenize=False)

@@ -15,6 +15,7 @@ REPORTED = {
         "transformers": (126, 130, 215, 316),
     },
 }
+DECIMALS = {"prefill": 0, "memory": 2}
 REPORTED_CASES = ("decode_1", "decode_8", "decode_32", "prefill")
 
 
@@ -65,13 +66,12 @@ def _cell(case: str, peer: float | None, ours: dict[str, float] | None) -> str:
 
 
 def _label(case: str) -> str:
-    return (
-        "prefill 4 x 512, tokens/s" if case == "prefill" else f"decode step, batch {case.removeprefix('decode_')}, ms"
-    )
+    named = {"prefill": "prefill 4 x 512, tokens/s", "memory": "most resident memory, GB"}
+    return named.get(case) or f"decode step, batch {case.removeprefix('decode_')}, ms"
 
 
 def _number(case: str, value: float) -> str:
-    return f"{value:.0f}" if case == "prefill" else f"{value:.1f}"
+    return f"{value:.{DECIMALS.get(case, 1)}f}"
 
 
 def _row(cells: list[str]) -> str:

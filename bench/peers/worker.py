@@ -4,6 +4,8 @@ import argparse
 import importlib.util
 import json
 import os
+import resource
+import sys
 from pathlib import Path
 
 
@@ -28,8 +30,14 @@ def main() -> None:
         return
     engine = ENGINES[args.engine](args.model, args.threads, max(*args.batches, PREFILL_BATCH))
     tokens = first_tokens(engine)
-    results = measure(engine, args.batches, args.repeats)
+    results = measure(engine, args.batches, args.repeats) | {"memory": peak_resident_gb()}
     print(json.dumps({"results": results, "first_tokens": tokens, "packages": packages()}))
+
+
+def peak_resident_gb() -> float:
+    """The most memory that this process ever had resident, mapped files included, in GB."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def limit_threads(threads: int) -> None:
