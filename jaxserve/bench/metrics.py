@@ -48,15 +48,14 @@ def summarize(
 
 def statistics(
     name: str, values_s: Iterable[float | None], percentiles: Sequence[float] = PERCENTILES
-) -> dict[str, Any]:
+) -> dict[str, float | None]:
     """mean_, median_, std_, pXX_ and max_{name}_ms of values in seconds; None among them are left out."""
     values = np.array([value for value in values_s if value is not None], float) * MS
-    reduced = {"mean": np.mean, "median": np.median, "std": np.std, "max": np.max}
-    figures = {f"{word}_{name}_ms": float(reduce(values)) if len(values) else None for word, reduce in reduced.items()}
-    for percentile in percentiles:
-        key = f"p{percentile:g}_{name}_ms"
-        figures[key] = float(np.percentile(values, percentile)) if len(values) else None
-    return figures
+    words = ["mean", "median", "std", "max", *(f"p{percentile:g}" for percentile in percentiles)]
+    if not len(values):
+        return {f"{word}_{name}_ms": None for word in words}
+    figures = [values.mean(), np.median(values), values.std(), values.max(), *np.percentile(values, percentiles)]
+    return {f"{word}_{name}_ms": float(figure) for word, figure in zip(words, figures, strict=True)}
 
 
 def is_good(record: RequestRecord, goodput: Mapping[str, float]) -> bool:
@@ -81,7 +80,7 @@ def peak_tokens_per_s(done: Sequence[RequestRecord]) -> float | None:
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """Most requests in flight at one moment, from sending to the end; those without an end last until that of the run."""
+    """Most requests in flight at one moment, from sending to the end; without an end, to that of the run."""
     sent = [(record.sent_s, record.end_s) for record in records if record.sent_s is not None]
     changes = [(start, 1) for start, _ in sent] + [(end, -1) for _, end in sent if end is not None]
     steps = [step for _, step in sorted(changes)]  # at equal times ends come first
