@@ -92,6 +92,11 @@ class Tokenizer:
         token_bytes = self._visible_bytes if skip_special_tokens else self.token_bytes
         return ByteDetokenizer(token_bytes, strip_space=start and self._byte_table[1])
 
+    def ordinary_ids(self) -> list[int]:
+        """The ids that stand for text, in order: all but those of tokens added to the vocabulary, special or not."""
+        added = self._tokenizer.get_added_tokens_decoder().keys()
+        return sorted(set(self._tokenizer.get_vocab(with_added_tokens=False).values()) - added)
+
     def token(self, token_id: int) -> str:
         """The text of one token as it stands inside a text; an incomplete character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
