@@ -1,0 +1,58 @@
+"""When requests arrive: at once, evenly, as a Poisson process, in bursts, or at a rate that rises."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RampUp:
+    """A rate that goes from `start_rps` to `end_rps` requests per second over the requests of a run."""
+
+    strategy: Literal["linear", "exponential"]
+    start_rps: float
+    end_rps: float
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ("linear", "exponential"):
+            raise ConfigError(f"the ramp-up is {self.strategy!r}, but must be linear or exponential")
+        for rate in (self.start_rps, self.end_rps):
+            if not 0 < rate < math.inf:
+                raise ConfigError(f"a rate of the ramp-up is {rate:g}, but must be a number above 0")
+
+    def rates(self, n: int) -> NDArray[np.float64]:
+        """The rate [n] at which each request follows the one before."""
+        progress = np.arange(n) / max(n - 1, 1)
+        if self.strategy == "linear":
+            return self.start_rps + (self.end_rps - self.start_rps) * progress
+        return self.start_rps * (self.end_rps / self.start_rps) ** progress
+
+
+def arrivals(
+    n: int, rate: float, burstiness: float, rng: np.random.Generator, ramp_up: RampUp | None = None
+) -> NDArray[np.float64]:
+    """Times of arrival [n] in seconds, increasing.
+
+    Intervals follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is
+    even. As in `vllm bench serve`, the times are scaled so that the last one is n / rate: different seeds offer the
+    same load. With a ramp-up its rates hold instead of `rate`, unscaled. An infinite rate sends everything at 0.
+
+    Raises ConfigError if `rate` or `burstiness` is not above 0.
+    """
+    if not rate > 0:
+        raise ConfigError(f"the request rate is {rate:g}, but must be above 0 (--request-rate; inf: all at once)")
+    if not burstiness > 0:
+        raise ConfigError(f"the burstiness is {burstiness:g}, but must be above 0 (--burstiness)")
+    if n == 0 or (ramp_up is None and math.isinf(rate)):
+        return np.zeros(n)
+    rates = np.full(n, rate) if ramp_up is None else ramp_up.rates(n)
+    even = math.isinf(burstiness)
+    times = np.cumsum(1 / rates if even else rng.gamma(burstiness, 1 / (rates * burstiness)))
+    if ramp_up is None and times[-1] > 0:
+        times *= n / rate / times[-1]
+    return times

@@ -1,0 +1,1 @@
+"""What requests ask: functions from a vocabulary, a number and a random generator to samples."""

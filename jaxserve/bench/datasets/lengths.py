@@ -1,0 +1,74 @@
+"""How many tokens: fixed, or drawn from a distribution."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.core.errors import ConfigError
+
+PARAMETERS = {"fixed": 1, "uniform": 2, "normal": 2, "lognormal": 2}
+FORMS = "N, fixed:N, uniform:LOW,HIGH, normal:MEAN,STD or lognormal:MEAN,STD"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of token counts; `kind` and the parameters are those of `parse`."""
+
+    kind: str
+    parameters: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Lengths":
+        """From "128", "fixed:128", "uniform:64,256" (both ends included), "normal:512,100" or "lognormal:512,400".
+
+        Mean and standard deviation are those of the lengths themselves, also for lognormal. Raises ConfigError.
+        """
+        kind, colon, rest = text.strip().partition(":")
+        kind, rest = (kind, rest) if colon else ("fixed", kind)
+        try:
+            parameters = tuple(float(part) for part in rest.split(","))
+        except ValueError:
+            parameters = ()
+        if len(parameters) != PARAMETERS.get(kind) or not all(map(math.isfinite, parameters)):
+            raise ConfigError(f"{text!r} is not a length in tokens: give {FORMS}")
+        return cls(kind, parameters)._checked(text)
+
+    @classmethod
+    def around(cls, length: int, range_ratio: float = 0.0) -> "Lengths":
+        """Uniform from length * (1 - range_ratio) to length * (1 + range_ratio), as in vLLM. Raises ConfigError."""
+        if not 0 <= range_ratio < 1:
+            raise ConfigError(f"the range ratio is {range_ratio:g}, but must be from 0 to below 1 (--range-ratio)")
+        low, high = math.floor(length * (1 - range_ratio)), math.ceil(length * (1 + range_ratio))
+        lengths = cls("uniform", (max(low, 1), high)) if range_ratio else cls("fixed", (length,))
+        return lengths._checked(str(length))
+
+    def sample(self, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
+        """Token counts [n], each at least 1."""
+        first, second = self.parameters[0], self.parameters[-1]
+        match self.kind:
+            case "fixed":
+                values = np.full(n, first)
+            case "uniform":
+                values = rng.integers(int(first), int(second), size=n, endpoint=True)
+            case "normal":
+                values = rng.normal(first, second, n)
+            case _:
+                variance = math.log1p((second / first) ** 2)  # of the logarithm
+                values = rng.lognormal(math.log(first) - variance / 2, math.sqrt(variance), n)
+        return np.maximum(np.rint(values), 1).astype(np.int64)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{','.join(f'{value:g}' for value in self.parameters)}"
+
+    def _checked(self, text: str) -> "Lengths":
+        """Itself, if it makes sense; whole numbers where tokens are counted one by one."""
+        first, second = self.parameters[0], self.parameters[-1]
+        whole = self.kind not in ("fixed", "uniform") or all(
+            value.is_integer() for value in map(float, self.parameters)
+        )
+        ordered = second >= first if self.kind in ("fixed", "uniform") else second >= 0
+        if first < 1 or not whole or not ordered:
+            raise ConfigError(f"{text!r} is not a length in tokens: lengths are whole, 1 or more, and LOW <= HIGH")
+        return self

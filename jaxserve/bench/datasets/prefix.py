@@ -1,0 +1,36 @@
+"""Prompts that share their beginnings: what a prefix cache is for."""
+
+import numpy as np
+
+from jaxserve.bench.vocabulary import Vocabulary
+from jaxserve.bench.workload import Sample
+from jaxserve.core.errors import ConfigError
+
+
+def prefix_samples(
+    vocabulary: Vocabulary,
+    n: int,
+    rng: np.random.Generator,
+    *,
+    num_prefixes: int = 10,
+    prefix_len: int = 256,
+    suffix_len: int = 256,
+    output_len: int = 128,
+    as_text: bool = False,
+) -> list[Sample]:
+    """`n` prompts in random order: each of `num_prefixes` random prefixes equally often, each suffix once.
+
+    Raises ConfigError if a number is below 1.
+    """
+    numbers = {"prefixes": num_prefixes, "prefix": prefix_len, "suffix": suffix_len, "output": output_len}
+    for what, number in numbers.items():
+        if number < 1:
+            raise ConfigError(f"prefix repetition: {what} is {number}, but must be at least 1")
+    which = rng.permutation(np.arange(n) % num_prefixes).tolist()
+    total = prefix_len + suffix_len
+    if as_text:
+        heads = [vocabulary.text_of_length(rng, prefix_len)[0] for _ in range(num_prefixes)]
+        texts = [vocabulary.text_of_length(rng, total, head=heads[i]) for i in which]
+        return [Sample(text, count, output_len) for text, count in texts]
+    prefixes = [vocabulary.random_ids(rng, prefix_len) for _ in range(num_prefixes)]
+    return [Sample(prefixes[i] + vocabulary.random_ids(rng, suffix_len), total, output_len) for i in which]
