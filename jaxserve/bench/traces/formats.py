@@ -1,0 +1,180 @@
+"""Reading traces: our own CSV, and the files that Azure, BurstGPT and Mooncake publish, told apart by their fields."""
+
+import csv
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jaxserve.bench.traces.trace import Trace
+from jaxserve.core.errors import ConfigError
+
+GZIP_MAGIC = b"\x1f\x8b"
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Format:
+    """Names of the three fields that every trace has, and how its times are read."""
+
+    name: str
+    time: str
+    input: str
+    output: str
+    seconds: Callable[[Any], float]  # raises ValueError or TypeError
+    from_zero: bool = True  # times are on another clock: the first request comes at 0
+    failures_are_zero: bool = False  # a request without any answer failed
+
+    @property
+    def fields(self) -> set[str]:
+        return {self.time, self.input, self.output}
+
+
+def _wall_clock(value: str) -> float:
+    """Seconds of "2023-11-16 18:15:46.6805900", in UTC unless it says otherwise."""
+    moment = datetime.fromisoformat(value.strip())
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+FORMATS = (
+    Format("jaxserve", "arrival_s", "input_tokens", "output_tokens", float, from_zero=False),
+    Format("azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens", _wall_clock),
+    Format("burstgpt", "Timestamp", "Request tokens", "Response tokens", float, failures_are_zero=True),
+    Format("mooncake", "timestamp", "input_length", "output_length", lambda value: float(value) / 1000),
+)
+
+
+def load_trace(path: str | Path) -> Trace:
+    """The trace in a CSV file or in JSON lines, either of them gzipped or not.
+
+    - ours: arrival_s, input_tokens, output_tokens and, in JSON lines, hash_ids; times are kept as they are;
+    - Azure LLM inference traces: TIMESTAMP, ContextTokens, GeneratedTokens;
+    - BurstGPT: Timestamp, Request tokens, Response tokens; failed requests are dropped, and counted in the history;
+    - Mooncake: timestamp in ms, input_length, output_length, hash_ids of blocks of 512 tokens.
+
+    Further fields are ignored. Raises ConfigError naming the file, the line and the field that is at fault.
+    """
+    path = Path(path)
+    lines = _lines(path)
+    rows = iter(_json_rows(path, lines) if _first(lines).startswith("{") else _csv_rows(lines))
+    first = next(rows, None)
+    if first is None:
+        raise ConfigError(f"{path} has no requests")
+    form = _recognised(path, first[1])
+    return _Reader(path, form).read([first, *rows])
+
+
+class _Reader:
+    """Collects the columns of one file."""
+
+    def __init__(self, path: Path, form: Format):
+        self._path, self._form = path, form
+        self._times: list[float] = []
+        self._inputs: list[int] = []
+        self._outputs: list[int] = []
+        self._hash_ids: list[tuple[int, ...]] = []
+        self._failed = 0
+
+    def read(self, rows: list[tuple[int, Row]]) -> Trace:
+        form = self._form
+        with_ids = "hash_ids" in rows[0][1]
+        for line, row in rows:
+            self._add(line, row, with_ids)
+        if not self._times:
+            raise ConfigError(f"{self._path}: all {self._failed} requests failed")
+        start = min(self._times) if form.from_zero else 0.0
+        entry: dict[str, Any] = {"operation": "load", "format": form.name, "file": self._path.name}
+        entry |= {"failed_dropped": self._failed} if form.failures_are_zero else {}
+        return Trace.of(
+            self._path.name.split(".")[0],
+            [time - start for time in self._times],
+            self._inputs,
+            self._outputs,
+            hash_ids=tuple(self._hash_ids) if with_ids else None,
+            history=({**entry, "requests": len(self._times)},),
+        )
+
+    def _add(self, line: int, row: Row, with_ids: bool) -> None:
+        form = self._form
+        output = self._tokens(line, row, form.output)
+        if form.failures_are_zero and output == 0:
+            self._failed += 1
+            return
+        self._times.append(self._time(line, row))
+        self._inputs.append(self._tokens(line, row, form.input))
+        self._outputs.append(output)
+        if with_ids:
+            self._hash_ids.append(self._ids(line, row))
+
+    def _time(self, line: int, row: Row) -> float:
+        value = row.get(self._form.time)
+        try:
+            seconds = self._form.seconds(value)
+        except (ValueError, TypeError) as error:
+            raise self._fault(line, self._form.time, value, "a time") from error
+        if not math.isfinite(seconds) or (seconds < 0 and not self._form.from_zero):
+            raise self._fault(line, self._form.time, value, "a time of 0 or more")
+        return seconds
+
+    def _tokens(self, line: int, row: Row, field: str) -> int:
+        value = row.get(field)
+        try:
+            count = int(value) if isinstance(value, int | str) else -1
+        except ValueError:
+            count = -1
+        if count < 0:
+            raise self._fault(line, field, value, "a whole number of tokens, 0 or more")
+        return count
+
+    def _ids(self, line: int, row: Row) -> tuple[int, ...]:
+        value = row.get("hash_ids")
+        if not isinstance(value, list) or not all(isinstance(id, int) and id >= 0 for id in value):
+            raise self._fault(line, "hash_ids", value, "a list of whole numbers, 0 or more")
+        return tuple(value)
+
+    def _fault(self, line: int, field: str, value: Any, wanted: str) -> ConfigError:
+        return ConfigError(f"{self._path}, line {line}: {field} is {value!r}, but must be {wanted}")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if data[:2] == GZIP_MAGIC else data).decode("utf-8-sig").split("\n")
+    except (OSError, EOFError, UnicodeError, zlib.error) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+
+
+def _first(lines: Iterable[str]) -> str:
+    return next((line.strip() for line in lines if line.strip()), "")
+
+
+def _csv_rows(lines: list[str]) -> Iterator[tuple[int, Row]]:
+    blank = next((i for i, line in enumerate(lines) if line.strip()), 0)  # lines before the header
+    reader = csv.DictReader(lines[blank:])
+    for row in reader:
+        yield blank + reader.line_num, row
+
+
+def _json_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, Row]]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}, line {number} is not valid JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}, line {number} is not a JSON object")
+            yield number, row
+
+
+def _recognised(path: Path, row: Row) -> Format:
+    for form in FORMATS:
+        if form.fields <= row.keys():
+            return form
+    known = "; ".join(f"{form.name}: {form.time}, {form.input}, {form.output}" for form in FORMATS)
+    raise ConfigError(f"{path} is no trace that is known: its fields are {', '.join(map(str, row))}, not {known}")

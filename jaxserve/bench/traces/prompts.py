@@ -1,0 +1,66 @@
+"""From a trace to requests: prompts of random tokens that share what the trace says they shared."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxserve.bench.traces.trace import Trace
+from jaxserve.bench.vocabulary import Vocabulary
+from jaxserve.bench.workload import Sample
+
+SEEDS = 2**63
+
+
+def trace_samples(
+    trace: Trace, vocabulary: Vocabulary, rng: np.random.Generator, *, as_text: bool = False
+) -> list[Sample]:
+    """One sample for each request, in the trace's order; where it says 0 tokens, 1 is asked for.
+
+    A hash id always gives the same block, drawn with a seed of its own, and a prompt that ends within a block has the
+    block's beginning: prompts with the same first ids share that prefix, token by token. As text the number of tokens
+    is that of the whole prompt, and the last block is adjusted to reach it.
+    """
+    blocks = _Blocks(vocabulary, trace.block_tokens, int(rng.integers(SEEDS)))
+    samples = []
+    for i, (length, output) in enumerate(zip(trace.input_tokens.tolist(), trace.output_tokens.tolist(), strict=True)):
+        ids = () if trace.hash_ids is None else trace.hash_ids[i]
+        make = blocks.text if as_text else blocks.tokens
+        prompt, count = make(ids, max(length, 1), rng)
+        samples.append(Sample(prompt, count, max(output, 1)))
+    return samples
+
+
+class _Blocks:
+    """The blocks of a trace's prompts, each made when it is first needed and kept. Mutates itself only so."""
+
+    def __init__(self, vocabulary: Vocabulary, size: int, seed: int):
+        self._vocabulary, self._size, self._seed = vocabulary, size, seed
+        self._tokens: dict[int, tuple[int, ...]] = {}
+        self._texts: dict[int, str] = {}
+
+    def tokens(self, hash_ids: Sequence[int], length: int, rng: np.random.Generator) -> tuple[tuple[int, ...], int]:
+        """A prompt of `length` tokens from its blocks; `rng` draws what no block covers."""
+        needed = hash_ids[: -(-length // self._size)]
+        prompt = tuple(token for id in needed for token in self._block(id))[:length]
+        return prompt + self._vocabulary.random_ids(rng, length - len(prompt)), length
+
+    def text(self, hash_ids: Sequence[int], length: int, rng: np.random.Generator) -> tuple[str, int]:
+        """A prompt of about `length` tokens as text, and their number."""
+        full = (length - 1) // self._size  # one block at least is left to adjust
+        head = "".join(self._text(id) for id in hash_ids[:full])
+        rest = self._generator(hash_ids[full]) if full < len(hash_ids) else rng
+        return self._vocabulary.text_of_length(rest, length, head=head)
+
+    def _block(self, id: int) -> tuple[int, ...]:
+        if id not in self._tokens:
+            self._tokens[id] = self._vocabulary.random_ids(self._generator(id), self._size)
+        return self._tokens[id]
+
+    def _text(self, id: int) -> str:
+        if id not in self._texts:
+            count = self._size + self._vocabulary.num_special  # which a block inside a prompt has not
+            self._texts[id] = self._vocabulary.text_of_length(self._generator(id), count)[0]
+        return self._texts[id]
+
+    def _generator(self, id: int) -> np.random.Generator:
+        return np.random.default_rng([self._seed, id])
