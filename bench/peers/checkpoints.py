@@ -32,12 +32,15 @@ SHAPES = {
 }
 
 
-def ensure_checkpoint(name: str, cache: Path) -> Path:
-    """The directory of the checkpoint `name` of `SHAPES` under `cache`; writes it if it is not there yet."""
+def ensure_checkpoint(name: str, cache: Path, shape: Shape | None = None) -> Path:
+    """The directory of the checkpoint `name` under `cache`; writes it if it is not there yet.
+
+    `shape`: by default that of `SHAPES`.
+    """
     path = cache / f"llama-{name}"
     if not (path / "model.safetensors.index.json").exists():
         path.mkdir(parents=True, exist_ok=True)
-        _write(SHAPES[name], path)
+        _write(shape or SHAPES[name], path)
     return path
 
 
