@@ -38,6 +38,7 @@ class MetricsSampler:
         self._scrapes: list[tuple[float, Scrape]] = []
         self._first: Scrape | None = None
         self._last: Scrape | None = None
+        self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -50,9 +51,8 @@ class MetricsSampler:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            self._stop.set()
+            await self._task  # a scrape under way is not lost
             self._last = await self._look(histograms=True)
         await self._http.aclose()
 
@@ -83,7 +83,10 @@ class MetricsSampler:
         due = self._clock()
         while True:
             due = max(due + self._interval_s, self._clock())
-            await asyncio.sleep(due - self._clock())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), due - self._clock())
+            if self._stop.is_set():
+                return
             await self._look(histograms=False)
 
     async def _look(self, *, histograms: bool) -> Scrape | None:
