@@ -1,0 +1,108 @@
+"""What a measurement ran on: machine, accelerators, versions and commit. Needs the standard library alone."""
+
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from jaxserve._version import __version__
+
+FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers", "llama-cpp-python")
+PATIENCE = 10.0  # seconds for git or nvidia-smi, which may hang on a broken driver
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def describe() -> dict[str, str]:
+    """CPU, cores, flags, memory, GPUs, system, versions, commit, load and date; what is not there is left out."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or "unknown CPU",
+        "cores": str(cores),
+        "flags": _flags(),
+        "memory": _memory(),
+        "gpus": gpus(),
+        "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "packages": packages(),
+        "jaxserve": __version__,
+        "commit": commit(CHECKOUT),
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def packages() -> str:
+    """The versions, in this interpreter, of what the measurements depend on."""
+    return ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
+
+
+def gpus() -> str | None:
+    """Names, memory and driver of NVIDIA GPUs, as nvidia-smi tells them: "2 x NVIDIA H200, 143771 MiB, driver 570"."""
+    told = _output(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
+    if not told:
+        return None
+    counts: dict[str, int] = {}
+    for line in told.splitlines():
+        name, memory, driver = (field.strip() for field in line.rsplit(",", 2))
+        text = f"{name}, {memory}, driver {driver}"
+        counts[text] = counts.get(text, 0) + 1
+    return "; ".join(text if count == 1 else f"{count} x {text}" for text, count in counts.items())
+
+
+def commit(checkout: Path) -> str | None:
+    """The commit of a git checkout, and whether tracked files differ from it; None for an installed package."""
+    if not (checkout / ".git").exists():  # a parent's repository is somebody else's
+        return None
+    git = ["git", "-C", str(checkout)]
+    found = _output([*git, "rev-parse", "--short=12", "HEAD"])
+    if found is None:
+        return None
+    changed = _output([*git, "status", "--porcelain", "--untracked-files=no"])
+    return f"{found} with changes" if changed else found
+
+
+def _flags() -> str:
+    """Those of the CPU's flags that decide how fast it multiplies."""
+    flags = (_field("/proc/cpuinfo", "flags") or "").split()
+    return " ".join(flag for flag in FLAGS if flag in flags)
+
+
+def _memory() -> str | None:
+    total = _field("/proc/meminfo", "MemTotal")
+    return f"{int(total.split()[0]) / 2**20:.0f} GiB" if total else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _field(path: str, name: str) -> str | None:
+    """The value of the first `name: value` line of a file under /proc."""
+    if not Path(path).exists():
+        return None
+    for line in Path(path).read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return None
+
+
+def _output(command: Sequence[str]) -> str | None:
+    """What a program prints; None if it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    for key, value in describe().items():
+        print(f"- {key}: {value}")  # noqa: T201
