@@ -1,0 +1,199 @@
+"""Results side by side: medians and spread of repeated runs, and ratios to the first.
+
+Results of the same label are repeats of one configuration. A ratio is of medians; it is marked with ~ when the ranges
+of repeats overlap, so that noise is not read as a difference.
+"""
+
+import statistics as stats
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from jaxserve.bench.result import label
+from jaxserve.bench.table import HEADINGS, cell, print_grid, statistics
+from jaxserve.core.errors import ConfigError
+
+ONLINE = ("serve", "trace")
+TOTALS = (
+    ("Successful requests", "completed"),
+    ("Failed requests", "failed"),
+    ("Duration (s)", "duration"),
+    ("Requests/s", "request_throughput"),
+    ("Goodput (req/s)", "request_goodput"),
+    ("SLO attainment", "slo_attainment"),
+    ("Output tok/s", "output_throughput"),
+    ("Peak output tok/s", "max_output_tokens_per_s"),
+    ("Total tok/s", "total_token_throughput"),
+)
+SAME_LOAD = ("seed", "num_prompts", "request_rate", "burstiness", "max_concurrency", "ignore_eos")
+SAME_MACHINE = ("cpu", "cores", "memory", "gpus", "system", "packages", "jaxserve", "commit")
+LONGEST = 60  # characters of a value in a note
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of repeated measurements, and the range they lie in."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Of one value or more."""
+        return cls(stats.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return cell(self.median)
+        return f"{cell(self.median)} ({cell(self.low)}..{cell(self.high)})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of all configurations, None where it was not measured."""
+
+    name: str
+    spreads: tuple[Spread | None, ...]
+
+    def ratio(self, column: int) -> float | None:
+        """A configuration's median over the first one's."""
+        first, other = self.spreads[0], self.spreads[column]
+        return other.median / first.median if first and other and first.median else None
+
+    def within_spread(self, column: int) -> bool:
+        """Whether repeats of this configuration and of the first overlap; single runs tell nothing of noise."""
+        first, other = self.spreads[0], self.spreads[column]
+        if first is None or other is None or (first.low == first.high and other.low == other.high):
+            return False
+        return first.low <= other.high and other.low <= first.high
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Configurations in order of appearance, the number of runs of each, and what makes them hard to compare."""
+
+    labels: tuple[str, ...]
+    runs: tuple[int, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+    def flat(self) -> list[dict[str, Any]]:
+        """The rows of a result of kind "compare"."""
+        return [self._flat_row(row) for row in self.rows]
+
+    def _flat_row(self, row: Row) -> dict[str, Any]:
+        flat: dict[str, Any] = {"metric": row.name}
+        for column, (name, spread) in enumerate(zip(self.labels, row.spreads, strict=True)):
+            flat[name] = spread.median if spread else None
+            flat[f"{name} min"] = spread.low if spread else None
+            flat[f"{name} max"] = spread.high if spread else None
+            if column:
+                flat[f"{name} ratio"] = row.ratio(column)
+        return flat
+
+
+def side_by_side(results: Sequence[Mapping[str, Any]]) -> Comparison:
+    """Compares results of one kind (`serve` and `trace` are one). Raises ConfigError for others."""
+    kinds = {"serve" if result["kind"] in ONLINE else result["kind"] for result in results}
+    if len(kinds) != 1 or kinds == {"compare"}:
+        told = ", ".join(sorted({result["kind"] for result in results})) or "none"
+        raise ConfigError(f"results of one kind can be compared, not these: {told}")
+    groups = _grouped(results)
+    rows = _online_rows(groups) if kinds == {"serve"} else _offline_rows(groups)
+    return Comparison(
+        tuple(groups), tuple(len(group) for group in groups.values()), tuple(rows), tuple(_notes(results, groups))
+    )
+
+
+def print_side_by_side(results: Sequence[Mapping[str, Any]], console: Console | None = None) -> Comparison:
+    """Prints the comparison: a column per configuration and, after the first, its ratio; then the notes."""
+    console = console or Console(highlight=False)
+    comparison = side_by_side(results)
+    columns = [""]
+    for number, (name, runs) in enumerate(zip(comparison.labels, comparison.runs, strict=True)):
+        columns += [f"{name}, {runs} runs" if runs > 1 else name, *(["ratio"] if number else [])]
+    print_grid(columns, [_cells(row) for row in comparison.rows], console)
+    if max(comparison.runs) > 1:
+        console.print(
+            "median (min..max) of the runs; ~: the ranges overlap", style="dim", highlight=False, soft_wrap=True
+        )
+    for note in comparison.notes:
+        console.print(f"Note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    return comparison
+
+
+def _cells(row: Row) -> list[str]:
+    cells = [row.name]
+    for column, spread in enumerate(row.spreads):
+        cells.append(str(spread) if spread else "-")
+        if column:
+            ratio = row.ratio(column)
+            cells.append("-" if ratio is None else f"{'~' if row.within_spread(column) else ''}{ratio:.2f}x")
+    return cells
+
+
+def _grouped(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Results by label; if all have the same one, they are compared with each other and numbered."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        groups.setdefault(label(result), []).append(result)
+    if len(groups) == 1:
+        ((name, repeats),) = groups.items()
+        return {f"{name} #{number}": [result] for number, result in enumerate(repeats, 1)}
+    return groups
+
+
+def _online_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[Row]:
+    metrics = [
+        (f"{name} {short} (ms)", key) for metric, (_, short) in HEADINGS.items() for name, key in statistics(metric)
+    ]
+    for name, key in (*TOTALS, *metrics):
+        spreads = tuple(_spread(result.get(key) for result in repeats) for repeats in groups.values())
+        if any(spread is not None for spread in spreads):
+            yield Row(name, spreads)
+
+
+def _offline_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[Row]:
+    """One row per number of the results' tables; text, whole numbers and flags say which measurement it is."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for name, repeats in groups.items():
+        for row in (row for result in repeats for row in result.get("rows") or ()):
+            case = " ".join(f"{key}={value}" for key, value in row.items() if not isinstance(value, float))
+            for key, value in row.items():
+                if isinstance(value, float):
+                    found.setdefault((case, key), {}).setdefault(name, []).append(value)
+    for (case, key), values in found.items():
+        yield Row(f"{case}: {key}" if case else key, tuple(_spread(values.get(name, ())) for name in groups))
+
+
+def _spread(values: Iterable[Any]) -> Spread | None:
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return Spread.of(numbers) if numbers else None
+
+
+def _notes(results: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[str]:
+    """Why the numbers may not be comparable."""
+    yield from _differences("the load", results, SAME_LOAD)
+    workloads = [result.get("workload") or {} for result in results]
+    yield from _differences("the workload", workloads, dict.fromkeys(key for workload in workloads for key in workload))
+    yield from _differences("the machine", [result.get("environment") or {} for result in results], SAME_MACHINE)
+    for name, repeats in groups.items():
+        if any(result.get("interrupted") for result in repeats):
+            yield f"{name}: a run was interrupted"
+        if any((result.get("client") or {}).get("saturated") for result in repeats):
+            yield f"{name}: the client itself fell behind in a run"
+
+
+def _differences(what: str, values: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> Iterable[str]:
+    for key in keys:
+        texts = dict.fromkeys(_short(value.get(key)) for value in values)
+        if len(texts) > 1:
+            yield f"{what} differs in {key}: {' / '.join(texts)}"
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

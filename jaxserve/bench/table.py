@@ -1,0 +1,182 @@
+"""The table at the end of a run, as users of `vllm bench serve` know it; an offline measurement's rows as they are.
+
+In a terminal it is a rich table; into a file or a pipe goes plain text with the same labels, one value per line.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+METRICS = ("ttft", "tpot", "itl", "e2el", "queue")
+PERCENTILES = (90.0, 95.0, 99.0)
+HEADINGS = {
+    "ttft": ("Time to First Token", "TTFT"),
+    "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
+    "itl": ("Inter-token Latency", "ITL"),
+    "e2el": ("End-to-end Latency", "E2EL"),
+    "queue": ("Time in the Server's Queue", "queue"),
+}
+TOTALS = (  # label, key, decimals
+    ("Successful requests", "completed", 0),
+    ("Failed requests", "failed", 0),
+    ("Maximum request concurrency", "max_concurrency", 0),
+    ("Request rate configured (RPS)", "request_rate", 2),
+    ("Benchmark duration (s)", "duration", 2),
+    ("Total input tokens", "total_input_tokens", 0),
+    ("Total generated tokens", "total_output_tokens", 0),
+    ("Request throughput (req/s)", "request_throughput", 2),
+    ("Request goodput (req/s)", "request_goodput", 2),
+    ("SLO attainment", "slo_attainment", 4),
+    ("Output token throughput (tok/s)", "output_throughput", 2),
+    ("Peak output token throughput (tok/s)", "max_output_tokens_per_s", 2),
+    ("Peak concurrent requests", "max_concurrent_requests", 0),
+    ("Total token throughput (tok/s)", "total_token_throughput", 2),
+)
+WIDTH, VALUE_WIDTH = 54, 12  # of the plain text
+MOST_REASONS = 5
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and its lines of label and value."""
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+
+
+def sections(
+    result: Mapping[str, Any], metrics: Sequence[str] = METRICS, percentiles: Sequence[float] = PERCENTILES
+) -> list[Section]:
+    """Totals, then one section per metric; what the result has no value for is left out."""
+    totals = tuple((name, _number(result[key], digits)) for name, key, digits in TOTALS if _is_number(result.get(key)))
+    found = [Section("Serving Benchmark Result", totals)]
+    for metric in metrics:
+        title, short = HEADINGS[metric]
+        lines = tuple(
+            (f"{name} {short} (ms)", _number(result[key], 2))
+            for name, key in statistics(metric, percentiles)
+            if _is_number(result.get(key))
+        )
+        if lines:
+            found.append(Section(title, lines))
+    return found
+
+
+def statistics(metric: str, percentiles: Iterable[float] = PERCENTILES) -> list[tuple[str, str]]:
+    """Name and key of a metric's statistics: ("Mean", "mean_ttft_ms"), ..., ("P99", "p99_ttft_ms"), ..."""
+    pairs = [("Mean", "mean"), ("Median", "median")]
+    pairs += [(f"P{percentile:g}", f"p{percentile:g}") for percentile in percentiles]
+    return [(name, f"{key}_{metric}_ms") for name, key in [*pairs, ("Max", "max")]]
+
+
+def remarks(result: Mapping[str, Any]) -> list[str]:
+    """What one must know to trust the numbers: failures by reason, an interrupted run, a client that fell behind."""
+    said = []
+    reasons = Counter(error for error in result.get("errors") or () if error)
+    for reason, count in reasons.most_common(MOST_REASONS):
+        said.append(f"{count} failed: {reason}")
+    if len(reasons) > MOST_REASONS:
+        said.append(f"and {len(reasons) - MOST_REASONS} other reasons")
+    if result.get("interrupted"):
+        said.append("The run was interrupted: the numbers are of the requests that had ended.")
+    client = result.get("client") or {}
+    if client.get("saturated"):
+        said.append(
+            f"The client itself fell behind ({client.get('late', 0)} of {client.get('sent', 0)} requests sent late, "
+            f"event loop {client.get('max_loop_lag_ms') or 0:.0f} ms behind at most): "
+            "the numbers are not the server's alone."
+        )
+    return said
+
+
+def print_result(
+    result: Mapping[str, Any],
+    *,
+    metrics: Sequence[str] = METRICS,
+    percentiles: Sequence[float] = PERCENTILES,
+    console: Console | None = None,
+) -> None:
+    """Prints a result: its rows if it has some, else totals and latencies; then the remarks."""
+    console = console or Console(highlight=False)
+    if result.get("rows"):
+        print_rows(result["rows"], console)
+    else:
+        _print_sections(sections(result, metrics, percentiles), console)
+    for remark in remarks(result):
+        console.print(remark, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Prints flat dicts as a table: a column for every key, in the order in which keys appear."""
+    columns = columns_of(rows)
+    print_grid(columns, [[cell(row.get(column)) for column in columns] for row in rows], console)
+
+
+def print_grid(columns: Sequence[str], lines: Sequence[Sequence[str]], console: Console) -> None:
+    """Prints cells in columns, all but the first to the right; plain text is never cut or wrapped."""
+    if console.is_terminal:
+        table = Table(box=box.SIMPLE_HEAD)
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="right" if number else "left", overflow="fold")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table, markup=False)
+        return
+    widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
+    for line in (columns, *lines):
+        first, *others = (
+            text.rjust(width) if number else text.ljust(width)
+            for number, (text, width) in enumerate(zip(line, widths, strict=True))
+        )
+        _write("  ".join([first, *others]).rstrip(), console)
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every key of any row, in the order in which they appear."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def cell(value: Any) -> str:
+    """A value as it stands in a table: floats to 2 decimals, small ones to 3 digits, nothing as "-"."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
+    return str(value)
+
+
+def _print_sections(found: Sequence[Section], console: Console) -> None:
+    if not console.is_terminal:
+        for section in found:
+            _write(f" {section.title} ".center(WIDTH, "=" if section is found[0] else "-"), console)
+            for name, value in section.lines:
+                _write(f"{name + ':':<{WIDTH - VALUE_WIDTH}}{value:>{VALUE_WIDTH}}", console)
+        _write("=" * WIDTH, console)
+        return
+    table = Table(title=found[0].title, box=box.ROUNDED, show_header=False, min_width=WIDTH)
+    table.add_column(ratio=1)
+    table.add_column(justify="right")
+    for section in found:
+        if section is not found[0]:
+            table.add_section()
+            table.add_row(f"[bold]{section.title}[/bold]", "")
+        for name, value in section.lines:
+            table.add_row(name, value)
+    console.print(table)
+
+
+def _write(line: str, console: Console) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}"
