@@ -1,0 +1,122 @@
+"""How every plot looks: sizes, colours, axes that begin at zero, units that fit."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from jaxserve.bench.report.series import Floats
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7a5195")  # Okabe and Ito's
+INK, FAINT = "#333333", "#dddddd"
+WIDE = (7.2, 3.4)  # inches; with these letters still to be read on a phone
+DPI = 150
+LONG_NAME = 22  # characters, of which a legend has no four in a row
+LEGEND_ROW = 0.19  # inches, by which the figure grows
+SPREAD_FOR_LOG = 30.0  # an axis of latencies turns logarithmic when the largest is so many times the median
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a latency in seconds is multiplied with, and the name of that unit."""
+
+    factor: float
+    name: str
+
+
+def colour(number: int) -> str:
+    """Of the result with this number."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def unit_of(values: Sequence[Floats]) -> Unit:
+    """Milliseconds, or seconds if the largest latency is ten seconds or more."""
+    largest = max((float(np.nanmax(array)) for array in values if np.isfinite(array).any()), default=0.0)
+    return Unit(1.0, "s") if largest >= 10 else Unit(1e3, "ms")
+
+
+def wide_spread(values: Sequence[Floats]) -> bool:
+    """Whether latencies differ so much that a linear axis would hide most of them."""
+    together = np.concatenate([array[np.isfinite(array) & (array > 0)] for array in values])
+    return len(together) > 0 and float(together.max()) > SPREAD_FOR_LOG * float(np.median(together))
+
+
+def one_axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+    """A wide figure with one plot."""
+    figure, (axes,) = row_of_axes(title, 1)
+    label_axes(axes, x, y)
+    return figure, axes
+
+
+def row_of_axes(title: str, count: int) -> tuple[Figure, tuple[Axes, ...]]:
+    """A wide figure with plots side by side, under one title."""
+    figure = Figure(figsize=WIDE, dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left", fontweight="bold")
+    drawn = tuple(figure.add_subplot(1, count, number + 1) for number in range(count))
+    for axes in drawn:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(INK)
+        axes.tick_params(labelsize=8.5, colors=INK)
+        axes.grid(visible=True, color=FAINT, linewidth=0.6)
+        axes.set_axisbelow(True)
+    return figure, drawn
+
+
+def label_axes(axes: Axes, x: str, y: str) -> None:
+    """Names with units."""
+    axes.set_xlabel(x, fontsize=9, color=INK)
+    axes.set_ylabel(y, fontsize=9, color=INK)
+
+
+def scale_y(axes: Axes, *, log: bool) -> None:
+    """Logarithmic with plain numbers, or linear from zero."""
+    if log:
+        axes.set_yscale("log")
+        plain_numbers(axes.yaxis)
+    else:
+        axes.set_ylim(bottom=0)
+
+
+def count_y(axes: Axes) -> None:
+    """Whole numbers from zero."""
+    axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
+    plain_numbers(axes.yaxis)
+
+
+def plain_numbers(axis) -> None:  # type: ignore[no-untyped-def]  # matplotlib.axis.Axis
+    """1000 and 0.5 in place of powers of ten."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def legend(figure: Figure, *all_axes: Axes) -> None:
+    """Below the plot, where it covers nothing; none for fewer than two entries."""
+    entries = [axes.get_legend_handles_labels() for axes in all_axes]
+    handles = [handle for found, _ in entries for handle in found]
+    names = [name for _, found in entries for name in found]
+    if len(names) < 2:
+        return
+    columns = min(len(names), 4 if max(map(len, names)) < LONG_NAME else 2)
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (-(-len(names) // columns) - 1))
+    figure.legend(
+        handles,
+        names,
+        loc="outside lower left",
+        ncols=columns,
+        fontsize=8.5,
+        frameon=False,
+        labelcolor=INK,
+    )
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

@@ -1,0 +1,273 @@
+"""The plots of a report: each takes all results and overlays them, or is None where there is nothing to show."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jaxserve.bench.report import series
+from jaxserve.bench.report.figure import (
+    INK,
+    colour,
+    count_y,
+    label_axes,
+    legend,
+    one_axes,
+    plain_numbers,
+    row_of_axes,
+    scale_y,
+    unit_of,
+    wide_spread,
+)
+from jaxserve.bench.report.rates import throughput_against_rate
+from jaxserve.bench.report.series import Requests
+
+TIME = "time after the start of the run, s"
+DETAILED = 3  # results whose single requests can be told apart; of more, only medians are drawn
+PER_POINT = 10  # requests of a stretch of time whose percentiles are a point
+GREY, FAILURE = "#bbbbbb", "#cc0000"
+STATISTICS = ((50, "-", "median"), (95, ":", "P95"))
+LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "e2el": "end-to-end latency"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result as the plots take it."""
+
+    name: str
+    result: Mapping[str, Any]
+    requests: Requests
+
+    @property
+    def end_s(self) -> float:
+        """When the last request ended."""
+        ends = self.requests.end_s[np.isfinite(self.requests.end_s)]
+        return float(ends.max()) if len(ends) else 0.0
+
+
+Plot = Callable[[Sequence[Run]], Figure | None]
+
+
+def latency_over_time(metric: str) -> Plot:
+    """TTFT or TPOT of every request at its arrival, with the median and the 95th percentile of stretches of time."""
+
+    def draw(runs: Sequence[Run]) -> Figure | None:
+        values = [run.requests.metric(metric) for run in runs]
+        if not any(np.isfinite(v).any() for v in values):
+            return None
+        unit, detailed = unit_of(values), len(runs) <= DETAILED
+        told = LATENCIES[metric] if detailed else f"median {LATENCIES[metric]}"
+        figure, axes = one_axes(f"{metric.upper()} over time", "arrival of the request, s", f"{told}, {unit.name}")
+        last = max(run.requests.arrival_s.max(initial=0) for run in runs)
+        width = series.bin_width(last, max(map(len, values)), PER_POINT)
+        for number, (run, found) in enumerate(zip(runs, values, strict=True)):
+            arrival, shade = run.requests.arrival_s, colour(number)
+            if detailed:
+                axes.scatter(arrival, found * unit.factor, s=6, color=shade, alpha=0.35, linewidths=0)
+            for percentile, style, name in STATISTICS if detailed else STATISTICS[:1]:
+                times, points = series.binned(arrival, found, width, percentile)
+                label = run.name if not detailed else name if len(runs) == 1 else f"{run.name}: {name}"
+                axes.plot(times, points * unit.factor, style, color=shade, linewidth=1.6, label=label)
+        scale_y(axes, log=wide_spread(values))
+        _finish_time(figure, axes, runs)
+        return figure
+
+    return draw
+
+
+def latency_cdfs(runs: Sequence[Run]) -> Figure | None:
+    """Share of requests within a latency: TTFT, TPOT and E2EL side by side, with the objectives if there were some."""
+    metrics = [name for name in LATENCIES if any(np.isfinite(run.requests.metric(name)).any() for run in runs)]
+    if not metrics:
+        return None
+    figure, all_axes = row_of_axes("Distribution of latencies", len(metrics))
+    for metric, axes in zip(metrics, all_axes, strict=True):
+        values = [run.requests.metric(metric) for run in runs]
+        unit = unit_of(values)
+        for number, (run, found) in enumerate(zip(runs, values, strict=True)):
+            ordered, shares = series.cdf(found)
+            axes.step(ordered * unit.factor, shares, where="post", color=colour(number), linewidth=1.6, label=run.name)
+        _mark_objectives(axes, runs, metric, unit.factor)
+        label_axes(axes, f"{metric.upper()}, {unit.name}", "share of requests" if axes is all_axes[0] else "")
+        axes.set_ylim(0, 1.02)
+        if wide_spread(values):
+            axes.set_xscale("log")
+            plain_numbers(axes.xaxis)
+        else:
+            axes.set_xlim(left=0)
+    legend(figure, all_axes[0])
+    return figure
+
+
+def _mark_objectives(axes: Axes, runs: Sequence[Run], metric: str, factor: float) -> None:
+    limits = {(run.result.get("slo") or {}).get(metric) for run in runs} - {None}
+    for limit in limits:
+        axes.axvline(limit / 1e3 * factor, color=INK, linestyle="--", linewidth=1)
+        axes.annotate("SLO", (limit / 1e3 * factor, 0.03), (3, 0), textcoords="offset points", fontsize=8, color=INK)
+
+
+def arrivals_and_completions(runs: Sequence[Run]) -> Figure | None:
+    """Requests per second that arrived, completed and failed."""
+    if not any(len(run.requests.arrival_s) for run in runs):
+        return None
+    figure, axes = one_axes("Arrivals and completions", TIME, "requests per second")
+    width = series.bin_width(max(run.end_s for run in runs), max(len(run.requests.end_s) for run in runs))
+    _draw_arrivals(axes, runs, width)
+    for number, run in enumerate(runs):
+        requests, prefix = run.requests, f"{run.name}: " if len(runs) > 1 else ""
+        edges, completed = series.rate(requests.end_s[~requests.failed], width, run.end_s)
+        axes.stairs(completed, edges, color=colour(number), linewidth=1.6, baseline=None, label=f"{prefix}completions")
+        if requests.failed.any():
+            edges, failed = series.rate(requests.end_s[requests.failed], width, run.end_s)
+            axes.stairs(
+                failed, edges, color=FAILURE, linewidth=1.4, linestyle=":", baseline=None, label=f"{prefix}failures"
+            )
+    axes.set_ylim(bottom=0)
+    _finish_time(figure, axes, runs)
+    return figure
+
+
+def _draw_arrivals(axes: Axes, runs: Sequence[Run], width_s: float) -> None:
+    """Grey once if all results had the same, else in each result's colour; of many different ones none."""
+    same = all(np.array_equal(run.requests.arrival_s, runs[0].requests.arrival_s) for run in runs)
+    for number, run in enumerate(runs[:1] if same else runs if len(runs) <= DETAILED else ()):
+        edges, arrived = series.rate(run.requests.arrival_s, width_s, run.end_s)
+        shade, alpha, told = (GREY, 0.7, "arrivals") if same else (colour(number), 0.2, f"{run.name}: arrivals")
+        axes.stairs(arrived, edges, fill=True, color=shade, alpha=alpha, label=told)
+
+
+def requests_in_flight(runs: Sequence[Run]) -> Figure | None:
+    """Requests that were sent and have not ended, as the client sees them."""
+    if not any(len(run.requests.arrival_s) for run in runs):
+        return None
+    figure, axes = one_axes("Requests in flight, seen by the client", TIME, "requests")
+    for number, run in enumerate(runs):
+        times, counts = series.in_flight(run.requests)
+        axes.step(times, counts, where="post", color=colour(number), linewidth=1.2, label=run.name)
+    count_y(axes)
+    _finish_time(figure, axes, runs)
+    return figure
+
+
+def server_gauge(name: str, title: str, y: str) -> Plot:
+    """One gauge of the server over time."""
+
+    def draw(runs: Sequence[Run]) -> Figure | None:
+        found = [series.server_series(run.result, name) for run in runs]
+        if all(values is None for values in found):
+            return None
+        figure, axes = one_axes(title, TIME, y)
+        for number, (run, values) in enumerate(zip(runs, found, strict=True)):
+            if values is not None:
+                times = series.server_times(run.result)
+                axes.step(times, values, where="post", color=colour(number), linewidth=1.4, label=run.name)
+        count_y(axes)
+        _finish_time(figure, axes, runs)
+        return figure
+
+    return draw
+
+
+def kv_usage(runs: Sequence[Run]) -> Figure | None:
+    """KV pages in use and in the pool; percent of the pool where a server tells no pages."""
+    used = [series.server_series(run.result, "kv_pages_used") for run in runs]
+    total = [series.server_series(run.result, "kv_pages_total") for run in runs]
+    if any(values is None for values in (*used, *total)):
+        return _kv_share(runs)
+    figure, axes = one_axes("KV pages", TIME, "pages")
+    for number, (run, in_use, capacity) in enumerate(zip(runs, used, total, strict=True)):
+        times, prefix = series.server_times(run.result), f"{run.name}: " if len(runs) > 1 else ""
+        axes.step(times, in_use, where="post", color=colour(number), linewidth=1.4, label=f"{prefix}in use")
+        axes.step(times, capacity, "--", where="post", color=colour(number), linewidth=1.2, label=f"{prefix}capacity")
+    count_y(axes)
+    _finish_time(figure, axes, runs)
+    return figure
+
+
+def _kv_share(runs: Sequence[Run]) -> Figure | None:
+    shares = [series.server_series(run.result, "kv_cache_usage_perc") for run in runs]
+    if all(share is None for share in shares):
+        return None
+    figure, axes = one_axes("KV cache in use", TIME, "percent")
+    for number, (run, share) in enumerate(zip(runs, shares, strict=True)):
+        if share is not None:
+            times = series.server_times(run.result)
+            axes.step(times, 100 * share, where="post", color=colour(number), linewidth=1.4, label=run.name)
+    axes.set_ylim(0, 102)
+    _finish_time(figure, axes, runs)
+    return figure
+
+
+def layers_by_precision(runs: Sequence[Run]) -> Figure | None:
+    """Decoder layers of each precision, stacked; one plot per result that tells them."""
+    telling = [
+        (run, layers)
+        for run in runs
+        if (layers := series.server_series_by(run.result, "layers_by_precision", "precision"))
+    ]
+    if not telling:
+        return None
+    names = sorted({name for _, layers in telling for name in layers})
+    figure, all_axes = row_of_axes("Layers by precision", len(telling))
+    for axes, (run, layers) in zip(all_axes, telling, strict=True):
+        times = series.server_times(run.result)
+        stacks = [np.nan_to_num(layers.get(name, np.zeros_like(times))) for name in names]
+        shades = [colour(number) for number in range(len(names))]
+        axes.stackplot(times, stacks, labels=names, colors=shades, step="post", alpha=0.75, linewidth=0)
+        label_axes(axes, TIME if len(telling) == 1 else "time, s", "layers" if axes is all_axes[0] else "")
+        if len(telling) > 1:
+            axes.set_title(run.name, fontsize=9, color=INK)
+        _mark_plans(axes, [run])
+        axes.set_xlim(0, max(run.end_s, times.max(initial=0)))
+        count_y(axes)
+    legend(figure, all_axes[0])
+    return figure
+
+
+def _finish_time(figure: Figure, axes: Axes, runs: Sequence[Run]) -> None:
+    """What all plots over time share: the same extent, the plan's versions as marks, the legend."""
+    ends = [run.end_s for run in runs] + [series.server_times(run.result).max(initial=0) for run in runs]
+    axes.set_xlim(0, max(*ends, 1e-3))
+    _mark_plans(axes, runs)
+    legend(figure, axes)
+
+
+def _mark_plans(axes: Axes, runs: Sequence[Run]) -> None:
+    """A vertical line where a new version of the plan came into force, in the result's colour."""
+    for number, run in enumerate(runs):
+        shade = colour(number) if len(runs) > 1 else INK
+        for time, version in series.plan_changes(run.result):
+            axes.axvline(time, color=shade, linestyle=(0, (2, 2)), linewidth=1)
+            axes.annotate(
+                f"plan {version}",
+                (time, 1.0),
+                (2, -2),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                fontsize=7.5,
+                color=shade,
+                rotation=90,
+                va="top",
+                bbox={"color": "white", "alpha": 0.7, "pad": 0.5, "linewidth": 0},
+            )
+
+
+def _rates(runs: Sequence[Run]) -> Figure | None:
+    return throughput_against_rate([(run.name, run.result) for run in runs])
+
+
+PLOTS: dict[str, Plot] = {  # by the name of the PNG, in the order of the page
+    "throughput-against-rate": _rates,
+    "ttft-over-time": latency_over_time("ttft"),
+    "tpot-over-time": latency_over_time("tpot"),
+    "latency-cdf": latency_cdfs,
+    "arrivals-and-completions": arrivals_and_completions,
+    "requests-in-flight": requests_in_flight,
+    "running-requests": server_gauge("num_requests_running", "Running requests, told by the server", "requests"),
+    "queue-length": server_gauge("num_requests_waiting", "Queue length, told by the server", "requests waiting"),
+    "kv-usage": kv_usage,
+    "layers-by-precision": layers_by_precision,
+}

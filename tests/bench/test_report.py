@@ -1,0 +1,215 @@
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from jaxserve.bench.report import write_report
+from jaxserve.bench.report.page import draw
+from jaxserve.bench.report.plots import PLOTS, Run
+from jaxserve.bench.report.rates import throughput_against_rate
+from jaxserve.bench.report.series import Requests
+from jaxserve.core.errors import ConfigError
+from tests.bench import simulated
+
+SERVER_PLOTS = {"running-requests", "queue-length", "kv-usage", "layers-by-precision"}
+CLIENT_PLOTS = {"ttft-over-time", "tpot-over-time", "latency-cdf", "arrivals-and-completions", "requests-in-flight"}
+
+
+def run(name: str = "a", **more: Any) -> Run:
+    result = simulated.result(label=name, **{"n": 40, **more})
+    return Run(name, result, Requests.of(result))
+
+
+def figure(name: str, *runs: Run) -> Figure:
+    drawn = PLOTS[name](runs)
+    assert drawn is not None
+    return drawn
+
+
+class Page(HTMLParser):
+    """What a page would fetch, its tags and its text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "data", "srcset")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_holds_every_plot_and_asks_for_nothing(tmp_path: Path):
+    path = write_report([simulated.result(n=40, label="one")], tmp_path / "report.html")
+    text = path.read_text()
+    page = Page(text)
+    images = list((tmp_path / "report-plots").glob("*.png"))
+    assert {image.stem for image in images} == SERVER_PLOTS | CLIENT_PLOTS
+    assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
+    assert len(page.fetched) == len(images)
+    assert all(source.startswith("data:image/png;base64,") for source in page.fetched)
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert 'name="viewport"' in text
+
+
+def test_the_page_tells_numbers_environment_and_command(tmp_path: Path):
+    result = simulated.result(n=40, label="one")
+    text = Page(write_report([result], tmp_path / "report.html").read_text()).text
+    assert "Median TTFT (ms)" in text
+    assert f"{result['median_ttft_ms']:.2f}" in text
+    assert "some CPU" in text
+    assert "jaxserve bench serve --request-rate 5.0" in text
+    assert "uniform:64,900" in text
+
+
+def test_a_result_without_server_series_still_makes_a_page(tmp_path: Path):
+    write_report([simulated.result(n=40, with_server=False)], tmp_path / "report.html")
+    assert {image.stem for image in (tmp_path / "report-plots").glob("*.png")} == CLIENT_PLOTS
+
+
+def test_results_overlay_each_with_its_name(tmp_path: Path):
+    results = [simulated.result(n=40, label="first"), simulated.result(n=40, label="second", slower=1.5)]
+    assert "second" in Page(write_report(results, tmp_path / "report.html").read_text()).text
+    lines = figure("queue-length", run("first"), run("second", slower=1.5)).axes[0].get_lines()
+    assert [line.get_label() for line in lines] == ["first", "second"]
+
+
+def test_equal_labels_are_told_apart(tmp_path: Path):
+    results = [simulated.result(rate, n=30, label="x") for rate in (2.0, 3.0, 3.0)]
+    text = Page(write_report(results, tmp_path / "report.html").read_text()).text
+    for name in ("x, 2 req/s", "x, 3 req/s #1", "x, 3 req/s #2"):
+        assert name in text
+
+
+def test_plots_of_an_earlier_report_are_replaced(tmp_path: Path):
+    path = tmp_path / "report.html"
+    write_report([simulated.result(n=40)], path)
+    write_report([simulated.result(n=40, with_server=False)], path)
+    assert {image.stem for image in (tmp_path / "report-plots").glob("*.png")} == CLIENT_PLOTS
+
+
+def test_offline_rows_become_a_table_without_plots(tmp_path: Path):
+    result = {"kind": "latency", "label": "mine", "rows": [{"batch": 8, "step_ms": 1.25}], "environment": {}}
+    page = Page(write_report([result], tmp_path / "report.html").read_text())
+    assert page.fetched == []
+    assert "step_ms" in page.text
+    assert "1.25" in page.text
+
+
+def test_text_from_a_result_is_not_taken_for_html(tmp_path: Path):
+    result = simulated.result(n=30, label="<script>alert(1)</script>")
+    page = Page(write_report([result], tmp_path / "report.html").read_text())
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>" in page.text
+
+
+def test_nothing_to_report_and_nowhere_to_write_are_errors(tmp_path: Path):
+    with pytest.raises(ConfigError, match="needs a result"):
+        write_report([], tmp_path / "report.html")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write the report"):
+        write_report([simulated.result(n=10)], tmp_path / "file" / "report.html")
+
+
+@pytest.mark.parametrize("how", ["all fail", "all at once", "one request", "one token each"])
+def test_odd_results_make_a_report(tmp_path: Path, how: str):
+    records, series = simulated.simulate(5.0, n=1 if how == "one request" else 20)
+    for record in records:
+        if how == "all at once":
+            record.due_s = record.arrival_s = 0.0
+        if how == "one token each":
+            record.chunk_times_s, record.output_tokens = record.chunk_times_s[:1], 1
+            record.end_s = record.chunk_times_s[0]
+    result = simulated.result_of(records, series)
+    if how == "all fail":
+        result["errors"] = ["HTTP 500"] * 20
+    assert write_report([result], tmp_path / "report.html").exists()
+    assert (tmp_path / "report-plots" / "requests-in-flight.png").exists()
+
+
+# -- what single plots show
+
+
+def test_capacity_and_plan_are_drawn_where_they_change():
+    swapped = run(rate=10.0, n=200, slots=128, swap_at=5.0)
+    axes = figure("kv-usage", swapped).axes[0]
+    capacity = next(line for line in axes.get_lines() if line.get_label() == "capacity")
+    assert set(capacity.get_ydata()) == {simulated.PAGES, 2 * simulated.PAGES}
+    assert [text.get_text() for text in axes.texts] == ["plan 2"]
+    assert not figure("kv-usage", run()).axes[0].texts
+
+
+def test_every_precision_is_a_layer_of_the_stack():
+    axes = figure("layers-by-precision", run(rate=10.0, n=200, swap_at=5.0)).axes[0]
+    assert axes.get_legend_handles_labels()[1] == ["bfloat16", "int8"]
+    assert axes.get_ylim()[1] >= 16
+
+
+def test_a_server_that_tells_no_pages_shows_the_share_of_its_cache():
+    told = run()
+    told.result["server"] = {"t": [0.0, 1.0], "kv_cache_usage_perc": [0.25, 0.5]}
+    (line,) = figure("kv-usage", told).axes[0].get_lines()
+    assert list(line.get_ydata()) == [25, 50]
+
+
+def test_objectives_are_marked_in_the_cdf():
+    axes = figure("latency-cdf", run()).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["SLO"]
+    assert axes.get_lines()[-1].get_xdata()[0] == 300  # ms
+
+
+def test_failures_are_drawn_apart_from_completions():
+    records, _ = simulated.simulate(5.0, n=40)
+    simulated.fail(records[10:15], "HTTP 503")
+    result = simulated.result_of(records)
+    axes = figure("arrivals-and-completions", Run("a", result, Requests.of(result))).axes[0]
+    totals = {}
+    for patch in axes.patches:
+        values, edges, _ = patch.get_data()
+        totals[patch.get_label()] = round(float(np.sum(values * np.diff(edges))))
+    assert totals == {"arrivals": 40, "completions": 35, "failures": 5}
+
+
+def test_throughput_against_rate_needs_three_rates():
+    results = [(f"{rate}", simulated.result(rate, n=120, label=f"{rate}")) for rate in (2.0, 6.0, 20.0)]
+    assert throughput_against_rate(results[:2]) is None
+    drawn = throughput_against_rate(results)
+    assert drawn is not None
+    names = drawn.axes[0].get_legend_handles_labels()[1]
+    assert any(re.fullmatch(r"saturates at [\d.]+ req/s", name) for name in names)
+
+
+def test_every_configuration_of_a_sweep_has_its_own_curve():
+    results = [
+        (name, simulated.result(rate, n=60, label=name, slower=slower))
+        for name, slower in (("fast", 1.0), ("slow", 2.0))
+        for rate in (1.0, 2.0, 3.0)
+    ]
+    drawn = throughput_against_rate(results)
+    assert drawn is not None
+    names = drawn.axes[0].get_legend_handles_labels()[1]
+    assert {"fast", "slow"} <= set(names)
+
+
+def test_many_results_stay_readable():
+    runs = [run(f"run {number}", n=10, seed=number) for number in range(12)]
+    assert len(draw(runs)) == len(CLIENT_PLOTS | SERVER_PLOTS)
+    assert len(figure("ttft-over-time", *runs[:8]).axes[0].get_lines()) == 8
+
+
+def test_pyplot_is_never_loaded():
+    code = "import sys, jaxserve.bench.report; sys.exit('matplotlib.pyplot' in sys.modules or 'jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
