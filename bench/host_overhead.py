@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.machine import describe
 from bench.peers.checkpoints import Shape, hf_config, write_tokenizer
 from jaxserve import EngineConfig, SamplingParams
+from jaxserve.bench.environment import describe
 from jaxserve.core.request import Request
 from jaxserve.core.work import PendingStep, Work
 from jaxserve.engine.loop import StepLoop

@@ -17,9 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.machine import describe
 from bench.peers.__main__ import DEFAULT_CACHE
 from bench.peers.checkpoints import SHAPES, ensure_checkpoint
+from jaxserve.bench.environment import describe
 
 POLL = 0.02  # seconds
 PATIENCE = 300.0  # seconds

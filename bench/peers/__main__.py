@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.machine import describe
 from bench.peers.checkpoints import SHAPES, ensure_checkpoint
 from bench.peers.report import agreement, combine, table
+from jaxserve.bench.environment import describe
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "bench"

@@ -20,9 +20,9 @@ def main() -> None:
     args = parser.parse_args()
     limit_threads(args.threads)  # before anything that counts cores is imported
 
-    from bench.machine import packages
     from bench.peers.engines import ENGINES, NEEDS
     from bench.peers.workload import PREFILL_BATCH, first_tokens, measure
+    from jaxserve.bench.environment import packages
 
     missing = [name for name in NEEDS[args.engine] if importlib.util.find_spec(name) is None]
     if missing:
