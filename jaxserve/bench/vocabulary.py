@@ -55,25 +55,41 @@ class Vocabulary:
         """The token ids of a text, with those that a server puts around a prompt unless `special` is False."""
         return self._tokenizer.encode(text, add_special_tokens=special)
 
-    def text_of_length(self, rng: np.random.Generator, n: int, *, head: str = "") -> tuple[str, int]:
+    def text_of_length(
+        self, rng: np.random.Generator, n: int, *, head: str = "", head_tokens: int | None = None
+    ) -> tuple[str, int]:
         """Random text that encodes to `n` tokens, special ones included, and the number that it really encodes to.
 
-        The text begins with `head`. Tokens put side by side as text are often not the ones that it encodes to, so
-        the end is cut or made longer until the number is right; with some tokenizers it never is.
+        The text begins with `head`, of about `head_tokens` tokens if that is known. Tokens put side by side as text
+        are often not the ones that it encodes to, so the end is cut or made longer until the number is right; with
+        some tokenizers it never is.
         """
-        count = len(self.encode(head))
-        text, tail = head, list(_drawn(self._textual_ids, rng, max(n - count, 0)))
-        for _ in range(ROUNDS):
-            text = head + self.text(tail)
-            count = len(self.encode(text))
-            if count == n or (count > n and not tail):
+        if not head:
+            return self._adjusted(rng, "", self._more(rng, max(n - self.num_special, 0)), n)
+        missing = n - (len(self.encode(head)) if head_tokens is None else head_tokens)
+        if missing <= 0:
+            return head, len(self.encode(head))
+        tail = self.continuation(rng, missing).removeprefix(" ")  # to begin with what is right but for where they meet
+        body, count = self._adjusted(rng, f"{head} ", self.encode(tail, special=False), n)
+        return f"{head} {body}", count
+
+    def continuation(self, rng: np.random.Generator, n: int) -> str:
+        """Random text that adds about `n` tokens to a text. It begins with a space, so that words do not meld."""
+        return f" {self._adjusted(rng, ' ', self._more(rng, n), n + self.num_special)[0]}"
+
+    def _adjusted(self, rng: np.random.Generator, front: str, ids: Sequence[int], n: int) -> tuple[str, int]:
+        """Text that begins with that of `ids` and makes `front` one of `n` tokens, and the number it really makes."""
+        for left in range(ROUNDS, -1, -1):
+            text = self.text(ids)
+            count = len(self.encode(front + text))
+            if count == n or not left or (count > n and not ids):
                 break
-            tail = self.encode(self.text(tail), special=False)
-            if count > n:
-                del tail[max(len(tail) - (count - n), 0) :]
-            else:
-                tail += _drawn(self._textual_ids, rng, n - count)
+            ids = self.encode(text, special=False)
+            ids = ids[: max(len(ids) - (count - n), 0)] if count > n else [*ids, *self._more(rng, n - count)]
         return text, count
+
+    def _more(self, rng: np.random.Generator, n: int) -> tuple[int, ...]:
+        return _drawn(self._textual_ids, rng, n)
 
     @cached_property
     def _ids(self) -> NDArray[np.object_]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.bench.traces.profiles import PROFILES, profile_named
+from jaxserve.bench.traces.profiles import PROFILES, QUANTILES
 from jaxserve.bench.traces.statistics import statistics
-from jaxserve.bench.traces.synthetic import QUANTILES, synthetic
+from jaxserve.bench.traces.synthetic import synthetic
 from jaxserve.core.errors import ConfigError
 
 STATS = Path(__file__).parents[3] / "shared" / "traces" / "stats.json"
@@ -68,7 +68,7 @@ def test_short_run_has_its_burst():
 
 
 def test_trace_depends_on_the_seed_alone():
-    first, again, other = (synthetic(PROFILES["burstgpt"], 30, 5.0, rng(seed)) for seed in (1, 1, 2))
+    first, again, other = (synthetic("burstgpt", 30, 5.0, rng(seed)) for seed in (1, 1, 2))
     assert first.arrival_s.tolist() == again.arrival_s.tolist() != other.arrival_s.tolist()
     assert first.input_tokens.tolist() == again.input_tokens.tolist()
 
@@ -111,4 +111,4 @@ def test_duration_and_rate_must_be_positive(duration, rate):
 
 def test_unknown_profile_names_those_there_are():
     with pytest.raises(ConfigError, match=r"'nope'; there are azure-conv, azure-code"):
-        profile_named("nope")
+        synthetic("nope", 60, None, rng())

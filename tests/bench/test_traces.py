@@ -348,6 +348,17 @@ def test_text_shares_prefixes_and_has_the_length_it_says(vocabulary):
     assert shared(tokens[1], tokens[0]) < 3
 
 
+def test_long_text_of_many_small_blocks_has_the_length_it_says(vocabulary):
+    lengths = [400, 393, 385, 8, 7]
+    ids = [tuple(range(-(-length // 8))) for length in lengths]
+    trace = Trace.of("small", range(5), lengths, [1] * 5, hash_ids=tuple(ids), block_tokens=8)
+    samples = trace_samples(trace, vocabulary, rng(), as_text=True)
+    tokens = [vocabulary.encode(sample.prompt) for sample in samples]
+    assert [sample.input_tokens for sample in samples] == [len(ids) for ids in tokens]
+    assert [len(ids) for ids in tokens] == pytest.approx(lengths, abs=8)
+    assert shared(tokens[0], tokens[1]) >= 380
+
+
 # -- the published files
 
 

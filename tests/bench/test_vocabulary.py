@@ -60,6 +60,17 @@ def test_text_begins_with_its_head(vocabulary):
     assert count == 50
 
 
+@pytest.mark.parametrize("head_tokens", [None, 3, 12, 30])
+def test_text_after_a_head_has_its_length_also_if_that_of_the_head_was_a_guess(vocabulary, head_tokens):
+    text, count = vocabulary.text_of_length(rng(), 50, head="def add(a, b):", head_tokens=head_tokens)
+    assert count == 50 == len(vocabulary.encode(text))
+
+
+def test_continuations_add_the_tokens_they_say(vocabulary):
+    text = "".join(vocabulary.continuation(rng(seed), 16) for seed in range(50))
+    assert len(vocabulary.encode(text, special=False)) == pytest.approx(50 * 16, abs=8)
+
+
 def test_text_shorter_than_its_head_is_the_head_with_its_own_count(vocabulary):
     head = "def add(a, b): return a + b"
     assert vocabulary.text_of_length(rng(), 3, head=head) == (head, len(vocabulary.encode(head)))

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,21 +47,24 @@ class Lengths:
 
     def sample(self, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
         """Token counts [n], each at least 1."""
-        first, second = self.parameters[0], self.parameters[-1]
-        match self.kind:
-            case "fixed":
-                values = np.full(n, first)
-            case "uniform":
-                values = rng.integers(int(first), int(second), size=n, endpoint=True)
-            case "normal":
-                values = rng.normal(first, second, n)
-            case _:
-                variance = math.log1p((second / first) ** 2)  # of the logarithm
-                values = rng.lognormal(math.log(first) - variance / 2, math.sqrt(variance), n)
-        return np.maximum(np.rint(values), 1).astype(np.int64)
+        tokens: NDArray[np.int64] = np.maximum(np.rint(self._drawn(rng, n)), 1).astype(np.int64)
+        return tokens
 
     def __str__(self) -> str:
         return f"{self.kind}:{','.join(f'{value:g}' for value in self.parameters)}"
+
+    def _drawn(self, rng: np.random.Generator, n: int) -> NDArray[Any]:
+        first, second = self.parameters[0], self.parameters[-1]
+        match self.kind:
+            case "fixed":
+                return np.full(n, first)
+            case "uniform":
+                return rng.integers(int(first), int(second), size=n, endpoint=True)
+            case "normal":
+                return rng.normal(first, second, n)
+            case _:
+                variance = math.log1p((second / first) ** 2)  # of the logarithm
+                return rng.lognormal(math.log(first) - variance / 2, math.sqrt(variance), n)
 
     def _checked(self, text: str) -> "Lengths":
         """Itself, if it makes sense; whole numbers where tokens are counted one by one."""

@@ -7,8 +7,30 @@ Published numbers and quantiles are those of the source; bursts and shape were s
 source's rate and length and over many seeds, has the same variation of intervals and the same peaks.
 """
 
-from jaxserve.bench.traces.synthetic import Profile
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from jaxserve.core.errors import ConfigError
+
+QUANTILES = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 0.995, 0.999, 1)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A kind of traffic: the statistics of its source, and the parameters with which a generator has them too."""
+
+    name: str
+    source: str
+    seconds: float  # of the source; a shorter run has the same cycles, or one of them squeezed
+    published: Mapping[str, float]  # of the source, named as in `traces.statistics`
+    cycle_s: float
+    idle_s: float  # of a cycle
+    burst_s: float  # of a cycle
+    height: float  # rate in the highest burst over the mean rate
+    shape: float  # of the gamma distribution of intervals: 1 is Poisson, less is burstier
+    input_tokens: tuple[float, ...]  # at QUANTILES
+    output_tokens: tuple[float, ...]
+
 
 AZURE_CONV = Profile(
     name="azure-conv",

@@ -49,7 +49,8 @@ class _Blocks:
         full = (length - 1) // self._size  # one block at least is left to adjust
         head = "".join(self._text(id) for id in hash_ids[:full])
         rest = self._generator(hash_ids[full]) if full < len(hash_ids) else rng
-        return self._vocabulary.text_of_length(rest, length, head=head)
+        known = self._vocabulary.num_special + full * self._size if full <= len(hash_ids) else None
+        return self._vocabulary.text_of_length(rest, length, head=head, head_tokens=known)
 
     def _block(self, id: int) -> tuple[int, ...]:
         if id not in self._tokens:
@@ -58,8 +59,7 @@ class _Blocks:
 
     def _text(self, id: int) -> str:
         if id not in self._texts:
-            count = self._size + self._vocabulary.num_special  # which a block inside a prompt has not
-            self._texts[id] = self._vocabulary.text_of_length(self._generator(id), count)[0]
+            self._texts[id] = self._vocabulary.continuation(self._generator(id), self._size)
         return self._texts[id]
 
     def _generator(self, id: int) -> np.random.Generator:

@@ -6,40 +6,21 @@ runs a renewal process with gamma intervals; its shape adds the clumping that is
 quantiles of the source, prompts and answers independently, although in some sources they are correlated.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import numpy as np
 
+from jaxserve.bench.traces.profiles import QUANTILES, Profile, profile_named
 from jaxserve.bench.traces.trace import Floats, Ints, Trace
 from jaxserve.core.errors import ConfigError
 
-QUANTILES = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 0.995, 0.999, 1)
 
+def synthetic(profile: Profile | str, duration_s: float, rate: float | None, rng: np.random.Generator) -> Trace:
+    """A trace like the source of a profile, or of the one so named, of about `rate` requests per second.
 
-@dataclass(frozen=True)
-class Profile:
-    """A kind of traffic: the statistics of its source, and the parameters with which a generator has them too."""
+    None is the source's rate. A run of less than a cycle has a whole one, squeezed: it always has its burst.
 
-    name: str
-    source: str
-    seconds: float  # of the source; a shorter run has the same cycles, or one of them squeezed
-    published: Mapping[str, float]  # of the source, named as in `traces.statistics`
-    cycle_s: float
-    idle_s: float  # of a cycle
-    burst_s: float  # of a cycle
-    height: float  # rate in the highest burst over the mean rate
-    shape: float  # of the gamma distribution of intervals: 1 is Poisson, less is burstier
-    input_tokens: tuple[float, ...]  # at QUANTILES
-    output_tokens: tuple[float, ...]
-
-
-def synthetic(profile: Profile, duration_s: float, rate: float | None, rng: np.random.Generator) -> Trace:
-    """A trace like the profile's source, of about `rate` requests per second; None: the source's rate.
-
-    A run of less than a cycle has a whole one, squeezed: it always has its burst. Raises ConfigError if duration or
-    rate is not above 0, or so low that no request comes.
+    Raises ConfigError if there is no such profile, if duration or rate is not above 0, or if no request comes.
     """
+    profile = profile_named(profile) if isinstance(profile, str) else profile
     rate = profile.published["rate"] if rate is None else rate
     if not (0 < duration_s < np.inf and 0 < rate < np.inf):
         raise ConfigError(f"a trace of {duration_s:g} s at {rate:g} requests per second: both must be above 0")
