@@ -178,7 +178,8 @@ def _notes(results: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[M
     """Why the numbers may not be comparable."""
     yield from _differences("the load", results, SAME_LOAD)
     workloads = [result.get("workload") or {} for result in results]
-    yield from _differences("the workload", workloads, dict.fromkeys(key for workload in workloads for key in workload))
+    others = dict.fromkeys(key for workload in workloads for key in workload if key not in SAME_LOAD)
+    yield from _differences("the workload", workloads, others)
     yield from _differences("the machine", [result.get("environment") or {} for result in results], SAME_MACHINE)
     for name, repeats in groups.items():
         if any(result.get("interrupted") for result in repeats):

@@ -83,14 +83,10 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
     if len(reasons) > MOST_REASONS:
         said.append(f"and {len(reasons) - MOST_REASONS} other reasons")
     if result.get("interrupted"):
-        said.append("The run was interrupted: the numbers are of the requests that had ended.")
+        said.append(f"interrupted: {result.get('unfinished') or 0} requests had not ended and are in no number")
     client = result.get("client") or {}
     if client.get("saturated"):
-        said.append(
-            f"The client itself fell behind ({client.get('late', 0)} of {client.get('sent', 0)} requests sent late, "
-            f"event loop {client.get('max_loop_lag_ms') or 0:.0f} ms behind at most): "
-            "the numbers are not the server's alone."
-        )
+        said.append(client.get("warning") or "the client itself fell behind")
     return said
 
 

@@ -103,7 +103,7 @@ def latency_cdfs(runs: Sequence[Run]) -> Figure | None:
 
 
 def _mark_objectives(axes: Axes, runs: Sequence[Run], metric: str, factor: float) -> None:
-    limits = {(run.result.get("slo") or {}).get(metric) for run in runs} - {None}
+    limits = {slo[metric] for run in runs if metric in (slo := run.result.get("slo") or {})}
     for limit in limits:
         axes.axvline(limit / 1e3 * factor, color=INK, linestyle="--", linewidth=1)
         axes.annotate("SLO", (limit / 1e3 * factor, 0.03), (3, 0), textcoords="offset points", fontsize=8, color=INK)
@@ -175,10 +175,11 @@ def kv_usage(runs: Sequence[Run]) -> Figure | None:
     """KV pages in use and in the pool; percent of the pool where a server tells no pages."""
     used = [series.server_series(run.result, "kv_pages_used") for run in runs]
     total = [series.server_series(run.result, "kv_pages_total") for run in runs]
-    if any(values is None for values in (*used, *total)):
+    pages = [(run, u, t) for run, u, t in zip(runs, used, total, strict=True) if u is not None and t is not None]
+    if len(pages) < len(runs):
         return _kv_share(runs)
     figure, axes = one_axes("KV pages", TIME, "pages")
-    for number, (run, in_use, capacity) in enumerate(zip(runs, used, total, strict=True)):
+    for number, (run, in_use, capacity) in enumerate(pages):
         times, prefix = series.server_times(run.result), f"{run.name}: " if len(runs) > 1 else ""
         axes.step(times, in_use, where="post", color=colour(number), linewidth=1.4, label=f"{prefix}in use")
         axes.step(times, capacity, "--", where="post", color=colour(number), linewidth=1.2, label=f"{prefix}capacity")

@@ -59,7 +59,8 @@ def _tpot(result: Mapping[str, Any], count: int) -> Floats:
     """Mean time per token after the first, from the gaps between chunks."""
     gaps = np.array([math.fsum(gaps) for gaps in result.get("itls") or ()] or np.full(count, np.nan))
     after_first = _floats(result.get("output_lens"), count) - 1
-    return np.divide(gaps, after_first, out=np.full(count, np.nan), where=after_first > 0)
+    tpot: Floats = np.divide(gaps, after_first, out=np.full(count, np.nan), where=after_first > 0)
+    return tpot
 
 
 def _floats(values: Sequence[float] | None, count: int) -> Floats:
@@ -119,7 +120,7 @@ def bin_width(duration_s: float, events: int, per_bin: int = EVENTS) -> float:
 
 def rate(times_s: Floats, width_s: float, end_s: float) -> tuple[Floats, Floats]:
     """Edges of bins from 0 to at least `end_s`, and events per second in each."""
-    edges = np.arange(0, math.ceil(max(end_s, width_s) / width_s) + 1) * width_s
+    edges = np.arange(math.ceil(max(end_s, width_s) / width_s) + 1, dtype=np.float64) * width_s
     counts, _ = np.histogram(times_s[np.isfinite(times_s)], edges)
     return edges, counts / width_s
 
