@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve`, `jaxserve generate` and `jaxserve chat`."""
+"""The command line: `jaxserve serve`, `generate` and `chat`; `jaxserve bench` is in `bench/cli.py`."""
 
 import contextlib
 import json
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from jaxserve._version import __version__
-from jaxserve.core.errors import ConfigError, JaxserveError
+from jaxserve.bench.cli import app as bench
+from jaxserve.core.errors import ConfigError
+from jaxserve.terminal import console, told_errors
 
 if TYPE_CHECKING:
     from jaxserve.core.request import RequestOutput
@@ -31,8 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(bench)
 API_KEY = "JAXSERVE_API_KEY"  # environment variable
-console = Console(stderr=True, highlight=False)
 
 
 def _option(group: str, text: str, *names: str, **more: Any) -> Any:
@@ -130,7 +131,7 @@ def serve(
     from jaxserve.server.options import read_config, resolve
     from jaxserve.server.runner import run_server
 
-    with _told_errors():
+    with told_errors():
         if os.environ.get(API_KEY) == "":
             raise ConfigError(f"{API_KEY} is empty: unset it to serve without a key")
         engine, server = resolve(read_config(config) if config else {}, given)
@@ -167,7 +168,7 @@ def generate(
     """Continue a text in the terminal, as it is generated."""
     sampling = _pick(locals(), SAMPLING)
     options = _pick(locals(), ENGINE)
-    with _told_errors(), _loaded(options, sampling) as (llm, params):
+    with told_errors(), _loaded(options, sampling) as (llm, params):
         _print_stream(llm.stream(sys.stdin.read() if prompt == "-" else prompt, params))
 
 
@@ -193,7 +194,7 @@ def chat(
     """Converse in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation."""
     sampling = _pick(locals(), SAMPLING)
     options = _pick(locals(), ENGINE)
-    with _told_errors(), _loaded(options, sampling) as (llm, params):
+    with told_errors(), _loaded(options, sampling) as (llm, params):
         converse(lambda messages: llm.stream_chat(messages, params), system)
 
 
@@ -211,16 +212,6 @@ Messages = list[dict[str, str]]
 
 def _pick(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if values[name] is not None}
-
-
-@contextlib.contextmanager
-def _told_errors() -> Iterator[None]:
-    """Turns errors that jaxserve raises on purpose into one line and exit status 1."""
-    try:
-        yield
-    except JaxserveError as error:
-        console.print(f"jaxserve: {error}", style="bold red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
 @contextlib.contextmanager

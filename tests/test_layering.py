@@ -79,6 +79,16 @@ def test_package_does_not_load_jax(package):
     run_fresh(f"import {', '.join(modules_of(package))}\n" + assert_not_loaded((*JAX, *WEB)))
 
 
+def test_what_measures_a_server_loads_neither_jax_nor_a_web_framework():
+    online = [name for name in modules_of("jaxserve.bench") if ".offline" not in name]
+    run_fresh(f"import {', '.join(online)}\n" + assert_not_loaded((*JAX, *WEB)))
+
+
+def test_the_command_line_starts_without_what_its_commands_need():
+    heavy = ("numpy", "httpx", "matplotlib", "tokenizers")
+    run_fresh("import jaxserve.cli\n" + assert_not_loaded((*JAX, *WEB, *heavy)))
+
+
 def test_engine_and_library_work_without_web_framework():
     code = BLOCK_WEB + f"import jaxserve, jaxserve.factory\nfor name in {PUBLIC!r}: getattr(jaxserve, name)\n"
     run_fresh(code + assert_not_loaded(WEB))

@@ -1,0 +1,271 @@
+"""The options of `jaxserve bench`, in groups that several commands share, and how a group becomes part of a command."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+
+OBJECTIVES = ("ttft", "tpot", "e2el")
+METRICS = ("ttft", "tpot", "itl", "e2el", "queue")
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command for Typer, taking the fields of its parameters' dataclasses as options of their own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if name != "return" and hasattr(kind, "__dataclass_fields__")}
+    parameters = [p for p in inspect.signature(command).parameters.values() if p.name not in groups]
+    for kind in groups.values():
+        types = get_type_hints(kind, include_extras=True)
+        for field in fields(kind):
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
+                )
+            )
+
+    def flat(**values: Any) -> None:
+        made = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        command(**values, **made)
+
+    flat.__name__, flat.__doc__ = command.__name__, command.__doc__
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {p.name: p.annotation for p in parameters}
+    return flat
+
+
+class ListOptionsCommand(TyperCommand):
+    """A command with an option that also takes several values in a row, as vLLM's does: --goodput ttft:500 tpot:50."""
+
+    OPTION, VALUE = "--goodput", re.compile(r"\w+:[\d.]+")
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Names the option again before each further value."""
+        spread: list[str] = []
+        for argument in args:
+            if self.VALUE.fullmatch(argument) and spread[-2:-1] == [self.OPTION]:
+                spread.append(self.OPTION)
+            spread.append(argument)
+        return super().parse_args(ctx, spread)
+
+
+def _option(group: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=group, **more)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Which server is measured, and what every request to it says."""
+
+    base_url: Annotated[
+        str, _option("Server", "Where it listens; default http://127.0.0.1:8000.", show_default=False)
+    ] = "http://127.0.0.1:8000"
+    spawn: Annotated[bool, _option("Server", "Start a jaxserve server for this run, and stop it.")] = False
+    serve_args: Annotated[
+        str, _option("Server", 'With --spawn: arguments of `jaxserve serve`, as in "MODEL --tp 2".', show_default=False)
+    ] = ""
+    spawn_timeout: Annotated[float, _option("Server", "With --spawn: seconds until it must be ready.")] = 600.0
+    endpoint: Annotated[
+        Literal["completions", "chat"], _option("Server", "/v1/completions or /v1/chat/completions.")
+    ] = "completions"
+    model: Annotated[str | None, _option("Server", "Name to ask for; default: the first that is served.")] = None
+    tokenizer: Annotated[
+        str | None,
+        _option("Server", "Folder, tokenizer.json or name; default: what the server says its model is."),
+    ] = None
+    prompt_format: Annotated[
+        Literal["tokens", "text"] | None,
+        _option("Server", "Prompts as token ids (exact lengths; default for completions) or as text (chat)."),
+    ] = None
+    ignore_eos: Annotated[bool, _option("Server", "Ask for answers of the full length.")] = False
+    extra_body: Annotated[str, _option("Server", "JSON object merged into every request.", show_default=False)] = "{}"
+    api_key: Annotated[str | None, _option("Server", "Bearer token.", envvar="JAXSERVE_API_KEY", show_envvar=True)] = (
+        None
+    )
+    timeout: Annotated[float, _option("Server", "Seconds after which a request counts as failed.")] = 3600.0
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How load is given and what is made of it."""
+
+    max_concurrency: Annotated[int | None, _option("Load", "Requests in flight at most; default: no limit.")] = None
+    num_warmups: Annotated[int, _option("Load", "Requests sent before, and not measured.")] = 1
+    goodput: Annotated[
+        list[str] | None,
+        _option("Metrics", "Objectives in ms, such as ttft:500 tpot:50 e2el:5000; a good request meets all."),
+    ] = None
+    percentile_metrics: Annotated[str, _option("Metrics", "Which metrics the table shows.")] = ",".join(METRICS)
+    metric_percentiles: Annotated[str, _option("Metrics", "Which percentiles.")] = "90,95,99"
+    metrics_interval: Annotated[
+        float, _option("Metrics", "Seconds between two looks at the server's /metrics; 0: none.")
+    ] = 1.0
+    save_detailed: Annotated[bool, _option("Result", "Keep the generated texts too.")] = False
+
+    def objectives(self) -> dict[str, float]:
+        """Milliseconds by metric. Raises `ConfigError` for what is no objective."""
+        limits: dict[str, float] = {}
+        for text in re.split(r"[\s,]+", " ".join(self.goodput or ()).strip()):
+            name, _, value = text.partition(":")
+            try:
+                limits |= {name: float(value)} if text else {}
+            except ValueError:
+                limits[name] = -1
+            if text and (name not in OBJECTIVES or not limits[name] > 0):
+                raise ConfigError(f"--goodput {text!r}: an objective is ttft:MS, tpot:MS or e2el:MS")
+        return limits
+
+    def percentiles(self) -> tuple[float, ...]:
+        """The percentiles to report. Raises `ConfigError`."""
+        try:
+            found = tuple(float(text) for text in self.metric_percentiles.split(","))
+        except ValueError:
+            found = ()
+        if not found or not all(0 <= percentile <= 100 for percentile in found):
+            raise ConfigError(f"--metric-percentiles {self.metric_percentiles!r}: give numbers up to 100, as 50,90,99")
+        return found
+
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics to show. Raises `ConfigError`."""
+        found = tuple(text.strip() for text in self.percentile_metrics.split(","))
+        if wrong := [name for name in found if name not in METRICS]:
+            raise ConfigError(f"--percentile-metrics {wrong[0]!r}: the metrics are {', '.join(METRICS)}")
+        return found
+
+
+@dataclass(frozen=True)
+class ResultOptions:
+    """What is left behind."""
+
+    save_result: Annotated[
+        Path | None, _option("Result", "JSON file, or a folder for one named by label and date.")
+    ] = None
+    label: Annotated[str | None, _option("Result", "Name of this configuration in tables and plots.")] = None
+    quiet: Annotated[bool, _option("Result", "No progress bar.")] = False
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The engine that is measured without a server."""
+
+    model: Annotated[str | None, _option("Engine", "Folder in Hugging Face layout; default: the bundled model.")] = None
+    tokenizer: Annotated[str | None, _option("Engine", "Folder or tokenizer.json; default: the model's.")] = None
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], _option("Engine", "Precision of weights and KV cache.")
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"], _option("Engine", "dummy: random weights from config.json alone.")
+    ] = "auto"
+    memory_gb: Annotated[float | None, _option("Engine", "Budget in GB; default: a share of the machine's.")] = None
+    max_model_len: Annotated[int | None, _option("Engine", "Tokens of prompt and answer together.")] = None
+    max_num_seqs: Annotated[int | None, _option("Engine", "Sequences that run at once.")] = None
+    max_num_batched_tokens: Annotated[int | None, _option("Engine", "Tokens of one step.")] = None
+    tp: Annotated[int, _option("Engine", "Tensor parallelism.")] = 1
+    pp: Annotated[int, _option("Engine", "Pipeline parallelism.")] = 1
+
+    def config(self) -> EngineConfig:
+        """As the engine takes it."""
+        return EngineConfig(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """What is asked."""
+
+    dataset: Annotated[
+        Literal["random", "sharegpt", "prefix-repetition", "trace"],
+        _option(
+            "Dataset",
+            "sharegpt takes --dataset-path, trace takes --trace or --synthetic.",
+            "--dataset",
+            "--dataset-name",
+        ),
+    ] = "random"
+    dataset_path: Annotated[Path | None, _option("Dataset", "JSON or JSONL file of conversations.")] = None
+    num_prompts: Annotated[int, _option("Dataset", "How many requests.")] = 100
+    input_len: Annotated[
+        str | None,
+        _option(
+            "Dataset",
+            "Prompt tokens: 512, uniform:100,900, normal:512,100 or lognormal:512,300; default 512.",
+            "--input-len",
+            "--random-input-len",
+        ),
+    ] = None
+    output_len: Annotated[
+        str | None,
+        _option(
+            "Dataset",
+            "Answer tokens, likewise; default 128, sharegpt's: the answer's.",
+            "--output-len",
+            "--random-output-len",
+        ),
+    ] = None
+    range_ratio: Annotated[
+        float,
+        _option("Dataset", "Lengths uniform within ± this share.", "--range-ratio", "--random-range-ratio"),
+    ] = 0.0
+    prefix_len: Annotated[
+        int | None,
+        _option(
+            "Dataset",
+            "Tokens that prompts share.",
+            "--prefix-len",
+            "--random-prefix-len",
+            "--prefix-repetition-prefix-len",
+        ),
+    ] = None
+    num_prefixes: Annotated[
+        int,
+        _option(
+            "Dataset", "Different prefixes of prefix-repetition.", "--num-prefixes", "--prefix-repetition-num-prefixes"
+        ),
+    ] = 10
+    seed: Annotated[int, _option("Dataset", "Of contents, lengths and arrivals.")] = 0
+
+
+@dataclass(frozen=True)
+class ArrivalOptions:
+    """When requests arrive, unless a trace says so."""
+
+    request_rate: Annotated[float, _option("Arrivals", "Requests per second; inf: all at once.")] = float("inf")
+    burstiness: Annotated[
+        float, _option("Arrivals", "Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.")
+    ] = 1.0
+    ramp_up: Annotated[
+        str | None, _option("Arrivals", "Rate that grows, such as linear:1:10 or exponential:1:10, instead.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Which trace is replayed, and how it is scaled; scaling is applied in the order of these options."""
+
+    trace: Annotated[
+        Path | None,
+        _option("Trace", "CSV(.gz) with arrival_s,input_tokens,output_tokens; Azure, BurstGPT or Mooncake files."),
+    ] = None
+    synthetic: Annotated[
+        str | None, _option("Trace", "Profile of a generated trace: azure-conv, azure-code, azure-burst or burstgpt.")
+    ] = None
+    duration: Annotated[float, _option("Trace", "With --synthetic: seconds.")] = 60.0
+    rate: Annotated[
+        float | None, _option("Trace", "With --synthetic: mean requests per second; default: the profile's.")
+    ] = None
+    window: Annotated[str | None, _option("Trace scaling", "start:length in seconds.")] = None
+    thin: Annotated[float | None, _option("Trace scaling", "Share of the requests to keep, drawn at random.")] = None
+    replicate: Annotated[int | None, _option("Trace scaling", "Copies of every request.")] = None
+    stretch: Annotated[float | None, _option("Trace scaling", "Factor on time; 2 halves the rate.")] = None
+    fixed_lengths: Annotated[str | None, _option("Trace scaling", "in/out: the same tokens for all.")] = None
+    scale_lengths: Annotated[float | None, _option("Trace scaling", "Factor on prompt and answer tokens.")] = None
+    clip_lengths: Annotated[
+        str | None, _option("Trace scaling", "in/out: most tokens of a prompt and of an answer.")
+    ] = None

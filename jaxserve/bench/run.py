@@ -1,0 +1,165 @@
+"""One measured run: a server, a workload, the load, and the result."""
+
+import asyncio
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxserve.bench.client import Client, Target
+from jaxserve.bench.environment import describe
+from jaxserve.bench.load import Load, run_load
+from jaxserve.bench.metrics import PERCENTILES, summarize
+from jaxserve.bench.options import ArrivalOptions, DatasetOptions, LoadOptions, ServerOptions, TraceOptions
+from jaxserve.bench.record import RequestRecord
+from jaxserve.bench.result import build
+from jaxserve.bench.sampler import MetricsSampler
+from jaxserve.bench.server import discover, served_vocabulary, serving, target
+from jaxserve.bench.vocabulary import Vocabulary
+from jaxserve.bench.workload import Sample, Workload
+from jaxserve.bench.workloads import build_workload
+from jaxserve.core.errors import ConfigError
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All that a run depends on, so that it can be run again."""
+
+    server: ServerOptions
+    load: LoadOptions
+    dataset: DatasetOptions
+    arrivals: ArrivalOptions
+    trace: TraceOptions
+    label: str | None = None
+    progress: bool = True
+
+
+def run_experiment(experiment: Experiment, kind: str, command: Sequence[str]) -> Result:
+    """Measures, and returns the result; after Ctrl-C, what there is until then. Raises `JaxserveError`.
+
+    Raises `ConfigError` before any load is given if the options contradict each other or the server refuses a warm-up.
+    """
+    server, options = experiment.server, experiment.load
+    objectives, percentiles = options.objectives(), _percentiles(options)
+    as_text = (server.prompt_format or ("text" if server.endpoint == "chat" else "tokens")) == "text"
+    if server.endpoint == "chat" and not as_text:
+        raise ConfigError("--prompt-format tokens: a chat endpoint takes text")
+    with serving(server) as base_url:
+        model = discover(base_url, server)
+        vocabulary = served_vocabulary(model, server)
+        to = target(base_url, model, server)
+        workload = build_workload(
+            experiment.dataset, experiment.arrivals, experiment.trace, vocabulary, as_text=as_text
+        )
+        warmups = list(_warmups(workload, vocabulary, options.num_warmups, as_text))
+        load, series, queue = asyncio.run(_measure(to, workload, warmups, options, experiment.progress))
+    asked = {
+        "backend": "openai-chat" if to.is_chat else "openai",
+        "label": experiment.label,
+        "base_url": base_url,
+        "model_id": model.name,
+        "tokenizer_id": vocabulary.name,
+        "num_prompts": len(workload.requests),
+        "request_rate": _rate(experiment, workload),
+        "burstiness": experiment.arrivals.burstiness,
+        "max_concurrency": options.max_concurrency,
+        "ignore_eos": server.ignore_eos,
+        "slo": objectives,
+        "serve_args": server.serve_args if server.spawn else None,
+    }
+    summary = summarize(load.records, load.duration_s, goodput=objectives, percentiles=percentiles)
+    return build(
+        kind,
+        date=datetime.datetime.now(),
+        command=command,
+        environment=describe(),
+        seed=experiment.dataset.seed,
+        target=asked,
+        workload=workload.description,
+        summary=summary | queue,
+        records=load.records,
+        client=load.client | {"warning": load.warning},
+        server=series,
+        interrupted=load.interrupted,
+        save_detailed=options.save_detailed,
+    )
+
+
+def run_in_turn(
+    experiment: Experiment,
+    configurations: Mapping[str, str],
+    rounds: int,
+    memory_gb: float | None,
+    command: Sequence[str],
+) -> Iterable[Result]:
+    """Measures servers of several configurations, label: arguments, one after the other and again, `rounds` times.
+
+    All get the same load and the same memory. Every other round goes backwards, so that a drift of the machine meets
+    all of them alike. Yields results until the last, or until one was interrupted.
+    """
+    kind = "trace" if experiment.dataset.dataset == "trace" else "serve"
+    memory = "" if memory_gb is None else f" --memory-gb {memory_gb:g}"
+    for number in range(rounds):
+        order = list(configurations.items())
+        for label, args in order if number % 2 == 0 else reversed(order):
+            server = replace(experiment.server, spawn=True, serve_args=args + memory)
+            labelled = replace(experiment, server=server, label=label)
+            result = run_experiment(labelled, kind, command)
+            yield result
+            if result["interrupted"]:
+                return
+
+
+def _percentiles(options: LoadOptions) -> list[float]:
+    """Those that scripts look for, and those that were asked for. Raises `ConfigError`."""
+    return sorted({*PERCENTILES, *options.percentiles()})
+
+
+async def _measure(
+    to: Target, workload: Workload, warmups: Sequence[Sample], options: LoadOptions, progress: bool
+) -> tuple[Load, dict[str, Any], dict[str, Any]]:
+    """The load, the server's series and the figures of its queue."""
+    async with Client(to) as client:
+        await asyncio.gather(*(_warm_up(client, sample) for sample in warmups))
+        with tqdm(total=len(workload.requests), unit="req", disable=None if progress else True) as bar:
+
+            def advance(record: RequestRecord) -> None:
+                bar.update()
+
+            async def loaded() -> Load:
+                return await run_load(workload, client, max_concurrency=options.max_concurrency, on_progress=advance)
+
+            if options.metrics_interval <= 0:
+                return await loaded(), {}, {}
+            async with MetricsSampler(to.base_url, options.metrics_interval, to.api_key) as sampler:
+                load = await loaded()
+            return load, sampler.series(load.origin_s), sampler.queue_time(_percentiles(options))
+
+
+async def _warm_up(client: Client, sample: Sample) -> None:
+    record = RequestRecord(index=0, due_s=0.0, arrival_s=0.0, input_tokens=sample.input_tokens)
+    await client.send(sample, record)
+    if record.error:
+        raise ConfigError(f"the server did not answer a request for warming up: {record.error}")
+
+
+def _warmups(workload: Workload, vocabulary: Vocabulary, count: int, as_text: bool) -> Iterable[Sample]:
+    """Requests as long as the first ones, of other tokens: the prefix cache must not know what is measured."""
+    rng = np.random.default_rng([workload.description["seed"], 1])
+    for request in workload.requests[:count]:
+        n = request.sample.input_tokens
+        prompt = vocabulary.text_of_length(rng, n)[0] if as_text else vocabulary.random_ids(rng, n)
+        yield replace(request.sample, prompt=prompt)
+
+
+def _rate(experiment: Experiment, workload: Workload) -> float:
+    """Requests per second that are offered: what was asked for, or a trace's or a ramp's mean."""
+    if experiment.dataset.dataset != "trace" and experiment.arrivals.ramp_up is None:
+        return experiment.arrivals.request_rate
+    last = workload.requests[-1].arrival_s
+    return len(workload.requests) / last if last else float("inf")

@@ -1,0 +1,286 @@
+"""Runs from the command line, against a server that answers as a script says."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxserve.bench.run import _warmups
+from jaxserve.bench.vocabulary import Vocabulary
+from jaxserve.bench.workload import Sample, Workload
+from jaxserve.cli import app
+from tests.bench.fake_server import Exchange, FakeServer, Script, answer
+
+MODEL = "jaxserve-python-6m"  # whose tokenizer is at hand
+METRICS = b"# TYPE jaxserve_num_requests_running gauge\njaxserve_num_requests_running 2.0\n"
+
+
+@contextmanager
+def running(script: Script) -> Iterator[FakeServer]:
+    """The server on an event loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def do(work):
+        return asyncio.run_coroutine_threadsafe(work, loop).result(10)
+
+    server = FakeServer(script)
+    try:
+        do(server.__aenter__())
+        yield server
+    finally:
+        do(server.__aexit__())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def serving(completions: Script) -> Script:
+    """A whole server: a model, metrics, and `completions` for everything that is posted."""
+
+    async def script(exchange: Exchange) -> None:
+        if exchange.path == "/v1/models":
+            await exchange.whole(200, json.dumps({"data": [{"id": MODEL}]}).encode())
+        elif exchange.path == "/metrics":
+            await exchange.whole(200, METRICS)
+        else:
+            await completions(exchange)
+
+    return script
+
+
+def bench(*args: str) -> tuple[int, str]:
+    """Exit status and output of `jaxserve bench ...`."""
+    done = CliRunner().invoke(app, ["bench", *args])
+    return done.exit_code, done.output
+
+
+def asked(server: FakeServer) -> list[dict]:
+    """The bodies of the requests for completions."""
+    return [exchange.body for exchange in server.exchanges if exchange.body]
+
+
+def measured(tmp_path: Path, *args: str, script: Script = answer) -> tuple[dict, str, list[dict]]:
+    """The result of a run, what it printed, and what the server was asked."""
+    path = tmp_path / "result.json"
+    with running(serving(script)) as server:
+        status, output = bench(*args, "--base-url", server.url, "--save-result", str(path), "--quiet")
+        assert status == 0, output
+        return json.loads(path.read_text()), output, asked(server)
+
+
+def test_serve_sends_what_was_asked_for_and_reports_it(tmp_path):
+    result, output, bodies = measured(
+        tmp_path, "serve", "--num-prompts", "6", "--input-len", "5", "--output-len", "3", "--num-warmups", "2",
+        "--extra-body", '{"temperature": 0.5}', "--ignore-eos", "--label", "mine", "--seed", "7",
+    )  # fmt: skip
+    assert (result["kind"], result["completed"], result["failed"], result["label"]) == ("serve", 6, 0, "mine")
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (6 * 7, 18)  # as its usage says
+    assert result["request_rate"] == "inf"
+    assert result["model_id"] == result["tokenizer_id"] == MODEL
+    assert (result["seed"], result["workload"]["dataset"]) == (7, "random")
+    assert result["server"]["num_requests_running"][0] == 2
+    assert "Successful requests" in output
+    assert "Mean TTFT (ms)" in output
+    assert len(bodies) == 8
+    assert {len(body["prompt"]) for body in bodies} == {5}
+    assert len({tuple(body["prompt"]) for body in bodies}) == 8  # warming up tells the prefix cache nothing
+    assert all(body["max_tokens"] == 3 and body["temperature"] == 0.5 and body["ignore_eos"] for body in bodies)
+
+
+def test_the_same_seed_asks_the_same(tmp_path):
+    args = ("serve", "--num-prompts", "4", "--request-rate", "200", "--input-len", "uniform:3,9", "--num-warmups", "0")
+    prompts = [
+        sorted(body["prompt"] for body in measured(tmp_path, *args, "--seed", seed)[2]) for seed in ("1", "1", "2")
+    ]
+    assert prompts[0] == prompts[1] != prompts[2]
+
+
+def test_goodput_takes_objectives_in_a_row_as_vllm_does(tmp_path):
+    result, output, _ = measured(
+        tmp_path, "serve", "--num-prompts", "2", "--input-len", "4", "--goodput", "ttft:60000", "e2el:0.0001",
+        "--percentile-metrics", "ttft,e2el", "--metric-percentiles", "25,75",
+    )  # fmt: skip
+    assert result["slo"] == {"ttft": 60000, "e2el": 0.0001}
+    assert (result["request_goodput"], result["slo_violation_rate"]) == (0, 1)
+    assert {"p25_ttft_ms", "p75_ttft_ms", "p95_ttft_ms", "p99_ttft_ms"} <= result.keys()
+    assert "P75 TTFT (ms)" in output
+    assert "P95 TTFT (ms)" not in output
+    assert "TPOT" not in output
+
+
+def test_chat_gets_text(tmp_path):
+    result, _, bodies = measured(
+        tmp_path, "serve", "--num-prompts", "2", "--input-len", "12", "--endpoint", "chat", script=chat_answer
+    )
+    assert (result["completed"], result["backend"]) == (2, "openai-chat")
+    assert all(isinstance(body["messages"][0]["content"], str) for body in bodies)
+
+
+async def chat_answer(exchange: Exchange) -> None:
+    await exchange.head()
+    await exchange.delta(content="hello")
+    await exchange.usage(12, 1)
+    await exchange.done()
+
+
+def test_a_trace_is_replayed_with_its_lengths_and_its_scaling_is_recorded(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0,10,2\n0.02,20,3\n0.05,30,4\n9,9,9\n")
+    result, _, bodies = measured(
+        tmp_path, "trace", str(trace), "--window", "0:1", "--stretch", "0.5", "--clip-lengths", "25/3",
+        "--num-warmups", "0",
+    )  # fmt: skip
+    assert result["kind"] == "trace"
+    assert sorted((len(body["prompt"]), body["max_tokens"]) for body in bodies) == [(10, 2), (20, 3), (25, 3)]
+    assert result["arrival_times"] == pytest.approx([0, 0.01, 0.025])
+    operations = [entry["operation"] for entry in result["workload"]["history"]]
+    assert operations[-3:] == ["window", "stretch", "clip_lengths"]
+
+
+def test_a_generated_trace(tmp_path):
+    args = ("--synthetic", "azure-code", "--duration", "2", "--rate", "10", "--fixed-lengths", "4/2")
+    result, _, bodies = measured(tmp_path, "trace", *args, "--num-warmups", "0")
+    assert result["completed"] == len(bodies) > 0
+    assert {len(body["prompt"]) for body in bodies} == {4}
+
+
+def test_a_conversation_file(tmp_path):
+    file = tmp_path / "conversations.jsonl"
+    file.write_text('{"prompt": "def add(a, b):\\n    return", "completion": " a + b  # the sum of both"}\n')
+    args = ("serve", "--dataset", "sharegpt", "--dataset-path", str(file), "--num-prompts", "2", "--output-len", "5")
+    result, _, bodies = measured(tmp_path, *args, "--prompt-format", "text", "--num-warmups", "0")
+    assert [body["prompt"] for body in bodies] == ["def add(a, b):\n    return"] * 2
+    assert result["completed"] == 2
+
+
+def test_shared_prefixes(tmp_path):
+    sizes = ("--num-prefixes", "2", "--prefix-len", "6", "--input-len", "3", "--num-prompts", "6")
+    _, _, bodies = measured(tmp_path, "serve", "--dataset", "prefix-repetition", *sizes, "--num-warmups", "0")
+    assert len({tuple(body["prompt"][:6]) for body in bodies}) == 2
+    assert {len(body["prompt"]) for body in bodies} == {9}
+
+
+def test_failures_are_counted_with_their_reasons(tmp_path):
+    async def every_other(exchange: Exchange) -> None:
+        if len(exchange.body["prompt"]) % 2:
+            await exchange.whole(503, b'{"error": {"message": "the queue is full"}}')
+        else:
+            await answer(exchange)
+
+    args = ("serve", "--num-prompts", "8", "--input-len", "uniform:1,40", "--num-warmups", "0", "--seed", "3")
+    result, output, bodies = measured(tmp_path, *args, script=every_other)
+    refused = sum(len(body["prompt"]) % 2 for body in bodies)
+    assert (result["failed"], result["completed"]) == (refused, 8 - refused)
+    assert 0 < refused < 8
+    assert "the queue is full" in output
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["serve", "--goodput", "ttft:fast"], "--goodput"),
+        (["serve", "--goodput", "latency:5"], "--goodput"),
+        (["serve", "--metric-percentiles", "99,x"], "--metric-percentiles"),
+        (["serve", "--percentile-metrics", "ttft,cost"], "--percentile-metrics"),
+        (["serve", "--input-len", "many"], "many"),
+        (["serve", "--input-len", "0"], "0"),
+        (["serve", "--num-prompts", "0"], "--num-prompts"),
+        (["serve", "--request-rate", "-1"], "--request-rate"),
+        (["serve", "--burstiness", "0"], "--burstiness"),
+        (["serve", "--ramp-up", "linear:1"], "--ramp-up"),
+        (["serve", "--ramp-up", "steep:1:2"], "steep"),
+        (["serve", "--dataset", "sharegpt"], "--dataset-path"),
+        (["serve", "--dataset", "trace"], "--trace"),
+        (["serve", "--extra-body", "{"], "--extra-body"),
+        (["serve", "--extra-body", "[1]"], "--extra-body"),
+        (["serve", "--endpoint", "chat", "--prompt-format", "tokens"], "--prompt-format"),
+        (["serve", "--model", "another"], "another"),
+        (["serve", "--tokenizer", "/no/such/folder"], "--tokenizer"),
+        (["trace"], "--trace"),
+        (["trace", "/no/such/trace.csv"], "/no/such/trace.csv"),
+        (["trace", "--synthetic", "weather"], "weather"),
+        (["trace", "--synthetic", "azure-code", "--window", "5"], "--window"),
+        (["trace", "--synthetic", "azure-code", "--fixed-lengths", "5:2"], "--fixed-lengths"),
+    ],
+)
+def test_a_mistake_is_one_line_and_sends_nothing(args, told):
+    with running(serving(answer)) as server:
+        status, output = bench(*args, "--base-url", server.url)
+        assert status == 1
+        assert output.startswith("jaxserve: ")
+        assert told in output
+        assert "Traceback" not in output
+        assert not asked(server)
+
+
+def test_no_server_is_told_as_that():
+    status, output = bench("serve", "--base-url", "http://127.0.0.1:9")
+    assert status == 1
+    assert "http://127.0.0.1:9/v1/models" in output
+
+
+def test_a_refused_warm_up_ends_the_run_before_it_begins():
+    with running(serving(lambda e: e.whole(401, b'{"error": {"message": "wrong key"}}'))) as server:
+        status, output = bench("serve", "--base-url", server.url, "--num-prompts", "50")
+        assert status == 1
+        assert "wrong key" in output
+        assert len(asked(server)) == 1
+
+
+def test_warm_ups_are_as_long_as_what_is_measured_and_of_other_tokens():
+    vocabulary = Vocabulary.load()
+    workload = Workload.of([Sample((5, 6, 7), 3, 9), Sample((5, 6), 2, 8)], [0, 1], {"seed": 0})
+    warmups = list(_warmups(workload, vocabulary, 5, as_text=False))
+    assert [(len(sample.prompt), sample.output_tokens) for sample in warmups] == [(3, 9), (2, 8)]
+    assert warmups[0].prompt != (5, 6, 7)
+
+
+def interrupted(args: list[str], ready: Callable[[], bool]) -> tuple[int, str]:
+    """Exit status and output of a run that gets Ctrl-C when it is ready for it."""
+    command = [sys.executable, "-m", "jaxserve.cli", "bench", *args]
+    environment = {**os.environ, "COLUMNS": "200"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    try:
+        while not ready():
+            assert process.poll() is None, process.stdout.read()
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    answered = threading.Event()
+    count = 0
+
+    async def two_then_none(exchange: Exchange) -> None:
+        nonlocal count
+        count += 1
+        if count <= 2:
+            await answer(exchange)
+            return
+        answered.set()
+        await asyncio.sleep(3600)
+
+    path = tmp_path / "result.json"
+    with running(serving(two_then_none)) as server:
+        args = ["serve", "--base-url", server.url, "--num-prompts", "4", "--input-len", "4", "--num-warmups", "0"]
+        args += ["--request-rate", "20", "--save-result", str(path)]
+        status, output = interrupted(args, lambda: answered.wait(0.1))
+    result = json.loads(path.read_text())
+    assert (status, result["interrupted"]) == (130, True)
+    assert (result["completed"], result["failed"]) == (2, 0)
+    assert "Successful requests" in output
+    assert "Traceback" not in output
