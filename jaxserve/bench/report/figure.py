@@ -95,12 +95,12 @@ def plain_numbers(axis) -> None:  # type: ignore[no-untyped-def]  # matplotlib.a
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
-def legend(figure: Figure, *all_axes: Axes) -> None:
-    """Below the plot, where it covers nothing; none for fewer than two entries."""
+def legend(figure: Figure, *all_axes: Axes, fewest: int = 2) -> None:
+    """Below the plot, where it covers nothing; none for fewer entries than `fewest`."""
     entries = [axes.get_legend_handles_labels() for axes in all_axes]
     handles = [handle for found, _ in entries for handle in found]
     names = [name for _, found in entries for name in found]
-    if len(names) < 2:
+    if len(names) < fewest:
         return
     columns = min(len(names), 4 if max(map(len, names)) < LONG_NAME else 2)
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (-(-len(names) // columns) - 1))

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from jaxserve.bench.report import series
 from jaxserve.bench.report.figure import (
     INK,
+    Unit,
     colour,
     count_y,
     label_axes,
@@ -28,6 +29,7 @@ from jaxserve.bench.report.series import Requests
 TIME = "time after the start of the run, s"
 DETAILED = 3  # results whose single requests can be told apart; of more, only medians are drawn
 PER_POINT = 10  # requests of a stretch of time whose percentiles are a point
+FAR = 1.5  # times the largest latency: an objective beyond is not drawn
 GREY, FAILURE = "#bbbbbb", "#cc0000"
 STATISTICS = ((50, "-", "median"), (95, ":", "P95"))
 LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "e2el": "end-to-end latency"}
@@ -90,7 +92,7 @@ def latency_cdfs(runs: Sequence[Run]) -> Figure | None:
         for number, (run, found) in enumerate(zip(runs, values, strict=True)):
             ordered, shares = series.cdf(found)
             axes.step(ordered * unit.factor, shares, where="post", color=colour(number), linewidth=1.6, label=run.name)
-        _mark_objectives(axes, runs, metric, unit.factor)
+        _mark_objectives(axes, runs, metric, unit, max(np.nanmax(v, initial=0.0) for v in values))
         label_axes(axes, f"{metric.upper()}, {unit.name}", "share of requests" if axes is all_axes[0] else "")
         axes.set_ylim(0, 1.02)
         if wide_spread(values):
@@ -102,11 +104,13 @@ def latency_cdfs(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def _mark_objectives(axes: Axes, runs: Sequence[Run], metric: str, factor: float) -> None:
-    limits = {slo[metric] for run in runs if metric in (slo := run.result.get("slo") or {})}
-    for limit in limits:
-        axes.axvline(limit / 1e3 * factor, color=INK, linestyle="--", linewidth=1)
-        axes.annotate("SLO", (limit / 1e3 * factor, 0.03), (3, 0), textcoords="offset points", fontsize=8, color=INK)
+def _mark_objectives(axes: Axes, runs: Sequence[Run], metric: str, unit: Unit, largest_s: float) -> None:
+    """Dashed lines at the objectives; one that is far beyond all requests would only squeeze them."""
+    for limit in {slo[metric] / 1e3 for run in runs if metric in (slo := run.result.get("slo") or {})}:
+        if limit <= FAR * largest_s:
+            at = limit * unit.factor
+            axes.axvline(at, color=INK, linestyle="--", linewidth=1)
+            axes.annotate("SLO", (at, 0.03), (3, 0), textcoords="offset points", fontsize=8, color=INK)
 
 
 def arrivals_and_completions(runs: Sequence[Run]) -> Figure | None:
@@ -163,7 +167,9 @@ def server_gauge(name: str, title: str, y: str) -> Plot:
         for number, (run, values) in enumerate(zip(runs, found, strict=True)):
             if values is not None:
                 times = series.server_times(run.result)
-                axes.step(times, values, where="post", color=colour(number), linewidth=1.4, label=run.name)
+                axes.step(
+                    times, values, where="post", clip_on=False, color=colour(number), linewidth=1.4, label=run.name
+                )
         count_y(axes)
         _finish_time(figure, axes, runs)
         return figure
@@ -180,9 +186,9 @@ def kv_usage(runs: Sequence[Run]) -> Figure | None:
         return _kv_share(runs)
     figure, axes = one_axes("KV pages", TIME, "pages")
     for number, (run, in_use, capacity) in enumerate(pages):
-        times, prefix = series.server_times(run.result), f"{run.name}: " if len(runs) > 1 else ""
-        axes.step(times, in_use, where="post", color=colour(number), linewidth=1.4, label=f"{prefix}in use")
-        axes.step(times, capacity, "--", where="post", color=colour(number), linewidth=1.2, label=f"{prefix}capacity")
+        times, shade, prefix = series.server_times(run.result), colour(number), f"{run.name}: " if len(runs) > 1 else ""
+        axes.step(times, in_use, where="post", clip_on=False, color=shade, linewidth=1.4, label=f"{prefix}in use")
+        axes.step(times, capacity, "--", where="post", color=shade, linewidth=1.2, label=f"{prefix}capacity")
     count_y(axes)
     _finish_time(figure, axes, runs)
     return figure
@@ -196,7 +202,9 @@ def _kv_share(runs: Sequence[Run]) -> Figure | None:
     for number, (run, share) in enumerate(zip(runs, shares, strict=True)):
         if share is not None:
             times = series.server_times(run.result)
-            axes.step(times, 100 * share, where="post", color=colour(number), linewidth=1.4, label=run.name)
+            axes.step(
+                times, 100 * share, where="post", clip_on=False, color=colour(number), linewidth=1.4, label=run.name
+            )
     axes.set_ylim(0, 102)
     _finish_time(figure, axes, runs)
     return figure
@@ -224,7 +232,7 @@ def layers_by_precision(runs: Sequence[Run]) -> Figure | None:
         _mark_plans(axes, [run])
         axes.set_xlim(0, max(run.end_s, times.max(initial=0)))
         count_y(axes)
-    legend(figure, all_axes[0])
+    legend(figure, all_axes[0], fewest=1)
     return figure
 
 
