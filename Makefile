@@ -12,7 +12,7 @@ NATIVE := $(VENV)/.jaxserve-native
 SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kernels checkpoints)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format bench-peers clean
+.PHONY: help serve test check format bench bench-peers clean
 .NOTPARALLEL: # one environment
 
 help: ## list the targets
@@ -34,11 +34,16 @@ format: $(DEV) ## format and mend what ruff can
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
+bench: $(RUNTIME) $(NATIVE) ## replay a minute of bursty traffic: a table, bench/out/burst.json and bench/out/burst.html
+	$(BIN)/jaxserve bench trace --spawn --synthetic azure-burst --duration 60 --rate 8 --scale-lengths 0.2 \
+	  --ignore-eos --goodput ttft:500 tpot:50 --label burst --save-result bench/out/burst.json $(ARGS)
+	$(BIN)/jaxserve bench report bench/out/burst.json --out bench/out/burst.html
+
 bench-peers: $(RUNTIME) $(NATIVE) ## speed beside other engines (ARGS="--peer-python PATH ...")
 	$(BIN)/python -m bench.peers $(ARGS)
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) bench/out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find jaxserve pallas_kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNTIME): pyproject.toml setup.py scripts/make-venv

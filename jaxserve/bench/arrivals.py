@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from jaxserve.core.errors import ConfigError
 class RampUp:
     """A rate that goes from `start_rps` to `end_rps` requests per second over the requests of a run."""
 
-    strategy: Literal["linear", "exponential"]
+    strategy: str  # linear or exponential
     start_rps: float
     end_rps: float
 

@@ -1,10 +1,10 @@
 """`jaxserve bench`: the commands. What they do is imported when they run, so that --help is fast."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,9 @@ from jaxserve.bench.options import (
 )
 from jaxserve.core.errors import ConfigError
 from jaxserve.terminal import console, told_errors
+
+if TYPE_CHECKING:
+    from jaxserve.bench.result import Kind
 
 app = typer.Typer(
     name="bench",
@@ -194,7 +197,7 @@ def startup(
 
 
 def _measure(
-    kind: str,
+    kind: "Kind",
     server: ServerOptions,
     load: LoadOptions,
     dataset: DatasetOptions,
@@ -213,11 +216,11 @@ def _measure(
 
 
 def _rows(
-    kind: str,
+    kind: "Kind",
     measure: Callable[[Callable[[], None]], Iterable[Result]],
     steps: int,
     options: ResultOptions,
-    workload: dict[str, Any] | None = None,
+    workload: Mapping[str, Any] | None = None,
 ) -> None:
     """Publishes the rows of an offline measurement, also those that Ctrl-C left."""
     from datetime import datetime
@@ -229,8 +232,12 @@ def _rows(
 
     rows, interrupted = [], False
     with tqdm(total=steps, disable=True if options.quiet else None) as bar:
+
+        def advance() -> None:
+            bar.update()
+
         try:
-            for row in measure(lambda: bar.update() and None):
+            for row in measure(advance):
                 rows.append(row)
         except KeyboardInterrupt:
             interrupted = True

@@ -47,7 +47,7 @@ class ListOptionsCommand(TyperCommand):
 
     OPTION, VALUE = "--goodput", re.compile(r"\w+:[\d.]+")
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Names the option again before each further value."""
         spread: list[str] = []
         for argument in args:

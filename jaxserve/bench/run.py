@@ -15,7 +15,7 @@ from jaxserve.bench.load import Load, run_load
 from jaxserve.bench.metrics import PERCENTILES, summarize
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, LoadOptions, ServerOptions, TraceOptions
 from jaxserve.bench.record import RequestRecord
-from jaxserve.bench.result import build
+from jaxserve.bench.result import Kind, build
 from jaxserve.bench.sampler import MetricsSampler
 from jaxserve.bench.server import discover, served_vocabulary, serving, target
 from jaxserve.bench.vocabulary import Vocabulary
@@ -39,7 +39,7 @@ class Experiment:
     progress: bool = True
 
 
-def run_experiment(experiment: Experiment, kind: str, command: Sequence[str]) -> Result:
+def run_experiment(experiment: Experiment, kind: Kind, command: Sequence[str]) -> Result:
     """Measures, and returns the result; after Ctrl-C, what there is until then. Raises `JaxserveError`.
 
     Raises `ConfigError` before any load is given if the options contradict each other or the server refuses a warm-up.
@@ -102,7 +102,7 @@ def run_in_turn(
     All get the same load and the same memory. Every other round goes backwards, so that a drift of the machine meets
     all of them alike. Yields results until the last, or until one was interrupted.
     """
-    kind = "trace" if experiment.dataset.dataset == "trace" else "serve"
+    kind: Kind = "trace" if experiment.dataset.dataset == "trace" else "serve"
     memory = "" if memory_gb is None else f" --memory-gb {memory_gb:g}"
     for number in range(rounds):
         order = list(configurations.items())
