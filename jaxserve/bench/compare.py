@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jaxserve.bench.offline.options import COORDINATES
 from jaxserve.bench.result import label
 from jaxserve.bench.table import HEADINGS, cell, print_grid, statistics
 from jaxserve.core.errors import ConfigError
@@ -157,13 +158,13 @@ def _online_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[
 
 
 def _offline_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[Row]:
-    """One row per number of the results' tables; text, whole numbers and flags say which measurement it is."""
+    """One row per figure of the results' tables; the coordinates say which measurement it is of."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for name, repeats in groups.items():
         for row in (row for result in repeats for row in result.get("rows") or ()):
-            case = " ".join(f"{key}={value}" for key, value in row.items() if not isinstance(value, float))
+            case = " ".join(f"{key}={value}" for key, value in row.items() if key in COORDINATES)
             for key, value in row.items():
-                if isinstance(value, float):
+                if key not in COORDINATES:
                     found.setdefault((case, key), {}).setdefault(name, []).append(value)
     for (case, key), values in found.items():
         yield Row(f"{case}: {key}" if case else key, tuple(_spread(values.get(name, ())) for name in groups))

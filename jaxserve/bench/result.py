@@ -23,6 +23,7 @@ from jaxserve.bench.record import RequestRecord
 from jaxserve.core.errors import ConfigError
 
 SCHEMA_VERSION = 1
+VLLM = {"completed", "duration", "request_throughput", "mean_ttft_ms", "mean_tpot_ms"}  # what its results all have
 Kind = Literal["serve", "trace", "throughput", "latency", "startup", "compare"]
 MICROSECONDS = 6  # decimals of times in seconds: no clock here is better, and files stay small
 
@@ -124,7 +125,7 @@ def save(result: Mapping[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads a result; one without a label is called after its file.
+    """Reads a result, also one of `vllm bench serve`; one without a label is called after its file.
 
     Raises ConfigError naming the file if it is not there, not a result, or of another version.
     """
@@ -134,11 +135,19 @@ def load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
         raise ConfigError(f"{path}: not JSON: {error}") from error
+    if isinstance(result, dict) and "schema_version" not in result and result.keys() >= VLLM:
+        result = _from_vllm(result)
     if not isinstance(result, dict) or "schema_version" not in result:
         raise ConfigError(f"{path}: not a result of `jaxserve bench`: it has no schema_version")
     if result["schema_version"] != SCHEMA_VERSION:
         raise ConfigError(f"{path}: schema version {result['schema_version']}; this jaxserve reads {SCHEMA_VERSION}")
     return result | {"label": result.get("label") or path.stem}
+
+
+def _from_vllm(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a foreign result, without its per-request lists: their clock is another one."""
+    figures = {key: value for key, value in result.items() if not isinstance(value, list)}
+    return {"schema_version": SCHEMA_VERSION, "kind": "serve", "interrupted": False, **figures}
 
 
 def label(result: Mapping[str, Any]) -> str:

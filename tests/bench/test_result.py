@@ -148,3 +148,15 @@ def test_what_is_no_secret_stays():
 def test_no_secret_of_the_target_is_saved():
     target = {"base_url": f"http://u:{SECRET}@host", "api_key": SECRET, "extra_body": {"headers": {"x-token": SECRET}}}
     assert SECRET not in json.dumps(made(target=target, workload={"spawn": f"--api-key {SECRET}"}))
+
+
+def test_a_result_of_vllm_is_read_without_its_clock(tmp_path):
+    figures = {"completed": 3, "duration": 2.0, "request_throughput": 1.5, "mean_ttft_ms": 9.0, "mean_tpot_ms": 2.0}
+    path = tmp_path / "vllm.json"
+    path.write_text(
+        json.dumps(figures | {"backend": "vllm", "start_times": [812.5, 813.5, 814.5], "errors": ["", "", ""]})
+    )
+    result = load(path)
+    assert result.items() >= figures.items()
+    assert (result["kind"], result["label"], result["interrupted"]) == ("serve", "vllm", False)
+    assert "start_times" not in result

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from jaxserve.core.config import EngineConfig
 
+# Columns that say what a row is about; the others are what was measured.
+COORDINATES = frozenset({"front", "cache", "part", "batch", "input_len", "output_len", "num_prompts", "repeats"})
+
 Row = dict[str, str | int | float | bool | None]
 
 
