@@ -1,6 +1,7 @@
 """The documentation names what is there, all of it and nothing else."""
 
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from jaxserve.telemetry import EngineMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = (ROOT / "docs" / "server.md").read_text()
+BENCHMARKING = (ROOT / "docs" / "benchmarking.md").read_text()
 LIBRARY = (ROOT / "docs" / "library.md").read_text()
 
 
@@ -37,6 +39,24 @@ def test_every_option_of_serve_is_documented():
     known = {bare(name) for parameter in serve.params for name in parameter.opts if name.startswith("--")}
     documented = {bare(name) for name in re.findall(r"(?<!\w)--[a-z][a-z-]+", section(SERVER, "Options"))}
     assert documented | {"help"} == known | {"help"}
+
+
+def test_every_option_of_bench_is_known_and_every_command_is_documented():
+    bench = typer.main.get_command(app).commands["bench"].commands
+    known = {name for command in bench.values() for parameter in command.params for name in parameter.opts}
+    known |= {name for command in bench.values() for parameter in command.params for name in parameter.secondary_opts}
+    known |= {name for parameter in typer.main.get_command(app).commands["serve"].params for name in parameter.opts}
+    assert set(re.findall(r"(?<!\w)--[a-z][a-z-]+", BENCHMARKING)) <= known
+    assert names_in_table(BENCHMARKING.split("\n## ")[0]) == set(bench)
+
+
+def test_the_examples_of_bench_are_commands_that_parse():
+    lines = re.findall(r"^jaxserve bench (.*)$", BENCHMARKING.replace("\\\n", ""), re.MULTILINE)
+    bench = typer.main.get_command(app).commands["bench"]
+    for line in lines:
+        name, *args = shlex.split(line, comments=True)
+        bench.commands[name].make_context(name, args)
+    assert len(lines) > 5
 
 
 def test_every_metric_is_documented():
