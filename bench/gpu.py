@@ -1,0 +1,97 @@
+"""What jaxserve reaches on an NVIDIA GPU, in under 8 minutes: `python -m bench.gpu --out results.json`.
+
+First the device's ceilings (copy bandwidth, products of large matrices); then every kernel, decode and prefill of
+random 1B and 8B Llamas at several batches, the throughput of many requests, and the same through Transformers'
+continuous batching. Prints one table with the share of its ceiling that each row reaches: the time of the fewest bytes
+and operations that it needs, over its own. The JSON is written after every row, so that a run that is cut short keeps
+what it has.
+
+`--platform cpu --tiny` runs all of it with tiny sizes on a CPU, which says nothing but that it works.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from bench.gpu_parts.parts import PARTS, Outcome, Part, default_settings, run_parts
+from bench.gpu_parts.table import table, with_shares
+from bench.peers.__main__ import DEFAULT_CACHE
+from jaxserve.bench.environment import describe
+
+SCHEMA_VERSION = 1
+
+
+def main() -> None:
+    """Measures, writes the JSON and prints the table."""
+    args = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended like Ctrl-C: with what was measured
+    chosen = [part for part in PARTS if not args.parts or part.name.partition(":")[0] in args.parts]
+    parts = scaled(chosen, args.minutes * 60)
+    settings = default_settings(
+        "cuda" if args.platform == "gpu" else "cpu", tiny=args.tiny, cache=args.cache_dir, peer_python=args.peer_python
+    )
+    environment, outcomes = describe(), {}
+    start = time.monotonic()
+
+    def save(name: str) -> None:
+        with_shares(outcomes)
+        if args.out:
+            write(args.out, environment, args.tiny, time.monotonic() - start, outcomes)
+        outcome = outcomes[name]
+        news = outcome.rows[-1]["case"] if outcome.status == "running" else outcome.status
+        print(f"{time.monotonic() - start:5.0f} s  {name}: {news}", file=sys.stderr, flush=True)
+
+    try:
+        run_parts(parts, settings, outcomes, save)
+    except KeyboardInterrupt:
+        print("interrupted: this is what was measured", file=sys.stderr)
+    print(table(outcomes))
+    for key, value in environment.items():
+        print(f"- {key}: {value}")
+    sys.exit(0 if outcomes and all(o.status in ("ok", "skipped") for o in outcomes.values()) else 1)
+
+
+def scaled(parts: list[Part], seconds: float) -> list[Part]:
+    """The parts with their shares of so many seconds."""
+    factor = seconds / sum(part.seconds for part in parts)
+    return [replace(part, seconds=part.seconds * factor) for part in parts]
+
+
+def write(out: Path, environment: dict[str, str], tiny: bool, seconds: float, outcomes: dict[str, Outcome]) -> None:
+    """Replaces the file in one step, so that it is whole at every moment."""
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "gpu",
+        "command": shlex.join(sys.argv),
+        "environment": environment,
+        "tiny": tiny,
+        "seconds": round(seconds, 1),
+        "parts": {name: asdict(outcome) for name, outcome in outcomes.items()},
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    os.replace(partial, out)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
+    names = sorted({part.name.partition(":")[0] for part in PARTS})
+    parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, for trying it out")
+    parser.add_argument("--parts", nargs="+", choices=names, help="default: all")
+    parser.add_argument("--minutes", type=float, default=7.75, help="for all parts together")
+    parser.add_argument("--peer-python", help="interpreter that has torch and transformers; default: this one")
+    parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE, help="checkpoints and compiled programs")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

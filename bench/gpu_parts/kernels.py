@@ -1,0 +1,190 @@
+"""Every operation of `jaxserve.kernels` at the sizes of the models, each beside its floor.
+
+One program calls an operation on several sets of inputs, so that its time is above that of a dispatch and no cache
+holds what it reads. Pools are donated, as in the engine.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from bench.gpu_parts.ceilings import random
+from bench.gpu_parts.costs import WORD, Cost, seen
+from bench.gpu_parts.sizes import Model, Sizes
+from bench.gpu_parts.timing import seconds_per_call, timed_row
+from jaxserve.kernels import AttentionMeta, grouped_matmul, kv_pool, kv_write, matmul, paged_attention
+
+PAGE = 16  # tokens
+MAX_SETS = 16
+
+Inputs = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size. With `donate` its first input is replaced by its result."""
+
+    op: str
+    case: str
+    inputs: Callable[[Array], Inputs]  # from a random key
+    call: Callable[..., Array]
+    cost: Cost
+    donate: bool = False
+
+
+def rows(sizes: Sizes) -> Iterator[dict]:
+    """A row for every case; a case that fails says why, and the next one goes on."""
+    for case in cases(sizes):
+        labels = {"op": case.op, "case": case.case, **case.cost.fields}
+        yield timed_row(labels, lambda case=case: measure(case, sizes))
+
+
+def measure(case: Case, sizes: Sizes) -> float:
+    """Seconds of one call of the operation."""
+    sets = min(max(math.ceil(sizes.rotate_bytes / max(case.cost.bytes, 1)), 1), MAX_SETS)
+    inputs = [case.inputs(key) for key in jax.random.split(jax.random.key(1), sets)]
+    first, rest = [i[0] for i in inputs], [i[1:] for i in inputs]
+
+    def many(first: list[Any], rest: list[Inputs]) -> list[Array]:
+        return [case.call(one, *others) for one, others in zip(first, rest, strict=True)]
+
+    compiled = jax.jit(many, donate_argnums=0 if case.donate else ())
+
+    def call() -> list[Array]:
+        nonlocal first
+        results = compiled(first, rest)
+        if case.donate:
+            first = results
+        return results
+
+    return seconds_per_call(call, sizes.least_s) / sets
+
+
+def cases(sizes: Sizes) -> Iterator[Case]:
+    """All cases, the widest model's first."""
+    for model in reversed(sizes.models):
+        yield from matmuls(model)
+        for n, context in model.decodes:
+            yield decode_attention(model, n, context)
+        yield prefill_attention(model, sizes.prefill_tokens, sizes.tile)
+        for tokens in sizes.write_tokens:
+            yield write(model, tokens)
+    for n in sizes.expert_rows:
+        yield experts(sizes, n)
+
+
+def matmuls(model: Model) -> Iterator[Case]:
+    """The products of a layer, and of the head for as many rows as are sampled at once."""
+    s = model.shape
+    weights = {
+        "qkv": ((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden),
+        "o": (s.hidden, s.heads * s.head_dim),
+        "gate_up": (2 * s.intermediate, s.hidden),
+        "down": (s.hidden, s.intermediate),
+        "head": (model.vocab, s.hidden),
+    }
+    for name, (out, inner) in weights.items():
+        for n in model.kernel_rows:
+            if name != "head" or n <= max(model.batches):
+                yield product(f"{model.name} {name}, {n} rows", n, out, inner)
+
+
+def product(name: str, n: int, out: int, inner: int) -> Case:
+    """[n, inner] times [out, inner]."""
+
+    def inputs(key: Array) -> Inputs:
+        one, other = jax.random.split(key)
+        return random(one, (n, inner), jnp.bfloat16), random(other, (out, inner), jnp.bfloat16)
+
+    cost = Cost(WORD * (n * inner + out * inner + n * out), 2 * n * out * inner)
+    return Case("matmul", name, inputs, matmul, cost)
+
+
+def experts(sizes: Sizes, n: int) -> Case:
+    """Rows spread evenly over the experts; each expert that has any reads its weights."""
+    count, intermediate, hidden = sizes.experts
+    out = 2 * intermediate
+    counts = np.full(count, n // count, np.int32)
+    counts[: n % count] += 1
+
+    def inputs(key: Array) -> Inputs:
+        one, other = jax.random.split(key)
+        x, w = random(one, (n, hidden), jnp.bfloat16), random(other, (count, out, hidden), jnp.bfloat16)
+        return x, w, jnp.asarray(counts)
+
+    read = int((counts > 0).sum()) * out * hidden
+    cost = Cost(WORD * (n * hidden + read + n * out), 2 * n * out * hidden)
+    return Case("grouped_matmul", f"{count} experts, {n} rows", inputs, grouped_matmul, cost)
+
+
+def decode_attention(model: Model, n: int, context: int) -> Case:
+    """One token of each of n sequences, whose pages lie scattered over the pool."""
+    s = model.shape
+    width = -(-context // PAGE)
+    none = np.zeros(0, np.int32)
+
+    def inputs(key: Array) -> Inputs:
+        table = 1 + np.random.default_rng(0).permutation(n * width).astype(np.int32).reshape(n, width)
+        meta = AttentionMeta(table, np.full(n, context, np.int32), none.reshape(0, width), none, none)
+        return attention_inputs(key, model, n, n * width, meta)
+
+    flops = 4 * n * context * s.heads * s.head_dim
+    moved = n * context * 2 * s.kv_heads * s.head_dim + 2 * n * s.heads * s.head_dim
+    call = partial(paged_attention, scale=s.head_dim**-0.5)
+    return Case("paged_attention", f"{model.name} decode, {n} x {context}", inputs, call, Cost(WORD * moved, flops))
+
+
+def prefill_attention(model: Model, tokens: int, tile: int) -> Case:
+    """All tokens of one sequence, tile by tile."""
+    s = model.shape
+    width, tiles = -(-tokens // PAGE), -(-tokens // tile)
+    none = np.zeros(0, np.int32)
+
+    def inputs(key: Array) -> Inputs:
+        pages = 1 + np.random.default_rng(0).permutation(width).astype(np.int32)
+        starts = np.arange(tiles, dtype=np.int32) * tile
+        full = np.full(tiles, tile, np.int32)
+        meta = AttentionMeta(none.reshape(0, width), none, np.tile(pages, (tiles, 1)), starts, full)
+        return attention_inputs(key, model, tiles * tile, width, meta)
+
+    flops = 4 * seen(tokens) * s.heads * s.head_dim
+    moved = tokens * 2 * s.kv_heads * s.head_dim + 2 * tokens * s.heads * s.head_dim
+    call = partial(paged_attention, scale=s.head_dim**-0.5)
+    return Case("paged_attention", f"{model.name} prefill, {tokens} tokens", inputs, call, Cost(WORD * moved, flops))
+
+
+def attention_inputs(key: Array, model: Model, tokens: int, pages: int, meta: AttentionMeta) -> Inputs:
+    """Queries, a pool that is full, and where everything is."""
+    s = model.shape
+    for_q, for_pool = jax.random.split(key)
+    q = random(for_q, (tokens, s.kv_heads, s.heads // s.kv_heads, s.head_dim), jnp.bfloat16)
+    return q, filled_pool(for_pool, model, pages), jax.tree.map(jnp.asarray, meta)
+
+
+def filled_pool(key: Array, model: Model, pages: int) -> Array:
+    """A pool of random values, the null page's included."""
+    s = model.shape
+    pool = kv_pool(pages + 1, s.kv_heads, PAGE, s.head_dim, jnp.bfloat16)
+    k, v = (random(k, ((pages + 1) * PAGE, s.kv_heads, s.head_dim), jnp.bfloat16) for k in jax.random.split(key))
+    return jax.jit(kv_write, donate_argnums=0)(pool, k, v, jnp.arange((pages + 1) * PAGE))
+
+
+def write(model: Model, tokens: int) -> Case:
+    """Keys and values of a step into a pool that is a hundred times as large."""
+    s = model.shape
+
+    def inputs(key: Array) -> Inputs:
+        k, v = (random(one, (tokens, s.kv_heads, s.head_dim), jnp.bfloat16) for one in jax.random.split(key))
+        pool = kv_pool(100 * -(-tokens // PAGE) + 1, s.kv_heads, PAGE, s.head_dim, jnp.bfloat16)
+        slots = np.random.default_rng(0).permutation(np.arange(PAGE, pool.shape[0] * PAGE, dtype=np.int32))[:tokens]
+        return pool, k, v, jnp.asarray(slots)
+
+    moved = 2 * 2 * tokens * s.kv_heads * s.head_dim  # keys and values, read and written
+    return Case("kv_write", f"{model.name}, {tokens} tokens", inputs, kv_write, Cost(WORD * moved, 0), donate=True)

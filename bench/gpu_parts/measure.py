@@ -1,0 +1,101 @@
+"""What is measured of any engine through its `generate`, jaxserve or a peer: neither JAX nor torch is imported here.
+
+Every prompt is of fresh random tokens. With T(n) the time to generate n tokens for a batch: decode step =
+(T(1 + steps) - T(1)) / steps, prefill = T(1). Each case runs once unmeasured, once more if that has made the engine
+prepare something in the background, and then `repeats` times; T is the median.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from bench.gpu_parts import costs
+from bench.gpu_parts.sizes import Model, Sizes
+from bench.peers.workload import VOCAB, Prompts, first_tokens
+
+Row = dict[str, Any]
+
+
+class Engine(Protocol):
+    """One engine with a model loaded."""
+
+    def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
+        """The `max_tokens` greedy tokens of each prompt."""
+        ...
+
+    def settle(self) -> bool:
+        """Waits for what is being prepared in the background, and tells whether there was anything."""
+        ...
+
+
+def rows(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, labels: Row) -> Iterator[Row]:
+    """Decode, prefill, throughput, and the first tokens of fixed prompts; `labels` become part of every row."""
+    yield from decode(engine, model, sizes, rng, labels)
+    yield from prefill(engine, model, sizes, rng, labels)
+    yield throughput(engine, model, sizes, rng, labels)
+    yield {"case": "first_tokens", **labels, "tokens": first_tokens(engine)}
+
+
+def decode(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, labels: Row) -> Iterator[Row]:
+    """Seconds of one decode step, for each batch."""
+    context = sizes.decode_prompt + sizes.steps // 2
+    for batch in model.batches:
+        lengths = [sizes.decode_prompt] * batch
+        first = median(engine, lengths, 1, model.repeats, rng)
+        whole = median(engine, lengths, 1 + sizes.steps, model.repeats, rng)
+        seconds = (whole - first) / sizes.steps
+        cost = costs.decode(model, batch, context).fields
+        yield {"case": f"decode, batch {batch}", **labels, "seconds": seconds, "tok_s": batch / seconds, **cost}
+
+
+def prefill(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, labels: Row) -> Iterator[Row]:
+    """Seconds until every prompt has its first token."""
+    for count, length in sizes.prefills:
+        seconds = median(engine, [length] * count, 1, model.repeats, rng)
+        cost = costs.prefill(model, count, length).fields
+        case = f"prefill, {count} x {length}"
+        yield {"case": case, **labels, "seconds": seconds, "tok_s": count * length / seconds, **cost}
+
+
+def throughput(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, labels: Row) -> Row:
+    """Many requests at once, with prompts of different lengths."""
+    low, high = sizes.request_lens
+    lengths = np.random.default_rng(3).integers(low, high + 1, model.requests).tolist()  # the same for every engine
+    seconds = median(engine, lengths, sizes.answer, 1, rng)
+    read, generated = sum(lengths), model.requests * sizes.answer
+    return {
+        "case": f"throughput, {model.requests} requests",
+        **labels,
+        "seconds": seconds,
+        "input_tokens": read,
+        "tok_s": generated / seconds,
+        "total_tok_s": (read + generated) / seconds,
+        "requests_per_s": model.requests / seconds,
+    }
+
+
+def median(engine: Engine, lengths: list[int], max_tokens: int, repeats: int, rng: np.random.Generator) -> float:
+    """The median time of a batch of prompts of these lengths, after one unmeasured run or two."""
+
+    def once() -> float:
+        prompts = [rng.integers(2, VOCAB, length).tolist() for length in lengths]
+        return timed(engine, prompts, max_tokens)
+
+    once()
+    if engine.settle():
+        once()
+    return statistics.median(once() for _ in range(repeats))
+
+
+def timed(engine: Engine, prompts: Prompts, max_tokens: int) -> float:
+    """Seconds of one generation. Raises RuntimeError if the engine did not produce what it was asked for."""
+    start = time.perf_counter()
+    answers = engine.generate(prompts, max_tokens)
+    seconds = time.perf_counter() - start
+    lengths = [len(answer) for answer in answers]
+    if lengths != [max_tokens] * len(prompts):
+        raise RuntimeError(f"asked for {len(prompts)} answers of {max_tokens} tokens, got {lengths}")
+    return seconds

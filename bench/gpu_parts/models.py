@@ -1,0 +1,20 @@
+"""The models on disk: a whole checkpoint, or its configuration alone."""
+
+import json
+from pathlib import Path
+
+from bench.gpu_parts.sizes import Model
+from bench.peers.checkpoints import ensure_checkpoint, hf_config, write_tokenizer
+
+
+def ensure_model(model: Model, cache: Path) -> Path:
+    """The folder of a model under `cache`; written if it is not there yet, or was for other sizes."""
+    config = hf_config(model.shape) | {"vocab_size": model.vocab}
+    name = f"{model.name}-{model.shape.hidden}x{model.shape.layers}"
+    if model.written:
+        return ensure_checkpoint(name, cache, model.shape)
+    path = cache / f"llama-{name}"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    write_tokenizer(path)
+    return path

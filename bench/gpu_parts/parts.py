@@ -1,0 +1,179 @@
+"""The parts in turn, each in a process of its own with a budget of time.
+
+So a part that crashes, hangs or runs out of memory costs only itself, the device's memory is free for the next one, and
+what was measured until then is kept.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAST = 10.0  # seconds that a part needs at least to be started
+TAIL = 15  # lines of a failed part's output that are kept
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part's name, as the worker knows it, and its seconds; what earlier parts leave over is added to them."""
+
+    name: str
+    seconds: float
+    is_peer: bool = False  # runs in the peer's interpreter
+
+
+PARTS = (
+    Part("ceilings", 40),
+    Part("kernels", 80),
+    Part("checkpoint", 45),
+    Part("engine:1b", 85),
+    Part("peer:1b", 55, is_peer=True),
+    Part("engine:8b", 115),
+    Part("peer:8b", 45, is_peer=True),
+)  # 465 seconds
+
+
+@dataclass
+class Outcome:
+    """What became of a part. Filled in while it runs."""
+
+    status: str = "not started"  # running; then ok, skipped, failed, crashed, out of time or interrupted
+    why: str = ""
+    seconds: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how the workers run."""
+
+    device: str  # cuda or cpu
+    tiny: bool
+    cache: Path
+    python: str
+    peer_python: str
+
+    def command(self, part: Part) -> list[str]:
+        """The worker's command line."""
+        python = self.peer_python if part.is_peer else self.python
+        command = [python, "-m", "bench.gpu_parts.worker", part.name, "--device", self.device]
+        return [*command, "--cache-dir", str(self.cache), *(["--tiny"] if self.tiny else [])]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the workers: JAX on the device that was asked for, or not at all; nothing looks for a network."""
+        compiled = self.cache / "xla"
+        compiled.mkdir(parents=True, exist_ok=True)
+        return {
+            **os.environ,
+            "JAX_PLATFORMS": self.device,
+            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+
+def run_parts(
+    parts: Sequence[Part], settings: Settings, outcomes: dict[str, Outcome], on_change: Callable[[str], None]
+) -> None:
+    """Runs the parts in order within the sum of their seconds and fills `outcomes` by name. Mutates.
+
+    `on_change` is called with a part's name whenever its outcome has changed.
+    """
+    deadline = time.monotonic() + sum(part.seconds for part in parts)
+    for number, part in enumerate(parts):
+        outcome = outcomes[part.name] = Outcome()
+        later = sum(other.seconds for other in parts[number + 1 :])
+        limit = deadline - time.monotonic() - later
+        if limit < LEAST:
+            outcome.why = "no time was left"
+            continue
+        start = time.monotonic()
+        try:
+            run_part(settings.command(part), settings.environment, limit, outcome, partial(on_change, part.name))
+        finally:
+            outcome.seconds = round(time.monotonic() - start, 1)
+            on_change(part.name)
+
+
+def run_part(
+    command: Sequence[str], environment: dict[str, str], limit: float, outcome: Outcome, on_row: Callable[[], None]
+) -> None:
+    """Runs one worker for at most `limit` seconds. KeyboardInterrupt ends it, and is raised on."""
+    outcome.status = "running"
+    with tempfile.TemporaryFile("w+") as log, _worker(command, environment, log) as process:
+        messages = _lines(process)
+        deadline = time.monotonic() + limit
+        try:
+            while (line := messages.get(timeout=max(deadline - time.monotonic(), 0))) is not None:
+                message = json.loads(line)
+                if "row" in message:
+                    outcome.rows.append(message["row"])
+                    on_row()
+                else:
+                    outcome.status, outcome.why = message["end"], message.get("why", "")
+        except queue.Empty:
+            outcome.status, outcome.why = "out of time", f"ended after {limit:.0f} s"
+        except KeyboardInterrupt:
+            outcome.status = "interrupted"
+            raise
+        if outcome.status == "running":
+            outcome.status, outcome.why = "crashed", f"exit status {process.wait()}: {_tail(log)}"
+
+
+@contextlib.contextmanager
+def _worker(command: Sequence[str], environment: dict[str, str], log: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own, which is killed with all that it has started, if it has not ended."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)  # it has said its last word and is on its way out
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _lines(process: subprocess.Popen[str]) -> "queue.Queue[str | None]":
+    """The lines of a process's output as they come, then None."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def _tail(log: Any) -> str:
+    log.seek(0)
+    return "".join(collections.deque(log, TAIL))
+
+
+def default_settings(device: str, *, tiny: bool, cache: Path, peer_python: str | None) -> Settings:
+    """Workers in this interpreter, unless the peer has one of its own."""
+    return Settings(device, tiny, cache, sys.executable, peer_python or sys.executable)

@@ -1,0 +1,119 @@
+"""What is measured at which sizes: for a GPU of the H100's class, and tiny ones that show on a CPU that it works."""
+
+from dataclasses import dataclass
+
+from bench.peers.checkpoints import VOCAB, Shape
+
+GiB = 2**30
+
+
+@dataclass(frozen=True)
+class Model:
+    """One Llama with random weights, and how much of it is measured."""
+
+    name: str
+    shape: Shape
+    vocab: int
+    written: bool  # as a checkpoint to disk; else the weights are made while it is loaded
+    kernel_rows: tuple[int, ...]  # of the products
+    decodes: tuple[tuple[int, int], ...]  # (rows, context) of the attention kernel
+    batches: tuple[int, ...]
+    requests: int  # of the throughput run
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything else that differs between a real run and a tiny one."""
+
+    models: tuple[Model, ...]
+    copy_bytes: int  # of the array that is copied
+    matmul: int  # edge of the square matrices
+    rotate_bytes: int  # inputs that the calls of a kernel go round, more than a cache holds
+    least_s: float  # of one round of a timing
+    prefill_tokens: int  # of the attention kernel: one sequence
+    tile: int
+    write_tokens: tuple[int, ...]
+    experts: tuple[int, int, int]  # how many, their intermediate size, the hidden size
+    expert_rows: tuple[int, ...]
+    step_tokens: int  # of prompts in one step
+    decode_prompt: int  # tokens
+    steps: int
+    prefills: tuple[tuple[int, int], ...]  # (prompts, tokens of each)
+    request_lens: tuple[int, int]  # prompt tokens of the throughput run, uniform
+    answer: int  # tokens of each of its answers
+    max_len: int
+
+
+REAL = Sizes(
+    models=(
+        Model(
+            "1b",
+            Shape(hidden=2048, layers=22, heads=32, kv_heads=4, intermediate=5632),
+            VOCAB,
+            written=True,
+            kernel_rows=(32,),
+            decodes=((32, 1024),),
+            batches=(1, 8, 32, 128),
+            requests=256,
+            repeats=3,
+        ),
+        Model(
+            "8b",
+            Shape(hidden=4096, layers=32, heads=32, kv_heads=8, intermediate=14336),
+            128256,
+            written=False,
+            kernel_rows=(1, 32, 128, 2048),
+            decodes=((1, 1024), (32, 1024), (128, 512), (8, 8192)),
+            batches=(1, 32, 128),
+            requests=128,
+            repeats=2,
+        ),
+    ),
+    copy_bytes=2 * GiB,
+    matmul=8192,
+    rotate_bytes=GiB // 4,
+    least_s=0.05,
+    prefill_tokens=2048,
+    tile=64,
+    write_tokens=(32, 2048),
+    experts=(128, 768, 2048),
+    expert_rows=(256, 16384),
+    step_tokens=2048,
+    decode_prompt=256,
+    steps=64,
+    prefills=((1, 512), (4, 512), (16, 512)),
+    request_lens=(64, 512),
+    answer=128,
+    max_len=1024,
+)
+
+_TINY_WORK = {
+    "kernel_rows": (1, 8),
+    "decodes": ((1, 32), (2, 64)),
+    "batches": (1, 2),
+    "requests": 4,
+    "repeats": 1,
+}
+TINY = Sizes(
+    models=(
+        Model("1b", Shape(64, layers=2, heads=4, kv_heads=2, intermediate=96), VOCAB, written=True, **_TINY_WORK),
+        Model("8b", Shape(64, layers=3, heads=4, kv_heads=2, intermediate=96), VOCAB, written=False, **_TINY_WORK),
+    ),
+    copy_bytes=2**20,
+    matmul=128,
+    rotate_bytes=2**18,
+    least_s=0.002,
+    prefill_tokens=64,
+    tile=32,
+    write_tokens=(4,),
+    experts=(4, 32, 64),
+    expert_rows=(8,),
+    step_tokens=64,
+    decode_prompt=16,
+    steps=8,
+    prefills=((2, 32),),
+    request_lens=(8, 24),
+    answer=8,
+    max_len=128,
+)

@@ -1,0 +1,40 @@
+"""Device time from the host's clock: many calls are dispatched, and only the last one is waited for."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+ROUNDS = 5
+MAX_CALLS = 1000
+
+
+def seconds_per_call(call: Callable[[], Any], least_s: float) -> float:
+    """The median over rounds of at least `least_s` seconds; the first call, which compiles, is not measured.
+
+    A device carries out calls in the order in which they were dispatched, so that the last one's result ends all of
+    them. A call must take longer than its dispatch, some 20 µs, or the dispatch is what is measured.
+    """
+    jax.block_until_ready(call())
+    once = _seconds(call, 1)
+    calls = min(max(math.ceil(least_s / once), 1), MAX_CALLS)
+    return statistics.median(_seconds(call, calls) / calls for _ in range(ROUNDS))
+
+
+def timed_row(labels: dict[str, Any], measure: Callable[[], float]) -> dict[str, Any]:
+    """A row with its seconds, or with why there are none: out of memory, or a program that the compiler refuses."""
+    try:
+        return {**labels, "seconds": measure()}
+    except Exception as error:
+        return {**labels, "error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _seconds(call: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = call()
+    jax.block_until_ready(result)
+    return time.perf_counter() - start

@@ -1,0 +1,80 @@
+"""One part in a process of its own: `python -m bench.gpu_parts.worker PART ...` writes its messages as lines of JSON.
+
+{"row": {...}} for each row as soon as it is measured, and at the end {"end": "ok" | "skipped" | "failed", "why": ...}.
+They go to what was standard output; anything that a library prints there goes to standard error.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.gpu_parts.sizes import REAL, TINY, Model, Sizes
+
+NEEDS = {"ceilings": ("jax",), "kernels": ("jax",), "engine": ("jax",), "peer": ("torch", "transformers")}
+
+
+def main() -> None:
+    """Measures the part and exits with 0, whatever happened: the last message tells."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", help="ceilings, kernels, checkpoint, or engine:MODEL, peer:MODEL")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--cache-dir", type=Path, required=True)
+    args = parser.parse_args()
+    messages = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(message: dict) -> None:
+        messages.write(json.dumps(message) + "\n")
+        messages.flush()
+
+    kind, _, name = args.part.partition(":")
+    missing = [package for package in NEEDS.get(kind, ()) if importlib.util.find_spec(package) is None]
+    if missing:
+        tell({"end": "skipped", "why": f"not installed: {', '.join(missing)}"})
+        return
+    try:
+        for row in rows(kind, name, TINY if args.tiny else REAL, args.device, args.cache_dir):
+            tell({"row": row})
+        tell({"end": "ok"})
+    except Exception as error:
+        traceback.print_exc()
+        tell({"end": "failed", "why": f"{type(error).__name__}: {error}"[:1000]})
+
+
+def rows(kind: str, name: str, sizes: Sizes, device: str, cache: Path) -> Iterator[dict]:
+    """The rows of a part. Only what it needs is imported."""
+    from bench.gpu_parts.models import ensure_model
+
+    models: dict[str, Model] = {model.name: model for model in sizes.models}
+    match kind:
+        case "ceilings":
+            from bench.gpu_parts import ceilings
+
+            yield from ceilings.rows(sizes)
+        case "kernels":
+            from bench.gpu_parts import kernels
+
+            yield from kernels.rows(sizes)
+        case "checkpoint":
+            for model in models.values():
+                ensure_model(model, cache)
+                yield {"case": "written" if model.written else "config.json", "model": model.name}
+        case "engine":
+            from bench.gpu_parts import engine
+
+            yield from engine.rows(ensure_model(models[name], cache), models[name], sizes)
+        case "peer":
+            from bench.gpu_parts import peer
+
+            yield from peer.rows(ensure_model(models[name], cache), models[name], sizes, device)
+        case _:
+            raise ValueError(f"there is no part {kind!r}")
+
+
+if __name__ == "__main__":
+    main()
