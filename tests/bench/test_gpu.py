@@ -1,0 +1,234 @@
+"""bench.gpu: all of it on a CPU at tiny sizes, its arithmetic, and what becomes of parts that fail."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from math import prod
+from pathlib import Path
+
+import jax
+import pytest
+
+from bench.gpu import write
+from bench.gpu_parts import costs
+from bench.gpu_parts.kernels import cases
+from bench.gpu_parts.parts import PARTS, Outcome, Part, Settings, run_part, run_parts
+from bench.gpu_parts.sizes import REAL, TINY
+from bench.gpu_parts.table import ceilings, reached, table, with_shares
+from bench.peers.checkpoints import VOCAB, _parts
+from jaxserve import kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_OPERATIONS = {"AttentionMeta", "kv_pool", "storage_dtype"}  # of jaxserve.kernels: nothing to time
+WEB = ("fastapi", "starlette", "uvicorn", "pydantic")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
+    """The JSON and the output of a whole tiny run, in which no web framework can be imported."""
+    folder = tmp_path_factory.mktemp("gpu")
+    for name in WEB:
+        (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name} is not there', name='{name}')")
+    out = folder / "gpu.json"
+    command = [sys.executable, "-m", "bench.gpu", "--platform", "cpu", "--tiny"]
+    done = subprocess.run(
+        [*command, "--cache-dir", str(folder / "cache"), "--out", str(out)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=460,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text()), done.stdout
+
+
+def rows(report: tuple[dict, str], part: str) -> list[dict]:
+    return report[0]["parts"][part]["rows"]
+
+
+def test_every_part_runs_and_only_a_peer_may_be_missing(report):
+    outcomes = report[0]["parts"]
+    assert list(outcomes) == [part.name for part in PARTS]
+    for part in PARTS:
+        assert outcomes[part.name]["status"] in (("ok", "skipped") if part.is_peer else ("ok",)), outcomes[part.name]
+    assert not [row for outcome in outcomes.values() for row in outcome["rows"] if "error" in row]
+
+
+def test_every_row_with_a_floor_says_how_near_it_is(report):
+    for part in ("kernels", "engine:1b", "engine:8b"):
+        with_floor = [row for row in rows(report, part) if "bytes" in row]
+        assert with_floor
+        assert all(row["of_ceiling"] > 0 and row["bound"] in ("memory", "arithmetic") for row in with_floor)
+
+
+@pytest.mark.parametrize("model", TINY.models, ids=lambda model: model.name)
+def test_a_model_is_measured_through_library_and_executor_in_both_tiers(report, model):
+    found = {(row.get("through"), row.get("tier")) for row in rows(report, f"engine:{model.name}") if "tok_s" in row}
+    assert found == {(through, tier) for through in ("LLM", "executor") for tier in ("block", "fused")}
+    cases = [row["case"] for row in rows(report, f"engine:{model.name}") if row.get("through") == "LLM"]
+    assert {f"decode, batch {batch}" for batch in model.batches} <= set(cases)
+    fused = [row["count"] for row in rows(report, f"engine:{model.name}") if row["case"].endswith("fused tier")]
+    assert fused[0] > 0, "the fused tier was really there"
+
+
+def test_the_table_has_every_row(report):
+    measured = [row for o in report[0]["parts"].values() for row in o["rows"] if row["case"] != "first_tokens"]
+    for row in measured:
+        assert f"| {row['case']}" in report[1]
+    assert report[0]["environment"]["cpu"] in report[1]
+
+
+def test_every_operation_of_the_kernels_is_timed():
+    assert {case.op for case in cases(REAL)} == set(kernels.__all__) - NO_OPERATIONS
+    assert {case.op for case in cases(TINY)} == {case.op for case in cases(REAL)}
+
+
+def test_every_case_lowers_for_cuda_at_its_real_size():
+    for case in cases(REAL):
+        inputs = jax.eval_shape(case.inputs, jax.random.key(0))
+        result = jax.eval_shape(case.call, *inputs)
+        jax.jit(case.call).trace(*inputs).lower(lowering_platforms=("cuda",))
+        if case.donate:
+            assert (result.shape, result.dtype) == (inputs[0].shape, inputs[0].dtype), "goes round"
+
+
+@pytest.mark.parametrize("model", [*REAL.models, *TINY.models], ids=lambda model: model.name)
+def test_a_decode_step_reads_every_weight_but_the_embedding(model):
+    tensors = {name: prod(dims) for _, part in _parts(model.shape) for name, dims in part.items() if len(dims) == 2}
+    embedding = tensors.pop("model.embed_tokens.weight")
+    weights = sum(tensors.values()) + (model.vocab - VOCAB) * model.shape.hidden
+    one, two = costs.decode(model, 1, 0), costs.decode(model, 2, 0)
+    assert two.flops == 2 * one.flops == 4 * weights
+    new_token = model.shape.layers * costs.token_bytes(model)
+    assert one.bytes == 2 * weights + new_token
+    assert embedding == VOCAB * model.shape.hidden
+    assert two.bytes - one.bytes == new_token
+
+
+def test_prefill_costs_what_its_tokens_cost_one_by_one_but_for_the_weights():
+    model = REAL.models[0]
+    decoded = sum(costs.decode(model, 1, context).flops for context in range(1, 65))
+    head = 2 * model.shape.hidden * model.vocab
+    assert costs.prefill(model, 1, 64).flops == decoded - 63 * head
+
+
+OUTCOMES = {
+    "ceilings": Outcome("ok", rows=[
+        {"case": "copy", "bytes": 400, "seconds": 1.0},
+        {"case": "matmul bfloat16", "flops": 1000, "dtype": "bfloat16", "seconds": 0.5},
+        {"case": "matmul int8", "error": "refused", "dtype": "int8", "flops": 1000},
+    ]),
+    "kernels": Outcome("ok", rows=[
+        {"op": "matmul", "case": "a", "bytes": 400, "flops": 10, "dtype": "bfloat16", "seconds": 4.0},
+        {"op": "matmul", "case": "b", "bytes": 4, "flops": 4000, "dtype": "bfloat16", "seconds": 4.0},
+        {"op": "matmul", "case": "c", "bytes": 4, "flops": 4000, "dtype": "bfloat16", "error": "out of memory"},
+    ]),
+    "checkpoint": Outcome("ok", rows=[{"case": "written", "model": "1b"}]),
+    "engine:1b": Outcome("out of time", "ended after 5 s", rows=[
+        {"case": "decode, batch 1", "model": "1b", "through": "LLM", "tier": "block", "seconds": 0.3},
+        {"case": "decode, batch 1", "model": "1b", "through": "LLM", "tier": "fused", "seconds": 0.1},
+        {"case": "first_tokens", "model": "1b", "through": "LLM", "tokens": [1, 2, 3, 4]},
+    ]),
+    "peer:1b": Outcome("ok", rows=[
+        {"case": "decode, batch 1", "model": "1b", "through": "transformers", "seconds": 0.2},
+        {"case": "first_tokens", "model": "1b", "through": "transformers", "tokens": [1, 2, 3, 5]},
+    ]),
+}  # fmt: skip
+
+
+def test_shares_are_of_the_ceilings_that_were_measured():
+    limits = ceilings(OUTCOMES)
+    assert limits == {"copy": 400, "bfloat16": 2000}
+    memory, arithmetic, failed = OUTCOMES["kernels"].rows
+    assert reached(memory, limits) == 0.25
+    assert reached(arithmetic, limits) == 0.5
+    assert reached(failed, limits) is None
+    with_shares(OUTCOMES)
+    assert (memory["bound"], arithmetic["bound"]) == ("memory", "arithmetic")
+
+
+def test_the_table_tells_failures_the_peer_and_agreement():
+    text = table(OUTCOMES)
+    assert "c, out of memory" in text
+    assert "- engine:1b: out of time: ended after 5 s" in text
+    assert "| 1b | decode, batch 1 | fused | 100 ms | 200 ms | 2.00x |" in text
+    assert "first tokens equal to Transformers', 1b: 3 of 4" in text
+    assert table({"kernels": OUTCOMES["kernels"]}), "a table without ceilings"
+
+
+def run_script(code: str, limit: float = 60) -> Outcome:
+    outcome = Outcome()
+    run_part([sys.executable, "-c", code], dict(os.environ), limit, outcome, lambda: None)
+    return outcome
+
+
+ROW = 'print(\'{"row": {"case": "first"}}\', flush=True)\n'
+
+
+def test_a_part_that_hangs_is_ended_and_keeps_its_rows():
+    outcome = run_script(ROW + "import time; time.sleep(600)", limit=6)
+    assert (outcome.status, outcome.rows) == ("out of time", [{"case": "first"}])
+
+
+def test_a_part_that_crashes_is_told_and_keeps_its_rows():
+    outcome = run_script(ROW + "import os, sys; sys.stderr.write('no device'); sys.stderr.flush(); os.abort()")
+    assert (outcome.status, outcome.rows) == ("crashed", [{"case": "first"}])
+    assert f"exit status {-signal.SIGABRT}" in outcome.why
+    assert "no device" in outcome.why
+
+
+def test_an_interrupt_ends_a_part_and_all_that_it_has_started(tmp_path: Path):
+    file = tmp_path / "pid"
+    child = f"import os, time; print(os.getpid(), file=open({str(file)!r}, 'w'), flush=True); time.sleep(600)"
+    code = f"""
+import pathlib, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {child!r}])
+while not (pathlib.Path({str(file)!r}).exists() and pathlib.Path({str(file)!r}).read_text()):
+    time.sleep(0.05)
+{ROW}
+time.sleep(600)
+"""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    outcome = Outcome()
+    with pytest.raises(KeyboardInterrupt):
+        run_part([sys.executable, "-c", code], dict(os.environ), 120, outcome, interrupt)
+    assert (outcome.status, outcome.rows) == ("interrupted", [{"case": "first"}])
+    status = Path(f"/proc/{int(file.read_text())}/stat")
+    for _ in range(200):
+        if not status.exists() or status.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("what the part has started is still there")
+
+
+def test_a_part_that_fails_costs_only_itself(tmp_path: Path):
+    settings = Settings("cpu", tiny=True, cache=tmp_path, python=sys.executable, peer_python=sys.executable)
+    outcomes: dict[str, Outcome] = {}
+    changes: list[str] = []
+    run_parts((Part("nonsense", 60), Part("checkpoint", 60)), settings, outcomes, changes.append)
+    assert outcomes["nonsense"].status == "failed"
+    assert "no part 'nonsense'" in outcomes["nonsense"].why
+    assert outcomes["checkpoint"].status == "ok"
+    assert changes.count("checkpoint") == len(TINY.models) + 1
+
+
+def test_a_part_without_time_left_is_not_started(tmp_path: Path):
+    settings = Settings("cpu", tiny=True, cache=tmp_path, python=sys.executable, peer_python=sys.executable)
+    outcomes: dict[str, Outcome] = {}
+    run_parts((Part("checkpoint", 1),), settings, outcomes, lambda name: None)
+    assert (outcomes["checkpoint"].status, outcomes["checkpoint"].why) == ("not started", "no time was left")
+
+
+def test_the_parts_take_less_than_eight_minutes():
+    assert sum(part.seconds for part in PARTS) < 8 * 60
+
+
+def test_a_report_is_replaced_as_a_whole(tmp_path: Path):
+    out = tmp_path / "deep" / "gpu.json"
+    for seconds in (1.0, 2.0):
+        write(out, {"cpu": "one"}, True, seconds, OUTCOMES)
+    assert json.loads(out.read_text())["seconds"] == 2.0
+    assert [file.name for file in out.parent.iterdir()] == ["gpu.json"]
