@@ -7,22 +7,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.kernels.native import matmul as native
+from jaxserve.quantization import QArray
 
 MIN_CPU_ROWS = 4  # XLA's CPU backend multiplies fewer rows of 16-bit numbers ten times slower
 
 
 def matmul(
-    x: jax.Array, w: jax.Array, *, contract: int = 1, dtype: jnp.dtype | None = None, split: bool = False
+    x: jax.Array, w: jax.Array | QArray, *, contract: int = 1, dtype: jnp.dtype | None = None, split: bool = False
 ) -> jax.Array:
     """Contracts the last `contract` axes of x [rows..., c...] and w [out..., c...], giving [rows..., out...].
 
     `split`: the operands are split over devices, and XLA must be able to partition the product.
+
+    A QArray is contracted over all its inputs, [out..., C] with C = c0 * c1 ...
 
     Sums in float32 whatever the operands are; the result has `dtype`, by default that of `x`. Both operands are seen
     as matrices, because XLA's CPU backend transposes weights of higher rank on every call. A leading sharded axis of
     `w` survives this view, so weights keep the axis that is split over devices first among the output axes and first
     among the contracted ones.
     """
+    if isinstance(w, QArray):
+        w = w.dequantize(x.dtype).reshape(*w.shape[:-1], *x.shape[-contract:])
     if x.shape[-contract:] != w.shape[-contract:]:
         raise ValueError(f"cannot contract the last {contract} axes of {x.shape} and {w.shape}")
     rows, out, inner = x.shape[:-contract], w.shape[:-contract], math.prod(w.shape[-contract:])
