@@ -22,9 +22,9 @@ class QArray:
 
         w[o, i] = scales[o, g] * (u[o, i] - 2**(b-1) - zeros[o, g])          0 <= u < 2**b
 
-    and zeros absent (symmetric) means 0. So whole numbers from -2**(b-1) to 2**(b-1) - 1 are exact in bfloat16, products
-    with them can be summed in float32 before they are scaled, and the sum over a group of inputs x costs one term more
-    for zeros: scales * (sum(q * x) - zeros * sum(x)).
+    and zeros absent (symmetric) means 0. Scales may be negative. The numbers u - 2**(b-1) are exact in bfloat16, so
+    that products with them can be summed in float32 and scaled afterwards; zeros cost one term more for each group of
+    inputs x: scales * (sum(q * x) - zeros * sum(x)).
 
     Invariants: codes uint8 [out..., packed_bytes(b, C)]; scales and zeros [out..., C / group], bfloat16 or float32.
     The axes of `out` are those of the weight, so that a shard of them is a shard of the QArray; a shard of C is one if

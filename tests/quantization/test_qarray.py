@@ -45,7 +45,7 @@ def test_the_equation_gives_the_nearest_weights(bits, group, symmetric):
     np.testing.assert_array_equal(q.dequantize(), expected)
     inside = (codes > -(1 << (bits - 1))) & (codes < (1 << (bits - 1)) - 1)
     assert inside.mean() > 0.5
-    assert np.all(np.abs(expected - w)[inside] <= wide[inside] * 0.5001)
+    assert np.all(np.abs(expected - w)[inside] <= np.abs(wide)[inside] * 0.5001)
 
 
 def test_a_group_of_zeros_is_exact():
