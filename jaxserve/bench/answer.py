@@ -17,6 +17,7 @@ class Answer:
         self._record = record
         self._text: list[str] = []
         self._ended = False  # by a finish_reason or [DONE]
+        self._bare_end = False  # the last chunk had a finish_reason and no text: a token, such as eos, or none
         self._usage: dict[str, Any] = {}
         self._error: str | None = None
 
@@ -42,6 +43,8 @@ class Answer:
         record.text = "".join(self._text)
         # Without usage every chunk counts as a token, the best that can be known from outside.
         record.output_tokens = self._usage.get("completion_tokens") or len(record.chunk_times_s)
+        if self._bare_end and len(record.chunk_times_s) == record.output_tokens + 1:
+            record.chunk_times_s.pop()  # it only said why the answer ended
         record.input_tokens = self._usage.get("prompt_tokens") or record.input_tokens
         if not self._ended:
             self._fail("the stream ended without [DONE] or a finish_reason")
@@ -59,6 +62,7 @@ class Answer:
         if delta is None:  # a completion: also a token without text, such as half of a character, is one
             self._text.append(choice.get("text") or "")
             self._record.chunk_times_s.append(time_s)
+            self._bare_end = choice.get("finish_reason") is not None and not self._text[-1]
         elif any(delta.get(field) for field in TOKEN_FIELDS):
             self._text.append(delta.get("content") or "")
             self._record.chunk_times_s.append(time_s)

@@ -358,3 +358,18 @@ def test_a_cancelled_request_has_neither_failed_nor_ended():
     record = asyncio.run(run())
     assert (record.end_s, record.error, record.ok) == (None, None, False)
     assert record.output_tokens == 1
+
+
+@pytest.mark.parametrize(("tokens", "times"), [(2, 2), (3, 3)])
+def test_a_chunk_that_only_says_why_the_answer_ended_is_no_token(tokens, times):
+    async def bare_end(exchange: Exchange) -> None:
+        await exchange.head()
+        await exchange.token("a")
+        await exchange.token("b")
+        await exchange.token("", finish_reason="stop")
+        await exchange.usage(prompt_tokens=3, completion_tokens=tokens)  # 3: the end was a token, such as eos
+        await exchange.done()
+
+    (record,), (exchange,) = ask(bare_end)
+    assert record.output_tokens == tokens
+    assert_seen(record.chunk_times_s, exchange.written_s[:times])
