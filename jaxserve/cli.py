@@ -14,6 +14,7 @@ import typer
 from jaxserve._version import __version__
 from jaxserve.bench.cli import app as bench
 from jaxserve.core.errors import ConfigError
+from jaxserve.quantization.cli import app as quantization
 from jaxserve.terminal import console, told_errors
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench)
+app.add_typer(quantization)
 API_KEY = "JAXSERVE_API_KEY"  # environment variable
 
 

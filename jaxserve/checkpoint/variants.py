@@ -1,0 +1,202 @@
+"""The variant store: every decoder layer in every precision that was prepared, each read on its own.
+
+A folder, by default `variants` beside the model's files:
+
+    variants.json              which precisions there are, how they were made, what each layer's leaves are
+    int4/layers.0, ...         one Orbax checkpoint per precision and layer: the complete set of the layer's leaves
+
+A precision is written to `int4.incoming` and takes its name when all its layers are there.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxserve.checkpoint.loader import Checkpoint
+from jaxserve.checkpoint.mapping import stacked_name, tensor_shapes
+from jaxserve.checkpoint.safetensors import read_json
+from jaxserve.core.errors import CheckpointError
+from jaxserve.quantization.qarray import QArray
+
+FOLDER = "variants"
+MANIFEST = "variants.json"
+FORMAT = 1
+Variant = dict[str, np.ndarray | QArray]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a precision was made; `calibration` is the SHA-256 of the tokens it was calibrated on."""
+
+    name: str
+    group: int
+    symmetric: bool
+    calibration: str | None = None
+
+
+class VariantStore:
+    """Reads variants when they are asked for, each once, into host memory that all who ask share. Thread-safe."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any]):
+        """`open` is the way to get one."""
+        self.path, self._manifest = path, manifest
+        self._lock = Lock()
+        self._loaded: dict[tuple[int, str], Variant] = {}
+
+    @classmethod
+    def open(cls, path: str | Path) -> "VariantStore":
+        """Reads the manifest and no weights. Raises `CheckpointError` where there is no store that can be read."""
+        path = Path(path)
+        if not (path / MANIFEST).is_file():
+            raise CheckpointError(f"{path}: has no {MANIFEST}; `jaxserve quantize MODEL` makes a store of variants")
+        manifest = read_json(path / MANIFEST)
+        if manifest.get("format") != FORMAT:
+            raise CheckpointError(f"{path / MANIFEST}: format {manifest.get('format')!r} is unknown; known: {FORMAT}")
+        return cls(path, manifest)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+        return self._manifest["num_layers"]
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The precisions that every layer is there in."""
+        return tuple(self._manifest["precisions"])
+
+    def method(self, precision: str) -> Method:
+        """How a precision was made."""
+        return Method(**self._entry(precision)["method"])
+
+    def nbytes(self, index: int, precision: str) -> int:
+        """Bytes of a layer's leaves in a precision."""
+        return self._layer(index, precision)["nbytes"]
+
+    def layer(self, index: int, precision: str) -> Variant:
+        """A layer's parameters by dotted path: read-only, the same arrays at every call. Do not change the dict."""
+        described = self._layer(index, precision)
+        with self._lock:
+            if (index, precision) not in self._loaded:
+                self._loaded[index, precision] = _read(self.path / precision / f"layers.{index}", described)
+            return self._loaded[index, precision]
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raises `CheckpointError` if the variants were made from another model."""
+        if self._manifest["model"] != fingerprint(checkpoint):
+            raise CheckpointError(
+                f"{self.path}: its variants are those of another model than {checkpoint.path}; "
+                "make them again with `jaxserve quantize`"
+            )
+
+    def _entry(self, precision: str) -> Mapping[str, Any]:
+        if precision not in self.precisions:
+            raise CheckpointError(f"{self.path}: has no {precision}; it has {', '.join(self.precisions) or 'nothing'}")
+        return self._manifest["precisions"][precision]
+
+    def _layer(self, index: int, precision: str) -> Mapping[str, Any]:
+        layers = self._entry(precision)["layers"]
+        if not 0 <= index < len(layers):
+            raise CheckpointError(f"{self.path}: has no layer {index}; it has {len(layers)}")
+        return layers[index]
+
+
+class VariantWriter:
+    """Writes precisions layer by layer; those that the folder has already stay, unless they are written again."""
+
+    def __init__(self, path: str | Path, checkpoint: Checkpoint, methods: Mapping[str, Method]):
+        """`methods`: the precisions that will be written. Raises `CheckpointError` if the store is another model's."""
+        self.path = Path(path).resolve()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._methods = methods
+        self._layers: dict[str, dict[int, Any]] = {precision: {} for precision in methods}
+        self._manifest: dict[str, Any] = {
+            "format": FORMAT,
+            "model": fingerprint(checkpoint),
+            "num_layers": checkpoint.config.num_layers,
+            "precisions": {},
+        }
+        if (self.path / MANIFEST).is_file():
+            VariantStore.open(self.path).check(checkpoint)
+            self._manifest["precisions"] |= read_json(self.path / MANIFEST)["precisions"]
+        for precision in methods:
+            shutil.rmtree(self._incoming(precision), ignore_errors=True)
+
+    def add(self, index: int, precision: str, leaves: Mapping[str, np.ndarray | QArray]) -> int:
+        """Writes a layer and returns its bytes."""
+        tree = {name: _arrays(leaf) for name, leaf in leaves.items()}
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(self._incoming(precision) / f"layers.{index}", tree)
+        quantized = {n: {"bits": x.bits, "size": x.size} for n, x in leaves.items() if isinstance(x, QArray)}
+        size = sum(leaf.nbytes for leaf in leaves.values())
+        described = {name: sorted(arrays) if isinstance(arrays, dict) else None for name, arrays in tree.items()}
+        self._layers[precision][index] = {"nbytes": size, "quantized": quantized, "leaves": described}
+        return size
+
+    def finish(self) -> VariantStore:
+        """Puts the new precisions in place of old ones of their names; all layers must have been added."""
+        for precision, layers in self._layers.items():
+            assert sorted(layers) == list(range(self._manifest["num_layers"])), (precision, sorted(layers))
+            self._manifest["precisions"].pop(precision, None)
+        self._write_manifest()  # a store that is cut short here lacks these precisions, and is whole otherwise
+        for precision, layers in self._layers.items():
+            shutil.rmtree(self.path / precision, ignore_errors=True)
+            self._incoming(precision).rename(self.path / precision)
+            described = [layers[index] for index in sorted(layers)]
+            self._manifest["precisions"][precision] = {"method": asdict(self._methods[precision]), "layers": described}
+        self._write_manifest()
+        return VariantStore.open(self.path)
+
+    def _incoming(self, precision: str) -> Path:
+        return self.path / f"{precision}.incoming"
+
+    def _write_manifest(self) -> None:
+        temporary = self.path / f"{MANIFEST}.incoming"
+        temporary.write_text(json.dumps(self._manifest, indent=1), encoding="utf-8")
+        temporary.replace(self.path / MANIFEST)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 of the model's shape and of a few rows of every layer: changes with the weights, costs little."""
+    config = checkpoint.config
+    shape = (config.architecture, config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim)
+    digest = hashlib.sha256(repr(shape).encode())
+    for block_id in config.block_ids[1:-1]:
+        stacked = stacked_name(block_id) in checkpoint.store
+        for name, shape in tensor_shapes(config, block_id, stacked_experts=stacked).items():
+            digest.update(f"{name}{shape}".encode())
+            row = checkpoint.store.get(name, shape).reshape(-1)[: shape[-1]]
+            digest.update(np.ascontiguousarray(row, np.float32).tobytes())
+    return digest.hexdigest()
+
+
+def _arrays(leaf: np.ndarray | QArray) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    arrays = {"codes": leaf.codes, "scales": leaf.scales, "zeros": leaf.zeros}
+    return {name: np.asarray(array) for name, array in arrays.items() if array is not None}
+
+
+def _read(path: Path, described: Mapping[str, Any]) -> Variant:
+    """All leaves of one layer. Orbax reads no other layer's files for it."""
+    args = ocp.RestoreArgs(restore_type=np.ndarray)
+    wanted = {name: 0 if kinds is None else dict.fromkeys(kinds, 0) for name, kinds in described["leaves"].items()}
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            tree = checkpointer.restore(
+                path.resolve(), args=ocp.args.PyTreeRestore(wanted, jax.tree.map(lambda _: args, wanted))
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    for array in jax.tree.leaves(tree):
+        array.flags.writeable = False
+    quantized = described["quantized"]
+    return {name: QArray(**leaf, **quantized[name]) if name in quantized else leaf for name, leaf in tree.items()}

@@ -1,0 +1,55 @@
+"""A decoder layer's parameters, some of them in fewer bits: which are quantised, and the layer as a whole."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.quantization.qarray import QArray
+from jaxserve.quantization.rounding import GROUP, quantize
+
+BITS: Mapping[str, int] = {"int8": 8, "int4": 4, "int3": 3}
+"""Precisions with fewer bits, by name."""
+
+CONTRACTED: Mapping[str, int] = {
+    "attention.qkv": 1,
+    "attention.o": 3,
+    "mlp.gate_up": 1,
+    "mlp.down": 1,
+    "mlp.experts_gate_up": 1,
+    "mlp.experts_down": 1,
+}
+"""The parameters of a layer that are quantised, and over how many of their last axes they are contracted.
+
+Norms, biases and the router of a mixture of experts stay as they are.
+"""
+
+Leaves = Mapping[str, np.ndarray | QArray]
+"""A layer's parameters by their dotted path in its module. A variant of a layer is all of them, quantised or not."""
+
+
+def bits_of(precision: str) -> int:
+    """The bits of a precision's name. Raises `ConfigError` for a name that has none."""
+    if precision not in BITS:
+        raise ConfigError(f"precision {precision!r} is none that weights are quantised to: {', '.join(BITS)}")
+    return BITS[precision]
+
+
+def flat_inputs(name: str, w: np.ndarray) -> np.ndarray:
+    """The weight with its contracted axes as one: [out..., C]."""
+    return w.reshape(*w.shape[: w.ndim - CONTRACTED[name]], -1)
+
+
+def round_layer(
+    leaves: Mapping[str, np.ndarray], bits: int, *, group: int = GROUP, symmetric: bool = True
+) -> dict[str, np.ndarray | QArray]:
+    """The layer with its weights rounded to the nearest, without data; the other parameters as they are."""
+    return {
+        name: quantize(flat_inputs(name, w), bits, group=group, symmetric=symmetric) if name in CONTRACTED else w
+        for name, w in leaves.items()
+    }
+
+
+def nbytes(leaves: Leaves) -> int:
+    """Bytes of all parameters of a layer."""
+    return sum(leaf.nbytes for leaf in leaves.values())

@@ -1,0 +1,134 @@
+"""The variant store: what is written comes back layer by layer, and nothing else is taken for it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxserve.bundled import bundled_model_path
+from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint.variants import MANIFEST, Method, VariantStore, VariantWriter
+from jaxserve.cli import app
+from jaxserve.core.errors import CheckpointError
+from jaxserve.quantization import QArray
+from jaxserve.quantization.layer import nbytes, round_layer
+
+MODEL = bundled_model_path()
+RTN = Method("rtn", 128, True)
+
+
+def assert_equal_leaves(found, expected):
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        assert isinstance(found[name], QArray) == isinstance(leaf, QArray), name
+        assert jax.tree.structure(found[name]) == jax.tree.structure(leaf), name
+        for a, b in zip(jax.tree.leaves(found[name]), jax.tree.leaves(leaf), strict=True):
+            assert a.dtype == b.dtype, name
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, rounded to the nearest by the command."""
+    out = tmp_path_factory.mktemp("store") / "variants"
+    command = ["quantize", str(MODEL), "--precisions", "int4,int3", "--method", "rtn", "--out", str(out)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "305,152" in done.output
+    return out
+
+
+@pytest.mark.parametrize("precision", ["int4", "int3"])
+def test_what_the_command_writes_is_the_rounded_model(store, precision):
+    variants, checkpoint = VariantStore.open(store), open_checkpoint(MODEL)
+    variants.check(checkpoint)
+    for index in range(variants.num_layers):
+        expected = round_layer(checkpoint.block(f"layers.{index}"), int(precision[-1]))
+        assert_equal_leaves(variants.layer(index, precision), expected)
+        assert variants.nbytes(index, precision) == nbytes(expected)
+
+
+def test_one_layer_needs_no_other(store, tmp_path):
+    alone = tmp_path / "variants"
+    shutil.copytree(
+        store, alone, ignore=lambda folder, names: {n for n in names if n.startswith("layers.")} - {"layers.5"}
+    )
+    assert_equal_leaves(VariantStore.open(alone).layer(5, "int3"), VariantStore.open(store).layer(5, "int3"))
+    with pytest.raises(CheckpointError, match=r"int3.layers\.4"):
+        VariantStore.open(alone).layer(4, "int3")
+
+
+def test_a_layer_is_read_once_and_cannot_be_changed(store):
+    variants = VariantStore.open(store)
+    first = variants.layer(0, "int4")
+    assert variants.layer(0, "int4") is first
+    with pytest.raises(ValueError, match="read-only"):
+        first["attention.qkv"].codes[0] = 0
+
+
+def test_precisions_are_added_and_replaced_one_by_one(tmp_path):
+    checkpoint = open_checkpoint(MODEL)
+    layers = [round_layer(checkpoint.block(f"layers.{index}"), 8) for index in range(8)]
+    with_zeros = [round_layer(checkpoint.block(f"layers.{index}"), 8, symmetric=False) for index in range(8)]
+    for precision, method, variant in (("int8", RTN, layers), ("int4", RTN, layers), ("int8", RTN, with_zeros)):
+        writer = VariantWriter(tmp_path, checkpoint, {precision: method})
+        for index, leaves in enumerate(variant):
+            writer.add(index, precision, leaves)
+        store = writer.finish()
+    assert set(store.precisions) == {"int4", "int8"}
+    assert_equal_leaves(store.layer(7, "int8"), with_zeros[7])
+    assert_equal_leaves(store.layer(7, "int4"), layers[7])
+    assert store.method("int4") == RTN
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["int4", "int8", MANIFEST]
+
+
+def test_a_run_that_was_cut_short_leaves_the_old_store(store, tmp_path):
+    again = tmp_path / "variants"
+    shutil.copytree(store, again)
+    checkpoint = open_checkpoint(MODEL)
+    VariantWriter(again, checkpoint, {"int4": RTN}).add(0, "int4", round_layer(checkpoint.block("layers.0"), 8))
+    assert_equal_leaves(VariantStore.open(again).layer(0, "int4"), VariantStore.open(store).layer(0, "int4"))
+
+
+def test_variants_of_another_model_are_refused(store, tiny_model):
+    with pytest.raises(CheckpointError, match="another model"):
+        VariantStore.open(store).check(open_checkpoint(tiny_model, "dummy"))
+
+
+def test_what_is_not_there_is_named(store, tmp_path):
+    variants = VariantStore.open(store)
+    with pytest.raises(CheckpointError, match="has no int8; it has int4, int3"):
+        variants.layer(0, "int8")
+    with pytest.raises(CheckpointError, match="has no layer 8; it has 8"):
+        variants.nbytes(8, "int4")
+    with pytest.raises(CheckpointError, match="jaxserve quantize"):
+        VariantStore.open(tmp_path)
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99 is unknown"):
+        VariantStore.open(tmp_path)
+
+
+def test_norms_keep_the_checkpoints_dtype(store):
+    assert VariantStore.open(store).layer(0, "int4")["input_norm.weight"].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--precisions", "int5"], "'int5'"),
+        (["--precisions", ","], "no precision"),
+        (["--method", "awq"], "--calib FILE"),
+        (["--method", "rtn", "--group", "48"], "groups of 48"),
+        (["--calib", "/nowhere.txt"], "/nowhere.txt"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tmp_path, options, message):
+    done = CliRunner().invoke(app, ["quantize", str(MODEL), "--out", str(tmp_path / "variants"), *options])
+    assert done.exit_code == 1
+    assert message in done.output
+    assert "Traceback" not in done.output
