@@ -8,6 +8,7 @@ from jaxserve.bench.record import RequestRecord
 DONE = "[DONE]"
 TOKEN_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call")  # of a chat's delta
 SHOWN_CHARACTERS = 200  # of a server's error message
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Answer:
@@ -35,17 +36,17 @@ class Answer:
             else:
                 self._chunk(event, time_s)
         except (ValueError, TypeError, AttributeError, LookupError):
-            self._fail(f"malformed event: {shortened(data)}")
+            self._fail(f"malformed event: {data}")
 
     def close(self) -> None:
         """The stream has ended: fills in what the record says of the whole, or why there is no whole."""
         record = self._record
         record.text = "".join(self._text)
         # Without usage every chunk counts as a token, the best that can be known from outside.
-        record.output_tokens = self._usage.get("completion_tokens") or len(record.chunk_times_s)
+        record.output_tokens = self._counted("completion_tokens") or len(record.chunk_times_s)
         if self._bare_end and len(record.chunk_times_s) == record.output_tokens + 1:
             record.chunk_times_s.pop()  # it only said why the answer ended
-        record.input_tokens = self._usage.get("prompt_tokens") or record.input_tokens
+        record.input_tokens = self._counted("prompt_tokens") or record.input_tokens
         if not self._ended:
             self._fail("the stream ended without [DONE] or a finish_reason")
         elif not record.chunk_times_s:
@@ -53,22 +54,34 @@ class Answer:
         record.error = record.error or self._error
 
     def _chunk(self, event: dict[str, Any], time_s: float) -> None:
-        self._usage = event.get("usage") or self._usage
+        usage = event.get("usage")
+        self._usage = usage if isinstance(usage, dict) else self._usage
         if not event.get("choices"):
             return
         choice = event["choices"][0]
         self._ended = self._ended or choice.get("finish_reason") is not None
         delta = choice.get("delta")
         if delta is None:  # a completion: also a token without text, such as half of a character, is one
-            self._text.append(choice.get("text") or "")
+            self._text.append(_text(choice.get("text")))
             self._record.chunk_times_s.append(time_s)
             self._bare_end = choice.get("finish_reason") is not None and not self._text[-1]
         elif any(delta.get(field) for field in TOKEN_FIELDS):
-            self._text.append(delta.get("content") or "")
+            self._text.append(_text(delta.get("content")))
             self._record.chunk_times_s.append(time_s)
+
+    def _counted(self, name: str) -> int:
+        """Tokens, as the server counts them; 0 if it says no number that could be one."""
+        count = self._usage.get(name)
+        return count if type(count) is int and count > 0 else 0
 
     def _fail(self, reason: str) -> None:
         self._error = self._error or reason
+
+
+def _text(value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"text is {type(value).__name__}")
+    return value or ""
 
 
 def message_of(body: Any) -> str:
@@ -76,10 +89,10 @@ def message_of(body: Any) -> str:
     error = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or error
-    return shortened(error if isinstance(error, str) else json.dumps(error))
+    return error if isinstance(error, str) else json.dumps(error)
 
 
 def shortened(text: str) -> str:
-    """On one line, and not too long for a table."""
-    line = " ".join(text.split())
+    """On one line, not too long for a table, and without what would steer a terminal."""
+    line = " ".join("".join(c if c.isprintable() or c.isspace() else REPLACEMENT for c in text).split())
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."

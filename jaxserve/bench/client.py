@@ -14,6 +14,7 @@ import httpx
 
 from jaxserve.bench.answer import Answer, message_of, shortened
 from jaxserve.bench.connections import Connections
+from jaxserve.bench.masking import without_key
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.sse import EventParser
 from jaxserve.bench.workload import Sample
@@ -98,24 +99,30 @@ class Client:
                     if response.status_code == OK:
                         await _read(response, record, now)
                     else:
-                        record.error = _refusal(response.status_code, await response.aread())
+                        record.error = refusal(response.status_code, await response.aread())
         except asyncio.CancelledError:
             record.error = None  # neither failed nor completed
             raise
+        if record.error:  # masked before it is cut: also half of a key is a secret
+            record.error = shortened(without_key(record.error, self.target.api_key))
         record.end_s = now()
 
 
 async def _read(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
     """Mutates the record: the times of its tokens as they come, and in any case what there is at the end."""
-    parser, answer = EventParser(), Answer(record)
+    parser, answer, events = EventParser(), Answer(record), 0
     try:
         async for chunk in response.aiter_raw():
             time_s = now()  # before any parsing: this is when it came
             for data in parser.feed(chunk):
                 answer.take(data, time_s)
+                events += 1
         time_s = now()
         for data in parser.close():
             answer.take(data, time_s)
+            events += 1
+        if not events:
+            record.error = f"the answer is no stream of events: {response.headers.get('content-type', 'of no type')}"
     except httpx.TransportError as error:
         record.error = _broken(error)
     finally:
@@ -132,7 +139,7 @@ def _told(record: RequestRecord, timeout_s: float) -> Iterator[None]:
     except httpx.TransportError as error:
         record.error = _broken(error)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:
-        record.error = f"cannot send the request: {shortened(str(error))}"
+        record.error = f"cannot send the request: {error}"
 
 
 def _broken(error: httpx.TransportError) -> str:
@@ -141,12 +148,12 @@ def _broken(error: httpx.TransportError) -> str:
     if errno.ECONNREFUSED in numbers:
         return "connection refused"
     if isinstance(error, httpx.ConnectError):
-        return f"cannot connect: {shortened(str(error))}"
+        return f"cannot connect: {error}"
     if numbers & {errno.ECONNRESET, errno.EPIPE}:
         return "connection reset"
     if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError):
         return "connection closed before the answer was complete"
-    return shortened(str(error)) or type(error).__name__
+    return str(error) or type(error).__name__
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -163,9 +170,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             pending += cause.exceptions
 
 
-def _refusal(status: int, body: bytes) -> str:
-    """The status, and the message of the body if it has one."""
+def refusal(status: int, body: bytes) -> str:
+    """The status, and the message of the body if it has one, whole and as it is."""
     text = body.decode(errors="replace")
     with contextlib.suppress(ValueError):
         text = message_of(json.loads(text))
-    return f"HTTP {status}: {shortened(text)}".rstrip(": ")
+    return f"HTTP {status}: {text.strip()}".rstrip(": ")

@@ -42,3 +42,8 @@ def masked_text(text: str) -> str:
     for pattern in _INSIDE:
         text = pattern.sub(rf"\g<1>{MASK}", text)
     return text
+
+
+def without_key(text: str, key: str | None) -> str:
+    """Text with *** in place of a key that is known, which a server may repeat in an error."""
+    return text.replace(key, MASK) if key else text

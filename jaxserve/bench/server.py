@@ -9,13 +9,17 @@ from dataclasses import dataclass
 import httpx
 from rich.console import Console
 
-from jaxserve.bench.client import Target
+from jaxserve.bench.answer import shortened
+from jaxserve.bench.client import OK, Target, refusal
+from jaxserve.bench.masking import masked_text, without_key
 from jaxserve.bench.options import ServerOptions
 from jaxserve.bench.spawn import spawned
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.core.errors import ConfigError, JaxserveError
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+NO_LIST = (404, 405, 501)  # statuses of a server that does not know /v1/models
+UNAUTHORIZED = ("HTTP 401", "HTTP 403")
 
 
 @dataclass(frozen=True)
@@ -40,19 +44,30 @@ def serving(server: ServerOptions) -> Iterator[str]:
 
 
 def discover(base_url: str, server: ServerOptions) -> ServedModel:
-    """Asks the server for its model. Raises `ConfigError` if there is no answer, or not the model asked for."""
+    """Asks the server for its model. Raises `ConfigError` if there is no answer, or not the model asked for.
+
+    A server that has no list is believed to serve the model asked for.
+    """
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    where = masked_text(base_url)
     try:
         answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30, trust_env=False)
-        answer.raise_for_status()
-        models = answer.json()["data"]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{base_url}/v1/models gave no list of models: {error or type(error).__name__}") from error
+        if answer.status_code in NO_LIST and server.model:
+            return ServedModel(server.model, None, None)
+        if answer.status_code != OK:
+            raise ValueError(refusal(answer.status_code, answer.content))
+        models = [ServedModel(m["id"], m.get("root"), m.get("max_model_len")) for m in answer.json()["data"]]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = shortened(without_key(masked_text(str(error)), server.api_key)) or type(error).__name__
+        hint = " (--api-key)" if reason.startswith(UNAUTHORIZED) else ""
+        raise ConfigError(f"{where}/v1/models gave no list of models: {reason}{hint}") from error
+    if not models:
+        raise ConfigError(f"{where} serves no model")
     for model in models:
-        if server.model in (None, model["id"]):
-            return ServedModel(model["id"], model.get("root"), model.get("max_model_len"))
-    names = ", ".join(model["id"] for model in models) or "none"
-    raise ConfigError(f"{base_url} does not serve {server.model!r} (--model); it serves: {names}")
+        if server.model in (None, model.name):
+            return model
+    names = ", ".join(model.name for model in models)
+    raise ConfigError(f"{where} does not serve {server.model!r} (--model); it serves: {names}")
 
 
 def target(base_url: str, model: ServedModel, server: ServerOptions) -> Target:

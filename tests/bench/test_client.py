@@ -373,3 +373,46 @@ def test_a_chunk_that_only_says_why_the_answer_ended_is_no_token(tokens, times):
     (record,), (exchange,) = ask(bare_end)
     assert record.output_tokens == tokens
     assert_seen(record.chunk_times_s, exchange.written_s[:times])
+
+
+def test_a_key_that_the_server_repeats_is_not_told():
+    async def repeats(exchange: Exchange) -> None:
+        await exchange.whole(401, b'{"error": {"message": "no such key: ' + b"x" * 170 + b' my-long-secret-key"}}')
+
+    reason = error_of(repeats, api_key="my-long-secret-key")
+    assert reason.startswith("HTTP 401: no such key")
+    assert "my-" not in reason
+
+
+def test_an_error_steers_no_terminal():
+    assert error_of(lambda e: e.whole(500, b"\x1b[31mred\x00\nalert")) == "HTTP 500: \ufffd[31mred\ufffd alert"
+
+
+def test_an_answer_in_one_piece_is_told_as_that():
+    async def whole(exchange: Exchange) -> None:
+        await exchange.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+
+    assert error_of(whole) == "the answer is no stream of events: application/json"
+
+
+@pytest.mark.parametrize("usage", ["many", [1], {"prompt_tokens": -5, "completion_tokens": "many"}, {"x": 1}])
+def test_a_usage_that_counts_nothing_is_none(usage):
+    async def script(exchange: Exchange) -> None:
+        await exchange.head()
+        await exchange.token()
+        await exchange.token(finish_reason="length")
+        await exchange.event({"choices": [], "usage": usage})
+        await exchange.done()
+
+    (record,), _ = ask(script)
+    assert record.ok
+    assert (record.input_tokens, record.output_tokens) == (3, 2)
+
+
+def test_text_that_is_none_is_malformed():
+    async def script(exchange: Exchange) -> None:
+        await exchange.head()
+        await exchange.token(text=5)
+        await exchange.done()
+
+    assert error_of(script).startswith("malformed event")

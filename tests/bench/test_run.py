@@ -230,6 +230,41 @@ def test_no_server_is_told_as_that():
     assert "http://127.0.0.1:9/v1/models" in output
 
 
+def listing(status: int, body: bytes) -> Script:
+    """A server that answers so to a question for its models, and to all others as usual."""
+
+    async def script(exchange: Exchange) -> None:
+        await (exchange.whole(status, body) if exchange.path == "/v1/models" else serving(answer)(exchange))
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (401, b'{"error": {"message": "no such key: s3cret"}}', "HTTP 401: no such key: *** (--api-key)"),
+        (200, b'{"data": []}', "serves no model"),
+        (200, b'{"data": [{"name": "x"}]}', "gave no list of models"),
+        (200, b"<html>", "gave no list of models"),
+        (404, b"", "HTTP 404"),
+    ],
+)
+def test_a_server_without_a_model_says_why(status, body, told):
+    with running(listing(status, body)) as server:
+        url = server.url.replace("//", "//user:s3cret@")
+        code, output = bench("serve", "--base-url", url, "--api-key", "s3cret")
+    assert (code, output.count("\n")) == (1, 1)
+    assert told in output
+    assert "s3cret" not in output
+
+
+def test_a_model_that_is_named_needs_no_list():
+    with running(listing(404, b"")) as server:
+        args = ("serve", "--base-url", server.url, "--model", "mine", "--tokenizer", MODEL, "--num-prompts", "2")
+        assert bench(*args)[0] == 0
+        assert {body["model"] for body in asked(server)} == {"mine"}
+
+
 def test_a_refused_warm_up_ends_the_run_before_it_begins():
     with running(serving(lambda e: e.whole(401, b'{"error": {"message": "wrong key"}}'))) as server:
         status, output = bench("serve", "--base-url", server.url, "--num-prompts", "50")
