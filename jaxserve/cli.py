@@ -49,6 +49,8 @@ DType = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"] | None,
     _option("Model", "Precision of weights and KV cache; default: the checkpoint's."),
 ]
+Precision = Annotated[str | None, _option("Model", "Weights of the layers: int8, int4, int3; default: as --dtype.")]
+LayerPrecision = Annotated[str | None, _option("Model", "Where it differs, as in 0-3:bf16,4-:int4.")]
 LoadFormat = Annotated[
     Literal["auto", "safetensors", "dummy"] | None,
     _option("Model", "dummy: random weights from config.json alone."),
@@ -87,6 +89,11 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these options.")] = None,
     tokenizer: Tokenizer = None,
     dtype: DType = None,
+    precision: Precision = None,
+    layer_precision: LayerPrecision = None,
+    variant: Annotated[
+        list[str] | None, _option("Model", "Precision that layers may change to while serving; may be repeated.")
+    ] = None,
     load_format: LoadFormat = None,
     served_model_name: Annotated[list[str] | None, _option("Model", "Name for clients; may be repeated.")] = None,
     memory_gb: MemoryGb = None,
@@ -154,6 +161,8 @@ def generate(
     model: ModelOption = None,
     tokenizer: Tokenizer = None,
     dtype: DType = None,
+    precision: Precision = None,
+    layer_precision: LayerPrecision = None,
     load_format: LoadFormat = None,
     memory_gb: MemoryGb = None,
     max_model_len: MaxModelLen = None,
@@ -180,6 +189,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     tokenizer: Tokenizer = None,
     dtype: DType = None,
+    precision: Precision = None,
+    layer_precision: LayerPrecision = None,
     load_format: LoadFormat = None,
     memory_gb: MemoryGb = None,
     max_model_len: MaxModelLen = None,
@@ -207,7 +218,10 @@ def main() -> None:
 
 # -- inside
 
-ENGINE = ("model", "tokenizer", "dtype", "load_format", "memory_gb", "max_model_len", "tp", "pp")
+ENGINE = (
+    "model", "tokenizer", "dtype", "precision", "layer_precision", "load_format", "memory_gb", "max_model_len", "tp",
+    "pp",
+)  # fmt: skip
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop")
 Messages = list[dict[str, str]]
 

@@ -10,6 +10,7 @@ from jaxserve.checkpoint import Checkpoint
 from jaxserve.control import InstancePlan, StagePlan
 from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.precision import mixture_name
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
@@ -75,7 +76,7 @@ def build(config: EngineConfig) -> Built:
             tokenizer,
             metrics,
             eos_token_ids=(*resolved.physical.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
-            salt=resolved.physical.dtype,
+            salt=mixture_name(instance.layer_precisions),
             seed=config.seed + number,
             static=_static_snapshot(resolved, instance),
             number=number,
@@ -94,7 +95,7 @@ def build(config: EngineConfig) -> Built:
 
 def _static_snapshot(resolved: Resolved, instance: InstancePlan) -> Snapshot:
     """What a snapshot says of an instance that does not change from step to step."""
-    layers = [block.precision for block in instance.blocks if block.block.startswith("layers.")]
+    layers = instance.layer_precisions
     pages = instance.stages[0].kv_pages
     stages = list(zip(resolved.stages, instance.stages, strict=True))
     return Snapshot(
@@ -116,7 +117,7 @@ def _build_instance(
     for stage in instance.stages:
         placement = Placement(tuple(resolved.devices[i] for i in stage.devices))
         for block in stage.blocks:
-            tensors = resolved.checkpoint.block(block.block, resolved.physical)
+            tensors = resolved.checkpoint.variant(block.block, block.precision, resolved.physical)
             if block.block == "head" and resolved.physical.tie_embeddings and rows[0].placement == placement:
                 tensors |= {"weight": rows[0].leaves[0]}
             rows.append(builder.build(block.block, tensors, placement, block.precision))

@@ -13,9 +13,10 @@ import jax
 
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.control import Ledger, Plan, static_plan
+from jaxserve.control import Ledger, Plan, chain_of, static_plan
 from jaxserve.core.config import EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
+from jaxserve.core.precision import layer_precisions
 from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.memory import StageMemory, stage_memory
@@ -75,7 +76,8 @@ def resolve(config: EngineConfig) -> Resolved:
     if platform not in PLATFORMS:
         raise ConfigError(f"platform {platform!r} is not supported; supported: {', '.join(PLATFORMS)}")
     degrees = {"tp": config.tp, "pp": config.pp, "dp": config.dp}
-    plan = static_plan(model.block_ids, precision=model.dtype, kv_pages=0, devices=len(devices), **degrees)
+    precisions = layer_precisions(config.precision, config.layer_precision, model.num_layers, model.dtype)
+    plan = static_plan(chain_of(precisions, model.dtype), kv_pages=0, devices=len(devices), **degrees)
     physical = physical_config(model, config.tp)
     wanted_len = _wanted_len(config, model)
     buckets = _buckets(config, platform, wanted_len)

@@ -8,11 +8,14 @@ import numpy as np
 
 from jaxserve.checkpoint.dummy import DummyStore
 from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, stacked_name, tensor_shapes
+from jaxserve.checkpoint.rounded import rounded_block
 from jaxserve.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME, SafetensorsStore, read_json
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
+from jaxserve.core.precision import BITS
 from jaxserve.models import config_from_hf
 from jaxserve.models.hf import token_ids
+from jaxserve.quantization import QArray
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -36,6 +39,13 @@ class Checkpoint:
     config: ModelConfig
     generation: dict[str, Any]
     store: TensorStore
+
+    def variant(
+        self, block_id: str, precision: str, physical: ModelConfig | None = None
+    ) -> dict[str, np.ndarray | QArray]:
+        """A block's parameters in a precision, in the layout of `block`; what it quantises is rounded to nearest."""
+        arrays = self.block(block_id, physical)
+        return rounded_block(physical or self.config, block_id, arrays, precision) if precision in BITS else {**arrays}
 
     def block(self, block_id: str, physical: ModelConfig | None = None) -> dict[str, np.ndarray]:
         """A block's parameters by their dotted path in its module, packed for `physical` (by default `config`).

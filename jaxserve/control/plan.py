@@ -39,6 +39,11 @@ class InstancePlan:
     stages: tuple[StagePlan, ...]
 
     @property
+    def layer_precisions(self) -> tuple[str, ...]:
+        """The precision of each decoder layer."""
+        return tuple(block.precision for block in self.blocks if block.block.startswith("layers."))
+
+    @property
     def blocks(self) -> tuple[BlockPlan, ...]:
         """All blocks in the order in which they run."""
         return tuple(block for stage in self.stages for block in stage.blocks)
@@ -52,12 +57,16 @@ class Plan:
     instances: tuple[InstancePlan, ...]
 
 
-def static_plan(
-    chain: Sequence[str], *, precision: str, kv_pages: int, tp: int, pp: int, dp: int, devices: int
-) -> Plan:
+def chain_of(layer_precisions: Sequence[str], dtype: str) -> tuple[BlockPlan, ...]:
+    """All blocks of a model: embedding and head in full precision, the decoder layers in those given."""
+    layers = (BlockPlan(f"layers.{number}", precision) for number, precision in enumerate(layer_precisions))
+    return (BlockPlan("embed", dtype), *layers, BlockPlan("head", dtype))
+
+
+def static_plan(chain: Sequence[BlockPlan], *, kv_pages: int, tp: int, pp: int, dp: int, devices: int) -> Plan:
     """dp instances of pp stages of tp devices each, layers split evenly, devices taken in order.
 
-    `chain` names all blocks: the embedding, the layers, the head.
+    `chain` has all blocks: the embedding, the layers, the head.
 
     Raises `ConfigError` when the machine has too few devices or the model too few layers.
     """
@@ -77,7 +86,6 @@ def static_plan(
             first = 0 if stage == 0 else bounds[stage] + 1
             last = num_layers + 2 if stage == pp - 1 else bounds[stage + 1] + 1
             start = (replica * pp + stage) * tp
-            blocks = tuple(BlockPlan(block, precision) for block in chain[first:last])
-            stages.append(StagePlan(blocks, tuple(range(start, start + tp)), kv_pages))
+            stages.append(StagePlan(tuple(chain[first:last]), tuple(range(start, start + tp)), kv_pages))
         instances.append(InstancePlan(tuple(stages)))
     return Plan(1, tuple(instances))

@@ -1,8 +1,8 @@
 """The block table: one row per block of the plan, an executable and the flat parameter leaves it is called with.
 
-A row's executable is shared by all blocks of the same signature (graph definition, window, placement), so that layers
-can be exchanged without compiling. Inputs of a step come first, leaves last, all positional: the dispatch path that
-costs least.
+A row's executable is shared by all blocks of the same signature (graph definition, precision, window, placement), so
+that layers can be exchanged without compiling. Inputs of a step come first, leaves last, all positional: the dispatch
+path that costs least.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +18,12 @@ from jax.sharding import PartitionSpec
 from jaxserve.core.config import ModelConfig
 from jaxserve.executor.batch import StepShape, attention_meta
 from jaxserve.kernels import AttentionMeta, kv_write, paged_attention
-from jaxserve.models import build_block, rope_cos_sin
+from jaxserve.models import abstract_block, block_state, rope_cos_sin
 from jaxserve.parallel.placement import POOL_AXES, TP, Placement
+from jaxserve.quantization import QArray
 
 Executable = Callable[..., tuple[Array, ...]]
+Parameter = np.ndarray | Array | QArray
 
 
 @dataclass(frozen=True)
@@ -48,28 +50,30 @@ class BlockBuilder:
         self.config = config
         self._executables: dict[tuple, Executable] = {}
 
-    def build(self, block: str, tensors: Mapping[str, np.ndarray | Array], placement: Placement, precision: str) -> Row:
+    def build(self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str) -> Row:
         """A row for a block with these parameters, keyed by their dotted paths in the module.
 
-        A parameter that is a device array already (tied embeddings) is shared, not copied.
+        In a quantised precision some are QArrays, of whatever group. A parameter that is a device array already (tied
+        embeddings) is shared, not copied. Compiles nothing: what is compiled at its first use is the executable.
         """
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: build_block(self.config, block, rngs=nnx.Rngs(0))))
-        leaves = []
-        for path, variable in nnx.to_flat_state(state):
-            name = ".".join(map(str, path))
-            array = tensors[name]
-            assert array.shape == variable.shape, (block, name, array.shape, variable.shape)
+        graphdef, variables = abstract_block(self.config, block, precision)
+        state = block_state(variables, tensors)
+        leaves: list[Array] = []
+        for name, variable in variables.items():
             sharding = placement.sharding(variable.axes)
-            leaves.append(array if isinstance(array, Array) else jax.device_put(array, sharding))
-        executable = self._executable(block, graphdef, state, placement)
+            parts = jax.tree.leaves(tensors[name])
+            leaves += [part if isinstance(part, Array) else jax.device_put(part, sharding) for part in parts]
+        executable = self._executable(block, graphdef, jax.tree.structure(state), placement)
         return Row(block, executable, tuple(leaves), placement, precision)
 
-    def _executable(self, block: str, graphdef: nnx.GraphDef, state: nnx.State, placement: Placement) -> Executable:
+    def _executable(
+        self, block: str, graphdef: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, placement: Placement
+    ) -> Executable:
         kind, _, number = block.partition(".")
         window = self.config.window(int(number)) if number else None
-        signature = (kind, graphdef, window, placement)
+        signature = (kind, graphdef, structure, window, placement)
         if signature not in self._executables:
-            module = partial(_merge, graphdef, jax.tree.structure(state))
+            module = partial(_merge, graphdef, structure)
             self._executables[signature] = {
                 "embed": self._embed,
                 "layers": partial(self._layer, window=window),

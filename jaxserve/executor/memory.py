@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from math import prod
 
+import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxserve.control import StagePlan
 from jaxserve.core.config import ModelConfig
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.sampling import DeviceSampler
-from jaxserve.models import build_block
+from jaxserve.models import abstract_block
 from jaxserve.parallel.placement import RULES
 
 RESERVE = 1.25  # XLA's temporaries beyond those counted here
@@ -29,7 +29,7 @@ class StageMemory:
 def stage_memory(config: ModelConfig, stage: StagePlan, buckets: Buckets, page_size: int, top: int) -> StageMemory:
     """The bytes of a stage under the physical `config`; `top` is the largest number of log-probabilities."""
     names = [block.block for block in stage.blocks]
-    weights = sum(block_bytes(config, name, stage.tp) for name in names)
+    weights = sum(block_bytes(config, block.block, stage.tp, block.precision) for block in stage.blocks)
     if config.tie_embeddings and {"embed", "head"} <= set(names):
         weights -= block_bytes(config, "embed", stage.tp)
     layers = sum(name.startswith("layers.") for name in names)
@@ -38,13 +38,13 @@ def stage_memory(config: ModelConfig, stage: StagePlan, buckets: Buckets, page_s
     return StageMemory(weights, page, workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top))
 
 
-def block_bytes(config: ModelConfig, block: str, tp: int) -> int:
-    """Bytes of a block's parameters on each of tp devices."""
-    _, state = nnx.split(nnx.eval_shape(lambda: build_block(config, block, rngs=nnx.Rngs(0))))
+def block_bytes(config: ModelConfig, block: str, tp: int, precision: str | None = None) -> int:
+    """Bytes of a block's parameters on each of tp devices, in a precision (None: full)."""
+    _, variables = abstract_block(config, block, precision)
     total = 0
-    for _, variable in nnx.to_flat_state(state):
+    for variable in variables.values():
         split = tp if any(axis in RULES for axis in variable.axes) else 1
-        total += prod(variable.shape) * variable.dtype.itemsize // split
+        total += sum(prod(leaf.shape) * leaf.dtype.itemsize // split for leaf in jax.tree.leaves(variable.get_value()))
     return total
 
 

@@ -1,10 +1,14 @@
 """Multiplication of groups of rows, each by a weight of its own: the experts of a mixture."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxserve.kernels.matmul import matmul
+from jaxserve.quantization import QArray
 
 _ROWS_BY_GROUP = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -12,13 +16,17 @@ _ROWS_BY_GROUP = lax.RaggedDotDimensionNumbers(
 MIN_BLOCK, MAX_BLOCK = 8, 128  # rows multiplied at once on CPU
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul(x: jax.Array, w: jax.Array | QArray, group_sizes: jax.Array, *, split: bool = False) -> jax.Array:
     """Multiplies x [R, c], whose rows are sorted by group, by the weights w [X, out..., c]: [R, out...].
 
-    group_sizes int32 [X] sums to R. Sums in float32; the result has the dtype of `x`.
+    group_sizes int32 [X] sums to R. Sums in float32; the result has the dtype of `x`. `split`: as in `matmul`.
     """
-    flat = w.reshape(len(w), -1, w.shape[-1])
-    y = lax.platform_dependent(x, flat, group_sizes, cpu=_by_blocks, default=_ragged)
+    by_blocks = partial(_by_blocks, split=split)
+    if isinstance(w, QArray):
+        y = by_blocks(x, w, group_sizes)
+    else:
+        flat = w.reshape(len(w), -1, w.shape[-1])
+        y = lax.platform_dependent(x, flat, group_sizes, cpu=by_blocks, default=_ragged)
     return y.astype(x.dtype).reshape(len(x), *w.shape[1:-1])
 
 
@@ -26,14 +34,14 @@ def _ragged(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot_general(x, w, group_sizes, _ROWS_BY_GROUP, preferred_element_type=jnp.float32)
 
 
-def _by_blocks(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def _by_blocks(x: jax.Array, w: jax.Array | QArray, group_sizes: jax.Array, *, split: bool) -> jax.Array:
     """One product per block of rows of a group that has any; XLA's own ragged_dot on CPU multiplies by all weights.
 
     A group's last block spills into the rows of the next group, which is computed later and overwrites them. The
     barrier keeps XLA from widening all weights to float32 ahead of the loop, and the sums stay float32 in it, because
     XLA widens a whole 16-bit array to update a slice of it.
     """
-    rows, groups = len(x), len(w)
+    rows, groups, out = len(x), w.shape[0], math.prod(w.shape[1:-1])
     block = min(max(_power_of_two(rows // groups), MIN_BLOCK), MAX_BLOCK)
     blocks = -(-group_sizes // block)
     ends = jnp.cumsum(blocks)
@@ -44,12 +52,15 @@ def _by_blocks(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
     def step(i: jax.Array, y: jax.Array) -> jax.Array:
         weights, i = lax.optimization_barrier((w, i))
-        weight = lax.dynamic_index_in_dim(weights, group[i], keepdims=False)
+        weight = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, group[i], keepdims=False), weights)
         some = lax.dynamic_slice_in_dim(padded, starts[i], block)
-        out = lax.dot_general(some, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return lax.dynamic_update_slice_in_dim(y, out, starts[i], 0)
+        if isinstance(weight, QArray):
+            part = matmul(some, weight, dtype=jnp.float32, split=split).reshape(block, out)
+        else:
+            part = lax.dot_general(some, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return lax.dynamic_update_slice_in_dim(y, part, starts[i], 0)
 
-    y = lax.fori_loop(0, ends[-1], step, jnp.zeros((rows + block, w.shape[1]), jnp.float32))
+    y = lax.fori_loop(0, ends[-1], step, jnp.zeros((rows + block, out), jnp.float32))
     return y[:rows]
 
 

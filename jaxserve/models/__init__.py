@@ -1,5 +1,10 @@
 """Flax NNX modules of the supported families. They know no mesh (axes have logical names) and no cache."""
 
 from jaxserve.models.layers import Attend as Attend, DecoderLayer as DecoderLayer, Embed as Embed, Head as Head
-from jaxserve.models.registry import build_block as build_block, config_from_hf as config_from_hf
+from jaxserve.models.registry import (
+    abstract_block as abstract_block,
+    block_state as block_state,
+    build_block as build_block,
+    config_from_hf as config_from_hf,
+)
 from jaxserve.models.rope import rope_cos_sin as rope_cos_sin

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.models.layers import Attend
-from jaxserve.models.registry import build_block
+from jaxserve.models.registry import abstract_block, block_state, build_block
 from jaxserve.models.rope import rope_cos_sin
+from jaxserve.quantization import QArray
 
 
 def dense_causal_attend(
@@ -47,11 +48,12 @@ def build_blocks(config: ModelConfig, *, rngs: nnx.Rngs) -> dict[str, nnx.Module
     return blocks
 
 
-def restore_block(config: ModelConfig, block_id: str, arrays: Mapping[str, np.ndarray]) -> nnx.Module:
+def restore_block(
+    config: ModelConfig, block_id: str, arrays: Mapping[str, np.ndarray | QArray], precision: str | None = None
+) -> nnx.Module:
     """A block with the given parameters, keyed by their dotted path in the module."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: build_block(config, block_id, rngs=nnx.Rngs(0))))
-    leaves = [jnp.asarray(arrays[".".join(map(str, path))]) for path, _ in nnx.to_flat_state(state)]
-    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
+    graphdef, variables = abstract_block(config, block_id, precision)
+    return nnx.merge(graphdef, jax.tree.map(jnp.asarray, block_state(variables, arrays)))
 
 
 def forward(

@@ -4,8 +4,12 @@ Axes: T tokens, R rows, E hidden, K kv heads, G query heads per kv head, D head_
 Parameters are stored [outputs..., inputs...] and name their logical axes in their metadata `axes`; the axis that tensor
 parallelism splits comes first among the outputs or first among the inputs. Activations have the dtype of the
 parameters; norms and rotations are computed in float32.
+
+The large matrices of a layer may be quantised: with `bits` given, their parameter is a QArray, whose leaves have the
+axes of the outputs and then the first axis of the inputs. Biases, norms, embedding and head keep full precision.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -15,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.kernels import matmul
+from jaxserve.models.quantized import random_qarray
 from jaxserve.models.rope import apply_rope
 
 Attend = Callable[[Float[Array, "T K G D"], Float[Array, "T K D"], Float[Array, "T K D"]], Float[Array, "T K G D"]]
@@ -26,11 +31,20 @@ Axis = tuple[str | None, int]
 """Logical name and size."""
 
 
-def weight(config: ModelConfig, rngs: nnx.Rngs, *axes: Axis) -> nnx.Param:
-    """A random normal parameter; `axes` are its axes in order."""
+def weight(
+    config: ModelConfig, rngs: nnx.Rngs, *axes: Axis, bits: int | None = None, inputs: int = 1, parts: int = 1
+) -> nnx.Param:
+    """A random parameter; `axes` are its axes in order, the last `inputs` of them contracted.
+
+    `bits`: as a QArray. `parts`: into how many shares tensor parallelism cuts the inputs.
+    """
     names, shape = zip(*axes, strict=True)
-    value = jax.random.normal(rngs.params(), shape, jnp.float32) * INIT_STDDEV
-    return nnx.Param(value.astype(config.dtype), axes=names)
+    if bits is None:
+        value = jax.random.normal(rngs.params(), shape, jnp.float32) * INIT_STDDEV
+        return nnx.Param(value.astype(config.dtype), axes=names)
+    out, size = shape[:-inputs], math.prod(shape[-inputs:])
+    value = random_qarray(rngs.params(), out, size, bits, parts, INIT_STDDEV)
+    return nnx.Param(value, axes=names[: len(out) + 1])
 
 
 def bias(config: ModelConfig, *axes: Axis) -> nnx.Param:
@@ -59,13 +73,14 @@ class Attention(nnx.Module):
     one axis splits all of attention.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
         self.split = config.shards > 1
         heads, group = ("kv_heads", config.num_kv_heads), config.num_heads // config.num_kv_heads
         head, hidden = (None, config.head_dim), ("embed", config.hidden_size)
-        self.qkv = weight(config, rngs, heads, (None, group + 2), head, hidden)
+        self.qkv = weight(config, rngs, heads, (None, group + 2), head, hidden, bits=bits)
         self.qkv_bias = bias(config, heads, (None, group + 2), head) if config.qkv_bias else None
-        self.o = weight(config, rngs, hidden, heads, (None, group), head)
+        inputs = (heads, (None, group), head)
+        self.o = weight(config, rngs, hidden, *inputs, bits=bits, inputs=3, parts=config.shards)
         self.o_bias = bias(config, hidden) if config.o_bias else None
         self.q_norm = RMSNorm(config, config.head_dim, None) if config.qk_norm else None
         self.k_norm = RMSNorm(config, config.head_dim, None) if config.qk_norm else None
@@ -88,13 +103,13 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU feed-forward; `gate_up` [N, 2, I/N, E] holds both projections in N parts, so that one axis splits it."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
         self.split = config.shards > 1
         inner, hidden = ("mlp", config.intermediate_size), ("embed", config.hidden_size)
         parts = gate_up_axes(config, config.intermediate_size)
-        self.gate_up = weight(config, rngs, *parts, hidden)
+        self.gate_up = weight(config, rngs, *parts, hidden, bits=bits)
         self.gate_up_bias = bias(config, *parts) if config.mlp_bias else None
-        self.down = weight(config, rngs, hidden, inner)
+        self.down = weight(config, rngs, hidden, inner, bits=bits, parts=config.shards)
         self.down_bias = bias(config, hidden) if config.mlp_bias else None
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
@@ -120,7 +135,7 @@ def swiglu(gate_up: Float[Array, "*rows N 2 M"]) -> Float[Array, "*rows N*M"]:
 
 
 FeedForward = Callable[..., nnx.Module]
-"""(config, rngs=...) -> a module from x [T, E] to [T, E]."""
+"""(config, rngs=..., bits=...) -> a module from x [T, E] to [T, E]."""
 
 
 class DecoderLayer(nnx.Module):
@@ -128,14 +143,16 @@ class DecoderLayer(nnx.Module):
 
     `feed_forward` makes the second half: `MLP`, or a mixture of experts.
 
-    Layers of the same kind have equal graph definitions: nothing in them depends on their number.
+    Layers of the same kind and precision have equal graph definitions: nothing in them depends on their number.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, feed_forward: FeedForward = MLP):
+    def __init__(
+        self, config: ModelConfig, *, rngs: nnx.Rngs, feed_forward: FeedForward = MLP, bits: int | None = None
+    ):
         self.input_norm = RMSNorm(config, config.hidden_size, "embed")
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs, bits=bits)
         self.post_norm = RMSNorm(config, config.hidden_size, "embed")
-        self.mlp = feed_forward(config, rngs=rngs)
+        self.mlp = feed_forward(config, rngs=rngs, bits=bits)
 
     def __call__(
         self, x: Float[Array, "T E"], cos: Float[Array, "T D//2"], sin: Float[Array, "T D//2"], attend: Attend

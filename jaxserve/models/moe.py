@@ -11,9 +11,12 @@ from jaxserve.models.layers import gate_up_axes, swiglu, weight
 
 
 class MoE(nnx.Module):
-    """X SwiGLU experts with weights as in `MLP`; tokens are grouped by expert, so that each costs its own."""
+    """X SwiGLU experts with weights as in `MLP`; tokens are grouped by expert, so that each costs its own.
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    The router keeps full precision.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
         assert config.moe is not None
         self.experts_per_token = config.moe.experts_per_token
         self.split = config.shards > 1
@@ -21,8 +24,9 @@ class MoE(nnx.Module):
         experts, hidden = ("experts", config.moe.num_experts), ("embed", config.hidden_size)
         inner = config.moe.intermediate_size
         self.router = weight(config, rngs, experts, hidden)
-        self.experts_gate_up = weight(config, rngs, experts, *gate_up_axes(config, inner), hidden)
-        self.experts_down = weight(config, rngs, experts, hidden, ("mlp", inner))
+        parts = gate_up_axes(config, inner)
+        self.experts_gate_up = weight(config, rngs, experts, *parts, hidden, bits=bits)
+        self.experts_down = weight(config, rngs, experts, hidden, ("mlp", inner), bits=bits, parts=config.shards)
 
     def route(self, x: Float[Array, "T E"]) -> tuple[Float[Array, "T top"], Int[Array, "T top"]]:
         """Each token's experts, the most likely first, and the weights of their outputs in float32."""
@@ -37,7 +41,7 @@ class MoE(nnx.Module):
         order = jnp.argsort(experts.ravel(), stable=True)
         sizes = jnp.bincount(experts.ravel(), length=len(self.router)).astype(jnp.int32)
         rows = x[order // self.experts_per_token]
-        inner = swiglu(grouped_matmul(rows, self.experts_gate_up[...], sizes))
-        outs = grouped_matmul(inner, self.experts_down[...], sizes)[jnp.argsort(order)]
+        inner = swiglu(grouped_matmul(rows, self.experts_gate_up[...], sizes, split=self.split))
+        outs = grouped_matmul(inner, self.experts_down[...], sizes, split=self.split)[jnp.argsort(order)]
         outs = outs.astype(jnp.float32).reshape(*experts.shape, -1)
         return jnp.einsum("tne,tn->te", outs, weights).astype(x.dtype)

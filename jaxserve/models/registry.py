@@ -7,9 +7,11 @@ from flax import nnx
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
+from jaxserve.core.precision import BITS
 from jaxserve.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from jaxserve.models.layers import MLP, DecoderLayer, Embed, Head
 from jaxserve.models.moe import MoE
+from jaxserve.quantization import QArray
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "LlamaForCausalLM": llama.config_from_hf,
@@ -31,8 +33,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     raise CheckpointError(f"architecture {found} is not supported; supported: {', '.join(FAMILIES)}")
 
 
-def build_block(config: ModelConfig, block_id: str, *, rngs: nnx.Rngs) -> nnx.Module:
-    """A block with random weights; under `nnx.eval_shape` its abstract parameters."""
+def build_block(config: ModelConfig, block_id: str, *, rngs: nnx.Rngs, precision: str | None = None) -> nnx.Module:
+    """A block with random weights; under `nnx.eval_shape` its abstract parameters.
+
+    `precision`: that of a decoder layer's large matrices; None and the configuration's dtype are full precision.
+    """
     if block_id == "embed":
         return Embed(config, rngs=rngs)
     if block_id == "head":
@@ -40,4 +45,26 @@ def build_block(config: ModelConfig, block_id: str, *, rngs: nnx.Rngs) -> nnx.Mo
     kind, _, number = block_id.partition(".")
     if kind != "layers" or not number.isdigit() or int(number) >= config.num_layers:
         raise ValueError(f"no block {block_id!r} in a model of {config.num_layers} layers")
-    return DecoderLayer(config, rngs=rngs, feed_forward=MoE if config.is_sparse(int(number)) else MLP)
+    feed_forward = MoE if config.is_sparse(int(number)) else MLP
+    return DecoderLayer(config, rngs=rngs, feed_forward=feed_forward, bits=BITS.get(precision or config.dtype))
+
+
+def abstract_block(
+    config: ModelConfig, block_id: str, precision: str | None = None
+) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
+    """A block's graph definition and its abstract parameters by dotted path, in the order of its state's leaves."""
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: build_block(config, block_id, rngs=nnx.Rngs(0), precision=precision))
+    )
+    return graphdef, {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def block_state(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> nnx.State:
+    """The state of a block with these parameters: arrays, or QArrays of whatever group where one is expected."""
+    flat = []
+    for name, variable in variables.items():
+        expected, value = variable.get_value(), values[name]
+        assert value.shape == expected.shape, (name, value.shape, expected.shape)
+        assert isinstance(value, QArray) == isinstance(expected, QArray), (name, type(value))
+        flat.append((tuple(name.split(".")), variable.replace(value)))
+    return nnx.from_flat_state(flat)

@@ -13,7 +13,12 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.server.settings import ServerSettings
 
-RENAMED = {"served_model_name": "served_model_names", "api_key": "api_keys", "cors_origin": "cors_origins"}
+RENAMED = {
+    "served_model_name": "served_model_names",
+    "api_key": "api_keys",
+    "cors_origin": "cors_origins",
+    "variant": "variants",
+}
 ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
 SERVER_KEYS = frozenset(field.name for field in fields(ServerSettings))
 

@@ -1,0 +1,37 @@
+"""A block's parameters, as they were read, in fewer bits: to the nearest, without data."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxserve.core.config import ModelConfig
+from jaxserve.models import abstract_block
+from jaxserve.quantization import QArray
+from jaxserve.quantization.rounding import quantize
+
+CHUNK = 1 << 21  # weights that are quantised at once: what is needed beside them is some 30 bytes for each
+
+
+def rounded_block(
+    physical: ModelConfig, block_id: str, arrays: Mapping[str, np.ndarray], precision: str
+) -> dict[str, np.ndarray | QArray]:
+    """The parameters with QArrays in place of those that the block has quantised in this precision."""
+    _, variables = abstract_block(physical, block_id, precision)
+    templates = {name: variable.get_value() for name, variable in variables.items()}
+    return {
+        name: rounded(array, templates[name]) if isinstance(templates[name], QArray) else array
+        for name, array in arrays.items()
+    }
+
+
+def rounded(w: np.ndarray, template: QArray) -> QArray:
+    """The weight [out..., c...] as the nearest QArray of the template's shape, bits and group; symmetric."""
+    *out, size = template.shape
+    rows = w.reshape(-1, size)
+    codes = np.empty((len(rows), template.codes.shape[-1]), template.codes.dtype)
+    scales = np.empty((len(rows), template.scales.shape[-1]), template.scales.dtype)
+    step = max(CHUNK // size, 1)
+    for start in range(0, len(rows), step):
+        part = quantize(rows[start : start + step], template.bits, group=template.group, scale_dtype=scales.dtype)
+        codes[start : start + step], scales[start : start + step] = part.codes, part.scales
+    return QArray(codes.reshape(*out, -1), scales.reshape(*out, -1), None, template.bits, size)

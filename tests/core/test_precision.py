@@ -1,0 +1,56 @@
+"""Names of precisions, and which layer has which."""
+
+import pytest
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.precision import layer_precisions, mixture_name, parse_precision
+
+
+@pytest.mark.parametrize(
+    ("precision", "ranges", "expected"),
+    [
+        ("auto", None, ("bfloat16",) * 4),
+        ("bf16", None, ("bfloat16",) * 4),
+        ("int4", None, ("int4",) * 4),
+        ("auto", "0-1:bf16,2-:int4", ("bfloat16", "bfloat16", "int4", "int4")),
+        ("int8", " 3:int3 , 0-0:auto", ("bfloat16", "int8", "int8", "int3")),
+        ("auto", "0-:int3", ("int3",) * 4),
+    ],
+)
+def test_every_layer_has_a_precision(precision: str, ranges: str | None, expected: tuple[str, ...]) -> None:
+    assert layer_precisions(precision, ranges, 4, "bfloat16") == expected
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ("0-99:int4", "'0-99:int4', the model's 8 layers are 0-7"),
+        ("8-:int4", "0-7"),
+        ("3-1:int4", "0-7"),
+        ("0-3:int5", "'int5'; there are auto, bfloat16, int8, int4, int3"),
+        ("0-3:int4,2-5:int8", "names layer 2 twice"),
+        ("0-3:fp16", "full precision is bfloat16 here"),
+        ("", "it is ranges as in"),
+        ("0-3", "it is ranges as in"),
+        ("-3:int4", "it is ranges as in"),
+        ("0-3:int4,", "it is ranges as in"),
+        ("all:int4", "it is ranges as in"),
+    ],
+)
+def test_what_is_no_mixture_is_one_error(ranges: str, message: str) -> None:
+    with pytest.raises(ConfigError, match="layer_precision") as caught:
+        layer_precisions("auto", ranges, 8, "bfloat16")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_precision_is_refused_by_the_name_of_its_option() -> None:
+    with pytest.raises(ConfigError, match="variants is 'int2'; there are"):
+        parse_precision("int2", "bfloat16", "variants")
+
+
+def test_a_mixture_is_named_as_it_is_given() -> None:
+    precisions = ("bfloat16", "bfloat16", "int4", "int8", "int8")
+    name = mixture_name(precisions)
+    assert name == "0-1:bfloat16,2-2:int4,3-4:int8"
+    assert layer_precisions("auto", name, 5, "bfloat16") == precisions
