@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxserve.bench.interrupts import ended_as_by_ctrl_c
 from jaxserve.bench.options import (
     ArrivalOptions,
     DatasetOptions,
@@ -90,7 +91,7 @@ def compare(
     ] = None,
 ) -> None:
     """Put results side by side, or run several configurations of the server in turn and compare them."""
-    with told_errors():
+    with told_errors(), ended_as_by_ctrl_c():
         if not run and len(results or ()) < 2:
             raise ConfigError("give two results or more, or --run LABEL=ARGS for each configuration to measure")
         if run and result.save_result and result.save_result.suffix == ".json":
@@ -101,10 +102,14 @@ def compare(
 
         found = [read(path) for path in results or ()]
         experiment = Experiment(server, load, dataset, arrivals, trace, progress=not result.quiet)
-        for measured in run_in_turn(experiment, _labelled(run or []), rounds, memory_gb, _command()):
-            _publish(measured, result, load)
-            found.append(measured)
-        print_side_by_side(found)
+        _prepare(result)
+        try:
+            for measured in run_in_turn(experiment, _labelled(run or []), rounds, memory_gb, _command()):
+                _publish(measured, result, load)
+                found.append(measured)
+        finally:  # also when a server does not start in the third round
+            if len(found) > 1:
+                print_side_by_side(found)
     _exit(found)
 
 
@@ -205,8 +210,9 @@ def _measure(
     trace: TraceOptions,
     result: ResultOptions,
 ) -> None:
-    with told_errors():
+    with told_errors(), ended_as_by_ctrl_c():
         load.metrics()  # a mistake is told before anything is sent
+        _prepare(result)
         from jaxserve.bench.run import Experiment, run_experiment
 
         experiment = Experiment(server, load, dataset, arrivals, trace, result.label, not result.quiet)
@@ -230,8 +236,9 @@ def _rows(
     from jaxserve.bench.environment import describe
     from jaxserve.bench.result import build
 
+    _prepare(options)
     rows, interrupted = [], False
-    with tqdm(total=steps, disable=True if options.quiet else None) as bar:
+    with ended_as_by_ctrl_c(), tqdm(total=steps, disable=True if options.quiet else None) as bar:
 
         def advance() -> None:
             bar.update()
@@ -256,18 +263,28 @@ def _rows(
     _exit([measured])
 
 
+def _prepare(options: ResultOptions) -> None:
+    """Raises `ConfigError` where a result could not be saved."""
+    from jaxserve.bench.result import ensure_writable
+
+    if path := options.save_result:
+        ensure_writable(path.parent if path.suffix == ".json" else path)
+
+
 def _publish(measured: Result, options: ResultOptions, load: LoadOptions | None = None) -> None:
-    """Saves a result if asked to, to a file or a folder, then prints it."""
+    """Saves a result if asked to, to a file or a folder, and prints it, even if it could not be saved."""
     from jaxserve.bench.result import label, save
     from jaxserve.bench.table import print_result
 
-    if path := options.save_result:
-        if path.suffix != ".json":
-            path = path / f"{label(measured).replace('/', '-')}-{measured['date']}.json"
-        save(measured, path)
-        console.print(f"saved {path}", markup=False, soft_wrap=True)
     load = load or LoadOptions()
-    print_result(measured, metrics=load.metrics(), percentiles=load.percentiles())
+    try:
+        if path := options.save_result:
+            if path.suffix != ".json":
+                path = path / f"{label(measured).replace('/', '-')}-{measured['date']}.json"
+            save(measured, path)
+            console.print(f"saved {path}", markup=False, soft_wrap=True)
+    finally:
+        print_result(measured, metrics=load.metrics(), percentiles=load.percentiles())
 
 
 def _exit(results: list[Result]) -> None:

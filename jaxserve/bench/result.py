@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shlex
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -108,6 +109,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return str(value) if isinstance(value, Path) else value
+
+
+def ensure_writable(folder: Path) -> None:
+    """Makes a folder for results. Raises ConfigError if nothing can be written there: better before a run than after."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write into {folder}: {error.strerror or error} (--save-result)") from error
 
 
 def save(result: Mapping[str, Any], path: Path) -> None:

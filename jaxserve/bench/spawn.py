@@ -57,11 +57,12 @@ def _when_ready(process: subprocess.Popen[bytes], log_path: Path, timeout_s: flo
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL if that does not help."""
+    """SIGTERM, and SIGKILL if that does not help, or if a second Ctrl-C ends the wait."""
     process.terminate()
     try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    finally:
         process.kill()
         process.wait()
 

@@ -83,7 +83,8 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
     if len(reasons) > MOST_REASONS:
         said.append(f"and {len(reasons) - MOST_REASONS} other reasons")
     if result.get("interrupted"):
-        said.append(f"interrupted: {result.get('unfinished') or 0} requests had not ended and are in no number")
+        unfinished = f"{result.get('unfinished') or 0} requests had not ended and are in no number"
+        said.append(f"interrupted: {'there are no further rows' if 'rows' in result else unfinished}")
     client = result.get("client") or {}
     if client.get("saturated"):
         said.append(client.get("warning") or "the client itself fell behind")
@@ -99,7 +100,7 @@ def print_result(
 ) -> None:
     """Prints a result: its rows if it has some, else totals and latencies; then the remarks."""
     console = console or Console(highlight=False)
-    if result.get("rows"):
+    if "rows" in result:
         print_rows(result["rows"], console)
     else:
         _print_sections(sections(result, metrics, percentiles), console)
@@ -108,9 +109,10 @@ def print_result(
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Prints flat dicts as a table: a column for every key, in the order in which keys appear."""
+    """Prints flat dicts as a table: a column for every key, in the order in which keys appear; nothing if empty."""
     columns = columns_of(rows)
-    print_grid(columns, [[cell(row.get(column)) for column in columns] for row in rows], console)
+    if columns:
+        print_grid(columns, [[cell(row.get(column)) for column in columns] for row in rows], console)
 
 
 def print_grid(columns: Sequence[str], lines: Sequence[Sequence[str]], console: Console) -> None:

@@ -281,22 +281,23 @@ def test_warm_ups_are_as_long_as_what_is_measured_and_of_other_tokens():
     assert warmups[0].prompt != (5, 6, 7)
 
 
-def interrupted(args: list[str], ready: Callable[[], bool]) -> tuple[int, str]:
-    """Exit status and output of a run that gets Ctrl-C when it is ready for it."""
+def interrupted(args: list[str], ready: Callable[[], bool], by: int = signal.SIGINT) -> tuple[int, str]:
+    """Exit status and output of a run that gets Ctrl-C, or another signal, when it is ready for it."""
     command = [sys.executable, "-m", "jaxserve.cli", "bench", *args]
     environment = {**os.environ, "COLUMNS": "200"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:
         while not ready():
             assert process.poll() is None, process.stdout.read()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(by)
         output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
     return process.returncode, output
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path):
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_what_was_measured(tmp_path, by):
     answered = threading.Event()
     count = 0
 
@@ -313,9 +314,20 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     with running(serving(two_then_none)) as server:
         args = ["serve", "--base-url", server.url, "--num-prompts", "4", "--input-len", "4", "--num-warmups", "0"]
         args += ["--request-rate", "20", "--save-result", str(path)]
-        status, output = interrupted(args, lambda: answered.wait(0.1))
+        status, output = interrupted(args, lambda: answered.wait(0.1), by)
     result = json.loads(path.read_text())
     assert (status, result["interrupted"]) == (130, True)
     assert (result["completed"], result["failed"]) == (2, 0)
     assert "Successful requests" in output
     assert "Traceback" not in output
+
+
+def test_where_nothing_can_be_saved_nothing_is_measured(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    with running(serving(answer)) as server:
+        for path in (file / "result.json", file):
+            status, output = bench("serve", "--base-url", server.url, "--save-result", str(path))
+            assert status == 1
+            assert "--save-result" in output
+        assert not asked(server)

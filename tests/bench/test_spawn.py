@@ -70,3 +70,13 @@ def test_a_server_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
         start = time.monotonic()
     assert time.monotonic() - start < 30  # it would have slept for 60
     assert_gone(pid)
+
+
+def test_a_second_ctrl_c_does_not_leave_the_server_behind(tmp_path):
+    pid = tmp_path / "pid"
+    # Told to end, it presses Ctrl-C for the user, and stays.
+    stubborn = "signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))\n"
+    command = program(stubborn + READY + "while True: time.sleep(60)")
+    with pytest.raises(KeyboardInterrupt), spawned([str(pid)], timeout_s=30, command=command):
+        pass
+    assert_gone(pid)

@@ -72,3 +72,8 @@ def test_rows_are_printed_as_they_are_and_never_cut():
 def test_brackets_in_a_result_are_text_and_no_markup():
     assert "[red]reason" in printed({"errors": ["[red]reason"]})
     assert "[bold]" in printed({"kind": "latency", "rows": [{"[bold]": 1}]}, terminal=True)
+
+
+def test_an_offline_measurement_that_was_interrupted_before_its_first_row_says_only_that():
+    text = printed({"kind": "startup", "rows": [], "interrupted": True})
+    assert text == "interrupted: there are no further rows\n"
