@@ -61,7 +61,7 @@ def replay(
     trace: TraceOptions,
     result: ResultOptions,
     file: Annotated[Path | None, typer.Argument(help="The trace; the same as --trace.", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(help="Of contents, and of what scaling draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of contents, and of what scaling draws.")] = 0,
 ) -> None:
     """Replay a trace of requests, at their times and with their lengths."""
     trace = replace(trace, trace=file) if file else trace
@@ -97,11 +97,14 @@ def compare(
         if run and result.save_result and result.save_result.suffix == ".json":
             raise ConfigError(f"--save-result {result.save_result}: several results need a folder, not one file")
         from jaxserve.bench.compare import print_side_by_side
+        from jaxserve.bench.consistency import check_server
         from jaxserve.bench.result import load as read
         from jaxserve.bench.run import Experiment, run_in_turn
 
         found = [read(path) for path in results or ()]
         experiment = Experiment(server, load, dataset, arrivals, trace, progress=not result.quiet)
+        if run:
+            check_server(server, load)
         _prepare(result)
         try:
             for measured in run_in_turn(experiment, _labelled(run or []), rounds, memory_gb, _command()):
@@ -167,7 +170,7 @@ def latency(
     input_len: Annotated[str, typer.Option(help="Prompt tokens, such as 128,1024.")] = "128",
     output_len: Annotated[int, typer.Option(help="Answer tokens.")] = 128,
     repeats: Annotated[int, typer.Option("--repeats", "--num-iters", min=1, help="Measurements of a case.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
 ) -> None:
     """Measure prefill and decode by batch and prompt length."""
     with told_errors():

@@ -97,8 +97,10 @@ class ServerOptions:
 class LoadOptions:
     """How load is given and what is made of it."""
 
-    max_concurrency: Annotated[int | None, _option("Load", "Requests in flight at most; default: no limit.")] = None
-    num_warmups: Annotated[int, _option("Load", "Requests sent before, and not measured.")] = 1
+    max_concurrency: Annotated[int | None, _option("Load", "Requests in flight at most; default: no limit.", min=1)] = (
+        None
+    )
+    num_warmups: Annotated[int, _option("Load", "Requests sent before, and not measured.", min=0)] = 1
     goodput: Annotated[
         list[str] | None,
         _option("Metrics", "Objectives in ms, such as ttft:500 tpot:50 e2el:5000; a good request meets all."),
@@ -221,6 +223,7 @@ class DatasetOptions:
             "--prefix-len",
             "--random-prefix-len",
             "--prefix-repetition-prefix-len",
+            min=0,
         ),
     ] = None
     num_prefixes: Annotated[
@@ -229,7 +232,7 @@ class DatasetOptions:
             "Dataset", "Different prefixes of prefix-repetition.", "--num-prefixes", "--prefix-repetition-num-prefixes"
         ),
     ] = 10
-    seed: Annotated[int, _option("Dataset", "Of contents, lengths and arrivals.")] = 0
+    seed: Annotated[int, _option("Dataset", "Of contents, lengths and arrivals.", min=0)] = 0
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def plain(value: Any) -> Any:
 
 
 def ensure_writable(folder: Path) -> None:
-    """Makes a folder for results. Raises ConfigError if nothing can be written there: better before a run than after."""
+    """Makes a folder for results. Raises ConfigError if nothing can be written there, before a run and not after."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxserve.bench.client import Client, Target
+from jaxserve.bench.consistency import check_server, check_workload
 from jaxserve.bench.environment import describe
 from jaxserve.bench.load import Load, run_load
 from jaxserve.bench.metrics import PERCENTILES, summarize
@@ -45,6 +46,8 @@ def run_experiment(experiment: Experiment, kind: Kind, command: Sequence[str]) -
     Raises `ConfigError` before any load is given if the options contradict each other or the server refuses a warm-up.
     """
     server, options = experiment.server, experiment.load
+    check_server(server, options)
+    check_workload(experiment.dataset, experiment.arrivals, experiment.trace)  # before a server is started for it
     objectives, percentiles = options.objectives(), _percentiles(options)
     as_text = (server.prompt_format or ("text" if server.endpoint == "chat" else "tokens")) == "text"
     if server.endpoint == "chat" and not as_text:

@@ -12,6 +12,7 @@ from jaxserve.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 
+MOST_TOKENS = 100_000_000  # of a prompt: no model takes more, and no memory
 ROUNDS = 10  # of adjusting a text's length; more than three are rare
 
 
@@ -104,6 +105,10 @@ class Vocabulary:
 
 def _drawn(ids: NDArray[np.object_], rng: np.random.Generator, n: int) -> tuple[int, ...]:
     """From an array of Python's own integers, so that millions of tokens in prompts share them."""
+    if not 0 <= n <= MOST_TOKENS:
+        raise ConfigError(
+            f"a prompt of {n} tokens cannot be made: the limit is {MOST_TOKENS} (--input-len, --clip-lengths)"
+        )
     return tuple(ids[rng.integers(len(ids), size=n)])
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.arrivals import RampUp, arrivals
+from jaxserve.bench.consistency import check_workload
 from jaxserve.bench.datasets.lengths import Lengths
 from jaxserve.bench.datasets.prefix import prefix_samples
 from jaxserve.bench.datasets.random import random_samples
@@ -35,6 +36,7 @@ def build_workload(
     dataset: DatasetOptions, when: ArrivalOptions, trace: TraceOptions, vocabulary: Vocabulary, *, as_text: bool
 ) -> Workload:
     """The requests that the options ask for; the same options and seed give the same ones. Raises `ConfigError`."""
+    check_workload(dataset, when, trace)
     rng = np.random.default_rng(dataset.seed)
     about = {"dataset": dataset.dataset, "seed": dataset.seed, "as_text": as_text}
     if dataset.dataset == "trace":

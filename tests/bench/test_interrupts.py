@@ -21,9 +21,8 @@ def test_they_interrupt_also_where_ctrl_c_is_ignored(number, of_ctrl_c):
     signal.signal(number, signal.SIG_DFL)
     before = signal.signal(signal.SIGINT, of_ctrl_c)
     try:
-        with pytest.raises(KeyboardInterrupt), ended_as_by_ctrl_c():
+        with ended_as_by_ctrl_c(), pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
-            signal.pause()
     finally:
         signal.signal(signal.SIGINT, before)
     assert signal.getsignal(number) is signal.SIG_DFL

@@ -202,6 +202,23 @@ def test_failures_are_counted_with_their_reasons(tmp_path):
         (["serve", "--ramp-up", "steep:1:2"], "steep"),
         (["serve", "--dataset", "sharegpt"], "--dataset-path"),
         (["serve", "--dataset", "trace"], "--trace"),
+        (["serve", "--trace", "trace.csv"], "--dataset trace"),
+        (["serve", "--scale-lengths", "0.5"], "--scale-lengths"),
+        (["serve", "--dataset", "trace", "--synthetic", "azure-code", "--num-prompts", "5"], "--num-prompts"),
+        (["serve", "--dataset", "trace", "--synthetic", "azure-code", "--request-rate", "5"], "--request-rate"),
+        (["serve", "--dataset-path", "chats.json"], "--dataset-path"),
+        (["serve", "--ramp-up", "linear:1:2", "--request-rate", "3"], "--request-rate"),
+        (["serve", "--input-len", "9" * 12], "9" * 12),
+        (["serve", "--timeout", "nan"], "--timeout"),
+        (["serve", "--metrics-interval", "-1"], "--metrics-interval"),
+        (["serve", "--spawn"], "--base-url"),
+        (["serve", "--serve-args", "--tp 2"], "--serve-args"),
+        (["compare", "--run", "a=", "--run", "b=--tp 2"], "--base-url"),
+        (["trace", "trace.csv", "--synthetic", "azure-code"], "not both"),
+        (["trace", "trace.csv", "--duration", "5"], "--duration"),
+        (["trace", "--synthetic", "azure-code", "--duration", "1e12"], "--duration"),
+        (["trace", "--synthetic", "azure-code", "--replicate", "9" * 9], "--replicate"),
+        (["trace", "--synthetic", "azure-code", "--fixed-lengths", "9" * 12 + "/1"], "9" * 12),
         (["serve", "--extra-body", "{"], "--extra-body"),
         (["serve", "--extra-body", "[1]"], "--extra-body"),
         (["serve", "--endpoint", "chat", "--prompt-format", "tokens"], "--prompt-format"),
@@ -222,6 +239,16 @@ def test_a_mistake_is_one_line_and_sends_nothing(args, told):
         assert told in output
         assert "Traceback" not in output
         assert not asked(server)
+
+
+@pytest.mark.parametrize(
+    "option", [["--seed", "-1"], ["--num-warmups", "-1"], ["--max-concurrency", "0"], ["--prefix-len", "-1"]]
+)
+def test_a_number_out_of_range_names_its_option(option):
+    status, output = bench("serve", *option)
+    assert status == 2
+    assert option[0] in output
+    assert "Traceback" not in output
 
 
 def test_no_server_is_told_as_that():
