@@ -1,0 +1,186 @@
+"""The kernel of paged attention: one block of query rows against the pages of its sequence, tile by tile of keys.
+
+Written for Mosaic GPU: the pages of a tile of keys and values are fetched by the bulk copy engine, several tiles ahead,
+while the tile before them is multiplied by the tensor cores. One program, a warpgroup, serves 64 rows: all query heads
+of one kv head for one or more tokens, so that keys and values are read once for the whole group.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.blocks import AttentionBlocks
+from pallas_kernels.mosaic import WARPGROUP_ROWS, launch, tiles, transposed
+
+MASKED = -1e30  # a score of what is not seen: finite, so that differences of two are numbers
+
+
+def flash(
+    q: Array,
+    pool: Array,
+    pages: Array,
+    starts: Array,
+    lengths: Array,
+    *,
+    group: int,
+    scale: float,
+    window: int | None,
+    splits: int,
+    blocks: AttentionBlocks,
+    interpret: Any = False,
+) -> tuple[Array, Array]:
+    """Attention of q [N, K, R, D] over pool [P, K, 2, S, D]; row r of tile n is a query of its token r // group.
+
+    Returns (out [splits, N, K, R, D], logarithms to base 2 of the sums of exponentials f32 [splits, N, K, R]): each
+    split has seen a share of the keys. Rows that see nothing get zeros, and MASKED or less.
+    R is at most 64 and a multiple of 8, or a multiple of 64.
+    """
+    n, kv_heads, r, head_dim = q.shape
+    rows = min(r, WARPGROUP_ROWS)
+    assert r % rows == rows % 8 == 0, r
+    body = partial(
+        _kernel, rows=rows, group=group, scale=scale * math.log2(math.e), window=window, splits=splits, blocks=blocks
+    )
+    pages_per_tile = max(1, blocks.keys // pool.shape[3])
+    swizzled = tiles(head_dim, q.dtype)
+    kv = plgpu.SMEM((blocks.stages, blocks.keys, head_dim), q.dtype, transforms=swizzled)
+    arrived = plgpu.Barrier(num_arrivals=pages_per_tile, num_barriers=blocks.stages)
+    return launch(
+        body,
+        out=(
+            jax.ShapeDtypeStruct((splits, *q.shape), q.dtype),
+            jax.ShapeDtypeStruct((splits, n, kv_heads, r), jnp.float32),
+        ),
+        grid={"split": splits, "tile": n, "head": kv_heads, "block": r // rows},
+        scratch={
+            "q_s": plgpu.SMEM((WARPGROUP_ROWS, head_dim), q.dtype, transforms=swizzled),
+            "k_s": kv,
+            "v_s": kv,
+            "p_s": plgpu.SMEM((WARPGROUP_ROWS, blocks.keys), q.dtype, transforms=tiles(blocks.keys, q.dtype)),
+            "sums_s": plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
+            "q_arrived": plgpu.Barrier(),
+            "k_arrived": arrived,
+            "v_arrived": arrived,
+        },
+        interpret=interpret,
+    )(q, pool, pages, starts, lengths)
+
+
+def _kernel(
+    q_g, pool_g, pages_g, starts_g, lengths_g, out_g, sums_g,
+    q_s, k_s, v_s, p_s, sums_s, q_arrived, k_arrived, v_arrived,
+    *, rows: int, group: int, scale: float, window: int | None, splits: int, blocks: AttentionBlocks,
+):  # fmt: skip
+    """One program. Names end in _g for global memory, _s for shared memory; everything else is in registers."""
+    split, tile, head = (lax.axis_index(name) for name in ("split", "tile", "head"))
+    row = lax.axis_index("block") * rows
+    start, length = starts_g[tile], lengths_g[tile]
+    keys, head_dim, dtype = blocks.keys, q_g.shape[3], q_g.dtype
+    page_size, width = pool_g.shape[3], pages_g.shape[1]
+
+    # What the block sees: positions in [begin, end), the same for all of its rows but for the ends.
+    token = lax.div(row, group)
+    last = jnp.minimum(lax.div(row + rows - 1, group), length - 1)
+    end = jnp.where(token < length, start + last + 1, 0)
+    begin = 0 if window is None else jnp.maximum(start + token + 1 - window, 0)
+    first, after = lax.div(jnp.int32(begin), keys), lax.div(end + keys - 1, keys)
+    share = lax.div(jnp.maximum(after - first, 0) + splits - 1, splits)
+    first = first + split * share
+    after = jnp.minimum(first + share, after)
+
+    def fetch(i: Array) -> None:
+        slot = lax.rem(i - first, blocks.stages)
+        for j in range(max(1, keys // page_size)):
+            at = i * keys + j * page_size
+            page = pages_g[tile, jnp.minimum(lax.div(at, page_size), width - 1)]
+            length = min(keys, page_size)
+            source, target = pl.ds(lax.rem(at, page_size), length), pl.ds(j * page_size, length)
+            if length == page_size:
+                source = slice(None)
+            plgpu.copy_gmem_to_smem(pool_g.at[page, head, 0, source], k_s.at[slot, target], k_arrived.at[slot])
+            plgpu.copy_gmem_to_smem(pool_g.at[page, head, 1, source], v_s.at[slot, target], v_arrived.at[slot])
+
+    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, m, l = carry
+        slot = lax.rem(i - first, blocks.stages)
+        at = i * keys
+        plgpu.barrier_wait(k_arrived.at[slot])
+        s = _product((WARPGROUP_ROWS, keys), q_s, transposed(k_s.at[slot])) * scale
+        key = at + _iota((WARPGROUP_ROWS, keys), 1)
+        query = start + lax.div(row + _iota((WARPGROUP_ROWS, keys), 0), group)
+        seen = key <= jnp.minimum(query, end - 1)
+        if window is not None:
+            seen &= key > query - window
+        s = jnp.where(seen, s, MASKED)
+        m_new = jnp.maximum(m, s.max(axis=1))
+        p = jnp.exp2(s - _columns(m_new, s))
+        shrink = jnp.exp2(m - m_new)
+        p_s[...] = p.astype(dtype)
+
+        plgpu.barrier_wait(v_arrived.at[slot])
+
+        @pl.when((at < begin) | (at + keys > end))
+        def _() -> None:  # 0 * NaN is NaN: values that nobody sees may be stale memory
+            position = at + _iota((keys, head_dim), 0)
+            v = plgpu.layout_cast(v_s[slot], plgpu.Layout.WGMMA)
+            v_s[slot] = jnp.where((position >= begin) & (position < end), v, 0)
+
+        plgpu.commit_smem()
+        acc = acc * _columns(shrink, acc) + _product((WARPGROUP_ROWS, head_dim), p_s, v_s.at[slot])
+
+        @pl.when(i + blocks.stages < after)
+        def _() -> None:
+            fetch(i + blocks.stages)
+
+        return acc, m_new, l * shrink + p.sum(axis=1)
+
+    for ahead in range(blocks.stages):
+        pl.when(first + ahead < after)(partial(fetch, first + ahead))
+    plgpu.copy_gmem_to_smem(q_g.at[tile, head, pl.ds(row, rows)], q_s.at[pl.ds(0, rows)], q_arrived)
+    plgpu.barrier_wait(q_arrived)
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    start_values = (
+        _full((WARPGROUP_ROWS, head_dim), 0.0, plgpu.Layout.WGMMA),
+        _full((WARPGROUP_ROWS,), MASKED, by_row),
+        _full((WARPGROUP_ROWS,), 0.0, by_row),
+    )
+    acc, m, l = lax.fori_loop(first, after, step, start_values)
+
+    valid = lax.div(row + _iota((WARPGROUP_ROWS, head_dim), 0), group) < length
+    l = jnp.where(l == 0, 1.0, l)
+    q_s[...] = jnp.where(valid, acc / _columns(l, acc), 0).astype(dtype)
+    sums_s[...] = m + jnp.log2(l)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q_s.at[pl.ds(0, rows)], out_g.at[split, tile, head, pl.ds(row, rows)])
+    plgpu.copy_smem_to_gmem(sums_s.at[pl.ds(0, rows)], sums_g.at[split, tile, head, pl.ds(row, rows)])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _product(shape: tuple[int, int], x, y) -> Array:
+    """x @ y of two references in shared memory, in registers."""
+
+    def body(acc):
+        plgpu.wgmma(acc, x, y)
+        plgpu.wgmma_wait(0)
+        return acc[...]
+
+    return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
+
+
+def _iota(shape: tuple[int, int], axis: int) -> Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def _full(shape: tuple[int, ...], value: float, layout: plgpu.Layout) -> Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _columns(x: Array, like: Array) -> Array:
+    """x [rows] in every column of `like`."""
+    return lax.broadcast_in_dim(x, like.shape, [0])

@@ -1,0 +1,53 @@
+"""What differs between the supported versions of JAX, and how a Mosaic GPU kernel is launched."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+WARPGROUP_ROWS = 64  # of the first operand of a warpgroup's product
+CAN_INTERPRET = hasattr(plgpu, "InterpretGPUParams")  # jax 0.11 and later
+
+
+def transposed(ref: Any) -> Any:
+    """A view [n, m] of a reference [m, n]."""
+    return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
+
+
+def tiles(width: int, dtype: Any) -> tuple[Any, ...]:
+    """How a matrix [..., width] lies in shared memory: tiles of 8 rows, swizzled against bank conflicts."""
+    itemsize = jnp.dtype(dtype).itemsize
+    row = min(128, width * itemsize)
+    if row not in (32, 64, 128):
+        raise ValueError(
+            f"rows of {row} bytes cannot be swizzled, only those of 32, 64 or whole multiples of 128 bytes"
+        )
+    return plgpu.TilingTransform((8, row // itemsize)), plgpu.SwizzleTransform(row)
+
+
+def launch(
+    kernel: Callable[..., None],
+    out: Any,
+    grid: Mapping[str, int],
+    scratch: Mapping[str, Any],
+    *,
+    interpret: Any = False,
+) -> Callable[..., Any]:
+    """A function of device arrays that runs `kernel(*inputs, *outputs, **scratch)` once per point of the grid.
+
+    Each program is one warpgroup. The last axis of the grid varies fastest. `interpret` simulates the launch on a CPU
+    instead: True, or JAX's own parameters (`InterpretGPUParams`).
+    """
+    if interpret is True:
+        interpret = plgpu.InterpretGPUParams()
+    return plgpu.kernel(
+        kernel,
+        out_type=out,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        scratch_types=dict(scratch),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+    )

@@ -1,0 +1,31 @@
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import pytest
+
+from pallas_kernels.mosaic import CAN_INTERPRET
+from pallas_kernels.targets import compile_for, missing
+
+
+@pytest.fixture
+def interpret():
+    """Parameters of JAX's simulation of a GPU: memory starts as NaN, races and reads out of bounds are errors."""
+    if not CAN_INTERPRET:
+        pytest.skip(f"jax {jax.__version__} cannot interpret Mosaic GPU kernels, 0.11 can")
+    return plgpu.InterpretGPUParams(detect_races=True)
+
+
+@pytest.fixture
+def compile_for_h200():
+    """`targets.compile_for`, for an H200."""
+    if reason := missing():
+        pytest.skip(reason)
+
+    def compiled(f, *arguments, **kwargs):
+        return compile_for("h200", f, *arguments, **kwargs)
+
+    return compiled
+
+
+def lowered(f, *arguments):
+    """The program for CUDA, as text. Needs neither a GPU nor a plugin."""
+    return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,147 @@
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.kernels import AttentionMeta, kv_write, paged_attention as dispatched
+from pallas_kernels.blocks import HOPPER, AttentionBlocks
+from pallas_kernels.paged_attention import attend, merge, paged_attention, splits_for, supports
+from tests.kernels.problems import Shape, dense_answer, make_problem
+from tests.pallas.conftest import lowered
+
+SMALL = Shape(B=2, N=1, Q=8, K=1, G=4, D=64, S=16, W=9, dtype="bfloat16")
+SHAPES = {
+    "gqa": SMALL,
+    "mha": replace(SMALL, K=2, G=1),
+    "groups that do not divide the rows": replace(SMALL, G=7, Q=20),
+    "tiles of many blocks": replace(SMALL, B=0, Q=40),
+    "no tiles": replace(SMALL, N=0),
+    "nothing": replace(SMALL, B=0, N=0),
+    "D=128": replace(SMALL, D=128),
+    "pages of 8": replace(SMALL, S=8, W=19),
+    "pages larger than a tile": replace(SMALL, S=128, W=2),
+    "window": replace(SMALL, window=70),
+    "window of one": replace(SMALL, window=1),
+    "f16": replace(SMALL, dtype="float16"),
+}
+SCALE = 0.3
+TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
+
+
+def problem_on_gpu(shape, seed=0):
+    """With the pool as it is stored on a GPU."""
+    problem = make_problem(shape, seed)
+    return replace(problem, pool=problem.pool.view(shape.dtype))
+
+
+def check(shape, seed=0, **kwargs):
+    problem = problem_on_gpu(shape, seed)
+    attention = jax.jit(partial(paged_attention, scale=SCALE, window=shape.window, **kwargs))
+    out = np.asarray(attention(problem.q, problem.pool, problem.meta)).astype(np.float32)
+    answer = dense_answer(problem, SCALE, shape.window)
+    np.testing.assert_allclose(out, answer, atol=TOLERANCE[shape.dtype], rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_is_dense_attention(interpret, shape):
+    check(shape, interpret=interpret)
+
+
+@pytest.mark.parametrize("sizes", [AttentionBlocks(64, 3), AttentionBlocks(128, 2)], ids=str)
+def test_block_sizes_change_nothing(interpret, sizes):
+    check(replace(SMALL, W=20), blocks=replace(HOPPER, decode=sizes, prefill=sizes), interpret=interpret)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_splits_change_nothing(interpret, window):
+    """Some of the splits see no key at all."""
+    shape = replace(SMALL, N=0, W=20, window=window)
+    problem = problem_on_gpu(shape)
+    meta = problem.meta
+    lengths = meta.decode_lengths
+    out = attend(
+        problem.q[:, None], problem.pool, meta.decode_pages, lengths - 1, jnp.minimum(lengths, 1),
+        scale=SCALE, window=window, splits=4, blocks=HOPPER.decode, interpret=interpret,
+    )  # fmt: skip
+    np.testing.assert_allclose(out[:, 0].astype(jnp.float32), dense_answer(problem, SCALE, window), atol=2e-2)
+
+
+def test_merging_shares_of_the_keys_is_attention_over_all_of_them():
+    rng = np.random.default_rng(0)
+    scores, values = rng.normal(size=(3, 5, 7)) * 4, rng.normal(size=(3, 7, 2))
+    exponentials = np.exp2(scores)
+    shares = np.einsum("srk,skd->srd", exponentials, values) / exponentials.sum(-1, keepdims=True)
+    whole = np.einsum("srk,skd->rd", exponentials, values) / exponentials.sum((0, 2))[:, None]
+    merged = merge(jnp.asarray(shares, jnp.float32), jnp.asarray(np.log2(exponentials.sum(-1)), jnp.float32))
+    np.testing.assert_allclose(merged, whole, atol=1e-5)
+
+
+def test_a_few_long_contexts_are_split_until_all_cores_have_work():
+    assert splits_for(8, 8192, HOPPER) == 33
+    assert splits_for(8, 256, HOPPER) == 2  # too short for more
+    assert splits_for(1024, 8192, HOPPER) == 1
+
+
+REAL = {
+    "decode": (32, 0, 64, 8, 4, 128, 16, 512),
+    "one long row": (1, 0, 64, 8, 4, 128, 16, 512),
+    "prefill": (0, 32, 64, 8, 4, 128, 16, 128),
+    "both": (32, 4, 64, 4, 8, 64, 64, 32),
+    "odd group": (4, 2, 64, 4, 7, 128, 32, 32),
+    "D=256": (4, 2, 64, 4, 2, 256, 16, 32),
+}
+
+
+def arguments(B, N, Q, K, G, D, S, W):
+    def ids(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    q = jax.ShapeDtypeStruct((B + N * Q, K, G, D), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((4096, K, 2, S, D), jnp.bfloat16)
+    return q, pool, AttentionMeta(ids(B, W), ids(B), ids(N, W), ids(N), ids(N))
+
+
+@pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
+def test_it_lowers_for_cuda(shape):
+    q, pool, meta = arguments(*shape)
+    assert supports(q, pool)
+    assert "mosaic_gpu" in lowered(partial(paged_attention, scale=0.1), q, pool, meta)
+
+
+@pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
+def test_it_compiles_for_h200(compile_for_h200, shape):
+    q, pool, meta = arguments(*shape)
+    stats = compile_for_h200(partial(paged_attention, scale=0.1, window=1024), q, pool, meta).memory_analysis()
+    assert stats.temp_size_in_bytes < pool.size * pool.dtype.itemsize / 10
+
+
+def test_a_layers_write_and_read_leave_the_pool_where_it_is(compile_for_h200):
+    q, pool, meta = arguments(*REAL["both"])
+    kv = jax.ShapeDtypeStruct((q.shape[0], q.shape[1], q.shape[3]), q.dtype)
+    slots = jax.ShapeDtypeStruct((q.shape[0],), jnp.int32)
+
+    def step(pool, q, k, v, slots, meta):
+        pool = kv_write(pool, k, v, slots)
+        return pool, dispatched(q, pool, meta, scale=0.1, gpu="pallas")
+
+    compiled = compile_for_h200(step, pool, q, kv, kv, slots, meta, donate=(0,))
+    stats = compiled.memory_analysis()
+    assert "mosaic_gpu" in compiled.as_text()
+    assert stats.alias_size_in_bytes == pool.size * pool.dtype.itemsize
+    assert stats.temp_size_in_bytes < stats.alias_size_in_bytes / 10
+
+
+def test_the_choice_can_be_forced():
+    q, pool, meta = arguments(*REAL["decode"])
+    assert "mosaic_gpu" in lowered(partial(dispatched, scale=0.1, gpu="pallas"), q, pool, meta)
+    assert "mosaic_gpu" not in lowered(partial(dispatched, scale=0.1, gpu="xla"), q, pool, meta)
+
+
+@pytest.mark.parametrize("shape", [(4, 0, 8, 2, 2, 80, 16, 8), (4, 0, 8, 2, 2, 64, 4, 8), (4, 0, 8, 2, 2, 64, 24, 8)])
+def test_other_shapes_go_through_xla(shape):
+    q, pool, meta = arguments(*shape)
+    assert not supports(q, pool)
+    assert "mosaic_gpu" not in lowered(partial(dispatched, scale=0.1, gpu="pallas"), q, pool, meta)
