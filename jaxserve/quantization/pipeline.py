@@ -7,7 +7,10 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from jaxserve.checkpoint.loader import Checkpoint
+from jaxserve.checkpoint.mapping import numpy_dtype
 from jaxserve.core.errors import ConfigError
+from jaxserve.quantization.awq import awq_layer
+from jaxserve.quantization.calibration import calibrate
 from jaxserve.quantization.layer import Leaves, bits_of, round_layer
 from jaxserve.quantization.rounding import GROUP, GROUPS
 
@@ -49,15 +52,20 @@ def quantize_layers(checkpoint: Checkpoint, settings: Settings, tokens: np.ndarr
 
     `tokens`: calibration text, int32 [sequences, length]; only "rtn" does without. Raises `ConfigError` if it lacks.
     """
-    if settings.method != "rtn":
-        if tokens is None:
-            raise ConfigError(
-                f"method {settings.method!r} needs calibration text (--calib FILE); only rtn does without"
-            )
-        raise NotImplementedError
-    for index in range(checkpoint.config.num_layers):
-        leaves = checkpoint.block(f"layers.{index}")
+    if settings.method == "rtn":
+        for index in range(checkpoint.config.num_layers):
+            leaves = checkpoint.block(f"layers.{index}")
+            for precision in settings.precisions:
+                bits = bits_of(precision)
+                rounded = round_layer(leaves, bits, group=settings.group, symmetric=settings.symmetric)
+                yield Variant(index, precision, rounded)
+        return
+    if tokens is None:
+        raise ConfigError(f"method {settings.method!r} needs calibration text (--calib FILE); only rtn does without")
+    make = {"awq": awq_layer}[settings.method]
+    dtype = numpy_dtype(checkpoint.config)
+    for index, leaves, inputs in calibrate(checkpoint, tokens, gram=settings.method == "gptq"):
         for precision in settings.precisions:
             bits = bits_of(precision)
-            rounded = round_layer(leaves, bits, group=settings.group, symmetric=settings.symmetric)
-            yield Variant(index, precision, rounded)
+            variant = make(leaves, inputs, bits, group=settings.group, symmetric=settings.symmetric, dtype=dtype)
+            yield Variant(index, precision, variant)

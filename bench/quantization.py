@@ -1,0 +1,123 @@
+"""What the bundled model loses in fewer bits, by method: cross-entropy on text it has not seen.
+
+    python -m bench.quantization [--methods rtn,awq,gptq] [--precisions int8,int4,int3] [--zero-points] [--tokens N]
+
+Calibration text: modules of the standard library from the side of the split that the model was trained on. Held-out
+text: the documents that were kept from training and from calibration. Every method is calibrated on the same tokens.
+"""
+
+import argparse
+import hashlib
+import random
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from checkpoints.train.corpus import Document, collect, default_stdlib, split
+from checkpoints.train.objective import build, token_losses
+from jaxserve.bundled import bundled_model_path
+from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.checkpoint.variants import VariantStore
+from jaxserve.core.config import ModelConfig
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.quantization import QArray
+from jaxserve.quantization.pipeline import METHODS, Settings
+from jaxserve.quantization.run import CalibrationText, run
+
+HELD_OUT = 0.02  # as in training
+LENGTH = 512
+CALIBRATION_DOCUMENTS = 200
+BATCH = 8
+
+
+def main() -> None:
+    """Prints a table: nats per token in full precision, and what each method adds to them."""
+    options = _options()
+    model = bundled_model_path()
+    checkpoint, tokenizer = open_checkpoint(model, dtype="float32"), Tokenizer.load(model)
+    calibration, held_out = texts()
+    rows = _rows(tokenizer, held_out)[: options.tokens // LENGTH]
+    loss = Loss(checkpoint, rows)
+    full = loss({})
+    print(f"{rows.shape[0] * LENGTH} held-out tokens, sha256 {hashlib.sha256(rows.tobytes()).hexdigest()[:12]}")
+    print(f"full precision: {full:.4f} nats per token")
+    print("| precision | method | nats per token | lost | seconds to quantise |")
+    print("| --- | --- | ---: | ---: | ---: |")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "calibration.txt")
+        file.write_text("\n\n".join(document.text for document in calibration), encoding="utf-8")
+        for precision in options.precisions.split(","):
+            for method in options.methods.split(","):
+                began = time.perf_counter()
+                settings = Settings((precision,), method, options.group, symmetric=not options.zero_points)
+                store = run(model, settings, CalibrationText(file, options.samples), Path(folder, method))
+                took = time.perf_counter() - began
+                found = loss(dequantized(store, precision))
+                print(f"| {precision} | {method} | {found:.4f} | {found - full:+.4f} | {took:.0f} |", flush=True)
+
+
+def texts() -> tuple[list[Document], list[Document]]:
+    """(calibration, held out) documents of this interpreter's standard library."""
+    train, held_out = split(collect([default_stdlib()]), HELD_OUT)
+    return random.Random(0).sample(train, CALIBRATION_DOCUMENTS), held_out
+
+
+def dequantized(store: VariantStore, precision: str) -> dict[str, np.ndarray]:
+    """All layers' parameters in float32, as the QArrays stand for them, by block and path."""
+    return {
+        f"layers.{index}.{name}": np.asarray(leaf.dequantize() if isinstance(leaf, QArray) else leaf, np.float32)
+        for index in range(store.num_layers)
+        for name, leaf in store.layer(index, precision).items()
+    }
+
+
+class Loss:
+    """Mean negative log likelihood of rows int32 [N, length + 1], in float32, with some parameters replaced."""
+
+    def __init__(self, checkpoint: Checkpoint, rows: np.ndarray):
+        self.rows = rows[: len(rows) // BATCH * BATCH].reshape(-1, BATCH, rows.shape[1])
+        config = checkpoint.config
+        self.graph, params = build(config, 0)
+        self.flat = nnx.to_flat_state(params)
+        self.full = {f"{b}.{name}": x for b in config.block_ids for name, x in checkpoint.block(b).items()}
+        self.losses = jax.jit(partial(_mean_loss, config, self.graph))
+
+    def __call__(self, replaced: dict[str, np.ndarray]) -> float:
+        arrays = self.full | replaced
+        leaves = [
+            (path, leaf.replace(jnp.asarray(arrays[".".join(path)]).reshape(leaf.shape))) for path, leaf in self.flat
+        ]
+        params = nnx.from_flat_state(leaves)
+        return float(np.mean([self.losses(params, rows) for rows in self.rows]))
+
+
+def _mean_loss(config: ModelConfig, graph: nnx.GraphDef, params: nnx.State, rows: jax.Array) -> jax.Array:
+    return token_losses(config, graph, params, rows).mean()
+
+
+def _rows(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
+    """Sequences of LENGTH tokens and their targets, int32 [N, LENGTH + 1]."""
+    stream = np.concatenate([np.asarray(tokenizer.encode(document.text), np.int32) for document in documents])
+    starts = np.arange((len(stream) - 1) // LENGTH)[:, None] * LENGTH
+    return stream[starts + np.arange(LENGTH + 1)]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precisions", default="int8,int4,int3")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=64, help="pieces of 512 tokens to calibrate on")
+    parser.add_argument("--tokens", type=int, default=131072, help="of held-out text")
+    parser.add_argument("--zero-points", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

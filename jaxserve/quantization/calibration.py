@@ -1,0 +1,132 @@
+"""What flows into every weight when a model reads calibration text, seen one layer at a time.
+
+Axes: L tokens of a sequence, E hidden, C inputs of a weight (its contracted axes as one), R rows that are kept.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxserve.checkpoint.loader import Checkpoint
+from jaxserve.core.config import ModelConfig
+from jaxserve.kernels import matmul
+from jaxserve.models import DecoderLayer, rope_cos_sin
+from jaxserve.models.dense import dense_causal_attend, restore_block
+from jaxserve.models.layers import MLP, swiglu
+
+MAX_ROWS = 2048  # inputs kept of each weight
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs x of one weight over all calibration text; `gram`, the mean of x xᵀ, only where it was asked for."""
+
+    rows: Float[Array, "R C"]
+    mean_abs: Float[Array, "C"]
+    gram: Float[Array, "C C"] | None
+
+
+class Calibrated(NamedTuple):
+    """A layer's parameters in float32 and the inputs of its weights, by the same names."""
+
+    index: int
+    leaves: dict[str, np.ndarray]
+    inputs: dict[str, Inputs]
+
+
+def calibrate(checkpoint: Checkpoint, tokens: Int[np.ndarray, "N L"], *, gram: bool = False) -> Iterator[Calibrated]:
+    """Every layer in order, in full precision and computed in float32, so that no layer's error reaches the next.
+
+    Holds one layer's parameters and the hidden states of all the text. Experts' second weights are not observed: each
+    sees tokens of its own.
+    """
+    checkpoint = replace(checkpoint, config=replace(checkpoint.config, dtype="float32"))
+    config = checkpoint.config
+    embed = restore_block(config, "embed", checkpoint.block("embed"))
+    hidden = [embed(jnp.asarray(sequence)) for sequence in tokens]
+    del embed
+    kept = _spread(tokens.shape[1], -(-MAX_ROWS // len(tokens)))
+    for index in range(config.num_layers):
+        leaves = checkpoint.block(f"layers.{index}")
+        graph, state = nnx.split(restore_block(config, f"layers.{index}", leaves))
+        observe = partial(_observe, config, graph, config.window(index), gram, state, kept)
+        sums: dict[str, Inputs] = {}
+        for number, x in enumerate(hidden):
+            hidden[number], seen = observe(x)
+            sums = {name: _joined(sums.get(name), inputs) for name, inputs in seen.items()}
+        del graph, state, observe
+        yield Calibrated(index, leaves, {name: _mean(inputs, len(hidden)) for name, inputs in sums.items()})
+
+
+def _spread(length: int, count: int) -> Int[np.ndarray, "R"]:
+    """Positions that lie evenly over a sequence."""
+    return np.unique(np.linspace(0, length - 1, min(count, length)).astype(np.int32))
+
+
+jax.tree_util.register_dataclass(Inputs, data_fields=["rows", "mean_abs", "gram"], meta_fields=[])
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _observe(
+    config: ModelConfig,
+    graph: nnx.GraphDef,
+    window: int | None,
+    gram: bool,
+    state: nnx.State,
+    kept: Int[Array, "R"],
+    x: Float[Array, "L E"],
+) -> tuple[Float[Array, "L E"], dict[str, Inputs]]:
+    """The layer's output for a sequence, and what it saw of it."""
+    positions = jnp.arange(len(x))
+    attend = dense_causal_attend(positions, window=window, scale=config.head_dim**-0.5)
+    y, seen = _with_inputs(nnx.merge(graph, state), x, *rope_cos_sin(config, positions), attend)
+
+    def summary(x: Array) -> Inputs:
+        x = x.reshape(len(positions), -1)
+        return Inputs(x[kept], jnp.abs(x).mean(axis=0), x.T @ x / len(x) if gram else None)
+
+    return y, {name: summary(inputs) for name, inputs in seen.items()}
+
+
+def _with_inputs(
+    layer: DecoderLayer, x: Array, cos: Array, sin: Array, attend: partial
+) -> tuple[Array, Mapping[str, Array]]:
+    """`DecoderLayer.__call__`, and the inputs of its weights."""
+    attended = None
+
+    def spy(*qkv: Array) -> Array:
+        nonlocal attended
+        attended = attend(*qkv)
+        return attended
+
+    normed = layer.input_norm(x)
+    x = x + layer.attention(normed, cos, sin, spy)
+    inner = layer.post_norm(x)
+    seen = {"attention.qkv": normed, "attention.o": attended}
+    if isinstance(layer.mlp, MLP):
+        gate_up = matmul(inner, layer.mlp.gate_up[...])
+        if layer.mlp.gate_up_bias is not None:
+            gate_up += layer.mlp.gate_up_bias[...]
+        seen |= {"mlp.gate_up": inner, "mlp.down": swiglu(gate_up)}
+    else:
+        seen |= {"mlp.experts_gate_up": inner}
+    return x + layer.mlp(inner), seen
+
+
+def _joined(a: Inputs | None, b: Inputs) -> Inputs:
+    """Rows after each other, the rest as sums."""
+    if a is None:
+        return b
+    gram = None if a.gram is None else a.gram + b.gram
+    return Inputs(jnp.concatenate([a.rows, b.rows]), a.mean_abs + b.mean_abs, gram)
+
+
+def _mean(sums: Inputs, count: int) -> Inputs:
+    return replace(sums, mean_abs=sums.mean_abs / count, gram=None if sums.gram is None else sums.gram / count)

@@ -1,0 +1,169 @@
+"""AWQ: scaling leaves the function as it was, and what is searched changes outputs less than rounding alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.core.config import ModelConfig, MoEConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.models import build_block, rope_cos_sin
+from jaxserve.models.dense import dense_causal_attend, restore_block
+from jaxserve.quantization import QArray
+from jaxserve.quantization.awq import awq_layer, scale_layer
+from jaxserve.quantization.calibration import Inputs, calibrate
+from jaxserve.quantization.layer import round_layer
+from jaxserve.quantization.pipeline import Settings, quantize_layers
+from jaxserve.quantization.rounding import quantize
+from jaxserve.quantization.simulate import grouped, rounded
+
+CONFIG = ModelConfig(
+    "LlamaForCausalLM", vocab_size=50, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
+    intermediate_size=96, max_position=64, dtype="float32",
+)  # fmt: skip
+KINDS = {
+    "plain": CONFIG,
+    "biases": replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "qk_norm": replace(CONFIG, qk_norm=True),
+    "experts": replace(CONFIG, moe=MoEConfig(4, 2, 32, True, (True,))),
+}
+TOKENS = np.random.default_rng(1).integers(0, 500, (3, 40)).astype(np.int32)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [0, 32, 128])
+@pytest.mark.parametrize("bits", [8, 4, 3])
+def test_the_simulation_is_what_quantize_does(bits, group, symmetric):
+    w = np.random.default_rng(0).normal(size=(6, 256)).astype(np.float32)
+    w[0, :128] = 0
+    expected = np.asarray(quantize(w, bits, group=group, symmetric=symmetric).dequantize())
+    found = np.asarray(jax.jit(lambda w: rounded(grouped(w, group), bits, symmetric))(w)).reshape(w.shape)
+    same = found == expected
+    assert same.mean() > 0.999  # a number between two codes may fall to either
+    np.testing.assert_allclose(found[same], expected[same])
+
+
+def random_leaves(config: ModelConfig) -> dict[str, np.ndarray]:
+    _, state = nnx.split(nnx.eval_shape(lambda: build_block(config, "layers.0", rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(7)
+    return {
+        ".".join(map(str, path)): rng.normal(0.5 if path[-1] == "weight" else 0, 0.3, leaf.shape).astype(np.float32)
+        for path, leaf in nnx.to_flat_state(state)
+    }
+
+
+def run_layer(config: ModelConfig, leaves: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    positions = jnp.arange(len(x))
+    attend = dense_causal_attend(positions, scale=config.head_dim**-0.5)
+    return np.asarray(
+        restore_block(config, "layers.0", leaves)(jnp.asarray(x), *rope_cos_sin(config, positions), attend)
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scaling_leaves_the_function_as_it_was(kind, dtype):
+    config, leaves = KINDS[kind], random_leaves(KINDS[kind])
+    for norm in ("input_norm.weight", "post_norm.weight"):  # as a checkpoint in this dtype holds them
+        leaves[norm] = leaves[norm].astype(dtype).astype(np.float32)
+    rng = np.random.default_rng(3)
+
+    def search(w, inputs, tie):
+        s = np.exp(rng.normal(size=w.shape[1])).astype(np.float32)
+        return s if tie is None else tie(s)
+
+    names = ["attention.qkv", "attention.o", "mlp.experts_gate_up" if config.moe else "mlp.gate_up", "mlp.down"]
+    scaled, scales = scale_layer(leaves, dict.fromkeys(names, None), search, np.dtype(dtype))
+    assert scales.keys() == set(names[: 3 if config.moe else 4])
+    assert all(
+        scaled[norm].astype(dtype).astype(np.float32).tolist() == scaled[norm].tolist()
+        for norm in ("input_norm.weight", "post_norm.weight")
+    )
+    assert not np.allclose(scaled["attention.o"], leaves["attention.o"])
+    x = rng.normal(size=(20, config.hidden_size)).astype(np.float32)
+    np.testing.assert_allclose(run_layer(config, scaled, x), run_layer(config, leaves, x), rtol=2e-3, atol=2e-3)
+
+
+def uneven_inputs(size: int) -> Inputs:
+    """A few inputs are far larger than the others."""
+    rng = np.random.default_rng(5)
+    rows = rng.normal(size=(200, size)).astype(np.float32) * np.exp(rng.normal(0, 1.5, size)).astype(np.float32)
+    return Inputs(jnp.asarray(rows), jnp.abs(rows).mean(axis=0), None)
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_outputs_change_less_than_by_rounding_alone(bits):
+    leaves = random_leaves(CONFIG)
+    sizes = {"attention.qkv": 64, "attention.o": 64, "mlp.gate_up": 64, "mlp.down": 96}
+    inputs = {name: uneven_inputs(size) for name, size in sizes.items()}
+    variant = awq_layer(leaves, inputs, bits, group=32, symmetric=True, dtype=np.dtype(np.float32))
+    nearest = round_layer(leaves, bits, group=32)
+    assert variant.keys() == nearest.keys()
+    for name in ("attention.qkv", "mlp.gate_up"):
+        norm = "input_norm.weight" if name == "attention.qkv" else "post_norm.weight"
+        rows, s = np.asarray(inputs[name].rows), leaves[norm] / variant[norm]
+
+        def change(q: QArray, rows: np.ndarray) -> float:
+            return float(np.square(rows @ np.asarray(q.dequantize()).reshape(-1, 64).T - expected)[:, outputs].mean())
+
+        # values and up projections are divided by the scales of what comes after them
+        expected = np.asarray(inputs[name].rows) @ leaves[name].reshape(-1, 64).T
+        outputs = np.arange(expected.shape[1]).reshape(leaves[name].shape[:-1])
+        outputs = (outputs[:, :-1] if name == "attention.qkv" else outputs[:, 0]).ravel()
+        assert change(variant[name], rows / s) < 0.7 * change(nearest[name], rows), name
+
+
+def test_what_is_observed_is_what_flows_into_the_weights(tiny_model):
+    checkpoint = open_checkpoint(tiny_model, "dummy")
+    config = checkpoint.config
+    positions = jnp.arange(TOKENS.shape[1])
+    attend = dense_causal_attend(positions, scale=config.head_dim**-0.5)
+    blocks = {b: restore_block(config, b, checkpoint.block(b)) for b in ("embed", "layers.0", "layers.1")}
+    xs = [blocks["layers.0"](blocks["embed"](jnp.asarray(t)), *rope_cos_sin(config, positions), attend) for t in TOKENS]
+    normed = np.concatenate([blocks["layers.1"].input_norm(x) for x in xs])
+    seen = next(c for c in calibrate(checkpoint, TOKENS, gram=True) if c.index == 1).inputs
+    assert {name: x.rows.shape[1] for name, x in seen.items()} == {
+        "attention.qkv": 64, "attention.o": 64, "mlp.gate_up": 64, "mlp.down": 96,
+    }  # fmt: skip
+    np.testing.assert_allclose(seen["attention.qkv"].rows, normed, rtol=1e-4, atol=1e-5)
+    for x in seen.values():
+        np.testing.assert_allclose(x.mean_abs, np.abs(x.rows).mean(axis=0), rtol=1e-4)
+        np.testing.assert_allclose(x.gram, x.rows.T @ x.rows / len(x.rows), rtol=1e-3, atol=1e-5)
+
+
+def outputs(checkpoint: Checkpoint, layers: dict[int, dict], tokens: np.ndarray) -> np.ndarray:
+    """Hidden states after the last layer."""
+    config, positions = checkpoint.config, jnp.arange(len(tokens))
+    attend = dense_causal_attend(positions, scale=config.head_dim**-0.5)
+    x = restore_block(config, "embed", checkpoint.block("embed"))(jnp.asarray(tokens))
+    for index in range(config.num_layers):
+        full = checkpoint.block(f"layers.{index}")
+        leaves = {
+            name: np.asarray(leaf.dequantize()).reshape(full[name].shape) if isinstance(leaf, QArray) else leaf
+            for name, leaf in layers.get(index, full).items()
+        }
+        x = restore_block(config, f"layers.{index}", leaves)(x, *rope_cos_sin(config, positions), attend)
+    return np.asarray(x)
+
+
+@pytest.mark.parametrize("method", ["awq"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_calibrated_model_is_nearer_to_full_precision_than_a_rounded_one(tiny_model: Path, method, symmetric):
+    checkpoint = open_checkpoint(tiny_model, "dummy")
+    unseen = np.random.default_rng(2).integers(0, 500, 60).astype(np.int32)
+    full = outputs(checkpoint, {}, unseen)
+    error = {}
+    for name in ("rtn", method):
+        made = quantize_layers(checkpoint, Settings(("int3",), name, 64, symmetric), TOKENS)
+        error[name] = np.square(outputs(checkpoint, {v.index: v.leaves for v in made}, unseen) - full).mean()
+    assert error[method] < error["rtn"]
+
+
+def test_calibration_text_is_needed(tiny_model):
+    with pytest.raises(ConfigError, match="--calib FILE"):
+        next(quantize_layers(open_checkpoint(tiny_model, "dummy"), Settings(("int4",), "awq")))
