@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxserve.bench.flattened import flattened
 from jaxserve.bench.interrupts import ended_as_by_ctrl_c
 from jaxserve.bench.options import (
     ArrivalOptions,
     DatasetOptions,
     EngineOptions,
-    ListOptionsCommand,
     LoadOptions,
     ResultOptions,
     ServerOptions,
     TraceOptions,
-    flattened,
 )
+from jaxserve.bench.vllm import VllmCommand
 from jaxserve.core.errors import ConfigError
-from jaxserve.terminal import console, told_errors
+from jaxserve.terminal import told_errors
 
 if TYPE_CHECKING:
     from jaxserve.bench.result import Kind
@@ -39,7 +39,7 @@ Result = dict[str, Any]
 # -- a server, from outside
 
 
-@app.command(cls=ListOptionsCommand)
+@app.command(cls=VllmCommand)
 @flattened
 def serve(
     server: ServerOptions,
@@ -53,7 +53,7 @@ def serve(
     _measure("serve", server, load, dataset, arrivals, trace, result)
 
 
-@app.command(name="trace", cls=ListOptionsCommand)
+@app.command(name="trace", cls=VllmCommand)
 @flattened
 def replay(
     server: ServerOptions,
@@ -68,7 +68,7 @@ def replay(
     _measure("trace", server, load, DatasetOptions(dataset="trace", seed=seed), ArrivalOptions(), trace, result)
 
 
-@app.command(cls=ListOptionsCommand)
+@app.command(cls=VllmCommand)
 @flattened
 def compare(
     server: ServerOptions,
@@ -94,10 +94,11 @@ def compare(
     with told_errors(), ended_as_by_ctrl_c():
         if not run and len(results or ()) < 2:
             raise ConfigError("give two results or more, or --run LABEL=ARGS for each configuration to measure")
-        if run and result.save_result and result.save_result.suffix == ".json":
-            raise ConfigError(f"--save-result {result.save_result}: several results need a folder, not one file")
+        if run and (path := result.destination()) and path.suffix == ".json":
+            raise ConfigError(f"--save-result {path}: several results need a folder, not one file")
         from jaxserve.bench.compare import print_side_by_side
         from jaxserve.bench.consistency import check_server
+        from jaxserve.bench.publish import prepare, publish
         from jaxserve.bench.result import load as read
         from jaxserve.bench.run import Experiment, run_in_turn
 
@@ -105,10 +106,10 @@ def compare(
         experiment = Experiment(server, load, dataset, arrivals, trace, progress=not result.quiet)
         if run:
             check_server(server, load)
-        _prepare(result)
+        prepare(result)
         try:
             for measured in run_in_turn(experiment, _labelled(run or []), rounds, memory_gb, _command()):
-                _publish(measured, result, load)
+                publish(measured, result, load)
                 found.append(measured)
         finally:  # also when a server does not start in the third round
             if len(found) > 1:
@@ -215,12 +216,14 @@ def _measure(
 ) -> None:
     with told_errors(), ended_as_by_ctrl_c():
         load.metrics()  # a mistake is told before anything is sent
-        _prepare(result)
+        from jaxserve.bench.publish import prepare, publish
         from jaxserve.bench.run import Experiment, run_experiment
+
+        prepare(result)
 
         experiment = Experiment(server, load, dataset, arrivals, trace, result.label, not result.quiet)
         measured = run_experiment(experiment, kind, _command())
-        _publish(measured, result, load)
+        publish(measured, result, load)
     _exit([measured])
 
 
@@ -237,9 +240,10 @@ def _rows(
     from tqdm import tqdm
 
     from jaxserve.bench.environment import describe
+    from jaxserve.bench.publish import prepare, publish
     from jaxserve.bench.result import build
 
-    _prepare(options)
+    prepare(options)
     rows, interrupted = [], False
     with ended_as_by_ctrl_c(), tqdm(total=steps, disable=True if options.quiet else None) as bar:
 
@@ -262,32 +266,8 @@ def _rows(
         rows=rows,
         interrupted=interrupted,
     )
-    _publish(measured, options)
+    publish(measured, options)
     _exit([measured])
-
-
-def _prepare(options: ResultOptions) -> None:
-    """Raises `ConfigError` where a result could not be saved."""
-    from jaxserve.bench.result import ensure_writable
-
-    if path := options.save_result:
-        ensure_writable(path.parent if path.suffix == ".json" else path)
-
-
-def _publish(measured: Result, options: ResultOptions, load: LoadOptions | None = None) -> None:
-    """Saves a result if asked to, to a file or a folder, and prints it, even if it could not be saved."""
-    from jaxserve.bench.result import label, save
-    from jaxserve.bench.table import print_result
-
-    load = load or LoadOptions()
-    try:
-        if path := options.save_result:
-            if path.suffix != ".json":
-                path = path / f"{label(measured).replace('/', '-')}-{measured['date']}.json"
-            save(measured, path)
-            console.print(f"saved {path}", markup=False, soft_wrap=True)
-    finally:
-        print_result(measured, metrics=load.metrics(), percentiles=load.percentiles())
 
 
 def _exit(results: list[Result]) -> None:

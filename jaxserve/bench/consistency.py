@@ -39,7 +39,7 @@ def check_workload(dataset: DatasetOptions, arrivals: ArrivalOptions, trace: Tra
         raise ConfigError(f"{refused[0]} is not for --dataset {kind}")
     if names := given(trace):
         raise ConfigError(f"{names[0]} is for --dataset trace, not for {kind}")
-    if arrivals.ramp_up is not None and arrivals.request_rate != math.inf:
+    if arrivals.ramp() is not None and arrivals.request_rate != math.inf:
         raise ConfigError("--ramp-up says the rate: leave out --request-rate")
 
 
@@ -52,7 +52,12 @@ def check_server(server: ServerOptions, load: LoadOptions) -> None:
     if not load.metrics_interval >= 0:
         raise ConfigError(f"--metrics-interval is {load.metrics_interval:g} s, but must be 0 (none) or more")
     names = given(server)
-    if server.spawn and "--base-url" in names:
-        raise ConfigError("a server is started (--spawn, --run) or found at --base-url, not both")
+    place = [name for name in ("--base-url", "--host", "--port") if name in names]
+    if server.spawn and place:
+        raise ConfigError(f"a server is started (--spawn, --run) or found at {place[0]}, not both")
+    if place[:1] == ["--base-url"] and len(place) > 1:
+        raise ConfigError(f"--base-url says where the server listens: leave out {place[1]}")
+    if server.backend and server.is_chat != (server.backend == "openai-chat"):
+        raise ConfigError(f"--backend {server.backend} does not go with --endpoint {server.endpoint}")
     if not server.spawn and "--serve-args" in names:
         raise ConfigError("--serve-args is for a server that is started: --spawn; with --run, it says the arguments")

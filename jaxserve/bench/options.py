@@ -1,60 +1,17 @@
-"""The options of `jaxserve bench`, in groups that several commands share, and how a group becomes part of a command."""
+"""The options of `jaxserve bench`, in groups that several commands share."""
 
-import inspect
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 METRICS = ("ttft", "tpot", "itl", "e2el", "queue")
-
-
-def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """The same command for Typer, taking the fields of its parameters' dataclasses as options of their own."""
-    hints = get_type_hints(command, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if name != "return" and hasattr(kind, "__dataclass_fields__")}
-    parameters = [p for p in inspect.signature(command).parameters.values() if p.name not in groups]
-    for kind in groups.values():
-        types = get_type_hints(kind, include_extras=True)
-        for field in fields(kind):
-            default = field.default_factory() if field.default_factory is not MISSING else field.default
-            parameters.append(
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
-                )
-            )
-
-    def flat(**values: Any) -> None:
-        made = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
-        command(**values, **made)
-
-    flat.__name__, flat.__doc__ = command.__name__, command.__doc__
-    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    flat.__annotations__ = {p.name: p.annotation for p in parameters}
-    return flat
-
-
-class ListOptionsCommand(TyperCommand):
-    """A command with an option that also takes several values in a row, as vLLM's does: --goodput ttft:500 tpot:50."""
-
-    OPTION, VALUE = "--goodput", re.compile(r"\w+:[\d.]+")
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Names the option again before each further value."""
-        spread: list[str] = []
-        for argument in args:
-            if self.VALUE.fullmatch(argument) and spread[-2:-1] == [self.OPTION]:
-                spread.append(self.OPTION)
-            spread.append(argument)
-        return super().parse_args(ctx, spread)
 
 
 def _option(group: str, text: str, *names: str, **more: Any) -> Any:
@@ -65,17 +22,21 @@ def _option(group: str, text: str, *names: str, **more: Any) -> Any:
 class ServerOptions:
     """Which server is measured, and what every request to it says."""
 
-    base_url: Annotated[
-        str, _option("Server", "Where it listens; default http://127.0.0.1:8000.", show_default=False)
-    ] = "http://127.0.0.1:8000"
+    base_url: Annotated[str | None, _option("Server", "Where it listens; default http://127.0.0.1:8000.")] = None
+    host: Annotated[str | None, _option("Server", "Where it listens, in two parts as for vLLM.")] = None
+    port: Annotated[int | None, _option("Server", "With or without --host.", min=1, max=65535)] = None
     spawn: Annotated[bool, _option("Server", "Start a jaxserve server for this run, and stop it.")] = False
     serve_args: Annotated[
         str, _option("Server", 'With --spawn: arguments of `jaxserve serve`, as in "MODEL --tp 2".', show_default=False)
     ] = ""
     spawn_timeout: Annotated[float, _option("Server", "With --spawn: seconds until it must be ready.")] = 600.0
     endpoint: Annotated[
-        Literal["completions", "chat"], _option("Server", "/v1/completions or /v1/chat/completions.")
-    ] = "completions"
+        Literal["completions", "chat", "/v1/completions", "/v1/chat/completions"] | None,
+        _option("Server", "Prompts to complete (default), or messages."),
+    ] = None
+    backend: Annotated[
+        Literal["openai", "vllm", "openai-chat"] | None, _option("Server", "vLLM's way to choose the endpoint.")
+    ] = None
     model: Annotated[str | None, _option("Server", "Name to ask for; default: the first that is served.")] = None
     tokenizer: Annotated[
         str | None,
@@ -86,11 +47,22 @@ class ServerOptions:
         _option("Server", "Prompts as token ids (exact lengths; default for completions) or as text (chat)."),
     ] = None
     ignore_eos: Annotated[bool, _option("Server", "Ask for answers of the full length.")] = False
+    temperature: Annotated[float | None, _option("Server", "Of sampling; default: the server's.")] = None
     extra_body: Annotated[str, _option("Server", "JSON object merged into every request.", show_default=False)] = "{}"
     api_key: Annotated[str | None, _option("Server", "Bearer token.", envvar="JAXSERVE_API_KEY", show_envvar=True)] = (
         None
     )
     timeout: Annotated[float, _option("Server", "Seconds after which a request counts as failed.")] = 3600.0
+
+    @property
+    def url(self) -> str:
+        """Where the server listens, unless it is spawned."""
+        return self.base_url or f"http://{self.host or '127.0.0.1'}:{self.port or 8000}"
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are messages."""
+        return "chat" in self.endpoint if self.endpoint else self.backend == "openai-chat"
 
 
 @dataclass(frozen=True)
@@ -148,10 +120,23 @@ class ResultOptions:
     """What is left behind."""
 
     save_result: Annotated[
-        Path | None, _option("Result", "JSON file, or a folder for one named by label and date.")
+        Path | None,
+        _option("Result", "JSON file, or a folder for one named by label and date.", "--save-result", "--output-json"),
     ] = None
+    result_dir: Annotated[Path | None, _option("Result", "Folder, as for vLLM.")] = None
+    result_filename: Annotated[str | None, _option("Result", "Name in that folder, which ends in .json.")] = None
     label: Annotated[str | None, _option("Result", "Name of this configuration in tables and plots.")] = None
-    quiet: Annotated[bool, _option("Result", "No progress bar.")] = False
+    quiet: Annotated[bool, _option("Result", "No progress bar.", "--quiet/--no-quiet", "--disable-tqdm")] = False
+
+    def destination(self) -> Path | None:
+        """The file, or the folder for one; None to save nothing. Raises `ConfigError`."""
+        if self.result_dir is None and self.result_filename is None:
+            return self.save_result
+        if self.save_result not in (None, Path()):
+            raise ConfigError("a result goes to --save-result, or into --result-dir as --result-filename, not both")
+        if self.result_filename is not None and not self.result_filename.endswith(".json"):
+            raise ConfigError(f"--result-filename {self.result_filename!r} must end in .json")
+        return (self.result_dir or Path()) / (self.result_filename or "")
 
 
 @dataclass(frozen=True)
@@ -200,6 +185,7 @@ class DatasetOptions:
             "Prompt tokens: 512, uniform:100,900, normal:512,100 or lognormal:512,300; default 512.",
             "--input-len",
             "--random-input-len",
+            "--prefix-repetition-suffix-len",
         ),
     ] = None
     output_len: Annotated[
@@ -209,6 +195,8 @@ class DatasetOptions:
             "Answer tokens, likewise; default 128, sharegpt's: the answer's.",
             "--output-len",
             "--random-output-len",
+            "--sharegpt-output-len",
+            "--prefix-repetition-output-len",
         ),
     ] = None
     range_ratio: Annotated[
@@ -246,6 +234,21 @@ class ArrivalOptions:
     ramp_up: Annotated[
         str | None, _option("Arrivals", "Rate that grows, such as linear:1:10 or exponential:1:10, instead.")
     ] = None
+    ramp_up_strategy: Annotated[
+        Literal["linear", "exponential"] | None, _option("Arrivals", "The same in three parts, as for vLLM.")
+    ] = None
+    ramp_up_start_rps: Annotated[float | None, _option("Arrivals", "Its first rate.")] = None
+    ramp_up_end_rps: Annotated[float | None, _option("Arrivals", "Its last rate.")] = None
+
+    def ramp(self) -> str | None:
+        """As --ramp-up takes it, also if it was given in parts. Raises `ConfigError` if a part is missing."""
+        parts = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
+        if parts == (None, None, None):
+            return self.ramp_up
+        if None in parts or self.ramp_up is not None:
+            names = "--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
+            raise ConfigError(f"{names} go together, and without --ramp-up")
+        return f"{parts[0]}:{parts[1]:g}:{parts[2]:g}"
 
 
 @dataclass(frozen=True)

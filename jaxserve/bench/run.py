@@ -49,8 +49,8 @@ def run_experiment(experiment: Experiment, kind: Kind, command: Sequence[str]) -
     check_server(server, options)
     check_workload(experiment.dataset, experiment.arrivals, experiment.trace)  # before a server is started for it
     objectives, percentiles = options.objectives(), _percentiles(options)
-    as_text = (server.prompt_format or ("text" if server.endpoint == "chat" else "tokens")) == "text"
-    if server.endpoint == "chat" and not as_text:
+    as_text = (server.prompt_format or ("text" if server.is_chat else "tokens")) == "text"
+    if server.is_chat and not as_text:
         raise ConfigError("--prompt-format tokens: a chat endpoint takes text")
     with serving(server) as base_url:
         model = discover(base_url, server)
@@ -162,7 +162,7 @@ def _warmups(workload: Workload, vocabulary: Vocabulary, count: int, as_text: bo
 
 def _rate(experiment: Experiment, workload: Workload) -> float:
     """Requests per second that are offered: what was asked for, or a trace's or a ramp's mean."""
-    if experiment.dataset.dataset != "trace" and experiment.arrivals.ramp_up is None:
+    if experiment.dataset.dataset != "trace" and experiment.arrivals.ramp() is None:
         return experiment.arrivals.request_rate
     last = workload.requests[-1].arrival_s
     return len(workload.requests) / last if last else float("inf")

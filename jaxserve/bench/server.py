@@ -35,7 +35,7 @@ class ServedModel:
 def serving(server: ServerOptions) -> Iterator[str]:
     """The base URL of the server to measure; one that was spawned is stopped at the end."""
     if not server.spawn:
-        yield server.base_url.rstrip("/").removesuffix("/v1")
+        yield server.url.rstrip("/").removesuffix("/v1")
         return
     with contextlib.ExitStack() as stack:
         with Console(stderr=True).status("starting the server"):
@@ -81,9 +81,9 @@ def target(base_url: str, model: ServedModel, server: ServerOptions) -> Target:
     return Target(
         base_url,
         model.name,
-        endpoint=ENDPOINTS[server.endpoint],
+        endpoint=ENDPOINTS["chat" if server.is_chat else "completions"],
         api_key=server.api_key,
-        extra_body=extra,
+        extra_body=({} if server.temperature is None else {"temperature": server.temperature}) | extra,
         ignore_eos=server.ignore_eos,
         timeout_s=server.timeout,
     )

@@ -44,8 +44,8 @@ def build_workload(
         samples = trace_samples(scaled, vocabulary, rng, as_text=as_text)
         return Workload.of(samples, scaled.arrival_s, about | scaled.description())
     samples, description = _samples(dataset, vocabulary, rng, as_text)
-    times = arrivals(len(samples), when.request_rate, when.burstiness, rng, _ramp_up(when.ramp_up))
-    return Workload.of(samples, times, about | description | {"ramp_up": when.ramp_up})
+    times = arrivals(len(samples), when.request_rate, when.burstiness, rng, _ramp_up(when.ramp()))
+    return Workload.of(samples, times, about | description | {"ramp_up": when.ramp()})
 
 
 def scaled_trace(options: TraceOptions, rng: np.random.Generator) -> Trace:

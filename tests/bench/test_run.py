@@ -210,6 +210,11 @@ def test_failures_are_counted_with_their_reasons(tmp_path):
         (["serve", "--ramp-up", "linear:1:2", "--request-rate", "3"], "--request-rate"),
         (["serve", "--input-len", "9" * 12], "9" * 12),
         (["serve", "--timeout", "nan"], "--timeout"),
+        (["serve", "--port", "80"], "--port"),
+        (["serve", "--backend", "openai-chat", "--endpoint", "completions"], "--backend"),
+        (["serve", "--ramp-up-strategy", "linear"], "--ramp-up-end-rps"),
+        (["serve", "--save-result", "a.json", "--result-dir", "b"], "--result-dir"),
+        (["serve", "--save-result", "--result-filename", "b"], ".json"),
         (["serve", "--metrics-interval", "-1"], "--metrics-interval"),
         (["serve", "--spawn"], "--base-url"),
         (["serve", "--serve-args", "--tp 2"], "--serve-args"),
@@ -239,6 +244,38 @@ def test_a_mistake_is_one_line_and_sends_nothing(args, told):
         assert told in output
         assert "Traceback" not in output
         assert not asked(server)
+
+
+def test_a_command_line_of_vllm_is_understood(tmp_path):
+    with running(serving(answer)) as server:
+        status, output = bench(
+            "serve", "--backend", "vllm", "--host", "127.0.0.1", "--port", server.url.rpartition(":")[2],
+            "--endpoint", "/v1/completions", "--dataset_name", "prefix_repetition", "--num-prompts", "4",
+            "--prefix-repetition-num-prefixes", "2", "--prefix_repetition_prefix_len", "6",
+            "--prefix-repetition-suffix-len=3", "--prefix-repetition-output-len", "2",
+            "--ramp-up-strategy", "linear", "--ramp-up-start-rps", "50", "--ramp-up-end-rps", "100",
+            "--temperature", "0", "--disable-tqdm", "--goodput", "ttft:60000", "tpot:60000",
+            "--save-result", "--result-dir", str(tmp_path / "results"), "--result-filename", "mine.json",
+        )  # fmt: skip
+        assert status == 0, output
+        bodies = asked(server)
+    result = json.loads((tmp_path / "results" / "mine.json").read_text())
+    assert (result["completed"], result["request_goodput"]) == (4, result["request_throughput"])
+    assert result["workload"]["ramp_up"] == "linear:50:100"
+    assert {(len(body["prompt"]), body["max_tokens"], body["temperature"]) for body in bodies} == {(9, 2, 0)}
+
+
+def test_backend_openai_chat_means_messages(tmp_path):
+    args = ("serve", "--backend", "openai-chat", "--num-prompts", "1", "--input-len", "8")
+    assert measured(tmp_path, *args, script=chat_answer)[0]["backend"] == "openai-chat"
+
+
+def test_save_result_without_a_name_saves_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with running(serving(answer)) as server:
+        assert bench("serve", "--save-result", "--base-url", server.url, "--num-prompts", "1", "--label", "a")[0] == 0
+        assert bench("serve", "--base-url", server.url, "--num-prompts", "1", "--label", "b", "--save-result")[0] == 0
+    assert sorted(path.name[0] for path in tmp_path.glob("*.json")) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
