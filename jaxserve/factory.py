@@ -83,6 +83,7 @@ def build(config: EngineConfig) -> Built:
         )
         if config.warmup:
             executor.warm()
+            _warm_variants(resolved, instance, executor)
         instances.append(StepLoop(core, executor, clock, overlap=config.overlap))
 
     def close() -> None:
@@ -138,6 +139,22 @@ def _build_instance(
     fused = FusedTier(compilations) if fuse else None
     executor = BlockExecutor(rows, pools, builder, sampler, buckets, table, config.page_size, fused)
     return executor, Scheduler(limits, pages, table)
+
+
+def _warm_variants(resolved: Resolved, instance: InstancePlan, executor: BlockExecutor) -> None:
+    """Compiles what a change of any layer's precision will need, with one layer of each kind at a time."""
+    model = resolved.physical
+    for stage in instance.stages:
+        layers = {b.block: int(b.block.removeprefix("layers.")) for b in stage.blocks if b.block.startswith("layers.")}
+        kinds = {name: (model.is_sparse(layer), model.window(layer)) for name, layer in layers.items()}
+        warm = {(kinds[b.block], b.precision) for b in stage.blocks if b.block in kinds}
+        for name, kind in kinds.items():
+            for precision in resolved.variants:
+                if (kind, precision) not in warm:
+                    warm.add((kind, precision))
+                    row = executor.prepare(name, resolved.checkpoint.variant(name, precision, model), precision)
+                    executor.warm_layer(row)
+                    row.free()
 
 
 def _pool(resolved: Resolved, stage: StagePlan, placement: Placement) -> Array:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.control import Ledger, Plan, chain_of, static_plan
 from jaxserve.core.config import EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
-from jaxserve.core.precision import layer_precisions
+from jaxserve.core.precision import layer_precisions, parse_precision
 from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.memory import StageMemory, stage_memory
@@ -56,6 +57,7 @@ class Resolved:
     checkpoint: Checkpoint
     physical: ModelConfig  # padded for the degree of tensor parallelism
     plan: Plan
+    variants: tuple[str, ...]  # precisions that any layer may change to while serving; () if none ever does
     buckets: Buckets
     ledger: Ledger
     info: ModelInfo
@@ -77,17 +79,20 @@ def resolve(config: EngineConfig) -> Resolved:
         raise ConfigError(f"platform {platform!r} is not supported; supported: {', '.join(PLATFORMS)}")
     degrees = {"tp": config.tp, "pp": config.pp, "dp": config.dp}
     precisions = layer_precisions(config.precision, config.layer_precision, model.num_layers, model.dtype)
+    variants = _variants(config, precisions, model.dtype)
     plan = static_plan(chain_of(precisions, model.dtype), kv_pages=0, devices=len(devices), **degrees)
     physical = physical_config(model, config.tp)
     wanted_len = _wanted_len(config, model)
     buckets = _buckets(config, platform, wanted_len)
     top = max(config.max_logprobs, 1)
-    stages = tuple(stage_memory(physical, s, buckets, config.page_size, top) for s in plan.instances[0].stages)
+    stages = tuple(
+        stage_memory(physical, stage, buckets, config.page_size, top, variants) for stage in plan.instances[0].stages
+    )
     ledger = _ledger(config, devices)
     pages, max_len = _fill(ledger, config, stages, wanted_len, buckets.max_num_seqs)
     info = _info(config, checkpoint, path, max_len)
     plan = _with_pages(plan, pages)
-    return Resolved(config, checkpoint, physical, plan, buckets, ledger, info, stages, devices)
+    return Resolved(config, checkpoint, physical, plan, variants, buckets, ledger, info, stages, devices)
 
 
 def _check(config: EngineConfig) -> None:
@@ -96,6 +101,12 @@ def _check(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{name} is {value}, it must be above 0")
+
+
+def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tuple[str, ...]:
+    """Those that the user names, and those that layers start with, to which they may return."""
+    named = [parse_precision(name, dtype, "variants") for name in config.variants]
+    return tuple(dict.fromkeys((*named, *precisions))) if named else ()
 
 
 def _devices(wanted: int) -> tuple[jax.Device, ...]:
@@ -165,9 +176,12 @@ def _fill(
     the longest sequence they hold. Mutates `ledger`.
     """
     size = config.page_size
-    fullest = min(stages, key=lambda s: (ledger.free - s.weights - s.workspace) / s.page)
+    fullest = min(stages, key=lambda s: (ledger.free - s.weights - s.workspace - s.exchange) / s.page)
     least = 2 if config.max_model_len is None else -(-config.max_model_len // size) + 1
-    needs = {"weights": fullest.weights, "workspace": fullest.workspace, "KV pages": least * fullest.page}
+    fixed = {"weights": fullest.weights, "workspace": fullest.workspace}
+    if fullest.exchange:
+        fixed["exchange"] = fullest.exchange
+    needs = fixed | {"KV pages": least * fullest.page}
     if sum(needs.values()) > ledger.free:
         parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in (ledger.entries | needs).items())
         raise MemoryBudgetError(
@@ -175,8 +189,8 @@ def _fill(
             f"{(ledger.used + sum(needs.values())) / 1e9:.3f} GB are needed: {parts} "
             "(memory_gb, max_model_len, max_num_seqs)"
         )
-    ledger.reserve("weights", fullest.weights)
-    ledger.reserve("workspace", fullest.workspace)
+    for name, needed in fixed.items():
+        ledger.reserve(name, needed)
     useful = seqs * -(-wanted_len // size) + 1
     pages = min(ledger.free // fullest.page, useful) if config.kv_pages is None else config.kv_pages + 1
     ledger.reserve("kv", pages * fullest.page)

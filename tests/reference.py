@@ -1,12 +1,15 @@
 """The same dummy model without a cache, a batch or an engine: what the engine's answers are compared with."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint.loader import LoadFormat
 from jaxserve.models.dense import forward, restore_block
 from jaxserve.models.layers import Head
 
@@ -14,12 +17,23 @@ LENGTH = 256  # every sequence is padded to this, so that one compilation serves
 
 
 class Reference:
-    """A dummy checkpoint's modules, run over whole sequences."""
+    """A checkpoint's modules, by default a dummy's, run over whole sequences."""
 
-    def __init__(self, model: Path):
-        checkpoint = open_checkpoint(model, "dummy")
+    def __init__(
+        self,
+        model: Path,
+        layers: Mapping[int, str] | None = None,
+        load_format: LoadFormat = "dummy",
+        dtype: Literal["auto", "float32"] = "auto",
+    ):
+        """`layers`: the precisions of some, by their numbers; the others have that of the checkpoint."""
+        checkpoint = open_checkpoint(model, load_format, dtype)
         self.config = checkpoint.config
-        self.blocks = {name: restore_block(self.config, name, checkpoint.block(name)) for name in self.config.block_ids}
+        precisions = {f"layers.{number}": precision for number, precision in (layers or {}).items()}
+        self.blocks = {}
+        for name in self.config.block_ids:
+            precision = precisions.get(name, self.config.dtype)
+            self.blocks[name] = restore_block(self.config, name, checkpoint.variant(name, precision), precision)
         self._logits = jax.jit(lambda tokens: forward(self.config, self.blocks, tokens))
         self._hidden = jax.jit(lambda tokens: forward(self.config, self.blocks | {"head": self._norm}, tokens))
 

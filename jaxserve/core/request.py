@@ -93,6 +93,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     num_registered: int = 0  # pages whose hashes are in the prefix cache
+    private: bool = False  # its pages were computed under two plans: they are shared with none
     slot: int = -1
     preemptions: int = 0
     text: str = ""

@@ -95,6 +95,17 @@ class EngineCore:
         self._record_end(state, reason, now)
         self._take_snapshot(now)  # no step may follow
 
+    def replan(self, salt: str, static: Snapshot) -> None:
+        """The plan has changed between two steps: its name in the prefix cache, and the snapshot's fields that follow
+        from it. Requests in flight go on; what they compute from now on is not shared. Mutates.
+        """
+        self.salt, self.static = salt, static
+        for state in self._requests.values():
+            for sequence in state.sequences:
+                if sequence.status is not Status.FINISHED:
+                    self.scheduler.rename(sequence, self._salt_of(state.request))
+        self._take_snapshot(self.snapshot.time)
+
     @property
     def idle(self) -> bool:
         """Whether no request is in flight."""
@@ -181,10 +192,13 @@ class EngineCore:
                     stop_ids=stops,
                     bad_words=bad_words,
                     prompt_logprobs=[] if params.prompt_logprobs is None else [None],  # nothing precedes the first
-                    salt=f"{self.salt}|{request.salt}",
+                    salt=self._salt_of(request),
                 )
             )
         return sequences
+
+    def _salt_of(self, request: Request) -> str:
+        return f"{self.salt}|{request.salt}"
 
     def _bad_words(self, words: SequenceOf[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences to avoid: each word as it stands, and as it follows a space."""

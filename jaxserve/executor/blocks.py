@@ -41,6 +41,11 @@ class Row:
         """Bytes of the parameters on each device, summed over devices."""
         return sum(shard.data.nbytes for leaf in self.leaves for shard in leaf.addressable_shards)
 
+    def free(self) -> None:
+        """Gives the parameters' memory back: for a row that is in no table and shares them with none."""
+        for leaf in self.leaves:
+            leaf.delete()
+
 
 class BlockBuilder:
     """Makes rows: places a block's parameters and finds (or makes) the executable of its signature."""

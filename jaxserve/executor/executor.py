@@ -4,7 +4,7 @@ A step is a host loop over the block table that only dispatches; nothing waits f
 are fetched, which the engine does one step later.
 """
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -17,7 +17,7 @@ from jax import Array, lax
 from jaxserve.core.request import Sequence
 from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.executor.batch import StepShape, pack
-from jaxserve.executor.blocks import BlockBuilder, Row
+from jaxserve.executor.blocks import BlockBuilder, Parameter, Row
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.fused import FusedTier
 from jaxserve.executor.sampler import Logprobs, logprobs_of
@@ -71,6 +71,7 @@ class BlockExecutor:
         self.table = table
         self.page_size = page_size
         self._fused = fused
+        self._builder = builder
         self._stages = stages_of(rows)
         self._inputs = {stage.placement: builder.step_inputs(stage.placement) for stage in self._stages}
         self._tile_of = jax.jit(partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile))
@@ -103,6 +104,39 @@ class BlockExecutor:
                 self._score_tile(out, 0, np.zeros(shape.tile, np.int32))
         jax.block_until_ready(self.pools)
 
+    def prepare(self, block: str, parameters: Mapping[str, Parameter], precision: str) -> Row:
+        """A row that may take the place of a block's, on the same devices: for `replace`, or to be freed.
+
+        Only copies; steps may go on meanwhile.
+        """
+        return self._builder.build(block, parameters, self.rows[self._index(block)].placement, precision)
+
+    def replace(self, row: Row) -> Row:
+        """Exchanges a decoder layer's row between two steps; returns the old one, for the caller to free. Mutates.
+
+        Steps that were dispatched keep what they need of it. Nothing is compiled if the row's executable was warmed.
+        """
+        index = self._index(row.block)
+        old, self.rows[index] = self.rows[index], row
+        assert old.placement == row.placement, "a row is exchanged on its own devices"
+        self._stages = stages_of(self.rows)
+        if self._fused is not None:
+            self._fused.invalidate()
+        return old
+
+    def warm_layer(self, row: Row) -> None:
+        """Compiles the executable of a decoder layer's row that is not in the table, by running it on padding. Mutates
+        the null page alone.
+        """
+        stage = next(stage for stage in self._stages if stage.placement == row.placement and stage.layers)
+        pool = stage.first_layer
+        for shape in self.buckets.all():
+            packed = np.zeros(shape.size, np.int32)
+            _, _, *context = self._inputs[stage.placement](packed, shape)
+            x = jax.device_put(self._embed(packed, shape), stage.placement.sharding())
+            _, self.pools[pool] = row.executable(x, *context, self.pools[pool], *row.leaves)
+        jax.block_until_ready(self.pools[pool])
+
     def close(self) -> None:
         """Frees the device: parameters, pools and the sampler's state. The executor cannot be used afterwards."""
         if self._fused is not None:
@@ -110,6 +144,15 @@ class BlockExecutor:
         for array in {id(a): a for a in (*self.pools, *(leaf for row in self.rows for leaf in row.leaves))}.values():
             array.delete()
         self.sampler.close()
+
+    def _index(self, block: str) -> int:
+        return next(index for index, row in enumerate(self.rows) if row.block == block)
+
+    def _embed(self, packed: np.ndarray, shape: StepShape) -> Array:
+        stage = self._stages[0]
+        assert stage.embed is not None
+        tokens, *_ = self._inputs[stage.placement](packed, shape)
+        return stage.embed.executable(tokens, self._newest_tokens(stage), *stage.embed.leaves)
 
     def _forward(self, packed: np.ndarray, shape: StepShape) -> Forwarded:
         x: Array | None = None

@@ -1,5 +1,6 @@
 """How many bytes a plan needs on each device, known before anything is loaded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -24,18 +25,26 @@ class StageMemory:
     weights: int
     page: int  # one KV page in the pools of all of the stage's layers
     workspace: int  # activations, logits, sampler
+    exchange: int = 0  # a layer's variant beside the one it takes the place of
 
 
-def stage_memory(config: ModelConfig, stage: StagePlan, buckets: Buckets, page_size: int, top: int) -> StageMemory:
-    """The bytes of a stage under the physical `config`; `top` is the largest number of log-probabilities."""
+def stage_memory(
+    config: ModelConfig, stage: StagePlan, buckets: Buckets, page_size: int, top: int, variants: Sequence[str] = ()
+) -> StageMemory:
+    """The bytes of a stage under the physical `config`.
+
+    `top` is the largest number of log-probabilities, `variants` are the precisions that layers may change to.
+    """
     names = [block.block for block in stage.blocks]
     weights = sum(block_bytes(config, block.block, stage.tp, block.precision) for block in stage.blocks)
     if config.tie_embeddings and {"embed", "head"} <= set(names):
         weights -= block_bytes(config, "embed", stage.tp)
     layers = sum(name.startswith("layers.") for name in names)
+    exchange = max((block_bytes(config, n, stage.tp, p) for n in names if "." in n for p in variants), default=0)
     heads = config.num_kv_heads // stage.tp
     page = layers * heads * 2 * page_size * config.head_dim * jnp.dtype(config.dtype).itemsize
-    return StageMemory(weights, page, workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top))
+    workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
+    return StageMemory(weights, page, workspace, exchange)
 
 
 def block_bytes(config: ModelConfig, block: str, tp: int, precision: str | None = None) -> int:

@@ -76,9 +76,17 @@ class Scheduler:
             if heir.status is Status.WAITING:
                 self._push(heir)
 
+    def rename(self, sequence: Sequence, salt: str) -> None:
+        """The plan has changed: what the sequence computes from now on goes by another salt. Mutates.
+
+        Pages that it holds keep their names; those that it adds to them get none, until it starts anew.
+        """
+        sequence.salt, sequence.page_hashes = salt, []
+        sequence.private = bool(sequence.pages) or sequence.parent is not None
+
     def register_full_pages(self, sequence: Sequence) -> None:
         """Names the pages that known and computed tokens have filled, so that others can share them. Mutates."""
-        if not self.pages.caching or sequence.status is not Status.RUNNING:
+        if not self.pages.caching or sequence.private or sequence.status is not Status.RUNNING:
             return
         size, known = self.limits.page_size, len(sequence.page_hashes)
         full = min(sequence.num_computed, len(sequence.tokens)) // size
@@ -130,6 +138,7 @@ class Scheduler:
         self._release(sequence)
         sequence.status = Status.WAITING
         sequence.num_computed = 0
+        sequence.private = False
         sequence.preemptions += 1
         self.num_preemptions += 1
         self._push(sequence)

@@ -1,0 +1,207 @@
+"""Exchanging a layer's row for one of another precision, between two steps, while requests run."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.precision import mixture_name
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.client import TokensPrompt
+from jaxserve.engine.sync_engine import SyncEngine
+from jaxserve.executor.fused import FusedTier
+from jaxserve.factory import Built, build
+from tests.reference import Reference
+
+OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 64, "memory_gb": 4}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+VARIANTS = ("int8", "int4", "int3")
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(3, 499, length).tolist())
+
+
+class Swapped:
+    """A built engine whose layers change their precision."""
+
+    def __init__(self, built: Built):
+        self.built = built
+        (steps,) = built.instances
+        self.core, self.executor = steps.core, steps.executor
+        self.engine = SyncEngine(built.instances, built.info, None, built.clock)
+        self.precisions = list(built.resolved.plan.instances[0].layer_precisions)
+
+    def swap(self, layer: int, precision: str) -> None:
+        block, resolved = f"layers.{layer}", self.built.resolved
+        parameters = resolved.checkpoint.variant(block, precision, resolved.physical)
+        self.executor.replace(self.executor.prepare(block, parameters, precision)).free()
+        self.precisions[layer] = precision
+        layers = {name: self.precisions.count(name) for name in self.precisions}
+        held = sum(row.nbytes for row in self.executor.rows)
+        static = replace(self.core.static, layers_by_precision=layers, weight_bytes=held)
+        self.core.replan(mixture_name(self.precisions), static)
+
+    def run(self, *prompts: tuple[int, ...], params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
+        ids = [self.engine.add(TokensPrompt(p), params) for p in prompts]
+        tokens: dict[str, tuple[int, ...]] = dict.fromkeys(ids, ())
+        while not self.engine.idle:
+            for output in self.engine.step():
+                tokens[output.request_id] += output.outputs[0].token_ids
+        return list(tokens.values())
+
+
+    def logprob(self, p: tuple[int, ...]) -> float:
+        """Of the likeliest token after a prompt."""
+        self.engine.add(TokensPrompt(p), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=1))
+        pieces = []
+        while not self.engine.idle:
+            pieces += self.engine.step()
+        ((entry,),) = [piece.outputs[0].logprobs for piece in pieces]
+        return max(logprob.logprob for logprob in entry.values())
+
+
+@pytest.fixture(scope="module")
+def warm(tiny_model: Path) -> Iterator[Built]:
+    built = build(EngineConfig(model=tiny_model, variants=VARIANTS, **OPTIONS))
+    yield built
+    built.close()
+
+
+@pytest.fixture
+def swapped(warm: Built) -> Iterator[Swapped]:
+    swapped = Swapped(warm)
+    yield swapped
+    for layer in range(3):
+        swapped.swap(layer, "float32")
+
+
+def test_the_mixture_changes_while_requests_run_and_nothing_is_compiled(swapped: Swapped) -> None:
+    before = dict(swapped.built.compilations.counts)
+    params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, logprobs=2)
+    ids = [swapped.engine.add(TokensPrompt(prompt(i, 30 + 20 * i)), params) for i in range(6)]
+    counts = dict.fromkeys(ids, 0)
+    changes = [(layer, precision) for precision in (*VARIANTS, "float32") for layer in (0, 2, 1)]
+    steps = 0
+    while not swapped.engine.idle:
+        for output in swapped.engine.step():
+            counts[output.request_id] += len(output.outputs[0].token_ids)
+        if steps % 3 == 0 and changes:
+            swapped.swap(*changes.pop(0))
+        steps += 1
+    assert not changes
+    assert set(counts.values()) == {40}, "every request goes on to its end"
+    assert swapped.built.compilations.counts == before
+    assert before["block"] > 0
+
+
+def test_after_a_swap_the_answers_are_those_of_the_mixture(swapped: Swapped, tiny_model: Path) -> None:
+    swapped.swap(0, "int4")
+    swapped.swap(2, "int8")
+    p = prompt(1, 40)
+    assert swapped.run(p) == [Reference(tiny_model, {0: "int4", 2: "int8"}).greedy(p, 12)]
+
+
+def test_after_a_swap_back_the_answers_are_those_of_a_run_that_never_swapped(swapped: Swapped) -> None:
+    prompts = [prompt(2, 50), prompt(3, 70)]
+    expected = swapped.run(*prompts)
+    for precision in ("int3", "float32"):
+        for layer in range(3):
+            swapped.swap(layer, precision)
+        other = swapped.run(*prompts)
+    assert other == expected
+    hits = swapped.core.scheduler.prefix_hits
+    assert swapped.run(*prompts) == expected
+    assert swapped.core.scheduler.prefix_hits > hits, "pages of full precision are found again"
+
+
+def test_pages_of_one_mixture_are_not_found_under_another(swapped: Swapped) -> None:
+    p = prompt(4, 60)
+    swapped.run(p)
+    swapped.swap(1, "int3")
+    hits = swapped.core.scheduler.prefix_hits
+    first = swapped.run(p)
+    assert swapped.core.scheduler.prefix_hits == hits
+    assert swapped.run(p) == first
+    assert swapped.core.scheduler.prefix_hits == hits + 48
+
+
+def test_pages_of_a_request_that_ran_through_a_swap_are_nobodys(swapped: Swapped) -> None:
+    p = prompt(5, 40)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    request = swapped.engine.add(TokensPrompt(p), params)
+    tokens: list[int] = []
+    while not swapped.engine.idle:
+        for output in swapped.engine.step():
+            assert output.request_id == request
+            tokens += output.outputs[0].token_ids
+        if len(tokens) == 20 and swapped.precisions[0] == "float32":
+            swapped.swap(0, "int3")
+    whole = (*p, *tokens)
+    hits = swapped.core.scheduler.prefix_hits
+    first = swapped.logprob(whole)
+    assert swapped.core.scheduler.prefix_hits == hits, "not under the new mixture"
+    assert swapped.logprob(whole) == pytest.approx(first, abs=1e-4), "nor behind pages that others have added since"
+    hits = swapped.core.scheduler.prefix_hits
+    swapped.swap(0, "float32")
+    swapped.run(whole)
+    found = swapped.core.scheduler.prefix_hits - hits
+    assert 0 < found <= 60, "under the old one, only what was computed before the change"
+
+
+def test_a_preempted_request_starts_anew_under_the_new_mixture(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, kv_pages=12, max_model_len=128, warmup=False, **OPTIONS))
+    swapped = Swapped(built)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    ids = [swapped.engine.add(TokensPrompt(prompt(i, 40)), params) for i in range(3)]
+    done, preempted = {}, 0
+    while not swapped.engine.idle:
+        for output in swapped.engine.step():
+            done[output.request_id] = done.get(output.request_id, 0) + len(output.outputs[0].token_ids)
+        preemptions = swapped.core.scheduler.num_preemptions
+        if preemptions > preempted:
+            preempted = preemptions
+            swapped.swap(0, "int4" if swapped.precisions[0] == "float32" else "float32")
+    assert preempted
+    assert done == dict.fromkeys(ids, 60)
+    assert swapped.core.scheduler.pages.used == 0
+    built.close()
+
+
+def test_metrics_follow(swapped: Swapped) -> None:
+    def value(name: str) -> float:
+        lines = swapped.built.metrics.render().decode().splitlines()
+        (line,) = [line for line in lines if line.startswith(f"jaxserve_{name}") and "_created" not in line]
+        return float(line.rpartition(" ")[2])
+
+    full = value("weight_bytes")
+    swapped.swap(1, "int4")
+    label = '{model_name="' + swapped.built.info.name + '",precision="int4"}'
+    assert value(f"layers_by_precision{label}") == 1
+    assert value("weight_bytes") < full
+    assert value("weight_bytes") == sum(leaf.nbytes for row in swapped.executor.rows for leaf in row.leaves)
+
+
+def test_room_for_an_exchange_is_in_the_ledger(warm: Built) -> None:
+    rows = warm.instances[0].executor.rows
+    layers = [row.nbytes for row in rows if row.block.startswith("layers.")]
+    assert warm.resolved.ledger.entries["exchange"] == max(layers)
+
+
+def test_a_swap_drops_fused_executables(swapped: Swapped, tiny_model: Path) -> None:
+    swapped.executor._fused = fused = FusedTier(swapped.built.compilations, patience=3)
+    p, params = prompt(7, 30), SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    full = swapped.run(p, params=params)
+    fused.wait()
+    assert any(fused.find(key) for key in fused._compiled)
+    swapped.swap(0, "int3")
+    assert not fused._compiled
+    assert swapped.run(p, params=params) == [Reference(tiny_model, {0: "int3"}).greedy(p, 10)]
+    fused.wait()
+    swapped.swap(0, "float32")
+    assert swapped.run(p, params=params) == full
+    swapped.executor._fused = None
+    fused.close()
