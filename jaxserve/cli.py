@@ -15,6 +15,7 @@ from jaxserve._version import __version__
 from jaxserve.bench.cli import app as bench
 from jaxserve.core.errors import ConfigError
 from jaxserve.quantization.cli import app as quantization
+from jaxserve.quantization.sensitivity.cli import profile
 from jaxserve.terminal import console, told_errors
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.add_typer(bench)
 app.add_typer(quantization)
+app.command()(profile)
 API_KEY = "JAXSERVE_API_KEY"  # environment variable
 
 

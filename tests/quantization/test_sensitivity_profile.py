@@ -1,0 +1,229 @@
+"""The profile as a file, and the command that makes it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxserve.bundled import bundled_model_path
+from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint.variants import fingerprint
+from jaxserve.cli import app
+from jaxserve.core.errors import CheckpointError, ConfigError
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.quantization.sensitivity import SensitivityProfile
+from jaxserve.quantization.sensitivity.profile import Curve, LayerScores, Text, Weights
+from jaxserve.quantization.sensitivity.texts import read_rows
+
+MODEL = bundled_model_path()
+TEXT = "def area(width: float, height: float) -> float:\n    return width * height\n\n\n"
+
+PROFILE = SensitivityProfile(
+    model="tiny",
+    model_sha256="ab" * 32,
+    num_layers=3,
+    methods={"int4": "rtn"},
+    weights=Weights(),
+    positions="all",
+    calibration=Text("calib.txt", "cd" * 32, (0.0, 0.5), 4, 256),
+    held_out=Text("calib.txt", "cd" * 32, (0.5, 1.0), 4, 256),
+    scores={
+        "int4": LayerScores(
+            (1, 0, 2), (0.5, 0.9, 0.4), (0.99, 1.0, 0.98), (1.0, 1.0, 0.9), (0.9, 0.8, 0.7), (1.0, 0.99, 0.9)
+        )
+    },
+    curves={"int4": {"lis": (Curve((0, 3), (2.0, 2.5), (0.0, 0.4), (1.0, 0.9)),)}},
+)
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    path = tmp_path / "sensitivity.json"
+    PROFILE.save(path)
+    return path
+
+
+def changed(path: Path, **values) -> Path:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return path
+
+
+# -- the file
+
+
+def test_a_profile_that_is_saved_comes_back(saved):
+    assert SensitivityProfile.load(saved) == PROFILE
+    assert [path.name for path in saved.parent.iterdir()] == ["sensitivity.json"]
+
+
+def test_order_is_that_of_the_precision():
+    assert PROFILE.order("int4") == (1, 0, 2)
+    with pytest.raises(ConfigError, match=r"of tiny has no 'int3', only int4; .*--precisions int3"):
+        PROFILE.order("int3")
+
+
+def test_other_weights_are_told():
+    PROFILE.check_model("ab" * 32, 3)
+    with pytest.raises(ConfigError, match=r"other weights \(tiny, sha256 abababababab\) than these \(sha256 00000"):
+        PROFILE.check_model("00" * 32, 3)
+    with pytest.raises(ConfigError, match="of a model of 3 layers, this one has 4"):
+        PROFILE.check_model("ab" * 32, 4)
+
+
+def test_a_missing_file_says_what_makes_one(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nowhere\.json: there is no sensitivity profile; `jaxserve profile`"):
+        SensitivityProfile.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "no json", '{"format": "other", "version": 1}'])
+def test_what_is_no_profile_is_refused(saved, text):
+    saved.write_text(text)
+    with pytest.raises(CheckpointError, match=r"sensitivity\.json: is not a sensitivity profile"):
+        SensitivityProfile.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"version": 2}, "is of version 2, this jaxserve reads 1"),
+        ({"weights": {"lts": 1}, "calibration": None}, "missing or of the wrong kind"),
+        ({"scores": {"int4": {"order": [0, 1, 2]}}}, "missing or of the wrong kind"),
+        ({"num_layers": 4}, r"the order of int4 is not one of layers 0-3: \(1, 0, 2\)"),
+    ],
+)
+def test_a_defect_names_the_file_and_the_value(saved, values, message):
+    with pytest.raises(CheckpointError, match=rf"sensitivity\.json: .*{message}"):
+        SensitivityProfile.load(changed(saved, **values))
+
+
+def test_reading_a_profile_loads_no_jax(saved):
+    code = (
+        "import sys; from jaxserve.quantization.sensitivity import SensitivityProfile; "
+        f"SensitivityProfile.load({str(saved)!r}); assert not {{'jax', 'numpy'}} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# -- texts
+
+
+def test_rows_lie_evenly_over_their_part_of_the_file(tmp_path):
+    tokenizer, path = Tokenizer.load(MODEL), tmp_path / "text.txt"
+    path.write_text(TEXT * 20)
+    tokens = tokenizer.encode(TEXT * 20, add_special_tokens=False)
+    half = round(len(tokens) / 2)
+    rows = read_rows(path, tokenizer, length=15, count=3, part=(0.5, 1.0))
+    assert rows.tokens.shape == (3, 16)
+    front = tokenizer.encode("")
+    body = 16 - len(front)
+    assert rows.tokens[0].tolist() == [*front, *tokens[half : half + body]]
+    assert rows.tokens[-1].tolist() == [*front, *tokens[-body:]]
+    assert (rows.source.rows, rows.source.length, rows.source.part) == (3, 15, (0.5, 1.0))
+
+
+def test_lines_of_json_are_read_as_texts(tmp_path):
+    tokenizer, plain, lines = Tokenizer.load(MODEL), tmp_path / "text.txt", tmp_path / "text.jsonl"
+    plain.write_text(TEXT * 20)
+    lines.write_text("".join(json.dumps({"text": TEXT}) + "\n" for _ in range(20)))
+    found = [read_rows(path, tokenizer, length=15, count=2) for path in (plain, lines)]
+    np.testing.assert_array_equal(found[0].tokens[0], found[1].tokens[0])
+    assert found[0].source.sha256 != found[1].source.sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("short.txt", b"def", r"short\.txt: \d tokens are to be had, 2 rows of 15 need 3\d"),
+        ("text.txt", b"\xff\xfe", r"text\.txt: cannot be read as text"),
+        ("text.jsonl", b'{"words": 1}', r'text\.jsonl: a line is no JSON object with a "text"'),
+    ],
+)
+def test_a_text_that_does_not_do_is_told(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_rows(tmp_path / name, Tokenizer.load(MODEL), length=15, count=2)
+
+
+# -- the command
+
+
+SMALL = ("--calib-tokens", "64", "--held-out-tokens", "64", "--length", "32", "--seeds", "2")
+
+
+def run(*args) -> str:
+    """What the command prints, joined to one line."""
+    done = CliRunner().invoke(app, ["profile", *map(str, args)])
+    return f"{done.exit_code}: " + " ".join(done.output.split())
+
+
+@pytest.fixture(scope="module")
+def calib(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calib.txt"
+    source = Path(json.__file__).read_text()
+    path.write_text(source)
+    return path
+
+
+def test_the_command_writes_a_profile_and_a_plot(calib, tmp_path):
+    out = tmp_path / "profile.json"
+    told = run(MODEL, "--calib", calib, "--precisions", "int4,int3", "--out", out, *SMALL)
+    assert told.startswith("0: "), told
+    profile = SensitivityProfile.load(out)
+    profile.check_model(fingerprint(open_checkpoint(MODEL)), 8)
+    assert profile.precisions == ("int4", "int3")
+    assert profile.calibration.part == (0.0, 0.5)
+    assert profile.held_out.part == (0.5, 1.0)
+    assert f"swap to int3 in this order: {', '.join(map(str, profile.order('int3')))}" in told
+    for precision in profile.precisions:
+        curves = profile.curves[precision]
+        assert [len(group) for group in curves.values()] == [1, 1, 1, 2]
+        for curve in (curve for group in curves.values() for curve in group):
+            assert curve.swapped == tuple(range(9))
+            assert curve.kl[0] == pytest.approx(0, abs=1e-6)
+            assert curve.top1[0] == 1
+        scores = profile.of(precision)
+        assert scores.lis[0] == pytest.approx(
+            0.25 * scores.lts[scores.order[0]] + 0.25 * scores.lrs[scores.order[0]] + 0.5 * scores.chosen_mds[0]
+        )
+    assert min(profile.of("int3").lrs) < min(profile.of("int4").lrs)
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_command_gives_the_same_profile(calib, tmp_path):
+    args = (MODEL, "--calib", calib, "--held-out", Path(__file__), "--precisions", "int4", *SMALL)
+    for name in ("a.json", "b.json"):
+        assert run(*args, "--out", tmp_path / name).startswith("0: ")
+    first, second = (SensitivityProfile.load(tmp_path / name) for name in ("a.json", "b.json"))
+    assert first == second
+    assert replace(first.held_out, name="") != replace(first.calibration, name="")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--precisions", "int5"), "'int5' is none that weights are quantised to: int8, int4, int3"),
+        (("--precisions", ","), "--precisions: name at least one of int8, int4, int3"),
+        (("--weights", "1,2"), "--weights: '1,2' is not three numbers with commas"),
+        (("--weights", "0,0,0"), "the three must be 0 or more, and not all 0"),
+        (("--weights", "1,-1,1"), "the three must be 0 or more, and not all 0"),
+        (("--held-out-tokens", "1000000"), "tokens are to be had"),
+        (("--variants", "/nowhere"), "/nowhere: has no variants.json"),
+        (("--out", "/nowhere/profile.json"), "/nowhere: is no directory that can be written to"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_computed(calib, args, message):
+    told = run(MODEL, "--calib", calib, *SMALL, *args)
+    assert told.startswith("1: ")
+    assert message in told
+
+
+def test_held_out_text_is_not_the_calibration(calib):
+    told = run(MODEL, "--calib", calib, "--held-out", calib, *SMALL)
+    assert told.startswith("1: ")
+    assert "is the calibration text" in told
