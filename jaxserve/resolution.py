@@ -22,6 +22,7 @@ from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.memory import StageMemory, stage_memory
 from jaxserve.hardware import device_memory, host_memory
+from jaxserve.models.quantized import split_unit
 from jaxserve.parallel.padding import physical_config
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def resolve(config: EngineConfig) -> Resolved:
     precisions = layer_precisions(config.precision, config.layer_precision, model.num_layers, model.dtype)
     variants = _variants(config, precisions, model.dtype)
     plan = static_plan(chain_of(precisions, model.dtype), kv_pages=0, devices=len(devices), **degrees)
-    physical = physical_config(model, config.tp)
+    physical = physical_config(model, config.tp, split_unit((*precisions, *variants)) if config.tp > 1 else 1)
     wanted_len = _wanted_len(config, model)
     buckets = _buckets(config, platform, wanted_len)
     top = max(config.max_logprobs, 1)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.loader import LoadFormat
+from jaxserve.core.config import ModelConfig
 from jaxserve.models.dense import forward, restore_block
 from jaxserve.models.layers import Head
 
@@ -25,15 +26,21 @@ class Reference:
         layers: Mapping[int, str] | None = None,
         load_format: LoadFormat = "dummy",
         dtype: Literal["auto", "float32"] = "auto",
+        physical: ModelConfig | None = None,
     ):
-        """`layers`: the precisions of some, by their numbers; the others have that of the checkpoint."""
+        """`layers`: the precisions of some, by their numbers; the others have that of the checkpoint.
+
+        `physical`: padded for tensor parallelism, which decides how weights are grouped when they are rounded.
+        """
         checkpoint = open_checkpoint(model, load_format, dtype)
-        self.config = checkpoint.config
+        self.config = physical or checkpoint.config
         precisions = {f"layers.{number}": precision for number, precision in (layers or {}).items()}
         self.blocks = {}
         for name in self.config.block_ids:
             precision = precisions.get(name, self.config.dtype)
-            self.blocks[name] = restore_block(self.config, name, checkpoint.variant(name, precision), precision)
+            self.blocks[name] = restore_block(
+                self.config, name, checkpoint.variant(name, precision, self.config), precision
+            )
         self._logits = jax.jit(lambda tokens: forward(self.config, self.blocks, tokens))
         self._hidden = jax.jit(lambda tokens: forward(self.config, self.blocks | {"head": self._norm}, tokens))
 

@@ -1,14 +1,16 @@
 """Parameters that are quantised: what a QArray in place of a weight looks like."""
 
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.precision import BITS
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import UNIT, packed_bytes
-from jaxserve.quantization.rounding import GROUPS, group_size
+from jaxserve.quantization.rounding import GROUP, GROUPS, group_size
 
 
 def random_qarray(key: jax.Array, out: tuple[int, ...], size: int, bits: int, parts: int, stddev: float) -> QArray:
@@ -17,6 +19,12 @@ def random_qarray(key: jax.Array, out: tuple[int, ...], size: int, bits: int, pa
     scale = stddev * math.sqrt(12) / (1 << bits)
     scales = jnp.full((*out, size // group_of(size, bits, parts)), scale, jnp.bfloat16)
     return QArray(codes, scales, None, bits, size)
+
+
+def split_unit(precisions: Iterable[str]) -> int:
+    """What a device's share of the inputs of a weight should be a multiple of, to be split in all these precisions."""
+    bits = {BITS[precision] for precision in precisions if precision in BITS}
+    return math.lcm(*(math.lcm(GROUP, UNIT[b]) for b in bits))
 
 
 def group_of(size: int, bits: int, parts: int) -> int:

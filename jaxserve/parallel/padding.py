@@ -5,6 +5,7 @@ to the copies; where the numbers do not divide, heads of zeros are added. An add
 output projection is zero for it, an added unit of the feed-forward because its gate is. Host side only: numpy.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -13,15 +14,20 @@ import numpy as np
 from jaxserve.core.config import ModelConfig
 
 
-def physical_config(config: ModelConfig, tp: int) -> ModelConfig:
-    """The configuration whose shapes split over `tp` devices; the configuration itself where they already do."""
+def physical_config(config: ModelConfig, tp: int, unit: int = 1) -> ModelConfig:
+    """The configuration whose shapes split over `tp` devices; the configuration itself where they already do.
+
+    `unit`: what the inputs that a device has of a split weight must be a multiple of. Quantised weights are packed in
+    units and share scales in groups, which cannot be cut either.
+    """
     kv_heads, group = _heads(config, tp)
-    moe = config.moe and replace(config.moe, intermediate_size=round_up(config.moe.intermediate_size, tp))
+    group = round_up(group, unit // math.gcd(unit, kv_heads // tp * config.head_dim))
+    moe = config.moe and replace(config.moe, intermediate_size=round_up(config.moe.intermediate_size, tp * unit))
     return replace(
         config,
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
-        intermediate_size=round_up(config.intermediate_size, tp),
+        intermediate_size=round_up(config.intermediate_size, tp * unit),
         moe=moe,
         shards=tp,
         vocab_padding=round_up(config.vocab_size, tp) - config.vocab_size,

@@ -61,6 +61,17 @@ def test_what_divides_already_stays_as_it_is():
     assert physical_config(model, 8) == replace(model, shards=8)
 
 
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("unit", [128, 256])
+def test_shares_of_inputs_are_whole_units_where_weights_are_quantised(tp: int, unit: int):
+    for model in (config(6, 3), config(8, 2), config_from_hf(CASES["qwen3_moe"])):
+        padded = physical_config(model, tp, unit)
+        sizes = [padded.num_heads * padded.head_dim, padded.intermediate_size]
+        sizes += [padded.moe.intermediate_size] if padded.moe else []
+        assert all(size % (tp * unit) == 0 for size in sizes)
+        assert padded.num_kv_heads == physical_config(model, tp).num_kv_heads, "the KV cache does not grow"
+
+
 @pytest.mark.parametrize(
     ("name", "tp"),
     [("llama2", 4), ("llama_linear_biases", 4), ("qwen2", 8), ("qwen3_layer_types", 3), ("qwen3_moe", 8)],

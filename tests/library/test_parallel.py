@@ -7,8 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve import LLM, ConfigError, SamplingParams
+from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
+from jaxserve.factory import build
+from jaxserve.models.quantized import group_of
+from jaxserve.resolution import resolve
 from tests.conftest import TINY
+from tests.golden.cases import CASES
 from tests.reference import Reference
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
@@ -46,6 +50,43 @@ def test_heads_and_sizes_that_do_not_divide(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY | shape))
     with LLM(tmp_path, load_format="dummy", warmup=False, max_num_seqs=8, memory_gb=8, tp=4) as llm:
         check(llm, Reference(tmp_path))
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
+def test_quantised_layers_split(tiny_model: Path, tp: int, pp: int) -> None:
+    options = {"layer_precision": "0:int8,1:int4,2:int3", "tp": tp, "pp": pp, "memory_gb": 8, "max_num_seqs": 8}
+    built = build(EngineConfig(model=tiny_model, load_format="dummy", warmup=False, **options))
+    physical, entries = built.resolved.physical, built.resolved.ledger.entries
+    layers = [row for row in built.instances[0].executor.rows if row.block.startswith("layers.")]
+    for row in layers:
+        whole = sum(leaf.nbytes for leaf in row.leaves)
+        share = sum(leaf.addressable_shards[0].data.nbytes for leaf in row.leaves)
+        assert share < whole / tp + 1024, "all but the norms"
+    if pp == 1:
+        rows = built.instances[0].executor.rows
+        held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
+        assert entries["weights"] == sum(held.values())
+    built.close()
+    with LLM(tiny_model, load_format="dummy", warmup=False, **options) as llm:
+        check(llm, Reference(tiny_model, {0: "int8", 1: "int4", 2: "int3"}, physical=physical))
+
+
+def test_quantised_experts_split(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CASES["qwen3_moe"] | {"vocab_size": 500, "dtype": "float32"}))
+    options = {"precision": "int4", "tp": 2, "memory_gb": 8, "max_num_seqs": 8}
+    physical = resolve(EngineConfig(model=tmp_path, load_format="dummy", **options)).physical
+    with LLM(tmp_path, load_format="dummy", warmup=False, **options) as llm:
+        check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), physical=physical))
+
+
+def test_a_share_that_is_no_whole_number_of_units_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a share of 96 inputs is no multiple of 128"):
+        group_of(192, 4, 2)
+    assert [group_of(size, bits, parts) for size, bits, parts in ((512, 4, 2), (192, 8, 2), (96, 4, 1))] == [
+        128,
+        32,
+        32,
+    ]
 
 
 def test_each_device_holds_its_share(tiny_model: Path) -> None:

@@ -53,7 +53,6 @@ class Swapped:
                 tokens[output.request_id] += output.outputs[0].token_ids
         return list(tokens.values())
 
-
     def logprob(self, p: tuple[int, ...]) -> float:
         """Of the likeliest token after a prompt."""
         self.engine.add(TokensPrompt(p), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=1))
