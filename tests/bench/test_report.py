@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from jaxserve.bench.report import write_report
+from jaxserve.bench.report.figure import row_of_axes, scale_y
 from jaxserve.bench.report.page import draw
 from jaxserve.bench.report.plots import PLOTS, Run
 from jaxserve.bench.report.rates import throughput_against_rate
@@ -206,6 +208,33 @@ def test_every_configuration_of_a_sweep_has_its_own_curve():
     assert drawn is not None
     names = drawn.axes[0].get_legend_handles_labels()[1]
     assert {"fast", "slow"} <= set(names)
+
+
+def test_a_caption_tells_what_is_drawn(tmp_path: Path):
+    for count, told in ((1, "Dots are requests"), (4, "Medians of stretches")):
+        results = [simulated.result(label=f"run {number}", n=20, seed=number) for number in range(count)]
+        page = Page(write_report(results, tmp_path / "report.html").read_text())
+        assert ("Dots are requests" in page.text) == (count == 1)
+        assert told in page.text
+
+
+def test_a_run_of_one_moment_is_still_seen():
+    moment = run("short")
+    at_once = replace(moment.requests, arrival_s=np.zeros_like(moment.requests.arrival_s))
+    (median, _) = figure("ttft-over-time", replace(moment, requests=at_once)).axes[0].get_lines()
+    assert len(median.get_xdata()) == 1
+    assert median.get_marker() == "o"
+
+
+def test_a_logarithmic_axis_has_plain_numbers():
+    drawn, (axes,) = row_of_axes("title", 1)
+    axes.plot([1, 2], [30, 110])
+    scale_y(axes, log=True)
+    drawn.draw_without_rendering()
+    texts = [label.get_text() for label in axes.get_yticklabels(which="both") if label.get_text()]
+    assert "100" in texts
+    assert len(texts) > 2
+    assert all(text.replace(",", "").isdecimal() for text in texts), texts
 
 
 def test_many_results_stay_readable():

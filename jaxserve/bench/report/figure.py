@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from jaxserve.bench.report.series import Floats
 
@@ -93,6 +93,7 @@ def count_y(axes: Axes) -> None:
 def plain_numbers(axis) -> None:  # type: ignore[no-untyped-def]  # matplotlib.axis.Axis
     """1000 and 0.5 in place of powers of ten."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))  # has a say within a power of ten only
 
 
 def legend(figure: Figure, *all_axes: Axes, fewest: int = 2) -> None:

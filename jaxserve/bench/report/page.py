@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from jaxserve.bench.report.figure import png
-from jaxserve.bench.report.plots import PLOTS, Run
+from jaxserve.bench.report.plots import DETAILED, PLOTS, Run
 from jaxserve.bench.report.series import Requests
 from jaxserve.bench.result import label
 from jaxserve.bench.table import cell, columns_of, remarks, sections
@@ -28,6 +28,7 @@ CAPTIONS = {
     "latency-cdf": "Share of the requests that took no longer.",
     "kv-usage": "Dashed: the size of the pool.",
 }
+OF_MANY = dict.fromkeys(("ttft-over-time", "tpot-over-time"), "Medians of stretches of time.")
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def render(results: Sequence[Mapping[str, Any]], names: Sequence[str], images: M
 
 def _caption(plot: str, count: int) -> str:
     left_out = f"The first {MOST_DRAWN} of {count} results." if count > MOST_DRAWN and plot != RATES else ""
-    return " ".join(filter(None, (CAPTIONS.get(plot), left_out)))
+    captions = CAPTIONS if count <= DETAILED else CAPTIONS | OF_MANY
+    return " ".join(filter(None, (captions.get(plot), left_out)))
 
 
 def _names(results: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -72,7 +72,17 @@ def latency_over_time(metric: str) -> Plot:
             for percentile, style, name in STATISTICS if detailed else STATISTICS[:1]:
                 times, points = series.binned(arrival, found, width, percentile)
                 label = run.name if not detailed else name if len(runs) == 1 else f"{run.name}: {name}"
-                axes.plot(times, points * unit.factor, style, color=shade, linewidth=1.6, label=label)
+                dot = "o" if np.isfinite(points).sum() == 1 else None  # a line of one point is none
+                axes.plot(
+                    times,
+                    points * unit.factor,
+                    style,
+                    color=shade,
+                    linewidth=1.6,
+                    marker=dot,
+                    markersize=4,
+                    label=label,
+                )
         scale_y(axes, log=wide_spread(values))
         _finish_time(figure, axes, runs)
         return figure
