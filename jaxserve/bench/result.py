@@ -7,6 +7,7 @@ hold the requests that ended, in order of arrival. Latencies count from `start_t
 its arrival unless --max-concurrency held it back.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -132,7 +133,8 @@ def save(result: Mapping[str, Any], path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def load(path: Path) -> dict[str, Any]:

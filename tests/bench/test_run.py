@@ -390,7 +390,7 @@ def test_where_nothing_can_be_saved_nothing_is_measured(tmp_path):
     file = tmp_path / "file"
     file.write_text("no folder")
     with running(serving(answer)) as server:
-        for path in (file / "result.json", file):
+        for path in (file / "result.json", file):  # in a file, and a file as a folder
             status, output = bench("serve", "--base-url", server.url, "--save-result", str(path))
             assert status == 1
             assert "--save-result" in output
