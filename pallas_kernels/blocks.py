@@ -15,6 +15,15 @@ class AttentionBlocks:
 
 
 @dataclass(frozen=True)
+class MatmulBlocks:
+    """One launch of a product with a quantised weight."""
+
+    outs: int  # outputs of a program: 64 or 128
+    stages: int  # blocks of codes and of x in shared memory, at least 2
+    programs: int  # per core that a product is split into, at most
+
+
+@dataclass(frozen=True)
 class DeviceBlocks:
     """All kernels on one kind of device."""
 
@@ -23,10 +32,18 @@ class DeviceBlocks:
     prefill: AttentionBlocks
     split_keys: int  # fewest keys of a sequence that are worth a program of their own
     programs: int  # per core that attention is split into, at most
+    few_rows: MatmulBlocks  # up to 64
+    many_rows: MatmulBlocks
 
 
 HOPPER = DeviceBlocks(
-    cores=132, decode=AttentionBlocks(64, 2), prefill=AttentionBlocks(64, 2), split_keys=128, programs=2
+    cores=132,
+    decode=AttentionBlocks(64, 2),
+    prefill=AttentionBlocks(64, 2),
+    split_keys=128,
+    programs=2,
+    few_rows=MatmulBlocks(outs=64, stages=4, programs=4),
+    many_rows=MatmulBlocks(outs=128, stages=2, programs=1),
 )
 TABLE: dict[str, DeviceBlocks] = {}  # what was measured, by jax.Device.device_kind
 

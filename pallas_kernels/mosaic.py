@@ -16,6 +16,13 @@ def transposed(ref: Any) -> Any:
     return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
 
 
+def load(ref: Any, index: tuple[Any, ...], layout: Any) -> Any:
+    """Values of a reference into device memory, where they need not be neighbours, in registers of a layout."""
+    if jax.__version_info__ >= (0, 11):
+        return plgpu.load(ref.at[index], layout=layout, optimized=False)
+    return plgpu.load(ref, index, layout=layout, optimized=False)
+
+
 def tiles(width: int, dtype: Any) -> tuple[Any, ...]:
     """How a matrix [..., width] lies in shared memory: tiles of 8 rows, swizzled against bank conflicts."""
     itemsize = jnp.dtype(dtype).itemsize

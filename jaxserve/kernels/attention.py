@@ -5,7 +5,7 @@ from functools import partial
 from jax import Array, lax
 
 from jaxserve.kernels import reference, xla_cpu
-from jaxserve.kernels.gpu import Choice, uses_pallas
+from jaxserve.kernels.gpu import Choice, device_kind, uses_pallas
 from jaxserve.kernels.meta import AttentionMeta
 from jaxserve.kernels.native import attention as native
 
@@ -26,9 +26,9 @@ def paged_attention(
     on_cpu = native if native.supports(q, pool) else xla_cpu
     platforms = {"cpu": partial(on_cpu.paged_attention, **kwargs)}
     if uses_pallas(gpu):
-        from pallas_kernels import paged_attention as pallas  # takes a while, and only GPUs need it
+        from pallas_kernels import blocks, paged_attention as pallas  # takes a while, and only GPUs need it
 
         if pallas.supports(q, pool):
-            platforms["cuda"] = partial(pallas.paged_attention, **kwargs)
+            platforms["cuda"] = partial(pallas.paged_attention, **kwargs, blocks=blocks.blocks_for(device_kind()))
     default = partial(reference.paged_attention, **kwargs, compute_dtype=q.dtype)
     return lax.platform_dependent(q, pool, meta, default=default, **platforms)

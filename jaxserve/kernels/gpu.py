@@ -18,3 +18,8 @@ def uses_pallas(choice: Choice) -> bool:
 
 def _is_hopper(device: jax.Device) -> bool:
     return device.platform == "gpu" and getattr(device, "compute_capability", None) == HOPPER
+
+
+def device_kind() -> str:
+    """Of JAX's default device: what block sizes are looked up by."""
+    return jax.devices()[0].device_kind

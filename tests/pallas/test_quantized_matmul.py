@@ -1,0 +1,135 @@
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.kernels import matmul
+from jaxserve.quantization import QArray
+from jaxserve.quantization.packing import packed_bytes
+from jaxserve.quantization.rounding import quantize
+from pallas_kernels.blocks import HOPPER, MatmulBlocks
+from pallas_kernels.quantized_matmul import quantized_matmul, supports
+from tests.pallas.conftest import lowered
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: int = 3
+    out: tuple[int, ...] = (128,)
+    size: int = 512
+    bits: int = 4
+    group: int = 128  # 0: one for each output
+    symmetric: bool = True
+    scales: str = "bfloat16"
+
+
+SHAPES = {
+    "int4": Shape(),
+    "int4, one row": Shape(rows=1),
+    "int4, zeros": Shape(symmetric=False),
+    "int4, groups of 32": Shape(group=32, symmetric=False),
+    "int4, groups of 64": Shape(group=64),
+    "int4, one group": Shape(group=0),
+    "int4, scales in float32": Shape(scales="float32", symmetric=False),
+    "int4, many rows": Shape(rows=130, size=256, symmetric=False),
+    "int8": Shape(bits=8),
+    "int8, zeros": Shape(bits=8, symmetric=False),
+    "int8, groups of 64": Shape(bits=8, group=64),
+    "int8, one group": Shape(bits=8, group=0),
+    "outputs of several axes": Shape(out=(2, 3, 32)),
+    "long, split over programs": Shape(out=(64,), size=4096),
+    "not a whole number of shares": Shape(out=(64,), size=128 * 19),
+}
+
+
+def problem(shape, seed=0):
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=(*shape.out, shape.size)).astype(np.float32)
+    w = quantize(w, shape.bits, group=shape.group, symmetric=shape.symmetric, scale_dtype=jnp.dtype(shape.scales))
+    return jnp.asarray(rng.normal(size=(shape.rows, shape.size)), jnp.bfloat16), jax.tree.map(jnp.asarray, w)
+
+
+def check(shape, **kwargs):
+    x, w = problem(shape)
+    assert supports(len(x), x.dtype, w)
+    wide = np.asarray(w.dequantize(jnp.bfloat16), np.float64).reshape(-1, shape.size)
+    answer = np.asarray(x, np.float64) @ wide.T
+    out = jax.jit(partial(quantized_matmul, **kwargs))(x, w)
+    np.testing.assert_allclose(out, answer, rtol=0, atol=1e-5 * np.abs(x).astype(np.float32).max() * shape.size**0.5)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_is_the_product_with_the_dequantised_weight(interpret, shape):
+    check(shape, interpret=interpret)
+
+
+def test_every_code_is_its_number(interpret):
+    """The identity through the kernel: exact for all 16 and all 256 codes."""
+    for bits in (4, 8):
+        codes = np.arange(64 * 128, dtype=np.int64).reshape(64, 128) % (1 << bits)
+        w = quantize(codes - (1 << (bits - 1)), bits, group=0)
+        w = replace(jax.tree.map(jnp.asarray, w), scales=jnp.ones((64, 1), jnp.bfloat16))
+        out = quantized_matmul(jnp.eye(128, dtype=jnp.bfloat16), w, interpret=interpret)
+        np.testing.assert_array_equal(out.T, w.dequantize())
+
+
+@pytest.mark.parametrize("sizes", [MatmulBlocks(64, 2, 1), MatmulBlocks(128, 3, 8)], ids=str)
+def test_block_sizes_change_nothing(interpret, sizes):
+    check(Shape(size=2048), blocks=replace(HOPPER, few_rows=sizes, many_rows=sizes), interpret=interpret)
+
+
+REAL = {
+    "one row": Shape(rows=1, out=(28672,), size=4096),
+    "32 rows, zeros": Shape(rows=32, out=(4096,), size=14336, symmetric=False),
+    "64 rows, groups of 32": Shape(rows=64, out=(8, 6, 128), size=4096, group=32),
+    "256 rows": Shape(rows=256, out=(4096,), size=4096),
+    "int8, one row": Shape(rows=1, out=(4096,), size=4096, bits=8),
+    "int8, 200 rows": Shape(rows=200, out=(4096,), size=4096, bits=8, symmetric=False),
+}
+
+
+def arguments(shape):
+    def leaf(width, dtype):
+        return jax.ShapeDtypeStruct((*shape.out, width), dtype)
+
+    groups = shape.size // (shape.group or shape.size)
+    scales, zeros = leaf(groups, jnp.bfloat16), None if shape.symmetric else leaf(groups, jnp.bfloat16)
+    w = QArray(leaf(packed_bytes(shape.bits, shape.size), jnp.uint8), scales, zeros, shape.bits, shape.size)
+    return jax.ShapeDtypeStruct((shape.rows, shape.size), jnp.bfloat16), w
+
+
+@pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
+def test_it_lowers_for_cuda(shape):
+    assert "mosaic_gpu" in lowered(quantized_matmul, *arguments(shape))
+
+
+@pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
+def test_it_compiles_for_h200_without_a_dequantised_copy(compile_for_h200, shape):
+    x, w = arguments(shape)
+    compiled = compile_for_h200(partial(matmul, gpu="pallas"), x, w)
+    assert "mosaic_gpu" in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < int(np.prod(w.shape))
+
+
+def test_the_choice_can_be_forced():
+    x, w = arguments(SHAPES["int4"])
+    assert "mosaic_gpu" in lowered(partial(matmul, gpu="pallas"), x, w)
+    assert "mosaic_gpu" not in lowered(partial(matmul, gpu="xla"), x, w)
+    assert "mosaic_gpu" not in lowered(partial(matmul, gpu="pallas", split=True), x, w)
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(rows=257), Shape(bits=3), Shape(out=(60,)), Shape(size=192, group=64), Shape(size=768, group=96)]
+)
+def test_other_shapes_go_through_xla(shape):
+    x, w = arguments(shape)
+    assert not supports(shape.rows, x.dtype, w)
+    assert "mosaic_gpu" not in lowered(partial(matmul, gpu="pallas"), x, w)
+
+
+def test_on_a_cpu_a_forced_choice_changes_nothing():
+    x, w = problem(Shape())
+    np.testing.assert_array_equal(matmul(x, w, gpu="pallas"), matmul(x, w, gpu="xla"))
