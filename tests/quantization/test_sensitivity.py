@@ -192,7 +192,7 @@ def test_groups_of_sequences_change_nothing(chain, monkeypatch):
     monkeypatch.setattr("jaxserve.quantization.sensitivity.curves.STREAM_BYTES", 2 * 3 * 24 * 64 * 4)
     begun = []
     apart = qualities(chain, ROWS, "int3", sets, lambda what, steps: begun.append(steps) or (lambda: None))
-    assert begun == [2 * (3 + 3)]
+    assert begun == [2 * 3 + 3]
     for swapped, values in together.items():
         np.testing.assert_allclose(apart[swapped], values, rtol=1e-5, atol=1e-7)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,15 +70,17 @@ def qualities(
     sets = {Set(), *sets}
     totals = {swapped: np.zeros(3) for swapped in sets}
     groups = row_groups(chain, rows, len(sets))
-    done = begin(f"{precision}: quality of {len(sets)} mixtures", len(groups) * (chain.config.num_layers + len(sets)))
+    done = begin(f"{precision}: quality of {len(sets)} mixtures", len(groups) * chain.config.num_layers + len(rows))
+    head = chain.head
     for group in groups:
         streams: dict[Set, Hidden] = {Set(): chain.embed(group[:, :-1])}
         for number in range(chain.config.num_layers):
             streams = _next_layer(chain, number, precision, sets, streams)
             done()
-        targets, full = jnp.asarray(group[:, 1:]), streams[Set()]
-        for swapped in sets:
-            totals[swapped] += np.asarray(_quality(*chain.head, full, streams[swapped], targets), np.float64)
+        for row, targets in enumerate(group[:, 1:]):
+            full = _full(*head, streams[Set()][row])
+            for swapped in sets:
+                totals[swapped] += _quality(*head, full, streams[swapped][row], targets)
             done()
     return {swapped: total / rows[:, 1:].size for swapped, total in totals.items()}
 
@@ -100,21 +103,29 @@ def _next_layer(
     return outputs
 
 
+class _Full(NamedTuple):
+    """What a mixture is compared with, for one sequence in full precision."""
+
+    logits: Float[Array, "S V"]
+    log_sum: Float[Array, "S"]
+    probabilities: Float[Array, "S V"]
+
+
+@partial(jax.jit, static_argnums=0)
+def _full(graph: nnx.GraphDef, state: nnx.State, x: Float[Array, "S E"]) -> _Full:
+    z = logits(graph, state, x)
+    log_sum = jax.nn.logsumexp(z, axis=-1)
+    return _Full(z, log_sum, jnp.exp(z - log_sum[:, None]))
+
+
 @partial(jax.jit, static_argnums=0)
 def _quality(
-    graph: nnx.GraphDef,
-    state: nnx.State,
-    full: Float[Array, "N S E"],
-    mixed: Float[Array, "N S E"],
-    targets: Int[Array, "N S"],
+    graph: nnx.GraphDef, state: nnx.State, full: _Full, x: Float[Array, "S E"], targets: Int[Array, "S"]
 ) -> Float[Array, "3"]:
-    """Sums over all tokens of what `qualities` averages."""
-
-    def sequence(each: tuple[jax.Array, jax.Array, jax.Array]) -> Float[Array, "3"]:
-        wanted, got = (jax.nn.log_softmax(logits(graph, state, x), axis=-1) for x in each[:2])
-        loss = -jnp.take_along_axis(got, each[2][:, None], axis=-1).sum()
-        kl = jnp.where(jnp.isfinite(wanted), jnp.exp(wanted) * (wanted - got), 0).sum()
-        agree = (wanted.argmax(-1) == got.argmax(-1)).sum()
-        return jnp.stack([loss, kl, agree.astype(jnp.float32)])
-
-    return jax.lax.map(sequence, (full, mixed, targets)).sum(0)
+    """Sums over a sequence's tokens of what `qualities` averages."""
+    z = logits(graph, state, x)
+    log_sum = jax.nn.logsumexp(z, axis=-1)
+    losses = log_sum - jnp.take_along_axis(z, targets[:, None], axis=-1)[:, 0]
+    kl = jnp.sum(full.probabilities * (full.logits - z), axis=-1) - (full.log_sum - log_sum)
+    agree = full.logits.argmax(-1) == z.argmax(-1)
+    return jnp.stack([losses.sum(), kl.sum(), agree.sum(dtype=jnp.float32)])

@@ -15,6 +15,7 @@ SIZE = (3.35, 2.45)  # inches of one plot
 LEGEND = 0.75  # inches below all of them
 MARGIN = 0.08  # of an axis, beyond what is drawn
 ORDERS = {LIS: COLOURS[0], FRONT: COLOURS[1], BACK: COLOURS[2], RANDOM: COLOURS[6]}
+NAMES = {LIS: "LIS"}
 SCORES = {"LTS": COLOURS[4], "LRS": COLOURS[3], "MDS": COLOURS[5]}
 MEASURES = {
     "cross_entropy": "cross-entropy, nats per token",
@@ -80,7 +81,7 @@ def _draw_curves(axes: Axes, precision: str, measure: str, curves: Mapping[str, 
             continue
         x, lines = curves[name][0].swapped, factor * np.array([getattr(curve, measure) for curve in curves[name]])
         several = len(lines) > 1
-        label = f"{name}, mean and range of {len(lines)}" if several else f"{name} order"
+        label = f"{name}, mean and range of {len(lines)}" if several else f"{NAMES.get(name, name)} order"
         axes.plot(x, lines.mean(0), "-" if not several else "--", color=colour, label=label, linewidth=1.5)
         if several:
             axes.fill_between(x, lines.min(0), lines.max(0), color=colour, alpha=0.13, linewidth=0)

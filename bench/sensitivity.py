@@ -1,0 +1,87 @@
+"""Which layers of the bundled model are best swapped first, and whether that order beats others on unseen text.
+
+    python -m bench.sensitivity [--precisions int8,int4,int3] [--held-out-tokens N] [--out FOLDER]
+
+Calibration text: modules of the standard library from the side of the split that the model was trained on. Held-out
+text: the documents that were kept from training and from calibration. Writes both texts, the profile and its plot to
+the folder and prints tables; `jaxserve profile` on the two texts does the same.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from bench.quantization import texts
+from jaxserve.bundled import bundled_model_path
+from jaxserve.quantization.sensitivity import SensitivityProfile
+from jaxserve.quantization.sensitivity.plot import draw
+from jaxserve.quantization.sensitivity.profile import FILE_NAME, Curve, Weights
+from jaxserve.quantization.sensitivity.run import Options, profile_model
+
+MEASURES = ("cross_entropy", "kl", "top1")
+
+
+def main() -> None:
+    """Prints tables in Markdown."""
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    files = []
+    for name, documents in zip(("calibration", "held_out"), texts(), strict=True):
+        files.append(options.out / f"{name}.txt")
+        files[-1].write_text("\n\n".join(document.text for document in documents), encoding="utf-8")
+    began = time.perf_counter()
+    profile = profile_model(
+        bundled_model_path(),
+        *files,
+        Options(
+            precisions=tuple(options.precisions.split(",")),
+            calib_tokens=options.calib_tokens,
+            held_out_tokens=options.held_out_tokens,
+            weights=Weights(*map(float, options.weights.split(","))),
+            positions=options.positions,
+        ),
+    )
+    took = time.perf_counter() - began
+    profile.save(options.out / FILE_NAME)
+    (options.out / FILE_NAME).with_suffix(".png").write_bytes(draw(profile))
+    _print(profile)
+    print(f"\n{took:.0f} s; {profile.model} {profile.model_sha256[:12]}")
+    for text in (profile.calibration, profile.held_out):
+        print(f"{text.name}: sha256 {text.sha256[:12]}, {text.rows} sequences of {text.length} tokens")
+
+
+def _print(profile: SensitivityProfile) -> None:
+    print("| precision | order of swapping | cross-entropy, nats | KL, nats | top-1 agreement, % |")
+    print("| --- | --- | ---: | ---: | ---: |")
+    for precision in profile.precisions:
+        for name, curves in profile.curves[precision].items():
+            named = f"LIS: {' '.join(map(str, profile.order(precision)))}" if name == "lis" else name
+            print(f"| {precision} | {named} | {' | '.join(_areas(curves, measure) for measure in MEASURES)} |")
+    print("\n| precision | layer | LTS | LRS | MDS | swapped as number |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for precision in profile.precisions:
+        scores = profile.of(precision)
+        for layer, values in enumerate(zip(scores.lts, scores.lrs, scores.mds, strict=True)):
+            numbers = " | ".join(f"{value:.5f}" for value in values)
+            print(f"| {precision} | {layer} | {numbers} | {scores.order.index(layer) + 1} |")
+
+
+def _areas(curves: tuple[Curve, ...], measure: str) -> str:
+    areas = [curve.area(measure) * (100 if measure == "top1" else 1) for curve in curves]
+    mean = f"{sum(areas) / len(areas):.4f}"
+    return mean if len(areas) == 1 else f"{mean} ({min(areas):.4f}-{max(areas):.4f})"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precisions", default="int8,int4,int3")
+    parser.add_argument("--calib-tokens", type=int, default=4096)
+    parser.add_argument("--held-out-tokens", type=int, default=8192)
+    parser.add_argument("--weights", default="0.25,0.25,0.5", help="of LTS, LRS and MDS")
+    parser.add_argument("--positions", choices=("all", "last"), default="all")
+    parser.add_argument("--out", type=Path, default=Path("bench/out/sensitivity"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
