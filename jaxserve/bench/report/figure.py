@@ -62,7 +62,7 @@ def row_of_axes(title: str, count: int) -> tuple[Figure, tuple[Axes, ...]]:
     for axes in drawn:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(INK)
-        axes.tick_params(labelsize=8.5, colors=INK)
+        axes.tick_params(which="both", labelsize=8.5, colors=INK)
         axes.grid(visible=True, color=FAINT, linewidth=0.6)
         axes.set_axisbelow(True)
     return figure, drawn
