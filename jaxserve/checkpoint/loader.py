@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from jaxserve.checkpoint.dummy import DummyStore
+from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, stacked_name, tensor_shapes
 from jaxserve.checkpoint.rounded import rounded_block
 from jaxserve.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME, SafetensorsStore, read_json
@@ -16,6 +17,7 @@ from jaxserve.core.precision import BITS
 from jaxserve.models import config_from_hf
 from jaxserve.models.hf import token_ids
 from jaxserve.quantization import QArray
+from jaxserve.quantization.formats import Scheme, read_scheme
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -43,9 +45,20 @@ class Checkpoint:
     def variant(
         self, block_id: str, precision: str, physical: ModelConfig | None = None
     ) -> dict[str, np.ndarray | QArray]:
-        """A block's parameters in a precision, in the layout of `block`; what it quantises is rounded to nearest."""
+        """A block's parameters in a precision, in the layout of `block`; what it quantises is rounded to nearest.
+
+        A layer that the checkpoint has in this precision is given as it is stored.
+        """
+        if isinstance(self.store, ImportedStore) and precision == self.precision(block_id) != self.config.dtype:
+            return self.store.block(self.config, physical or self.config, block_id)
         arrays = self.block(block_id, physical)
         return rounded_block(physical or self.config, block_id, arrays, precision) if precision in BITS else {**arrays}
+
+    def precision(self, block_id: str) -> str:
+        """What the checkpoint has a block in: the configuration's dtype, unless others quantised it."""
+        return (
+            self.store.precision(self.config, block_id) if isinstance(self.store, ImportedStore) else self.config.dtype
+        )
 
     def block(self, block_id: str, physical: ModelConfig | None = None) -> dict[str, np.ndarray]:
         """A block's parameters by their dotted path in its module, packed for `physical` (by default `config`).
@@ -74,15 +87,17 @@ def open_checkpoint(
     path = Path(path)
     directory = path.parent if path.is_file() and path.suffix == ".json" else path
     config_path = path if directory != path else directory / "config.json"
-    config, generation = _read_configs(directory, config_path)
+    config, generation, scheme = _read_configs(directory, config_path)
     if dtype != "auto":
         config = replace(config, dtype=dtype)
     if load_format == "dummy":
         return Checkpoint(directory, config, generation, DummyStore())
     _check_files(directory)
-    checkpoint = Checkpoint(directory, config, generation, SafetensorsStore(directory))
+    files = SafetensorsStore(directory)
+    checkpoint = Checkpoint(directory, config, generation, files if scheme is None else ImportedStore(files, scheme))
     for block_id in config.block_ids:
         check_tensors(checkpoint.store, config, block_id)
+        checkpoint.precision(block_id)
     return checkpoint
 
 
@@ -90,10 +105,13 @@ def check_tensors(store: TensorStore, config: ModelConfig, block_id: str) -> Non
     """Raises `CheckpointError` for the first of a block's tensors that is missing, truncated or mis-shaped."""
     shapes = tensor_shapes(config, block_id, stacked_experts=stacked_name(block_id) in store)
     for name, shape in shapes.items():
-        store.get(name, shape)
+        if isinstance(store, ImportedStore):
+            store.check(name, shape)
+        else:
+            store.get(name, shape)
 
 
-def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[str, Any]]:
+def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[str, Any], Scheme | None]:
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory}: no such directory. A model is a local directory; names on a hub are not downloaded"
@@ -101,10 +119,9 @@ def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict
     if not config_path.is_file():
         raise CheckpointError(f"{config_path}: missing; a model directory has a config.json")
     hf = read_json(config_path)
-    if hf.get("quantization_config"):
-        raise CheckpointError(f"{config_path}: is quantized ({hf['quantization_config']}), which is not supported")
     try:
         config = config_from_hf(hf)
+        scheme = read_scheme(hf["quantization_config"]) if hf.get("quantization_config") else None
     except CheckpointError as error:
         raise CheckpointError(f"{config_path}: {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
@@ -113,7 +130,7 @@ def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict
     generation = read_json(generation_path) if generation_path.is_file() else {}
     if generation.get("eos_token_id") is not None:
         config = replace(config, eos_token_ids=token_ids(generation["eos_token_id"]))
-    return config, generation
+    return config, generation, scheme
 
 
 def _check_files(directory: Path) -> None:

@@ -22,6 +22,11 @@ DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
+INTEGERS: Mapping[str, np.dtype] = {
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+}
+"""What quantised checkpoints have beside them."""
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -52,8 +57,8 @@ class SafetensorsFile:
         header.pop("__metadata__", None)
         return 8 + length, header
 
-    def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The tensor as a read-only view of the file; checked against the shape it must have."""
+    def get(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> np.ndarray:
+        """The tensor as a read-only view of the file; checked against the shape and the dtypes it may have."""
         where = f"{self.path}: tensor {name}"
         entry = self.entries.get(name)
         if entry is None:
@@ -63,11 +68,11 @@ class SafetensorsFile:
             begin, end = (int(offset) for offset in entry["data_offsets"])
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"{where} has a malformed header entry {entry!r}") from error
-        if dtype_name not in DTYPES:
-            raise CheckpointError(f"{where} has dtype {dtype_name}; supported: {', '.join(DTYPES)}")
+        if dtype_name not in dtypes:
+            raise CheckpointError(f"{where} has dtype {dtype_name}; supported: {', '.join(dtypes)}")
         if found != shape:
             raise CheckpointError(f"{where} has shape {list(found)}, the model's config.json makes it {list(shape)}")
-        dtype, size = DTYPES[dtype_name], len(self.data) - self.start
+        dtype, size = dtypes[dtype_name], len(self.data) - self.start
         if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{where} has byte range [{begin}, {end}) for shape {list(shape)} of {dtype_name}")
         if end > size:
@@ -91,11 +96,15 @@ class SafetensorsStore:
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
-    def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def get(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> np.ndarray:
         """A tensor as a read-only view of its file. Raises `CheckpointError` naming the file and the tensor."""
         if name not in self.files:
             raise CheckpointError(f"{self.source}: tensor {name} is missing")
-        return self.files[name].get(name, shape)
+        return self.files[name].get(name, shape, dtypes)
+
+    def where(self, name: str) -> str:
+        """A tensor and its file, for messages about it."""
+        return f"{self.files[name].path if name in self.files else self.source}: tensor {name}"
 
 
 def _open_shards(index: Path) -> dict[str, SafetensorsFile]:

@@ -60,7 +60,7 @@ def test_unsupported_architecture_lists_the_supported_ones(single: Path):
         ({"num_key_value_heads": 4}, "num_key_value_heads"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"rope_scaling": "linear"}, "wrong kind"),
         ({"rope_scaling": {"type": "linear", "factor": [2]}}, "wrong kind"),
         ({"rms_norm_eps": "small"}, "wrong kind"),

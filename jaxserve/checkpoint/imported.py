@@ -1,0 +1,141 @@
+"""Checkpoints that others quantised: read as QArrays, or as the numbers that they stand for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+
+from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, tensor_shapes
+from jaxserve.checkpoint.safetensors import DTYPES, INTEGERS, SafetensorsStore
+from jaxserve.core.config import ModelConfig
+from jaxserve.core.errors import CheckpointError, ConfigError
+from jaxserve.quantization.formats import Codes, Scheme, decode, dequantized, read_tensors
+from jaxserve.quantization.layer import CONTRACTED, flat_inputs
+from jaxserve.quantization.packing import pack
+from jaxserve.quantization.qarray import QArray
+
+WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """The tensors of one weight."""
+
+    files: SafetensorsStore
+    name: str
+
+    def has(self, suffix: str) -> bool:
+        return f"{self.name}.{suffix}" in self.files
+
+    def get(self, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
+        return self.files.get(f"{self.name}.{suffix}", shape, {**DTYPES, **INTEGERS})
+
+    def fail(self, suffix: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.files.where(f'{self.name}.{suffix}')} {why}")
+
+
+class ImportedStore:
+    """Tensors by name; a quantised weight is given as the numbers that it stands for, in float32."""
+
+    def __init__(self, files: SafetensorsStore, scheme: Scheme):
+        self.files, self.scheme = files, scheme
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files or self.is_quantized(name)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether a weight is, by its name without quantisation."""
+        return name.endswith(WEIGHT) and f"{name.removesuffix(WEIGHT)}.{self.scheme.marker}" in self.files
+
+    def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The tensor. Raises `CheckpointError` naming the file and the tensor."""
+        if not self.is_quantized(name):
+            return self.files.get(name, shape)
+        return dequantized(self.codes(name, shape), self.scheme.bits)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises `CheckpointError` as `get` would, without computing anything."""
+        if self.is_quantized(name):
+            read_tensors(self.scheme, self._source(name), shape)
+        else:
+            self.files.get(name, shape)
+
+    def codes(self, name: str, shape: tuple[int, ...]) -> Codes:
+        """A quantised weight, unpacked. Raises `CheckpointError` naming the file and the tensor."""
+        return decode(self.scheme, read_tensors(self.scheme, self._source(name), shape), shape)
+
+    def _source(self, name: str) -> "_Tensors":
+        return _Tensors(self.files, name.removesuffix(WEIGHT))
+
+    def precision(self, config: ModelConfig, block_id: str) -> str:
+        """What a block is stored in. Raises `CheckpointError` for a layer of which only a part is quantised."""
+        weights = [name for name in tensor_shapes(config, block_id) if _is_large(name)]
+        if not block_id.startswith("layers.") or not any(map(self.is_quantized, weights)):
+            return config.dtype
+        for name in weights:
+            if not self.is_quantized(name):
+                raise CheckpointError(f"{self.files.where(name)} is not quantised as the others of its layer are")
+        return f"int{self.scheme.bits}"
+
+    def block(self, config: ModelConfig, physical: ModelConfig, block_id: str) -> dict[str, np.ndarray | QArray]:
+        """A quantised layer, its parameters packed for `physical`, the codes as they are stored.
+
+        Scales keep bfloat16 if they are, and become float32 if not. Raises `ConfigError` where padding for tensor
+        parallelism would cut a group.
+        """
+        shapes = tensor_shapes(config, block_id)
+        weights = {name: self.codes(name, shape) for name, shape in shapes.items() if self.is_quantized(name)}
+        bfloat16 = np.dtype(ml_dtypes.bfloat16)
+        exact = (
+            bfloat16 if all(weight.scales.dtype == bfloat16 for weight in weights.values()) else np.dtype(np.float32)
+        )
+        symmetric = self.scheme.symmetric and not any(np.any(weight.zeros) for weight in weights.values())
+
+        def packed(dtype: np.dtype, read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+            return pack_block(Target(config, physical, dtype), block_id, read)
+
+        def field(name: str, *, of: str) -> np.ndarray:
+            """One field of a weight, as large as the weight, so that it is packed as the weight would be."""
+            if name not in weights:
+                return np.zeros(shapes[name], np.uint8)
+            values = getattr(weights[name], of)
+            return np.repeat(values, shapes[name][1] // values.shape[1], axis=1)
+
+        def other(name: str) -> np.ndarray:
+            return np.zeros(shapes[name], np.uint8) if name in weights else self.files.get(name, shapes[name])
+
+        codes, scales = (
+            packed(np.dtype(np.uint8), partial(field, of="codes")),
+            packed(exact, partial(field, of="scales")),
+        )
+        zeros = {} if symmetric else packed(exact, partial(field, of="zeros"))
+        block: dict[str, np.ndarray | QArray] = {**packed(numpy_dtype(config), other)}
+        for name in CONTRACTED.keys() & block.keys():
+            block[name] = self._joined(block_id, name, codes[name], scales[name], zeros.get(name))
+        return block
+
+    def _joined(
+        self, block_id: str, name: str, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None
+    ) -> QArray:
+        codes = flat_inputs(name, codes)
+        size = codes.shape[-1]
+        group = self.scheme.group or size
+
+        def narrow(values: np.ndarray) -> np.ndarray:
+            groups = flat_inputs(name, values).reshape(*codes.shape[:-1], -1, group) if size % group == 0 else None
+            if groups is None or np.any(groups != groups[..., :1]):
+                raise ConfigError(
+                    f"{block_id}: {name} is quantised in groups of {group} inputs, which the padding for this degree of"
+                    " tensor parallelism cuts (tp)"
+                )
+            return np.ascontiguousarray(groups[..., 0])
+
+        narrowed = None if zeros is None else narrow(zeros)
+        return QArray(pack(codes, self.scheme.bits), narrow(scales), narrowed, self.scheme.bits, size)
+
+
+def _is_large(name: str) -> bool:
+    """Whether a layer's tensor is part of a parameter that is quantised: a projection, not a norm or a router."""
+    return name.endswith("_proj.weight")

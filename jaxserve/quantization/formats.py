@@ -1,0 +1,230 @@
+"""Weights quantised by others, as their files hold them: AWQ, GPTQ and compressed-tensors.
+
+All of them stand for scales * (codes - zeros) with unsigned codes; they differ in how these are packed into words of 32
+bits, lowest bits first, b bits each. O outputs, C inputs, G groups of inputs:
+
+- AWQ ("gemm"): qweight [C, O/8], qzeros [G, O/8], scales [G, O]; along O, in the order 0 2 4 6 1 3 5 7.
+- GPTQ: qweight [C/(32/b), O] along C, qzeros [G, O/(32/b)] along O, scales [G, O]; g_idx [C] names each input's group.
+  Zeros are stored less one, unless `checkpoint_format` is "gptq_v2".
+- compressed-tensors, "pack-quantized": weight_packed [O, C/(32/b)] along C, weight_scale [O, G], and if not symmetric
+  weight_zero_point [O/(32/b), G] along O. "int-quantized": weight int8 [O, C], weight_zero_point int8 [O, G].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jaxserve.core.errors import CheckpointError
+
+AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+OPTIONAL = ("g_idx", "weight_g_idx")
+FORMATS = ("awq", "gptq", "pack-quantized", "int-quantized")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a checkpoint's weights are quantised. `group` 0: one scale for all inputs of an output."""
+
+    format: str
+    bits: int
+    group: int
+    symmetric: bool
+    zero_offset: int = 0  # what stored zeros lack
+
+    def groups(self, inputs: int) -> int:
+        """Groups of so many inputs."""
+        return -(-inputs // self.group) if self.group else 1
+
+    @property
+    def per_word(self) -> int:
+        """Codes in a word of 32 bits."""
+        return 32 // self.bits
+
+    @property
+    def packed_axes(self) -> tuple[str, ...]:
+        """The axes of a weight that must be whole words."""
+        return {"awq": ("outputs",), "gptq": ("outputs", "inputs")}.get(self.format, ())
+
+    @property
+    def marker(self) -> str:
+        """The tensor of a weight whose presence says that it is quantised."""
+        return {"awq": "qweight", "gptq": "qweight", "pack-quantized": "weight_packed"}.get(self.format, "weight_scale")
+
+
+class Codes(NamedTuple):
+    """A weight [O, C]: w = scales * (codes - 2**(b-1) - zeros), as in `QArray`, not packed."""
+
+    codes: np.ndarray  # uint8 [O, C]
+    scales: np.ndarray  # [O, G], as stored
+    zeros: np.ndarray  # float32 [O, G]
+
+
+class Source(Protocol):
+    """The tensors of one weight, by what follows its name."""
+
+    def has(self, suffix: str) -> bool: ...
+
+    def get(self, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The tensor, which must have this shape; raises `CheckpointError`."""
+        ...
+
+    def fail(self, suffix: str, why: str) -> CheckpointError:
+        """An error that names the file and the tensor."""
+        ...
+
+
+Tensors = dict[str, np.ndarray]
+Shape = tuple[int, int]
+"""[O, C]."""
+
+
+def read_scheme(given: Mapping[str, Any]) -> Scheme:
+    """From config.json's `quantization_config`. Raises `CheckpointError` for what is not supported, saying what is."""
+    method = given.get("quant_method")
+    readers = {"awq": _awq_scheme, "gptq": _gptq_scheme, "compressed-tensors": _compressed_scheme}
+    if method not in readers:
+        raise CheckpointError(f"quant_method {method!r} is not supported; supported: {', '.join(readers)}")
+    scheme = readers[method](given)
+    supported = {"awq": (4,), "int-quantized": (8,)}.get(scheme.format, (4, 8))
+    if scheme.bits not in supported:
+        raise CheckpointError(f"{method} in {scheme.bits!r} bits is not supported; supported: {supported}")
+    return scheme
+
+
+def read_tensors(scheme: Scheme, source: Source, shape: Shape) -> Tensors:
+    """A weight's tensors as they are stored. Raises `CheckpointError` naming the file and the tensor at fault."""
+    for axis, size in zip(("outputs", "inputs"), shape, strict=True):
+        if axis in scheme.packed_axes and size % scheme.per_word:
+            raise source.fail(scheme.marker, f"has {size} {axis}, which {scheme.per_word} does not divide")
+    inputs, groups = shape[1], scheme.groups(shape[1])
+    if inputs % groups:
+        raise source.fail(scheme.marker, f"has {inputs} inputs, which groups of {scheme.group} do not divide")
+    wanted = {
+        suffix: size for suffix, size in _shapes(scheme, shape).items() if suffix not in OPTIONAL or source.has(suffix)
+    }
+    tensors = {suffix: source.get(suffix, size) for suffix, size in wanted.items()}
+    for suffix in ("g_idx", "weight_g_idx"):
+        order = tensors.get(suffix)
+        if order is not None and scheme.group and not np.array_equal(order, np.arange(inputs) // scheme.group):
+            raise source.fail(
+                suffix,
+                "puts inputs into groups by their activation order (desc_act, actorder), which would need them in"
+                " another order at every step and is not supported; supported: groups of neighbouring inputs",
+            )
+    return tensors
+
+
+def decode(scheme: Scheme, tensors: Tensors, shape: Shape) -> Codes:
+    """The codes of a weight [O, C] from what `read_tensors` gave."""
+    return {"awq": _awq, "gptq": _gptq, "pack-quantized": _packed, "int-quantized": _integers}[scheme.format](
+        scheme, tensors, shape
+    )
+
+
+def dequantized(weight: Codes, bits: int) -> np.ndarray:
+    """float32 [O, C]."""
+    outputs, inputs = weight.codes.shape
+    values = weight.codes.reshape(outputs, weight.scales.shape[1], -1).astype(np.float32) - (1 << (bits - 1))
+    values = (values - weight.zeros[..., None]) * weight.scales.astype(np.float32)[..., None]
+    return values.reshape(outputs, inputs)
+
+
+# -- quantization_config
+
+
+def _awq_scheme(given: Mapping[str, Any]) -> Scheme:
+    version = str(given.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise CheckpointError(f"AWQ version {version!r} is not supported; supported: 'gemm'")
+    bits, group = given.get("bits", given.get("w_bit", 4)), given.get("group_size", given.get("q_group_size", 128))
+    return Scheme("awq", bits, max(group, 0), not given.get("zero_point", True))
+
+
+def _gptq_scheme(given: Mapping[str, Any]) -> Scheme:
+    layout = given.get("checkpoint_format") or "gptq"
+    if layout not in ("gptq", "gptq_v2"):
+        raise CheckpointError(f"checkpoint_format {layout!r} is not supported; supported: 'gptq', 'gptq_v2'")
+    group, symmetric = max(given.get("group_size", 128), 0), bool(given.get("sym", True))
+    return Scheme("gptq", given.get("bits", 4), group, symmetric, zero_offset=1 if layout == "gptq" else 0)
+
+
+def _compressed_scheme(given: Mapping[str, Any]) -> Scheme:
+    groups = list((given.get("config_groups") or {}).values())
+    if len(groups) != 1:
+        raise CheckpointError(f"compressed-tensors with {len(groups)} config_groups is not supported; supported: 1")
+    weights, activations = groups[0].get("weights") or {}, groups[0].get("input_activations")
+    layout = groups[0].get("format") or given.get("format")
+    if layout not in FORMATS[2:]:
+        raise CheckpointError(f"compressed-tensors format {layout!r} is not supported; supported: {FORMATS[2:]}")
+    if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
+        raise CheckpointError(
+            f"compressed-tensors weights of type {weights.get('type')!r} by {weights.get('strategy')!r} are not"
+            " supported; supported: 'int' by 'group' or 'channel'"
+        )
+    if activations and not activations.get("dynamic"):
+        raise CheckpointError("compressed-tensors with static input_activations is not supported; supported: dynamic")
+    group = weights.get("group_size") if weights["strategy"] == "group" else 0
+    return Scheme(layout, weights.get("num_bits", 8), max(group or 0, 0), bool(weights.get("symmetric", True)))
+
+
+# -- tensors
+
+
+def _shapes(scheme: Scheme, shape: Shape) -> dict[str, tuple[int, ...]]:
+    (outputs, inputs), groups, each = shape, scheme.groups(shape[1]), scheme.per_word
+    if scheme.format in ("awq", "gptq"):
+        words = (inputs, outputs // each) if scheme.format == "awq" else (inputs // each, outputs)
+        tensors = {"qweight": words, "scales": (groups, outputs), "qzeros": (groups, outputs // each)}
+        return tensors | ({"g_idx": (inputs,)} if scheme.format == "gptq" else {})
+    scales = {"weight_scale": (outputs, groups), "weight_g_idx": (inputs,)}
+    if scheme.format == "int-quantized":
+        return scales | {"weight": shape} | ({} if scheme.symmetric else {"weight_zero_point": (outputs, groups)})
+    zeros = {} if scheme.symmetric else {"weight_zero_point": (-(-outputs // each), groups)}
+    return scales | {"weight_packed": (outputs, -(-inputs // each))} | zeros
+
+
+def _awq(scheme: Scheme, tensors: Tensors, shape: Shape) -> Codes:
+    def unpack(words: np.ndarray) -> np.ndarray:
+        fields = _fields(words, 4)  # [rows, O/8, 8]
+        codes = np.empty_like(fields)
+        codes[..., AWQ_ORDER] = fields
+        return codes.reshape(len(words), -1).T
+
+    return _codes(unpack(tensors["qweight"]), tensors["scales"].T, unpack(tensors["qzeros"]), 4)
+
+
+def _gptq(scheme: Scheme, tensors: Tensors, shape: Shape) -> Codes:
+    codes = _fields(tensors["qweight"], scheme.bits).transpose(1, 0, 2).reshape(shape)
+    zeros = _fields(tensors["qzeros"], scheme.bits).reshape(len(tensors["qzeros"]), -1).T
+    zeros = zeros + scheme.zero_offset & (1 << scheme.bits) - 1  # a zero of 0, less one, was stored as the largest
+    return _codes(codes, tensors["scales"].T, zeros, scheme.bits)
+
+
+def _packed(scheme: Scheme, tensors: Tensors, shape: Shape) -> Codes:
+    outputs, inputs = shape
+    codes = _fields(tensors["weight_packed"], scheme.bits).reshape(outputs, -1)[:, :inputs]
+    scales = tensors["weight_scale"]
+    if scheme.symmetric:
+        return _codes(codes, scales, np.full(scales.shape, 1 << (scheme.bits - 1)), scheme.bits)
+    zeros = _fields(tensors["weight_zero_point"], scheme.bits).transpose(0, 2, 1).reshape(-1, scales.shape[1])
+    return _codes(codes, scales, zeros[:outputs], scheme.bits)
+
+
+def _integers(scheme: Scheme, tensors: Tensors, shape: Shape) -> Codes:
+    codes = (tensors["weight"].astype(np.int16) + 128).astype(np.uint8)
+    scales = tensors["weight_scale"]
+    zeros = np.zeros(scales.shape, np.int16) if scheme.symmetric else tensors["weight_zero_point"].astype(np.int16)
+    return _codes(codes, scales, zeros + 128, 8)
+
+
+def _codes(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, bits: int) -> Codes:
+    """`zeros` as unsigned as the codes."""
+    return Codes(codes, scales, zeros.astype(np.float32) - (1 << (bits - 1)))
+
+
+def _fields(words: np.ndarray, bits: int) -> np.ndarray:
+    """int32 [...] -> uint8 [..., 32 / bits], the lowest bits first."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    return (words.view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)).astype(np.uint8)

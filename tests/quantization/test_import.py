@@ -1,0 +1,147 @@
+"""Checkpoints that others quantised: every layout stands for the weights that were packed into it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint.mapping import tensor_shapes
+from jaxserve.core.errors import CheckpointError, ConfigError
+from jaxserve.models import config_from_hf
+from jaxserve.parallel.padding import physical_config
+from jaxserve.quantization import QArray
+from tests.conftest import TINY
+from tests.quantization.foreign import write
+
+LAYOUTS = [("awq", 4), ("gptq", 4), ("gptq", 8), ("gptq_v2", 4), ("pack_quantized", 4), ("pack_quantized", 8),
+           ("int_quantized", 8)]  # fmt: skip
+CONFIG = config_from_hf(TINY)
+SHAPES = {name: shape for block in CONFIG.block_ids for name, shape in tensor_shapes(CONFIG, block).items()}
+LAYER = "model.layers.1."
+
+
+def dense(q: QArray) -> np.ndarray:
+    return np.asarray(q.dequantize())
+
+
+def expected_layer(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The matrices of layer 1 as its modules have them: 2 kv heads, 2 query heads for each, of 16."""
+    q, k, v = (values[f"{LAYER}self_attn.{x}_proj.weight"] for x in "qkv")
+    heads = [
+        np.concatenate([q[32 * j : 32 * j + 32], k[16 * j : 16 * j + 16], v[16 * j : 16 * j + 16]]) for j in (0, 1)
+    ]
+    gate, up = (values[f"{LAYER}mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    return {
+        "attention.qkv": np.stack(heads).reshape(2, 4, 16, 64),
+        "attention.o": values[f"{LAYER}self_attn.o_proj.weight"],
+        "mlp.gate_up": np.stack([gate, up])[None],
+        "mlp.down": values[f"{LAYER}mlp.down_proj.weight"],
+    }
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, 0])
+@pytest.mark.parametrize(("layout", "bits"), LAYOUTS)
+def test_a_layout_stands_for_the_weights_that_were_packed(tmp_path, layout, bits, group, symmetric):
+    values = write(tmp_path, TINY, SHAPES, layout, bits=bits, group=group, symmetric=symmetric)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.precision("layers.1") == f"int{bits}"
+    assert checkpoint.precision("embed") == checkpoint.precision("head") == "float32"
+    variant, block = checkpoint.variant("layers.1", f"int{bits}"), checkpoint.block("layers.1")
+    assert variant.keys() == block.keys()
+    for name, w in expected_layer(values).items():
+        np.testing.assert_array_equal(dense(variant[name]), w, err_msg=name)
+        np.testing.assert_array_equal(block[name].reshape(w.shape), w, err_msg=name)
+        assert (variant[name].bits, variant[name].zeros is None) == (bits, symmetric)
+    norm = values[f"{LAYER}input_layernorm.weight"]
+    np.testing.assert_array_equal(variant["input_norm.weight"], norm)
+    np.testing.assert_array_equal(checkpoint.block("embed")["weight"], values["model.embed_tokens.weight"])
+
+
+def test_other_precisions_are_rounded_from_what_is_stored(tmp_path):
+    write(tmp_path, TINY, SHAPES, "awq")
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.variant("layers.0", "int8")["mlp.down"].bits == 8
+    assert isinstance(checkpoint.variant("layers.0", "float32")["mlp.down"], np.ndarray)
+
+
+def test_a_layer_may_stay_in_full_precision(tmp_path):
+    write(tmp_path, TINY, SHAPES, "gptq", skip="layers.0.")
+    checkpoint = open_checkpoint(tmp_path)
+    assert [checkpoint.precision(f"layers.{i}") for i in range(3)] == ["float32", "int4", "int4"]
+
+
+def test_padding_for_tensor_parallelism_keeps_codes_or_refuses(tmp_path):
+    values = write(tmp_path, TINY, SHAPES, "awq")
+    checkpoint = open_checkpoint(tmp_path)
+    two = checkpoint.variant("layers.1", "int4", physical_config(CONFIG, 2))["mlp.gate_up"]
+    np.testing.assert_array_equal(dense(two)[1, 0], values[f"{LAYER}mlp.gate_proj.weight"][48:])
+    write(tmp_path, TINY, SHAPES, "awq", group=0)
+    with pytest.raises(ConfigError, match=r"layers\.1: attention.o .* in groups of 96 inputs.*\(tp\)"):
+        open_checkpoint(tmp_path).variant("layers.1", "int4", physical_config(CONFIG, 3))
+
+
+def edit(folder: Path, **changes) -> None:
+    """Changes config.json's quantization_config."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("layout", "suffix"), [("gptq", "g_idx"), ("pack_quantized", "weight_g_idx")])
+def test_activation_order_is_refused_where_it_permutes_and_taken_where_not(tmp_path, layout, suffix):
+    write(tmp_path, TINY, SHAPES, layout)
+    file, name = tmp_path / "model.safetensors", f"model.layers.2.mlp.down_proj.{suffix}"
+    edit(tmp_path, desc_act=True)
+    tensors = load_file(file)
+    save_file(tensors | {name: np.arange(96, dtype=np.int32) // 32}, file)
+    open_checkpoint(tmp_path)
+    save_file(tensors | {name: np.arange(96, dtype=np.int32) % 3}, file)
+    with pytest.raises(CheckpointError, match=rf"{file}: tensor {name} .*activation order.* not supported"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"),
+    [
+        ("awq", {"bits": 8}, r"awq in 8 bits is not supported; supported: \(4,\)"),
+        ("awq", {"version": "gemv"}, "AWQ version 'gemv'"),
+        ("gptq", {"bits": 3}, "gptq in 3 bits"),
+        ("gptq", {"checkpoint_format": "marlin"}, "'marlin'"),
+        (
+            "gptq",
+            {"quant_method": "bitsandbytes"},
+            "'bitsandbytes' is not supported; supported: awq, gptq, compressed-",
+        ),
+        ("pack_quantized", {"format": "float-quantized"}, "'float-quantized'"),
+        ("pack_quantized", {"config_groups": {}}, "0 config_groups"),
+        ("awq", {"bits": "four"}, "four"),
+    ],
+)
+def test_what_is_not_supported_is_named_with_what_is(tmp_path, layout, changes, message):
+    write(tmp_path, TINY, SHAPES, layout)
+    edit(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_a_missing_or_misshaped_tensor_is_named_when_the_checkpoint_is_opened(tmp_path):
+    write(tmp_path, TINY, SHAPES, "awq")
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.scales"
+    tensors = load_file(file)
+    save_file(tensors | {name: np.zeros((1, 96), np.float16)}, file)
+    with pytest.raises(CheckpointError, match=rf"{file}: tensor {name} has shape \[1, 96\].*\[2, 96\]"):
+        open_checkpoint(tmp_path)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
+    with pytest.raises(CheckpointError, match=rf"tensor {name} is missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_half_a_layer_in_full_precision_is_refused(tmp_path):
+    write(tmp_path, TINY, SHAPES, "gptq", skip="layers.1.mlp.down_proj")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not quantised"):
+        open_checkpoint(tmp_path)
