@@ -1,6 +1,8 @@
 """A block's parameters, as they were read, in fewer bits: to the nearest, without data."""
 
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -9,7 +11,8 @@ from jaxserve.models import abstract_block
 from jaxserve.quantization import QArray
 from jaxserve.quantization.rounding import quantize
 
-CHUNK = 1 << 21  # weights that are quantised at once: what is needed beside them is some 30 bytes for each
+CHUNK = 1 << 17  # weights that a thread quantises at once: its temporaries, some 30 bytes for each, stay in the cache
+THREADS = min(os.cpu_count() or 1, 16)
 
 
 def rounded_block(
@@ -31,7 +34,12 @@ def rounded(w: np.ndarray, template: QArray) -> QArray:
     codes = np.empty((len(rows), template.codes.shape[-1]), template.codes.dtype)
     scales = np.empty((len(rows), template.scales.shape[-1]), template.scales.dtype)
     step = max(CHUNK // size, 1)
-    for start in range(0, len(rows), step):
+
+    def fill(start: int) -> None:
         part = quantize(rows[start : start + step], template.bits, group=template.group, scale_dtype=scales.dtype)
         codes[start : start + step], scales[start : start + step] = part.codes, part.scales
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(fill, range(0, len(rows), step)):
+            pass
     return QArray(codes.reshape(*out, -1), scales.reshape(*out, -1), None, template.bits, size)

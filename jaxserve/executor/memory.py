@@ -9,10 +9,12 @@ import jax.numpy as jnp
 
 from jaxserve.control import StagePlan
 from jaxserve.core.config import ModelConfig
+from jaxserve.core.precision import BITS
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.models import abstract_block
 from jaxserve.parallel.placement import RULES
+from jaxserve.quantization import QArray
 
 RESERVE = 1.25  # XLA's temporaries beyond those counted here
 LIVE_COPIES = 3  # of the largest intermediate, alive at once
@@ -44,6 +46,8 @@ def stage_memory(
     heads = config.num_kv_heads // stage.tp
     page = layers * heads * 2 * page_size * config.head_dim * jnp.dtype(config.dtype).itemsize
     workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
+    wanted = {(block.block, p) for block in stage.blocks for p in (block.precision, *variants)}
+    workspace += max(dequantized_bytes(config, name, stage.tp, precision) for name, precision in wanted)
     return StageMemory(weights, page, workspace, exchange)
 
 
@@ -55,6 +59,20 @@ def block_bytes(config: ModelConfig, block: str, tp: int, precision: str | None 
         split = tp if any(axis in RULES for axis in variable.axes) else 1
         total += sum(prod(leaf.shape) * leaf.dtype.itemsize // split for leaf in jax.tree.leaves(variable.get_value()))
     return total
+
+
+def dequantized_bytes(config: ModelConfig, block: str, tp: int, precision: str) -> int:
+    """What the largest quantised weight of a layer takes on each device while XLA multiplies by it; 0 if none is."""
+    if "." not in block or precision not in BITS:
+        return 0
+    _, variables = abstract_block(config, block, precision)
+    sizes = [0]
+    for variable in variables.values():
+        value = variable.get_value()
+        if isinstance(value, QArray):
+            shape = value.shape[1:] if variable.axes[0] == "experts" else value.shape  # one expert at a time
+            sizes.append(prod(shape) // (tp if any(axis in RULES for axis in variable.axes) else 1))
+    return 2 * max(sizes) * jnp.dtype(config.dtype).itemsize
 
 
 def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, sampling: bool, top: int) -> int:

@@ -1,6 +1,7 @@
 """Which architectures are supported, and how their blocks are built."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from flax import nnx
@@ -51,8 +52,22 @@ def build_block(config: ModelConfig, block_id: str, *, rngs: nnx.Rngs, precision
 
 def abstract_block(
     config: ModelConfig, block_id: str, precision: str | None = None
-) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
-    """A block's graph definition and its abstract parameters by dotted path, in the order of its state's leaves."""
+) -> tuple[nnx.GraphDef, Mapping[str, nnx.Variable]]:
+    """A block's graph definition and its abstract parameters by dotted path, in the order of its state's leaves.
+
+    Layers of the same kind share them: do not change them.
+    """
+    alike = block_id
+    if block_id.startswith("layers.") and block_id in config.block_ids:
+        sparse = config.is_sparse(int(block_id.removeprefix("layers.")))
+        alike = next(f"layers.{layer}" for layer in range(config.num_layers) if config.is_sparse(layer) == sparse)
+    return _abstract_block(config, alike, precision or config.dtype)
+
+
+@lru_cache(maxsize=64)
+def _abstract_block(
+    config: ModelConfig, block_id: str, precision: str
+) -> tuple[nnx.GraphDef, Mapping[str, nnx.Variable]]:
     graphdef, state = nnx.split(
         nnx.eval_shape(lambda: build_block(config, block_id, rngs=nnx.Rngs(0), precision=precision))
     )

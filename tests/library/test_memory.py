@@ -1,5 +1,6 @@
 """The memory budget: what follows from it, and what it refuses."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from jaxserve import LLM, ConfigError, EngineConfig, MemoryBudgetError
 from jaxserve.factory import build
 from jaxserve.resolution import resolve
+from tests.conftest import TINY
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8}
 
@@ -33,8 +35,12 @@ def test_the_ledger_counts_what_is_really_there(tiny_model: Path) -> None:
     built.close()
 
 
-def test_workspace_covers_the_compilers_temporaries(tiny_model: Path) -> None:
-    built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, **OPTIONS))
+@pytest.mark.parametrize("precision", ["auto", "int8", "int3"])
+def test_workspace_covers_the_compilers_temporaries(tmp_path: Path, precision: str) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 2048}  # so that weights are larger than activations
+    (tmp_path / "config.json").write_text(json.dumps(TINY | wide))
+    options = OPTIONS | {"max_num_batched_tokens": 8 + 64}
+    built = build(EngineConfig(model=tmp_path, memory_gb=4, warmup=False, precision=precision, **options))
     executor = built.instances[0].executor
     stage = executor._stages[0]
     for shape in executor.buckets.all():
