@@ -9,14 +9,15 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.jaxserve
 DEV := $(VENV)/.jaxserve-dev
 NATIVE := $(VENV)/.jaxserve-native
+CUDA_PLUGIN := $(VENV)/cuda-plugin
 SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kernels checkpoints)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format bench bench-peers clean
+.PHONY: help serve test check check-gpu-compile format bench bench-peers clean
 .NOTPARALLEL: # one environment
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "make %-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "make %-17s %s\n", $$1, $$2}'
 
 serve: $(RUNTIME) $(NATIVE) ## serve the bundled model (HOST, PORT, ARGS="MODEL --option ...")
 	@exec $(BIN)/jaxserve serve --host $(HOST) --port $(PORT) $(ARGS)
@@ -30,13 +31,16 @@ check: $(DEV) ## lint, format, types of the JAX-free packages, who imports whom
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports --no-cache
 
+check-gpu-compile: $(DEV) $(CUDA_PLUGIN) ## compile the GPU kernels for an H200: needs ptxas, no GPU; downloads 400 MB once
+	PYTHONPATH=$(CUDA_PLUGIN) $(BIN)/python -m pytest tests/pallas $(ARGS)
+
 format: $(DEV) ## format and mend what ruff can
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
 bench: $(RUNTIME) $(NATIVE) ## replay a minute of bursty traffic: a table, bench/out/burst.json and bench/out/burst.html
 	$(BIN)/jaxserve bench trace --spawn --synthetic azure-burst --duration 60 --rate 8 --scale-lengths 0.2 \
-	  --ignore-eos --goodput ttft:500 tpot:50 --label burst --save-result bench/out/burst.json $(ARGS)
+	  --goodput ttft:500 tpot:50 --label burst --save-result bench/out/burst.json $(ARGS)
 	$(BIN)/jaxserve bench report bench/out/burst.json --out bench/out/burst.html
 
 bench-peers: $(RUNTIME) $(NATIVE) ## speed beside other engines (ARGS="--peer-python PATH ...")
@@ -57,4 +61,12 @@ $(DEV): pyproject.toml setup.py scripts/make-venv
 # Attention on CPU; without a C++ compiler plain XLA takes its place. The library's name says what it was built for.
 $(NATIVE): $(wildcard jaxserve/kernels/native/*.cc jaxserve/kernels/native/*.h jaxserve/kernels/native/build.py) $(RUNTIME)
 	@$(BIN)/python -m jaxserve.kernels.native.build --optional
+	@touch $@
+
+# Beside the environment and not in it: with the plugin, JAX would look for a GPU at every start.
+$(CUDA_PLUGIN): $(RUNTIME)
+	@version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
+	  if command -v uv >/dev/null 2>&1; then pip="uv pip install --python $(BIN)/python"; \
+	  else pip="$(BIN)/python -m pip install"; fi; \
+	  $$pip --quiet --no-deps --target $@ jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
 	@touch $@

@@ -271,8 +271,11 @@ def _rows(
 
 
 def _exit(results: list[Result]) -> None:
+    """Sets the exit status: 130 after Ctrl-C, 1 when a server answered nothing."""
     if any(result["interrupted"] for result in results):
         raise typer.Exit(INTERRUPTED)
+    if any(result.get("failed") and not result["completed"] for result in results):
+        raise typer.Exit(1)
 
 
 def _command() -> list[str]:

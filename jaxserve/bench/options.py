@@ -46,7 +46,9 @@ class ServerOptions:
         Literal["tokens", "text"] | None,
         _option("Server", "Prompts as token ids (exact lengths; default for completions) or as text (chat)."),
     ] = None
-    ignore_eos: Annotated[bool, _option("Server", "Ask for answers of the full length.")] = False
+    ignore_eos: Annotated[
+        bool | None, _option("Server", "Ask for answers of the full length; default: for traces alone.")
+    ] = None
     temperature: Annotated[float | None, _option("Server", "Of sampling; default: the server's.")] = None
     extra_body: Annotated[str, _option("Server", "JSON object merged into every request.", show_default=False)] = "{}"
     api_key: Annotated[str | None, _option("Server", "Bearer token.", envvar="JAXSERVE_API_KEY", show_envvar=True)] = (

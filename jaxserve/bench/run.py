@@ -52,6 +52,8 @@ def run_experiment(experiment: Experiment, kind: Kind, command: Sequence[str]) -
     as_text = (server.prompt_format or ("text" if server.is_chat else "tokens")) == "text"
     if server.is_chat and not as_text:
         raise ConfigError("--prompt-format tokens: a chat endpoint takes text")
+    if server.ignore_eos is None:
+        server = replace(server, ignore_eos=experiment.dataset.dataset == "trace")
     with serving(server) as base_url:
         model = discover(base_url, server)
         vocabulary = served_vocabulary(model, server)

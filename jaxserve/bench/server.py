@@ -84,7 +84,7 @@ def target(base_url: str, model: ServedModel, server: ServerOptions) -> Target:
         endpoint=ENDPOINTS["chat" if server.is_chat else "completions"],
         api_key=server.api_key,
         extra_body=({} if server.temperature is None else {"temperature": server.temperature}) | extra,
-        ignore_eos=server.ignore_eos,
+        ignore_eos=bool(server.ignore_eos),
         timeout_s=server.timeout,
     )
 

@@ -178,21 +178,34 @@ def test_ctrl_c_ends_the_run_and_keeps_its_records():
 def test_arrivals_at_100_per_second_follow_the_trace_within_5_ms():
     """With the real client, a real server and the machine's clock; exactness is shown above, in virtual time.
 
-    Three of four, in the best of five runs: a machine with more to do than cores wakes nobody in time, and that is not
-    the client's doing. One that waits for answers, or sleeps between requests without looking at the clock, is far off.
+    A machine with more to do than cores wakes nobody in time: what counts is the delay beyond that of a task which
+    only sleeps until the same times. A client that waits for answers, or that sleeps between requests without looking
+    at the clock, is far off.
     """
     arrivals = np.random.default_rng(1).exponential(0.01, 200).cumsum()
 
+    async def sleeper(delays: list[float]) -> None:
+        start = time.monotonic()
+        for arrival in arrivals:
+            await asyncio.sleep(max(start + arrival - time.monotonic(), 0))
+            delays.append(time.monotonic() - start - arrival)
+
     async def run():
         async with FakeServer(answer) as server, Client(Target(server.url, "fake")) as client:
-            return await run_load(workload(arrivals), client)
+            delays = []
+            beside = asyncio.create_task(sleeper(delays))
+            load = await run_load(workload(arrivals), client)
+            await beside
+            return load, np.array(delays)
 
     def share_in_time() -> float:
-        load = asyncio.run(run())
+        load, delays = asyncio.run(run())
         assert all(record.ok for record in load.records)
-        return np.mean([abs(record.sent_s - record.arrival_s) < 0.005 for record in load.records])
+        lateness = np.array([record.sent_s - record.arrival_s for record in load.records])
+        assert lateness.min() >= 0
+        return np.mean(lateness - delays < 0.005)
 
-    assert any(share_in_time() >= 0.75 for _ in range(5))
+    assert any(share_in_time() >= 0.9 for _ in range(5))
 
 
 def test_a_real_client_that_cannot_keep_up_says_so():

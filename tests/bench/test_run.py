@@ -144,6 +144,7 @@ def test_a_trace_is_replayed_with_its_lengths_and_its_scaling_is_recorded(tmp_pa
     assert result["kind"] == "trace"
     assert sorted((len(body["prompt"]), body["max_tokens"]) for body in bodies) == [(10, 2), (20, 3), (25, 3)]
     assert result["arrival_times"] == pytest.approx([0, 0.01, 0.025])
+    assert all(body["ignore_eos"] for body in bodies)  # the lengths are the trace's
     operations = [entry["operation"] for entry in result["workload"]["history"]]
     assert operations[-3:] == ["window", "stretch", "clip_lengths"]
 
@@ -286,6 +287,13 @@ def test_a_number_out_of_range_names_its_option(option):
     assert status == 2
     assert option[0] in output
     assert "Traceback" not in output
+
+
+def test_a_run_without_a_single_answer_fails():
+    with running(serving(lambda exchange: exchange.whole(500, b"{}"))) as server:
+        status, output = bench("serve", "--base-url", server.url, "--num-prompts", "2", "--num-warmups", "0")
+    assert status == 1
+    assert "Failed requests" in output
 
 
 def test_no_server_is_told_as_that():
