@@ -11,6 +11,7 @@ from jaxserve.checkpoint.mapping import numpy_dtype
 from jaxserve.core.errors import ConfigError
 from jaxserve.quantization.awq import awq_layer
 from jaxserve.quantization.calibration import calibrate
+from jaxserve.quantization.gptq import gptq_layer
 from jaxserve.quantization.layer import Leaves, bits_of, round_layer
 from jaxserve.quantization.rounding import GROUP, GROUPS
 
@@ -62,7 +63,7 @@ def quantize_layers(checkpoint: Checkpoint, settings: Settings, tokens: np.ndarr
         return
     if tokens is None:
         raise ConfigError(f"method {settings.method!r} needs calibration text (--calib FILE); only rtn does without")
-    make = {"awq": awq_layer}[settings.method]
+    make = {"awq": awq_layer, "gptq": gptq_layer}[settings.method]
     dtype = numpy_dtype(checkpoint.config)
     for index, leaves, inputs in calibrate(checkpoint, tokens, gram=settings.method == "gptq"):
         for precision in settings.precisions:

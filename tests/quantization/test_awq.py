@@ -33,6 +33,7 @@ KINDS = {
     "experts": replace(CONFIG, moe=MoEConfig(4, 2, 32, True, (True,))),
 }
 TOKENS = np.random.default_rng(1).integers(0, 500, (3, 40)).astype(np.int32)
+CALIBRATION = np.random.default_rng(1).integers(0, 500, (20, 60)).astype(np.int32)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -149,7 +150,7 @@ def outputs(checkpoint: Checkpoint, layers: dict[int, dict], tokens: np.ndarray)
     return np.asarray(x)
 
 
-@pytest.mark.parametrize("method", ["awq"])
+@pytest.mark.parametrize("method", ["awq", "gptq"])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_calibrated_model_is_nearer_to_full_precision_than_a_rounded_one(tiny_model: Path, method, symmetric):
     checkpoint = open_checkpoint(tiny_model, "dummy")
@@ -157,7 +158,7 @@ def test_a_calibrated_model_is_nearer_to_full_precision_than_a_rounded_one(tiny_
     full = outputs(checkpoint, {}, unseen)
     error = {}
     for name in ("rtn", method):
-        made = quantize_layers(checkpoint, Settings(("int3",), name, 64, symmetric), TOKENS)
+        made = quantize_layers(checkpoint, Settings(("int3",), name, 64, symmetric), CALIBRATION)
         error[name] = np.square(outputs(checkpoint, {v.index: v.leaves for v in made}, unseen) - full).mean()
     assert error[method] < error["rtn"]
 
