@@ -15,10 +15,9 @@ from bench.quantization import texts
 from jaxserve.bundled import bundled_model_path
 from jaxserve.quantization.sensitivity import SensitivityProfile
 from jaxserve.quantization.sensitivity.plot import draw
-from jaxserve.quantization.sensitivity.profile import FILE_NAME, Curve, Weights
+from jaxserve.quantization.sensitivity.profile import FILE_NAME, Weights
 from jaxserve.quantization.sensitivity.run import Options, profile_model
-
-MEASURES = ("cross_entropy", "kl", "top1")
+from jaxserve.quantization.sensitivity.table import HEADINGS, MEASURES, mean_and_range
 
 
 def main() -> None:
@@ -51,12 +50,12 @@ def main() -> None:
 
 
 def _print(profile: SensitivityProfile) -> None:
-    print("| precision | order of swapping | cross-entropy, nats | KL, nats | top-1 agreement, % |")
+    print(f"| precision | order of swapping | {' | '.join(HEADINGS)} |")
     print("| --- | --- | ---: | ---: | ---: |")
     for precision in profile.precisions:
         for name, curves in profile.curves[precision].items():
             named = f"LIS: {' '.join(map(str, profile.order(precision)))}" if name == "lis" else name
-            print(f"| {precision} | {named} | {' | '.join(_areas(curves, measure) for measure in MEASURES)} |")
+            print(f"| {precision} | {named} | {' | '.join(mean_and_range(curves, measure) for measure in MEASURES)} |")
     print("\n| precision | layer | LTS | LRS | MDS | swapped as number |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for precision in profile.precisions:
@@ -64,12 +63,6 @@ def _print(profile: SensitivityProfile) -> None:
         for layer, values in enumerate(zip(scores.lts, scores.lrs, scores.mds, strict=True)):
             numbers = " | ".join(f"{value:.5f}" for value in values)
             print(f"| {precision} | {layer} | {numbers} | {scores.order.index(layer) + 1} |")
-
-
-def _areas(curves: tuple[Curve, ...], measure: str) -> str:
-    areas = [curve.area(measure) * (100 if measure == "top1" else 1) for curve in curves]
-    mean = f"{sum(areas) / len(areas):.4f}"
-    return mean if len(areas) == 1 else f"{mean} ({min(areas):.4f}-{max(areas):.4f})"
 
 
 def _options() -> argparse.Namespace:

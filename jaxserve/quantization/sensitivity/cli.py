@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +16,7 @@ from jaxserve.terminal import console, told_errors
 
 if TYPE_CHECKING:
     from jaxserve.quantization.sensitivity.curves import Begin
-    from jaxserve.quantization.sensitivity.profile import Curve, SensitivityProfile
+    from jaxserve.quantization.sensitivity.profile import SensitivityProfile
 
 
 def _option(text: str, *names: str, **more: Any) -> Any:
@@ -108,19 +108,13 @@ def _print(made: "SensitivityProfile") -> None:
     """Orders, and what each kind of order costs: the mean over the share of swapped layers, 0 to 1."""
     from rich.table import Table
 
+    from jaxserve.quantization.sensitivity.table import HEADINGS, MEASURES, mean_and_range
+
     for precision in made.precisions:
-        table = Table(
-            "order", "cross-entropy", "KL", "top-1, %", title=f"{precision}: mean over the number of swapped layers"
-        )
+        table = Table("order", *HEADINGS, title=f"{precision}: mean over the number of swapped layers")
         for name, found in made.curves[precision].items():
-            table.add_row(name, *(_mean_and_range(found, measure) for measure in ("cross_entropy", "kl", "top1")))
+            table.add_row(name, *(mean_and_range(found, measure) for measure in MEASURES))
         console.print(table)
         console.print(
             f"swap to {precision} in this order: {', '.join(map(str, made.order(precision)))}", soft_wrap=True
         )
-
-
-def _mean_and_range(found: Sequence["Curve"], measure: str) -> str:
-    areas = [curve.area(measure) * (100 if measure == "top1" else 1) for curve in found]
-    mean = f"{sum(areas) / len(areas):.4f}"
-    return mean if len(areas) == 1 else f"{mean} ({min(areas):.4f}-{max(areas):.4f})"
