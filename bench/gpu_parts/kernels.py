@@ -20,9 +20,14 @@ from bench.gpu_parts.costs import WORD, Cost, seen
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.gpu_parts.timing import seconds_per_call, timed_row
 from jaxserve.kernels import AttentionMeta, grouped_matmul, kv_pool, kv_write, matmul, paged_attention
+from jaxserve.kernels.gpu import Choice, uses_pallas
+from jaxserve.quantization import QArray
+from jaxserve.quantization.packing import packed_bytes
 
 PAGE = 16  # tokens
 MAX_SETS = 16
+GROUP = 128  # inputs that share a scale
+MAX_QUANTISED_ROWS = 256  # above, weights are dequantised by XLA in any case
 
 Inputs = tuple[Any, ...]
 
@@ -71,13 +76,25 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     """All cases, the widest model's first."""
     for model in reversed(sizes.models):
         yield from matmuls(model)
-        for n, context in model.decodes:
-            yield decode_attention(model, n, context)
-        yield prefill_attention(model, sizes.prefill_tokens, sizes.tile)
+        for gpu in choices():
+            yield from quantised(model, gpu)
+            for n, context in model.decodes:
+                yield decode_attention(model, n, context, gpu)
+            yield prefill_attention(model, sizes.prefill_tokens, sizes.tile, gpu)
         for tokens in sizes.write_tokens:
             yield write(model, tokens)
     for n in sizes.expert_rows:
         yield experts(sizes, n)
+
+
+def choices() -> tuple[Choice, ...]:
+    """What the engine takes, and XLA beside it where that is another one."""
+    return ("auto", "xla") if uses_pallas("auto") else ("auto",)
+
+
+def name_of(case: str, gpu: Choice) -> str:
+    """A case with what was forced."""
+    return case if gpu == "auto" else f"{case}, by XLA"
 
 
 def matmuls(model: Model) -> Iterator[Case]:
@@ -107,6 +124,30 @@ def product(name: str, n: int, out: int, inner: int) -> Case:
     return Case("matmul", name, inputs, matmul, cost)
 
 
+def quantised(model: Model, gpu: Choice) -> Iterator[Case]:
+    """The layer's largest product with a weight in fewer bits."""
+    s = model.shape
+    for bits in (4, 8):
+        for n in (n for n in model.kernel_rows if n <= MAX_QUANTISED_ROWS):
+            name = name_of(f"{model.name} gate_up in int{bits}, {n} rows", gpu)
+            yield quantised_product(name, n, 2 * s.intermediate, s.hidden, bits, gpu)
+
+
+def quantised_product(name: str, n: int, out: int, inner: int, bits: int, gpu: Choice) -> Case:
+    """[n, inner] times [out, inner], all codes being equally likely."""
+    groups = -(-inner // GROUP)
+
+    def inputs(key: Array) -> Inputs:
+        one, other, third = jax.random.split(key, 3)
+        codes = jax.random.randint(other, (out, packed_bytes(bits, inner)), 0, 256, jnp.uint8)
+        w = QArray(codes, random(third, (out, groups), jnp.bfloat16), None, bits, inner)
+        return random(one, (n, inner), jnp.bfloat16), w
+
+    weight = out * (packed_bytes(bits, inner) + WORD * groups)
+    cost = Cost(WORD * (n * inner + n * out) + weight, 2 * n * out * inner)
+    return Case("matmul", name, inputs, partial(matmul, gpu=gpu), cost)
+
+
 def experts(sizes: Sizes, n: int) -> Case:
     """Rows spread evenly over the experts; each expert that has any reads its weights."""
     count, intermediate, hidden = sizes.experts
@@ -124,7 +165,7 @@ def experts(sizes: Sizes, n: int) -> Case:
     return Case("grouped_matmul", f"{count} experts, {n} rows", inputs, grouped_matmul, cost)
 
 
-def decode_attention(model: Model, n: int, context: int) -> Case:
+def decode_attention(model: Model, n: int, context: int, gpu: Choice) -> Case:
     """One token of each of n sequences, whose pages lie scattered over the pool."""
     s = model.shape
     width = -(-context // PAGE)
@@ -137,11 +178,12 @@ def decode_attention(model: Model, n: int, context: int) -> Case:
 
     flops = 4 * n * context * s.heads * s.head_dim
     moved = n * context * 2 * s.kv_heads * s.head_dim + 2 * n * s.heads * s.head_dim
-    call = partial(paged_attention, scale=s.head_dim**-0.5)
-    return Case("paged_attention", f"{model.name} decode, {n} x {context}", inputs, call, Cost(WORD * moved, flops))
+    call = partial(paged_attention, scale=s.head_dim**-0.5, gpu=gpu)
+    name = name_of(f"{model.name} decode, {n} x {context}", gpu)
+    return Case("paged_attention", name, inputs, call, Cost(WORD * moved, flops))
 
 
-def prefill_attention(model: Model, tokens: int, tile: int) -> Case:
+def prefill_attention(model: Model, tokens: int, tile: int, gpu: Choice) -> Case:
     """All tokens of one sequence, tile by tile."""
     s = model.shape
     width, tiles = -(-tokens // PAGE), -(-tokens // tile)
@@ -156,8 +198,9 @@ def prefill_attention(model: Model, tokens: int, tile: int) -> Case:
 
     flops = 4 * seen(tokens) * s.heads * s.head_dim
     moved = tokens * 2 * s.kv_heads * s.head_dim + 2 * tokens * s.heads * s.head_dim
-    call = partial(paged_attention, scale=s.head_dim**-0.5)
-    return Case("paged_attention", f"{model.name} prefill, {tokens} tokens", inputs, call, Cost(WORD * moved, flops))
+    call = partial(paged_attention, scale=s.head_dim**-0.5, gpu=gpu)
+    name = name_of(f"{model.name} prefill, {tokens} tokens", gpu)
+    return Case("paged_attention", name, inputs, call, Cost(WORD * moved, flops))
 
 
 def attention_inputs(key: Array, model: Model, tokens: int, pages: int, meta: AttentionMeta) -> Inputs:

@@ -1,8 +1,8 @@
 """Compilation for a GPU that is not there: XLA, Mosaic and ptxas run to the end, nothing is executed.
 
 Needs JAX's CUDA plugin (`pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V`, V being jax's version) and
-ptxas; no driver and no GPU. It finds shared memory that does not fit, instructions that the chip does not have and
-copies of donated buffers. It says nothing about numbers or speed.
+ptxas on PATH (CUDA toolkit); no driver and no GPU. It finds shared memory that does not fit, instructions that the chip
+does not have and copies of donated buffers. It says nothing about numbers or speed.
 """
 
 import importlib.util
@@ -22,8 +22,8 @@ def missing() -> str | None:
     """What is missing for `compile_for`, None if nothing."""
     if not any(importlib.util.find_spec(name) for name in PLUGINS):
         return "JAX's CUDA plugin is not installed"
-    if shutil.which("ptxas") is None and importlib.util.find_spec("nvidia") is None:
-        return "there is no ptxas"
+    if shutil.which("ptxas") is None:
+        return "there is no ptxas on PATH"
     return None
 
 

@@ -2,13 +2,19 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 
+from jaxserve.kernels.gpu import uses_pallas
 from pallas_kernels.mosaic import CAN_INTERPRET
 from pallas_kernels.targets import compile_for, missing
 
 
 @pytest.fixture
 def interpret():
-    """Parameters of JAX's simulation of a GPU: memory starts as NaN, races and reads out of bounds are errors."""
+    """How to run a kernel: on the GPU if it is a Hopper, else in JAX's simulation of one.
+
+    There memory starts as NaN, and races and reads out of bounds are errors.
+    """
+    if uses_pallas("auto"):
+        return False
     if not CAN_INTERPRET:
         pytest.skip(f"jax {jax.__version__} cannot interpret Mosaic GPU kernels, 0.11 can")
     return plgpu.InterpretGPUParams(detect_races=True)
