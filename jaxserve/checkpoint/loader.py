@@ -1,5 +1,6 @@
 """A checkpoint directory as a configuration and blocks that are read one at a time."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -8,9 +9,10 @@ import numpy as np
 
 from jaxserve.checkpoint.dummy import DummyStore
 from jaxserve.checkpoint.imported import ImportedStore
-from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, stacked_name, tensor_shapes
+from jaxserve.checkpoint.mapping import Target, layer_number, numpy_dtype, pack_block, stacked_name, tensor_shapes
 from jaxserve.checkpoint.rounded import rounded_block
 from jaxserve.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME, SafetensorsStore, read_json
+from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore, fitted
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
 from jaxserve.core.precision import BITS
@@ -18,6 +20,8 @@ from jaxserve.models import config_from_hf
 from jaxserve.models.hf import token_ids
 from jaxserve.quantization import QArray
 from jaxserve.quantization.formats import Scheme, read_scheme
+
+log = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -35,24 +39,36 @@ class TensorStore(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint. `generation` is its generation_config.json, {} where there is none."""
+    """An open checkpoint. `generation` is its generation_config.json, {} where there is none.
+
+    `prepared`: the variants of its layers in the folder's `variants`, if there are any.
+    """
 
     path: Path
     config: ModelConfig
     generation: dict[str, Any]
     store: TensorStore
+    prepared: VariantStore | None = None
 
     def variant(
         self, block_id: str, precision: str, physical: ModelConfig | None = None
     ) -> dict[str, np.ndarray | QArray]:
-        """A block's parameters in a precision, in the layout of `block`; what it quantises is rounded to nearest.
+        """A block's parameters in a precision, in the layout of `block`.
 
-        A layer that the checkpoint has in this precision is given as it is stored.
+        A quantised layer is as the checkpoint stores it, or as it was prepared (`jaxserve quantize`), or rounded to the
+        nearest: the first of these that there is. What was prepared is not used where `physical` pads the weights.
         """
-        if isinstance(self.store, ImportedStore) and precision == self.precision(block_id) != self.config.dtype:
-            return self.store.block(self.config, physical or self.config, block_id)
-        arrays = self.block(block_id, physical)
-        return rounded_block(physical or self.config, block_id, arrays, precision) if precision in BITS else {**arrays}
+        config, physical = self.config, physical or self.config
+        if precision not in BITS or not block_id.startswith("layers."):
+            return {**self.block(block_id, physical)}
+        if isinstance(self.store, ImportedStore) and precision == self.precision(block_id):
+            return self.store.block(config, physical, block_id)
+        if self.prepared is not None and precision in self.prepared.precisions:
+            variant = fitted(self.prepared.layer(layer_number(block_id), precision), config, physical)
+            if variant is not None:
+                return variant
+            log.warning("%s in %s is rounded to the nearest: what was prepared has no padding", block_id, precision)
+        return rounded_block(physical, block_id, self.block(block_id, physical), precision)
 
     def precision(self, block_id: str) -> str:
         """What the checkpoint has a block in: the configuration's dtype, unless others quantised it."""
@@ -77,11 +93,14 @@ def open_checkpoint(
     path: str | Path,
     load_format: LoadFormat = "auto",
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+    *,
+    prepared: bool = True,
 ) -> Checkpoint:
     """Opens a Hugging Face checkpoint directory: config.json and safetensors, in one file or in shards.
 
     Every tensor's presence, shape and byte range is checked now, none is read. "dummy" needs config.json only (`path`
     may be that file) and makes random weights. `dtype` overrides the configuration's; tensors are cast to it.
+    `prepared`: use the variants of the layers in the folder's `variants`, if there are any.
     Raises `CheckpointError` naming the file and, where there is one, the tensor.
     """
     path = Path(path)
@@ -98,7 +117,11 @@ def open_checkpoint(
     for block_id in config.block_ids:
         check_tensors(checkpoint.store, config, block_id)
         checkpoint.precision(block_id)
-    return checkpoint
+    if not prepared or not (directory / FOLDER / MANIFEST).is_file():
+        return checkpoint
+    variants = VariantStore.open(directory / FOLDER)
+    variants.check(checkpoint)
+    return replace(checkpoint, prepared=variants)
 
 
 def check_tensors(store: TensorStore, config: ModelConfig, block_id: str) -> None:

@@ -10,26 +10,33 @@ A precision is written to `int4.incoming` and takes its name when all its layers
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
-from jaxserve.checkpoint.loader import Checkpoint
-from jaxserve.checkpoint.mapping import stacked_name, tensor_shapes
+from jaxserve.checkpoint.mapping import numpy_dtype, stacked_name, tensor_shapes
 from jaxserve.checkpoint.safetensors import read_json
+from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
+from jaxserve.quantization.packing import UNIT
 from jaxserve.quantization.qarray import QArray
+
+if TYPE_CHECKING:
+    from jaxserve.checkpoint.loader import Checkpoint
+
+# Orbax takes a second to import, so only those who read or write variants do.
 
 FOLDER = "variants"
 MANIFEST = "variants.json"
 FORMAT = 1
+SPLIT_INPUTS = ("attention.o", "mlp.down", "mlp.experts_down")  # by tensor parallelism
 Variant = dict[str, np.ndarray | QArray]
 
 
@@ -89,7 +96,7 @@ class VariantStore:
                 self._loaded[index, precision] = _read(self.path / precision / f"layers.{index}", described)
             return self._loaded[index, precision]
 
-    def check(self, checkpoint: Checkpoint) -> None:
+    def check(self, checkpoint: "Checkpoint") -> None:
         """Raises `CheckpointError` if the variants were made from another model."""
         if self._manifest["model"] != fingerprint(checkpoint):
             raise CheckpointError(
@@ -110,10 +117,13 @@ class VariantStore:
 
 
 class VariantWriter:
-    """Writes precisions layer by layer; those that the folder has already stay, unless they are written again."""
+    """Writes precisions layer by layer; those that the folder has already stay, unless they are written again.
 
-    def __init__(self, path: str | Path, checkpoint: Checkpoint, methods: Mapping[str, Method]):
-        """`methods`: the precisions that will be written. Raises `CheckpointError` if the store is another model's."""
+    Variants of other weights than the checkpoint's do not stay.
+    """
+
+    def __init__(self, path: str | Path, checkpoint: "Checkpoint", methods: Mapping[str, Method]):
+        """`methods`: the precisions that will be written."""
         self.path = Path(path).resolve()
         self.path.mkdir(parents=True, exist_ok=True)
         self._methods = methods
@@ -125,13 +135,16 @@ class VariantWriter:
             "precisions": {},
         }
         if (self.path / MANIFEST).is_file():
-            VariantStore.open(self.path).check(checkpoint)
-            self._manifest["precisions"] |= read_json(self.path / MANIFEST)["precisions"]
+            found = read_json(self.path / MANIFEST)
+            if (found.get("format"), found.get("model")) == (FORMAT, self._manifest["model"]):
+                self._manifest["precisions"] |= found["precisions"]
         for precision in methods:
             shutil.rmtree(self._incoming(precision), ignore_errors=True)
 
     def add(self, index: int, precision: str, leaves: Mapping[str, np.ndarray | QArray]) -> int:
         """Writes a layer and returns its bytes."""
+        import orbax.checkpoint as ocp
+
         tree = {name: _arrays(leaf) for name, leaf in leaves.items()}
         with ocp.PyTreeCheckpointer() as checkpointer:
             checkpointer.save(self._incoming(precision) / f"layers.{index}", tree)
@@ -164,7 +177,36 @@ class VariantWriter:
         temporary.replace(self.path / MANIFEST)
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
+def fitted(leaves: Variant, config: ModelConfig, physical: ModelConfig) -> Variant | None:
+    """A stored layer of `config` in its dtype and in the layout of `physical`.
+
+    None where `physical` pads the weights, or splits their inputs within a group or a packed unit.
+    """
+    sizes = ("num_heads", "num_kv_heads", "intermediate_size")
+    same = all(getattr(config, size) == getattr(physical, size) for size in sizes)
+    split = (leaf for name, leaf in leaves.items() if name in SPLIT_INPUTS and isinstance(leaf, QArray))
+    whole = all(leaf.size % (physical.shards * math.lcm(leaf.group, UNIT[leaf.bits])) == 0 for leaf in split)
+    if not same or (config.moe and config.moe != physical.moe) or (physical.shards > 1 and not whole):
+        return None
+    dtype, shards = numpy_dtype(config), physical.shards
+
+    def fit(name: str, array: np.ndarray) -> np.ndarray:
+        axis = {"mlp.gate_up": 0, "mlp.gate_up_bias": 0, "mlp.experts_gate_up": 1}.get(name)
+        if axis is None or shards == 1:
+            return array
+        lead, (_, _, inner, *rest) = array.shape[:axis], array.shape[axis:]  # [..., 1, 2, inner, ...]
+        parts = array.reshape(*lead, 2, shards, inner // shards, *rest)
+        return np.ascontiguousarray(parts.swapaxes(axis, axis + 1))
+
+    def fit_leaf(name: str, leaf: np.ndarray | QArray) -> np.ndarray | QArray:
+        if isinstance(leaf, QArray):
+            return jax.tree.map(lambda array: fit(name, array), leaf)
+        return fit(name, leaf.astype(dtype, copy=False))
+
+    return {name: fit_leaf(name, leaf) for name, leaf in leaves.items()}
+
+
+def fingerprint(checkpoint: "Checkpoint") -> str:
     """SHA-256 of the model's shape and of a few rows of every layer: changes with the weights, costs little."""
     config = checkpoint.config
     shape = (config.architecture, config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim)
@@ -187,6 +229,8 @@ def _arrays(leaf: np.ndarray | QArray) -> Any:
 
 def _read(path: Path, described: Mapping[str, Any]) -> Variant:
     """All leaves of one layer. Orbax reads no other layer's files for it."""
+    import orbax.checkpoint as ocp
+
     args = ocp.RestoreArgs(restore_type=np.ndarray)
     wanted = {name: 0 if kinds is None else dict.fromkeys(kinds, 0) for name, kinds in described["leaves"].items()}
     try:

@@ -41,7 +41,7 @@ class CalibrationText:
 
 def run(model: Path, settings: Settings, text: CalibrationText | None = None, out: Path | None = None) -> VariantStore:
     """Writes the model's variants to `out` (by default beside it) and opens them. Progress goes to standard error."""
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, prepared=False)
     tokens = None if text is None else text.tokens(Tokenizer.load(model))
     digest = None if tokens is None or settings.method == "rtn" else hashlib.sha256(tokens.tobytes()).hexdigest()
     method = Method(settings.method, settings.group, settings.symmetric, digest)

@@ -2,21 +2,25 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.checkpoint.variants import MANIFEST, Method, VariantStore, VariantWriter
+from jaxserve.checkpoint.variants import MANIFEST, Method, VariantStore, VariantWriter, fitted
 from jaxserve.cli import app
 from jaxserve.core.errors import CheckpointError
 from jaxserve.quantization import QArray
 from jaxserve.quantization.layer import nbytes, round_layer
+from jaxserve.quantization.pipeline import Settings
+from jaxserve.quantization.run import run
 
 MODEL = bundled_model_path()
 RTN = Method("rtn", 128, True)
@@ -93,6 +97,51 @@ def test_a_run_that_was_cut_short_leaves_the_old_store(store, tmp_path):
     checkpoint = open_checkpoint(MODEL)
     VariantWriter(again, checkpoint, {"int4": RTN}).add(0, "int4", round_layer(checkpoint.block("layers.0"), 8))
     assert_equal_leaves(VariantStore.open(again).layer(0, "int4"), VariantStore.open(store).layer(0, "int4"))
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    """The bundled model with variants beside it that rounding to the nearest alone would not give."""
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("variants"))
+    run(model, Settings(("int4",), "rtn", 64))
+    return model
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_was_prepared_beside_the_model_is_what_its_layers_are(prepared, shards):
+    checkpoint = open_checkpoint(prepared)
+    physical = replace(checkpoint.config, shards=shards)
+    expected = round_layer(checkpoint.block("layers.3", physical), 4, group=64)
+    assert_equal_leaves(checkpoint.variant("layers.3", "int4", physical), expected)
+    assert checkpoint.variant("layers.3", "int8", physical)["mlp.down"].bits == 8  # was not prepared
+    assert open_checkpoint(prepared, prepared=False).variant("layers.3", "int4")["mlp.down"].group == 128
+
+
+def test_what_was_prepared_follows_the_dtype_and_not_the_padding(prepared, caplog):
+    checkpoint = open_checkpoint(prepared, dtype="float32")
+    assert checkpoint.variant("layers.0", "int4")["post_norm.weight"].dtype == np.float32
+    padded = checkpoint.variant("layers.0", "int4", replace(checkpoint.config, intermediate_size=768))
+    assert padded["mlp.down"].shape == (256, 768)
+    assert "rounded to the nearest" in caplog.text
+
+
+def test_groups_are_not_cut_between_devices(tmp_path):
+    checkpoint = open_checkpoint(MODEL)
+    layer, two = round_layer(checkpoint.block("layers.0"), 4, group=0), replace(checkpoint.config, shards=2)
+    assert fitted(layer, checkpoint.config, checkpoint.config) is not None
+    assert fitted(layer, checkpoint.config, two) is None
+
+
+def test_variants_of_older_weights_are_refused_and_replaced(prepared, tmp_path):
+    file = prepared / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.2.self_attn.q_proj.weight"] = -tensors["model.layers.2.self_attn.q_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match="another model"):
+        open_checkpoint(prepared)
+    assert run(prepared, Settings(("int8",), "rtn")).precisions == ("int8",)
+    assert open_checkpoint(prepared).prepared is not None
 
 
 def test_variants_of_another_model_are_refused(store, tiny_model):
