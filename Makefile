@@ -58,7 +58,7 @@ $(DEV): pyproject.toml setup.py scripts/make-venv
 	@scripts/make-venv "$(VENV)" ".[dev]" "$(PYTHON)"
 	@touch $(RUNTIME) $@
 
-# Attention on CPU; without a C++ compiler plain XLA takes its place. The library's name says what it was built for.
+# Attention and products on CPU; without a C++ compiler plain XLA takes its place. The library's name says what it was built for.
 $(NATIVE): $(wildcard jaxserve/kernels/native/*.cc jaxserve/kernels/native/*.h jaxserve/kernels/native/build.py) $(RUNTIME)
 	@$(BIN)/python -m jaxserve.kernels.native.build --optional
 	@touch $@

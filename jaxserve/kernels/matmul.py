@@ -1,6 +1,7 @@
 """Multiplication by a weight: the one place where models spend their time."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -35,49 +36,45 @@ def matmul(
     `w` survives this view, so weights keep the axis that is split over devices first among the output axes and first
     among the contracted ones.
     """
-    if isinstance(w, QArray) and not split and uses_pallas(gpu):
-        return _quantized_on_gpu(x, w, contract, dtype)
-    if isinstance(w, QArray):
-        w = w.dequantize(x.dtype).reshape(*w.shape[:-1], *x.shape[-contract:])
-    if x.shape[-contract:] != w.shape[-contract:]:
+    rows, inner = x.shape[:-contract], x.shape[-contract:]
+    out = w.shape[:-1] if isinstance(w, QArray) else w.shape[:-contract]
+    if w.shape[len(out) :] != ((math.prod(inner),) if isinstance(w, QArray) else inner):
         raise ValueError(f"cannot contract the last {contract} axes of {x.shape} and {w.shape}")
-    rows, out, inner = x.shape[:-contract], w.shape[:-contract], math.prod(w.shape[-contract:])
-    x, w = x.reshape(math.prod(rows), inner), w.reshape(math.prod(out), inner)
-    y = _dot(x, w) if split or len(x) > native.MAX_ROWS else _dot_few_rows(x, w)
-    return y.astype(dtype or x.dtype).reshape(*rows, *out)
+    x, w = x.reshape(math.prod(rows), math.prod(inner)), _as_matrix(w, len(out))
+    y = _product(x, w, jnp.dtype(dtype or x.dtype), split, gpu)
+    return y.reshape(*rows, *out)
 
 
-def _quantized_on_gpu(x: jax.Array, w: QArray, contract: int, dtype: jnp.dtype | None) -> jax.Array:
-    """`matmul` with the Pallas kernel on CUDA, if it takes these shapes."""
-    from pallas_kernels import blocks, quantized_matmul as pallas  # takes a while, and only GPUs need it
-
-    rows = x.shape[:-contract]
-    elsewhere = partial(matmul, contract=contract, dtype=dtype, gpu="xla")
-
-    def on_cuda(x: jax.Array, w: QArray) -> jax.Array:
-        matrix = x.reshape(math.prod(rows), w.size)
-        y = pallas.quantized_matmul(matrix, w, blocks=blocks.blocks_for(device_kind()))
-        return y.astype(dtype or x.dtype).reshape(*rows, *w.shape[:-1])
-
-    if not pallas.supports(math.prod(rows), x.dtype, w):
-        return elsewhere(x, w)
-    return lax.platform_dependent(x, w, cuda=on_cuda, default=elsewhere)
+def _as_matrix(w: jax.Array | QArray, axes: int) -> jax.Array | QArray:
+    """The weight, or each leaf of it, with its first `axes` axes as one and the others as another."""
+    return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:axes]), math.prod(leaf.shape[axes:])), w)
 
 
-def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+def _product(x: jax.Array, w: jax.Array | QArray, dtype: jnp.dtype, split: bool, gpu: Choice) -> jax.Array:
+    """x [R, c] times w [N, c], by the platform's best means."""
+    best: dict[str, Callable[..., jax.Array]] = {}
+    if not split and native.supports(x, w):
+        best["cpu"] = partial(native.matmul, dtype=dtype)
+    elif not split and len(x) < MIN_CPU_ROWS and x.dtype.itemsize == 2:
+        best["cpu"] = partial(_dot_padded, dtype=dtype)
+    if not split and isinstance(w, QArray) and uses_pallas(gpu):
+        from pallas_kernels import blocks, quantized_matmul as pallas  # takes a while, and only GPUs need it
+
+        def on_cuda(x: jax.Array, w: QArray) -> jax.Array:
+            return pallas.quantized_matmul(x, w, blocks=blocks.blocks_for(device_kind())).astype(dtype)
+
+        if pallas.supports(len(x), x.dtype, w):
+            best["cuda"] = on_cuda
+    plain = partial(_dot, dtype=dtype)
+    return lax.platform_dependent(x, w, **best, default=plain) if best else plain(x, w)
 
 
-def _dot_few_rows(x: jax.Array, w: jax.Array) -> jax.Array:
-    """The product where reading the weight is all of the work."""
+def _dot(x: jax.Array, w: jax.Array | QArray, *, dtype: jnp.dtype) -> jax.Array:
+    if isinstance(w, QArray):
+        w = w.dequantize(x.dtype)
+    y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return y.astype(dtype)
 
-    def padded(x: jax.Array, w: jax.Array) -> jax.Array:
-        return _dot(jnp.pad(x, ((0, MIN_CPU_ROWS - len(x)), (0, 0))), w)[: len(x)]
 
-    if native.supports(x, w):
-        on_cpu = native.matmul
-    elif len(x) < MIN_CPU_ROWS and w.dtype.itemsize == 2:
-        on_cpu = padded
-    else:
-        return _dot(x, w)
-    return lax.platform_dependent(x, w, cpu=on_cpu, default=_dot)
+def _dot_padded(x: jax.Array, w: jax.Array | QArray, *, dtype: jnp.dtype) -> jax.Array:
+    return _dot(jnp.pad(x, ((0, MIN_CPU_ROWS - len(x)), (0, 0))), w, dtype=dtype)[: len(x)]

@@ -1,49 +1,140 @@
-"""The native product of a few rows against XLA's, and who uses which."""
+"""The native products against numpy, in every variant that this machine can run, and who uses which."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from jaxserve.kernels import matmul
 from jaxserve.kernels.native import library, matmul as native
+from jaxserve.quantization import QArray
+from jaxserve.quantization.rounding import quantize
+
+pytestmark = pytest.mark.usefixtures("native_kernels")
+DEQUANTIZE = jax.jit(QArray.dequantize, static_argnums=1)
+every_variant = pytest.mark.parametrize("variant", library.VARIANTS)
 
 
-@pytest.fixture(autouse=True)
-def built(native_kernels) -> None:
-    if library.MATMUL not in library.targets():
-        pytest.skip("this machine has no AMX-BF16")
+def skip_unless_there(variant: str) -> None:
+    if variant not in library.variants():
+        pytest.skip(f"this machine has no {variant}")
 
 
-def operands(rows: int, out: int, inner: int) -> tuple[jax.Array, jax.Array]:
-    keys = jax.random.split(jax.random.key(rows * out + inner))
-    shapes = ((rows, inner), (out, inner))
-    x, w = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
-    return x, w
+def operands(rows: int, out: int, inner: int, bits: int = 16, **kwargs) -> tuple[jax.Array, jax.Array | QArray]:
+    rng = np.random.default_rng([rows, out, inner, bits])
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((rows, inner), (out, inner)))
+    if bits == 16:
+        return x, w
+    return x, jax.tree.map(jnp.asarray, quantize(np.asarray(w, np.float32), bits, **kwargs))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 15, 16, 17, 23, 32])
-@pytest.mark.parametrize(
-    ("out", "inner"), [(32, 32), (33, 64), (63, 96), (64, 32), (130, 160), (1000, 64), (2048, 768)]
-)
-def test_it_is_the_product(rows: int, out: int, inner: int) -> None:
-    x, w = operands(rows, out, inner)
-    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    got = np.asarray(jax.jit(native.matmul)(x, w))
-    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3 * inner**0.5)
+def product(x: jax.Array, w: jax.Array | QArray, variant: str) -> np.ndarray:
+    """In float64; the matrix unit multiplies bfloat16."""
+    if isinstance(w, QArray):
+        w = DEQUANTIZE(w, jnp.bfloat16 if variant == "amx" else jnp.float32)
+    return np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
-    x, w = operands(32, 100, 256)
-    whole = np.asarray(native.matmul(x, w))
-    for rows in (1, 4, 17):
-        np.testing.assert_array_equal(np.asarray(native.matmul(x[:rows], w)), whole[:rows])
+def assert_close(got: jax.Array, expected: np.ndarray, bits: int) -> None:
+    size = np.abs(expected).max()
+    # int8 on the matrix unit folds the zero into an addend, so that a weight may round to its other neighbour
+    tolerance = 1e-2 if got.dtype == jnp.bfloat16 else 2e-3 if bits == 8 else 1e-5
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance * size)
 
 
-@pytest.mark.parametrize(
-    ("rows", "split", "used"), [(1, False, True), (32, False, True), (33, False, False), (4, True, False)]
-)
-def test_few_rows_on_one_device_take_it(rows: int, split: bool, used: bool) -> None:
-    x, w = operands(rows, 64, 64)
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_every_variant_is_the_product(data: st.DataObject) -> None:
+    rows = data.draw(st.one_of(st.integers(1, 33), st.integers(34, 300)), "rows")
+    out = data.draw(st.integers(1, 200), "out")
+    inner = data.draw(st.one_of(st.integers(1, 40).map(lambda n: 32 * n), st.integers(1, 600)), "inner")
+    bits = data.draw(st.sampled_from([16, 8, 4, 3]), "bits")
+    form = {
+        "group": data.draw(st.sampled_from([0, 32, 64, 128]), "group"),
+        "symmetric": data.draw(st.booleans(), "symmetric"),
+        "scale_dtype": jnp.dtype(data.draw(st.sampled_from(["bfloat16", "float32"]), "scales")),
+    }
+    dtype = data.draw(st.sampled_from([jnp.bfloat16, jnp.float32]), "dtype")
+    x, w = operands(rows, out, inner, bits, **form)
+    every = jax.jit(lambda x, w: [native.matmul(x, w, dtype=dtype, variant=v) for v in library.variants()])
+    for variant, got in zip(library.variants(), every(x, w), strict=True):
+        assert got.dtype == dtype
+        assert_close(got, product(x, w, variant), bits)
+
+
+@every_variant
+@pytest.mark.parametrize("bits", [16, 8, 4, 3])
+@pytest.mark.parametrize("rows", [1, 600])
+def test_large_operands_in_blocks(rows: int, bits: int, variant: str) -> None:
+    skip_unless_there(variant)
+    x, w = operands(rows, 300, 1408, bits)
+    assert_close(native.matmul(x, w, variant=variant), product(x, w, variant), bits)
+
+
+@pytest.mark.parametrize("group", [96, 160])
+@pytest.mark.parametrize("bits", [8, 4, 3])
+def test_groups_that_are_no_power_of_two(bits: int, group: int) -> None:
+    x, w = operands(3, 40, 960, bits, group=32)
+    w = QArray(w.codes, w.scales[:, : 960 // group], None, bits, 960)
+    for variant in library.variants():
+        assert_close(native.matmul(x, w, variant=variant), product(x, w, variant), bits)
+
+
+@pytest.mark.parametrize("variant", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("bits", [8, 4, 3])
+def test_float32_activations_stay_float32(bits: int, variant: str) -> None:
+    skip_unless_there(variant)
+    x, w = operands(5, 40, 256, bits)
+    x = x.astype(jnp.float32) + 1e-3
+    np.testing.assert_allclose(native.matmul(x, w, variant=variant), product(x, w, variant), rtol=1e-5, atol=1e-3)
+
+
+@every_variant
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_row_does_not_depend_on_the_others(bits: int, variant: str) -> None:
+    skip_unless_there(variant)
+    x, w = operands(70, 100, 1056, bits)
+    whole = np.asarray(native.matmul(x, w, variant=variant))
+    for rows in (1, 4, 17, 32, 33):
+        np.testing.assert_array_equal(np.asarray(native.matmul(x[:rows], w, variant=variant)), whole[:rows])
+
+
+def test_numbers_beyond_the_operands_are_not_read() -> None:
+    x, w = operands(17, 40, 48)
+    poisoned = jnp.pad(w, ((0, 8), (0, 0)), constant_values=jnp.nan)[:40]
+    assert np.isfinite(np.asarray(native.matmul(x, poisoned), np.float32)).all()
+
+
+def test_a_variant_that_does_not_exist_is_an_error() -> None:
+    x, w = operands(4, 32, 32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no variant abacus"):
+        jax.block_until_ready(native.matmul(x, w, variant="abacus"))
+
+
+@pytest.mark.parametrize(("rows", "split", "used"), [(1, False, True), (4, True, False)])
+@pytest.mark.parametrize("bits", [16, 8, 4, 3])
+def test_one_device_takes_it(bits: int, rows: int, split: bool, used: bool) -> None:
+    x, w = operands(rows, 64, 128, bits)
     program = jax.jit(lambda x, w: matmul(x, w, split=split)).lower(x, w).compile().as_text()
     assert (library.MATMUL in program) == used
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_other_platforms_lower_to_xla(bits: int) -> None:
+    x, w = operands(4, 64, 128, bits)
+    assert library.MATMUL not in jax.jit(matmul).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_quantised_weights_of_several_axes(rows: int, dtype: jnp.dtype) -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((rows, 2, 64)), rng.standard_normal((3, 5, 128)).astype(np.float32)
+    quantised = jax.tree.map(jnp.asarray, quantize(w, 4))
+    y = jax.jit(lambda x, w: matmul(x, w, contract=2))(jnp.asarray(x, dtype), quantised)
+    assert y.shape == (rows, 3, 5)
+    assert y.dtype == dtype
+    expected = np.einsum("rc,abc->rab", x.reshape(rows, -1), np.asarray(quantised.dequantize()))
+    tolerance = {2: 2e-2, 4: 1e-4}[jnp.dtype(dtype).itemsize]
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=tolerance * np.abs(expected).max())

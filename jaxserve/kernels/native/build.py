@@ -18,20 +18,19 @@ import jax
 from jaxserve.kernels.native.library import HERE, library_path
 
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-DNDEBUG", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
-# Source files and the instruction sets that each is compiled for; handlers.cc chooses at run time.
-UNITS = {
-    "x86_64": (
-        ("attention.cc", []),
-        ("attention.cc", ["-mavx2", "-mfma"]),
-        (
-            "attention.cc",
-            ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
-        ),
-        ("matmul.cc", ["-mamx-tile", "-mamx-bf16"]),
-    ),
-}
-UNITS["AMD64"] = UNITS["x86_64"]
-ELSEWHERE = (("attention.cc", []),)
+AVX2 = ["-mavx2", "-mfma"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
+# GCC warns about its own header (its bug 105593).
+AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+CALLS = ("attention_call.cc", "matmul_call.cc")  # these choose at run time
+# Kernels and the instruction sets that each is compiled for.
+X86_64 = (
+    *(("attention.cc", flags) for flags in ([], AVX2, AVX512)),
+    *(("matmul_vector.cc", flags) for flags in ([], AVX2, AVX512)),
+    ("matmul_amx.cc", AMX),
+)
+UNITS = {"x86_64": X86_64, "AMD64": X86_64}
+ELSEWHERE = (("attention.cc", []), ("matmul_vector.cc", []))
 
 
 def build(compiler: str | None = None) -> Path:
@@ -52,7 +51,17 @@ def build(compiler: str | None = None) -> Path:
         linked = Path(folder) / "linked.so"
         headers = ["-isystem", jax.ffi.include_dir()]
         subprocess.run(
-            [*command, *FLAGS, *headers, "-shared", HERE / "handlers.cc", *objects, "-pthread", "-o", linked],
+            [
+                *command,
+                *FLAGS,
+                *headers,
+                "-shared",
+                *(HERE / call for call in CALLS),
+                *objects,
+                "-pthread",
+                "-o",
+                linked,
+            ],
             check=True,
         )
         linked.replace(library)  # atomic: two builds at once do no harm

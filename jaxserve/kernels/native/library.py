@@ -11,6 +11,7 @@ import jax
 import jaxlib
 
 ATTENTION, MATMUL = "jaxserve_paged_attention", "jaxserve_matmul"
+VARIANTS = ("amx", "avx512", "avx2", "portable")  # of the product, fastest first
 HERE = Path(__file__).resolve().parent
 
 
@@ -26,7 +27,7 @@ def library_path() -> Path:
 
 @functools.cache
 def targets() -> frozenset[str]:
-    """Loads the library and registers its custom calls, once; names those that this machine can run.
+    """Loads the library and registers its custom calls, once; names them.
 
     Empty, with one line in the log, if the library is not built.
     """
@@ -37,9 +38,18 @@ def targets() -> frozenset[str]:
         )
         return frozenset()
     library = ctypes.CDLL(str(path))
-    names = {ATTENTION}
-    if hasattr(library, "jaxserve_has_matmul") and ctypes.CFUNCTYPE(ctypes.c_bool)(("jaxserve_has_matmul", library))():
-        names.add(MATMUL)
-    for name in names:
+    for name in (ATTENTION, MATMUL):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    return frozenset(names)
+    return frozenset({ATTENTION, MATMUL})
+
+
+def variants() -> tuple[str, ...]:
+    """Variants of the product that this machine can run, fastest first; empty if the library is not built."""
+    return _variants(library_path()) if targets() else ()
+
+
+@functools.cache
+def _variants(path: Path) -> tuple[str, ...]:
+    has = ctypes.CDLL(str(path)).jaxserve_has_matmul
+    has.argtypes, has.restype = [ctypes.c_char_p, ctypes.c_size_t], ctypes.c_bool
+    return tuple(name for name in VARIANTS if has(name.encode(), len(name)))

@@ -1,30 +1,55 @@
-// Product of a few rows with a bfloat16 weight on the matrix unit of x86-64 (AMX-BF16; matmul.cc).
+// Products of rows with a weight, compiled once per instruction set (matmul_amx.cc, matmul_vector.cc) and chosen at run
+// time (matmul_call.cc).
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace jaxserve {
 
-constexpr int64_t kMaxRows = 32;
-constexpr int64_t kOutBlock = 32;  // rows of the weight that are multiplied at once
-constexpr int64_t kInnerBlock = 32;
-
-// y [rows, out] = x [rows, inner] times w [out, inner] transposed; sums in float32. rows <= kMaxRows,
-// out >= kOutBlock, inner a multiple of kInnerBlock.
-struct Matmul {
-  const uint32_t* x;  // pairs of bfloat16, packed by pack_rows
-  const uint16_t* w;  // bfloat16
-  float* y;
-  int64_t rows, out, inner;
+// A weight [out, inner] as it lies: bfloat16, or codes with scales as jaxserve/quantization/qarray.py defines them.
+struct Weight {
+  const uint8_t* data;  // rows of row_bytes
+  const void* scales;   // [out, groups]; null for bfloat16
+  const void* zeros;    // [out, groups], or null
+  bool wide_scales, wide_zeros;  // float32 instead of bfloat16
+  int bits;                      // 16, 8, 4 or 3
+  int64_t out, inner, row_bytes;
+  int64_t group, groups;  // group * groups = inner; a group is a multiple of kStep, or all of inner
 };
 
-// x [rows, inner] as the matrix unit wants its second operand: for each tile of up to 16 rows, pairs of values
-// [inner / 2, rows of the tile]. `packed` holds rows * inner / 2 pairs.
-void pack_rows(const uint16_t* x, int64_t rows, int64_t inner, uint32_t* packed);
+// y [rows, out] = x [rows, inner] times w transposed, with sums in float32.
+struct Matmul {
+  const void* x;
+  void* y;
+  bool x_bfloat16, y_bfloat16;  // instead of float32
+  int64_t rows;
+  Weight w;
+};
 
-// Columns [begin, end) of y, at least kOutBlock of them. The weight is read once, as it lies.
-void matmul_amx(const Matmul&, int64_t begin, int64_t end);
+// A part of y.
+struct Block {
+  int64_t out, outs, row, rows;
+};
+
+constexpr int64_t kStep = 32;         // inputs that are unpacked at once
+constexpr int64_t kUnitSteps = 8;     // steps of the largest unit that codes are packed in
+constexpr int64_t kPackRows = 16;     // rows of x that are rearranged at once
+constexpr int64_t kAlignment = 64;    // of packed rows and scratch memory
+
+static inline int64_t steps_of(int64_t inner) { return (inner + kStep - 1) / kStep; }
+
+// One way to multiply. All of x is rearranged before any part of y is computed.
+struct Multiplier {
+  size_t (*packed_bytes)(const Matmul&);
+  void (*pack)(const Matmul&, int64_t row, void* packed);  // rows [row, row + kPackRows)
+  Block (*block)(const Matmul&);                           // size of the parts to compute; its origin is 0
+  size_t (*scratch_bytes)(const Matmul&);
+  void (*multiply)(const Matmul&, const void* packed, const Block&, void* scratch);
+};
+
+extern const Multiplier kMatmulAmx, kMatmulAvx512, kMatmulAvx2, kMatmulBaseline;
 
 // Whether this machine and its kernel let us use the matrix unit; asks the kernel for it.
 bool amx_available();

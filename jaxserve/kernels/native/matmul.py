@@ -1,20 +1,33 @@
-"""The product of a few rows with a bfloat16 weight as a custom call; matmul.cc is the kernel."""
+"""The product with a weight as a custom call; matmul_amx.cc and matmul_vector.cc are the kernels."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
-from jaxserve.kernels.native.library import MATMUL, targets
+from jaxserve.kernels.native.library import MATMUL, targets, variants
+from jaxserve.quantization import QArray
 
-MAX_ROWS = 32  # beyond, XLA's own product is as fast: it rearranges the weight, which pays off by then
-MIN_OUT, INNER_MULTIPLE = 32, 32  # of the matrix unit's tiles
-
-
-def supports(x: jax.Array, w: jax.Array) -> bool:
-    """Whether the kernel is there, and made for such operands."""
-    fits = x.shape[0] <= MAX_ROWS and w.shape[0] >= MIN_OUT and w.shape[1] % INNER_MULTIPLE == 0
-    return fits and x.dtype == w.dtype == jnp.bfloat16 and MATMUL in targets()
+MAX_VECTOR_ROWS = 8  # of a bfloat16 weight without the matrix unit; beyond, XLA's own product is as fast
+STEP = 32  # inputs that the kernels unpack at once
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x bf16 [R, c] times w bf16 [N, c], both read as they lie: float32 [R, N]."""
-    return jax.ffi.ffi_call(MATMUL, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32))(x, w)
+def supports(x: jax.Array, w: jax.Array | QArray) -> bool:
+    """Whether the kernels are there, and better than XLA for such operands."""
+    if MATMUL not in targets() or not len(x) or not w.size:
+        return False
+    if isinstance(w, QArray):
+        return x.dtype in (jnp.bfloat16, jnp.float32) and (w.group == w.size or w.group % STEP == 0)
+    return x.dtype == w.dtype == jnp.bfloat16 and ("amx" in variants() or len(x) <= MAX_VECTOR_ROWS)
+
+
+def matmul(x: jax.Array, w: jax.Array | QArray, *, dtype: DTypeLike = jnp.float32, variant: str = "") -> jax.Array:
+    """x [R, c] times w [N, c], both read as they lie: [R, N] in `dtype`, bfloat16 or float32; sums in float32.
+
+    `variant` is one of `library.VARIANTS`, by default the fastest that this machine has for the dtype of `x`; one that
+    it lacks is an error when the step runs. On the matrix unit a QArray's weights are rounded to bfloat16, like
+    `w.dequantize(bfloat16)`; the others compute in float32.
+    """
+    call = jax.ffi.ffi_call(MATMUL, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype))
+    operands, bits = (jax.tree.leaves(w), w.bits) if isinstance(w, QArray) else ([w], 16)
+    return call(x, *operands, bits=np.int64(bits), variant=variant)

@@ -1,17 +1,14 @@
-// The XLA custom calls around attention.cc and matmul.cc: checks, the choice of instruction set, and the division of
-// work over XLA's own thread pool.
+// The XLA custom call around attention.cc: checks, the choice of instruction set, and the division into tiles.
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "attention.h"
-#include "matmul.h"
+#include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -20,7 +17,6 @@ namespace jaxserve {
 namespace {
 
 constexpr int64_t kMaxLanes = 16;
-constexpr int64_t kWorkPerThread = 500'000;  // multiplications; below it waking a thread costs more than it saves
 
 // The fastest variant that this machine has, among those of at most `max_lanes` floats to a vector. Each works on pairs
 // of vectors, so head_dim must be a multiple of twice its lanes. Null if there is none.
@@ -36,23 +32,6 @@ Attend best_attend(int64_t max_lanes, int64_t head_dim) {
   return fits(4) ? attend_baseline : nullptr;
 }
 
-// Work of one call in items that threads share out through counters. Threads that XLA starts late may outlive the call,
-// so they own this together and touch nothing else once the items have run out.
-struct Shared {
-  int64_t items = 0;
-  std::atomic<int64_t> next{0}, done{0};
-};
-
-// Runs the job on this thread and as many of the pool's as its work is worth. This thread could do all of it, so that
-// a pool whose threads are all busy, or waiting like this one, delays nothing.
-template <typename Job>
-void run(const std::shared_ptr<Job>& job, int64_t work, ffi::ThreadPool& pool) {
-  int64_t threads = std::min({pool.num_threads(), job->items, 1 + work / kWorkPerThread});
-  for (int64_t i = 1; i < threads; ++i) pool.Schedule([job] { job->work(); });
-  job->work();
-  while (job->done.load(std::memory_order_acquire) < job->items) std::this_thread::yield();
-}
-
 // A call's tiles, heavy ones first; an item is a tile and a kv head.
 struct Job : Shared {
   Attention attention;
@@ -63,9 +42,8 @@ struct Job : Shared {
   void work() {
     int64_t item = next.fetch_add(1);
     if (item >= items) return;
-    const std::unique_ptr<float[]> memory(new float[scratch_floats(attention, max_tokens) + kMaxLanes]);
-    const auto address = reinterpret_cast<uintptr_t>(memory.get());
-    float* scratch = memory.get() + (64 - address % 64) % 64 / sizeof(float);  // on a cache line
+    const Scratch memory(scratch_floats(attention, max_tokens) * sizeof(float));
+    auto* scratch = static_cast<float*>(memory.get());
     for (; item < items; item = next.fetch_add(1)) {
       attend(attention, tiles[item / attention.kv_heads], item % attention.kv_heads, scratch);
       done.fetch_add(1, std::memory_order_release);
@@ -141,41 +119,6 @@ ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   return ffi::Error::Success();
 }
 
-#if defined(__x86_64__) && defined(__linux__)
-// A product's output columns; an item is a run of them, the last one with what is left over.
-struct Product : Shared {
-  Matmul matmul;
-  std::vector<uint32_t> x;
-  int64_t run = 0;
-
-  void work() {
-    for (int64_t item = next.fetch_add(1); item < items; item = next.fetch_add(1)) {
-      matmul_amx(matmul, item * run, item + 1 < items ? (item + 1) * run : matmul.out);
-      done.fetch_add(1, std::memory_order_release);
-    }
-  }
-};
-
-using Operand = ffi::Buffer<ffi::BF16, 2>;
-using Sums = ffi::Buffer<ffi::F32, 2>;
-
-ffi::Error multiply(ffi::ThreadPool threads, Operand x, Operand w, ffi::Result<Sums> y) {
-  const int64_t rows = x.dimensions()[0], inner = x.dimensions()[1], out = w.dimensions()[0];
-  if (rows > kMaxRows || out < kOutBlock || inner % kInnerBlock != 0) {
-    return ffi::Error::InvalidArgument("matmul: no kernel for this shape");
-  }
-  auto job = std::make_shared<Product>();
-  job->x.resize(rows * inner / 2);
-  pack_rows(static_cast<const uint16_t*>(x.untyped_data()), rows, inner, job->x.data());
-  job->matmul = {job->x.data(), static_cast<const uint16_t*>(w.untyped_data()), y->typed_data(), rows, out, inner};
-  constexpr int64_t kRunBytes = 128 << 10;  // of the weight: small enough to share out evenly
-  job->run = std::max(kOutBlock, kRunBytes / (2 * inner) / kOutBlock * kOutBlock);
-  job->items = std::max<int64_t>(1, out / job->run);
-  run(job, rows * out * inner, threads);
-  return ffi::Error::Success();
-}
-#endif
-
 }  // namespace
 
 // Keys, values, scores and decay of a block, then q, out, total and top of every row.
@@ -200,15 +143,3 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::paged_attentio
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("max_lanes"));
-
-#if defined(__x86_64__) && defined(__linux__)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, jaxserve::multiply,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<jaxserve::Operand>()
-                                  .Arg<jaxserve::Operand>()
-                                  .Ret<jaxserve::Sums>());
-
-// Whether this machine can run jaxserve_matmul.
-extern "C" bool jaxserve_has_matmul() { return jaxserve::amx_available(); }
-#endif

@@ -1,0 +1,288 @@
+// Products on the matrix unit of x86-64 (AMX-BF16), which multiplies tiles of 16 x 32 by 32 x 16 values and wants its
+// second operand in pairs. The weight lies row by row, so it is the first operand, and x, which is smaller, is rearranged
+// into the second. The product comes out transposed and is turned on its way to y. Two tiles of weight rows by two tiles
+// of x fill the unit's eight tile registers.
+//
+// Few rows: reading the weight is the work; each tile is read, or unpacked into L1, and used at once. Many rows: a block
+// of the weight is unpacked into L2 and meets all rows there, in slices of the inputs that fit into L1 for 32 rows.
+
+#include "matmul.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "tiles.h"
+
+namespace jaxserve {
+namespace {
+
+constexpr int64_t kFewRows = 2 * kTile;
+constexpr int64_t kFewSteps = kUnitSteps;  // unpacked at once
+constexpr int64_t kManySteps = 2 * kUnitSteps;
+constexpr int64_t kManyOuts = 4 * kPair;   // 128 KiB of a slice of the weight
+constexpr int64_t kManyRows = 512;
+constexpr int64_t kSums = kTile * kTile;   // values of a tile of sums
+
+struct alignas(64) Config {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t column_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  // Tiles 0-3 sums [16, columns], 4-5 weights [16, 32], 6-7 pairs of x [16, columns].
+  Config(int64_t first, int64_t second) {
+    const int64_t columns[2] = {first, second};
+    for (int i = 0; i < 4; ++i) set(i, columns[i % 2]);
+    for (int i = 4; i < 6; ++i) set(i, kTile);
+    for (int i = 6; i < 8; ++i) set(i, columns[i % 2]);
+  }
+
+  void set(int tile, int64_t words) {
+    rows[tile] = static_cast<uint8_t>(words ? kTile : 0);
+    column_bytes[tile] = static_cast<uint16_t>(4 * words);
+  }
+};
+
+// Rows of x in the tile that holds `row`: few rows take no more than they need, many are filled up with zeros.
+inline int64_t columns_of(const Matmul& m, int64_t row) {
+  return m.rows > kFewRows || m.rows - row >= kTile ? kTile : m.rows - row;
+}
+
+// Packed x: tiles of rows one after the other, each [inner / 2, columns] pairs.
+inline const uint32_t* packed_tile(const Matmul& m, const void* packed, int64_t row) {
+  return static_cast<const uint32_t*>(packed) + row * steps_of(m.w.inner) * kStep / 2;
+}
+
+size_t packed_bytes(const Matmul& m) {
+  const int64_t rows = m.rows > kFewRows ? (m.rows + kTile - 1) / kTile * kTile : m.rows;
+  return static_cast<size_t>(rows * steps_of(m.w.inner) * kStep * 2);
+}
+
+void pack(const Matmul& m, int64_t row, void* packed) {
+  const int64_t inner = m.w.inner, columns = columns_of(m, row), steps = steps_of(inner);
+  const __mmask16 mask = static_cast<__mmask16>((1u << columns) - 1);
+  uint32_t* to = const_cast<uint32_t*>(packed_tile(m, packed, row));
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t left = inner - step * kStep;
+    const __mmask32 inputs = left >= kStep ? ~0u : (1u << left) - 1;
+    __m512i x[kTile];
+    for (int64_t r = 0; r < kTile; ++r) {
+      const uint16_t* from = static_cast<const uint16_t*>(m.x) + (row + r) * inner + step * kStep;
+      x[r] = row + r < m.rows ? _mm512_maskz_loadu_epi16(inputs, from) : _mm512_setzero_si512();
+    }
+    transpose(x);
+    for (int64_t pair = 0; pair < kTile; ++pair, to += columns) _mm512_mask_storeu_epi32(to, mask, x[pair]);
+  }
+}
+
+// Where a block of the weight lies: its two tiles, and how far on its next row (bytes) and step (values) are.
+struct Source {
+  const uint16_t *first, *second;
+  int64_t row_bytes, step;
+};
+
+// Where the matching x lies: two tiles of rows with the number of their columns.
+struct Rows {
+  const uint32_t *first, *second;
+  int64_t first_columns, second_columns;
+
+  Rows from(int64_t step) const {
+    const int64_t pairs = step * kStep / 2;
+    return {first + pairs * first_columns, second + pairs * second_columns, first_columns, second_columns};
+  }
+};
+
+// Tiles 0-3 += weight times x over some steps; without the second tile of rows, 0 and 2.
+template <bool Two>
+inline void multiply(const Source& w, const Rows& x, int64_t steps) {
+  const uint16_t *w0 = w.first, *w1 = w.second;
+  const uint32_t *x0 = x.first, *x1 = x.second;
+  for (; steps > 0; --steps, w0 += w.step, w1 += w.step) {
+    _tile_loadd(6, x0, 4 * x.first_columns);
+    _tile_loadd(4, w0, w.row_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, w1, w.row_bytes);
+    _tile_dpbf16ps(2, 5, 6);
+    x0 += kStep / 2 * x.first_columns;
+    if (Two) {
+      _tile_loadd(7, x1, 4 * x.second_columns);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+      x1 += kStep / 2 * x.second_columns;
+    }
+  }
+}
+
+template <bool Two>
+inline void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(2);
+  if (Two) {
+    _tile_zero(1);
+    _tile_zero(3);
+  }
+}
+
+template <bool Two>
+inline void load_sums(const float* sums) {
+  _tile_loadd(0, sums, 64);
+  _tile_loadd(2, sums + 2 * kSums, 64);
+  if (Two) {
+    _tile_loadd(1, sums + kSums, 64);
+    _tile_loadd(3, sums + 3 * kSums, 64);
+  }
+}
+
+// Sums [4][16, 16], the first and third of the first tile of rows.
+template <bool Two>
+inline void store_sums(float* sums) {
+  _tile_stored(0, sums, 64);
+  _tile_stored(2, sums + 2 * kSums, 64);
+  if (Two) {
+    _tile_stored(1, sums + kSums, 64);
+    _tile_stored(3, sums + 3 * kSums, 64);
+  }
+}
+
+// Writes the sums of one row for the outs [out, out + kPair).
+inline void write(const Matmul& m, int64_t row, int64_t out, __m512 low, __m512 high) {
+  const int64_t outs = m.w.out - out;
+  const __mmask32 mask = outs >= kPair ? ~0u : (1u << outs) - 1;
+  if (m.y_bfloat16) {
+    uint16_t* y = static_cast<uint16_t*>(m.y) + row * m.w.out + out;
+    _mm512_mask_storeu_epi16(y, mask, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+  } else {
+    float* y = static_cast<float*>(m.y) + row * m.w.out + out;
+    _mm512_mask_storeu_ps(y, static_cast<__mmask16>(mask), low);
+    _mm512_mask_storeu_ps(y + kTile, static_cast<__mmask16>(mask >> kTile), high);
+  }
+}
+
+// Writes a tile of sums of rows [row, row + rows); the tile of the other outs is 2 * kSums further on.
+inline void turn(const Matmul& m, const float* sums, int64_t out, int64_t row, int64_t rows) {
+  __m512i low[kTile], high[kTile];
+  for (int64_t i = 0; i < kTile; ++i) {
+    low[i] = _mm512_load_si512(sums + i * kTile);
+    high[i] = _mm512_load_si512(sums + 2 * kSums + i * kTile);
+  }
+  transpose(low);
+  transpose(high);
+  for (int64_t r = 0; r < rows; ++r) write(m, row + r, out, _mm512_castsi512_ps(low[r]), _mm512_castsi512_ps(high[r]));
+}
+
+template <bool Two>
+inline void turn(const Matmul& m, const float* sums, int64_t out, int64_t row) {
+  const int64_t left = m.rows - row;
+  turn(m, sums, out, row, left < kTile ? left : kTile);
+  if (Two) turn(m, sums + kSums, out, row + kTile, left < kFewRows ? left - kTile : kTile);
+}
+
+inline Source unpacked(const uint16_t* block) { return {block, block + kTile * kStep, 2 * kStep, kPairStep}; }
+
+template <bool Two>
+void few_rows(const Matmul& m, const Rows& x, int64_t out, uint16_t* blocks, float* sums) {
+  const Weight& w = m.w;
+  const int64_t steps = steps_of(w.inner);
+  zero_sums<Two>();
+  if (w.bits == 16 && out + kPair <= w.out && w.inner % kStep == 0) {
+    const uint16_t* rows = reinterpret_cast<const uint16_t*>(w.data + out * w.row_bytes);
+    multiply<Two>({rows, rows + kTile * w.inner, w.row_bytes, kStep}, x, steps);
+  } else {
+    const int64_t parts = (steps + kFewSteps - 1) / kFewSteps;
+    const auto block = [&](int64_t part) { return blocks + part % 2 * kFewSteps * kPairStep; };
+    const auto some = [&](int64_t part) { return part + 1 < parts ? kFewSteps : steps - part * kFewSteps; };
+    for (int64_t part = 0; part <= parts; ++part) {  // one part ahead: what was just written cannot be loaded as a tile yet
+      if (part < parts) {
+        const int64_t to_next_rows = kPair * w.row_bytes - offset_of(w, part * kFewSteps);
+        const int64_t ahead = part + 1 < parts ? offset_of(w, kFewSteps) : to_next_rows;
+        unpack(w, out, part * kFewSteps, some(part), ahead, block(part));
+      }
+      if (part > 0) multiply<Two>(unpacked(block(part - 1)), x.from((part - 1) * kFewSteps), some(part - 1));
+    }
+  }
+  store_sums<Two>(sums);
+  turn<Two>(m, sums, out, 0);
+}
+
+// A panel of 32 rows against one slice of the inputs for all outs of the block.
+template <bool Two>
+void panel(const Matmul& m, const Block& b, const Rows& x, int64_t row, int64_t step, int64_t steps,
+           const uint16_t* slice, float* sums) {
+  const bool last = step + steps == steps_of(m.w.inner);
+  for (int64_t out = 0; out < b.outs; out += kPair, slice += kManySteps * kPairStep, sums += 4 * kSums) {
+    step ? load_sums<Two>(sums) : zero_sums<Two>();
+    multiply<Two>(unpacked(slice), x, steps);
+    store_sums<Two>(sums);
+    if (last) turn<Two>(m, sums, b.out + out, row);
+  }
+}
+
+void many_rows(const Matmul& m, const void* packed, const Block& b, uint16_t* slice, float* sums) {
+  const int64_t all = steps_of(m.w.inner), tile = all * kSums;  // packed pairs of 16 rows
+  for (int64_t step = 0; step < all; step += kManySteps) {
+    const int64_t steps = all - step < kManySteps ? all - step : kManySteps;
+    for (int64_t out = 0; out < b.outs; out += kPair) {
+      unpack(m.w, b.out + out, step, steps, offset_of(m.w, kManySteps), slice + out * kStep * kManySteps);
+    }
+    for (int64_t row = 0; row < b.rows; row += kFewRows) {
+      const uint32_t* first = packed_tile(m, packed, b.row + row);
+      const Rows x = Rows{first, first + tile, kTile, kTile}.from(step);
+      float* panel_sums = sums + row * kManyOuts;
+      if (b.rows - row > kTile) {
+        panel<true>(m, b, x, b.row + row, step, steps, slice, panel_sums);
+      } else {
+        panel<false>(m, b, x, b.row + row, step, steps, slice, panel_sums);
+      }
+    }
+  }
+}
+
+Block block(const Matmul& m) {
+  if (m.rows > kFewRows) return {0, kManyOuts, 0, kManyRows};
+  constexpr int64_t kRunBytes = 128 << 10;  // of the weight: small enough to share out evenly
+  const int64_t pairs = kRunBytes / (kPair * m.w.row_bytes);
+  return {0, kPair * (pairs ? pairs : 1), 0, kFewRows};
+}
+
+size_t scratch_bytes(const Matmul& m) {
+  const int64_t many = kManyOuts * kManySteps * kStep * 2 + kManyRows * kManyOuts * 4;
+  const int64_t few = 2 * kFewSteps * kPairStep * 2 + 4 * kSums * 4;
+  return static_cast<size_t>(m.rows > kFewRows ? many : few);
+}
+
+void multiply_block(const Matmul& m, const void* packed, const Block& b, void* scratch) {
+  auto* weights = static_cast<uint16_t*>(scratch);
+  if (m.rows > kFewRows) {
+    const Config config(kTile, kTile);
+    _tile_loadconfig(&config);
+    many_rows(m, packed, b, weights, reinterpret_cast<float*>(weights + kManyOuts * kManySteps * kStep));
+  } else {
+    const int64_t first = columns_of(m, 0), second = m.rows - first;
+    const Rows x = {packed_tile(m, packed, 0), packed_tile(m, packed, first), first, second};
+    const Config config(first, second);
+    _tile_loadconfig(&config);
+    float* sums = reinterpret_cast<float*>(weights + 2 * kFewSteps * kPairStep);
+    for (int64_t out = b.out; out < b.out + b.outs; out += kPair) {
+      second ? few_rows<true>(m, x, out, weights, sums) : few_rows<false>(m, x, out, weights, sums);
+    }
+  }
+  _tile_release();
+}
+
+}  // namespace
+
+extern const Multiplier kMatmulAmx = {packed_bytes, pack, block, scratch_bytes, multiply_block};
+
+bool amx_available() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTiles) == 0) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+}  // namespace jaxserve
+
+#endif
