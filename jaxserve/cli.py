@@ -51,7 +51,9 @@ DType = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"] | None,
     _option("Model", "Precision of weights and KV cache; default: the checkpoint's."),
 ]
-Precision = Annotated[str | None, _option("Model", "Weights of the layers: int8, int4, int3; default: as --dtype.")]
+Precision = Annotated[
+    str | None, _option("Model", "Weights of the layers: int8, int4, int3; default: the checkpoint's.")
+]
 LayerPrecision = Annotated[str | None, _option("Model", "Where it differs, as in 0-3:bf16,4-:int4.")]
 LoadFormat = Annotated[
     Literal["auto", "safetensors", "dummy"] | None,

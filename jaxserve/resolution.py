@@ -14,13 +14,14 @@ import jax
 
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.control import Ledger, Plan, chain_of, static_plan
 from jaxserve.core.config import EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.core.precision import layer_precisions, parse_precision
 from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.buckets import Buckets
-from jaxserve.executor.memory import StageMemory, stage_memory
+from jaxserve.executor.memory import StageMemory, block_bytes, stage_memory
 from jaxserve.hardware import device_memory, host_memory
 from jaxserve.models.quantized import split_unit
 from jaxserve.parallel.padding import physical_config
@@ -79,15 +80,21 @@ def resolve(config: EngineConfig) -> Resolved:
     if platform not in PLATFORMS:
         raise ConfigError(f"platform {platform!r} is not supported; supported: {', '.join(PLATFORMS)}")
     degrees = {"tp": config.tp, "pp": config.pp, "dp": config.dp}
-    precisions = layer_precisions(config.precision, config.layer_precision, model.num_layers, model.dtype)
+    stored = tuple(checkpoint.precision(f"layers.{layer}") for layer in range(model.num_layers))
+    precisions = layer_precisions(config.precision, config.layer_precision, stored, model.dtype)
     variants = _variants(config, precisions, model.dtype)
     plan = static_plan(chain_of(precisions, model.dtype), kv_pages=0, devices=len(devices), **degrees)
     physical = physical_config(model, config.tp, split_unit((*precisions, *variants)) if config.tp > 1 else 1)
     wanted_len = _wanted_len(config, model)
     buckets = _buckets(config, platform, wanted_len)
     top = max(config.max_logprobs, 1)
+
+    def bytes_of(block: str, precision: str) -> int:
+        return block_bytes(physical, block, precision, config.tp, stored_layout(checkpoint, physical, block, precision))
+
     stages = tuple(
-        stage_memory(physical, stage, buckets, config.page_size, top, variants) for stage in plan.instances[0].stages
+        stage_memory(physical, stage, bytes_of, buckets, config.page_size, top, variants)
+        for stage in plan.instances[0].stages
     )
     ledger = _ledger(config, devices)
     pages, max_len = _fill(ledger, config, stages, wanted_len, buckets.max_num_seqs)

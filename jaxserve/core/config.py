@@ -95,7 +95,7 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     seed: int = 0
     # precision of the decoder layers' weights
-    precision: str = "auto"  # "auto": dtype; or "int8", "int4", "int3"
+    precision: str = "auto"  # "auto": the checkpoint's; or "int8", "int4", "int3"
     layer_precision: str | None = None  # where it differs: "0-3:bf16,4-:int4"
     variants: tuple[str, ...] = ()  # precisions that layers may change to while serving
     # memory and lengths

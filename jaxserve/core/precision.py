@@ -15,7 +15,7 @@ FULL: Mapping[str, str] = {
 }  # fmt: skip
 """Names of the full precisions."""
 
-AUTO = "auto"  # the model's dtype
+AUTO = "auto"  # what the checkpoint has; the model's dtype, unless it was quantised by others
 
 
 def parse_precision(name: str, dtype: str, option: str = "precision") -> str:
@@ -52,14 +52,14 @@ def parse_layers(text: str, num_layers: int, dtype: str) -> dict[int, str]:
     return precisions
 
 
-def layer_precisions(precision: str, layer_precision: str | None, num_layers: int, dtype: str) -> tuple[str, ...]:
+def layer_precisions(precision: str, layer_precision: str | None, stored: Sequence[str], dtype: str) -> tuple[str, ...]:
     """The precision of every decoder layer: `precision`, but where `layer_precision` says otherwise.
 
-    Raises `ConfigError`.
+    `stored`: what each layer has in the checkpoint, which is what "auto" means. Raises `ConfigError`.
     """
-    default = parse_precision(precision, dtype)
-    given = parse_layers(layer_precision, num_layers, dtype) if layer_precision is not None else {}
-    return tuple(given.get(layer, default) for layer in range(num_layers))
+    default = None if precision == AUTO else parse_precision(precision, dtype)
+    given = parse_layers(layer_precision, len(stored), dtype) if layer_precision is not None else {}
+    return tuple(given.get(layer, default or own) for layer, own in enumerate(stored))
 
 
 def mixture_name(precisions: Sequence[str]) -> str:

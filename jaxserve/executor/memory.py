@@ -1,12 +1,13 @@
 """How many bytes a plan needs on each device, known before anything is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import jax
 import jax.numpy as jnp
 
+from jaxserve.checkpoint.layout import Layout
 from jaxserve.control import StagePlan
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.precision import BITS
@@ -30,34 +31,51 @@ class StageMemory:
     exchange: int = 0  # a layer's variant beside the one it takes the place of
 
 
+BytesOf = Callable[[str, str], int]
+"""(block, precision) -> bytes of its parameters on each device of the stage."""
+
+
 def stage_memory(
-    config: ModelConfig, stage: StagePlan, buckets: Buckets, page_size: int, top: int, variants: Sequence[str] = ()
+    config: ModelConfig,
+    stage: StagePlan,
+    bytes_of: BytesOf,
+    buckets: Buckets,
+    page_size: int,
+    top: int,
+    variants: Sequence[str] = (),
 ) -> StageMemory:
     """The bytes of a stage under the physical `config`.
 
     `top` is the largest number of log-probabilities, `variants` are the precisions that layers may change to.
     """
     names = [block.block for block in stage.blocks]
-    weights = sum(block_bytes(config, block.block, stage.tp, block.precision) for block in stage.blocks)
+    weights = sum(bytes_of(block.block, block.precision) for block in stage.blocks)
     if config.tie_embeddings and {"embed", "head"} <= set(names):
-        weights -= block_bytes(config, "embed", stage.tp)
-    layers = sum(name.startswith("layers.") for name in names)
-    exchange = max((block_bytes(config, n, stage.tp, p) for n in names if "." in n for p in variants), default=0)
+        weights -= bytes_of("embed", config.dtype)
+    layers = [name for name in names if name.startswith("layers.")]
+    exchange = max((bytes_of(name, precision) for name in layers for precision in variants), default=0)
     heads = config.num_kv_heads // stage.tp
-    page = layers * heads * 2 * page_size * config.head_dim * jnp.dtype(config.dtype).itemsize
+    page = len(layers) * heads * 2 * page_size * config.head_dim * jnp.dtype(config.dtype).itemsize
     workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
     wanted = {(block.block, p) for block in stage.blocks for p in (block.precision, *variants)}
     workspace += max(dequantized_bytes(config, name, stage.tp, precision) for name, precision in wanted)
     return StageMemory(weights, page, workspace, exchange)
 
 
-def block_bytes(config: ModelConfig, block: str, tp: int, precision: str | None = None) -> int:
-    """Bytes of a block's parameters on each of tp devices, in a precision (None: full)."""
+def block_bytes(config: ModelConfig, block: str, precision: str, tp: int, layout: Layout | None = None) -> int:
+    """Bytes of a block's parameters on each of tp devices.
+
+    `layout`: that of its quantised weights, if not the modules'. Raises `ConfigError` where it cannot be split.
+    """
     _, variables = abstract_block(config, block, precision)
     total = 0
     for variable in variables.values():
-        split = tp if any(axis in RULES for axis in variable.axes) else 1
-        total += sum(prod(leaf.shape) * leaf.dtype.itemsize // split for leaf in jax.tree.leaves(variable.get_value()))
+        value = variable.get_value()
+        if isinstance(value, QArray) and layout is not None:
+            size = layout.nbytes(value, tp if variable.axes[-1] in RULES else 1)
+        else:
+            size = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
+        total += size // (tp if any(axis in RULES for axis in variable.axes) else 1)
     return total
 
 

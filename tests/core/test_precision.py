@@ -18,7 +18,14 @@ from jaxserve.core.precision import layer_precisions, mixture_name, parse_precis
     ],
 )
 def test_every_layer_has_a_precision(precision: str, ranges: str | None, expected: tuple[str, ...]) -> None:
-    assert layer_precisions(precision, ranges, 4, "bfloat16") == expected
+    assert layer_precisions(precision, ranges, ("bfloat16",) * 4, "bfloat16") == expected
+
+
+def test_auto_is_what_the_checkpoint_has() -> None:
+    stored = ("int4", "int4", "bfloat16")
+    assert layer_precisions("auto", None, stored, "bfloat16") == stored
+    assert layer_precisions("auto", "0:bf16", stored, "bfloat16") == ("bfloat16", "int4", "bfloat16")
+    assert layer_precisions("bf16", None, stored, "bfloat16") == ("bfloat16",) * 3
 
 
 @pytest.mark.parametrize(
@@ -39,7 +46,7 @@ def test_every_layer_has_a_precision(precision: str, ranges: str | None, expecte
 )
 def test_what_is_no_mixture_is_one_error(ranges: str, message: str) -> None:
     with pytest.raises(ConfigError, match="layer_precision") as caught:
-        layer_precisions("auto", ranges, 8, "bfloat16")
+        layer_precisions("auto", ranges, ("bfloat16",) * 8, "bfloat16")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -53,4 +60,4 @@ def test_a_mixture_is_named_as_it_is_given() -> None:
     precisions = ("bfloat16", "bfloat16", "int4", "int8", "int8")
     name = mixture_name(precisions)
     assert name == "0-1:bfloat16,2-2:int4,3-4:int8"
-    assert layer_precisions("auto", name, 5, "bfloat16") == precisions
+    assert layer_precisions("auto", name, ("int3",) * 5, "bfloat16") == precisions

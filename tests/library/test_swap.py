@@ -36,7 +36,8 @@ class Swapped:
         self.precisions = list(built.resolved.plan.instances[0].layer_precisions)
 
     def swap(self, layer: int, precision: str) -> None:
-        block, resolved = f"layers.{layer}", self.built.resolved
+        block = f"layers.{layer}"
+        resolved = self.built.resolved
         parameters = resolved.checkpoint.variant(block, precision, resolved.physical)
         self.executor.replace(self.executor.prepare(block, parameters, precision)).free()
         self.precisions[layer] = precision

@@ -1,0 +1,48 @@
+"""How the quantised weights of a checkpoint lie in memory, known before they are read."""
+
+from math import prod
+from typing import NamedTuple
+
+from jaxserve.checkpoint.imported import ImportedStore
+from jaxserve.checkpoint.loader import Checkpoint
+from jaxserve.checkpoint.variants import fitted
+from jaxserve.core.config import ModelConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.precision import BITS
+from jaxserve.quantization import QArray
+from jaxserve.quantization.rounding import group_size
+
+BFLOAT16, FLOAT32 = 2, 4  # bytes
+
+
+class Layout(NamedTuple):
+    """What the size of a quantised weight depends on beside its bits. `group` 0: one for all inputs of an output."""
+
+    group: int
+    scale_bytes: int  # of a group: its scale and its zero
+
+    def nbytes(self, weight: QArray, parts: int = 1) -> int:
+        """Bytes of such a weight in this layout. Raises `ConfigError` where `parts` devices would cut a group."""
+        *out, size = weight.shape
+        group = self.group if self.group and size % self.group == 0 else group_size(size, self.group)
+        if size // parts % group:
+            raise ConfigError(
+                f"a weight of {size} inputs that is quantised in groups of {group} cannot be split over {parts} "
+                "devices (tp)"
+            )
+        return prod(weight.codes.shape) + prod(out) * (size // group) * self.scale_bytes
+
+
+def stored_layout(checkpoint: Checkpoint, physical: ModelConfig, block_id: str, precision: str) -> Layout | None:
+    """That of a layer which the checkpoint has in a quantised precision, or which was prepared in it; for imported ones
+    an upper limit. None: it is rounded while it is loaded, to what its module has.
+    """
+    if precision not in BITS or not block_id.startswith("layers."):
+        return None
+    if isinstance(checkpoint.store, ImportedStore) and checkpoint.precision(block_id) == precision:
+        return Layout(checkpoint.store.scheme.group, 2 * FLOAT32)
+    prepared = checkpoint.prepared
+    if prepared is None or precision not in prepared.precisions or fitted({}, checkpoint.config, physical) is None:
+        return None
+    method = prepared.method(precision)
+    return Layout(method.group, BFLOAT16 if method.symmetric else 2 * BFLOAT16)

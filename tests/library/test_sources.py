@@ -1,0 +1,123 @@
+"""Layers that others quantised, or that were prepared, are served as they are stored."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams
+from jaxserve.bundled import bundled_model_path
+from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint.mapping import tensor_shapes
+from jaxserve.factory import Built, build
+from jaxserve.models import config_from_hf
+from jaxserve.models.dense import forward, restore_block
+from jaxserve.quantization import QArray
+from jaxserve.quantization.pipeline import Settings
+from jaxserve.quantization.run import run
+from jaxserve.resolution import resolve
+from tests.conftest import TINY
+from tests.quantization.foreign import write
+
+OPTIONS = {"warmup": False, "max_num_seqs": 4, "memory_gb": 4, "max_num_batched_tokens": 4 + 64}
+CONFIG = config_from_hf(TINY)
+SHAPES = {name: shape for block in CONFIG.block_ids for name, shape in tensor_shapes(CONFIG, block).items()}
+PROMPT = list(range(3, 43))
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
+
+
+def check(llm: LLM, model: Path, precisions: Mapping[str, str]) -> None:
+    """The answer is that of the blocks as the source has them."""
+    rows = llm._engine.instances[0].executor.rows
+    assert [row.precision for row in rows[1:-1]] == list(precisions.values())
+    checkpoint = open_checkpoint(model)
+    blocks = {}
+    for block in checkpoint.config.block_ids:
+        precision = precisions.get(block, checkpoint.config.dtype)
+        blocks[block] = restore_block(checkpoint.config, block, checkpoint.variant(block, precision), precision)
+    (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    (answer,) = output.outputs
+    tokens = np.array(PROMPT + list(answer.token_ids), np.int32)
+    logits = forward(checkpoint.config, blocks, tokens)
+    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1), np.float32)
+    assert answer.logprobs is not None
+    for i, token in enumerate(answer.token_ids):
+        assert answer.logprobs[i][token].logprob == pytest.approx(expected[len(PROMPT) + i - 1][token], abs=0.05)
+
+
+@pytest.mark.parametrize(("layout", "group", "symmetric"), [("awq", 32, False), ("pack_quantized", 0, True)])
+def test_an_imported_checkpoint_runs_in_its_own_precision(
+    tmp_path: Path, layout: str, group: int, symmetric: bool
+) -> None:
+    write(tmp_path, TINY, SHAPES, layout, group=group, symmetric=symmetric, skip="layers.0.")
+    precisions = {"layers.0": "float32", "layers.1": "int4", "layers.2": "int4"}
+    with LLM(tmp_path, **OPTIONS) as llm:
+        rows = llm._engine.instances[0].executor.rows
+        held = sum(leaf.nbytes for row in rows for leaf in row.leaves)
+        counted = resolve(EngineConfig(model=tmp_path, **OPTIONS)).ledger.entries["weights"]
+        assert held <= counted <= 1.1 * held, "what its scales are in is known when they are read"
+        check(llm, tmp_path, precisions)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with variants beside it, in groups and with zeros that rounding would not have."""
+    model = tmp_path_factory.mktemp("prepared") / "model"
+    shutil.copytree(bundled_model_path(), model)
+    run(model, Settings(("int4",), "rtn", group=64, symmetric=False))
+    return model
+
+
+def test_prepared_variants_are_served_and_counted(prepared: Path) -> None:
+    precisions = {f"layers.{n}": "int4" for n in range(8)} | {"layers.3": "int8"}
+    options = {"precision": "int4", "layer_precision": "3:int8"}
+    resolved = resolve(EngineConfig(model=prepared, **OPTIONS, **options))
+    qkv = resolved.checkpoint.variant("layers.0", "int4")["attention.qkv"]
+    assert isinstance(qkv, QArray)
+    assert (qkv.group, qkv.zeros is None) == (64, False)
+    assert resolved.checkpoint.variant("layers.0", "int8")["attention.qkv"].group == 128, "rounded: none is prepared"
+    with LLM(prepared, **OPTIONS, **options) as llm:
+        rows = {id(leaf): leaf for row in llm._engine.instances[0].executor.rows for leaf in row.leaves}
+        assert resolved.ledger.entries["weights"] == sum(leaf.nbytes for leaf in rows.values())
+        check(llm, prepared, precisions)
+
+
+def test_a_layer_changes_to_its_prepared_variant_without_compiling(prepared: Path) -> None:
+    built: Built = build(EngineConfig(model=prepared, variants=("int4",), **(OPTIONS | {"warmup": True})))
+    executor, before = built.instances[0].executor, dict(built.compilations.counts)
+    row = executor.prepare("layers.5", built.resolved.checkpoint.variant("layers.5", "int4"), "int4")
+    assert len(row.leaves) == len(executor.rows[6].leaves) + 4 * 2, "codes, scales and zeros"
+    executor.replace(row).free()
+    for shape in executor.buckets.all():
+        executor._forward(np.zeros(shape.size, np.int32), shape)
+    assert built.compilations.counts == before
+    built.close()
+
+
+def test_variants_of_another_model_are_refused(prepared: Path, tmp_path: Path) -> None:
+    write(tmp_path, TINY, SHAPES, "awq")
+    shutil.copytree(prepared / "variants", tmp_path / "variants")
+    with pytest.raises(CheckpointError, match="those of another model"):
+        LLM(tmp_path, **OPTIONS)
+
+
+@pytest.mark.parametrize("precision", ["int4", "int3"])
+def test_prepared_layers_split(prepared: Path, precision: str) -> None:
+    """int3 needs padding here, so that the layers are rounded anew."""
+    built = build(EngineConfig(model=prepared, tp=2, precision=precision, **OPTIONS))
+    rows, physical = built.instances[0].executor.rows, built.resolved.physical
+    qkv = built.resolved.checkpoint.variant("layers.0", precision, physical)["attention.qkv"]
+    assert qkv.group == (64 if precision == "int4" else 128)
+    held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
+    assert built.resolved.ledger.entries["weights"] == sum(held.values())
+    built.close()
+
+
+def test_groups_that_devices_would_cut_are_refused(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared, tmp_path / "model")
+    run(tmp_path / "model", Settings(("int4",), "rtn", group=0))
+    with pytest.raises(ConfigError, match="groups of 256 cannot be split over 2 devices"):
+        resolve(EngineConfig(model=tmp_path / "model", tp=2, precision="int4", **OPTIONS))
