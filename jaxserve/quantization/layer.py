@@ -5,11 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.precision import BITS
 from jaxserve.quantization.qarray import QArray
 from jaxserve.quantization.rounding import GROUP, quantize
-
-BITS: Mapping[str, int] = {"int8": 8, "int4": 4, "int3": 3}
-"""Precisions with fewer bits, by name."""
 
 CONTRACTED: Mapping[str, int] = {
     "attention.qkv": 1,

@@ -59,6 +59,14 @@ def test_the_examples_of_bench_are_commands_that_parse():
     assert len(lines) > 5
 
 
+def test_every_option_of_quantize_is_documented():
+    quantize = typer.main.get_command(app).commands["quantize"]
+    known = {name for parameter in quantize.params for name in parameter.opts if name.startswith("--")}
+    text = (ROOT / "docs" / "quantization.md").read_text()
+    documented = {name.split()[0] for name in names_in_table(section(text, "Preparing variants"))}
+    assert {name for name in documented if name.startswith("--")} == known
+
+
 def test_every_metric_is_documented():
     exported = set(re.findall(r"# TYPE jaxserve_(\w+)", EngineMetrics("model").render().decode()))
     assert names_in_table(section(SERVER, "Metrics")) == exported
