@@ -85,5 +85,6 @@ def _draw_curves(axes: Axes, precision: str, measure: str, curves: Mapping[str, 
         axes.plot(x, lines.mean(0), "-" if not several else "--", color=colour, label=label, linewidth=1.5)
         if several:
             axes.fill_between(x, lines.min(0), lines.max(0), color=colour, alpha=0.13, linewidth=0)
+    axes.ticklabel_format(axis="y", style="plain", useOffset=False)  # an offset would push the title up
     axes.set_title(f"{precision}: {MEASURES[measure]}", fontsize=9, color=INK, loc="left")
     label_axes(axes, "swapped layers", "")
