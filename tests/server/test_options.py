@@ -1,5 +1,7 @@
 """Options: YAML and command line resolve to the two configurations, and what is wrong is named."""
 
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -32,6 +34,31 @@ def test_command_line_overrides_file(tmp_path):
     engine, server = resolve(read_config(file), {"max_model_len": 200, "port": None, "served_model_name": ["x"]})
     assert (engine.max_model_len, engine.max_num_seqs, engine.prefix_caching) == (200, 3, False)
     assert (server.port, server.api_keys, server.served_model_names) == (9, ("a", "b"), ("x",))
+
+
+def test_precisions_of_layers(tmp_path):
+    file = yaml_file(tmp_path, "layer-precision: 0-3:bf16,4-:int4\nvariant: int8\nprecision: int3\n")
+    engine, _ = resolve(read_config(file), {"precision": "int8"})
+    assert (engine.precision, engine.layer_precision, engine.variants) == ("int8", "0-3:bf16,4-:int4", ("int8",))
+    assert resolve(read_config(file), {"variant": ["int8", "int4"]})[0].variants == ("int8", "int4")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--precision", "int5"), "precision is 'int5'; there are auto, bfloat16, int8, int4, int3"),
+        (("--layer-precision", "0-99:int4"), "layers are 0-7"),
+        (("--layer-precision", "0-3:int4,2-5:int8"), "names layer 2 twice"),
+        (("--variant", "int4", "--variant", "half"), "variants is 'half'"),
+    ],
+)
+def test_precisions_that_make_no_sense_are_one_line(options, message):
+    """In an interpreter of its own: it is the command that loads a model."""
+    command = [sys.executable, "-m", "jaxserve.cli", "serve", "--port", "0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_one_key_needs_no_list(tmp_path):
