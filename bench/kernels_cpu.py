@@ -1,13 +1,15 @@
 """Times of the CPU kernels, per layer: `python -m bench.kernels_cpu`.
 
-Attention with its KV write for decode batches and prefill, for the two model shapes of RESULTS.md, over the native and
-the XLA path; then the KV write alone at two pool sizes, which cost the same if it is in place.
+Products with weights first (`--only matmul` stops there), beside the rate at which memory can be read; then attention
+with its KV write for decode batches and prefill, for the two model shapes of RESULTS.md, over the native and the XLA
+path; then the KV write alone at two pool sizes, which cost the same if it is in place.
 """
 
 import argparse
 import platform
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -15,12 +17,75 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, native, xla_cpu
+from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, matmul, native, xla_cpu
+from jaxserve.kernels.matmul import _dot as xla_dot
+from jaxserve.quantization import QArray
+from jaxserve.quantization.packing import packed_bytes
 
 PAGE_SIZE, HEAD_DIM, KV_HEADS = 16, 64, 4
 GROUPS = {"160M": 3, "1.1B": 8}
 DECODES = [(1, 128), (1, 1024), (8, 256), (32, 256)]  # rows, context
 TILES = [32, 64, 128]  # tokens of a prefill tile; 512 tokens in all
+
+
+WEIGHTS = {"160M": [(1280, 768), (4096, 768), (768, 2048)], "1.1B": [(2560, 2048), (11264, 2048), (2048, 5632)]}
+HEAD = (32000, 2048)
+ROWS = [1, 8, 32, 512]
+WORKING_SET = 256 << 20  # bytes of weights that are multiplied in turn, so that caches hold few of them
+
+
+def read_gigabytes_per_second(threads: int = 2, size: int = 256 << 20) -> float:
+    """The best of five passes over memory by some threads, each over its own."""
+    arrays = [np.ones(size // 8, np.uint64) for _ in range(threads)]
+    times = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(5):
+            start = time.perf_counter()
+            list(pool.map(np.bitwise_or.reduce, arrays))
+            times.append(time.perf_counter() - start)
+    return 1e-9 * threads * size / min(times)
+
+
+def random_weight(out: int, inner: int, bits: int) -> Array | QArray:
+    """A weight whose values do not matter; groups of 128."""
+    rng = np.random.default_rng(0)
+    if bits == 16:
+        return jnp.asarray(rng.standard_normal((out, inner), np.float32), jnp.bfloat16)
+    codes = rng.integers(0, 256, (out, packed_bytes(bits, inner)), np.uint8)
+    return QArray(jnp.asarray(codes), jnp.ones((out, inner // 128), jnp.bfloat16), None, bits, inner)
+
+
+def time_matmul(product: Callable, rows: int, out: int, inner: int, bits: int, repeats: int) -> str:
+    """Compiles and times one product over weights that take turns."""
+    w = random_weight(out, inner, bits)
+    size = w.nbytes
+    weights = [w, *(jax.tree.map(jnp.copy, w) for _ in range(WORKING_SET // size))]
+    x = jnp.ones((rows, inner), jnp.bfloat16)
+    step = jax.jit(product)
+    jax.block_until_ready(step(x, w))
+    times = []
+    for i in range(max(repeats, 2 * len(weights))):
+        start = time.perf_counter()
+        jax.block_until_ready(step(x, weights[i % len(weights)]))
+        times.append(time.perf_counter() - start)
+    least, median = min(times), float(np.median(times))
+    return (
+        f"{1e3 * least:8.3f} {1e3 * median:8.3f} ms {1e-9 * size / least:6.1f} GB/s "
+        f"{2e-9 * rows * out * inner / least:6.0f} GFLOP/s"
+    )
+
+
+def report_matmul(repeats: int) -> None:
+    """Prints the products of every shape, number of rows and precision."""
+    print(f"memory is read at {read_gigabytes_per_second():.1f} GB/s by two threads")
+    plain = partial(xla_dot, dtype=jnp.dtype(jnp.bfloat16))
+    for out, inner in [*(shape for shapes in WEIGHTS.values() for shape in shapes), HEAD]:
+        for rows in ROWS:
+            paths = {f"{bits} bits": (bits, matmul) for bits in (16, 8, 4, 3)} if native.targets() else {}
+            paths["xla, 16 bits"] = (16, plain)
+            for name, (bits, product) in paths.items():
+                timed = time_matmul(product, rows, out, inner, bits, repeats)
+                print(f"{out:5} x {inner:4} rows={rows:<3} {name:12} {timed}", flush=True)
 
 
 def decode_meta(rows: int, context: int, pages: int, width: int) -> AttentionMeta:
@@ -90,7 +155,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--pages", type=int, default=1024)
     parser.add_argument("--width", type=int, default=128, help="pages a page table has room for")
+    parser.add_argument("--only", choices=["matmul", "attention"], help="one part")
     args = parser.parse_args()
+    if args.only != "attention":
+        report_matmul(args.repeats)
+    if args.only == "matmul":
+        return
     paths = {"native": native.paged_attention} if native.targets() else {}
     paths["xla"] = xla_cpu.paged_attention
     print(

@@ -1,3 +1,4 @@
+import shutil
 from dataclasses import replace
 from functools import cache, partial
 
@@ -199,15 +200,31 @@ def test_cost_follows_the_contexts_and_not_the_width_of_the_table():
     assert temporary_bytes(2048) - temporary_bytes(64) <= 3 * 3 * 2048 * 4
 
 
-def test_native_is_absent_without_its_library(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(native.library, "library_path", lambda: tmp_path / "absent.so")
-    native.targets.cache_clear()
-    try:
-        assert not native.targets()
-        assert not native.targets()
-        assert [r.message for r in caplog.records] == [
-            "native CPU kernels are not built, plain XLA will be slower: run python -m jaxserve.kernels.native.build"
-        ]
-        check(paged_attention, Shape(B=2, N=1))
-    finally:
-        native.targets.cache_clear()
+@pytest.fixture
+def nowhere(tmp_path, monkeypatch):
+    """No native library in the package, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path_in = native.library.library_path
+    monkeypatch.setattr(native.library, "library_path", lambda folder=tmp_path: path_in(folder))
+    caches = (native.targets, native.library._library)
+    for cached in caches:
+        cached.cache_clear()
+    yield tmp_path
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_without_a_compiler_one_line_says_so_and_xla_serves(nowhere, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not native.targets()
+    assert not native.targets()
+    assert [r.message for r in caplog.records] == [
+        "no C++ compiler (no-such-compiler) for the native CPU kernels, plain XLA will be slower"
+    ]
+    check(paged_attention, Shape(B=2, N=1))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_library_that_is_nowhere_is_compiled_into_the_cache(nowhere):
+    assert native.targets()
+    assert list((nowhere / "jaxserve" / "native").glob("*.so"))

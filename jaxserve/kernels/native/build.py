@@ -33,26 +33,31 @@ UNITS = {"x86_64": X86_64, "AMD64": X86_64}
 ELSEWHERE = (("attention.cc", []), ("matmul_vector.cc", []))
 
 
-def build(compiler: str | None = None) -> Path:
-    """Compiles what is not there yet and returns the library's path.
+def compiler() -> list[str]:
+    """The command that compiles: $CXX or c++."""
+    return shlex.split(os.environ.get("CXX", "c++"))
+
+
+def build(folder: Path = HERE) -> Path:
+    """Compiles what is not there yet, into a folder, and returns the library's path.
 
     Raises OSError (no compiler, folder not writable) or subprocess.CalledProcessError (it does not compile; the
     compiler has said why on stderr).
     """
-    library = library_path()
+    library = library_path(folder)
     if library.exists():
         return library
-    command = shlex.split(compiler or os.environ.get("CXX", "c++"))
-    with tempfile.TemporaryDirectory(dir=HERE, prefix=".build-") as folder:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         objects = []
         for number, (source, flags) in enumerate(UNITS.get(platform.machine(), ELSEWHERE)):
-            objects.append(f"{folder}/{number}.o")
-            subprocess.run([*command, *FLAGS, *flags, "-c", HERE / source, "-o", objects[-1]], check=True)
-        linked = Path(folder) / "linked.so"
+            objects.append(f"{scratch}/{number}.o")
+            subprocess.run([*compiler(), *FLAGS, *flags, "-c", HERE / source, "-o", objects[-1]], check=True)
+        linked = Path(scratch) / "linked.so"
         headers = ["-isystem", jax.ffi.include_dir()]
         subprocess.run(
             [
-                *command,
+                *compiler(),
                 *FLAGS,
                 *headers,
                 "-shared",

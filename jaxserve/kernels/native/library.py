@@ -1,10 +1,13 @@
-"""Where the native library lies, and its loading."""
+"""Where the native library lies, and its loading, on first use after compiling it."""
 
 import ctypes
 import functools
 import hashlib
 import logging
+import os
 import platform
+import shutil
+import subprocess
 from pathlib import Path
 
 import jax
@@ -15,27 +18,30 @@ VARIANTS = ("amx", "avx512", "avx2", "portable")  # of the product, fastest firs
 HERE = Path(__file__).resolve().parent
 
 
-def library_path() -> Path:
-    """Where the library for the installed jaxlib and the present sources belongs, whether or not it is there.
+def library_path(folder: Path = HERE) -> Path:
+    """Where in a folder the library for the installed jaxlib and the present sources belongs, there or not.
 
     Its name carries jaxlib's version and a hash of the sources, so that a stale library is never loaded.
     """
     sources = sorted(path for path in HERE.iterdir() if path.suffix in {".cc", ".h"})
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, HERE / "build.py"])).hexdigest()[:12]
-    return HERE / f"cpu-jaxlib{jaxlib.__version__}-{platform.machine()}-{digest}.so"
+    return folder / f"cpu-jaxlib{jaxlib.__version__}-{platform.machine()}-{digest}.so"
+
+
+def cache_folder() -> Path:
+    """The user's: where a library is compiled to on first use."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "native"
 
 
 @functools.cache
 def targets() -> frozenset[str]:
     """Loads the library and registers its custom calls, once; names them.
 
-    Empty, with one line in the log, if the library is not built.
+    A library that is nowhere is compiled into the user's cache first, where JAX runs on CPU. Empty, with one line in
+    the log, if that cannot be done.
     """
-    path = library_path()
-    if not path.exists():
-        logging.getLogger(__name__).warning(
-            "native CPU kernels are not built, plain XLA will be slower: run python -m jaxserve.kernels.native.build"
-        )
+    path = _library()
+    if path is None:
         return frozenset()
     library = ctypes.CDLL(str(path))
     for name in (ATTENTION, MATMUL):
@@ -43,9 +49,32 @@ def targets() -> frozenset[str]:
     return frozenset({ATTENTION, MATMUL})
 
 
+@functools.cache
+def _library() -> Path | None:
+    """The library's path, once it is there."""
+    paths = [library_path(), library_path(cache_folder())]
+    for path in paths:
+        if path.exists():
+            return path
+    if jax.default_backend() != "cpu":
+        return None
+    from jaxserve.kernels.native.build import build, compiler  # which needs this module
+
+    log = logging.getLogger(__name__)
+    if shutil.which(compiler()[0]) is None:
+        log.warning("no C++ compiler (%s) for the native CPU kernels, plain XLA will be slower", compiler()[0])
+        return None
+    log.warning("compiling native CPU kernels into %s, once; it takes some 20 seconds", paths[1].parent)
+    try:
+        return build(paths[1].parent)
+    except (OSError, subprocess.CalledProcessError) as error:
+        log.warning("native CPU kernels not built, plain XLA will be slower: %s", error)
+        return None
+
+
 def variants() -> tuple[str, ...]:
-    """Variants of the product that this machine can run, fastest first; empty if the library is not built."""
-    return _variants(library_path()) if targets() else ()
+    """Variants of the product that this machine can run, fastest first; empty without the library."""
+    return _variants(_library()) if targets() else ()
 
 
 @functools.cache
