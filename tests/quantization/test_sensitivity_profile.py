@@ -204,6 +204,17 @@ def test_the_same_command_gives_the_same_profile(calib, tmp_path):
     assert replace(first.held_out, name="") != replace(first.calibration, name="")
 
 
+def test_prepared_variants_are_profiled_as_those_made_while_loading(calib, tmp_path):
+    prepare = ["quantize", str(MODEL), "--precisions", "int4", "--method", "rtn", "--out", str(tmp_path / "variants")]
+    assert CliRunner().invoke(app, prepare).exit_code == 0
+    args = (MODEL, "--calib", calib, "--precisions", "int4", *SMALL)
+    assert run(*args, "--out", tmp_path / "loaded.json").startswith("0: ")
+    assert run(*args, "--out", tmp_path / "stored.json", "--variants", tmp_path / "variants").startswith("0: ")
+    loaded, stored = (SensitivityProfile.load(tmp_path / f"{name}.json") for name in ("loaded", "stored"))
+    assert stored == loaded
+    assert stored.methods == {"int4": "rtn"}
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
