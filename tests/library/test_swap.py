@@ -98,6 +98,18 @@ def test_the_mixture_changes_while_requests_run_and_nothing_is_compiled(swapped:
     assert before["block"] > 0
 
 
+def test_nothing_is_compiled_either_where_layers_are_split_and_staged(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, tp=2, pp=2, variants=("int4",), **(OPTIONS | {"memory_gb": 8})))
+    swapped, before = Swapped(built), dict(built.compilations.counts)
+    for precision in ("int4", "float32"):
+        for layer in range(3):
+            swapped.swap(layer, precision)
+            (tokens,) = swapped.run(prompt(layer, 40))
+            assert len(tokens) == 12
+    assert built.compilations.counts == before
+    built.close()
+
+
 def test_after_a_swap_the_answers_are_those_of_the_mixture(swapped: Swapped, tiny_model: Path) -> None:
     swapped.swap(0, "int4")
     swapped.swap(2, "int8")
