@@ -226,5 +226,6 @@ def test_without_a_compiler_one_line_says_so_and_xla_serves(nowhere, monkeypatch
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_a_library_that_is_nowhere_is_compiled_into_the_cache(nowhere):
-    assert native.targets()
-    assert list((nowhere / "jaxserve" / "native").glob("*.so"))
+    library = native.library._library()  # not loaded: its calls may be registered once in a process
+    assert library.parent == nowhere / "jaxserve" / "native"
+    assert library.exists()
