@@ -161,7 +161,8 @@ def test_unseen_python_is_predicted_far_better_than_by_chance(logits: Logits, to
 MAX_LOSS = 2.6  # nats a token; 2.16 when it was made
 
 
-UNDERTRAINED = pytest.mark.xfail(reason="seen too few tokens: it falls into a loop inside the docstring")
+UNDERTRAINED = pytest.mark.xfail(reason="it falls into a loop inside the docstring")
+CUT = 3  # lines at the end that may belong to a block which the limit on tokens cut off
 
 
 @pytest.mark.parametrize(
@@ -169,15 +170,22 @@ UNDERTRAINED = pytest.mark.xfail(reason="seen too few tokens: it falls into a lo
     [
         "def main():",
         "class Stack:\n    def __init__(self):",
-        pytest.param("def read_file(path):", marks=UNDERTRAINED),
+        "def read_file(path):",
         pytest.param("def fibonacci(n):\n", marks=UNDERTRAINED),
     ],
 )
 def test_greedy_text_is_python(logits: Logits, tokenizer: Tokenizer, prompt: str):
     text = greedy(logits, tokenizer, prompt, count=48)
-    whole_lines = text[: text.rindex("\n") + 1]
-    assert len(whole_lines.splitlines()) > len(prompt.splitlines())
-    ast.parse(whole_lines)
+    lines = text[: text.rindex("\n") + 1].splitlines()
+    assert any(parses(lines[: len(lines) - cut]) for cut in range(CUT + 1) if len(lines) - cut > len(prompt.splitlines()))
+
+
+def parses(lines: list[str]) -> bool:
+    try:
+        ast.parse("\n".join(lines))
+    except SyntaxError:
+        return False
+    return True
 
 
 def test_training_minimises_the_loss_of_the_serving_forward_pass():
