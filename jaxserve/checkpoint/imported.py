@@ -45,6 +45,10 @@ class ImportedStore:
     def __contains__(self, name: str) -> bool:
         return name in self.files or self.is_quantized(name)
 
+    def forget(self) -> None:
+        """As `SafetensorsStore.forget`."""
+        self.files.forget()
+
     def is_quantized(self, name: str) -> bool:
         """Whether a weight is, by its name without quantisation."""
         return name.endswith(WEIGHT) and f"{name.removesuffix(WEIGHT)}.{self.scheme.marker}" in self.files

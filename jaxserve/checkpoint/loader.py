@@ -36,6 +36,10 @@ class TensorStore(Protocol):
         """The tensor, which must have this shape; raises `CheckpointError` naming the file and the tensor."""
         ...
 
+    def forget(self) -> None:
+        """Gives back what memory reading took; what was read stays valid."""
+        ...
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -62,7 +66,9 @@ class Checkpoint:
         if precision not in BITS or not block_id.startswith("layers."):
             return {**self.block(block_id, physical)}
         if isinstance(self.store, ImportedStore) and precision == self.precision(block_id):
-            return self.store.block(config, physical, block_id)
+            imported = self.store.block(config, physical, block_id)
+            self.store.forget()
+            return imported
         if self.prepared is not None and precision in self.prepared.precisions:
             variant = fitted(self.prepared.layer(layer_number(block_id), precision), config, physical)
             if variant is not None:
@@ -86,7 +92,9 @@ class Checkpoint:
         target = Target(config, physical or config, numpy_dtype(config))
         stacked = stacked_name(block_id) in self.store
         shapes = tensor_shapes(config, block_id, stacked_experts=stacked)
-        return pack_block(target, block_id, lambda name: self.store.get(name, shapes[name]), stacked_experts=stacked)
+        packed = pack_block(target, block_id, lambda name: self.store.get(name, shapes[name]), stacked_experts=stacked)
+        self.store.forget()  # else all of a mapped file would be resident beside the model
+        return packed
 
 
 def open_checkpoint(

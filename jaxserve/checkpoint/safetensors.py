@@ -7,6 +7,7 @@ and does not say which one a truncated file cuts off.
 
 import json
 import math
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,11 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self.data = np.memmap(path, np.uint8, "r")
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        self.data = np.frombuffer(self._map, np.uint8)
         self.start, self.entries = self._header()
 
     def _header(self) -> tuple[int, dict[str, Any]]:
@@ -56,6 +59,11 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: its safetensors header is not a JSON object")
         header.pop("__metadata__", None)
         return 8 + length, header
+
+    def forget(self) -> None:
+        """Gives back the memory of what was read; views stay valid, and are read from the file again when touched."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def get(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> np.ndarray:
         """The tensor as a read-only view of the file; checked against the shape and the dtypes it may have."""
@@ -101,6 +109,11 @@ class SafetensorsStore:
         if name not in self.files:
             raise CheckpointError(f"{self.source}: tensor {name} is missing")
         return self.files[name].get(name, shape, dtypes)
+
+    def forget(self) -> None:
+        """Gives back the memory of all that was read; see `SafetensorsFile.forget`."""
+        for file in set(self.files.values()):
+            file.forget()
 
     def where(self, name: str) -> str:
         """A tensor and its file, for messages about it."""
