@@ -177,7 +177,9 @@ CUT = 3  # lines at the end that may belong to a block which the limit on tokens
 def test_greedy_text_is_python(logits: Logits, tokenizer: Tokenizer, prompt: str):
     text = greedy(logits, tokenizer, prompt, count=48)
     lines = text[: text.rindex("\n") + 1].splitlines()
-    assert any(parses(lines[: len(lines) - cut]) for cut in range(CUT + 1) if len(lines) - cut > len(prompt.splitlines()))
+    assert any(
+        parses(lines[: len(lines) - cut]) for cut in range(CUT + 1) if len(lines) - cut > len(prompt.splitlines())
+    )
 
 
 def parses(lines: list[str]) -> bool:
