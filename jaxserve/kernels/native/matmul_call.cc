@@ -20,7 +20,8 @@ const Multiplier* choose(std::string_view name, bool bfloat16) {
   const auto wanted = [&](const char* variant) { return name.empty() || name == variant; };
 #if defined(__x86_64__)
 #if defined(__linux__)
-  if (wanted("amx") && bfloat16 && amx_available()) return &kMatmulAmx;
+  static const bool has_amx = amx_available();  // asked once: cpuid leaves a virtual machine each time
+  if (wanted("amx") && bfloat16 && has_amx) return &kMatmulAmx;
 #endif
   if (wanted("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
