@@ -101,6 +101,11 @@ class LLM:
 
     # -- lifetime
 
+    def settle(self) -> None:
+        """Waits for executables that are being compiled in the background; what is measured next has them."""
+        self._check_open()
+        self._engine.settle()
+
     def close(self) -> None:
         """Frees the model, the KV cache and everything else on the device. Idempotent."""
         if not self._closed:
@@ -152,7 +157,7 @@ class LLM:
                     engine.abort(request_id)
                 raise
             finally:
-                self._settle()
+                self._drain()
         return [results[request_id] for request_id in order]
 
     def _fill(self, waiting: deque[tuple[Prompt, SamplingParams]], order: list[str], embed: bool) -> None:
@@ -177,7 +182,7 @@ class LLM:
         finally:
             del self._pieces[request_id]
             self._engine.abort(request_id)
-            self._settle()
+            self._drain()
 
     def _step(self) -> list[RequestOutput]:
         """One step. Returns the pieces of `generate`'s requests; those of streams wait until they are read. Mutates."""
@@ -186,7 +191,7 @@ class LLM:
             self._pieces.get(piece.request_id, others).append(piece)
         return others
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Takes in the step that is still on the device, so that nothing is left over when no stream is in progress."""
         while not (self._closed or self._pieces or self._engine.idle):
             self._engine.step()

@@ -53,13 +53,12 @@ class Jaxserve:
 
     def settle(self) -> bool:
         before = self.compilations.counts[FUSED_TIER]
-        if self.executor._fused is not None:
-            self.executor._fused.wait()
+        self.llm.settle()
         return self.compilations.counts[FUSED_TIER] > before
 
     def fuse(self) -> None:
         """Mutates: from now on shapes that are used often are fused, as is the default on GPU."""
-        self.executor._fused = FusedTier(self.compilations)
+        self.executor.fuse(FusedTier(self.compilations))
 
 
 def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[dict]:

@@ -69,3 +69,7 @@ class Executor(Protocol):
     def execute(self, work: Work) -> PendingStep:
         """Dispatches a step without waiting for it."""
         ...
+
+    def settle(self) -> None:
+        """Waits for what is prepared in the background: steps that come next have it."""
+        ...

@@ -61,6 +61,11 @@ class SyncEngine:
                 self._owners.pop(output.request_id, None)
         return outputs
 
+    def settle(self) -> None:
+        """Waits for what the executors prepare in the background."""
+        for steps in self.instances:
+            steps.executor.settle()
+
     @property
     def room(self) -> int:
         """How many more sequences may be queued before `QueueFull`."""

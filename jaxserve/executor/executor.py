@@ -104,6 +104,15 @@ class BlockExecutor:
                 self._score_tile(out, 0, np.zeros(shape.tile, np.int32))
         jax.block_until_ready(self.pools)
 
+    def fuse(self, tier: FusedTier | None) -> None:
+        """From the next step on runs with this fused tier, or with none. Mutates; the tier before is the caller's."""
+        self._fused = tier
+
+    def settle(self) -> None:
+        """Waits for executables that are being compiled in the background."""
+        if self._fused is not None:
+            self._fused.wait()
+
     def prepare(self, block: str, parameters: Mapping[str, Parameter], precision: str) -> Row:
         """A row that may take the place of a block's, on the same devices: for `replace`, or to be freed.
 

@@ -59,7 +59,7 @@ class FusedTier:
         self._uses.clear()
 
     def wait(self) -> None:
-        """Waits for the compilations that are under way; for tests and benchmarks."""
+        """Waits for the compilations that are under way."""
         for future in self._compiled.values():
             future.exception()
 

@@ -74,13 +74,14 @@ def test_a_compilation_would_be_counted(built: Built) -> None:
 def test_the_fused_tier_takes_over_and_changes_nothing(tiny_model: Path, reference: Reference) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     executor = built.instances[0].executor
-    executor._fused = fused = FusedTier(built.compilations, patience=3)
+    fused = FusedTier(built.compilations, patience=3)
+    executor.fuse(fused)
     engine = engine_of(built)
     prompt = list(range(3, 40))
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected = reference.greedy(prompt, 20)
     assert run(engine, [(prompt, greedy)]) == [expected]
-    fused.wait()
+    engine.settle()
     (key,) = [key for key in fused._compiled if key[1].tiles == 0]
     assert fused.find(key) is not None
     assert built.compilations.counts["fused"] >= 1

@@ -246,3 +246,5 @@ def test_a_closed_llm_says_so(tiny_model: Path) -> None:
     llm.close()
     with pytest.raises(EngineStopped):
         llm.generate([[3]], GREEDY)
+    with pytest.raises(EngineStopped):
+        llm.settle()

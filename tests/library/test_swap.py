@@ -204,16 +204,17 @@ def test_room_for_an_exchange_is_in_the_ledger(warm: Built) -> None:
 
 
 def test_a_swap_drops_fused_executables(swapped: Swapped, tiny_model: Path) -> None:
-    swapped.executor._fused = fused = FusedTier(swapped.built.compilations, patience=3)
+    fused = FusedTier(swapped.built.compilations, patience=3)
+    swapped.executor.fuse(fused)
     p, params = prompt(7, 30), SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     full = swapped.run(p, params=params)
-    fused.wait()
+    swapped.executor.settle()
     assert any(fused.find(key) for key in fused._compiled)
     swapped.swap(0, "int3")
     assert not fused._compiled
     assert swapped.run(p, params=params) == [Reference(tiny_model, {0: "int3"}).greedy(p, 10)]
-    fused.wait()
+    swapped.executor.settle()
     swapped.swap(0, "float32")
     assert swapped.run(p, params=params) == full
-    swapped.executor._fused = None
+    swapped.executor.fuse(None)
     fused.close()

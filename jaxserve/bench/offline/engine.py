@@ -12,7 +12,6 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ModelInfo, Prompt, TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.executor.executor import BlockExecutor
 from jaxserve.factory import build
 
 Job = tuple[Prompt, SamplingParams]
@@ -56,9 +55,7 @@ class OfflineEngine:
 
     def settle(self) -> None:
         """Waits for executables that are being compiled in the background: what is measured next has them."""
-        for loop in self._built.instances:
-            if isinstance(loop.executor, BlockExecutor) and loop.executor._fused is not None:
-                loop.executor._fused.wait()
+        self._engine.settle()
 
     def run(self, jobs: Iterable[Job], on_finished: Callable[[], None] | None = None) -> Run:
         """Runs all of the requests, as many at a time as the queue has room for.
