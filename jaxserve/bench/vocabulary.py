@@ -13,6 +13,7 @@ from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 
 MOST_TOKENS = 100_000_000  # of a prompt: no model takes more, and no memory
+TOKENIZER = "tokenizer.json"  # a model's, on the hub
 ROUNDS = 10  # of adjusting a text's length; more than three are rare
 
 
@@ -125,7 +126,24 @@ def _from_hub(name: str, bundled: Path | None) -> Tokenizer:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"{missing} (--tokenizer)")
     try:
-        return Tokenizer(HfTokenizer.from_pretrained(name))
-    except Exception as error:  # whatever the hub's client raises; often a bare Exception
+        return Tokenizer(HfTokenizer.from_file(_hub_file(name)))
+    except Exception as error:  # whatever the hub's client raises
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{missing}, and Hugging Face's hub did not give it: {reason} (--tokenizer)") from error
+
+
+def _hub_file(name: str) -> str:
+    """The path of a model's tokenizer.json, from the hub or, where the hub does not give it, from its client's cache.
+
+    The hub is asked once first: the download itself would try to reach it for half a minute.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, TOKENIZER))
+        return hf_hub_download(name, TOKENIZER)
+    except Exception:
+        cached = try_to_load_from_cache(name, TOKENIZER)
+        if not isinstance(cached, str):
+            raise
+        return cached

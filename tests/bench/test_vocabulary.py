@@ -1,6 +1,13 @@
 """Random prompts: no special tokens, exact lengths, and clear errors for tokenizers that are not there."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +106,71 @@ def test_unknown_tokenizer_is_a_config_error_that_names_it(name):
         Vocabulary.load(name)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class Hub:
+    """A hub that answers nothing but 503, and the requests that it had."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                hub.requests.append(self.path)
+                self.send_error(503)
+
+            do_GET = do_HEAD
+
+            def log_message(self, format: str, *args: object) -> None: ...
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub()
+    thread = threading.Thread(target=hub.server.serve_forever)
+    thread.start()
+    yield hub
+    hub.server.shutdown()
+    thread.join()
+    hub.server.server_close()
+
+
+def load_from(hub: Hub, home: Path, **environment: str) -> str:
+    """What an interpreter that knows no other hub prints of `Vocabulary.load("some/model")`."""
+    code = (
+        "from jaxserve.bench.vocabulary import Vocabulary; from jaxserve.core.errors import ConfigError\n"
+        "try: print(Vocabulary.load('some/model').size)\n"
+        "except ConfigError as error: print(error)"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    told = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}", "HF_HOME": str(home)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=kept | told | environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(hub, tmp_path):
+    assert "Hugging Face's hub did not give it" in load_from(hub, tmp_path)
+    assert hub.requests.count("/some/model/resolve/main/tokenizer.json") == 1
+
+
+def test_a_hub_is_not_asked_offline(hub, tmp_path):
+    assert "HF_HUB_OFFLINE" in load_from(hub, tmp_path, HF_HUB_OFFLINE="1")
+    assert not hub.requests
+
+
+def test_what_the_hub_gave_before_serves_when_it_cannot_be_reached(hub, tmp_path, vocabulary):
+    model = tmp_path / "hub" / "models--some--model"
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    shutil.copy(bundled_model_path() / "tokenizer.json", model / "snapshots" / "abc")
+    assert load_from(hub, tmp_path) == f"{vocabulary.size}\n"
 
 
 def test_folder_without_tokenizer_names_the_missing_file(tmp_path: Path):
