@@ -1,12 +1,16 @@
 """One pure function per operation of a model, each dispatching to the fastest implementation for the platform.
 
 Axis letters: T tokens of a step, K kv heads, G query heads per kv head, D head_dim, P pages, S tokens of a page,
-B decode rows, N prefill tiles, Q tokens of a tile, W width of the page tables.
+R entries of a pool's row (D, or D codes and their scale), B decode rows, N prefill tiles, Q tokens of a tile, W width of
+the page tables.
 """
 
 from jaxserve.kernels.attention import AttentionMeta, paged_attention
 from jaxserve.kernels.grouped_matmul import grouped_matmul
-from jaxserve.kernels.kv import kv_pool, kv_write, storage_dtype
+from jaxserve.kernels.kv import kv_pool, kv_write, page_bytes, storage_dtype
 from jaxserve.kernels.matmul import matmul
 
-__all__ = ["AttentionMeta", "grouped_matmul", "kv_pool", "kv_write", "matmul", "paged_attention", "storage_dtype"]
+__all__ = [
+    "AttentionMeta", "grouped_matmul", "kv_pool", "kv_write", "matmul", "page_bytes", "paged_attention",
+    "storage_dtype",
+]  # fmt: skip

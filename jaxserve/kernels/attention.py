@@ -15,7 +15,7 @@ __all__ = ["AttentionMeta", "paged_attention"]
 def paged_attention(
     q: Array, pool: Array, meta: AttentionMeta, *, scale: float, window: int | None = None, gpu: Choice = "auto"
 ) -> Array:
-    """Attention of a step's tokens q [T, K, G, D] over the pages of a pool [P, K, 2, S, D]; returns [T, K, G, D].
+    """Attention of a step's tokens q [T, K, G, D] over the pages of a pool [P, K, 2, S, R]; returns [T, K, G, D].
 
     T = B + N*Q: first B decode rows of one token each, then N prefill tiles of Q tokens, as `meta` describes. The
     tokens' own keys and values are already in the pool. A token at position p sees positions <= p of its own sequence

@@ -1,9 +1,18 @@
-"""The KV pool of one layer: [P, K, 2, S, D] = page, kv head, key or value, token of the page, head_dim.
+"""The KV pool of one layer: [P, K, 2, S, R] = page, kv head, key or value, token of the page, row.
 
 Page 0 is the null page: padding tokens write there and nothing that is read from it may reach an output.
 
-A pool of 16-bit floats is stored as uint16 on CPU, where XLA widens a bfloat16 scatter to float32 and so copies the
-whole pool at every step; the bits are the same, and only the values written and gathered are ever bitcast.
+A row is a token's key or value of one head. In a pool of floats it is its D = head_dim numbers. 16-bit floats are stored
+as uint16 on CPU, where XLA widens a bfloat16 scatter to float32 and so copies the whole pool at every step; the bits
+are the same, and only the values written and gathered are ever bitcast.
+
+In a pool of int8 a row is D codes, then their scale in the 4 bytes of a float32 (R = D + 4):
+
+    scale = max |x| / 127        code = round(x / scale)        x ~ code * scale
+
+The scale lies in the row, and not in an array of its own, so that a pool stays one array whatever it holds: a page is
+written, moved or given to another device in one operation, is cut by head like any other, and a head's page is one
+contiguous piece. Since pools are equal up to the length of a row, only this module knows how a row is made.
 """
 
 import jax
@@ -11,6 +20,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
+
+
+SCALE_BYTES = 4
+MAX_CODE = 127
+
+
+def row_size(head_dim: int, dtype: DTypeLike) -> int:
+    """Entries of a row: R of a pool for `dtype` values."""
+    return head_dim + SCALE_BYTES if jnp.dtype(dtype) == jnp.int8 else head_dim
+
+
+def page_bytes(kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike) -> int:
+    """Bytes of a page in a layer's pool for `dtype` values."""
+    return kv_heads * 2 * page_size * row_size(head_dim, dtype) * jnp.dtype(dtype).itemsize
 
 
 def storage_dtype(dtype: DTypeLike, platform: str) -> jnp.dtype:
@@ -27,7 +50,10 @@ def kv_pool(
     dtype: DTypeLike,
     device: jax.Device | Sharding | None = None,
 ) -> Array:
-    """A zeroed pool [P, K, 2, S, D] for `dtype` values on a device or sharding (None: JAX's default device)."""
+    """A zeroed pool [P, K, 2, S, R] on a device or sharding (None: JAX's default device).
+
+    It is for `dtype` values: those of the activations, or int8.
+    """
     match device:
         case None:
             platform = jax.default_backend()
@@ -35,24 +61,40 @@ def kv_pool(
             platform = next(iter(device.device_set)).platform
         case _:
             platform = device.platform
-    return jnp.zeros((pages, kv_heads, 2, page_size, head_dim), storage_dtype(dtype, platform), device=device)
+    shape = (pages, kv_heads, 2, page_size, row_size(head_dim, dtype))
+    return jnp.zeros(shape, storage_dtype(dtype, platform), device=device)
 
 
 def to_storage(x: Array, dtype: DTypeLike) -> Array:
-    """Values as the pool stores them: cast, or the same bits where the pool holds uint16."""
+    """Vectors [..., D] as rows [..., R] of a pool that holds `dtype`."""
+    if dtype == jnp.int8:
+        return _quantize(x)
     return lax.bitcast_convert_type(x, jnp.uint16) if dtype == jnp.uint16 else x.astype(dtype)
 
 
-def from_storage(x: Array, dtype: DTypeLike) -> Array:
-    """Stored values as `dtype`, the dtype they were written with where the pool holds uint16."""
-    return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x.astype(dtype)
+def from_storage(rows: Array, dtype: DTypeLike, compute_dtype: DTypeLike) -> Array:
+    """Rows [..., R] of a pool as vectors [..., D] of `compute_dtype`; `dtype` is the one they were written with."""
+    if rows.dtype == jnp.int8:
+        codes, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
+        scale = lax.bitcast_convert_type(scale, jnp.float32)[..., None]
+        return (codes.astype(jnp.float32) * scale).astype(compute_dtype)
+    values = lax.bitcast_convert_type(rows, dtype) if rows.dtype == jnp.uint16 else rows
+    return values.astype(compute_dtype)
 
 
 def kv_write(pool: Array, k: Array, v: Array, slots: Array) -> Array:
-    """Writes keys and values [T, K, D] into the pool [P, K, 2, S, D] at `slots` i32[T] (page * S + offset).
+    """Writes keys and values [T, K, D] into the pool [P, K, 2, S, R] at `slots` i32[T] (page * S + offset).
 
     In place when the caller donates the pool. Slots are distinct, except that padding rows share page 0.
     """
     page_size = pool.shape[3]
-    values = to_storage(jnp.stack([k, v], axis=2), pool.dtype)  # [T, K, 2, D]
-    return pool.at[slots // page_size, :, :, slots % page_size].set(values, mode="drop")
+    rows = to_storage(jnp.stack([k, v], axis=2), pool.dtype)  # [T, K, 2, R]
+    return pool.at[slots // page_size, :, :, slots % page_size].set(rows, mode="drop")
+
+
+def _quantize(x: Array) -> Array:
+    """Vectors [..., D] as int8 rows [..., D + 4]. One with a number that is not finite keeps none that is."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) * (1 / MAX_CODE)  # as XLA divides by a constant
+    codes = jnp.round(x / jnp.where(scale == 0, 1, scale))  # a vector of zeros has scale 0
+    return jnp.concatenate([codes.astype(jnp.int8), lax.bitcast_convert_type(scale, jnp.int8)[..., 0, :]], axis=-1)

@@ -53,7 +53,7 @@ def attend(
     from lengths[n] on are padding and get zeros.
     """
     n, tokens, kv_heads, _, head_dim = q.shape
-    kv = from_storage(pool[pages], q.dtype).astype(compute_dtype)  # [N, W, K, 2, S, D]
+    kv = from_storage(pool[pages], q.dtype, compute_dtype)  # [N, W, K, 2, S, D]
     kv = jnp.moveaxis(kv, 1, 3).reshape(n, kv_heads, 2, pages.shape[1] * pool.shape[3], head_dim)
     token, key = jnp.arange(tokens), jnp.arange(kv.shape[3])
     query = (starts[:, None] + token)[..., None]

@@ -68,8 +68,8 @@ def _attend_tile(
 
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = carry
-        kv = pool[lax.dynamic_slice(pages, (i * chunk,), (chunk,))]  # [chunk, K, 2, S, D]
-        kv = jnp.moveaxis(from_storage(kv, q.dtype).astype(jnp.float32), 0, 2).reshape(kv_heads, 2, span, head_dim)
+        kv = pool[lax.dynamic_slice(pages, (i * chunk,), (chunk,))]  # [chunk, K, 2, S, R]
+        kv = jnp.moveaxis(from_storage(kv, q.dtype, jnp.float32), 0, 2).reshape(kv_heads, 2, span, head_dim)
         key = i * span + jnp.arange(span)
         seen = key <= query[:, None]
         if window is not None:

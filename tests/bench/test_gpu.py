@@ -22,7 +22,7 @@ from bench.peers.checkpoints import VOCAB, _parts
 from jaxserve import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_OPERATIONS = {"AttentionMeta", "kv_pool", "storage_dtype"}  # of jaxserve.kernels: nothing to time
+NO_OPERATIONS = {"AttentionMeta", "kv_pool", "page_bytes", "storage_dtype"}  # of jaxserve.kernels: nothing to time
 WEB = ("fastapi", "starlette", "uvicorn", "pydantic")
 
 

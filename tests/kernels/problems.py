@@ -22,6 +22,7 @@ class Shape:
     S: int = 4
     W: int = 40
     dtype: str = "float32"
+    kv_dtype: str | None = None  # of the pool, if not dtype
     window: int | None = None
 
 
@@ -30,14 +31,24 @@ class Problem:
     """Inputs of paged_attention. Whatever no token may see is NaN: unused pages, the null page, the rest of a page."""
 
     q: Array  # [T, K, G, D]
-    pool: Array  # [P, K, 2, S, D]
+    pool: Array  # [P, K, 2, S, R]
     meta: AttentionMeta
     contexts: list[tuple[np.ndarray, np.ndarray]]  # keys and values [length, K, D] of every row, then of every tile
 
 
+def stored(values: np.ndarray, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [..., R] that stand for vectors f32 [..., D], as they are stored on CPU; and what they stand for."""
+    if dtype != jnp.int8:
+        rounded = values.astype(dtype)
+        return rounded.view(storage_dtype(dtype, "cpu")), rounded.astype(np.float32)
+    scale = np.abs(values).max(axis=-1, keepdims=True) * np.float32(1 / 127)
+    codes = np.rint(np.nan_to_num(values / np.where(scale > 0, scale, 1))).astype(np.int8)
+    return np.concatenate([codes, scale.view(np.int8)], axis=-1), codes * scale
+
+
 def make_problem(shape: Shape, seed: int) -> Problem:
     """Ragged contexts from one token to the whole table; one padding row and one padding tile where there are two."""
-    rng, dtype = np.random.default_rng(seed), jnp.dtype(shape.dtype)
+    rng, dtype, kv_dtype = np.random.default_rng(seed), jnp.dtype(shape.dtype), jnp.dtype(shape.kv_dtype or shape.dtype)
     s, capacity = shape, shape.W * shape.S
     decode_lengths = rng.integers(1, capacity + 1, s.B)
     tile_lengths = rng.integers(1, s.Q + 1, s.N)
@@ -49,7 +60,8 @@ def make_problem(shape: Shape, seed: int) -> Problem:
     ends = [*decode_lengths, *np.where(tile_lengths > 0, tile_starts + tile_lengths, 0)]
 
     pages = (s.B + s.N) * s.W + 1
-    pool = np.full((pages, s.K, 2, s.S, s.D), np.nan, np.float32)
+    unused = stored(np.full((s.K, 2, s.S, s.D), np.nan, np.float32), kv_dtype)[0]
+    pool = np.repeat(unused[None], pages, axis=0)
     tables = np.zeros((s.B + s.N, s.W), np.int32)
     free = rng.permutation(np.arange(1, pages))
     contexts = []
@@ -57,16 +69,16 @@ def make_problem(shape: Shape, seed: int) -> Problem:
         used, free = np.split(free, [-(-end // s.S)])
         table[: len(used)] = used
         table[len(used) :] = rng.integers(0, pages, s.W - len(used))
-        kv = rng.normal(size=(2, end, s.K, s.D)).astype(dtype).astype(np.float32)
+        rows, kv = stored(rng.normal(size=(2, end, s.K, s.D)).astype(np.float32), kv_dtype)
         for position in range(end):
-            pool[table[position // s.S], :, :, position % s.S] = kv[:, position].swapaxes(0, 1)
+            pool[table[position // s.S], :, :, position % s.S] = rows[:, position].swapaxes(0, 1)
         contexts.append((kv[0], kv[1]))
 
     meta = (tables[: s.B], decode_lengths, tables[s.B :], tile_starts, tile_lengths)
     meta = (jnp.asarray(x.astype(np.int32)) for x in meta)
     return Problem(
         q=jnp.asarray(rng.normal(size=(s.B + s.N * s.Q, s.K, s.G, s.D)).astype(dtype)),
-        pool=jnp.asarray(pool.astype(dtype).view(storage_dtype(dtype, "cpu"))),
+        pool=jnp.asarray(pool),
         meta=AttentionMeta(*meta),
         contexts=contexts,
     )

@@ -31,6 +31,19 @@ SHAPES = {
     "bf16 window": Shape(dtype="bfloat16", window=70, S=16, W=20),
     "bf16 D=80": Shape(dtype="bfloat16", D=80, K=4, G=1),
     "f16": Shape(dtype="float16"),
+    "int8": Shape(kv_dtype="int8"),
+    "int8 window": Shape(kv_dtype="int8", window=70, S=16, W=20),
+    "int8 D=80": Shape(kv_dtype="int8", D=80, K=4, G=1),
+    "int8 bf16": Shape(kv_dtype="int8", dtype="bfloat16"),
+    "int8 bf16 mha": Shape(kv_dtype="int8", dtype="bfloat16", K=3, G=1),
+    "int8 bf16 wide groups": Shape(kv_dtype="int8", dtype="bfloat16", K=1, G=8),
+    "int8 bf16 window": Shape(kv_dtype="int8", dtype="bfloat16", window=70, S=16, W=20),
+    "int8 bf16 D=80": Shape(kv_dtype="int8", dtype="bfloat16", D=80, G=2, N=0),
+    "int8 bf16 D=96": Shape(kv_dtype="int8", dtype="bfloat16", D=96, G=7, B=0),
+    "int8 bf16 D=128": Shape(kv_dtype="int8", dtype="bfloat16", D=128, K=1),
+    "int8 bf16 D=256": Shape(kv_dtype="int8", dtype="bfloat16", D=256, K=1, G=2),
+    "int8 bf16 many rows": Shape(kv_dtype="int8", dtype="bfloat16", B=9, N=5, Q=16, S=16, W=12),
+    "int8 f16": Shape(kv_dtype="int8", dtype="float16"),
 }
 SCALE = 0.3  # sharper than 1 / sqrt(D), so that a wrong maximum or mask shows
 TOLERANCE = {"float32": 3e-5, "bfloat16": 2e-2, "float16": 3e-3}
@@ -69,7 +82,7 @@ def test_native_kernel_is_dense_attention(native_kernels, shape):
 
 
 @pytest.mark.parametrize("lanes", [4, 8])
-@pytest.mark.parametrize("name", ["gqa", "D=80", "seven rows", "bf16 window"])
+@pytest.mark.parametrize("name", ["gqa", "D=80", "seven rows", "bf16 window", "int8", "int8 D=80", "int8 bf16 D=96"])
 def test_native_kernel_is_dense_attention_on_lesser_instruction_sets(native_kernels, name, lanes):
     check(partial(native_kernels.paged_attention, max_lanes=lanes), SHAPES[name])
 

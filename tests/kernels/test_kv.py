@@ -3,7 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.kernels import kv_pool, kv_write, storage_dtype
+from jaxserve.kernels import kv_pool, kv_write, page_bytes, storage_dtype
+from jaxserve.kernels.kv import from_storage, to_storage
+from tests.kernels.problems import stored
 
 
 def test_16_bit_floats_are_stored_as_uint16_on_cpu_only():
@@ -20,19 +22,22 @@ def test_a_pool_is_zero_and_page_first():
     assert not pool.any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_token_lands_in_its_slot_and_nothing_else_changes(dtype):
+@pytest.mark.parametrize(
+    ("written", "dtype"),
+    [("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("float32", "int8"), ("bfloat16", "int8")],
+)
+def test_every_token_lands_in_its_slot_and_nothing_else_changes(written, dtype):
     pages, K, S, D, tokens = 6, 3, 4, 8, 9
     rng = np.random.default_rng(0)
-    k, v = (jnp.asarray(rng.normal(size=(tokens, K, D)), dtype) for _ in range(2))
+    k, v = (jnp.asarray(rng.normal(size=(tokens, K, D)), written) for _ in range(2))
     slots = rng.permutation(np.arange(S, pages * S))[:tokens]
     pool = kv_pool(pages, K, S, D, dtype)
     pool = pool.at[:].set(7)
     written = kv_write(pool, k, v, jnp.asarray(slots, jnp.int32))
     expected = np.array(pool)
     for token, slot in enumerate(slots):
-        bits = np.stack([np.asarray(k[token]), np.asarray(v[token])], axis=1).view(expected.dtype)
-        expected[slot // S, :, :, slot % S] = bits
+        kv = np.stack([k[token], v[token]], axis=1).astype(np.float32)
+        expected[slot // S, :, :, slot % S] = stored(kv, jnp.dtype(dtype))[0]
     np.testing.assert_array_equal(written, expected)
 
 
@@ -43,12 +48,45 @@ def test_padding_rows_touch_only_the_null_page():
     assert not written[1:].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_donated_pool_is_written_in_place(dtype):
     pool = jax.eval_shape(lambda: kv_pool(512, 4, 16, 64, dtype))
-    k = jax.ShapeDtypeStruct((32, 4, 64), dtype)
+    k = jax.ShapeDtypeStruct((32, 4, 64), "float32" if dtype == "float32" else "bfloat16")
     slots = jax.ShapeDtypeStruct((32,), jnp.int32)
     memory = jax.jit(kv_write, donate_argnums=0).lower(pool, k, k, slots).compile().memory_analysis()
     pool_bytes = pool.size * pool.dtype.itemsize
     assert memory.alias_size_in_bytes == pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_bytes_of_a_page_are_those_of_the_pool(dtype):
+    assert kv_pool(5, 2, 4, 8, dtype).nbytes == 5 * page_bytes(2, 4, 8, dtype)
+
+
+def test_an_int8_page_takes_a_byte_for_each_number_and_four_for_each_token_and_head():
+    assert page_bytes(4, 16, 64, "int8") == 4 * 2 * 16 * (64 + 4)
+    assert page_bytes(4, 16, 128, "bfloat16") / page_bytes(4, 16, 128, "int8") > 1.93
+
+
+def test_a_code_is_the_nearest_and_the_largest_number_is_exact():
+    x = np.random.default_rng(0).normal(size=(50, 3, 64)).astype(np.float32) * np.logspace(-20, 20, 50)[:, None, None]
+    x = jnp.asarray(x, jnp.float32)
+    back = from_storage(to_storage(x, jnp.int8), jnp.float32, jnp.float32)
+    largest = jnp.abs(x).max(-1, keepdims=True)
+    assert (jnp.abs(back - x) <= largest / 127 * 0.5001).all()
+    np.testing.assert_allclose(jnp.abs(back).max(-1, keepdims=True), largest, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-37, 1e-40])
+def test_vectors_of_zeros_and_of_next_to_nothing_stay_so(value):
+    back = from_storage(to_storage(jnp.full((2, 8), value, jnp.float32), jnp.int8), jnp.float32, jnp.float32)
+    assert (jnp.abs(back) <= 2 * value).all()
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+def test_what_is_not_finite_is_not_hidden(value):
+    x = jnp.ones((2, 8)).at[0, 3].set(value)
+    back = from_storage(to_storage(x, jnp.int8), jnp.float32, jnp.float32)
+    assert not jnp.isfinite(back[0]).any()
+    assert (back[1] == 1).all()

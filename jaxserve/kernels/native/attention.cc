@@ -5,6 +5,8 @@
 // and Gimelshein 2018, "Online normalizer calculation for softmax") and the weighted sum of values in registers. A
 // decode row is a tile of one token, whose rows are the query heads that share the kv head.
 //
+// Of int8 rows only the codes are widened. Their scales multiply the scores and the weights, once for each position.
+//
 // This file is compiled several times with different flags. It must not use inline functions of the standard library:
 // the linker would keep one copy of them, perhaps one with instructions that this machine lacks.
 
@@ -37,6 +39,7 @@ namespace {
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef int16_t Shorts __attribute__((vector_size(LANES * 2)));
 
 constexpr int kBlock = 64;  // positions
 constexpr int kRows = 6;
@@ -62,6 +65,31 @@ inline Pair unpack(Bits x) { return {(Floats)(x << 16), (Floats)(x & 0xffff0000u
 inline Pair load_pair(const float* p) { return {load(p), load(p + LANES)}; }
 
 inline Pair load_pair(const uint16_t* p) { return unpack((Bits)load(reinterpret_cast<const float*>(p))); }
+
+template <typename To, typename From>
+inline To convert(From x) {
+  return __builtin_convertvector(x, To);
+}
+
+// int8 codes as pairs in the order that T has.
+template <typename T>
+inline Pair load_codes(const int8_t* p);
+
+template <>
+inline Pair load_codes<float>(const int8_t* p) {
+  typedef int8_t Bytes __attribute__((vector_size(LANES)));
+  Bytes first, second;
+  memcpy(&first, p, LANES);
+  memcpy(&second, p + LANES, LANES);
+  return {convert<Floats>(convert<Ints>(first)), convert<Floats>(convert<Ints>(second))};
+}
+
+template <>
+inline Pair load_codes<uint16_t>(const int8_t* p) {
+  Shorts x;
+  memcpy(&x, p, sizeof(x));
+  return {convert<Floats>(convert<Ints>((Shorts)(x << 8) >> 8)), convert<Floats>(convert<Ints>(x >> 8))};
+}
 
 inline void store_pair(float* p, Pair x) {
   store(p, x.first);
@@ -132,6 +160,7 @@ inline void exchange(Floats (&x)[LANES], std::index_sequence<I...> lanes) {
 // The vectors and buffers of one tile and head, all in `scratch`.
 struct Scratch {
   float *q, *out, *keys, *values, *scores, *decay, *top, *total;
+  float *key_scales, *value_scales;  // [kBlock], of int8 rows
 };
 
 // One tile of keys: LANES positions x LANES floats (or pairs of bfloat16) from dimension d on; zero from `count` on.
@@ -161,6 +190,38 @@ void transpose_keys(const uint16_t* const* rows, int count, int64_t dims, float*
         Pair pair = unpack((Bits)x[i]);
         store(keys + (d + i) * kBlock + t, pair.first);
         store(keys + (d + LANES + i) * kBlock + t, pair.second);
+      }
+    }
+  }
+}
+
+// Where in a pair's order of T a dimension is.
+template <typename T>
+inline int64_t place(int64_t dim) {
+  return sizeof(T) == sizeof(float) ? dim : dim / (2 * LANES) * 2 * LANES + dim % 2 * LANES + dim % (2 * LANES) / 2;
+}
+
+// Codes, four to a word that is transposed; `T` is what queries are.
+template <typename T>
+void transpose_codes(const int8_t* const* rows, int count, int64_t dims, float* keys) {
+  constexpr int kStep = 4 * LANES;
+  for (int t = 0; t < kBlock; t += LANES) {
+    for (int64_t d = 0; d < dims; d += kStep) {
+      const int64_t step = dims - d < kStep ? kStep / 2 : kStep;
+      Floats x[LANES] = {};
+      for (int i = 0; i < LANES && i < count - t; ++i) {
+        if (step == kStep) {
+          memcpy(&x[i], rows[t + i] + d, kStep);
+        } else {
+          memcpy(&x[i], rows[t + i] + d, kStep / 2);
+        }
+      }
+      exchange<LANES / 2>(x, std::make_index_sequence<LANES>());
+      for (int i = 0; i < step / 4; ++i) {
+        float* const to = keys + t;
+        for (int b = 0; b < 4; ++b) {
+          store(to + place<T>(d + 4 * i + b) * kBlock, convert<Floats>((Ints)x[i] << (24 - 8 * b) >> 24));
+        }
       }
     }
   }
@@ -204,8 +265,9 @@ void multiply_values(const float* weights, const float* values, int count, int64
 }
 
 // Turns one row's scores into weights relative to the row's new maximum, for the positions [begin, end) of the block;
-// returns by how much what was summed before must be scaled.
-float soften(float* scores, int64_t begin, int64_t end, float* top, float* total) {
+// returns by how much what was summed before must be scaled. With S, scores and weights have yet to be scaled.
+template <bool S>
+float soften(float* scores, int64_t begin, int64_t end, float* top, float* total, const Scratch& s) {
   if (end <= begin) {
     for (int j = 0; j < kVectors; ++j) store(scores + j * LANES, Floats{});
     return 1.0f;
@@ -215,6 +277,7 @@ float soften(float* scores, int64_t begin, int64_t end, float* top, float* total
   const bool partial = begin > 0 || end < kBlock;
   for (int j = 0; j < kVectors; ++j) {
     x[j] = load(scores + j * LANES);
+    if constexpr (S) x[j] *= load(s.key_scales + j * LANES);
     if (partial) {
       Ints position = iota(lanes) + j * LANES;
       x[j] = ((position >= (int32_t)begin) & (position < (int32_t)end)) ? x[j] : splat(-__builtin_inff());
@@ -227,8 +290,9 @@ float soften(float* scores, int64_t begin, int64_t end, float* top, float* total
   Floats sum = load(total) * decay;
   for (int j = 0; j < kVectors; ++j) {
     Floats weight = exp2(x[j] - new_top);
-    store(scores + j * LANES, weight);
     sum += weight;
+    if constexpr (S) weight *= load(s.value_scales + j * LANES);
+    store(scores + j * LANES, weight);
   }
   store(total, sum);
   *top = new_top;
@@ -236,7 +300,7 @@ float soften(float* scores, int64_t begin, int64_t end, float* top, float* total
 }
 
 // R rows against the block of `count` positions from `position` on; row r of the tile belongs to token r / groups.
-template <int R>
+template <int R, bool S>
 void attend_rows(const Attention& a, const Tile& t, int64_t row, int64_t position, int count, const Scratch& s) {
   const int64_t dims = a.head_dim;
   const int64_t last_seen = t.start + (row + R - 1) / a.groups;
@@ -247,7 +311,7 @@ void attend_rows(const Attention& a, const Tile& t, int64_t row, int64_t positio
     const int64_t query = t.start + (row + r) / a.groups - position;  // relative to the block
     const int64_t begin = query + 1 > a.window ? query + 1 - a.window : 0;
     const int64_t end = query + 1 < count ? query + 1 : count;
-    s.decay[r] = soften(s.scores + r * kBlock, begin, end, s.top + row + r, s.total + (row + r) * LANES);
+    s.decay[r] = soften<S>(s.scores + r * kBlock, begin, end, s.top + row + r, s.total + (row + r) * LANES, s);
   }
   float* out = s.out + row * dims;
   int64_t d = 0;
@@ -257,34 +321,42 @@ void attend_rows(const Attention& a, const Tile& t, int64_t row, int64_t positio
   for (; d < dims; d += LANES) multiply_values<R, 1>(s.scores, s.values + d, count, dims, s.decay, out + d);
 }
 
+template <bool S>
 void attend_row_group(int rows, const Attention& a, const Tile& t, int64_t row, int64_t pos, int n, const Scratch& s) {
   switch (rows) {
-    case 1: return attend_rows<1>(a, t, row, pos, n, s);
-    case 2: return attend_rows<2>(a, t, row, pos, n, s);
-    case 3: return attend_rows<3>(a, t, row, pos, n, s);
-    case 4: return attend_rows<4>(a, t, row, pos, n, s);
-    case 5: return attend_rows<5>(a, t, row, pos, n, s);
-    default: return attend_rows<kRows>(a, t, row, pos, n, s);
+    case 1: return attend_rows<1, S>(a, t, row, pos, n, s);
+    case 2: return attend_rows<2, S>(a, t, row, pos, n, s);
+    case 3: return attend_rows<3, S>(a, t, row, pos, n, s);
+    case 4: return attend_rows<4, S>(a, t, row, pos, n, s);
+    case 5: return attend_rows<5, S>(a, t, row, pos, n, s);
+    default: return attend_rows<kRows, S>(a, t, row, pos, n, s);
   }
 }
 
-// Brings the keys and values of `count` positions from `position` on into the scratch buffers.
+// Brings the keys and values [count, D] of a block into the scratch buffers.
 template <typename T>
-void gather_block(const Attention& a, const Tile& t, int64_t head, int64_t position, int count, const Scratch& s) {
-  const int64_t dims = a.head_dim, half = a.page_size * dims;
-  const T* rows[kBlock];
+void gather_block(const T* const* keys, const T* const* values, int count, int64_t dims, const Scratch& s) {
+  transpose_keys(keys, count, dims, s.keys);
   for (int i = 0; i < count; ++i) {
-    const int64_t page = t.pages[(position + i) / a.page_size];
-    const T* keys = static_cast<const T*>(a.pool) + (page * a.kv_heads + head) * 2 * half;
-    rows[i] = keys + (position + i) % a.page_size * dims;
-  }
-  transpose_keys(rows, count, dims, s.keys);
-  for (int i = 0; i < count; ++i) {
-    for (int64_t d = 0; d < dims; d += 2 * LANES) store_pair(s.values + i * dims + d, load_pair(rows[i] + half + d));
+    for (int64_t d = 0; d < dims; d += 2 * LANES) store_pair(s.values + i * dims + d, load_pair(values[i] + d));
   }
 }
 
+// Codes and scales, for queries of T.
 template <typename T>
+void gather_block(const int8_t* const* keys, const int8_t* const* values, int count, int64_t dims, const Scratch& s) {
+  transpose_codes<T>(keys, count, dims, s.keys);
+  for (int i = 0; i < count; ++i) {
+    for (int64_t d = 0; d < dims; d += 2 * LANES) store_pair(s.values + i * dims + d, load_codes<T>(values[i] + d));
+    memcpy(s.key_scales + i, keys[i] + dims, sizeof(float));
+    memcpy(s.value_scales + i, values[i] + dims, sizeof(float));
+  }
+  memset(s.key_scales + count, 0, (size_t)(kBlock - count) * sizeof(float));
+  memset(s.value_scales + count, 0, (size_t)(kBlock - count) * sizeof(float));
+}
+
+// T: of queries and outputs; P: of the pool.
+template <typename T, typename P>
 void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
   const int64_t dims = a.head_dim, rows = t.length * a.groups;
   Scratch s;
@@ -292,7 +364,9 @@ void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
   s.values = s.keys + dims * kBlock;
   s.scores = s.values + kBlock * dims;
   s.decay = s.scores + kRows * kBlock;
-  s.q = s.decay + 16;  // kRows, and a whole cache line
+  s.key_scales = s.decay + 16;  // kRows, and a whole cache line
+  s.value_scales = s.key_scales + kBlock;
+  s.q = s.value_scales + kBlock;
   s.out = s.q + rows * dims;
   s.total = s.out + rows * dims;
   s.top = s.total + rows * LANES;
@@ -314,9 +388,11 @@ void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
   const int64_t end = t.start + t.length;
   for (int64_t position = first_position(a, t); position < end; position += kBlock) {
     const int count = (int)(end - position < kBlock ? end - position : kBlock);
-    gather_block<T>(a, t, head, position, count, s);
+    const P *keys[kBlock], *values[kBlock];
+    locate_rows(a, t, head, position, count, keys, values);
+    gather_block<T>(keys, values, count, dims, s);
     for (int64_t row = 0; row < rows; row += height) {
-      attend_row_group((int)(rows - row < height ? rows - row : height), a, t, row, position, count, s);
+      attend_row_group<sizeof(P) == 1>((int)(rows - row < height ? rows - row : height), a, t, row, position, count, s);
     }
   }
 
@@ -335,9 +411,9 @@ void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
 
 void ATTEND(const Attention& a, const Tile& t, int64_t head, float* scratch) {
   if (a.bfloat16) {
-    attend<uint16_t>(a, t, head, scratch);
+    a.int8 ? attend<uint16_t, int8_t>(a, t, head, scratch) : attend<uint16_t, uint16_t>(a, t, head, scratch);
   } else {
-    attend<float>(a, t, head, scratch);
+    a.int8 ? attend<float, int8_t>(a, t, head, scratch) : attend<float, float>(a, t, head, scratch);
   }
 }
 

@@ -8,13 +8,14 @@
 
 namespace jaxserve {
 
-// What all tiles of a call share. Shapes as in jaxserve/kernels/attention.py; values are bfloat16 or float32.
+// What all tiles of a call share. Shapes as in jaxserve/kernels/attention.py.
 struct Attention {
   const void* q;     // [T, K, G, D]
-  const void* pool;  // [P, K, 2, S, D]
+  const void* pool;  // [P, K, 2, S, R]
   void* out;         // [T, K, G, D]
-  bool bfloat16;
-  int64_t kv_heads, groups, head_dim, page_size;
+  bool bfloat16;     // q and out; otherwise float32
+  bool int8;         // the pool: R = D codes and their float32 scale; otherwise R = D numbers as in q
+  int64_t kv_heads, groups, head_dim, page_size, row_size;
   float scale;
   int64_t window;  // a token sees the last `window` positions, its own included
 };
@@ -28,6 +29,19 @@ struct Tile {
 // The first position that the tile's first token sees.  Static: see the rule on inline functions in attention.cc.
 static inline int64_t first_position(const Attention& a, const Tile& t) {
   return t.start + 1 > a.window ? t.start + 1 - a.window : 0;
+}
+
+// Where the rows of keys and values of `count` positions from `position` on begin, in a pool of T.
+template <typename T>
+static inline void locate_rows(const Attention& a, const Tile& t, int64_t head, int64_t position, int count,
+                               const T** keys, const T** values) {
+  const int64_t half = a.page_size * a.row_size;
+  for (int i = 0; i < count; ++i) {
+    const int64_t page = t.pages[(position + i) / a.page_size];
+    keys[i] = static_cast<const T*>(a.pool) + (page * a.kv_heads + head) * 2 * half +
+              (position + i) % a.page_size * a.row_size;
+    values[i] = keys[i] + half;
+  }
 }
 
 // Floats of scratch memory that `attend` needs for a tile of `tokens` tokens.

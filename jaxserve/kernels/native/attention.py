@@ -15,8 +15,8 @@ DIM_MULTIPLE = 16  # so that at least AVX2 can be used, whose unit is two vector
 
 def supports(q: Array, pool: Array) -> bool:
     """Whether the kernel is there, and has a path for these dtypes and this head_dim."""
-    dtypes = {(jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint16)), (jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))}
-    return (q.dtype, pool.dtype) in dtypes and q.shape[-1] % DIM_MULTIPLE == 0 and ATTENTION in targets()
+    pools = {"bfloat16": (jnp.uint16, jnp.int8), "float32": (jnp.float32, jnp.int8)}
+    return pool.dtype in pools.get(q.dtype.name, ()) and q.shape[-1] % DIM_MULTIPLE == 0 and ATTENTION in targets()
 
 
 def paged_attention(

@@ -83,8 +83,9 @@ ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   const auto shape = q.dimensions(), pool_shape = pool.dimensions();
   auto job = std::make_shared<Job>();
   const bool bfloat16 = q.element_type() == ffi::BF16;
-  job->attention = {q.untyped_data(), pool.untyped_data(), out->untyped_data(), bfloat16,      shape[1],
-                    shape[2],         shape[3],            pool_shape[3],       scale, window};
+  const bool int8 = pool.element_type() == ffi::S8;
+  job->attention = {q.untyped_data(), pool.untyped_data(), out->untyped_data(), bfloat16, int8, shape[1], shape[2],
+                    shape[3],         pool_shape[3],       pool_shape[4],       scale,    window};
   job->attend = best_attend(max_lanes, shape[3]);
   if (job->attend == nullptr) {
     return ffi::Error::InvalidArgument("paged_attention: no kernel for head_dim " + std::to_string(shape[3]));
@@ -121,10 +122,10 @@ ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
 
 }  // namespace
 
-// Keys, values, scores and decay of a block, then q, out, total and top of every row.
+// Keys, values, scores, decay and scales of a block, then q, out, total and top of every row.
 size_t scratch_floats(const Attention& a, int64_t tokens) {
   const int64_t block = 64, rows = tokens * a.groups;
-  return 2 * block * a.head_dim + 6 * block + kMaxLanes + rows * (2 * a.head_dim + kMaxLanes + 1);
+  return 2 * block * a.head_dim + 8 * block + kMaxLanes + rows * (2 * a.head_dim + kMaxLanes + 1);
 }
 
 }  // namespace jaxserve
