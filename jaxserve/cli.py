@@ -5,15 +5,17 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from jaxserve._version import __version__
 from jaxserve.bench.cli import app as bench
 from jaxserve.core.errors import ConfigError
+from jaxserve.flattened import flattened
+from jaxserve.options import ChatSamplingOptions, EngineOptions, SamplingOptions, given, option
 from jaxserve.quantization.cli import app as quantization
 from jaxserve.quantization.sensitivity.cli import profile
 from jaxserve.terminal import console, told_errors
@@ -38,43 +40,7 @@ app.add_typer(bench)
 app.add_typer(quantization)
 app.command()(profile)
 API_KEY = "JAXSERVE_API_KEY"  # environment variable
-
-
-def _option(group: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=group, show_default=False, **more)
-
-
-# -- options that several commands have; None: not given
-
-Tokenizer = Annotated[Path | None, _option("Model", "Folder or tokenizer.json; default: the model's.")]
-DType = Annotated[
-    Literal["auto", "bfloat16", "float16", "float32"] | None,
-    _option("Model", "Precision of weights and KV cache; default: the checkpoint's."),
-]
-Precision = Annotated[
-    str | None, _option("Model", "Weights of the layers: int8, int4, int3; default: the checkpoint's.")
-]
-LayerPrecision = Annotated[str | None, _option("Model", "Where it differs, as in 0-3:bf16,4-:int4.")]
-LoadFormat = Annotated[
-    Literal["auto", "safetensors", "dummy"] | None,
-    _option("Model", "dummy: random weights from config.json alone."),
-]
-MemoryGb = Annotated[
-    float | None, _option("Memory", "Budget in GB, never exceeded; default: a share of the machine's.")
-]
-MaxModelLen = Annotated[int | None, _option("Memory", "Tokens of prompt and answer together; default: the model's.")]
-Tp = Annotated[int | None, _option("Parallelism", "Tensor parallelism: devices that share every layer.")]
-Pp = Annotated[int | None, _option("Parallelism", "Pipeline parallelism: stages of layers.")]
-Dp = Annotated[int | None, _option("Parallelism", "Data parallelism: copies of the model.")]
-
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel="Sampling")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.", rich_help_panel="Sampling")]
-TopP = Annotated[float, typer.Option(help="Share of the probability to sample from.", rich_help_panel="Sampling")]
-TopK = Annotated[int, typer.Option(help="Likeliest tokens to sample from; 0: all.", rich_help_panel="Sampling")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: fewer repetitions.", rich_help_panel="Sampling")]
-Seed = Annotated[int | None, _option("Sampling", "The same seed gives the same answer.")]
-Stop = Annotated[list[str] | None, _option("Sampling", "Text that ends the answer; may be repeated.")]
-ModelOption = Annotated[str | None, _option("Model", "Folder in Hugging Face layout; default: the bundled model.")]
+Model = Annotated[str | None, option("Model", "Folder in Hugging Face layout; default: the bundled model.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -85,133 +51,98 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Show the vers
 
 
 @app.command()
+@flattened
 def serve(
     model: Annotated[
         str | None, typer.Argument(help="Folder in Hugging Face layout; default: the bundled model.")
     ] = None,
     *,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these options.")] = None,
-    tokenizer: Tokenizer = None,
-    dtype: DType = None,
-    precision: Precision = None,
-    layer_precision: LayerPrecision = None,
+    engine: EngineOptions,
     variant: Annotated[
-        list[str] | None, _option("Model", "Precision that layers may change to while serving; may be repeated.")
+        list[str] | None, option("Model", "Precision that layers may change to while serving; may be repeated.")
     ] = None,
-    load_format: LoadFormat = None,
-    served_model_name: Annotated[list[str] | None, _option("Model", "Name for clients; may be repeated.")] = None,
-    memory_gb: MemoryGb = None,
-    max_model_len: MaxModelLen = None,
-    page_size: Annotated[int | None, _option("Memory", "Tokens of a KV page; default 16.")] = None,
-    kv_pages: Annotated[int | None, _option("Memory", "KV pages; default: what the budget holds.")] = None,
+    served_model_name: Annotated[list[str] | None, option("Model", "Name for clients; may be repeated.")] = None,
+    page_size: Annotated[int | None, option("Memory", "Tokens of a KV page; default 16.")] = None,
+    kv_pages: Annotated[int | None, option("Memory", "KV pages; default: what the budget holds.")] = None,
     prefix_caching: Annotated[
-        bool | None, _option("Memory", "Keep the KV pages of prompts for later ones; default: yes.")
+        bool | None, option("Memory", "Keep the KV pages of prompts for later ones; default: yes.")
     ] = None,
-    max_num_seqs: Annotated[int | None, _option("Scheduling", "Sequences that run at once.")] = None,
-    max_num_batched_tokens: Annotated[int | None, _option("Scheduling", "Tokens of one step.")] = None,
-    max_queued_requests: Annotated[int | None, _option("Scheduling", "Waiting requests; beyond: 503.")] = None,
-    max_queued_tokens: Annotated[int | None, _option("Scheduling", "Waiting prompt tokens; beyond: 503.")] = None,
-    tp: Tp = None,
-    pp: Pp = None,
-    dp: Dp = None,
+    max_num_seqs: Annotated[int | None, option("Scheduling", "Sequences that run at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, option("Scheduling", "Tokens of one step.")] = None,
+    max_queued_requests: Annotated[int | None, option("Scheduling", "Waiting requests; beyond: 503.")] = None,
+    max_queued_tokens: Annotated[int | None, option("Scheduling", "Waiting prompt tokens; beyond: 503.")] = None,
+    dp: Annotated[int | None, option("Parallelism", "Data parallelism: copies of the model.")] = None,
     compile_cache: Annotated[
-        Path | None, _option("Compilation", "Folder; default: jaxserve/xla in the user's cache.")
+        Path | None, option("Compilation", "Folder; default: jaxserve/xla in the user's cache.")
     ] = None,
-    warmup: Annotated[bool | None, _option("Compilation", "Compile everything before serving; default: yes.")] = None,
-    host: Annotated[str | None, _option("HTTP server", "Address to listen on; default 127.0.0.1.")] = None,
-    port: Annotated[int | None, _option("HTTP server", "Default 8000; 0: any free port.")] = None,
+    warmup: Annotated[bool | None, option("Compilation", "Compile everything before serving; default: yes.")] = None,
+    host: Annotated[str | None, option("HTTP server", "Address to listen on; default 127.0.0.1.")] = None,
+    port: Annotated[int | None, option("HTTP server", "Default 8000; 0: any free port.")] = None,
     api_key: Annotated[
         list[str] | None,
-        _option("HTTP server", "Clients must send one of these; may be repeated.", envvar=API_KEY),
+        option("HTTP server", "Clients must send one of these; may be repeated.", envvar=API_KEY),
     ] = None,
-    cors_origin: Annotated[list[str] | None, _option("HTTP server", "Web origin that may call.")] = None,
+    cors_origin: Annotated[list[str] | None, option("HTTP server", "Web origin that may call.")] = None,
     shutdown_timeout: Annotated[
-        float | None, _option("HTTP server", "Seconds for requests in flight after SIGTERM; default 30.")
+        float | None, option("HTTP server", "Seconds for requests in flight after SIGTERM; default 30.")
     ] = None,
-    access_log: Annotated[bool | None, _option("HTTP server", "Log paths and statuses; default: no.")] = None,
+    access_log: Annotated[bool | None, option("HTTP server", "Log paths and statuses; default: no.")] = None,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"] | None, _option("HTTP server", "Default: info.")
+        Literal["debug", "info", "warning", "error"] | None, option("HTTP server", "Default: info.")
     ] = None,
-    max_body_mb: Annotated[float | None, _option("Limits", "MiB of a request's body; default 32.")] = None,
-    body_timeout: Annotated[float | None, _option("Limits", "Seconds to receive a body; default 60.")] = None,
-    max_prompts: Annotated[int | None, _option("Limits", "Prompts of one call; default 1024.")] = None,
-    max_n: Annotated[int | None, _option("Limits", "Answers per prompt; default 64.")] = None,
-    max_logprobs: Annotated[int | None, _option("Limits", "Alternatives per token; default 20.")] = None,
-    max_stop_strings: Annotated[int | None, _option("Limits", "Stop strings per request; default 16.")] = None,
+    max_body_mb: Annotated[float | None, option("Limits", "MiB of a request's body; default 32.")] = None,
+    body_timeout: Annotated[float | None, option("Limits", "Seconds to receive a body; default 60.")] = None,
+    max_prompts: Annotated[int | None, option("Limits", "Prompts of one call; default 1024.")] = None,
+    max_n: Annotated[int | None, option("Limits", "Answers per prompt; default 64.")] = None,
+    max_logprobs: Annotated[int | None, option("Limits", "Alternatives per token; default 20.")] = None,
+    max_stop_strings: Annotated[int | None, option("Limits", "Stop strings per request; default 16.")] = None,
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API."""
-    given = {name: value for name, value in locals().items() if name != "config"}
+    options = {name: value for name, value in locals().items() if name not in ("config", "engine")} | given(engine)
     from jaxserve.server.options import read_config, resolve
     from jaxserve.server.runner import run_server
 
     with told_errors():
         if os.environ.get(API_KEY) == "":
             raise ConfigError(f"{API_KEY} is empty: unset it to serve without a key")
-        engine, server = resolve(read_config(config) if config else {}, given)
+        engine_config, server = resolve(read_config(config) if config else {}, options)
         _configure_logging(server.log_level, access=server.access_log)
 
         def load() -> "EngineClient":
             from jaxserve.factory import build_async_engine
 
-            return build_async_engine(engine)
+            return build_async_engine(engine_config)
 
-        console.print(f"jaxserve {__version__}: loading {engine.model or 'the bundled model'}")
+        console.print(f"jaxserve {__version__}: loading {engine_config.model or 'the bundled model'}")
         run_server(load, server, lambda url, client: _print_ready(url, client, server))
 
 
 @app.command()
+@flattened
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to go on from; -: read it from standard input.")],
-    model: ModelOption = None,
-    tokenizer: Tokenizer = None,
-    dtype: DType = None,
-    precision: Precision = None,
-    layer_precision: LayerPrecision = None,
-    load_format: LoadFormat = None,
-    memory_gb: MemoryGb = None,
-    max_model_len: MaxModelLen = None,
-    tp: Tp = None,
-    pp: Pp = None,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.95,
-    top_k: TopK = 0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
+    *,
+    model: Model = None,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
 ) -> None:
     """Continue a text in the terminal, as it is generated."""
-    sampling = _pick(locals(), SAMPLING)
-    options = _pick(locals(), ENGINE)
-    with told_errors(), _loaded(options, sampling) as (llm, params):
+    with told_errors(), _loaded(model, engine, sampling) as (llm, params):
         _print_stream(llm.stream(sys.stdin.read() if prompt == "-" else prompt, params))
 
 
 @app.command()
+@flattened
 def chat(
-    model: ModelOption = None,
+    *,
+    model: Model = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    tokenizer: Tokenizer = None,
-    dtype: DType = None,
-    precision: Precision = None,
-    layer_precision: LayerPrecision = None,
-    load_format: LoadFormat = None,
-    memory_gb: MemoryGb = None,
-    max_model_len: MaxModelLen = None,
-    tp: Tp = None,
-    pp: Pp = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.95,
-    top_k: TopK = 0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
+    engine: EngineOptions,
+    sampling: ChatSamplingOptions,
 ) -> None:
     """Converse in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation."""
-    sampling = _pick(locals(), SAMPLING)
-    options = _pick(locals(), ENGINE)
-    with told_errors(), _loaded(options, sampling) as (llm, params):
+    with told_errors(), _loaded(model, engine, sampling) as (llm, params):
         converse(lambda messages: llm.stream_chat(messages, params), system)
 
 
@@ -222,32 +153,25 @@ def main() -> None:
 
 # -- inside
 
-ENGINE = (
-    "model", "tokenizer", "dtype", "precision", "layer_precision", "load_format", "memory_gb", "max_model_len", "tp",
-    "pp",
-)  # fmt: skip
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop")
 Messages = list[dict[str, str]]
 
 
-def _pick(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: values[name] for name in names if values[name] is not None}
-
-
 @contextlib.contextmanager
-def _loaded(options: dict[str, Any], sampling: dict[str, Any]) -> Iterator[tuple["LLM", "SamplingParams"]]:
+def _loaded(
+    model: str | None, engine: EngineOptions, sampling: SamplingOptions
+) -> Iterator[tuple["LLM", "SamplingParams"]]:
     """An LLM for one answer at a time, closed at the end, and how to sample.
 
     It compiles what the first answer needs when it needs it: sooner than warming everything up.
     """
     from jaxserve.core.sampling import SamplingParams
 
-    params = SamplingParams(**sampling)  # a mistake in it is told before anything is loaded
+    params = SamplingParams(**given(sampling))  # a mistake in it is told before anything is loaded
     _configure_logging("warning", access=False)
     with console.status("loading the model"):
         from jaxserve.llm import LLM
 
-        llm = LLM(**options, max_num_seqs=1, warmup=False)
+        llm = LLM(model, **given(engine), max_num_seqs=1, warmup=False)
     with llm:
         yield llm, params
 

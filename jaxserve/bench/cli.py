@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxserve.bench.flattened import flattened
 from jaxserve.bench.interrupts import ended_as_by_ctrl_c
 from jaxserve.bench.options import (
     ArrivalOptions,
@@ -21,6 +20,7 @@ from jaxserve.bench.options import (
 )
 from jaxserve.bench.vllm import VllmCommand
 from jaxserve.core.errors import ConfigError
+from jaxserve.flattened import flattened
 from jaxserve.terminal import told_errors
 
 if TYPE_CHECKING:
@@ -56,12 +56,13 @@ def serve(
 @app.command(name="trace", cls=VllmCommand)
 @flattened
 def replay(
+    file: Annotated[Path | None, typer.Argument(help="The trace; the same as --trace.", show_default=False)] = None,
+    *,
+    seed: Annotated[int, typer.Option(min=0, help="Of contents, and of what scaling draws.")] = 0,
     server: ServerOptions,
     load: LoadOptions,
     trace: TraceOptions,
     result: ResultOptions,
-    file: Annotated[Path | None, typer.Argument(help="The trace; the same as --trace.", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of contents, and of what scaling draws.")] = 0,
 ) -> None:
     """Replay a trace of requests, at their times and with their lengths."""
     trace = replace(trace, trace=file) if file else trace
@@ -71,13 +72,8 @@ def replay(
 @app.command(cls=VllmCommand)
 @flattened
 def compare(
-    server: ServerOptions,
-    load: LoadOptions,
-    dataset: DatasetOptions,
-    arrivals: ArrivalOptions,
-    trace: TraceOptions,
-    result: ResultOptions,
     results: Annotated[list[Path] | None, typer.Argument(help="To put side by side.", show_default=False)] = None,
+    *,
     run: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,6 +85,12 @@ def compare(
     memory_gb: Annotated[
         float | None, typer.Option(help="Memory budget of every configuration.", rich_help_panel="Compare")
     ] = None,
+    server: ServerOptions,
+    load: LoadOptions,
+    dataset: DatasetOptions,
+    arrivals: ArrivalOptions,
+    trace: TraceOptions,
+    result: ResultOptions,
 ) -> None:
     """Put results side by side, or run several configurations of the server in turn and compare them."""
     with told_errors(), ended_as_by_ctrl_c():
@@ -139,11 +141,12 @@ def report(
 @app.command()
 @flattened
 def throughput(
+    *,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers of the length that was asked for.")] = True,
     engine: EngineOptions,
     dataset: DatasetOptions,
     trace: TraceOptions,
     result: ResultOptions,
-    ignore_eos: Annotated[bool, typer.Option(help="Answers of the length that was asked for.")] = True,
 ) -> None:
     """Run many requests at once through the engine, to their end."""
     with told_errors():
@@ -163,8 +166,7 @@ def throughput(
 @app.command()
 @flattened
 def latency(
-    engine: EngineOptions,
-    result: ResultOptions,
+    *,
     batches: Annotated[str, typer.Option("--batches", "--batch-size", help="Sequences at once, such as 1,8,32.")] = (
         "1,8,32"
     ),
@@ -172,6 +174,8 @@ def latency(
     output_len: Annotated[int, typer.Option(help="Answer tokens.")] = 128,
     repeats: Annotated[int, typer.Option("--repeats", "--num-iters", min=1, help="Measurements of a case.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
+    engine: EngineOptions,
+    result: ResultOptions,
 ) -> None:
     """Measure prefill and decode by batch and prompt length."""
     with told_errors():
@@ -188,10 +192,11 @@ def latency(
 @app.command()
 @flattened
 def startup(
-    engine: EngineOptions,
-    result: ResultOptions,
+    *,
     repeats: Annotated[int, typer.Option(min=1, help="Processes of each kind.")] = 1,
     server: Annotated[bool, typer.Option(help="Also `jaxserve serve`, to its first token.")] = True,
+    engine: EngineOptions,
+    result: ResultOptions,
 ) -> None:
     """Start fresh processes, with an empty and with a warm compilation cache, and time their phases."""
     with told_errors():
