@@ -1,24 +1,26 @@
 """Times of the CPU kernels, per layer: `python -m bench.kernels_cpu`.
 
-Products with weights first (`--only matmul` stops there), beside the rate at which memory can be read; then attention
-with its KV write for decode batches and prefill, for the two model shapes of RESULTS.md, over the native and the XLA
-path; then the KV write alone at two pool sizes, which cost the same if it is in place.
+Products with weights first (`--only matmul` stops there), with few rows beside the rate at which memory can be read;
+then attention with its KV write for decode batches and prefill, for the two model shapes of RESULTS.md, over the native
+and the XLA path; then the KV write alone at two pool sizes, which cost the same if it is in place.
 """
 
 import argparse
 import platform
+import statistics
+import subprocess
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
+from bench import bandwidth
+from bench.bandwidth import Bandwidth
 from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, matmul, native, xla_cpu
-from jaxserve.kernels.matmul import _dot as xla_dot
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import packed_bytes
 
@@ -30,20 +32,10 @@ TILES = [32, 64, 128]  # tokens of a prefill tile; 512 tokens in all
 
 WEIGHTS = {"160M": [(1280, 768), (4096, 768), (768, 2048)], "1.1B": [(2560, 2048), (11264, 2048), (2048, 5632)]}
 HEAD = (32000, 2048)
-ROWS = [1, 8, 32, 512]
-WORKING_SET = 256 << 20  # bytes of weights that are multiplied in turn, so that caches hold few of them
-
-
-def read_gigabytes_per_second(threads: int = 2, size: int = 256 << 20) -> float:
-    """The best of five passes over memory by some threads, each over its own."""
-    arrays = [np.ones(size // 8, np.uint64) for _ in range(threads)]
-    times = []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(5):
-            start = time.perf_counter()
-            list(pool.map(np.bitwise_or.reduce, arrays))
-            times.append(time.perf_counter() - start)
-    return 1e-9 * threads * size / min(times)
+ROWS = [1, 2, 4, 8, 16, 32, 512]
+MEMORY_BOUND_ROWS = 32  # up to so many, reading the weight is most of the work
+THREADS = 2
+WORKING_SET = THREADS * bandwidth.SIZE  # bytes of weights that are multiplied in turn: as many as the bandwidth's
 
 
 def random_weight(out: int, inner: int, bits: int) -> Array | QArray:
@@ -55,37 +47,66 @@ def random_weight(out: int, inner: int, bits: int) -> Array | QArray:
     return QArray(jnp.asarray(codes), jnp.ones((out, inner // 128), jnp.bfloat16), None, bits, inner)
 
 
-def time_matmul(product: Callable, rows: int, out: int, inner: int, bits: int, repeats: int) -> str:
-    """Compiles and times one product over weights that take turns."""
-    w = random_weight(out, inner, bits)
-    size = w.nbytes
-    weights = [w, *(jax.tree.map(jnp.copy, w) for _ in range(WORKING_SET // size))]
-    x = jnp.ones((rows, inner), jnp.bfloat16)
+def in_turn(w: Array | QArray) -> list[Array | QArray]:
+    """Copies of a weight, as many as fill the working set, and the weight."""
+    return [w, *(jax.tree.map(jnp.copy, w) for _ in range(WORKING_SET // w.nbytes))]
+
+
+def time_matmul(product: Callable, rows: int, weights: Sequence[Array | QArray], repeats: int) -> list[float]:
+    """Compiles one product and times it over weights that take turns; seconds."""
+    x = jnp.ones((rows, weights[0].shape[1]), jnp.bfloat16)
     step = jax.jit(product)
-    jax.block_until_ready(step(x, w))
+    jax.block_until_ready(step(x, weights[0]))
     times = []
     for i in range(max(repeats, 2 * len(weights))):
         start = time.perf_counter()
         jax.block_until_ready(step(x, weights[i % len(weights)]))
         times.append(time.perf_counter() - start)
-    least, median = min(times), float(np.median(times))
-    return (
-        f"{1e3 * least:8.3f} {1e3 * median:8.3f} ms {1e-9 * size / least:6.1f} GB/s "
-        f"{2e-9 * rows * out * inner / least:6.0f} GFLOP/s"
+    return times
+
+
+def matmul_line(times: Sequence[float], rows: int, w: Array | QArray, memory: Bandwidth | None) -> str:
+    """Minimum and median; rates at the median, with few rows also as a share of the memory's bandwidth."""
+    least, median = min(times), statistics.median(times)
+    line = (
+        f"{1e3 * least:8.3f} {1e3 * median:8.3f} ms {1e-9 * w.nbytes / median:6.1f} GB/s "
+        f"{2e-9 * rows * w.shape[0] * w.shape[1] / median:6.0f} GFLOP/s"
     )
+    if memory is None or rows > MEMORY_BOUND_ROWS:
+        return line
+    return f"{line} {memory.share(w.nbytes, median):5.0%} of the bandwidth"
+
+
+def xla_dot(x: Array, w: Array) -> Array:
+    """XLA's own product, for comparison."""
+    y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
+
+
+def read_memory() -> Bandwidth | None:
+    """The bandwidth, printed; None where the loop that measures it cannot be compiled."""
+    try:
+        found = bandwidth.measure(THREADS)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"the memory's bandwidth is not measured: {error}")
+        return None
+    print(bandwidth.sentence(found, THREADS))
+    return found
 
 
 def report_matmul(repeats: int) -> None:
-    """Prints the products of every shape, number of rows and precision."""
-    print(f"memory is read at {read_gigabytes_per_second():.1f} GB/s by two threads")
-    plain = partial(xla_dot, dtype=jnp.dtype(jnp.bfloat16))
+    """Prints the products of every shape, number of rows and precision: minimum and median of the times, rates."""
+    memory = read_memory()
     for out, inner in [*(shape for shapes in WEIGHTS.values() for shape in shapes), HEAD]:
+        paths = {f"{bits} bits": (bits, matmul) for bits in (16, 8, 4, 3)} if native.targets() else {}
+        paths["xla, 16 bits"] = (16, xla_dot)
+        weights = {bits: in_turn(random_weight(out, inner, bits)) for bits, _ in paths.values()}
         for rows in ROWS:
-            paths = {f"{bits} bits": (bits, matmul) for bits in (16, 8, 4, 3)} if native.targets() else {}
-            paths["xla, 16 bits"] = (16, plain)
             for name, (bits, product) in paths.items():
-                timed = time_matmul(product, rows, out, inner, bits, repeats)
-                print(f"{out:5} x {inner:4} rows={rows:<3} {name:12} {timed}", flush=True)
+                times = time_matmul(product, rows, weights[bits], repeats)
+                line = matmul_line(times, rows, weights[bits][0], memory)
+                print(f"{out:5} x {inner:4} rows={rows:<3} {name:12} {line}", flush=True)
+    read_memory()  # again: a machine that others use too may have changed meanwhile
 
 
 def decode_meta(rows: int, context: int, pages: int, width: int) -> AttentionMeta:

@@ -1,0 +1,87 @@
+"""How fast memory can be read: `python -m bench.bandwidth [--threads N]`.
+
+The ceiling beside which decode steps and products of few rows are put. Each thread reads memory of its own, too large
+for caches, in a loop of C++ that does nothing else (numpy's reductions are slower than memory). It is compiled where it
+runs; there is no second way, because a ceiling that is too low would flatter what stands beside it.
+"""
+
+import argparse
+import ctypes
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+SOURCE = Path(__file__).with_suffix(".cc")
+SIZE = 256 << 20  # bytes for each thread
+PASSES = 15
+Read = Callable[[np.ndarray], int]
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """GB/s at which all threads together read memory: in the median pass, and in the best one."""
+
+    median: float
+    best: float
+
+    def share(self, size: float, seconds: float) -> float:
+        """The part of the median that reading `size` bytes in so many seconds is: 1.0 is as fast as memory."""
+        return 1e-9 * size / seconds / self.median
+
+
+def measure(threads: int, size: int = SIZE, passes: int = PASSES) -> Bandwidth:
+    """Reads `size` bytes in each thread, `passes` times.
+
+    Raises OSError (no compiler) or subprocess.CalledProcessError (it does not compile).
+    """
+    read = compiled()
+    arrays = [np.ones(size // 8, np.uint64) for _ in range(threads)]
+    rates = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(passes):
+            start = time.perf_counter()
+            list(pool.map(read, arrays))
+            rates.append(1e-9 * sum(array.nbytes for array in arrays) / (time.perf_counter() - start))
+    return Bandwidth(statistics.median(rates), max(rates))
+
+
+def compiled() -> Read:
+    """The loop as a function of an array uint64[N]; it runs without the interpreter's lock. Raises as `measure`."""
+    from jaxserve.kernels.native.build import FLAGS, compiler  # which loads JAX
+
+    with tempfile.TemporaryDirectory(prefix="jaxserve-bandwidth-") as folder:
+        library = Path(folder, "bandwidth.so")
+        subprocess.run([*compiler(), *FLAGS, "-shared", SOURCE, "-o", library], check=True)
+        function = ctypes.CDLL(str(library)).jaxserve_read
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_uint64
+    return lambda array: function(array.ctypes.data, array.size)
+
+
+def main() -> None:
+    """Prints a sentence, or a line of JSON."""
+    from bench.peers.worker import limit_threads
+
+    parser = argparse.ArgumentParser(prog="python -m bench.bandwidth", description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse_args()
+    limit_threads(args.threads)
+    found = measure(args.threads)
+    print(json.dumps(asdict(found)) if args.json else sentence(found, args.threads))
+
+
+def sentence(found: Bandwidth, threads: int) -> str:
+    """What was measured, for people."""
+    return f"memory is read at {found.median:.1f} GB/s by {threads} threads (median pass; the best {found.best:.1f})"
+
+
+if __name__ == "__main__":
+    main()

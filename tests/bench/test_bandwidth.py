@@ -1,0 +1,57 @@
+"""bench.bandwidth: what is read, and its arithmetic. How fast is no test's business."""
+
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.bandwidth import Bandwidth, compiled, measure
+from bench.kernels_cpu import matmul_line
+from jaxserve.kernels.native.build import compiler
+
+needs_compiler = pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="no C++ compiler")
+WORDS = 4 * 32  # that are read together: four streams of four cache lines
+
+
+@needs_compiler
+def test_every_word_is_read():
+    read = compiled()
+    words = np.zeros(3 * WORDS, np.uint64)
+    for position in range(len(words)):
+        words[position] = 1 << (position % 64)
+        assert read(words) == words[position], position
+        words[position] = 0
+
+
+@needs_compiler
+def test_the_words_that_fill_no_block_are_not_read():
+    words = np.ones(WORDS + 5, np.uint64)
+    words[WORDS:] = 2
+    assert compiled()(words) == 0, "the exclusive or of an even number of ones"
+
+
+@needs_compiler
+def test_the_median_pass_is_no_faster_than_the_best():
+    found = measure(threads=2, size=1 << 20, passes=3)
+    assert 0 < found.median <= found.best
+
+
+def test_a_compiler_that_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(OSError, match="/nowhere"):
+        measure(threads=1, size=1 << 20, passes=1)
+
+
+def test_the_share_is_of_the_median():
+    assert Bandwidth(median=20.0, best=25.0).share(200e6, 0.02) == pytest.approx(0.5)
+
+
+def test_a_product_of_few_rows_is_told_as_a_share_of_the_bandwidth():
+    w = jnp.ones((1000, 500), jnp.bfloat16)  # 1 MB
+    memory = Bandwidth(median=4.0, best=5.0)
+    line = matmul_line([1e-3, 5e-4, 8e-4], 4, w, memory)
+    assert line.split() == ["0.500", "0.800", "ms", "1.2", "GB/s", "5", "GFLOP/s", "31%", "of", "the", "bandwidth"]
+    assert "bandwidth" in matmul_line([1e-3], 32, w, memory)
+    assert "bandwidth" not in matmul_line([1e-3], 512, w, memory), "there arithmetic is the limit"
+    assert "bandwidth" not in matmul_line([1e-3], 1, w, None)
