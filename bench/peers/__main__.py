@@ -1,89 +1,111 @@
 """Runs the engines in turn and prints one table per model; `--out` keeps everything as JSON.
 
-python -m bench.peers --peer-python /path/to/peers/bin/python --models 160m 1.1b --rounds 3
+    python -m bench.peers --peer-python /path/to/peers/bin/python --models 160m 1.1b --precisions bf16 int8 int4
+
+int8 and int4 are Q8_0 and Q4_0 in llama.cpp; Transformers runs in bf16 alone. Ctrl-C and SIGTERM end it with what was
+measured.
 """
 
 import argparse
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench.interrupts import ended_by_signals
 from bench.peers.checkpoints import SHAPES, ensure_checkpoint
-from bench.peers.report import agreement, combine, table
+from bench.peers.engines import PRECISIONS
+from bench.peers.report import summary, table
+from bench.peers.turns import OURS, PEERS, Outcome, Settings, measure_in_turn
 from jaxserve.bench.environment import describe
 
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "bench"
-PEERS = ("transformers", "llama.cpp")
+INTERRUPTED = 130  # exit status, as of a program that SIGINT ended
 
 
 def main() -> None:
     """Parses options, measures every model and prints the tables."""
-    args = _options()
-    report = {"machine": describe(), "threads": args.threads, "models": {}}
+    args = parse(sys.argv[1:])
+    report: dict = {"machine": describe(), "threads": args.threads, "models": {}}
+    failed = interrupted = False
     for model in args.models:
-        path = ensure_checkpoint(model, args.cache_dir)
-        answers, skipped, interrupted = measure_in_turn(args, path)
-        measured = {name: combine([a["results"] for a in found]) for name, found in answers.items()}
-        print(table(model, measured, skipped))
-        print(agreement({name: found[0]["first_tokens"] for name, found in answers.items()}), flush=True)
-        versions = {name: found[0]["packages"] for name, found in answers.items()}
-        report["models"][model] = {"measured": measured, "skipped": skipped, "packages": versions, "rounds": answers}
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=2) + "\n")
+        outcomes = {precision: Outcome() for precision in args.precisions}
+        try:
+            with ended_by_signals():
+                measure(args, model, outcomes, report)
+        except KeyboardInterrupt:
+            print("interrupted: this is what was measured", file=sys.stderr)
+            interrupted = True
+        print(table(model, summaries(outcomes)), flush=True)
+        failed |= any(outcome.failed for outcome in outcomes.values())
         if interrupted:
             break
     for key, value in report["machine"].items():
         print(f"- {key}: {value}")
+    sys.exit(INTERRUPTED if interrupted else int(failed))
 
 
-def measure_in_turn(args: argparse.Namespace, model: Path) -> tuple[dict[str, list[dict]], dict[str, str], bool]:
-    """Every engine once, and again, `rounds` times over, so that a drift of the machine meets all of them alike.
+def measure(args: argparse.Namespace, model: str, outcomes: dict[str, Outcome], report: dict) -> None:
+    """One model in every precision. Fills the outcomes; the report and its file are up to date after every turn."""
+    settings = Settings(args.engines, args.batches, args.threads, args.rounds, args.repeats, str(args.peer_python))
 
-    Returns the workers' answers by engine, why an engine was skipped, and whether Ctrl-C ended it before its time.
-    """
-    answers: dict[str, list[dict]] = {}
-    skipped: dict[str, str] = {}
-    turns = [(number, name) for number in range(1, args.rounds + 1) for name in args.engines]
-    for number, name in turns:
-        if name in skipped:
-            continue
-        print(f"{model.name}: round {number}/{args.rounds}: {name}", file=sys.stderr, flush=True)
-        try:
-            answer = run_worker(args, name, model)
-        except KeyboardInterrupt:
-            return answers, skipped, True
-        if "skipped" in answer:
-            skipped[name] = answer["skipped"]
-        else:
-            answers.setdefault(name, []).append(answer)
-    return answers, skipped, False
+    def save() -> None:
+        report["models"][model] = summaries(outcomes)
+        if args.out:
+            write(args.out, report)
+
+    path = ensure_checkpoint(model, args.cache_dir)
+    for precision, outcome in outcomes.items():
+        measure_in_turn(settings, path, precision, outcome, save)
 
 
-def run_worker(args: argparse.Namespace, engine: str, model: Path) -> dict:
-    """One engine in a process of its own; its standard error passes through. Raises CalledProcessError if it fails."""
-    python = args.peer_python if engine in PEERS else sys.executable
-    command = [str(python), "-m", "bench.peers.worker", engine, str(model)]
-    command += ["--threads", str(args.threads), "--repeats", str(args.repeats)]
-    command += ["--batches", *map(str, args.batches)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def summaries(outcomes: Mapping[str, Outcome]) -> dict[str, dict]:
+    """By precision, of those that there is something to say about."""
+    return {name: summary(outcome) for name, outcome in outcomes.items() if outcome.rounds or outcome.skipped}
 
 
-def _options() -> argparse.Namespace:
+def write(out: Path, report: dict) -> None:
+    """Replaces the file in one step, so that it is whole at every moment."""
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(json.dumps(report, indent=2) + "\n")
+    os.replace(partial, out)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options. Ends the program with a message if they make no sense."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__.splitlines()[0])
+    known = ", ".join(f"{name} {'/'.join(found)}" for name, found in PRECISIONS.items())
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--engines", nargs="+", choices=("jaxserve", *PEERS), default=["jaxserve", *PEERS])
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS[OURS], default=["bf16"], help=known)
+    parser.add_argument("--engines", nargs="+", choices=(OURS, *PEERS), help="default: all that have the precisions")
     parser.add_argument("--peer-python", type=Path, default=sys.executable, help="interpreter that has the peers")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3, help="processes per engine, alternating")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of a case within a process")
+    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32])
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--rounds", type=positive, default=3, help="processes per engine and precision, alternating")
+    parser.add_argument("--repeats", type=positive, default=3, help="measurements of a case within a process")
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE, help="where the checkpoints are kept")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    return parser.parse_args()
+    parser.add_argument("--out", type=Path, help="JSON file for the results, rewritten after every turn")
+    args = parser.parse_args(arguments)
+    for name in ("models", "precisions", "batches"):  # once each, in the order given
+        setattr(args, name, tuple(dict.fromkeys(getattr(args, name))))
+    args.engines = tuple(dict.fromkeys(args.engines)) if args.engines else _engines_of(args.precisions)
+    for name in args.engines:
+        if name not in _engines_of(args.precisions):
+            parser.error(f"--engines has {name}, which runs in {', '.join(PRECISIONS[name])} alone (--precisions)")
+    return args
+
+
+def _engines_of(precisions: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name, found in PRECISIONS.items() if set(found) & set(precisions))
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
 
 
 if __name__ == "__main__":

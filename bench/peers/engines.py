@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from bench.peers.ggufs import TYPES
 from bench.peers.llamacpp import LlamaCpp
 from bench.peers.workload import MAX_LENGTH, Engine, Prompts
 
@@ -11,13 +12,15 @@ PAGE_SIZE = 16
 class Jaxserve:
     """jaxserve through its library, as a user calls it, with as much KV cache as the batch can fill."""
 
-    def __init__(self, model: Path, threads: int, max_batch: int):
+    def __init__(self, model: Path, precision: str, threads: int, max_batch: int):
         from jaxserve import LLM, SamplingParams
 
         self._params = SamplingParams
         pages = max_batch * MAX_LENGTH // PAGE_SIZE + 1
         limits = {"max_model_len": MAX_LENGTH, "max_num_seqs": max_batch, "kv_pages": pages, "page_size": PAGE_SIZE}
-        self._llm = LLM(model, dtype="bfloat16", **limits)
+        self._llm = LLM(model, dtype="bfloat16", precision=precision, **limits)
+        rows = [row for steps in self._llm._engine.instances for row in steps.executor.rows]
+        self.weight_bytes = sum(row.nbytes for row in rows if row.block != "embed")
 
     def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
         params = self._params(temperature=0, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
@@ -28,7 +31,8 @@ class Jaxserve:
 class Transformers:
     """Hugging Face Transformers: one static batch, SDPA attention, bf16 on torch's own threads."""
 
-    def __init__(self, model: Path, threads: int, max_batch: int):
+    def __init__(self, model: Path, precision: str, threads: int, max_batch: int):
+        assert precision == "bf16", precision
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -36,6 +40,8 @@ class Transformers:
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
         self._model.generation_config.eos_token_id = None
+        parameters = self._model.named_parameters()
+        self.weight_bytes = sum(p.nbytes for name, p in parameters if not name.endswith("embed_tokens.weight"))
 
     def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
         tokens = self._torch.tensor(prompts)
@@ -52,4 +58,5 @@ class Transformers:
 
 
 ENGINES: dict[str, type[Engine]] = {"jaxserve": Jaxserve, "transformers": Transformers, "llama.cpp": LlamaCpp}
+PRECISIONS = {"jaxserve": ("bf16", "int8", "int4"), "transformers": ("bf16",), "llama.cpp": tuple(TYPES)}
 NEEDS = {"jaxserve": ("jax",), "transformers": ("torch", "transformers"), "llama.cpp": ("llama_cpp", "gguf")}

@@ -1,4 +1,4 @@
-"""One engine, one checkpoint, one process: `python -m bench.peers.worker ENGINE MODEL ...` prints one line of JSON."""
+"""One engine, one checkpoint, one process: `python -m bench.peers.worker ENGINE MODEL PRECISION ...` prints JSON."""
 
 import argparse
 import importlib.util
@@ -14,6 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("engine")
     parser.add_argument("model", type=Path)
+    parser.add_argument("precision")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--batches", type=int, nargs="+", required=True)
     parser.add_argument("--repeats", type=int, required=True)
@@ -28,9 +29,10 @@ def main() -> None:
     if missing:
         print(json.dumps({"skipped": f"not installed: {', '.join(missing)}"}))
         return
-    engine = ENGINES[args.engine](args.model, args.threads, max(*args.batches, PREFILL_BATCH))
+    engine = ENGINES[args.engine](args.model, args.precision, args.threads, max(*args.batches, PREFILL_BATCH))
     tokens = first_tokens(engine)
-    results = measure(engine, args.batches, args.repeats) | {"memory": peak_resident_gb()}
+    results = measure(engine, args.batches, args.repeats)
+    results |= {"weights": engine.weight_bytes / 1e6, "memory": peak_resident_gb()}
     print(json.dumps({"results": results, "first_tokens": tokens, "packages": packages()}))
 
 

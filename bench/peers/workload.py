@@ -26,7 +26,12 @@ Prompts = list[list[int]]
 
 
 class Engine(Protocol):
-    """One engine with a checkpoint loaded."""
+    """One engine with a checkpoint loaded.
+
+    `weight_bytes`: what a decode step reads of it, all layers and the head, as the engine keeps them.
+    """
+
+    weight_bytes: int
 
     def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
         """The `max_tokens` greedy tokens of each prompt."""

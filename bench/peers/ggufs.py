@@ -1,0 +1,149 @@
+"""GGUF files of a checkpoint, for llama.cpp: `python -m bench.peers.ggufs MODEL bf16 int8 int4`.
+
+The file in bf16 is the checkpoint in another format; llama.cpp itself quantises that one, by its own rules: in
+Q4_0, for example, the head is in Q6_K.
+"""
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from bench.peers.llama_log import errors_only
+
+ROOT = Path(__file__).resolve().parents[2]
+TYPES = {"bf16": "bf16", "int8": "Q8_0", "int4": "Q4_0"}  # what llama.cpp calls a precision
+EMBEDDING = "token_embd.weight"
+NAMES = {
+    "model.embed_tokens.weight": EMBEDDING,
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+}
+
+
+def main() -> None:
+    """Writes the files that are not there yet."""
+    parser = argparse.ArgumentParser(prog="python -m bench.peers.ggufs", description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="a checkpoint of bench.peers")
+    parser.add_argument("precisions", nargs="+", choices=TYPES)
+    args = parser.parse_args()
+    for precision in args.precisions:
+        print(_write(args.model, precision))
+
+
+def ensure_gguf(model: Path, precision: str) -> Path:
+    """The checkpoint in one GGUF file beside it, written if it is not there yet.
+
+    Written by a process of its own, so that this one's memory is that of the engine. Raises CalledProcessError.
+    """
+    path = gguf_path(model, precision)
+    if not path.exists():
+        command = [sys.executable, "-m", "bench.peers.ggufs", str(model), precision]
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    return path
+
+
+def gguf_path(model: Path, precision: str) -> Path:
+    """Where the file is or will be."""
+    return model / f"model-{TYPES[precision]}.gguf"
+
+
+def step_bytes(path: Path) -> int:
+    """Bytes of the weights that a decode step reads: all but the embedding, of which it reads a row."""
+    import gguf
+
+    return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors if tensor.name != EMBEDDING)
+
+
+def _write(model: Path, precision: str) -> Path:
+    path = gguf_path(model, precision)
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        if precision == "bf16":
+            _convert(model, partial)
+        else:
+            _quantize(_write(model, "bf16"), partial, TYPES[precision])
+        partial.rename(path)
+    return path
+
+
+def _quantize(source: Path, path: Path, name: str) -> None:
+    """As llama.cpp's own program for it does by default."""
+    import llama_cpp
+
+    log = errors_only()
+    llama_cpp.llama_backend_init()
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
+    status = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
+    del log
+    if status != 0:
+        raise RuntimeError(f"llama.cpp could not quantise {source} to {name}: status {status}")
+
+
+def _convert(model: Path, path: Path) -> None:
+    import gguf
+    from safetensors import deserialize
+
+    config = json.loads((model / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "llama", use_temp_file=True)
+    _add_sizes(writer, config)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("no_vocab")
+    for part in sorted(model.glob("*.safetensors")):
+        for name, tensor in deserialize(part.read_bytes()):
+            array = np.frombuffer(tensor["data"], np.uint16).reshape(tensor["shape"])
+            if array.ndim == 1:  # norms are float32 in GGUF; bf16 is the upper half of a float32
+                writer.add_tensor(_gguf_name(name), (array.astype(np.uint32) << 16).view(np.float32))
+            else:
+                array = np.ascontiguousarray(_rope_order(name, array, config))
+                writer.add_tensor(_gguf_name(name), array.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_sizes(writer, config: dict) -> None:
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+
+
+def _gguf_name(name: str) -> str:
+    if not name.startswith("model.layers."):
+        return NAMES[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}"
+
+
+def _rope_order(name: str, array: np.ndarray, config: dict) -> np.ndarray:
+    """Query and key rows from halves (Hugging Face) to pairs (llama.cpp), within each head."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return array
+    head_dim, width = config["head_dim"], array.shape[1]
+    return array.reshape(-1, 2, head_dim // 2, width).swapaxes(1, 2).reshape(-1, width)
+
+
+if __name__ == "__main__":
+    main()
