@@ -160,7 +160,8 @@ def _warm_variants(resolved: Resolved, instance: InstancePlan, executor: BlockEx
 def _pool(resolved: Resolved, stage: StagePlan, placement: Placement) -> Array:
     model = resolved.physical
     sharding = placement.sharding(POOL_AXES)
-    return kv_pool(stage.kv_pages, model.num_kv_heads, resolved.config.page_size, model.head_dim, model.dtype, sharding)
+    size, dtype = resolved.config.page_size, resolved.kv_dtype
+    return kv_pool(stage.kv_pages, model.num_kv_heads, size, model.head_dim, dtype, sharding)
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

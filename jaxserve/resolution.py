@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import jax
 
@@ -16,7 +17,7 @@ from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.control import Ledger, Plan, chain_of, static_plan
-from jaxserve.core.config import EngineConfig, ModelConfig
+from jaxserve.core.config import EngineConfig, KVCacheDType, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.core.precision import layer_precisions, parse_precision
 from jaxserve.engine.client import ModelInfo
@@ -60,6 +61,7 @@ class Resolved:
     physical: ModelConfig  # padded for the degree of tensor parallelism
     plan: Plan
     variants: tuple[str, ...]  # precisions that any layer may change to while serving; () if none ever does
+    kv_dtype: str  # of the KV pools
     buckets: Buckets
     ledger: Ledger
     info: ModelInfo
@@ -87,20 +89,21 @@ def resolve(config: EngineConfig) -> Resolved:
     physical = physical_config(model, config.tp, split_unit((*precisions, *variants)) if config.tp > 1 else 1)
     wanted_len = _wanted_len(config, model)
     buckets = _buckets(config, platform, wanted_len)
+    kv_dtype = _kv_dtype(config, model)
     top = max(config.max_logprobs, 1)
 
     def bytes_of(block: str, precision: str) -> int:
         return block_bytes(physical, block, precision, config.tp, stored_layout(checkpoint, physical, block, precision))
 
     stages = tuple(
-        stage_memory(physical, stage, bytes_of, buckets, config.page_size, top, variants)
+        stage_memory(physical, stage, bytes_of, buckets, config.page_size, kv_dtype, top, variants)
         for stage in plan.instances[0].stages
     )
     ledger = _ledger(config, devices)
     pages, max_len = _fill(ledger, config, stages, wanted_len, buckets.max_num_seqs)
     info = _info(config, checkpoint, path, max_len)
     plan = _with_pages(plan, pages)
-    return Resolved(config, checkpoint, physical, plan, variants, buckets, ledger, info, stages, devices)
+    return Resolved(config, checkpoint, physical, plan, variants, kv_dtype, buckets, ledger, info, stages, devices)
 
 
 def _check(config: EngineConfig) -> None:
@@ -115,6 +118,13 @@ def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tu
     """Those that the user names, and those that layers start with, to which they may return."""
     named = [parse_precision(name, dtype, "variants") for name in config.variants]
     return tuple(dict.fromkeys((*named, *precisions))) if named else ()
+
+
+def _kv_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    if config.kv_cache_dtype not in get_args(KVCacheDType):
+        names = ", ".join(get_args(KVCacheDType))
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; there are {names}")
+    return model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
 def _devices(wanted: int) -> tuple[jax.Device, ...]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 DType = Literal["bfloat16", "float16", "float32"]
+KVCacheDType = Literal["auto", "int8"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -103,6 +104,7 @@ class EngineConfig:
     max_model_len: int | None = None
     page_size: int = 16  # tokens
     kv_pages: int | None = None
+    kv_cache_dtype: KVCacheDType = "auto"  # "auto": the activations'
     # scheduling
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None  # tokens of one step: decodes plus prefill chunks

@@ -13,6 +13,7 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.core.precision import BITS
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.sampling import DeviceSampler
+from jaxserve.kernels import page_bytes
 from jaxserve.models import abstract_block
 from jaxserve.parallel.placement import RULES
 from jaxserve.quantization import QArray
@@ -41,12 +42,14 @@ def stage_memory(
     bytes_of: BytesOf,
     buckets: Buckets,
     page_size: int,
+    kv_dtype: str,
     top: int,
     variants: Sequence[str] = (),
 ) -> StageMemory:
     """The bytes of a stage under the physical `config`.
 
-    `top` is the largest number of log-probabilities, `variants` are the precisions that layers may change to.
+    `kv_dtype` is that of the KV pools, `top` the largest number of log-probabilities, and `variants` are the
+    precisions that layers may change to.
     """
     names = [block.block for block in stage.blocks]
     weights = sum(bytes_of(block.block, block.precision) for block in stage.blocks)
@@ -55,7 +58,7 @@ def stage_memory(
     layers = [name for name in names if name.startswith("layers.")]
     exchange = max((bytes_of(name, precision) for name in layers for precision in variants), default=0)
     heads = config.num_kv_heads // stage.tp
-    page = len(layers) * heads * 2 * page_size * config.head_dim * jnp.dtype(config.dtype).itemsize
+    page = len(layers) * page_bytes(heads, page_size, config.head_dim, kv_dtype)
     workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
     wanted = {(block.block, p) for block in stage.blocks for p in (block.precision, *variants)}
     workspace += max(dequantized_bytes(config, name, stage.tp, precision) for name, precision in wanted)

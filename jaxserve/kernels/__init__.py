@@ -1,8 +1,8 @@
 """One pure function per operation of a model, each dispatching to the fastest implementation for the platform.
 
 Axis letters: T tokens of a step, K kv heads, G query heads per kv head, D head_dim, P pages, S tokens of a page,
-R entries of a pool's row (D, or D codes and their scale), B decode rows, N prefill tiles, Q tokens of a tile, W width of
-the page tables.
+R entries of a pool's row (D, or D codes and their scale), B decode rows, N prefill tiles, Q tokens of a tile, W width
+of the page tables.
 """
 
 from jaxserve.kernels.attention import AttentionMeta, paged_attention

@@ -2,9 +2,9 @@
 
 Page 0 is the null page: padding tokens write there and nothing that is read from it may reach an output.
 
-A row is a token's key or value of one head. In a pool of floats it is its D = head_dim numbers. 16-bit floats are stored
-as uint16 on CPU, where XLA widens a bfloat16 scatter to float32 and so copies the whole pool at every step; the bits
-are the same, and only the values written and gathered are ever bitcast.
+A row is a token's key or value of one head. In a pool of floats it is its D = head_dim numbers. 16-bit floats are
+stored as uint16 on CPU, where XLA widens a bfloat16 scatter to float32 and so copies the whole pool at every step; the
+bits are the same, and only the values written and gathered are ever bitcast.
 
 In a pool of int8 a row is D codes, then their scale in the 4 bytes of a float32 (R = D + 4):
 
@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
+from jaxserve.kernels.elastic import platform_of, reserve
 
 SCALE_BYTES = 4
 MAX_CODE = 127
@@ -52,17 +53,11 @@ def kv_pool(
 ) -> Array:
     """A zeroed pool [P, K, 2, S, R] on a device or sharding (None: JAX's default device).
 
-    It is for `dtype` values: those of the activations, or int8.
+    It is for `dtype` values: those of the activations, or int8. On an elastic platform a page takes memory once it is
+    written.
     """
-    match device:
-        case None:
-            platform = jax.default_backend()
-        case Sharding():
-            platform = next(iter(device.device_set)).platform
-        case _:
-            platform = device.platform
     shape = (pages, kv_heads, 2, page_size, row_size(head_dim, dtype))
-    return jnp.zeros(shape, storage_dtype(dtype, platform), device=device)
+    return reserve(shape, storage_dtype(dtype, platform_of(device)), device)
 
 
 def to_storage(x: Array, dtype: DTypeLike) -> Array:
