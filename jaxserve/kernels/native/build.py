@@ -22,7 +22,7 @@ AVX2 = ["-mavx2", "-mfma"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
 # GCC warns about its own header (its bug 105593).
 AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-CALLS = ("attention_call.cc", "matmul_call.cc")  # these choose at run time
+CALLS = ("attention_call.cc", "matmul_call.cc", "pool_call.cc")  # these choose at run time
 # Kernels and the instruction sets that each is compiled for.
 X86_64 = (
     *(("attention.cc", flags) for flags in ([], AVX2, AVX512)),

@@ -14,6 +14,8 @@ import jax
 import jaxlib
 
 ATTENTION, MATMUL = "jaxserve_paged_attention", "jaxserve_matmul"
+RESERVE_POOL, RELEASE_PAGES = "jaxserve_reserve_pool", "jaxserve_release_pages"
+CALLS = (ATTENTION, MATMUL, RESERVE_POOL, RELEASE_PAGES)
 VARIANTS = ("amx", "avx512", "avx2", "portable")  # of the product, fastest first
 HERE = Path(__file__).resolve().parent
 
@@ -44,9 +46,9 @@ def targets() -> frozenset[str]:
     if path is None:
         return frozenset()
     library = ctypes.CDLL(str(path))
-    for name in (ATTENTION, MATMUL):
+    for name in CALLS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    return frozenset({ATTENTION, MATMUL})
+    return frozenset(CALLS)
 
 
 @functools.cache

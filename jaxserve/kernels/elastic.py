@@ -1,0 +1,88 @@
+"""KV pools that take memory as their pages are used, and give it back.
+
+On an *elastic* platform a pool reserves address space for the most pages that it may ever have. A page's memory is
+committed when the page is first written, and `release_pages` gives it back; the pool never moves and keeps its shape,
+so that nothing is copied or compiled again. Elsewhere the same functions work, reserving is allocating, and releasing
+does nothing. Elastic today: CPU on Linux, with the native kernels.
+
+The shape of a pool is [P, ...]: pages come first and are contiguous in memory, on each device of a sharding too.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from jaxserve.kernels.native import pool as native
+
+
+def elastic(platform: str) -> bool:
+    """Whether pools on a platform ("cpu", "gpu", ...) take memory only for pages that are in use."""
+    return platform == "cpu" and native.supported()
+
+
+def reserve(shape: Sequence[int], dtype: DTypeLike, device: jax.Device | Sharding | None = None) -> Array:
+    """Zeros on a device or sharding (None: JAX's default device), on an elastic platform without their memory.
+
+    They are zeros everywhere: memory that is fresh from the system reads as zero, and other is cleared.
+    """
+    if not elastic(platform_of(device)):
+        return jnp.zeros(shape, dtype, device=device)
+    if device is None:
+        return _reserve(tuple(shape), jnp.dtype(dtype))
+    sharding = device if isinstance(device, Sharding) else jax.sharding.SingleDeviceSharding(device)
+    shards = []
+    for part in sharding.addressable_devices:
+        with jax.default_device(part):
+            shards.append(_reserve(sharding.shard_shape(tuple(shape)), jnp.dtype(dtype)))
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
+
+
+def release_pages(pool: Array, pages: Array) -> Array:
+    """The pool without the memory of pages[0] to pages[1] - 1 (i32[2]); their contents are undefined afterwards.
+
+    In place when the caller donates the pool, and ordered by it: what was dispatched before still reads them. Whole
+    pages of the operating system alone are given back, so a neighbour keeps its contents. Does nothing where the
+    platform is not elastic. Of a sharded pool, each device is given its own part (`jax.shard_map`).
+    """
+    on_cpu = native.release_pages if native.supported() else _keep
+    return lax.platform_dependent(pool, pages, cpu=on_cpu, default=_keep)
+
+
+def move_pages(pool: Array, source: Array, target: Array) -> Array:
+    """The pool [P, ...] with the contents of pages `source` i32[N] in `target` i32[N] too.
+
+    In place when the caller donates the pool. All are read before any is written. Targets are distinct, except that
+    padding moves the null page to itself.
+    """
+    pages = pool.at[source].get(mode="promise_in_bounds")
+    return pool.at[target].set(pages, mode="promise_in_bounds")
+
+
+def committed_bytes(pool: Array) -> int:
+    """Physical memory behind a pool now. Waits for the pool."""
+    return native.committed_bytes(pool) if elastic(platform_of(pool.sharding)) else pool.nbytes
+
+
+def platform_of(device: jax.Device | Sharding | None) -> str:
+    """The platform of a device or sharding (None: JAX's default device)."""
+    match device:
+        case None:
+            return jax.default_backend()
+        case Sharding():
+            return next(iter(device.device_set)).platform
+        case _:
+            return device.platform
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _reserve(shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    return native.reserve_pool(shape, dtype)
+
+
+def _keep(pool: Array, pages: Array) -> Array:
+    return pool

@@ -1,0 +1,122 @@
+"""Pools that take memory as their pages are written. Memory is counted per page of the system, not as the process's."""
+
+import mmap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxserve.kernels import elastic
+from jaxserve.kernels.elastic import committed_bytes, move_pages, release_pages, reserve
+from jaxserve.kernels.native import pool as native
+
+PAGE = (2, 2, 16, 64)  # 8192 bytes of uint16
+PAGE_BYTES = 8192
+DTYPE = jnp.uint16
+
+move = jax.jit(move_pages, donate_argnums=0)
+release = jax.jit(release_pages, donate_argnums=0)
+write = jax.jit(lambda pool, pages, value: pool.at[pages].set(value, mode="drop"), donate_argnums=0)
+
+
+@pytest.fixture
+def elastic_cpu(native_kernels) -> None:
+    """Skips where the platform has no such thing."""
+    if not elastic.elastic("cpu"):
+        pytest.skip("pools are not elastic here")
+
+
+def span(first: int, last: int) -> np.ndarray:
+    return np.array([first, last], np.int32)
+
+
+def test_an_untouched_pool_takes_no_memory(elastic_cpu) -> None:
+    pool = reserve((1 << 19, *PAGE), DTYPE)
+    assert pool.nbytes == 1 << 32
+    assert committed_bytes(pool) <= 2 * mmap.PAGESIZE  # it need not begin where a page of the system does
+
+
+@pytest.mark.parametrize("size", [1, 63, 1024, 5000, 100_000, 3_000_000])
+def test_a_pool_is_zero_even_where_others_left_their_contents(elastic_cpu, size: int) -> None:
+    dirty = [jnp.full((1, size), jnp.nan, jnp.float32) for _ in range(8)]
+    jax.block_until_ready(dirty)
+    del dirty
+    pools = [reserve((1, size), jnp.float32) for _ in range(8)]
+    assert not any(np.asarray(pool).any() for pool in pools)
+
+
+def test_memory_comes_with_writing_and_goes_with_release(elastic_cpu) -> None:
+    pool = reserve((10_000, *PAGE), DTYPE)
+    pool = write(pool, np.arange(1000, 2000), 7)
+    assert 1000 * PAGE_BYTES <= committed_bytes(pool) <= 1004 * PAGE_BYTES
+    at = pool.unsafe_buffer_pointer()
+    pool = release(pool, span(1200, 2000))
+    assert pool.unsafe_buffer_pointer() == at
+    assert 200 * PAGE_BYTES <= committed_bytes(pool) <= 204 * PAGE_BYTES
+    assert (pool[1000:1200] == 7).all()
+    pool = write(pool, np.arange(1500, 1600), 9)
+    assert 300 * PAGE_BYTES <= committed_bytes(pool) <= 308 * PAGE_BYTES
+    assert (pool[1500:1600] == 9).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 3000))
+def test_release_leaves_all_other_pages_as_they_were(first: int, count: int, page_bytes: int) -> None:
+    last = min(first + count, 40)
+    first = min(first, last)
+    pool = release(jnp.full((40, page_bytes), 5, jnp.uint8), span(first, last))  # pages smaller than the system's
+    others = np.delete(np.asarray(pool), np.arange(first, last), axis=0)
+    assert (others == 5).all()
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, 2), (3, 2), (2, 6)])
+def test_a_range_outside_the_pool_is_refused(elastic_cpu, first: int, last: int) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"pages {first} to {last} of a pool of 5 pages"):
+        release(reserve((5, *PAGE), DTYPE), span(first, last)).block_until_ready()
+
+
+def test_without_the_library_pools_are_ordinary_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "supported", lambda: False)
+    assert not elastic.elastic("cpu")
+    pool = reserve((4, *PAGE), DTYPE)
+    assert not pool.any()
+    assert committed_bytes(pool) == pool.nbytes
+    pool = jax.jit(lambda *args: release_pages(*args), donate_argnums=0)(pool.at[:].set(3), span(1, 4))
+    assert (pool == 3).all()
+
+
+def test_other_platforms_are_not_elastic() -> None:
+    assert not elastic.elastic("gpu")
+    assert not elastic.elastic("tpu")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(["uint16", "float32", "int8", "bfloat16"]))
+def test_moves_read_all_pages_before_they_write_any(data: st.DataObject, dtype: str) -> None:
+    pages, count = 12, 8
+    pool = np.random.default_rng(0).integers(0, 100, (pages, 3, 4)).astype(jnp.dtype(dtype))
+    live = data.draw(st.lists(st.integers(1, pages - 1), max_size=count))
+    targets = data.draw(st.permutations(range(1, pages)))[: len(live)]
+    padding = [0] * (count - len(live))
+    moved = move(jnp.asarray(pool), np.array(live + padding, np.int32), np.array(targets + padding, np.int32))
+    expected = pool.copy()
+    expected[targets] = pool[live]
+    np.testing.assert_array_equal(np.asarray(moved), expected)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "float32", "int8"])
+@pytest.mark.parametrize("operation", ["move", "release"])
+def test_both_are_in_place_at_any_size(operation: str, dtype: str) -> None:
+    sizes = []
+    for pages in (4096, 65_536):
+        pool = jax.ShapeDtypeStruct((pages, *PAGE), dtype)
+        ids = jax.ShapeDtypeStruct((16,) if operation == "move" else (2,), jnp.int32)
+        lowered = move.lower(pool, ids, ids) if operation == "move" else release.lower(pool, ids)
+        memory = lowered.compile().memory_analysis()
+        assert memory.alias_size_in_bytes == pool.size * pool.dtype.itemsize
+        sizes.append(memory.temp_size_in_bytes)
+    moved = 16 * PAGE_BYTES * 2 if operation == "move" else 0
+    assert max(sizes) <= moved + 4096
+    assert sizes[0] == sizes[1]
