@@ -1,5 +1,6 @@
 """PagePool: which KV pages are free, shared or cached. A page id is valid in the pools of all layers alike."""
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -11,14 +12,21 @@ class PagePool:
 
     A page is *free* (holds nothing), *live* (reference count > 0) or *cached* (count 0, contents still named by a
     hash). `allocate` takes free pages first, then evicts the least recently released cached page.
+
+    Pages are [0, num_pages), and their number changes at that end: `grow` adds free pages, `shrink` takes the tail away
+    and says which contents have to move out of it. The lowest free page is handed out first, so that the tail is what
+    is used last.
     """
 
-    def __init__(self, num_pages: int, *, caching: bool = True):
-        """`num_pages` includes the null page."""
-        assert num_pages >= 2
+    def __init__(self, num_pages: int, *, caching: bool = True, least: int = 2, most: int | None = None):
+        """Numbers of pages include the null page; `least` and `most` are how few and how many there may ever be: as
+        many as the longest sequence needs, and as many as the device's pools have room for (by default `num_pages`).
+        """
+        self.least, self.most = least, num_pages if most is None else most
+        assert 2 <= self.least <= num_pages <= self.most, (self.least, num_pages, self.most)
         self.num_pages = num_pages
         self.caching = caching
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._free = list(range(NULL_PAGE + 1, num_pages))  # a heap
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
@@ -48,7 +56,7 @@ class PagePool:
         assert count <= self.available, (count, self.available)
         pages = []
         for _ in range(count):
-            page = self._free.pop() if self._free else self._evict()
+            page = heapq.heappop(self._free) if self._free else self._evict()
             self._references[page] = 1
             pages.append(page)
         return pages
@@ -72,7 +80,7 @@ class PagePool:
                 if page in self._hash_of:
                     self._cached[page] = None
                 else:
-                    self._free.append(page)
+                    heapq.heappush(self._free, page)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
         """The pages of the longest cached prefix; not retained."""
@@ -93,9 +101,53 @@ class PagePool:
     def clear_cache(self) -> None:
         """Forgets all hashes: for contents that are no longer valid. Mutates."""
         self._free.extend(self._cached)
+        heapq.heapify(self._free)
         self._cached.clear()
         self._hash_of.clear()
         self._page_of.clear()
+
+    def grow(self, count: int) -> None:
+        """Adds `count` free pages. Raises ValueError where the device's pools have no room. Mutates."""
+        size = self.num_pages + count
+        if count < 0 or size > self.most:
+            raise ValueError(f"{self.num_pages} pages cannot grow by {count}, there is room for {self.most}")
+        self._free.extend(range(self.num_pages, size))
+        heapq.heapify(self._free)
+        self._references.extend([0] * count)
+        self.num_pages = size
+
+    def shrink(self, count: int) -> dict[int, int]:
+        """Takes the last `count` pages away; returns which pages take over from those of them that hold something.
+
+        Cached pages go, the least recently released first, as far as what is left would not hold them all; every other
+        page keeps its references, its hash and its turn. The caller copies the contents of each key to its value on
+        the device, and rewrites whatever names the keys, before the next step. No value is a key.
+
+        Raises ValueError, and then nothing has changed, where fewer pages are not in use. Mutates.
+        """
+        size = self.num_pages - count
+        if count < 0 or size < self.least or count > self.available:
+            raise ValueError(
+                f"{self.num_pages} pages cannot shrink by {count}: {self.available} are not in use, "
+                f"and at least {self.least} must be left"
+            )
+        while len(self._free) < count:
+            self._free.append(self._evict())
+        tail = set(range(size, self.num_pages))
+        moves = dict(zip(sorted(tail.difference(self._free)), sorted(set(self._free) - tail), strict=False))
+        self._free = sorted(set(self._free) - tail - set(moves.values()))  # sorted: a heap
+        self._rename(moves)
+        del self._references[size:]
+        self.num_pages = size
+        return moves
+
+    def _rename(self, moves: dict[int, int]) -> None:
+        for old, new in moves.items():
+            self._references[new] = self._references[old]
+            if old in self._hash_of:
+                digest = self._hash_of[new] = self._hash_of.pop(old)
+                self._page_of[digest] = new
+        self._cached = OrderedDict((moves.get(page, page), None) for page in self._cached)
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)

@@ -1,6 +1,6 @@
 """PageTable: the pages of every running sequence as one int32 array that a step's inputs are cut from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -31,6 +31,12 @@ class PageTable:
     def append(self, slot: int, start: int, pages: Sequence[int]) -> None:
         """Writes `pages` from column `start` on. Mutates."""
         self.rows[slot, start : start + len(pages)] = pages
+
+    def rename(self, moves: Mapping[int, int]) -> None:
+        """Writes each value of `moves` in place of its key, in all rows. Mutates."""
+        names = np.arange(max(self.rows.max(), *moves, NULL_PAGE) + 1, dtype=np.int32)
+        names[list(moves)] = list(moves.values())
+        self.rows[:] = names[self.rows]
 
     def give_slot(self, slot: int) -> None:
         """Frees a slot. Mutates."""

@@ -84,6 +84,22 @@ class Scheduler:
         sequence.salt, sequence.page_hashes = salt, []
         sequence.private = bool(sequence.pages) or sequence.parent is not None
 
+    def grow(self, count: int) -> None:
+        """Adds `count` pages to those that sequences can hold. Raises ValueError as `PagePool.grow`. Mutates."""
+        self.pages.grow(count)
+
+    def shrink(self, count: int) -> dict[int, int]:
+        """Takes `count` pages away; sequences keep what they hold, in other pages if need be.
+
+        Returns page -> the page that takes over from it: the device's pools must make these moves after the steps that
+        are dispatched and before the next one. Raises ValueError as `PagePool.shrink`. Mutates.
+        """
+        moves = self.pages.shrink(count)
+        for sequence in (*self.running, *(waiting for _, waiting in self._waiting)):
+            sequence.pages = [moves.get(page, page) for page in sequence.pages]
+        self.table.rename(moves)
+        return moves
+
     def register_full_pages(self, sequence: Sequence) -> None:
         """Names the pages that known and computed tokens have filled, so that others can share them. Mutates."""
         if not self.pages.caching or sequence.private or sequence.status is not Status.RUNNING:

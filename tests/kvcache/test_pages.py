@@ -1,8 +1,9 @@
 """PagePool against a model of it: random histories never leak, double-hand-out or mislabel a page."""
 
+import pytest
 from hypothesis import given, strategies as st
 
-from jaxserve.kvcache import NULL_PAGE, PagePool, page_hashes
+from jaxserve.kvcache import NULL_PAGE, PagePool, PageTable, page_hashes
 
 
 def test_pages_come_back() -> None:
@@ -81,3 +82,164 @@ def test_random_histories_keep_the_books(history: list[tuple[str, int]]) -> None
     for holder in holders:
         pool.release(holder)
     assert pool.used == 0
+
+
+def test_growing_adds_free_pages_up_to_what_there_is_room_for() -> None:
+    pool = PagePool(4, most=6)
+    held = pool.allocate(3)
+    pool.grow(2)
+    assert (pool.num_pages, pool.available) == (6, 2)
+    assert pool.allocate(2) == [4, 5]
+    assert held == [1, 2, 3]
+    with pytest.raises(ValueError, match="6 pages cannot grow by 1, there is room for 6"):
+        pool.grow(1)
+
+
+def test_the_lowest_free_page_is_handed_out_first() -> None:
+    pool = PagePool(9)
+    pages = pool.allocate(6)
+    pool.release([5, 2, 4])
+    assert pages == [1, 2, 3, 4, 5, 6]
+    assert pool.allocate(4) == [2, 4, 5, 7]
+
+
+def test_shrinking_a_free_tail_moves_nothing() -> None:
+    pool = PagePool(9)
+    pool.allocate(3)
+    assert pool.shrink(5) == {}
+    assert (pool.num_pages, pool.available, pool.used) == (4, 0, 3)
+
+
+def test_shrinking_moves_live_pages_with_their_references_and_hashes() -> None:
+    pool = PagePool(9)
+    pages = pool.allocate(8)
+    pool.register(8, b"eight")
+    pool.retain([8])
+    pool.release([1, 3, 4])
+    moves = pool.shrink(2)
+    assert moves == {7: 1, 8: 3}
+    assert pool.references(3) == 2
+    assert pool.lookup([b"eight"]) == [3]
+    pool.release([3, 3])
+    assert pool.lookup([b"eight"]) == [3], "released, it stays in the cache"
+    pool.release([moves.get(page, page) for page in pages if page not in (1, 3, 4, 8)])
+    assert pool.used == 0
+
+
+def test_shrinking_keeps_the_most_recently_released_cached_pages() -> None:
+    pool = PagePool(9)
+    pages = pool.allocate(8)
+    for page in pages:
+        pool.register(page, bytes([page]))
+    for page in (1, 5, 2, 3, 8, 7):  # 4 and 6 stay in use
+        pool.release([page])
+    assert pool.shrink(4) == {6: 1, 7: 2, 8: 3}
+    assert [pool.lookup([bytes([page])]) for page in range(1, 9)] == [[], [], [], [4], [], [1], [2], [3]]
+    pool.allocate(1)
+    assert pool.lookup([bytes([8])]) == [], "8 was released before 7, wherever they are now"
+    assert pool.lookup([bytes([7])]) == [2]
+
+
+class World:
+    """A pool with holders of pages and the contents of the device, followed through random histories."""
+
+    def __init__(self, most: int):
+        self.pool = PagePool(most // 2, least=3, most=most)
+        self.holders: list[list[int]] = []
+        self.device: dict[int, int] = {}  # page -> what was last written there
+        self.wanted: list[list[int]] = []  # by holder: what its pages must hold
+        self.named: dict[bytes, int] = {}  # hash -> contents
+        self.writes = 0
+
+    def allocate(self, number: int) -> None:
+        pages = self.pool.allocate(min(number, self.pool.available))
+        assert not {page for holder in self.holders for page in holder} & set(pages), "a page in use was handed out"
+        for page in pages:
+            self.writes += 1
+            self.device[page] = self.writes
+        self.holders.append(pages)
+        self.wanted.append([self.device[page] for page in pages])
+
+    def release(self, number: int) -> None:
+        if self.holders:
+            self.pool.release(self.holders.pop(number % len(self.holders)))
+            self.wanted.pop(number % len(self.wanted))
+
+    def share(self, number: int) -> None:
+        if self.holders:
+            self.holders.append(list(self.holders[number % len(self.holders)]))
+            self.wanted.append(list(self.wanted[number % len(self.wanted)]))
+            self.pool.retain(self.holders[-1])
+
+    def name(self, number: int) -> None:
+        if self.holders and self.holders[number % len(self.holders)]:
+            page = self.holders[number % len(self.holders)][0]
+            if all(self.device[page] != contents for contents in self.named.values()):
+                self.named[str(self.writes).encode()] = self.device[page]
+                self.pool.register(page, str(self.writes).encode())
+            self.writes += 1
+
+    def grow(self, number: int) -> None:
+        self.pool.grow(min(number, self.pool.most - self.pool.num_pages))
+
+    def shrink(self, number: int) -> None:
+        count = min(number, self.pool.available, self.pool.num_pages - self.pool.least)
+        size = self.pool.num_pages - count
+        moves = self.pool.shrink(count)
+        assert set(moves) <= set(range(size, size + count))
+        assert set(moves.values()) <= set(range(1, size))
+        assert len(set(moves.values())) == len(moves)
+        before = dict(self.device)
+        self.device |= {new: before[old] for old, new in moves.items()}
+        for page in range(size, size + count):
+            self.device.pop(page, None)  # its memory is gone
+        self.holders = [[moves.get(page, page) for page in holder] for holder in self.holders]
+
+    def check(self) -> None:
+        pool, held = self.pool, {page for holder in self.holders for page in holder}
+        assert pool.used == len(held)
+        assert pool.used + pool.available == pool.num_pages - 1
+        assert [[self.device[page] for page in holder] for holder in self.holders] == self.wanted
+        for page in range(pool.num_pages):
+            assert pool.references(page) == sum(holder.count(page) for holder in self.holders)
+        for digest, contents in self.named.items():
+            assert [self.device[page] for page in pool.lookup([digest])] in ([], [contents])
+            if any(contents in wanted for wanted in self.wanted):
+                assert pool.lookup([digest]), "what is in use keeps its name"
+
+
+ACTIONS = (World.allocate, World.release, World.share, World.name, World.grow, World.shrink)
+
+
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 8)), max_size=80))
+def test_no_history_of_growing_and_shrinking_loses_a_page_or_its_contents(history: list) -> None:
+    world = World(24)
+    for action, number in history:
+        action(world, number)
+        world.check()
+    while world.holders:
+        world.release(0)
+    pool = world.pool
+    assert sorted(pool.allocate(pool.available)) == list(range(1, pool.num_pages))
+
+
+def test_pages_in_use_and_those_of_the_longest_sequence_cannot_be_taken() -> None:
+    pool = PagePool(9, least=4)
+    pages = pool.allocate(6)
+    with pytest.raises(ValueError, match="9 pages cannot shrink by 3: 2 are not in use, and at least 4 must be left"):
+        pool.shrink(3)
+    pool.release(pages)
+    with pytest.raises(ValueError, match="cannot shrink by 6: 8 are not in use"):
+        pool.shrink(6)
+    assert (pool.num_pages, pool.available) == (9, 8)
+    assert pool.shrink(5) == {}
+
+
+def test_a_page_table_is_renamed_in_all_rows() -> None:
+    table = PageTable(3, 4)
+    table.take_slot([1, 9, 3])
+    table.take_slot([9, 2])
+    table.rename({9: 4, 200: 5})
+    assert table.rows.tolist() == [[1, 4, 3, 0], [4, 2, 0, 0], [0, 0, 0, 0]]
+    table.rename({})
+    assert table.rows.tolist() == [[1, 4, 3, 0], [4, 2, 0, 0], [0, 0, 0, 0]]

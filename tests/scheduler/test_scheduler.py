@@ -19,8 +19,10 @@ PAGE, TILE = 4, 8
 class World:
     """A scheduler with the part of the engine that gives tokens back, one step late."""
 
-    def __init__(self, *, pages: int = 40, seqs: int = 4, tiles: int = 3, caching: bool = True):
-        self.pages = PagePool(pages, caching=caching)
+    def __init__(
+        self, *, pages: int = 40, seqs: int = 4, tiles: int = 3, caching: bool = True, least: int = 2, most: int = 100
+    ):
+        self.pages = PagePool(pages, caching=caching, least=least, most=most)
         limits = SchedulerLimits(seqs, tiles, TILE, PAGE)
         self.scheduler = Scheduler(limits, self.pages, PageTable(seqs, 64))
         self.written: dict[int, list[int]] = {}  # page -> tokens in it, since it was allocated
@@ -58,6 +60,16 @@ class World:
                 self.give_tokens(ahead)
             ahead = work if work else None
             assert self.steps < limit, "the scheduler makes no progress"
+
+    def resize(self, change: int) -> None:
+        """Grows by so many pages, or shrinks, as far as that is possible."""
+        pages = self.pages
+        if change >= 0:
+            self.scheduler.grow(min(change, pages.most - pages.num_pages))
+            return
+        moves = self.scheduler.shrink(min(-change, pages.available, pages.num_pages - pages.least))
+        self.written |= {new: self.written[old] for old, new in moves.items()}
+        self.written = {page: content for page, content in self.written.items() if page < pages.num_pages}
 
     def check(self, work: Work) -> None:
         assert sum(-(-c.length // TILE) for c in work.chunks) <= self.scheduler.limits.max_tiles
@@ -156,6 +168,29 @@ def test_aborts_at_any_time_leak_nothing(load, aborts) -> None:
     assert world.pages.used == 0
     assert world.scheduler.table.free_slots == 4
     assert world.scheduler.num_waiting == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests, st.lists(st.tuples(st.integers(0, 60), st.integers(-40, 40)), max_size=20), st.booleans())
+def test_pools_that_grow_and_shrink_at_any_time_change_no_answer(load, resizes, caching) -> None:
+    world = World(pages=40, caching=caching, least=24)  # the longest sequence has 90 tokens
+    for length, max_tokens, n, priority, salt in load:
+        world.add([ord(salt)] * length, max_tokens, n=n, priority=priority, salt=salt)
+    due: dict[int, list[int]] = {}
+    for step, change in resizes:
+        due.setdefault(step, []).append(change)
+    original = world.scheduler.schedule
+
+    def schedule(step: int) -> Work:
+        for change in due.get(step, []):
+            world.resize(change)
+        return original(step)
+
+    world.scheduler.schedule = schedule  # type: ignore[method-assign]
+    world.run()
+    assert all(s.status is Status.FINISHED and len(s.tokens) == s.max_total for s in world.sequences)
+    assert world.pages.used == 0
+    assert sorted(world.pages.allocate(world.pages.available)) == list(range(1, world.pages.num_pages))
 
 
 def test_answers_of_one_request_share_the_prompt_pages(world: World) -> None:
