@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from jaxserve.core.config import KVCacheDType
+
 
 def option(group: str, text: str, **more: Any) -> Any:
     """An option in a group of --help, whose text tells the default."""
@@ -28,7 +30,7 @@ class EngineOptions:
     tokenizer: Annotated[Path | None, option("Model", "Folder or tokenizer.json; default: the model's.")] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"] | None,
-        option("Model", "Precision of weights and KV cache; default: the checkpoint's."),
+        option("Model", "Precision of weights, activations and KV cache; default: the checkpoint's."),
     ] = None
     precision: Annotated[
         str | None, option("Model", "Weights of the layers: int8, int4, int3; default: the checkpoint's.")
@@ -40,6 +42,10 @@ class EngineOptions:
     ] = None
     memory_gb: Annotated[
         float | None, option("Memory", "Budget in GB, never exceeded; default: a share of the machine's.")
+    ] = None
+    kv_cache_dtype: Annotated[
+        KVCacheDType | None,
+        option("Memory", "KV cache: auto or int8, which takes half the memory; default: auto, as dtype."),
     ] = None
     max_model_len: Annotated[
         int | None, option("Memory", "Tokens of prompt and answer together; default: the model's.")

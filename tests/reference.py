@@ -11,8 +11,10 @@ import numpy as np
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.loader import LoadFormat
 from jaxserve.core.config import ModelConfig
-from jaxserve.models.dense import forward, restore_block
-from jaxserve.models.layers import Head
+from jaxserve.kernels.kv import from_storage, to_storage
+from jaxserve.models import rope_cos_sin
+from jaxserve.models.dense import dense_causal_attend, restore_block
+from jaxserve.models.layers import Attend, Head
 
 LENGTH = 256  # every sequence is padded to this, so that one compilation serves all
 
@@ -27,10 +29,12 @@ class Reference:
         load_format: LoadFormat = "dummy",
         dtype: Literal["auto", "float32"] = "auto",
         physical: ModelConfig | None = None,
+        kv_dtype: Literal["float32", "int8"] = "float32",
     ):
         """`layers`: the precisions of some, by their numbers; the others have that of the checkpoint.
 
         `physical`: padded for tensor parallelism, which decides how weights are grouped when they are rounded.
+        `kv_dtype`: keys and values are attended to as a KV pool of it would give them back.
         """
         checkpoint = open_checkpoint(model, load_format, dtype)
         self.config = physical or checkpoint.config
@@ -41,8 +45,9 @@ class Reference:
             self.blocks[name] = restore_block(
                 self.config, name, checkpoint.variant(name, precision, self.config), precision
             )
-        self._logits = jax.jit(lambda tokens: forward(self.config, self.blocks, tokens))
-        self._hidden = jax.jit(lambda tokens: forward(self.config, self.blocks | {"head": self._norm}, tokens))
+        self.kv_dtype = kv_dtype
+        self._logits = jax.jit(lambda tokens: self.blocks["head"](self._states(tokens)))
+        self._hidden = jax.jit(lambda tokens: self._norm(self._states(tokens)))
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float32[len(tokens), V]"""
@@ -60,6 +65,24 @@ class Reference:
         for _ in range(count):
             tokens.append(int(self.logits(tokens)[-1].argmax()))
         return tuple(tokens[len(prompt) :])
+
+    def _states(self, tokens: jax.Array) -> jax.Array:
+        """[T, E] that go into the head."""
+        config, positions = self.config, jnp.arange(len(tokens), dtype=jnp.int32)
+        cos, sin = rope_cos_sin(config, positions)
+        x = self.blocks["embed"](tokens)
+        for layer in range(config.num_layers):
+            attend = dense_causal_attend(positions, window=config.window(layer), scale=config.head_dim**-0.5)
+            x = self.blocks[f"layers.{layer}"](x, cos, sin, self._stored(attend))
+        return x
+
+    def _stored(self, attend: Attend) -> Attend:
+        """Attention to what is left of keys and values in the cache."""
+
+        def read_back(x: jax.Array) -> jax.Array:
+            return from_storage(to_storage(x, jnp.dtype(self.kv_dtype)), x.dtype, x.dtype)
+
+        return lambda q, k, v: attend(q, read_back(k), read_back(v))
 
     def _norm(self, x: jax.Array) -> jax.Array:
         head = self.blocks["head"]

@@ -11,10 +11,10 @@ from jaxserve.executor import sampler
 from jaxserve.factory import build
 
 
-@pytest.mark.parametrize(("decodes", "tiles"), [(4, 0), (0, 2), (8, 2)])
-def test_a_step_lowers_for_cuda(tiny_model: Path, decodes: int, tiles: int) -> None:
-    config = EngineConfig(model=tiny_model, load_format="dummy", warmup=False, max_num_seqs=8, dtype="bfloat16")
-    built = build(config)
+@pytest.mark.parametrize(("decodes", "tiles", "kv"), [(4, 0, "auto"), (0, 2, "auto"), (8, 2, "auto"), (8, 2, "int8")])
+def test_a_step_lowers_for_cuda(tiny_model: Path, decodes: int, tiles: int, kv: str) -> None:
+    options = {"load_format": "dummy", "warmup": False, "max_num_seqs": 8, "dtype": "bfloat16"}
+    built = build(EngineConfig(model=tiny_model, kv_cache_dtype=kv, **options))
     executor = built.instances[0].executor
     stage, shape = executor._stages[0], executor.buckets.shape(decodes, tiles, 1)
     tokens, rows, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)

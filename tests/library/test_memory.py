@@ -35,12 +35,13 @@ def test_the_ledger_counts_what_is_really_there(tiny_model: Path) -> None:
     built.close()
 
 
-@pytest.mark.parametrize("precision", ["auto", "int8", "int3"])
-def test_workspace_covers_the_compilers_temporaries(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "kv"), [("auto", "auto"), ("int8", "auto"), ("int3", "auto"), ("auto", "int8")])
+def test_workspace_covers_the_compilers_temporaries(tmp_path: Path, precision: str, kv: str) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 2048}  # so that weights are larger than activations
     (tmp_path / "config.json").write_text(json.dumps(TINY | wide))
     options = OPTIONS | {"max_num_batched_tokens": 8 + 64}
-    built = build(EngineConfig(model=tmp_path, memory_gb=4, warmup=False, precision=precision, **options))
+    options |= {"precision": precision, "kv_cache_dtype": kv}
+    built = build(EngineConfig(model=tmp_path, memory_gb=4, warmup=False, **options))
     executor = built.instances[0].executor
     stage = executor._stages[0]
     for shape in executor.buckets.all():
@@ -55,8 +56,9 @@ def test_workspace_covers_the_compilers_temporaries(tmp_path: Path, precision: s
     built.close()
 
 
-def test_pools_are_updated_in_place(tiny_model: Path) -> None:
-    built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, **OPTIONS))
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_pools_are_updated_in_place(tiny_model: Path, kv: str) -> None:
+    built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, kv_cache_dtype=kv, **OPTIONS))
     executor = built.instances[0].executor
     stage, shape = executor._stages[0], executor.buckets.all()[0]
     tokens, _, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)

@@ -36,6 +36,12 @@ def test_command_line_overrides_file(tmp_path):
     assert (server.port, server.api_keys, server.served_model_names) == (9, ("a", "b"), ("x",))
 
 
+def test_kv_cache_dtype(tmp_path):
+    file = yaml_file(tmp_path, "kv-cache-dtype: int8\n")
+    assert resolve(read_config(file), {})[0].kv_cache_dtype == "int8"
+    assert resolve(read_config(file), {"kv_cache_dtype": "auto"})[0].kv_cache_dtype == "auto"
+
+
 def test_precisions_of_layers(tmp_path):
     file = yaml_file(tmp_path, "layer-precision: 0-3:bf16,4-:int4\nvariant: int8\nprecision: int3\n")
     engine, _ = resolve(read_config(file), {"precision": "int8"})
@@ -92,7 +98,15 @@ def test_missing_file_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["tp: two", "dtype: float64", "max-model-len: 1.5", "prefix-caching: maybe", "port: 70000", "api-key: ''"],
+    [
+        "tp: two",
+        "dtype: float64",
+        "kv-cache-dtype: int9",
+        "max-model-len: 1.5",
+        "prefix-caching: maybe",
+        "port: 70000",
+        "api-key: ''",
+    ],
 )
 def test_wrong_value_is_named(tmp_path, text):
     with pytest.raises(ConfigError, match=text.split(":")[0].replace("api-key", "API key")):
