@@ -1,9 +1,11 @@
 """What the bundled model loses in fewer bits, by method: cross-entropy on text it has not seen.
 
     python -m bench.quantization [--methods rtn,awq,gptq] [--precisions int8,int4,int3] [--zero-points] [--tokens N]
+    python -m bench.quantization --kv-cache
 
 Calibration text: modules of the standard library from the side of the split that the model was trained on. Held-out
 text: the documents that were kept from training and from calibration. Every method is calibrated on the same tokens.
+With --kv-cache it is the KV cache that has fewer bits, and the engine that reads the text, in the model's own dtype.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +24,11 @@ from flax import nnx
 
 from checkpoints.train.corpus import Document, collect, default_stdlib, split
 from checkpoints.train.objective import build, token_losses
+from jaxserve import LLM, SamplingParams
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.variants import VariantStore
-from jaxserve.core.config import ModelConfig
+from jaxserve.core.config import KVCacheDType, ModelConfig
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.quantization import QArray
 from jaxserve.quantization.pipeline import METHODS, Settings
@@ -40,12 +44,19 @@ def main() -> None:
     """Prints a table: nats per token in full precision, and what each method adds to them."""
     options = _options()
     model = bundled_model_path()
-    checkpoint, tokenizer = open_checkpoint(model, dtype="float32"), Tokenizer.load(model)
     calibration, held_out = texts()
-    rows = _rows(tokenizer, held_out)[: options.tokens // LENGTH]
-    loss = Loss(checkpoint, rows)
-    full = loss({})
+    rows = _rows(Tokenizer.load(model), held_out)[: options.tokens // LENGTH]
     print(f"{rows.shape[0] * LENGTH} held-out tokens, sha256 {hashlib.sha256(rows.tobytes()).hexdigest()[:12]}")
+    if options.kv_cache:
+        report_kv_cache(rows)
+    else:
+        report_weights(options, model, rows, calibration)
+
+
+def report_weights(options: argparse.Namespace, model: Path, rows: np.ndarray, calibration: list[Document]) -> None:
+    """Prints what each method and precision of the weights loses."""
+    loss = Loss(open_checkpoint(model, dtype="float32"), rows)
+    full = loss({})
     print(f"full precision: {full:.4f} nats per token")
     print("| precision | method | nats per token | lost | seconds to quantise |")
     print("| --- | --- | ---: | ---: | ---: |")
@@ -60,6 +71,30 @@ def main() -> None:
                 took = time.perf_counter() - began
                 found = loss(dequantized(store, precision))
                 print(f"| {precision} | {method} | {found:.4f} | {found - full:+.4f} | {took:.0f} |", flush=True)
+
+
+def report_kv_cache(rows: np.ndarray) -> None:
+    """Prints what a KV cache of fewer bits loses."""
+    print("| KV cache | nats per token | lost |")
+    print("| --- | ---: | ---: |")
+    full = None
+    for dtype in get_args(KVCacheDType):
+        with LLM(kv_cache_dtype=dtype, max_model_len=LENGTH + 2, max_num_seqs=BATCH, prefix_caching=False) as llm:
+            found = served_loss(llm, rows)
+        full = found if full is None else full
+        print(f"| {dtype} | {found:.5f} | {found - full:+.5f} |", flush=True)
+
+
+def served_loss(llm: LLM, rows: np.ndarray) -> float:
+    """Mean negative log likelihood of rows int32 [N, length + 1] as prompts of an engine."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate(rows.tolist(), params, use_tqdm=False)
+    losses = [
+        -entry[token].logprob
+        for output in outputs
+        for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+    return float(np.mean(losses))
 
 
 def texts() -> tuple[list[Document], list[Document]]:
@@ -116,6 +151,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=64, help="pieces of 512 tokens to calibrate on")
     parser.add_argument("--tokens", type=int, default=131072, help="of held-out text")
     parser.add_argument("--zero-points", action="store_true")
+    parser.add_argument("--kv-cache", action="store_true", help="of the KV cache, not of the weights")
     return parser.parse_args()
 
 
