@@ -33,13 +33,13 @@ Attend best_attend(int64_t max_lanes, int64_t head_dim) {
 }
 
 // A call's tiles, heavy ones first; an item is a tile and a kv head.
-struct Job : Shared {
+struct Job final : Shared {
   Attention attention;
   Attend attend;
   std::vector<Tile> tiles;
   int64_t max_tokens = 0;
 
-  void work() {
+  void work() override {
     int64_t item = next.fetch_add(1);
     if (item >= items) return;
     const Scratch memory(scratch_floats(attention, max_tokens) * sizeof(float));

@@ -4,31 +4,110 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <mutex>
 #include <thread>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxserve {
 
-constexpr int64_t kWorkPerThread = 500'000;  // multiplications; below it waking a thread costs more than it saves
+constexpr int64_t kWorkPerThread = 100'000;  // multiplications; below it sharing costs more than it saves
+constexpr std::chrono::microseconds kLinger{1000};  // longer than the pauses between the calls of a busy server
 
-// Work of one call in items that threads share out through counters. Threads that XLA starts late may outlive the call,
-// so they own this together and touch nothing else once the items have run out.
+// Work of one call in items that threads share out through counters. A thread may come late and outlive the call, so
+// all own this together and touch nothing else once the items have run out.
 struct Shared {
+  virtual ~Shared() = default;
+  virtual void work() = 0;  // until no item is left
+
   int64_t items = 0;
   std::atomic<int64_t> next{0}, done{0};
 };
 
+// A microsecond or so in which other threads may run.
+inline void rest() {
+  for (int i = 0; i < 32; ++i) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+  }
+  std::this_thread::yield();
+}
+
+// Threads of the pool that help in calls, and look out for the next one for a while before they go back. To wake a
+// thread takes longer than most calls: up to several milliseconds if it last ran where the caller runs now.
+class Helpers {
+ public:
+  // Those of the process. Never destroyed: some may still look out when it ends.
+  static Helpers& all() {
+    static Helpers* const helpers = new Helpers;
+    return *helpers;
+  }
+
+  // Offers places in a job to `count` threads.
+  void offer(const std::shared_ptr<Shared>& job, int64_t count, xla::ffi::ThreadPool& pool) {
+    const std::lock_guard lock(mutex_);
+    offers_.insert(offers_.end(), static_cast<size_t>(count), job);
+    offered_.fetch_add(1, std::memory_order_release);
+    for (; number_ < std::min(count, static_cast<int64_t>(pool.num_threads()) - 1); ++number_) {
+      pool.Schedule([this] { help(); });
+    }
+  }
+
+  // Takes back the places that nobody came for.
+  void withdraw(const Shared* job) {
+    const std::lock_guard lock(mutex_);
+    const auto same = [job](const std::shared_ptr<Shared>& offer) { return offer.get() == job; };
+    offers_.erase(std::remove_if(offers_.begin(), offers_.end(), same), offers_.end());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::deque<std::shared_ptr<Shared>> offers_;
+  int64_t number_ = 0;  // of threads that help, or have been asked to
+  std::atomic<uint64_t> offered_{0};
+
+  void help() {
+    for (;;) {
+      const uint64_t seen = offered_.load(std::memory_order_acquire);
+      while (const auto job = take()) job->work();
+      const auto since = std::chrono::steady_clock::now();
+      while (offered_.load(std::memory_order_acquire) == seen) {
+        if (std::chrono::steady_clock::now() - since > kLinger && leave()) return;
+        rest();
+      }
+    }
+  }
+
+  std::shared_ptr<Shared> take() {
+    const std::lock_guard lock(mutex_);
+    if (offers_.empty()) return nullptr;
+    auto job = std::move(offers_.front());
+    offers_.pop_front();
+    return job;
+  }
+
+  bool leave() {
+    const std::lock_guard lock(mutex_);
+    if (offers_.empty()) --number_;
+    return offers_.empty();
+  }
+};
+
 // Runs the job on this thread and as many of the pool's as its work is worth. This thread could do all of it, so that
 // a pool whose threads are all busy, or waiting like this one, delays nothing.
-template <typename Job>
-void run(const std::shared_ptr<Job>& job, int64_t work, xla::ffi::ThreadPool& pool) {
+inline void run(const std::shared_ptr<Shared>& job, int64_t work, xla::ffi::ThreadPool& pool) {
   const int64_t threads = std::min({static_cast<int64_t>(pool.num_threads()), job->items, 1 + work / kWorkPerThread});
-  for (int64_t i = 1; i < threads; ++i) pool.Schedule([job] { job->work(); });
+  if (threads > 1) Helpers::all().offer(job, threads - 1, pool);
   job->work();
-  while (job->done.load(std::memory_order_acquire) < job->items) std::this_thread::yield();
+  if (threads > 1) Helpers::all().withdraw(job.get());
+  while (job->done.load(std::memory_order_acquire) < job->items) rest();
 }
 
 // Uninitialised memory on a cache line.
