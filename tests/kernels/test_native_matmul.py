@@ -36,10 +36,15 @@ def product(x: jax.Array, w: jax.Array | QArray, variant: str) -> np.ndarray:
     return np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
 
 
-def assert_close(got: jax.Array, expected: np.ndarray, bits: int) -> None:
+def assert_close(got: jax.Array, expected: np.ndarray, bits: int, variant: str) -> None:
     size = np.abs(expected).max()
-    # int8 on the matrix unit folds the zero into an addend, so that a weight may round to its other neighbour
-    tolerance = 1e-2 if got.dtype == jnp.bfloat16 else 2e-3 if bits == 8 else 1e-5
+    tolerance = 1e-5
+    if got.dtype == jnp.bfloat16:
+        tolerance = 1e-2
+    elif bits == 8 and variant == "amx":  # it folds the zero into an addend: a weight may round to its other neighbour
+        tolerance = 2e-3
+    elif bits < 16 and variant == "vnni":  # x in 16 bits
+        tolerance = 5e-5
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance * size)
 
 
@@ -60,7 +65,7 @@ def test_every_variant_is_the_product(data: st.DataObject) -> None:
     every = jax.jit(lambda x, w: [native.matmul(x, w, dtype=dtype, variant=v) for v in library.variants()])
     for variant, got in zip(library.variants(), every(x, w), strict=True):
         assert got.dtype == dtype
-        assert_close(got, product(x, w, variant), bits)
+        assert_close(got, product(x, w, variant), bits, variant)
 
 
 @every_variant
@@ -69,7 +74,7 @@ def test_every_variant_is_the_product(data: st.DataObject) -> None:
 def test_large_operands_in_blocks(rows: int, bits: int, variant: str) -> None:
     skip_unless_there(variant)
     x, w = operands(rows, 300, 1408, bits)
-    assert_close(native.matmul(x, w, variant=variant), product(x, w, variant), bits)
+    assert_close(native.matmul(x, w, variant=variant), product(x, w, variant), bits, variant)
 
 
 @pytest.mark.parametrize("group", [96, 160])
@@ -78,7 +83,7 @@ def test_groups_that_are_no_power_of_two(bits: int, group: int) -> None:
     x, w = operands(3, 40, 960, bits, group=32)
     w = QArray(w.codes, w.scales[:, : 960 // group], None, bits, 960)
     for variant in library.variants():
-        assert_close(native.matmul(x, w, variant=variant), product(x, w, variant), bits)
+        assert_close(native.matmul(x, w, variant=variant), product(x, w, variant), bits, variant)
 
 
 @pytest.mark.parametrize("variant", ["avx512", "avx2", "portable"])

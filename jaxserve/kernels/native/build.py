@@ -21,12 +21,15 @@ FLAGS = ["-std=c++17", "-O3", "-fPIC", "-DNDEBUG", "-ffp-contract=fast", "-Wall"
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
 # GCC warns about its own header (its bug 105593).
-AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+VNNI = [*AVX512, "-mavx512vnni", "-mavx512bf16", *QUIET]
+AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", *QUIET]
 CALLS = ("attention_call.cc", "matmul_call.cc", "pool_call.cc")  # these choose at run time
 # Kernels and the instruction sets that each is compiled for.
 X86_64 = (
     *(("attention.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("matmul_vector.cc", flags) for flags in ([], AVX2, AVX512)),
+    ("matmul_vnni.cc", VNNI),
     ("matmul_amx.cc", AMX),
 )
 UNITS = {"x86_64": X86_64, "AMD64": X86_64}

@@ -16,7 +16,7 @@ import jaxlib
 ATTENTION, MATMUL = "jaxserve_paged_attention", "jaxserve_matmul"
 RESERVE_POOL, RELEASE_PAGES = "jaxserve_reserve_pool", "jaxserve_release_pages"
 CALLS = (ATTENTION, MATMUL, RESERVE_POOL, RELEASE_PAGES)
-VARIANTS = ("amx", "avx512", "avx2", "portable")  # of the product, fastest first
+VARIANTS = ("amx", "vnni", "avx512", "avx2", "portable")  # of the product, fastest first
 HERE = Path(__file__).resolve().parent
 
 

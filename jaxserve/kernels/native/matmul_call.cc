@@ -1,4 +1,4 @@
-// The XLA custom call around matmul_amx.cc and matmul_vector.cc: checks, the choice of instruction set, and the division
+// The XLA custom call around matmul_*.cc: checks, the choice of instruction set, and the division
 // of work over XLA's own thread pool.
 
 #include <algorithm>
@@ -15,14 +15,19 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
+constexpr int64_t kVnniRows = 4;  // from there on the matrix unit is faster
+
 // The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none.
-const Multiplier* choose(std::string_view name, bool bfloat16) {
+const Multiplier* choose(std::string_view name, bool bfloat16, int64_t rows) {
   const auto wanted = [&](const char* variant) { return name.empty() || name == variant; };
 #if defined(__x86_64__)
 #if defined(__linux__)
   static const bool has_amx = amx_available();  // asked once: cpuid leaves a virtual machine each time
-  if (wanted("amx") && bfloat16 && has_amx) return &kMatmulAmx;
+  if (wanted("amx") && bfloat16 && has_amx && (rows > kVnniRows || !name.empty())) return &kMatmulAmx;
 #endif
+  if (wanted("vnni") && bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
+    return &kMatmulVnni;
+  }
   if (wanted("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return &kMatmulAvx512;
@@ -33,12 +38,12 @@ const Multiplier* choose(std::string_view name, bool bfloat16) {
 }
 
 // Rearranges x: an item is kPackRows rows.
-struct Packing : Shared {
+struct Packing final : Shared {
   Matmul matmul;
   const Multiplier* variant;
   void* packed;
 
-  void work() {
+  void work() override {
     for (int64_t item = next.fetch_add(1); item < items; item = next.fetch_add(1)) {
       variant->pack(matmul, item * kPackRows, packed);
       done.fetch_add(1, std::memory_order_release);
@@ -47,14 +52,14 @@ struct Packing : Shared {
 };
 
 // Computes y: an item is a block. Neighbours share their rows of the weight only if all rows do not fit into one block.
-struct Product : Shared {
+struct Product final : Shared {
   Matmul matmul;
   const Multiplier* variant;
   Block block;
   std::unique_ptr<Scratch> packed;
   int64_t columns = 0;  // blocks beside each other
 
-  void work() {
+  void work() override {
     int64_t item = next.fetch_add(1);
     if (item >= items) return;
     const Scratch scratch(variant->scratch_bytes(matmul));
@@ -143,7 +148,7 @@ ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
   m.x_bfloat16 = bfloat16;
   m.y_bfloat16 = y->element_type() == ffi::BF16;
   m.rows = rows;
-  const Multiplier* multiplier = choose(variant, bfloat16);
+  const Multiplier* multiplier = choose(variant, bfloat16, rows);
   if (multiplier == nullptr) return invalid("this machine has no variant " + std::string(variant) + " for this dtype");
   multiply_all(m, multiplier, threads);
   return ffi::Error::Success();
@@ -164,5 +169,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, jaxserve::matmul,
 
 // Whether this machine has the named variant of the product, for bfloat16.
 extern "C" bool jaxserve_has_matmul(const char* name, size_t length) {
-  return jaxserve::choose({name, length}, true) != nullptr;
+  return jaxserve::choose({name, length}, true, 1) != nullptr;
 }

@@ -1,0 +1,271 @@
+// Products of a few rows of bfloat16 at the speed of memory, on AVX512-VNNI and AVX512-BF16.
+//
+// Four rows of the weight are read beside each other, straight into registers, and each is used at once for up to kRows
+// rows of x. bfloat16 meets bfloat16. Codes meet x in 16-bit fixed point: an instruction multiplies 32 codes by 32
+// integers of x and adds them up in 16 lanes of 32 bits; only when a segment is through, of at most 128 inputs, are the
+// lanes brought to float32 and scaled. Each lane of a segment of x has a scale of its own, the largest of the at most 8
+// numbers that it holds, so that x keeps more of its digits than bfloat16 has, unless it is smaller than its greatest
+// neighbour by a factor of 2^8 or more.
+
+#include "matmul.h"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "groups.h"
+
+namespace jaxserve {
+namespace {
+
+constexpr int64_t kOuts = 4;
+constexpr int64_t kRows = 4;                // 16 sums in registers
+constexpr int64_t kLanes = 16;
+constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly
+constexpr int64_t kAheadBytes = 4096;       // to ask for, at least
+
+inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+// How x is cut to meet the codes: into segments of whole steps, none of which crosses a group.
+struct Segments {
+  int64_t steps, number, per_group;
+
+  explicit Segments(const Weight& w) {
+    const bool one = w.groups == 1;
+    steps = one || w.group % (4 * kStep) == 0 ? 4 : w.group % (2 * kStep) == 0 ? 2 : 1;
+    number = parts(w.inner, steps * kStep);
+    per_group = one ? number : w.group / (steps * kStep);
+  }
+
+  // A packed segment: the integers in order, the lanes' scales, and what the lanes' sums begin with.
+  int64_t bytes() const { return steps * kStep * 2 + kLanes * 8; }
+  int64_t row_bytes() const { return number * bytes(); }
+};
+
+size_t packed_bytes(const Matmul& m) {
+  return m.w.bits == 16 ? 0 : static_cast<size_t>(m.rows * Segments(m.w).row_bytes());
+}
+
+// Codes count from -2^(bits - 1), and a segment's sums from what that makes of its integers.
+void pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, uint8_t* to) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  __m512 even[4], odd[4], largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();
+  for (int64_t i = 0; i < steps; ++i, inputs -= kStep) {
+    const __mmask32 mask = inputs >= kStep ? ~0u : inputs > 0 ? (1u << inputs) - 1 : 0;
+    const __m512i pairs = _mm512_maskz_loadu_epi16(mask, x + i * kStep);
+    even[i] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    odd[i] = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
+    largest = _mm512_max_ps(largest, _mm512_max_ps(_mm512_abs_ps(even[i]), _mm512_abs_ps(odd[i])));
+    poison = _mm512_fmadd_ps(_mm512_add_ps(even[i], odd[i]), _mm512_setzero_ps(), poison);  // what is not finite stays
+  }
+  constexpr float kMost = 32767, kLeast = 1e-30f;  // below it the quotient may overflow
+  const __mmask16 any = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(kLeast), _CMP_GT_OQ);
+  const __m512 factor = _mm512_maskz_div_ps(any, _mm512_set1_ps(kMost), largest);
+  const __m512 scale = _mm512_add_ps(_mm512_maskz_mul_ps(any, largest, _mm512_set1_ps(1 / kMost)), poison);
+  __m512i sum = _mm512_setzero_si512();
+  for (int64_t i = 0; i < steps; ++i) {
+    const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(even[i], factor));
+    const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(odd[i], factor));
+    sum = _mm512_add_epi32(sum, _mm512_add_epi32(low, high));
+    _mm512_storeu_si512(to + i * 2 * kStep, _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16)));
+  }
+  to += steps * 2 * kStep;
+  _mm512_storeu_ps(to, scale);
+  _mm512_storeu_si512(to + kLanes * 4, _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sum, bits - 1)));
+}
+
+void pack(const Matmul& m, int64_t row, void* packed) {
+  if (m.w.bits == 16) return;  // x is read as it lies
+  const Segments segments(m.w);
+  for (const int64_t end = row + kPackRows < m.rows ? row + kPackRows : m.rows; row < end; ++row) {
+    const uint16_t* x = static_cast<const uint16_t*>(m.x) + row * m.w.inner;
+    uint8_t* to = static_cast<uint8_t*>(packed) + row * segments.row_bytes();
+    for (int64_t s = 0; s < segments.number; ++s, to += segments.bytes()) {
+      const int64_t first = s * segments.steps * kStep;
+      pack_segment(x + first, m.w.inner - first, segments.steps, m.w.bits, to);
+    }
+  }
+}
+
+// Four neighbouring rows of the weight; those beyond the last repeat it.
+struct Quad {
+  const uint8_t* data[kOuts];
+  int64_t index[kOuts];  // of their first scale
+  int64_t ahead;         // bytes to those that come soon
+
+  Quad(const Weight& w, int64_t out) {
+    for (int64_t o = 0; o < kOuts; ++o) {
+      const int64_t row = out + o < w.out ? out + o : w.out - 1;
+      data[o] = w.data + row * w.row_bytes;
+      index[o] = row * w.groups;
+    }
+    ahead = parts(kAheadBytes, kOuts * w.row_bytes) * kOuts * w.row_bytes;
+  }
+
+  void prefetch(int64_t o, int64_t offset) const {
+    _mm_prefetch(reinterpret_cast<const char*>(data[o] + offset + ahead), _MM_HINT_T0);
+  }
+};
+
+// The sums of the lanes of four vectors.
+inline __m128 sums_of(const __m512 (&x)[kOuts]) {
+  const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const __m512 c = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  const __m256 d = _mm256_add_ps(_mm512_castps512_ps256(c), _mm512_extractf32x8_ps(c, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(d), _mm256_extractf128_ps(d, 1));
+}
+
+inline void write(const Matmul& m, int64_t row, int64_t out, __m128 sums) {
+  const int64_t left = m.w.out - out, at = row * m.w.out + out;
+  const __mmask8 mask = static_cast<__mmask8>(left >= kOuts ? 15 : (1 << left) - 1);
+  if (m.y_bfloat16) {
+    const __m128i rounded = reinterpret_cast<__m128i>(_mm_cvtneps_pbh(sums));
+    _mm_mask_storeu_epi16(static_cast<uint16_t*>(m.y) + at, mask, rounded);
+  } else {
+    _mm_mask_storeu_ps(static_cast<float*>(m.y) + at, mask, sums);
+  }
+}
+
+// Thirty-two numbers, or the first `left` of them.
+template <bool Whole>
+inline __m512bh load(const uint8_t* from, int64_t left) {
+  const __m512i x = Whole ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16((1u << left) - 1, from);
+  return reinterpret_cast<__m512bh>(x);
+}
+
+// sums[R, kOuts] += a step of x times a step of the weight, `at` bytes into the rows.
+template <int R, bool Whole>
+inline void step(const Quad& w, const uint8_t* x, int64_t row_bytes, int64_t at, int64_t left, __m512 (&sums)[R][kOuts]) {
+  __m512bh weights[kOuts];
+  for (int o = 0; o < kOuts; ++o) {
+    w.prefetch(o, at);
+    weights[o] = load<Whole>(w.data[o] + at, left);
+  }
+  for (int r = 0; r < R; ++r) {
+    const __m512bh numbers = load<Whole>(x + r * row_bytes + at, left);
+    for (int o = 0; o < kOuts; ++o) sums[r][o] = _mm512_dpbf16_ps(sums[r][o], weights[o], numbers);
+  }
+}
+
+// y[R, kOuts] of a bfloat16 weight.
+template <int R>
+void numbers(const Matmul& m, const uint8_t*, int64_t row, int64_t out) {
+  const Quad w(m.w, out);
+  const uint8_t* x = static_cast<const uint8_t*>(m.x) + row * m.w.row_bytes;
+  __m512 sums[R][kOuts] = {};
+  int64_t at = 0, left = m.w.inner;
+  for (; left >= kStep; at += 2 * kStep, left -= kStep) step<R, true>(w, x, m.w.row_bytes, at, left, sums);
+  if (left) step<R, false>(w, x, m.w.row_bytes, at, left, sums);
+  for (int r = 0; r < R; ++r) write(m, row + r, out, sums_of(sums[r]));
+}
+
+// The codes of a segment of L steps, each step as 32 words. `left` counts the inputs from the segment's first.
+template <int Bits, int L>
+inline void unpack(const uint8_t* row, int64_t segment, int64_t left, __m512i (&words)[L]) {
+  if constexpr (Bits == 8) {
+    const uint8_t* from = row + segment * L * kStep;
+    if (left >= L * kStep) {
+      for (int i = 0; i < L; ++i, from += kStep) {
+        words[i] = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+      }
+    } else {
+      for (int i = 0; i < L; ++i, from += kStep, left -= kStep) {
+        const __mmask32 mask = left >= kStep ? ~0u : left > 0 ? (1u << left) - 1 : 0;
+        words[i] = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, from));
+      }
+    }
+  } else {
+    constexpr int64_t unit = Bits == 4 ? 4 : 8;  // steps
+    const int64_t step = segment * L, within = step % unit;
+    const uint8_t* from = row + step / unit * unit * kStep * Bits / 8;
+    constexpr int width = Bits == 4 ? 4 : 2;
+    __m512i codes = _mm512_loadu_si512(from);
+    if constexpr (L < unit) codes = _mm512_srl_epi16(codes, _mm_cvtsi64_si128(within * width));
+    const __m512i low = _mm512_set1_epi16((1 << width) - 1), high = _mm512_set1_epi16(4);
+    for (int i = 0; i < L; ++i) {
+      words[i] = _mm512_and_si512(_mm512_srli_epi16(codes, static_cast<unsigned>(i * width)), low);
+      if constexpr (Bits == 3) {
+        uint32_t mask;
+        __builtin_memcpy(&mask, from + 64 + 4 * (within + i), 4);
+        words[i] = _mm512_mask_add_epi16(words[i], mask, words[i], high);
+      }
+    }
+  }
+}
+
+// y[R, kOuts] of a quantised weight, in segments of L steps.
+template <int R, int Bits, int L>
+void codes(const Matmul& m, const uint8_t* packed, int64_t row, int64_t out) {
+  const Quad w(m.w, out);
+  const Segments segments(m.w);
+  const int64_t x_bytes = segments.row_bytes(), segment_bytes = L * kStep * 2 + kLanes * 8;
+  const uint8_t* x = packed + row * x_bytes;
+  const float per_zero = 1.0f / static_cast<float>(1 << (Bits - 1));
+  __m512 sums[R][kOuts] = {};
+  for (int64_t s = 0, group = 0, in_group = 0; s < segments.number; ++s, x += segment_bytes) {
+    for (int o = 0; o < kOuts; ++o) {
+      constexpr int64_t bytes = L * kStep * Bits / 8;
+      for (int64_t i = 0; i < bytes; i += 64) w.prefetch(o, s * bytes + i);
+      __m512i words[L];
+      unpack<Bits, L>(w.data[o], s, m.w.inner - s * L * kStep, words);
+      const __m512 scale = _mm512_set1_ps(read_number(m.w.scales, m.w.wide_scales, w.index[o] + group));
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* integers = x + r * x_bytes;
+        const __m512i start = _mm512_loadu_si512(integers + L * kStep * 2 + kLanes * 4);
+        __m512i lanes = start;
+        for (int i = 0; i < L; ++i) {
+          lanes = _mm512_dpwssd_epi32(lanes, words[i], _mm512_loadu_si512(integers + i * kStep * 2));
+        }
+        __m512 values = _mm512_cvtepi32_ps(lanes);
+        if (m.w.zeros) {  // more of what the codes count from
+          const float zero = read_number(m.w.zeros, m.w.wide_zeros, w.index[o] + group) * per_zero;
+          values = _mm512_fmadd_ps(_mm512_cvtepi32_ps(start), _mm512_set1_ps(zero), values);
+        }
+        values = _mm512_mul_ps(values, _mm512_loadu_ps(integers + L * kStep * 2));
+        sums[r][o] = _mm512_fmadd_ps(values, scale, sums[r][o]);
+      }
+    }
+    if (++in_group == segments.per_group && group + 1 < m.w.groups) in_group = 0, ++group;
+  }
+  for (int r = 0; r < R; ++r) write(m, row + r, out, sums_of(sums[r]));
+}
+
+using Product = void (*)(const Matmul&, const uint8_t* packed, int64_t row, int64_t out);
+
+template <int R, int Bits>
+Product codes_by(int64_t steps) {
+  return steps == 4 ? codes<R, Bits, 4> : steps == 2 ? codes<R, Bits, 2> : codes<R, Bits, 1>;
+}
+
+template <int R>
+Product product_of(const Weight& w) {
+  if (w.bits == 16) return numbers<R>;
+  const int64_t steps = Segments(w).steps;
+  return w.bits == 8 ? codes_by<R, 8>(steps) : w.bits == 4 ? codes_by<R, 4>(steps) : codes_by<R, 3>(steps);
+}
+
+Block block(const Matmul& m) {
+  const int64_t quads = kBlockBytes / (kOuts * m.w.row_bytes);
+  return {0, kOuts * (quads ? quads : 1), 0, m.rows};
+}
+
+size_t scratch_bytes(const Matmul&) { return 0; }
+
+void multiply(const Matmul& m, const void* packed, const Block& b, void*) {
+  const Product products[kRows] = {product_of<1>(m.w), product_of<2>(m.w), product_of<3>(m.w), product_of<4>(m.w)};
+  const auto* x = static_cast<const uint8_t*>(packed);
+  for (int64_t out = b.out; out < b.out + b.outs; out += kOuts) {
+    for (int64_t row = b.row, left = b.rows; left > 0; row += kRows, left -= kRows) {
+      products[(left < kRows ? left : kRows) - 1](m, x, row, out);
+    }
+  }
+}
+
+}  // namespace
+
+extern const Multiplier kMatmulVnni = {packed_bytes, pack, block, scratch_bytes, multiply};
+
+}  // namespace jaxserve
+
+#endif
