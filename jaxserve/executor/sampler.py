@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxserve.core.request import Sequence
 from jaxserve.core.sampling import MAX_SPARSE_BIAS
 
-BLOCK = 128  # tokens summed together when a token is drawn by inverse transform
+BLOCK = 128  # tokens of the vocabulary that are looked at together
 NO_TOKEN = -1
 
 
@@ -145,11 +145,17 @@ def penalize(logits: Array, rows: RowParams, history: History) -> Array:
 def most_likely(logits: Array) -> Array:
     """The first index i32[R] of the largest of each row of logits f32[R, V].
 
-    As two plain reductions, which XLA's CPU backend vectorises; it does not do so with argmax.
+    In two levels, the best block and the best in it: XLA's CPU backend vectorises the first, and not an argmax over V.
     """
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return jnp.min(jnp.where(logits == largest, index, logits.shape[1] - 1), axis=-1)
+    blocks = _blocks(logits, -jnp.inf)
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+    inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return (block * BLOCK + jnp.argmax(inner, axis=-1)).astype(jnp.int32)
+
+
+def _blocks(x: Array, padding: float) -> Array:
+    """Rows [R, V] as blocks [R, V / BLOCK, BLOCK], the last one filled up."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK)), constant_values=padding).reshape(x.shape[0], -1, BLOCK)
 
 
 def draw(logits: Array, rows: RowParams) -> Array:
@@ -203,8 +209,7 @@ def inverse_transform(weights: Array, uniform: Array) -> Array:
 
     In two levels, since a running sum over the whole vocabulary is slow. A token of weight 0 is never taken.
     """
-    rows, vocab = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+    blocks = _blocks(weights, 0)
     block, rest = _pass(jnp.sum(blocks, axis=-1), uniform)
     inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     token, _ = _pass(inner, rest)
