@@ -126,7 +126,10 @@ def _build_instance(
                 pools.append(_pool(resolved, stage, placement))
     width = -(-resolved.info.max_model_len // config.page_size)
     table = PageTable(buckets.max_num_seqs, max(width, max(buckets.widths)))
-    pages = PagePool(instance.stages[0].kv_pages, caching=config.prefix_caching)
+    least = -(-resolved.info.max_model_len // config.page_size) + 1
+    pages = PagePool(
+        instance.stages[0].kv_pages, caching=config.prefix_caching, least=least, most=resolved.reserved_kv_pages
+    )
     limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
     sampler = DeviceSampler(
         rows[-1].placement,
@@ -161,7 +164,7 @@ def _pool(resolved: Resolved, stage: StagePlan, placement: Placement) -> Array:
     model = resolved.physical
     sharding = placement.sharding(POOL_AXES)
     size, dtype = resolved.config.page_size, resolved.kv_dtype
-    return kv_pool(stage.kv_pages, model.num_kv_heads, size, model.head_dim, dtype, sharding)
+    return kv_pool(resolved.reserved_kv_pages, model.num_kv_heads, size, model.head_dim, dtype, sharding)
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

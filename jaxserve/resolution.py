@@ -24,6 +24,7 @@ from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.memory import StageMemory, block_bytes, stage_memory
 from jaxserve.hardware import device_memory, host_memory
+from jaxserve.kernels import is_elastic
 from jaxserve.models.quantized import split_unit
 from jaxserve.parallel.padding import physical_config
 
@@ -62,6 +63,7 @@ class Resolved:
     plan: Plan
     variants: tuple[str, ...]  # precisions that any layer may change to while serving; () if none ever does
     kv_dtype: str  # of the KV pools
+    reserved_kv_pages: int  # that the pools have room for, the null page included; the plan says how many are used
     buckets: Buckets
     ledger: Ledger
     info: ModelInfo
@@ -100,15 +102,19 @@ def resolve(config: EngineConfig) -> Resolved:
         for stage in plan.instances[0].stages
     )
     ledger = _ledger(config, devices)
-    pages, max_len = _fill(ledger, config, stages, wanted_len, buckets.max_num_seqs)
+    useful = buckets.max_num_seqs * -(-wanted_len // config.page_size) + 1
+    pages, reserved, max_len = _fill(ledger, config, stages, wanted_len, useful, elastic=is_elastic(platform))
     info = _info(config, checkpoint, path, max_len)
     plan = _with_pages(plan, pages)
-    return Resolved(config, checkpoint, physical, plan, variants, kv_dtype, buckets, ledger, info, stages, devices)
+    return Resolved(
+        config, checkpoint, physical, plan, variants, kv_dtype, reserved, buckets, ledger, info, stages, devices
+    )
 
 
 def _check(config: EngineConfig) -> None:
     """Raises `ConfigError` for numbers that mean nothing."""
-    for name in ("max_num_seqs", "page_size", "kv_pages", "max_queued_requests", "max_queued_tokens", "memory_gb"):
+    above_zero = ("max_num_seqs", "page_size", "kv_pages", "max_kv_pages", "memory_gb")
+    for name in (*above_zero, "max_queued_requests", "max_queued_tokens"):
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{name} is {value}, it must be above 0")
@@ -188,10 +194,19 @@ def _ledger(config: EngineConfig, devices: tuple[jax.Device, ...]) -> Ledger:
 
 
 def _fill(
-    ledger: Ledger, config: EngineConfig, stages: tuple[StageMemory, ...], wanted_len: int, seqs: int
-) -> tuple[int, int]:
-    """Enters the stage that leaves room for the fewest pages; returns how many there are, the null page included, and
-    the longest sequence they hold. Mutates `ledger`.
+    ledger: Ledger,
+    config: EngineConfig,
+    stages: tuple[StageMemory, ...],
+    wanted_len: int,
+    useful: int,
+    *,
+    elastic: bool,
+) -> tuple[int, int, int]:
+    """Enters the stage that leaves room for the fewest pages; returns how many there are, how many the pools have room
+    for, both with the null page, and the longest sequence they hold.
+
+    No more than `useful` pages are taken unasked. An `elastic` pool's bytes are those of the pages that may be in use,
+    of any other pool all that it has room for. Mutates `ledger`.
     """
     size = config.page_size
     fullest = min(stages, key=lambda s: (ledger.free - s.weights - s.workspace - s.exchange) / s.page)
@@ -209,15 +224,25 @@ def _fill(
         )
     for name, needed in fixed.items():
         ledger.reserve(name, needed)
-    useful = seqs * -(-wanted_len // size) + 1
-    pages = min(ledger.free // fullest.page, useful) if config.kv_pages is None else config.kv_pages + 1
-    ledger.reserve("kv", pages * fullest.page)
+    pages, reserved = _pages(config, min(ledger.free // fullest.page, useful))
+    ledger.reserve("kv", (pages if elastic else reserved) * fullest.page)
     max_len = min(wanted_len, (pages - 1) * size)
     if config.max_model_len is not None and max_len < wanted_len:
         raise ConfigError(f"{pages - 1} KV pages of {size} tokens hold {max_len} tokens, max_model_len is {wanted_len}")
     if max_len < wanted_len:
         log.warning("max_model_len is lowered from %d to the %d tokens that the memory holds", wanted_len, max_len)
-    return pages, max_len
+    return pages, reserved, max_len
+
+
+def _pages(config: EngineConfig, fitting: int) -> tuple[int, int]:
+    """Pages in use at the start, of `fitting` that would fit, and those to have room for; both with the null page."""
+    pages = fitting if config.kv_pages is None else config.kv_pages + 1
+    if config.max_kv_pages is None:
+        return pages, pages
+    if config.kv_pages is not None and config.max_kv_pages < config.kv_pages:
+        raise ConfigError(f"max_kv_pages is {config.max_kv_pages}, it must be at least kv_pages, {config.kv_pages}")
+    reserved = config.max_kv_pages + 1
+    return min(pages, reserved), reserved
 
 
 def _with_pages(plan: Plan, pages: int) -> Plan:

@@ -104,6 +104,7 @@ class EngineConfig:
     max_model_len: int | None = None
     page_size: int = 16  # tokens
     kv_pages: int | None = None
+    max_kv_pages: int | None = None  # that they may grow to while serving; None: they do not grow
     kv_cache_dtype: KVCacheDType = "auto"  # "auto": the activations'
     # scheduling
     max_num_seqs: int | None = None

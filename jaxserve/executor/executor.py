@@ -20,6 +20,7 @@ from jaxserve.executor.batch import StepShape, pack
 from jaxserve.executor.blocks import BlockBuilder, Parameter, Row
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.fused import FusedTier
+from jaxserve.executor.pools import PoolResizer
 from jaxserve.executor.sampler import Logprobs, logprobs_of
 from jaxserve.executor.sampling import DeviceSampler, Sampled
 from jaxserve.kvcache import PageTable
@@ -72,6 +73,7 @@ class BlockExecutor:
         self.page_size = page_size
         self._fused = fused
         self._builder = builder
+        self._resizer = PoolResizer(self.pools)
         self._stages = stages_of(rows)
         self._inputs = {stage.placement: builder.step_inputs(stage.placement) for stage in self._stages}
         self._tile_of = jax.jit(partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile))
@@ -102,7 +104,14 @@ class BlockExecutor:
                 self._normalize(out.hidden)
             if shape.tiles:
                 self._score_tile(out, 0, np.zeros(shape.tile, np.int32))
+        self._resizer.warm(self.pools)
         jax.block_until_ready(self.pools)
+
+    def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
+        """Between two steps: each key's page of every KV pool moves to its value, then memory from `pages` on is given
+        back where the platform can. Steps that were dispatched use pages as they were. Mutates.
+        """
+        self._resizer.shrink(self.pools, moves, pages)
 
     def fuse(self, tier: FusedTier | None) -> None:
         """From the next step on runs with this fused tier, or with none. Mutates; the tier before is the caller's."""

@@ -6,11 +6,12 @@ of the page tables.
 """
 
 from jaxserve.kernels.attention import AttentionMeta, paged_attention
+from jaxserve.kernels.elastic import committed_bytes, is_elastic, move_pages, release_pages
 from jaxserve.kernels.grouped_matmul import grouped_matmul
 from jaxserve.kernels.kv import kv_pool, kv_write, page_bytes, storage_dtype
 from jaxserve.kernels.matmul import matmul
 
 __all__ = [
-    "AttentionMeta", "grouped_matmul", "kv_pool", "kv_write", "matmul", "page_bytes", "paged_attention",
-    "storage_dtype",
+    "AttentionMeta", "committed_bytes", "grouped_matmul", "is_elastic", "kv_pool", "kv_write", "matmul", "move_pages",
+    "page_bytes", "paged_attention", "release_pages", "storage_dtype",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxserve.kernels.native import pool as native
 
 
-def elastic(platform: str) -> bool:
+def is_elastic(platform: str) -> bool:
     """Whether pools on a platform ("cpu", "gpu", ...) take memory only for pages that are in use."""
     return platform == "cpu" and native.supported()
 
@@ -30,7 +30,7 @@ def reserve(shape: Sequence[int], dtype: DTypeLike, device: jax.Device | Shardin
 
     They are zeros everywhere: memory that is fresh from the system reads as zero, and other is cleared.
     """
-    if not elastic(platform_of(device)):
+    if not is_elastic(platform_of(device)):
         return jnp.zeros(shape, dtype, device=device)
     if device is None:
         return _reserve(tuple(shape), jnp.dtype(dtype))
@@ -65,7 +65,7 @@ def move_pages(pool: Array, source: Array, target: Array) -> Array:
 
 def committed_bytes(pool: Array) -> int:
     """Physical memory behind a pool now. Waits for the pool."""
-    return native.committed_bytes(pool) if elastic(platform_of(pool.sharding)) else pool.nbytes
+    return native.committed_bytes(pool) if is_elastic(platform_of(pool.sharding)) else pool.nbytes
 
 
 def platform_of(device: jax.Device | Sharding | None) -> str:

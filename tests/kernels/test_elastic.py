@@ -24,7 +24,7 @@ write = jax.jit(lambda pool, pages, value: pool.at[pages].set(value, mode="drop"
 @pytest.fixture
 def elastic_cpu(native_kernels) -> None:
     """Skips where the platform has no such thing."""
-    if not elastic.elastic("cpu"):
+    if not elastic.is_elastic("cpu"):
         pytest.skip("pools are not elastic here")
 
 
@@ -79,7 +79,7 @@ def test_a_range_outside_the_pool_is_refused(elastic_cpu, first: int, last: int)
 
 def test_without_the_library_pools_are_ordinary_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "supported", lambda: False)
-    assert not elastic.elastic("cpu")
+    assert not elastic.is_elastic("cpu")
     pool = reserve((4, *PAGE), DTYPE)
     assert not pool.any()
     assert committed_bytes(pool) == pool.nbytes
@@ -88,8 +88,8 @@ def test_without_the_library_pools_are_ordinary_arrays(monkeypatch: pytest.Monke
 
 
 def test_other_platforms_are_not_elastic() -> None:
-    assert not elastic.elastic("gpu")
-    assert not elastic.elastic("tpu")
+    assert not elastic.is_elastic("gpu")
+    assert not elastic.is_elastic("tpu")
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,144 @@
+"""Growing and shrinking the KV pools between two steps, while requests run."""
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve import ConfigError, MemoryBudgetError
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.client import TokensPrompt
+from jaxserve.engine.sync_engine import SyncEngine
+from jaxserve.factory import Built, build
+from jaxserve.kernels import committed_bytes, is_elastic
+from jaxserve.kernels.native import pool as native
+from jaxserve.resolution import resolve
+
+OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 64, "memory_gb": 8}
+PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+def prompts(count: int) -> list[TokensPrompt]:
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, 499, 40).tolist()
+    return [TokensPrompt((*shared, *rng.integers(3, 499, 7 * i + 1).tolist())) for i in range(count)]
+
+
+class Resized:
+    """A built engine whose KV pools change their size."""
+
+    def __init__(self, built: Built):
+        (steps,) = built.instances
+        self.pages, self.scheduler, self.executor = steps.core.scheduler.pages, steps.core.scheduler, steps.executor
+        self.engine = SyncEngine(built.instances, built.info, None, built.clock)
+        self.moved = 0
+
+    def resize(self, pages: int) -> None:
+        change = pages - self.pages.num_pages
+        if change >= 0:
+            self.scheduler.grow(change)
+        else:
+            moves = self.scheduler.shrink(-change)
+            self.executor.shrink_pools(moves, pages)
+            self.moved += len(moves)
+
+    def run(self, *, resizing: bool = False) -> list[tuple[int, ...]]:
+        """Runs requests to their ends; returns their tokens. With `resizing` the pools grow before one step, which then
+        takes its pages from the tail, and shrink before the next, as far as nobody has to wait for pages.
+        """
+        tokens = {self.engine.add(prompt, PARAMS): () for prompt in prompts(12)}
+        held: list[int] = []
+        while not self.engine.idle:
+            if resizing and held:
+                self.pages.release(held)
+                held = []
+                self.resize(self.pages.used + 24)
+            elif resizing:
+                self.resize(161)
+                held = self.pages.allocate(70)
+            for output in self.engine.step():
+                tokens[output.request_id] += output.outputs[0].token_ids
+        self.pages.release(held)
+        return list(tokens.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2, "pp": 2}, {"kv_cache_dtype": "int8"}, {"prefix_caching": False}])
+def test_tokens_are_those_of_pools_that_never_change_and_nothing_is_compiled(tiny_model: Path, options: dict) -> None:
+    config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, **(OPTIONS | options))
+    built = build(config)
+    compiled = dict(built.compilations.counts)
+    resized = Resized(built)
+    expected = resized.run()
+    resized.pages.clear_cache()
+    pools = [pool.unsafe_buffer_pointer() for pool in resized.executor.pools] if "tp" not in options else []
+    assert resized.run(resizing=True) == expected
+    assert resized.moved > 30
+    assert built.compilations.counts == compiled
+    assert [pool.unsafe_buffer_pointer() for pool in resized.executor.pools[: len(pools)]] == pools
+    assert resized.pages.used == 0
+    built.close()
+
+
+def test_what_was_cached_is_found_where_it_has_moved(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, kv_pages=100, max_kv_pages=100, warmup=False, **OPTIONS))
+    resized = Resized(built)
+    expected = resized.run()
+    resized.pages.clear_cache()
+    held = resized.pages.allocate(30)  # so that all that follow are in the tail
+    assert resized.run() == expected
+    resized.pages.release(held)
+    resized.resize(60)
+    assert resized.moved > 20
+    hits = resized.scheduler.prefix_hits
+    assert resized.run() == expected
+    assert resized.scheduler.prefix_hits - hits >= 12 * 32
+    built.close()
+
+
+def test_the_ledger_counts_pages_in_use_and_the_pools_never_hold_more(tiny_model: Path) -> None:
+    if not is_elastic("cpu"):
+        pytest.skip("pools are not elastic here")
+    built = build(EngineConfig(model=tiny_model, kv_pages=200, max_kv_pages=100_000, warmup=False, **OPTIONS))
+    resized, page = Resized(built), built.resolved.stages[0].page
+    pools = resized.executor.pools
+    edges = 4 * len(pools) * mmap.PAGESIZE  # of ranges that do not begin and end with a page of the system
+    assert sum(pool.nbytes for pool in pools) == 100_001 * page
+    assert built.resolved.ledger.entries["kv"] == 201 * page
+    resized.run()
+    held = sum(committed_bytes(pool) for pool in pools)
+    assert 50 * page < held <= 201 * page + edges
+    resized.resize(25)
+    assert sum(committed_bytes(pool) for pool in pools) <= 25 * page + edges
+    built.close()
+
+
+def test_where_pools_are_not_elastic_all_that_they_may_grow_to_is_counted(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "supported", lambda: False)
+    config = EngineConfig(model=tiny_model, kv_pages=20, max_kv_pages=60, max_model_len=128, **OPTIONS)
+    resolved = resolve(config)
+    assert resolved.ledger.entries["kv"] == 61 * resolved.stages[0].page
+    with pytest.raises(MemoryBudgetError, match="kv needs"):
+        resolve(EngineConfig(model=tiny_model, kv_pages=20, max_kv_pages=10_000_000, max_model_len=128, **OPTIONS))
+
+
+def test_how_many_pages_there_are_at_first_and_at_most(tiny_model: Path) -> None:
+    base = {"model": tiny_model, "max_model_len": 128} | OPTIONS
+    fixed = resolve(EngineConfig(kv_pages=20, **base))
+    assert (fixed.plan.instances[0].stages[0].kv_pages, fixed.reserved_kv_pages) == (21, 21)
+    capped = resolve(EngineConfig(max_kv_pages=25, **base))
+    assert (capped.plan.instances[0].stages[0].kv_pages, capped.reserved_kv_pages) == (26, 26)
+    with pytest.raises(ConfigError, match="max_kv_pages is 10, it must be at least kv_pages, 20"):
+        resolve(EngineConfig(kv_pages=20, max_kv_pages=10, **base))
+
+
+def test_moving_pages_fits_into_the_workspace(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+    executor, workspace = built.instances[0].executor, built.resolved.ledger.entries["workspace"]
+    (move,) = executor._resizer._move.values()
+    ids = np.zeros(128, np.int32)
+    assert move.lower(executor.pools[0], ids, ids).compile().memory_analysis().temp_size_in_bytes < workspace
+    built.close()
