@@ -2,10 +2,12 @@
 
 Products with weights first (`--only matmul` stops there), with few rows beside the rate at which memory can be read;
 then attention with its KV write for decode batches and prefill, for the two model shapes of RESULTS.md, over the native
-and the XLA path; then the KV write alone at two pool sizes, which cost the same if it is in place.
+and the XLA path, with a KV cache in bfloat16 and in int8; then the KV write alone at two pool sizes, which cost the
+same if it is in place.
 """
 
 import argparse
+import itertools
 import platform
 import statistics
 import subprocess
@@ -20,13 +22,14 @@ from jax import Array, lax
 
 from bench import bandwidth
 from bench.bandwidth import Bandwidth
-from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, matmul, native, xla_cpu
+from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, matmul, native, page_bytes, xla_cpu
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import packed_bytes
 
 PAGE_SIZE, HEAD_DIM, KV_HEADS = 16, 64, 4
 GROUPS = {"160M": 3, "1.1B": 8}
-DECODES = [(1, 128), (1, 1024), (8, 256), (32, 256)]  # rows, context
+KV_DTYPES = ("bfloat16", "int8")
+DECODES = [(1, 128), (1, 1024), (8, 256), (32, 256), (1, 16384), (8, 8192)]  # rows, context
 TILES = [32, 64, 128]  # tokens of a prefill tile; 512 tokens in all
 
 
@@ -147,8 +150,10 @@ def milliseconds(step: Callable[[Array], Array], pool: Array, repeats: int) -> t
     return min(times), float(np.median(times))
 
 
-def time_attention(attention: Callable, meta: AttentionMeta, groups: int, pages: int, repeats: int) -> str:
-    """Compiles and times one layer's KV write and attention."""
+def time_attention(
+    attention: Callable, meta: AttentionMeta, kv_dtype: str, groups: int, pages: int, repeats: int
+) -> tuple[float, float]:
+    """Minimum and median of one layer's KV write and attention, in milliseconds."""
     where = jnp.asarray(slots(meta))
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(len(where), KV_HEADS, groups, HEAD_DIM)), jnp.bfloat16)
@@ -160,50 +165,56 @@ def time_attention(attention: Callable, meta: AttentionMeta, groups: int, pages:
         pool = kv_write(pool, k, k, where)
         return pool, attention(q, pool, meta, scale=HEAD_DIM**-0.5)
 
-    pool = kv_pool(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, jnp.bfloat16)
-    pool = kv_write(pool, *[jnp.ones((pages * PAGE_SIZE, KV_HEADS, HEAD_DIM), jnp.bfloat16)] * 2,
-                    jnp.arange(pages * PAGE_SIZE))  # fmt: skip
-    start = time.perf_counter()
-    compiled = layer.lower(pool, q, k, where, meta).compile()
-    seconds = time.perf_counter() - start
-    least, median = milliseconds(lambda pool: compiled(pool, q, k, where, meta)[0], pool, repeats)
-    return f"{least:7.3f} {median:7.3f}   compiled in {seconds:.2f} s"
+    pool = kv_pool(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, kv_dtype)
+    ones = jnp.ones((pages * PAGE_SIZE, KV_HEADS, HEAD_DIM), jnp.bfloat16)
+    pool = kv_write(pool, ones, ones, jnp.arange(pages * PAGE_SIZE))
+    return milliseconds(lambda pool: layer(pool, q, k, where, meta)[0], pool, repeats)
+
+
+def report_attention(repeats: int, pages: int, width: int, kv_dtypes: Sequence[str]) -> None:
+    """Prints decode and prefill of every model, path and KV cache; of decode also the rate at which it reads."""
+    paths = {"native": native.paged_attention} if native.targets() else {}
+    paths["xla"] = xla_cpu.paged_attention
+    print(f"jax {jax.__version__}, {platform.machine()}; minimum and median of {repeats} in ms, one layer, bfloat16")
+    for (model, groups), (path, attention), kv in itertools.product(GROUPS.items(), paths.items(), kv_dtypes):
+        timed = partial(time_attention, attention, kv_dtype=kv, groups=groups, pages=pages, repeats=repeats)
+        for rows, context in DECODES:
+            least, median = timed(decode_meta(rows, context, pages, width))
+            rate = 1e-6 * rows * context / PAGE_SIZE * page_bytes(KV_HEADS, PAGE_SIZE, HEAD_DIM, kv) / least
+            case = f"decode  B={rows:<3} context={context:<5}"
+            print(f"{model} {path:6} {kv:8} {case} {least:7.3f} {median:7.3f} {rate:5.1f} GB/s", flush=True)
+        for tile in TILES:
+            least, median = timed(prefill_meta(tile, 512, pages, width))
+            print(f"{model} {path:6} {kv:8} prefill T=512 tile={tile:<6}   {least:7.3f} {median:7.3f}", flush=True)
+
+
+def report_kv_write(repeats: int, kv_dtypes: Sequence[str]) -> None:
+    """Prints the write alone, into a small and a large pool."""
+    write = jax.jit(kv_write, donate_argnums=0)
+    for kv, megabytes in itertools.product(kv_dtypes, (8, 1024)):
+        pages = (megabytes << 20) // page_bytes(KV_HEADS, PAGE_SIZE, HEAD_DIM, kv)
+        pool = kv_pool(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, kv)
+        for tokens in (1, 32, 512):
+            k, where = jnp.ones((tokens, KV_HEADS, HEAD_DIM), jnp.bfloat16), jnp.arange(tokens) + PAGE_SIZE
+            least, median = milliseconds(partial(write, k=k, v=k, slots=where), pool + 0, repeats)
+            print(f"kv_write {kv:8} {tokens:3} tokens, pool of {megabytes:4} MB {least:7.3f} {median:7.3f}", flush=True)
 
 
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--pages", type=int, default=1024)
-    parser.add_argument("--width", type=int, default=128, help="pages a page table has room for")
+    parser.add_argument("--pages", type=int, default=4608)
+    parser.add_argument("--width", type=int, default=1024, help="pages a page table has room for")
     parser.add_argument("--only", choices=["matmul", "attention"], help="one part")
+    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, help="one of them")
     args = parser.parse_args()
     if args.only != "attention":
         report_matmul(args.repeats)
-    if args.only == "matmul":
-        return
-    paths = {"native": native.paged_attention} if native.targets() else {}
-    paths["xla"] = xla_cpu.paged_attention
-    print(
-        f"jax {jax.__version__}, {platform.machine()}; minimum and median of {args.repeats} in ms, one layer, bfloat16"
-    )
-    for model, groups in GROUPS.items():
-        for path, attention in paths.items():
-            timed = partial(time_attention, attention, groups=groups, pages=args.pages, repeats=args.repeats)
-            for rows, context in DECODES:
-                meta = decode_meta(rows, context, args.pages, args.width)
-                print(f"{model} {path:6} decode  B={rows:<3} context={context:<5} {timed(meta)}", flush=True)
-            for tile in TILES:
-                meta = prefill_meta(tile, 512, args.pages, args.width)
-                print(f"{model} {path:6} prefill T=512 tile={tile:<6}   {timed(meta)}", flush=True)
-    write = jax.jit(kv_write, donate_argnums=0)
-    for megabytes in (8, 1024):
-        pool = kv_pool(megabytes * 2**20 // (KV_HEADS * 2 * PAGE_SIZE * HEAD_DIM * 2), KV_HEADS, PAGE_SIZE, HEAD_DIM,
-                       jnp.bfloat16)  # fmt: skip
-        for tokens in (1, 32, 512):
-            k, where = jnp.ones((tokens, KV_HEADS, HEAD_DIM), jnp.bfloat16), jnp.arange(tokens) + PAGE_SIZE
-            least, median = milliseconds(partial(write, k=k, v=k, slots=where), pool + 0, args.repeats)
-            print(f"kv_write {tokens:3} tokens, pool of {megabytes:4} MB {least:7.3f} {median:7.3f}", flush=True)
+    if args.only != "matmul":
+        kv_dtypes = [args.kv_cache_dtype] if args.kv_cache_dtype else KV_DTYPES
+        report_attention(args.repeats, args.pages, args.width, kv_dtypes)
+        report_kv_write(args.repeats, kv_dtypes)
 
 
 if __name__ == "__main__":
