@@ -3,6 +3,7 @@
 Axes: L tokens of a sequence, E hidden, C inputs of a weight (its contracted axes as one), R rows that are kept.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +34,25 @@ class Inputs:
     gram: Float[Array, "C C"] | None
 
 
+class _Observed:
+    """What all sequences show of one weight's inputs."""
+
+    def __init__(self) -> None:
+        self._rows: list[Array] = []  # joined once: to join two at a time would compile every length
+        self._sums: tuple[Array, Array | None] | None = None
+
+    def add(self, seen: Inputs) -> None:
+        """One more sequence. Mutates."""
+        self._rows.append(seen.rows)
+        more = (seen.mean_abs, seen.gram)
+        self._sums = more if self._sums is None else jax.tree.map(jnp.add, self._sums, more)
+
+    def mean(self) -> Inputs:
+        """The rows after each other, and the means over the sequences."""
+        mean_abs, gram = jax.tree.map(lambda total: total / len(self._rows), self._sums)
+        return Inputs(jnp.concatenate(self._rows), mean_abs, gram)
+
+
 class Calibrated(NamedTuple):
     """A layer's parameters in float32 and the inputs of its weights, by the same names."""
 
@@ -57,12 +77,13 @@ def calibrate(checkpoint: Checkpoint, tokens: Int[np.ndarray, "N L"], *, gram: b
         leaves = checkpoint.block(f"layers.{index}")
         graph, state = nnx.split(restore_block(config, f"layers.{index}", leaves))
         observe = partial(_observe, config, graph, config.window(index), gram, state, kept)
-        sums: dict[str, Inputs] = {}
+        observed: dict[str, _Observed] = defaultdict(_Observed)
         for number, x in enumerate(hidden):
             hidden[number], seen = observe(x)
-            sums = {name: _joined(sums.get(name), inputs) for name, inputs in seen.items()}
+            for name, inputs in seen.items():
+                observed[name].add(inputs)
         del graph, state, observe
-        yield Calibrated(index, leaves, {name: _mean(inputs, len(hidden)) for name, inputs in sums.items()})
+        yield Calibrated(index, leaves, {name: inputs.mean() for name, inputs in observed.items()})
 
 
 def _spread(length: int, count: int) -> Int[np.ndarray, "R"]:
@@ -118,15 +139,3 @@ def _with_inputs(
     else:
         seen |= {"mlp.experts_gate_up": inner}
     return x + layer.mlp(inner), seen
-
-
-def _joined(a: Inputs | None, b: Inputs) -> Inputs:
-    """Rows after each other, the rest as sums."""
-    if a is None:
-        return b
-    gram = None if a.gram is None else a.gram + b.gram
-    return Inputs(jnp.concatenate([a.rows, b.rows]), a.mean_abs + b.mean_abs, gram)
-
-
-def _mean(sums: Inputs, count: int) -> Inputs:
-    return replace(sums, mean_abs=sums.mean_abs / count, gram=None if sums.gram is None else sums.gram / count)
