@@ -10,13 +10,14 @@ from jax import lax
 
 from jaxserve.kernels.gpu import Choice, device_kind, uses_pallas
 from jaxserve.kernels.native import matmul as native
+from jaxserve.kernels.rows import Rows, as_matrix, value_of
 from jaxserve.quantization import QArray
 
 MIN_CPU_ROWS = 4  # XLA's CPU backend multiplies fewer rows of 16-bit numbers ten times slower
 
 
 def matmul(
-    x: jax.Array,
+    x: Rows,
     w: jax.Array | QArray,
     *,
     contract: int = 1,
@@ -29,7 +30,8 @@ def matmul(
     `split`: the operands are split over devices, and XLA must be able to partition the product. `gpu` says what runs
     on a GPU (`kernels.gpu.Choice`).
 
-    A QArray is contracted over all its inputs, [out..., C] with C = c0 * c1 ...
+    A QArray is contracted over all its inputs, [out..., C] with C = c0 * c1 ... Rows that are still to be normalised or
+    gated are computed on their way in by kernels that can.
 
     Sums in float32 whatever the operands are; the result has `dtype`, by default that of `x`. Both operands are seen
     as matrices, because XLA's CPU backend transposes weights of higher rank on every call. A leading sharded axis of
@@ -40,8 +42,8 @@ def matmul(
     out = w.shape[:-1] if isinstance(w, QArray) else w.shape[:-contract]
     if w.shape[len(out) :] != ((math.prod(inner),) if isinstance(w, QArray) else inner):
         raise ValueError(f"cannot contract the last {contract} axes of {x.shape} and {w.shape}")
-    x, w = x.reshape(math.prod(rows), math.prod(inner)), _as_matrix(w, len(out))
-    y = _product(x, w, jnp.dtype(dtype or x.dtype), split, gpu)
+    w = _as_matrix(w, len(out))
+    y = _product(as_matrix(x, math.prod(rows)), w, jnp.dtype(dtype or x.dtype), split, gpu)
     return y.reshape(*rows, *out)
 
 
@@ -50,31 +52,33 @@ def _as_matrix(w: jax.Array | QArray, axes: int) -> jax.Array | QArray:
     return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:axes]), math.prod(leaf.shape[axes:])), w)
 
 
-def _product(x: jax.Array, w: jax.Array | QArray, dtype: jnp.dtype, split: bool, gpu: Choice) -> jax.Array:
+def _product(x: Rows, w: jax.Array | QArray, dtype: jnp.dtype, split: bool, gpu: Choice) -> jax.Array:
     """x [R, c] times w [N, c], by the platform's best means."""
     best: dict[str, Callable[..., jax.Array]] = {}
     if not split and native.supports(x, w):
         best["cpu"] = partial(native.matmul, dtype=dtype)
-    elif not split and len(x) < MIN_CPU_ROWS and x.dtype.itemsize == 2:
+    elif not split and x.shape[0] < MIN_CPU_ROWS and x.dtype.itemsize == 2:
         best["cpu"] = partial(_dot_padded, dtype=dtype)
     if not split and isinstance(w, QArray) and uses_pallas(gpu):
         from pallas_kernels import blocks, quantized_matmul as pallas  # takes a while, and only GPUs need it
 
-        def on_cuda(x: jax.Array, w: QArray) -> jax.Array:
-            return pallas.quantized_matmul(x, w, blocks=blocks.blocks_for(device_kind())).astype(dtype)
+        def on_cuda(x: Rows, w: QArray) -> jax.Array:
+            return pallas.quantized_matmul(value_of(x), w, blocks=blocks.blocks_for(device_kind())).astype(dtype)
 
-        if pallas.supports(len(x), x.dtype, w):
+        if pallas.supports(x.shape[0], x.dtype, w):
             best["cuda"] = on_cuda
     plain = partial(_dot, dtype=dtype)
     return lax.platform_dependent(x, w, **best, default=plain) if best else plain(x, w)
 
 
-def _dot(x: jax.Array, w: jax.Array | QArray, *, dtype: jnp.dtype) -> jax.Array:
+def _dot(x: Rows, w: jax.Array | QArray, *, dtype: jnp.dtype) -> jax.Array:
+    x = value_of(x)
     if isinstance(w, QArray):
         w = w.dequantize(x.dtype)
     y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return y.astype(dtype)
 
 
-def _dot_padded(x: jax.Array, w: jax.Array | QArray, *, dtype: jnp.dtype) -> jax.Array:
+def _dot_padded(x: Rows, w: jax.Array | QArray, *, dtype: jnp.dtype) -> jax.Array:
+    x = value_of(x)
     return _dot(jnp.pad(x, ((0, MIN_CPU_ROWS - len(x)), (0, 0))), w, dtype=dtype)[: len(x)]

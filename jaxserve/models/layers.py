@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import matmul
+from jaxserve.kernels import Gated, Normed, Rows, matmul
 from jaxserve.models.quantized import random_qarray
 from jaxserve.models.rope import apply_rope
 
@@ -61,9 +61,11 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((size,), config.dtype), axes=(axis,))
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return self.before_product(x).value()
+
+    def before_product(self, x: Float[Array, "*rows size"]) -> Normed:
+        """The same, to be computed by the product that takes it."""
+        return Normed(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -86,9 +88,9 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(config, config.head_dim, None) if config.qk_norm else None
 
     def __call__(
-        self, x: Float[Array, "T E"], cos: Float[Array, "T D//2"], sin: Float[Array, "T D//2"], attend: Attend
+        self, x: Rows, cos: Float[Array, "T D//2"], sin: Float[Array, "T D//2"], attend: Attend
     ) -> Float[Array, "T E"]:
-        """x and the rotations of its positions -> what attention adds to x."""
+        """x [T, E] and the rotations of its positions -> what attention adds to it."""
         qkv = matmul(x, self.qkv[...], split=self.split)
         if self.qkv_bias is not None:
             qkv += self.qkv_bias[...]
@@ -112,11 +114,11 @@ class MLP(nnx.Module):
         self.down = weight(config, rngs, hidden, inner, bits=bits, parts=config.shards)
         self.down_bias = bias(config, hidden) if config.mlp_bias else None
 
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    def __call__(self, x: Rows) -> Float[Array, "T E"]:
         gate_up = matmul(x, self.gate_up[...], split=self.split)
         if self.gate_up_bias is not None:
             gate_up += self.gate_up_bias[...]
-        out = matmul(swiglu(gate_up), self.down[...], split=self.split)
+        out = matmul(Gated(gate_up), self.down[...], split=self.split)
         return out if self.down_bias is None else out + self.down_bias[...]
 
 
@@ -128,14 +130,8 @@ def gate_up_axes(config: ModelConfig, inner: int) -> tuple[Axis, Axis, Axis]:
     return ("mlp", config.shards), (None, 2), (None, inner // config.shards)
 
 
-def swiglu(gate_up: Float[Array, "*rows N 2 M"]) -> Float[Array, "*rows N*M"]:
-    """silu(gate) * up, in float32 inside."""
-    gate, up = gate_up[..., 0, :].astype(jnp.float32), gate_up[..., 1, :].astype(jnp.float32)
-    return (jax.nn.silu(gate) * up).astype(gate_up.dtype).reshape(*gate_up.shape[:-3], -1)
-
-
 FeedForward = Callable[..., nnx.Module]
-"""(config, rngs=..., bits=...) -> a module from x [T, E] to [T, E]."""
+"""(config, rngs=..., bits=...) -> a module from `Rows` [T, E] to [T, E]."""
 
 
 class DecoderLayer(nnx.Module):
@@ -158,8 +154,8 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "T E"], cos: Float[Array, "T D//2"], sin: Float[Array, "T D//2"], attend: Attend
     ) -> Float[Array, "T E"]:
         """x and the rotations (float32) of its positions -> the next layer's x."""
-        x = x + self.attention(self.input_norm(x), cos, sin, attend)
-        return x + self.mlp(self.post_norm(x))
+        x = x + self.attention(self.input_norm.before_product(x), cos, sin, attend)
+        return x + self.mlp(self.post_norm.before_product(x))
 
 
 class Embed(nnx.Module):
@@ -184,7 +180,7 @@ class Head(nnx.Module):
 
     def __call__(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits in float32; -inf in the rows added to the vocabulary as padding."""
-        logits = matmul(self.norm(x), self.weight[...], dtype=jnp.float32, split=self.split)
+        logits = matmul(self.norm.before_product(x), self.weight[...], dtype=jnp.float32, split=self.split)
         if logits.shape[-1] == self.vocab_size:
             return logits
         return jnp.where(jnp.arange(logits.shape[-1]) < self.vocab_size, logits, -jnp.inf)

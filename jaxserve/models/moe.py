@@ -6,8 +6,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import grouped_matmul, matmul
-from jaxserve.models.layers import gate_up_axes, swiglu, weight
+from jaxserve.kernels import Gated, Rows, grouped_matmul, matmul, value_of
+from jaxserve.models.layers import gate_up_axes, weight
 
 
 class MoE(nnx.Module):
@@ -36,12 +36,13 @@ class MoE(nnx.Module):
             weights /= weights.sum(axis=-1, keepdims=True)
         return weights, experts
 
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    def __call__(self, x: Rows) -> Float[Array, "T E"]:
+        x = value_of(x)
         weights, experts = self.route(x)
         order = jnp.argsort(experts.ravel(), stable=True)
         sizes = jnp.bincount(experts.ravel(), length=len(self.router)).astype(jnp.int32)
         rows = x[order // self.experts_per_token]
-        inner = swiglu(grouped_matmul(rows, self.experts_gate_up[...], sizes, split=self.split))
+        inner = Gated(grouped_matmul(rows, self.experts_gate_up[...], sizes, split=self.split)).value()
         outs = grouped_matmul(inner, self.experts_down[...], sizes, split=self.split)[jnp.argsort(order)]
         outs = outs.astype(jnp.float32).reshape(*experts.shape, -1)
         return jnp.einsum("tne,tn->te", outs, weights).astype(x.dtype)

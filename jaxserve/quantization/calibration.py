@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.checkpoint.loader import Checkpoint
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import matmul
+from jaxserve.kernels import Gated, matmul
 from jaxserve.models import DecoderLayer, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
-from jaxserve.models.layers import MLP, swiglu
+from jaxserve.models.layers import MLP
 
 MAX_ROWS = 2048  # inputs kept of each weight
 
@@ -135,7 +135,7 @@ def _with_inputs(
         gate_up = matmul(inner, layer.mlp.gate_up[...])
         if layer.mlp.gate_up_bias is not None:
             gate_up += layer.mlp.gate_up_bias[...]
-        seen |= {"mlp.gate_up": inner, "mlp.down": swiglu(gate_up)}
+        seen |= {"mlp.gate_up": inner, "mlp.down": Gated(gate_up).value()}
     else:
         seen |= {"mlp.experts_gate_up": inner}
     return x + layer.mlp(inner), seen

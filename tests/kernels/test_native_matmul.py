@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.kernels import matmul
+from jaxserve.kernels import Gated, Normed, matmul
 from jaxserve.kernels.native import library, matmul as native
 from jaxserve.quantization import QArray
 from jaxserve.quantization.rounding import quantize
@@ -103,6 +103,30 @@ def test_a_row_does_not_depend_on_the_others(bits: int, variant: str) -> None:
     whole = np.asarray(native.matmul(x, w, variant=variant))
     for rows in (1, 4, 17, 32, 33):
         np.testing.assert_array_equal(np.asarray(native.matmul(x[:rows], w, variant=variant)), whole[:rows])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("inner", [32, 96, 768, 1000])
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_rows_normalised_and_gated_on_their_way(rows: int, inner: int, dtype: jnp.dtype) -> None:
+    rng = np.random.default_rng([rows, inner])
+    x, gate_up = (jnp.asarray(8 * rng.standard_normal((rows, *shape)), dtype) for shape in ((inner,), (1, 2, inner)))
+    lefts = Normed(x, jnp.asarray(rng.standard_normal(inner), dtype), 1e-5), Gated(gate_up)
+    w = jnp.asarray(rng.standard_normal((40, inner)), dtype)
+    weights = [jax.tree.map(jnp.asarray, quantize(np.asarray(w, np.float32), bits)) for bits in (8, 4)]
+    if dtype == jnp.bfloat16:
+        weights.append(w)
+    for left in lefts:
+        for weight in weights:
+            got, expected = (np.asarray(native.matmul(l, weight)) for l in (left, left.value()))
+            tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-5  # a rounding may go to the other neighbour
+            np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max())
+
+
+def test_gates_cut_into_parts_are_put_together() -> None:
+    rng = np.random.default_rng(0)
+    gate_up, w = Gated(jnp.asarray(rng.standard_normal((3, 2, 2, 64)), jnp.bfloat16)), operands(3, 40, 128)[1]
+    np.testing.assert_allclose(matmul(gate_up, w), matmul(gate_up.value(), w), rtol=0.02, atol=0.1)
 
 
 def test_numbers_beyond_the_operands_are_not_read() -> None:

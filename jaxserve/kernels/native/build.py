@@ -29,11 +29,12 @@ CALLS = ("attention_call.cc", "matmul_call.cc", "pool_call.cc")  # these choose 
 X86_64 = (
     *(("attention.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("matmul_vector.cc", flags) for flags in ([], AVX2, AVX512)),
+    *(("rows.cc", flags) for flags in ([], AVX2, AVX512)),
     ("matmul_vnni.cc", VNNI),
     ("matmul_amx.cc", AMX),
 )
 UNITS = {"x86_64": X86_64, "AMD64": X86_64}
-ELSEWHERE = (("attention.cc", []), ("matmul_vector.cc", []))
+ELSEWHERE = (("attention.cc", []), ("matmul_vector.cc", []), ("rows.cc", []))
 
 
 def compiler() -> list[str]:

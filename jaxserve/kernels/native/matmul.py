@@ -6,28 +6,42 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxserve.kernels.native.library import MATMUL, targets, variants
+from jaxserve.kernels.rows import Gated, Normed, Rows
 from jaxserve.quantization import QArray
 
 MAX_VECTOR_ROWS = 8  # of a bfloat16 weight without the matrix unit; beyond, XLA's own product is as fast
 STEP = 32  # inputs that the kernels unpack at once
 
 
-def supports(x: jax.Array, w: jax.Array | QArray) -> bool:
+def supports(x: Rows, w: jax.Array | QArray) -> bool:
     """Whether the kernels are there, and better than XLA for such operands."""
-    if MATMUL not in targets() or not len(x) or not w.size:
+    if MATMUL not in targets() or not x.shape[0] or not w.size:
+        return False
+    if isinstance(x, Normed) and x.weight.dtype != x.dtype:
         return False
     if isinstance(w, QArray):
         return x.dtype in (jnp.bfloat16, jnp.float32) and (w.group == w.size or w.group % STEP == 0)
-    return x.dtype == w.dtype == jnp.bfloat16 and ("amx" in variants() or len(x) <= MAX_VECTOR_ROWS)
+    return x.dtype == w.dtype == jnp.bfloat16 and ("amx" in variants() or x.shape[0] <= MAX_VECTOR_ROWS)
 
 
-def matmul(x: jax.Array, w: jax.Array | QArray, *, dtype: DTypeLike = jnp.float32, variant: str = "") -> jax.Array:
+def matmul(x: Rows, w: jax.Array | QArray, *, dtype: DTypeLike = jnp.float32, variant: str = "") -> jax.Array:
     """x [R, c] times w [N, c], both read as they lie: [R, N] in `dtype`, bfloat16 or float32; sums in float32.
 
     `variant` is one of `library.VARIANTS`, by default the fastest that this machine has for the dtype of `x`; one that
     it lacks is an error when the step runs. On the matrix unit a QArray's weights are rounded to bfloat16, like
-    `w.dequantize(bfloat16)`; the others compute in float32.
+    `w.dequantize(bfloat16)`; "vnni" rounds x to 16 bits beside its neighbours; the others compute in float32.
     """
     call = jax.ffi.ffi_call(MATMUL, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype))
     operands, bits = (jax.tree.leaves(w), w.bits) if isinstance(w, QArray) else ([w], 16)
-    return call(x, *operands, bits=np.int64(bits), variant=variant)
+    prologue, eps = "", 0.0
+    match x:
+        case Normed(x, weight, eps):
+            prologue, operands = "norm", [*operands, weight]
+        case Gated(gate_up):
+            prologue, x = "swiglu", _halves(gate_up)
+    return call(x, *operands, bits=np.int64(bits), variant=variant, prologue=prologue, eps=np.float32(eps))
+
+
+def _halves(gate_up: jax.Array) -> jax.Array:
+    """Rows [R, N, 2, M] as all gates, then all ups."""
+    return gate_up.swapaxes(1, 2).reshape(len(gate_up), -1)

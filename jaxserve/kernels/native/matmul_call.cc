@@ -8,12 +8,22 @@
 
 #include "matmul.h"
 #include "parallel.h"
+#include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace jaxserve {
 namespace {
+
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#endif
 
 constexpr int64_t kVnniRows = 4;  // from there on the matrix unit is faster
 
@@ -28,24 +38,52 @@ const Multiplier* choose(std::string_view name, bool bfloat16, int64_t rows) {
   if (wanted("vnni") && bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
     return &kMatmulVnni;
   }
-  if (wanted("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return &kMatmulAvx512;
-  }
-  if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kMatmulAvx2;
+  if (wanted("avx512") && has_avx512()) return &kMatmulAvx512;
+  if (wanted("avx2") && has_avx2()) return &kMatmulAvx2;
 #endif
   return wanted("portable") ? &kMatmulBaseline : nullptr;
 }
 
-// Rearranges x: an item is kPackRows rows.
+// What is done to the rows of x before they are multiplied.
+struct Prologue {
+  enum Kind { kNone, kNorm, kSwiglu } kind = kNone;
+  const void* x = nullptr;       // [rows, inner], or [rows, 2, inner] for kSwiglu
+  const void* weight = nullptr;  // [inner] of kNorm
+  float eps = 0;
+
+  // Writes a row of m.x.
+  void apply(const RowFunctions& functions, const Matmul& m, int64_t row) const {
+    const int64_t bytes = m.w.inner * (m.x_bfloat16 ? 2 : 4);
+    auto* to = static_cast<char*>(const_cast<void*>(m.x)) + row * bytes;
+    const auto* from = static_cast<const char*>(x) + row * bytes * (kind == kSwiglu ? 2 : 1);
+    if (kind == kNorm) functions.norm(from, weight, eps, m.w.inner, m.x_bfloat16, to);
+    if (kind == kSwiglu) functions.swiglu(from, from + bytes, m.w.inner, m.x_bfloat16, to);
+  }
+};
+
+const RowFunctions& row_functions() {
+#if defined(__x86_64__)
+  if (has_avx512()) return kRowsAvx512;
+  if (has_avx2()) return kRowsAvx2;
+#endif
+  return kRowsBaseline;
+}
+
+// Prepares x: an item is kPackRows rows.
 struct Packing final : Shared {
   Matmul matmul;
+  Prologue prologue;
   const Multiplier* variant;
   void* packed;
 
   void work() override {
+    const RowFunctions& functions = row_functions();
     for (int64_t item = next.fetch_add(1); item < items; item = next.fetch_add(1)) {
-      variant->pack(matmul, item * kPackRows, packed);
+      const int64_t first = item * kPackRows, end = std::min(first + kPackRows, matmul.rows);
+      if (prologue.kind) {
+        for (int64_t row = first; row < end; ++row) prologue.apply(functions, matmul, row);
+      }
+      variant->pack(matmul, first, packed);
       done.fetch_add(1, std::memory_order_release);
     }
   }
@@ -56,7 +94,7 @@ struct Product final : Shared {
   Matmul matmul;
   const Multiplier* variant;
   Block block;
-  std::unique_ptr<Scratch> packed;
+  std::unique_ptr<Scratch> x, packed;
   int64_t columns = 0;  // blocks beside each other
 
   void work() override {
@@ -74,8 +112,12 @@ struct Product final : Shared {
 
 int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
-void multiply_all(const Matmul& matmul, const Multiplier* variant, ffi::ThreadPool& threads) {
+void multiply_all(Matmul matmul, const Prologue& prologue, const Multiplier* variant, ffi::ThreadPool& threads) {
   auto product = std::make_shared<Product>();
+  if (prologue.kind) {
+    product->x = std::make_unique<Scratch>(matmul.rows * matmul.w.inner * (matmul.x_bfloat16 ? 2 : 4));
+    matmul.x = product->x->get();
+  }
   product->matmul = matmul;
   product->variant = variant;
   product->packed = std::make_unique<Scratch>(variant->packed_bytes(matmul));
@@ -85,11 +127,12 @@ void multiply_all(const Matmul& matmul, const Multiplier* variant, ffi::ThreadPo
 
   auto packing = std::make_shared<Packing>();
   packing->matmul = matmul;
+  packing->prologue = prologue;
   packing->variant = variant;
   packing->packed = product->packed->get();
   packing->items = parts(matmul.rows, kPackRows);
-  const int64_t work_per_number = 4;
-  run(packing, matmul.rows * matmul.w.inner * work_per_number, threads);
+  const int64_t work_per_number = prologue.kind ? 8 : 4;
+  if (prologue.kind || variant->packed_bytes(matmul)) run(packing, matmul.rows * matmul.w.inner * work_per_number, threads);
   run(product, matmul.rows * matmul.w.out * matmul.w.inner, threads);
 }
 
@@ -101,10 +144,10 @@ bool is_matrix(const ffi::AnyBuffer& buffer, int64_t rows) {
 
 ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("matmul: " + what); }
 
-// Fills in where the scales and zeros of a quantised weight lie.
-ffi::Error add_scales(Weight& w, const ffi::RemainingArgs& rest) {
-  if (rest.size() != 1 && rest.size() != 2) return invalid("codes come with scales, and perhaps zeros");
-  for (size_t i = 0; i < rest.size(); ++i) {
+// Fills in where the scales and zeros of a quantised weight lie: the first `count` of the rest.
+ffi::Error add_scales(Weight& w, const ffi::RemainingArgs& rest, size_t count) {
+  if (count != 1 && count != 2) return invalid("codes come with scales, and perhaps zeros");
+  for (size_t i = 0; i < count; ++i) {
     const auto numbers = rest.get<ffi::AnyBuffer>(i);
     if (!numbers.has_value() || !is_matrix(*numbers, w.out) || !is_number(numbers->element_type())) {
       return invalid("scales and zeros are matrices of bfloat16 or float32 with a row for each output");
@@ -120,10 +163,29 @@ ffi::Error add_scales(Weight& w, const ffi::RemainingArgs& rest) {
   return ffi::Error::Success();
 }
 
+// How x becomes the rows that are multiplied. A norm's weight is the last of the rest.
+ffi::Error add_prologue(Prologue& p, std::string_view name, float eps, const ffi::AnyBuffer& x,
+                        const ffi::RemainingArgs& rest, int64_t inner) {
+  p.x = x.untyped_data();
+  p.eps = eps;
+  p.kind = name == "norm" ? Prologue::kNorm : name == "swiglu" ? Prologue::kSwiglu : Prologue::kNone;
+  if (p.kind == Prologue::kNone && !name.empty()) return invalid("no prologue " + std::string(name));
+  if (x.dimensions()[1] != inner * (p.kind == Prologue::kSwiglu ? 2 : 1)) return invalid("x does not fit the weight");
+  if (p.kind != Prologue::kNorm) return ffi::Error::Success();
+  const auto weight = rest.get<ffi::AnyBuffer>(rest.size() - 1);
+  if (!weight.has_value() || weight->element_type() != x.element_type() || weight->element_count() != size_t(inner)) {
+    return invalid("a norm has a weight [inputs] of the dtype of x");
+  }
+  p.weight = weight->untyped_data();
+  return ffi::Error::Success();
+}
+
 ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest,
-                  ffi::Result<ffi::AnyBuffer> y, int64_t bits, std::string_view variant) {
+                  ffi::Result<ffi::AnyBuffer> y, int64_t bits, std::string_view variant, std::string_view prologue,
+                  float eps) {
   if (x.dimensions().size() != 2 || w.dimensions().size() != 2) return invalid("operands must be matrices");
-  const int64_t rows = x.dimensions()[0], inner = x.dimensions()[1], out = w.dimensions()[0];
+  const int64_t rows = x.dimensions()[0], out = w.dimensions()[0];
+  const int64_t inner = bits == 16 ? w.dimensions()[1] : x.dimensions()[1] / (prologue == "swiglu" ? 2 : 1);
   if (!is_number(x.element_type()) || !is_number(y->element_type())) return invalid("no kernel for this dtype");
   const bool bfloat16 = x.element_type() == ffi::BF16;
   const int64_t units = parts(inner, kUnitSteps * kStep) * kUnitSteps * kStep;
@@ -140,9 +202,12 @@ ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
   m.w.groups = 1;
   m.w.row_bytes = per_row * (bits == 16 ? 2 : 1);
   if (bits != 16) {
-    auto error = add_scales(m.w, rest);
+    auto error = add_scales(m.w, rest, rest.size() - (prologue == "norm"));
     if (error.failure()) return error;
   }
+  Prologue first;
+  auto error = add_prologue(first, prologue, eps, x, rest, inner);
+  if (error.failure()) return error;
   m.x = x.untyped_data();
   m.y = y->untyped_data();
   m.x_bfloat16 = bfloat16;
@@ -150,7 +215,7 @@ ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
   m.rows = rows;
   const Multiplier* multiplier = choose(variant, bfloat16, rows);
   if (multiplier == nullptr) return invalid("this machine has no variant " + std::string(variant) + " for this dtype");
-  multiply_all(m, multiplier, threads);
+  multiply_all(m, first, multiplier, threads);
   return ffi::Error::Success();
 }
 
@@ -165,7 +230,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, jaxserve::matmul,
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("bits")
-                                  .Attr<std::string_view>("variant"));
+                                  .Attr<std::string_view>("variant")
+                                  .Attr<std::string_view>("prologue")
+                                  .Attr<float>("eps"));
 
 // Whether this machine has the named variant of the product, for bfloat16.
 extern "C" bool jaxserve_has_matmul(const char* name, size_t length) {

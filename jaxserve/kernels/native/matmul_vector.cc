@@ -2,31 +2,21 @@
 //
 // Four rows of the weight are widened, with their scales, into a buffer that stays in cache; then groups of up to kRows
 // rows of x are multiplied by them, so that neither is read more often than registers allow.
-//
-// This file is compiled several times with different flags. It must not use inline functions of the standard library:
-// the linker would keep one copy of them, perhaps one with instructions that this machine lacks.
-
-#include <cstring>
 
 #include "groups.h"
 #include "matmul.h"
+#include "vectors.h"
 
-#if defined(__AVX512F__)
-#define LANES 16
+#if LANES == 16
 #define MULTIPLIER kMatmulAvx512
-#elif defined(__AVX2__)
-#define LANES 8
+#elif LANES == 8
 #define MULTIPLIER kMatmulAvx2
 #else
-#define LANES 4
 #define MULTIPLIER kMatmulBaseline
 #endif
 
 namespace jaxserve {
 namespace {
-
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kRows = 6;  // rows of x that stay in registers with kOuts sums each: 24 of 32
@@ -36,32 +26,6 @@ constexpr int kRows = 2;  // 8 of 16
 constexpr int kOuts = 4;
 constexpr int64_t kBlockRows = 96;
 constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly
-
-inline Floats load(const float* p) {
-  Floats x;
-  memcpy(&x, p, sizeof(x));
-  return x;
-}
-
-#if defined(__clang__)
-#define SHUFFLE(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
-#else
-#define SHUFFLE(x, ...) __builtin_shuffle(x, Ints{__VA_ARGS__})
-#endif
-
-inline float sum(Floats x) {
-#if LANES == 16
-  x += SHUFFLE(x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  x += SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-  x += SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-#elif LANES == 8
-  x += SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3);
-  x += SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5);
-#else
-  x += SHUFFLE(x, 2, 3, 0, 1);
-#endif
-  return x[0] + x[1];
-}
 
 inline uint16_t round_to_bfloat16(float x) {  // to nearest even; NaN stays NaN
   uint32_t bits;

@@ -1,0 +1,19 @@
+// What a product may do to the rows of x on their way (rows.cc), chosen at run time (matmul_call.cc).
+
+#pragma once
+
+#include <cstdint>
+
+namespace jaxserve {
+
+// Of one instruction set. Numbers are bfloat16 or float32, sums and functions are in float32.
+struct RowFunctions {
+  // to [size] = x / sqrt(mean(x^2) + eps) * weight: root-mean-square normalisation.
+  void (*norm)(const void* x, const void* weight, float eps, int64_t size, bool bfloat16, void* to);
+  // to [size] = silu(gate) * up.
+  void (*swiglu)(const void* gate, const void* up, int64_t size, bool bfloat16, void* to);
+};
+
+extern const RowFunctions kRowsAvx512, kRowsAvx2, kRowsBaseline;
+
+}  // namespace jaxserve

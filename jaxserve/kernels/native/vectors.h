@@ -1,0 +1,108 @@
+// Vectors of LANES floats on the compiler's vector extension, for files that are compiled once per instruction set. In an
+// unnamed namespace, so that every unit has a copy of its own; for the same reason such files must not use inline functions
+// of the standard library: the linker would keep one copy of them, perhaps one with instructions that this machine lacks.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+namespace jaxserve {
+namespace {
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef int16_t Shorts __attribute__((vector_size(LANES * 2)));
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+inline Floats load(const float* p) {
+  Floats x;
+  memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+inline void store(float* p, Floats x) { memcpy(p, &x, sizeof(x)); }
+
+inline Floats splat(float x) { return Floats{} + x; }
+
+template <typename To, typename From>
+inline To convert(From x) {
+  return __builtin_convertvector(x, To);
+}
+
+inline float sum(Floats x) {
+#if LANES == 16
+  x += SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x += SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  x += SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+#elif LANES == 8
+  x += SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+  x += SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
+#else
+  x += SHUFFLE(x, x, 2, 3, 0, 1);
+#endif
+  return x[0] + x[1];
+}
+
+// 2 * LANES consecutive values in two vectors: for bfloat16 the even and the odd ones, which takes no shuffles. Who reads
+// and writes by pairs need not know the order.
+struct Pair {
+  Floats first, second;
+};
+
+inline Pair unpack(Bits x) { return {(Floats)(x << 16), (Floats)(x & 0xffff0000u)}; }
+
+inline Pair load_pair(const float* p) { return {load(p), load(p + LANES)}; }
+
+inline Pair load_pair(const uint16_t* p) { return unpack((Bits)load(reinterpret_cast<const float*>(p))); }
+
+inline void store_pair(float* p, Pair x) {
+  store(p, x.first);
+  store(p + LANES, x.second);
+}
+
+inline Bits round_to_bfloat16(Floats x) {  // in the upper half; to nearest even; NaN stays NaN
+  Bits bits = (Bits)x;
+  return x == x ? bits + 0x7fff + ((bits >> 16) & 1) : Bits{} + 0x7fc00000u;
+}
+
+inline void store_pair(uint16_t* p, Pair x) {
+  Bits pair = round_to_bfloat16(x.first) >> 16 | (round_to_bfloat16(x.second) & 0xffff0000u);
+  memcpy(p, &pair, sizeof(pair));
+}
+
+// 2^x for x <= 0, to 2e-7 relative: a polynomial on [-1/2, 1/2] and the exponent's bits. 0 below 2^-126.
+inline Floats exp2(Floats x) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  Floats whole = x < -126.0f ? splat(-126.0f) : x;
+  Floats shifted = whole + magic;
+  Floats f = whole - (shifted - magic);
+  Floats p = 1.5403530e-4f * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  Floats power = (Floats)(((Bits)shifted << 23) + 0x3f800000u);
+  return x < -126.0f ? Floats{} : p * power;
+}
+
+}  // namespace
+}  // namespace jaxserve
