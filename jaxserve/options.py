@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from jaxserve.core.config import KVCacheDType
+from jaxserve.core.config import KernelBackend, KVCacheDType
 
 
 def option(group: str, text: str, **more: Any) -> Any:
@@ -52,6 +52,10 @@ class EngineOptions:
     ] = None
     tp: Annotated[int | None, option("Parallelism", "Tensor parallelism: devices that share every layer.")] = None
     pp: Annotated[int | None, option("Parallelism", "Pipeline parallelism: stages of layers.")] = None
+    kernel_backend: Annotated[
+        KernelBackend | None,
+        option("Compilation", "Kernels: native on CPU, pallas on GPU, or xla alone; default: auto, the fastest there."),
+    ] = None
 
 
 @dataclass(frozen=True)

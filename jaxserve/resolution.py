@@ -17,14 +17,14 @@ from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.control import Ledger, Plan, chain_of, static_plan
-from jaxserve.core.config import EngineConfig, KVCacheDType, ModelConfig
+from jaxserve.core.config import EngineConfig, KernelBackend, KVCacheDType, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.core.precision import layer_precisions, parse_precision
 from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.memory import StageMemory, block_bytes, stage_memory
 from jaxserve.hardware import device_memory, host_memory
-from jaxserve.kernels import is_elastic
+from jaxserve.kernels import is_elastic, native
 from jaxserve.models.quantized import split_unit
 from jaxserve.parallel.padding import physical_config
 
@@ -89,6 +89,7 @@ def resolve(config: EngineConfig) -> Resolved:
     variants = _variants(config, precisions, model.dtype)
     plan = static_plan(chain_of(precisions, model.dtype), kv_pages=0, devices=len(devices), **degrees)
     physical = physical_config(model, config.tp, split_unit((*precisions, *variants)) if config.tp > 1 else 1)
+    physical = replace(physical, kernel_backend=_kernel_backend(config, platform))
     wanted_len = _wanted_len(config, model)
     buckets = _buckets(config, platform, wanted_len)
     kv_dtype = _kv_dtype(config, model)
@@ -131,6 +132,19 @@ def _kv_dtype(config: EngineConfig, model: ModelConfig) -> str:
         names = ", ".join(get_args(KVCacheDType))
         raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; there are {names}")
     return model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def _kernel_backend(config: EngineConfig, platform: str) -> KernelBackend:
+    """As the user says. Raises `ConfigError` for kernels that cannot run here."""
+    backend = config.kernel_backend
+    if backend not in get_args(KernelBackend):
+        raise ConfigError(f"kernel_backend is {backend!r}; there are {', '.join(get_args(KernelBackend))}")
+    homes = {"native": "cpu", "pallas": "gpu"}
+    if homes.get(backend, platform) != platform:
+        raise ConfigError(f"kernel_backend is {backend!r}, which runs on {homes[backend]}; the devices are {platform}")
+    if backend == "native" and not native.targets():
+        raise ConfigError("kernel_backend is 'native', and the native kernels are not there: see the warning above")
+    return backend
 
 
 def _devices(wanted: int) -> tuple[jax.Device, ...]:

@@ -19,8 +19,9 @@ from bench.gpu_parts.ceilings import random
 from bench.gpu_parts.costs import WORD, Cost, seen
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.gpu_parts.timing import seconds_per_call, timed_row
+from jaxserve.core.config import KernelBackend
 from jaxserve.kernels import AttentionMeta, grouped_matmul, kv_pool, kv_write, matmul, paged_attention
-from jaxserve.kernels.gpu import Choice, uses_pallas
+from jaxserve.kernels.backend import uses_pallas
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import packed_bytes
 
@@ -87,12 +88,12 @@ def cases(sizes: Sizes) -> Iterator[Case]:
         yield experts(sizes, n)
 
 
-def choices() -> tuple[Choice, ...]:
+def choices() -> tuple[KernelBackend, ...]:
     """What the engine takes, and XLA beside it where that is another one."""
     return ("auto", "xla") if uses_pallas("auto") else ("auto",)
 
 
-def name_of(case: str, gpu: Choice) -> str:
+def name_of(case: str, gpu: KernelBackend) -> str:
     """A case with what was forced."""
     return case if gpu == "auto" else f"{case}, by XLA"
 
@@ -124,7 +125,7 @@ def product(name: str, n: int, out: int, inner: int) -> Case:
     return Case("matmul", name, inputs, matmul, cost)
 
 
-def quantised(model: Model, gpu: Choice) -> Iterator[Case]:
+def quantised(model: Model, gpu: KernelBackend) -> Iterator[Case]:
     """The layer's largest product with a weight in fewer bits."""
     s = model.shape
     for bits in (4, 8):
@@ -133,7 +134,7 @@ def quantised(model: Model, gpu: Choice) -> Iterator[Case]:
             yield quantised_product(name, n, 2 * s.intermediate, s.hidden, bits, gpu)
 
 
-def quantised_product(name: str, n: int, out: int, inner: int, bits: int, gpu: Choice) -> Case:
+def quantised_product(name: str, n: int, out: int, inner: int, bits: int, gpu: KernelBackend) -> Case:
     """[n, inner] times [out, inner], all codes being equally likely."""
     groups = -(-inner // GROUP)
 
@@ -165,7 +166,7 @@ def experts(sizes: Sizes, n: int) -> Case:
     return Case("grouped_matmul", f"{count} experts, {n} rows", inputs, grouped_matmul, cost)
 
 
-def decode_attention(model: Model, n: int, context: int, gpu: Choice) -> Case:
+def decode_attention(model: Model, n: int, context: int, gpu: KernelBackend) -> Case:
     """One token of each of n sequences, whose pages lie scattered over the pool."""
     s = model.shape
     width = -(-context // PAGE)
@@ -178,12 +179,12 @@ def decode_attention(model: Model, n: int, context: int, gpu: Choice) -> Case:
 
     flops = 4 * n * context * s.heads * s.head_dim
     moved = n * context * 2 * s.kv_heads * s.head_dim + 2 * n * s.heads * s.head_dim
-    call = partial(paged_attention, scale=s.head_dim**-0.5, gpu=gpu)
+    call = partial(paged_attention, scale=s.head_dim**-0.5, backend=gpu)
     name = name_of(f"{model.name} decode, {n} x {context}", gpu)
     return Case("paged_attention", name, inputs, call, Cost(WORD * moved, flops))
 
 
-def prefill_attention(model: Model, tokens: int, tile: int, gpu: Choice) -> Case:
+def prefill_attention(model: Model, tokens: int, tile: int, gpu: KernelBackend) -> Case:
     """All tokens of one sequence, tile by tile."""
     s = model.shape
     width, tiles = -(-tokens // PAGE), -(-tokens // tile)
@@ -198,7 +199,7 @@ def prefill_attention(model: Model, tokens: int, tile: int, gpu: Choice) -> Case
 
     flops = 4 * seen(tokens) * s.heads * s.head_dim
     moved = tokens * 2 * s.kv_heads * s.head_dim + 2 * tokens * s.heads * s.head_dim
-    call = partial(paged_attention, scale=s.head_dim**-0.5, gpu=gpu)
+    call = partial(paged_attention, scale=s.head_dim**-0.5, backend=gpu)
     name = name_of(f"{model.name} prefill, {tokens} tokens", gpu)
     return Case("paged_attention", name, inputs, call, Cost(WORD * moved, flops))
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.config import EngineConfig, KernelBackend
 from jaxserve.core.errors import ConfigError
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
@@ -159,6 +159,7 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[int | None, _option("Engine", "Tokens of one step.")] = None
     tp: Annotated[int, _option("Engine", "Tensor parallelism.")] = 1
     pp: Annotated[int, _option("Engine", "Pipeline parallelism.")] = 1
+    kernel_backend: Annotated[KernelBackend, _option("Engine", "native on CPU, pallas on GPU, or xla alone.")] = "auto"
 
     def config(self) -> EngineConfig:
         """As the engine takes it."""

@@ -6,6 +6,9 @@ from typing import Literal
 
 DType = Literal["bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "int8"]
+KernelBackend = Literal["auto", "native", "pallas", "xla"]
+"""What runs an operation: native kernels (on CPU), Pallas kernels (on GPU), XLA alone, or the best of what is there.
+Whatever is chosen, XLA does what a kernel does not take."""
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -65,6 +68,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     shards: int = 1  # devices that every block is split over
     vocab_padding: int = 0  # zero rows after the vocabulary, so that it splits evenly over devices
+    kernel_backend: KernelBackend = "auto"  # what may run its operations
 
     @property
     def vocab_rows(self) -> int:
@@ -118,6 +122,7 @@ class EngineConfig:
     pp: int = 1
     dp: int = 1
     # compilation
+    kernel_backend: KernelBackend = "auto"
     compile_cache: str | Path | None = None  # None: jaxserve/xla in the user's cache directory
     warmup: bool = True
     fuse: bool | None = None  # the fused tier; None: on for GPU

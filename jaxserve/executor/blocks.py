@@ -8,6 +8,7 @@ path that costs least.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -97,7 +98,9 @@ class BlockBuilder:
 
     def _layer(self, module: Callable, placement: Placement, window: int | None) -> Executable:
         """(x [T, E], cos, sin [T, D/2], slots i32[T], meta, pool, leaves) -> (x, pool); the pool is donated."""
-        attention = _attention(placement, scale=self.config.head_dim**-0.5, window=window)
+        attention = _attention(
+            placement, scale=self.config.head_dim**-0.5, window=window, backend=self.config.kernel_backend
+        )
 
         def layer(
             x: Array, cos: Array, sin: Array, slots: Array, meta: AttentionMeta, pool: Array, *leaves: Array
@@ -137,7 +140,7 @@ def _merge(graphdef: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, leaves: t
     return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
 
 
-def _attention(placement: Placement, **kwargs: float | int | None) -> Callable[..., tuple[Array, Array]]:
+def _attention(placement: Placement, **kwargs: Any) -> Callable[..., tuple[Array, Array]]:
     """(q, k, v, pool, slots, meta) -> (out, pool), each device working on its own kv heads alone."""
 
     def attention(q: Array, k: Array, v: Array, pool: Array, slots: Array, meta: AttentionMeta) -> tuple[Array, Array]:

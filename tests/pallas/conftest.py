@@ -2,7 +2,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 
-from jaxserve.kernels.gpu import uses_pallas
+from jaxserve.kernels.backend import uses_pallas
 from pallas_kernels.mosaic import CAN_INTERPRET
 from pallas_kernels.targets import compile_for, missing
 

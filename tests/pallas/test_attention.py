@@ -125,7 +125,7 @@ def test_a_layers_write_and_read_leave_the_pool_where_it_is(compile_for_h200):
 
     def step(pool, q, k, v, slots, meta):
         pool = kv_write(pool, k, v, slots)
-        return pool, dispatched(q, pool, meta, scale=0.1, gpu="pallas")
+        return pool, dispatched(q, pool, meta, scale=0.1, backend="pallas")
 
     compiled = compile_for_h200(step, pool, q, kv, kv, slots, meta, donate=(0,))
     stats = compiled.memory_analysis()
@@ -136,12 +136,12 @@ def test_a_layers_write_and_read_leave_the_pool_where_it_is(compile_for_h200):
 
 def test_the_choice_can_be_forced():
     q, pool, meta = arguments(*REAL["decode"])
-    assert "mosaic_gpu" in lowered(partial(dispatched, scale=0.1, gpu="pallas"), q, pool, meta)
-    assert "mosaic_gpu" not in lowered(partial(dispatched, scale=0.1, gpu="xla"), q, pool, meta)
+    assert "mosaic_gpu" in lowered(partial(dispatched, scale=0.1, backend="pallas"), q, pool, meta)
+    assert "mosaic_gpu" not in lowered(partial(dispatched, scale=0.1, backend="xla"), q, pool, meta)
 
 
 @pytest.mark.parametrize("shape", [(4, 0, 8, 2, 2, 80, 16, 8), (4, 0, 8, 2, 2, 64, 4, 8), (4, 0, 8, 2, 2, 64, 24, 8)])
 def test_other_shapes_go_through_xla(shape):
     q, pool, meta = arguments(*shape)
     assert not supports(q, pool)
-    assert "mosaic_gpu" not in lowered(partial(dispatched, scale=0.1, gpu="pallas"), q, pool, meta)
+    assert "mosaic_gpu" not in lowered(partial(dispatched, scale=0.1, backend="pallas"), q, pool, meta)

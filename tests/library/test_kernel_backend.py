@@ -1,0 +1,64 @@
+"""`kernel_backend`: what may run the operations of a model, chosen from outside."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
+from jaxserve.factory import build
+from jaxserve.kernels import native
+from jaxserve.kernels.native.library import ATTENTION
+from jaxserve.resolution import resolve
+from tests.reference import Reference
+
+OPTIONS = {
+    "load_format": "dummy", "warmup": False, "memory_gb": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32,
+}  # fmt: skip
+without_native = pytest.mark.skipif(not native.targets(), reason="the native library has not been built")
+
+
+def layer_program(model: Path, **options: object) -> str:
+    """A layer's program for the smallest step, before XLA has seen it."""
+    built = build(EngineConfig(model=model, **OPTIONS, **options))
+    try:
+        executor = built.instances[0].executor
+        stage, shape = executor._stages[0], executor.buckets.all()[-1]
+        tokens, _, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)
+        x = stage.embed.executable(tokens, executor.sampler.newest, *stage.embed.leaves)
+        return stage.layers[0].executable.lower(x, *context, executor.pools[0], *stage.layers[0].leaves).as_text()
+    finally:
+        built.close()
+
+
+@without_native
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_choice_reaches_the_kernels(tiny_model: Path, tp: int) -> None:
+    assert ATTENTION in layer_program(tiny_model, tp=tp)
+    assert ATTENTION in layer_program(tiny_model, tp=tp, kernel_backend="native")
+    assert ATTENTION not in layer_program(tiny_model, tp=tp, kernel_backend="xla")
+
+
+@pytest.mark.parametrize("backend", ["xla", pytest.param("native", marks=without_native)])
+def test_every_backend_says_the_same(tiny_model: Path, reference: Reference, backend: str) -> None:
+    prompt = list(range(3, 60))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(tiny_model, kernel_backend=backend, **OPTIONS) as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == reference.greedy(prompt, 8)
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [("pallas", "'pallas', which runs on gpu; the devices are cpu"), ("cuda", "there are auto, native, pallas, xla")],
+)
+def test_kernels_that_cannot_run_here_are_refused(tiny_model: Path, backend: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineConfig(model=tiny_model, kernel_backend=backend, **OPTIONS))
+
+
+def test_native_kernels_that_are_not_there_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "targets", frozenset)
+    with pytest.raises(ConfigError, match="the native kernels are not there"):
+        resolve(EngineConfig(model=tiny_model, kernel_backend="native", **OPTIONS))
+    assert resolve(EngineConfig(model=tiny_model, **OPTIONS)).physical.kernel_backend == "auto"
