@@ -141,14 +141,40 @@ def test_a_rows_output_does_not_depend_on_the_rows_beside_it():
         np.testing.assert_array_equal(alone[0].astype(jnp.float32), together[row].astype(jnp.float32))
 
 
-def test_a_nan_query_is_not_hidden(native_kernels):
-    shape = Shape(B=1, N=0)
+@pytest.mark.parametrize("shape", [Shape(B=1, N=0), Shape(B=1, N=0, dtype="bfloat16", kv_dtype="int8")])
+def test_a_nan_query_is_not_hidden(native_kernels, shape):
     problem = make_problem(shape, 0)
     q = problem.q.at[0, 0, 0].set(jnp.nan)
     for attention in (xla_cpu.paged_attention, native_kernels.paged_attention):
         out = attention(q, problem.pool, problem.meta, scale=SCALE)
         assert jnp.isnan(out[0, 0, 0]).all()
         assert not jnp.isnan(out[0, 0, 1:]).any()
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_integer_products_lose_nothing_beside_a_bfloat16(native_kernels, lanes):
+    """Queries and weights of all magnitudes: what comes out is off by its own rounding and hardly more."""
+    shape = Shape(kv_dtype="int8", dtype="bfloat16", D=128, S=16, W=24)
+    problem = make_problem(shape, 0)
+    rng = np.random.default_rng(1)
+    q = (np.asarray(problem.q, np.float32) * 2.0 ** rng.integers(-6, 3, problem.q.shape)).astype(problem.q.dtype)
+    problem = replace(problem, q=jnp.asarray(q))
+    out = native_kernels.paged_attention(problem.q, problem.pool, problem.meta, scale=SCALE, max_lanes=lanes)
+    answer = dense_answer(problem, SCALE, None)
+    np.testing.assert_allclose(np.asarray(out, np.float32), answer, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
+def test_what_is_not_finite_in_an_int8_page_is_not_hidden(native_kernels, dtype, half):
+    shape = Shape(B=1, N=0, kv_dtype="int8", dtype=dtype)
+    problem = make_problem(shape, 0)
+    page = int(problem.meta.decode_pages[0, 0])
+    pool = problem.pool.at[page, 0, half, 0, shape.D :].set(-1)  # the scale's bytes: NaN
+    for attention in (xla_cpu.paged_attention, native_kernels.paged_attention):
+        out = attention(problem.q, pool, problem.meta, scale=SCALE)
+        assert jnp.isnan(out[0, 0]).all()
+        assert not jnp.isnan(out[0, 1:]).any()
 
 
 def test_native_kernel_refuses_pages_and_positions_that_do_not_exist(native_kernels):

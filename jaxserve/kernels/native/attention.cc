@@ -6,25 +6,18 @@
 // decode row is a tile of one token, whose rows are the query heads that share the kv head.
 //
 // Of int8 rows only the codes are widened. Their scales multiply the scores and the weights, once for each position.
-//
-// This file is compiled several times with different flags. It must not use inline functions of the standard library:
-// the linker would keep one copy of them, perhaps one with instructions that this machine lacks.
 
 #include "attention.h"
 
-#include <cstring>
-#include <utility>
+#include "softmax.h"
 
-#if defined(__AVX512F__)
-#define LANES 16
+#if LANES == 16
 #define COLUMNS 4  // vectors of a row that stay in registers: 6 rows x 4 = 24 of 32
 #define ATTEND attend_avx512
-#elif defined(__AVX2__)
-#define LANES 8
+#elif LANES == 8
 #define COLUMNS 2  // 6 x 2 = 12 of 16
 #define ATTEND attend_avx2
 #else
-#define LANES 4
 #if defined(__aarch64__)
 #define COLUMNS 4
 #else
@@ -36,40 +29,7 @@
 namespace jaxserve {
 namespace {
 
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
-typedef int16_t Shorts __attribute__((vector_size(LANES * 2)));
-
-constexpr int kBlock = 64;  // positions
 constexpr int kRows = 6;
-constexpr int kVectors = kBlock / LANES;
-constexpr float kLog2E = 1.4426950408889634f;
-
-inline Floats load(const float* p) {
-  Floats x;
-  memcpy(&x, p, sizeof(x));
-  return x;
-}
-
-inline void store(float* p, Floats x) { memcpy(p, &x, sizeof(x)); }
-
-// 2 * LANES consecutive values in two vectors: for bfloat16 the even and the odd ones, which takes no shuffles. Queries,
-// keys, values and outputs all keep this order of dimensions, so that it cancels out.
-struct Pair {
-  Floats first, second;
-};
-
-inline Pair unpack(Bits x) { return {(Floats)(x << 16), (Floats)(x & 0xffff0000u)}; }
-
-inline Pair load_pair(const float* p) { return {load(p), load(p + LANES)}; }
-
-inline Pair load_pair(const uint16_t* p) { return unpack((Bits)load(reinterpret_cast<const float*>(p))); }
-
-template <typename To, typename From>
-inline To convert(From x) {
-  return __builtin_convertvector(x, To);
-}
 
 // int8 codes as pairs in the order that T has.
 template <typename T>
@@ -91,83 +51,17 @@ inline Pair load_codes<uint16_t>(const int8_t* p) {
   return {convert<Floats>(convert<Ints>((Shorts)(x << 8) >> 8)), convert<Floats>(convert<Ints>(x >> 8))};
 }
 
-inline void store_pair(float* p, Pair x) {
-  store(p, x.first);
-  store(p + LANES, x.second);
-}
-
-inline Bits round_to_bfloat16(Floats x) {  // in the upper half; to nearest even; NaN stays NaN
-  Bits bits = (Bits)x;
-  return x == x ? bits + 0x7fff + ((bits >> 16) & 1) : Bits{} + 0x7fc00000u;
-}
-
-inline void store_pair(uint16_t* p, Pair x) {
-  Bits pair = round_to_bfloat16(x.first) >> 16 | (round_to_bfloat16(x.second) & 0xffff0000u);
-  memcpy(p, &pair, sizeof(pair));
-}
-
-inline Floats splat(float x) { return Floats{} + x; }
-
-template <size_t... I>
-inline Ints iota(std::index_sequence<I...>) {
-  return Ints{(int32_t)I...};
-}
-
-// 2^x for x <= 0, to 2e-7 relative: a polynomial on [-1/2, 1/2] and the exponent's bits. 0 below 2^-126.
-inline Floats exp2(Floats x) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  Floats whole = x < -126.0f ? splat(-126.0f) : x;
-  Floats shifted = whole + magic;
-  Floats f = whole - (shifted - magic);
-  Floats p = 1.5403530e-4f * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
-  Floats power = (Floats)(((Bits)shifted << 23) + 0x3f800000u);
-  return x < -126.0f ? Floats{} : p * power;
-}
-
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
-#endif
-
-template <int S, size_t... I>
-inline float max_lane(Floats x, std::index_sequence<I...> lanes) {
-  if constexpr (S == 0) {
-    return x[0];
-  } else {
-    Floats y = SHUFFLE(x, x, (int32_t)((I + S) % LANES)...);
-    return max_lane<S / 2>(x > y ? x : y, lanes);
-  }
-}
-
-// One step of a transposition: exchanges the off-diagonal S x S squares of every 2S x 2S square.
-template <int S, size_t... I>
-inline void exchange(Floats (&x)[LANES], std::index_sequence<I...> lanes) {
-  for (int i = 0; i < LANES; ++i) {
-    if (i & S) continue;
-    Floats a = x[i], b = x[i + S];
-    x[i] = SHUFFLE(a, b, (int32_t)(I & S ? LANES + I - S : I)...);
-    x[i + S] = SHUFFLE(a, b, (int32_t)(I & S ? LANES + I : I + S)...);
-  }
-  if constexpr (S > 1) exchange<S / 2>(x, lanes);
-}
-
 // The vectors and buffers of one tile and head, all in `scratch`.
 struct Scratch {
   float *q, *out, *keys, *values, *scores, *decay, *top, *total;
-  float *key_scales, *value_scales;  // [kBlock], of int8 rows
+  Scales scales;  // of int8 rows
 };
 
 // One tile of keys: LANES positions x LANES floats (or pairs of bfloat16) from dimension d on; zero from `count` on.
 template <typename T>
 inline void load_transposed(const T* const* rows, int count, int64_t d, Floats (&x)[LANES]) {
   for (int i = 0; i < LANES; ++i) x[i] = i < count ? load(reinterpret_cast<const float*>(rows[i] + d)) : Floats{};
-  exchange<LANES / 2>(x, std::make_index_sequence<LANES>());
+  transpose(x);
 }
 
 // Keys [count, D] at `rows` to keys[D, kBlock], zero from `count` on, dimensions in the order of pairs.
@@ -216,7 +110,7 @@ void transpose_codes(const int8_t* const* rows, int count, int64_t dims, float* 
           memcpy(&x[i], rows[t + i] + d, kStep / 2);
         }
       }
-      exchange<LANES / 2>(x, std::make_index_sequence<LANES>());
+      transpose(x);
       for (int i = 0; i < step / 4; ++i) {
         float* const to = keys + t;
         for (int b = 0; b < 4; ++b) {
@@ -264,41 +158,6 @@ void multiply_values(const float* weights, const float* values, int count, int64
   }
 }
 
-// Turns one row's scores into weights relative to the row's new maximum, for the positions [begin, end) of the block;
-// returns by how much what was summed before must be scaled. With S, scores and weights have yet to be scaled.
-template <bool S>
-float soften(float* scores, int64_t begin, int64_t end, float* top, float* total, const Scratch& s) {
-  if (end <= begin) {
-    for (int j = 0; j < kVectors; ++j) store(scores + j * LANES, Floats{});
-    return 1.0f;
-  }
-  const auto lanes = std::make_index_sequence<LANES>();
-  Floats x[kVectors], best = splat(-__builtin_inff());
-  const bool partial = begin > 0 || end < kBlock;
-  for (int j = 0; j < kVectors; ++j) {
-    x[j] = load(scores + j * LANES);
-    if constexpr (S) x[j] *= load(s.key_scales + j * LANES);
-    if (partial) {
-      Ints position = iota(lanes) + j * LANES;
-      x[j] = ((position >= (int32_t)begin) & (position < (int32_t)end)) ? x[j] : splat(-__builtin_inff());
-    }
-    best = x[j] > best ? x[j] : best;
-  }
-  const float block_top = max_lane<LANES / 2>(best, lanes);
-  const float new_top = block_top > *top ? block_top : *top;
-  const Floats decay = exp2(splat(*top - new_top));
-  Floats sum = load(total) * decay;
-  for (int j = 0; j < kVectors; ++j) {
-    Floats weight = exp2(x[j] - new_top);
-    sum += weight;
-    if constexpr (S) weight *= load(s.value_scales + j * LANES);
-    store(scores + j * LANES, weight);
-  }
-  store(total, sum);
-  *top = new_top;
-  return decay[0];
-}
-
 // R rows against the block of `count` positions from `position` on; row r of the tile belongs to token r / groups.
 template <int R, bool S>
 void attend_rows(const Attention& a, const Tile& t, int64_t row, int64_t position, int count, const Scratch& s) {
@@ -311,7 +170,7 @@ void attend_rows(const Attention& a, const Tile& t, int64_t row, int64_t positio
     const int64_t query = t.start + (row + r) / a.groups - position;  // relative to the block
     const int64_t begin = query + 1 > a.window ? query + 1 - a.window : 0;
     const int64_t end = query + 1 < count ? query + 1 : count;
-    s.decay[r] = soften<S>(s.scores + r * kBlock, begin, end, s.top + row + r, s.total + (row + r) * LANES, s);
+    s.decay[r] = soften<S>(s.scores + r * kBlock, begin, end, s.top + row + r, s.total + (row + r) * LANES, s.scales);
   }
   float* out = s.out + row * dims;
   int64_t d = 0;
@@ -348,11 +207,11 @@ void gather_block(const int8_t* const* keys, const int8_t* const* values, int co
   transpose_codes<T>(keys, count, dims, s.keys);
   for (int i = 0; i < count; ++i) {
     for (int64_t d = 0; d < dims; d += 2 * LANES) store_pair(s.values + i * dims + d, load_codes<T>(values[i] + d));
-    memcpy(s.key_scales + i, keys[i] + dims, sizeof(float));
-    memcpy(s.value_scales + i, values[i] + dims, sizeof(float));
+    memcpy(s.scales.keys + i, keys[i] + dims, sizeof(float));
+    memcpy(s.scales.values + i, values[i] + dims, sizeof(float));
   }
-  memset(s.key_scales + count, 0, (size_t)(kBlock - count) * sizeof(float));
-  memset(s.value_scales + count, 0, (size_t)(kBlock - count) * sizeof(float));
+  memset(s.scales.keys + count, 0, (size_t)(kBlock - count) * sizeof(float));
+  memset(s.scales.values + count, 0, (size_t)(kBlock - count) * sizeof(float));
 }
 
 // T: of queries and outputs; P: of the pool.
@@ -364,9 +223,9 @@ void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
   s.values = s.keys + dims * kBlock;
   s.scores = s.values + kBlock * dims;
   s.decay = s.scores + kRows * kBlock;
-  s.key_scales = s.decay + 16;  // kRows, and a whole cache line
-  s.value_scales = s.key_scales + kBlock;
-  s.q = s.value_scales + kBlock;
+  s.scales.keys = s.decay + 16;  // kRows, and a whole cache line
+  s.scales.values = s.scales.keys + kBlock;
+  s.q = s.scales.values + kBlock;
   s.out = s.q + rows * dims;
   s.total = s.out + rows * dims;
   s.top = s.total + rows * LANES;
@@ -388,6 +247,7 @@ void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
   const int64_t end = t.start + t.length;
   for (int64_t position = first_position(a, t); position < end; position += kBlock) {
     const int count = (int)(end - position < kBlock ? end - position : kBlock);
+    prefetch_pages(a, t, head, position + kBlock, end, sizeof(P));
     const P *keys[kBlock], *values[kBlock];
     locate_rows(a, t, head, position, count, keys, values);
     gather_block<T>(keys, values, count, dims, s);

@@ -1,5 +1,5 @@
-// Paged attention of one tile for one kv head, compiled once per instruction set (attention.cc) and chosen at run time
-// (handlers.cc).
+// Paged attention of one tile for one kv head, compiled once per instruction set (attention.cc, attention_vnni.cc)
+// and chosen at run time (attention_call.cc).
 
 #pragma once
 
@@ -53,5 +53,6 @@ using Attend = void (*)(const Attention&, const Tile&, int64_t head, float* scra
 void attend_baseline(const Attention&, const Tile&, int64_t head, float* scratch);
 void attend_avx2(const Attention&, const Tile&, int64_t head, float* scratch);
 void attend_avx512(const Attention&, const Tile&, int64_t head, float* scratch);
+void attend_vnni(const Attention&, const Tile&, int64_t head, float* scratch);  // bfloat16 queries, int8 pools
 
 }  // namespace jaxserve

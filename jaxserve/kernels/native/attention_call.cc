@@ -18,15 +18,19 @@ namespace {
 
 constexpr int64_t kMaxLanes = 16;
 
-// The fastest variant that this machine has, among those of at most `max_lanes` floats to a vector. Each works on pairs
-// of vectors, so head_dim must be a multiple of twice its lanes. Null if there is none.
-Attend best_attend(int64_t max_lanes, int64_t head_dim) {
-  const auto fits = [&](int64_t lanes) { return lanes <= max_lanes && head_dim % (2 * lanes) == 0; };
+// The fastest variant that this machine has, among those of at most `max_lanes` floats to a vector. But for the one
+// that works on codes, each takes pairs of vectors, so head_dim must be a multiple of twice its lanes. Null if there is
+// none.
+Attend best_attend(int64_t max_lanes, const Attention& a) {
+  const auto fits = [&](int64_t lanes) { return lanes <= max_lanes && a.head_dim % (2 * lanes) == 0; };
 #if defined(__x86_64__)
-  if (fits(16) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return attend_avx512;
+  const bool avx512 = max_lanes >= kMaxLanes && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (avx512 && a.bfloat16 && a.int8 && a.head_dim % 16 == 0 && __builtin_cpu_supports("avx512vnni")) {
+    return attend_vnni;
   }
+  if (avx512 && fits(16)) return attend_avx512;
   if (fits(8) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return attend_avx2;
 #endif
   return fits(4) ? attend_baseline : nullptr;
@@ -86,7 +90,7 @@ ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   const bool int8 = pool.element_type() == ffi::S8;
   job->attention = {q.untyped_data(), pool.untyped_data(), out->untyped_data(), bfloat16, int8, shape[1], shape[2],
                     shape[3],         pool_shape[3],       pool_shape[4],       scale,    window};
-  job->attend = best_attend(max_lanes, shape[3]);
+  job->attend = best_attend(max_lanes, job->attention);
   if (job->attend == nullptr) {
     return ffi::Error::InvalidArgument("paged_attention: no kernel for head_dim " + std::to_string(shape[3]));
   }
@@ -122,10 +126,10 @@ ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
 
 }  // namespace
 
-// Keys, values, scores, decay and scales of a block, then q, out, total and top of every row.
+// Keys, values, scores, decay and scales of a block, then q, out, total and top of every row. Codes need less.
 size_t scratch_floats(const Attention& a, int64_t tokens) {
-  const int64_t block = 64, rows = tokens * a.groups;
-  return 2 * block * a.head_dim + 8 * block + kMaxLanes + rows * (2 * a.head_dim + kMaxLanes + 1);
+  const int64_t block = 64, rows = tokens * a.groups, dims = (a.head_dim + 63) / 64 * 64;
+  return 2 * block * dims + 8 * block + kMaxLanes + rows * (2 * dims + kMaxLanes + 1);
 }
 
 }  // namespace jaxserve

@@ -30,6 +30,7 @@ X86_64 = (
     *(("attention.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("matmul_vector.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("rows.cc", flags) for flags in ([], AVX2, AVX512)),
+    ("attention_vnni.cc", [*AVX512, "-mavx512vnni", *QUIET]),
     ("matmul_vnni.cc", VNNI),
     ("matmul_amx.cc", AMX),
 )

@@ -1,0 +1,100 @@
+// The parts of attention that all of its kernels share: blocks of the context, transposition and the online softmax
+// (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). For files as in vectors.h.
+
+#pragma once
+
+#include <utility>
+
+#include "attention.h"
+#include "vectors.h"
+
+namespace jaxserve {
+namespace {
+
+constexpr int kBlock = 64;  // positions
+constexpr int kVectors = kBlock / LANES;
+
+template <size_t... I>
+inline Ints iota(std::index_sequence<I...>) {
+  return Ints{(int32_t)I...};
+}
+
+template <int S, size_t... I>
+inline float max_lane(Floats x, std::index_sequence<I...> lanes) {
+  if constexpr (S == 0) {
+    return x[0];
+  } else {
+    Floats y = SHUFFLE(x, x, (int32_t)((I + S) % LANES)...);
+    return max_lane<S / 2>(x > y ? x : y, lanes);
+  }
+}
+
+inline float max_lane(Floats x) { return max_lane<LANES / 2>(x, std::make_index_sequence<LANES>()); }
+
+// One step of a transposition: exchanges the off-diagonal S x S squares of every 2S x 2S square.
+template <int S, size_t... I>
+inline void exchange(Floats (&x)[LANES], std::index_sequence<I...> lanes) {
+  for (int i = 0; i < LANES; ++i) {
+    if (i & S) continue;
+    Floats a = x[i], b = x[i + S];
+    x[i] = SHUFFLE(a, b, (int32_t)(I & S ? LANES + I - S : I)...);
+    x[i + S] = SHUFFLE(a, b, (int32_t)(I & S ? LANES + I : I + S)...);
+  }
+  if constexpr (S > 1) exchange<S / 2>(x, lanes);
+}
+
+inline void transpose(Floats (&x)[LANES]) { exchange<LANES / 2>(x, std::make_index_sequence<LANES>()); }
+
+// Factors of the scores and of the weights of a block, [kBlock] each, where keys and values have scales.
+struct Scales {
+  float *keys, *values;
+};
+
+// Turns one row's scores into weights relative to the row's new maximum, for the positions [begin, end) of the block;
+// returns by how much what was summed before must be scaled. With S, scores and weights have yet to be scaled.
+template <bool S>
+float soften(float* scores, int64_t begin, int64_t end, float* top, float* total, Scales scales) {
+  if (end <= begin) {
+    for (int j = 0; j < kVectors; ++j) store(scores + j * LANES, Floats{});
+    return 1.0f;
+  }
+  Floats x[kVectors], best = splat(-__builtin_inff());
+  const bool partial = begin > 0 || end < kBlock;
+  for (int j = 0; j < kVectors; ++j) {
+    x[j] = load(scores + j * LANES);
+    if constexpr (S) x[j] *= load(scales.keys + j * LANES);
+    if (partial) {
+      Ints position = iota(std::make_index_sequence<LANES>()) + j * LANES;
+      x[j] = ((position >= (int32_t)begin) & (position < (int32_t)end)) ? x[j] : splat(-__builtin_inff());
+    }
+    best = x[j] > best ? x[j] : best;
+  }
+  const float block_top = max_lane(best);
+  const float new_top = block_top > *top ? block_top : *top;
+  const Floats decay = exp2(splat(*top - new_top));
+  Floats sum = load(total) * decay;
+  for (int j = 0; j < kVectors; ++j) {
+    Floats weight = exp2(x[j] - new_top);
+    sum += weight;
+    if constexpr (S) weight *= load(scales.values + j * LANES);
+    store(scores + j * LANES, weight);
+  }
+  store(total, sum);
+  *top = new_top;
+  return decay[0];
+}
+
+// Asks for the pages of the block that begins at `position`, up to the context's `end`, of numbers of so many bytes:
+// scattered as they are, the hardware does not foresee them.
+inline void prefetch_pages(const Attention& a, const Tile& t, int64_t head, int64_t position, int64_t end,
+                           size_t size) {
+  const int64_t bytes = 2 * a.page_size * a.row_size * (int64_t)size;
+  const int64_t stop = end < position + kBlock ? end : position + kBlock;
+  for (int64_t i = position / a.page_size; i * a.page_size < stop; ++i) {
+    const char* page = static_cast<const char*>(a.pool) + (t.pages[i] * a.kv_heads + head) * bytes;
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(page + line);
+  }
+}
+
+}  // namespace
+}  // namespace jaxserve
