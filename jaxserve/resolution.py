@@ -24,7 +24,7 @@ from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.memory import StageMemory, block_bytes, stage_memory
 from jaxserve.hardware import device_memory, host_memory
-from jaxserve.kernels import is_elastic, native
+from jaxserve.kernels import GRANULE, is_elastic, native
 from jaxserve.models.quantized import split_unit
 from jaxserve.parallel.padding import physical_config
 
@@ -219,8 +219,8 @@ def _fill(
     """Enters the stage that leaves room for the fewest pages; returns how many there are, how many the pools have room
     for, both with the null page, and the longest sequence they hold.
 
-    No more than `useful` pages are taken unasked. An `elastic` pool's bytes are those of the pages that may be in use,
-    of any other pool all that it has room for. Mutates `ledger`.
+    No more than `useful` pages are taken unasked. Bytes of `elastic` pools are those of the pages that may be in use,
+    up to whole granules; of others, all that they have room for. Mutates `ledger`.
     """
     size = config.page_size
     fullest = min(stages, key=lambda s: (ledger.free - s.weights - s.workspace - s.exchange) / s.page)
@@ -239,7 +239,8 @@ def _fill(
     for name, needed in fixed.items():
         ledger.reserve(name, needed)
     pages, reserved = _pages(config, min(ledger.free // fullest.page, useful))
-    ledger.reserve("kv", (pages if elastic else reserved) * fullest.page)
+    in_use, room = pages * fullest.page + fullest.pools * GRANULE, reserved * fullest.page
+    ledger.reserve("kv", min(in_use, room) if elastic else room)
     max_len = min(wanted_len, (pages - 1) * size)
     if config.max_model_len is not None and max_len < wanted_len:
         raise ConfigError(f"{pages - 1} KV pages of {size} tokens hold {max_len} tokens, max_model_len is {wanted_len}")

@@ -29,6 +29,7 @@ class StageMemory:
     weights: int
     page: int  # one KV page in the pools of all of the stage's layers
     workspace: int  # activations, logits, sampler
+    pools: int  # KV pools: one for each layer
     exchange: int = 0  # a layer's variant beside the one it takes the place of
 
 
@@ -62,7 +63,7 @@ def stage_memory(
     workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
     wanted = {(block.block, p) for block in stage.blocks for p in (block.precision, *variants)}
     workspace += max(dequantized_bytes(config, name, stage.tp, precision) for name, precision in wanted)
-    return StageMemory(weights, page, workspace, exchange)
+    return StageMemory(weights, page, workspace, len(layers), exchange)
 
 
 def block_bytes(config: ModelConfig, block: str, precision: str, tp: int, layout: Layout | None = None) -> int:

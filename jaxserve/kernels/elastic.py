@@ -19,6 +19,8 @@ from jax.typing import DTypeLike
 
 from jaxserve.kernels.native import pool as native
 
+GRANULE = 2 << 20  # bytes: what an elastic pool takes or keeps of memory at once, at most
+
 
 def is_elastic(platform: str) -> bool:
     """Whether pools on a platform ("cpu", "gpu", ...) take memory only for pages that are in use."""
@@ -45,8 +47,8 @@ def reserve(shape: Sequence[int], dtype: DTypeLike, device: jax.Device | Shardin
 def release_pages(pool: Array, pages: Array) -> Array:
     """The pool without the memory of pages[0] to pages[1] - 1 (i32[2]); their contents are undefined afterwards.
 
-    In place when the caller donates the pool, and ordered by it: what was dispatched before still reads them. Whole
-    pages of the operating system alone are given back, so a neighbour keeps its contents. Does nothing where the
+    In place when the caller donates the pool, and ordered by it: what was dispatched before still reads them. Only
+    whole pages of the operating system are given back, so that neighbours keep their contents. Does nothing where the
     platform is not elastic. Of a sharded pool, each device is given its own part (`jax.shard_map`).
     """
     on_cpu = native.release_pages if native.supported() else _keep
