@@ -88,17 +88,22 @@ REAL = Sizes(
     max_len=1024,
 )
 
-_TINY_WORK = {
-    "kernel_rows": (1, 8),
-    "decodes": ((1, 32), (2, 64)),
-    "batches": (1, 2),
-    "requests": 4,
-    "repeats": 1,
-}
+_TINY_SHAPE = {"heads": 4, "kv_heads": 2, "intermediate": 96}
+_TINY_WORK = {"decodes": ((2, 64),), "requests": 4, "repeats": 1}
 TINY = Sizes(
     models=(
-        Model("1b", Shape(64, layers=2, heads=4, kv_heads=2, intermediate=96), VOCAB, written=True, **_TINY_WORK),
-        Model("8b", Shape(64, layers=3, heads=4, kv_heads=2, intermediate=96), VOCAB, written=False, **_TINY_WORK),
+        Model(
+            "1b",
+            Shape(64, layers=2, **_TINY_SHAPE),
+            VOCAB,
+            written=True,
+            kernel_rows=(1, 8),
+            batches=(1, 2),
+            **_TINY_WORK,
+        ),
+        Model(
+            "8b", Shape(64, layers=3, **_TINY_SHAPE), VOCAB, written=False, kernel_rows=(8,), batches=(2,), **_TINY_WORK
+        ),
     ),
     copy_bytes=2**20,
     matmul=128,

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def config(model: Path, **more: object) -> EngineConfig:
-    return EngineConfig(model=model, load_format="dummy", **{"max_num_batched_tokens": 96, "max_num_seqs": 4, **more})
+    return EngineConfig(model=model, load_format="dummy", **{"max_num_batched_tokens": 36, "max_num_seqs": 4, **more})
 
 
 def step(number: int, done_s: float, *, decodes: int = 4, prefill: int = 0) -> StepTimes:

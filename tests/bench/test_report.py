@@ -52,11 +52,15 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_holds_every_plot_and_asks_for_nothing(tmp_path: Path):
-    path = write_report([simulated.result(n=40, label="one")], tmp_path / "report.html")
-    text = path.read_text()
+@pytest.fixture(scope="module")
+def report_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report([simulated.result(n=40, label="one")], tmp_path_factory.mktemp("one") / "report.html")
+
+
+def test_the_page_holds_every_plot_and_asks_for_nothing(report_of_one: Path):
+    text = report_of_one.read_text()
     page = Page(text)
-    images = list((tmp_path / "report-plots").glob("*.png"))
+    images = list((report_of_one.parent / "report-plots").glob("*.png"))
     assert {image.stem for image in images} == SERVER_PLOTS | CLIENT_PLOTS
     assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
     assert len(page.fetched) == len(images)
@@ -67,9 +71,9 @@ def test_the_page_holds_every_plot_and_asks_for_nothing(tmp_path: Path):
     assert 'name="viewport"' in text
 
 
-def test_the_page_tells_numbers_environment_and_command(tmp_path: Path):
+def test_the_page_tells_numbers_environment_and_command(report_of_one: Path):
     result = simulated.result(n=40, label="one")
-    text = Page(write_report([result], tmp_path / "report.html").read_text()).text
+    text = Page(report_of_one.read_text()).text
     assert "Median TTFT (ms)" in text
     assert f"{result['median_ttft_ms']:.2f}" in text
     assert "some CPU" in text

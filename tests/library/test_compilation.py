@@ -14,7 +14,7 @@ from jaxserve.executor.fused import FusedTier
 from jaxserve.factory import Built, build
 from tests.reference import Reference
 
-OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 8 + 256}
+OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 8 + 64}
 
 
 def engine_of(built: Built) -> SyncEngine:

@@ -15,6 +15,9 @@ from tests.conftest import TINY
 from tests.golden.cases import CASES
 from tests.reference import Reference
 
+OPTIONS = {
+    "load_format": "dummy", "warmup": False, "memory_gb": 8, "max_num_seqs": 8, "max_num_batched_tokens": 8 + 64,
+}  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
 PROMPTS = [np.random.default_rng(i).integers(3, 499, 20 + 11 * i).tolist() for i in range(6)]
 
@@ -32,8 +35,7 @@ def check(llm: LLM, reference: Reference) -> None:
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 2, 2), (1, 1, 4)])
 def test_results_equal_one_device(tiny_model: Path, reference: Reference, tp: int, pp: int, dp: int) -> None:
-    options = {"tp": tp, "pp": pp, "dp": dp}
-    with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=8, memory_gb=8, **options) as llm:
+    with LLM(tiny_model, tp=tp, pp=pp, dp=dp, **OPTIONS) as llm:
         rows = [row for steps in llm._engine.instances for row in steps.executor.rows]
         assert len({device for row in rows for device in row.placement.devices}) == tp * pp * dp
         check(llm, reference)
@@ -48,14 +50,14 @@ def test_heads_and_sizes_that_do_not_divide(tmp_path: Path) -> None:
         "vocab_size": 499,
     }
     (tmp_path / "config.json").write_text(json.dumps(TINY | shape))
-    with LLM(tmp_path, load_format="dummy", warmup=False, max_num_seqs=8, memory_gb=8, tp=4) as llm:
+    with LLM(tmp_path, tp=4, **OPTIONS) as llm:
         check(llm, Reference(tmp_path))
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
 def test_quantised_layers_split(tiny_model: Path, tp: int, pp: int) -> None:
-    options = {"layer_precision": "0:int8,1:int4,2:int3", "tp": tp, "pp": pp, "memory_gb": 8, "max_num_seqs": 8}
-    built = build(EngineConfig(model=tiny_model, load_format="dummy", warmup=False, **options))
+    options = OPTIONS | {"layer_precision": "0:int8,1:int4,2:int3", "tp": tp, "pp": pp}
+    built = build(EngineConfig(model=tiny_model, **options))
     physical, entries = built.resolved.physical, built.resolved.ledger.entries
     layers = [row for row in built.instances[0].executor.rows if row.block.startswith("layers.")]
     for row in layers:
@@ -67,15 +69,15 @@ def test_quantised_layers_split(tiny_model: Path, tp: int, pp: int) -> None:
         held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
         assert entries["weights"] == sum(held.values())
     built.close()
-    with LLM(tiny_model, load_format="dummy", warmup=False, **options) as llm:
+    with LLM(tiny_model, **options) as llm:
         check(llm, Reference(tiny_model, {0: "int8", 1: "int4", 2: "int3"}, physical=physical))
 
 
 def test_quantised_experts_split(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CASES["qwen3_moe"] | {"vocab_size": 500, "dtype": "float32"}))
-    options = {"precision": "int4", "tp": 2, "memory_gb": 8, "max_num_seqs": 8}
-    physical = resolve(EngineConfig(model=tmp_path, load_format="dummy", **options)).physical
-    with LLM(tmp_path, load_format="dummy", warmup=False, **options) as llm:
+    options = OPTIONS | {"precision": "int4", "tp": 2}
+    physical = resolve(EngineConfig(model=tmp_path, **options)).physical
+    with LLM(tmp_path, **options) as llm:
         check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), physical=physical))
 
 
@@ -90,7 +92,7 @@ def test_a_share_that_is_no_whole_number_of_units_is_refused() -> None:
 
 
 def test_each_device_holds_its_share(tiny_model: Path) -> None:
-    with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=2, memory_gb=8, tp=2) as llm:
+    with LLM(tiny_model, tp=2, **OPTIONS) as llm:
         executor = llm._engine.instances[0].executor
         for pool in executor.pools:
             assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}  # one of two kv heads
@@ -104,4 +106,4 @@ def test_each_device_holds_its_share(tiny_model: Path) -> None:
 def test_impossible_degrees_are_refused(tiny_model: Path, options: dict) -> None:
     assert len(jax.devices()) == 8
     with pytest.raises(ConfigError, match=next(iter(options))):
-        LLM(tiny_model, load_format="dummy", warmup=False, **options)
+        LLM(tiny_model, **OPTIONS, **options)

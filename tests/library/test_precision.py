@@ -16,7 +16,9 @@ from jaxserve.resolution import resolve
 from tests.golden.cases import CASES
 from tests.reference import LENGTH, Reference
 
-OPTIONS = {"load_format": "dummy", "warmup": False, "max_num_seqs": 4, "memory_gb": 4}
+OPTIONS = {
+    "load_format": "dummy", "warmup": False, "memory_gb": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4 + 64,
+}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
 MIXTURES = [
     {"precision": "int8"},
@@ -125,13 +127,18 @@ def text() -> list[int]:
     return Tokenizer.load(bundled_model_path()).encode(source[2000:])[:LENGTH]
 
 
+@pytest.fixture(scope="module")
+def full(text: list[int]) -> np.ndarray:
+    """Log-probabilities in full precision."""
+    return Reference(bundled_model_path(), load_format="auto").logprobs(text)
+
+
 @pytest.mark.parametrize(
     ("precision", "agreement", "divergence"), [("int8", 0.95, 0.001), ("int4", 0.80, 0.1), ("int3", 0.70, 0.3)]
 )
 def test_the_bundled_model_keeps_its_sense(
-    text: list[int], precision: str, agreement: float, divergence: float
+    text: list[int], full: np.ndarray, precision: str, agreement: float, divergence: float
 ) -> None:
-    full = Reference(bundled_model_path(), load_format="auto").logprobs(text)
     layers = dict.fromkeys(range(8), precision)
     quantised = Reference(bundled_model_path(), layers, load_format="auto").logprobs(text)
     assert np.mean(full.argmax(-1) == quantised.argmax(-1)) > agreement

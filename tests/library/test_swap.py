@@ -16,9 +16,10 @@ from jaxserve.executor.fused import FusedTier
 from jaxserve.factory import Built, build
 from tests.reference import Reference
 
-OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 64, "memory_gb": 4}
+OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 VARIANTS = ("int8", "int4", "int3")
+SPLIT = {"memory_gb": 8, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32}  # every shape is compiled for each stage
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -99,7 +100,7 @@ def test_the_mixture_changes_while_requests_run_and_nothing_is_compiled(swapped:
 
 
 def test_nothing_is_compiled_either_where_layers_are_split_and_staged(tiny_model: Path) -> None:
-    built = build(EngineConfig(model=tiny_model, tp=2, pp=2, variants=("int4",), **(OPTIONS | {"memory_gb": 8})))
+    built = build(EngineConfig(model=tiny_model, tp=2, pp=2, variants=("int4",), **(OPTIONS | SPLIT)))
     swapped, before = Swapped(built), dict(built.compilations.counts)
     for precision in ("int4", "float32"):
         for layer in range(3):

@@ -1,6 +1,7 @@
 """AWQ: scaling leaves the function as it was, and what is searched changes outputs less than rounding alone."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -33,6 +34,7 @@ KINDS = {
     "experts": replace(CONFIG, moe=MoEConfig(4, 2, 32, True, (True,))),
 }
 TOKENS = np.random.default_rng(1).integers(0, 500, (3, 40)).astype(np.int32)
+DEQUANTIZE = jax.jit(QArray.dequantize)
 CALIBRATION = np.random.default_rng(1).integers(0, 500, (20, 60)).astype(np.int32)
 
 
@@ -58,12 +60,11 @@ def random_leaves(config: ModelConfig) -> dict[str, np.ndarray]:
     }
 
 
-def run_layer(config: ModelConfig, leaves: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+@partial(jax.jit, static_argnums=0)
+def run_layer(config: ModelConfig, leaves: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     positions = jnp.arange(len(x))
     attend = dense_causal_attend(positions, scale=config.head_dim**-0.5)
-    return np.asarray(
-        restore_block(config, "layers.0", leaves)(jnp.asarray(x), *rope_cos_sin(config, positions), attend)
-    )
+    return restore_block(config, "layers.0", leaves)(x, *rope_cos_sin(config, positions), attend)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -120,10 +121,8 @@ def test_outputs_change_less_than_by_rounding_alone(bits):
 def test_what_is_observed_is_what_flows_into_the_weights(tiny_model):
     checkpoint = open_checkpoint(tiny_model, "dummy")
     config = checkpoint.config
-    positions = jnp.arange(TOKENS.shape[1])
-    attend = dense_causal_attend(positions, scale=config.head_dim**-0.5)
-    blocks = {b: restore_block(config, b, checkpoint.block(b)) for b in ("embed", "layers.0", "layers.1")}
-    xs = [blocks["layers.0"](blocks["embed"](jnp.asarray(t)), *rope_cos_sin(config, positions), attend) for t in TOKENS]
+    blocks = {b: restore_block(config, b, checkpoint.block(b)) for b in ("embed", "layers.1")}
+    xs = [run_layer(config, checkpoint.block("layers.0"), blocks["embed"](jnp.asarray(t))) for t in TOKENS]
     normed = np.concatenate([blocks["layers.1"].input_norm(x) for x in xs])
     seen = next(c for c in calibrate(checkpoint, TOKENS, gram=True) if c.index == 1).inputs
     assert {name: x.rows.shape[1] for name, x in seen.items()} == {
@@ -137,16 +136,14 @@ def test_what_is_observed_is_what_flows_into_the_weights(tiny_model):
 
 def outputs(checkpoint: Checkpoint, layers: dict[int, dict], tokens: np.ndarray) -> np.ndarray:
     """Hidden states after the last layer."""
-    config, positions = checkpoint.config, jnp.arange(len(tokens))
-    attend = dense_causal_attend(positions, scale=config.head_dim**-0.5)
-    x = restore_block(config, "embed", checkpoint.block("embed"))(jnp.asarray(tokens))
-    for index in range(config.num_layers):
+    x = restore_block(checkpoint.config, "embed", checkpoint.block("embed"))(jnp.asarray(tokens))
+    for index in range(checkpoint.config.num_layers):
         full = checkpoint.block(f"layers.{index}")
         leaves = {
-            name: np.asarray(leaf.dequantize()).reshape(full[name].shape) if isinstance(leaf, QArray) else leaf
+            name: DEQUANTIZE(leaf).reshape(full[name].shape) if isinstance(leaf, QArray) else leaf
             for name, leaf in layers.get(index, full).items()
         }
-        x = restore_block(config, f"layers.{index}", leaves)(x, *rope_cos_sin(config, positions), attend)
+        x = run_layer(checkpoint.config, leaves, x)
     return np.asarray(x)
 
 
