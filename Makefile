@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?=
 HOST ?= 127.0.0.1
 PORT ?= 8000
+WORKERS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -22,8 +23,8 @@ help: ## list the targets
 serve: $(RUNTIME) $(NATIVE) ## serve the bundled model (HOST, PORT, ARGS="MODEL --option ...")
 	@exec $(BIN)/jaxserve serve --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...")
-	$(BIN)/python -m pytest $(ARGS)
+test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...", WORKERS=0 for one process)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(DEV) ## lint, format, types of the JAX-free packages, who imports whom
 	$(BIN)/ruff check $(SOURCES)
