@@ -97,5 +97,10 @@ def answer_of(command: Sequence[str]) -> dict:
         process.wait()
         raise
     if process.returncode != 0:
-        raise WorkerFailed(f"its process ended with status {process.returncode}")
+        raise WorkerFailed(f"its process {_end(process.returncode)}")
     return json.loads(output.splitlines()[-1])
+
+
+def _end(status: int) -> str:
+    """How a process ended; a negative status is a signal's number."""
+    return f"ended with status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"

@@ -115,9 +115,13 @@ def test_an_answer_is_the_last_line():
     assert answer_of([sys.executable, "-c", "print('Loading...'); print('{\"results\": {}}')"]) == {"results": {}}
 
 
-def test_a_worker_that_fails_says_how():
-    with pytest.raises(WorkerFailed, match="status 3"):
-        answer_of([sys.executable, "-c", "raise SystemExit(3)"])
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [("raise SystemExit(3)", "ended with status 3"), ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV")],
+)
+def test_a_worker_that_fails_says_how(program, told):
+    with pytest.raises(WorkerFailed, match=told):
+        answer_of([sys.executable, "-c", program])
 
 
 FAKE_PEER = f"""#!{sys.executable}
