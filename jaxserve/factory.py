@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 from jax import Array
 
 from jaxserve.checkpoint import Checkpoint
@@ -120,7 +121,7 @@ def _build_instance(
         for block in stage.blocks:
             tensors = resolved.checkpoint.variant(block.block, block.precision, resolved.physical)
             if block.block == "head" and resolved.physical.tie_embeddings and rows[0].placement == placement:
-                tensors |= {"weight": rows[0].leaves[0]}
+                tensors |= {"weight": jax.tree.unflatten(jax.tree.structure(tensors["weight"]), rows[0].leaves)}
             rows.append(builder.build(block.block, tensors, placement, block.precision))
             if block.block.startswith("layers."):
                 pools.append(_pool(resolved, stage, placement))

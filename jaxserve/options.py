@@ -36,6 +36,10 @@ class EngineOptions:
         str | None, option("Model", "Weights of the layers: int8, int4, int3; default: the checkpoint's.")
     ] = None
     layer_precision: Annotated[str | None, option("Model", "Where it differs, as in 0-3:bf16,4-:int4.")] = None
+    head_precision: Annotated[
+        str | None,
+        option("Model", "Of the output head (and a tied embedding); default: int8 with --precision on one device."),
+    ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"] | None,
         option("Model", "dummy: random weights from config.json alone."),

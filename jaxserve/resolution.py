@@ -19,7 +19,7 @@ from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.control import Ledger, Plan, chain_of, static_plan
 from jaxserve.core.config import EngineConfig, KernelBackend, KVCacheDType, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
-from jaxserve.core.precision import layer_precisions, parse_precision
+from jaxserve.core.precision import head_precision, layer_precisions, parse_precision
 from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.memory import StageMemory, block_bytes, stage_memory
@@ -87,7 +87,9 @@ def resolve(config: EngineConfig) -> Resolved:
     stored = tuple(checkpoint.precision(f"layers.{layer}") for layer in range(model.num_layers))
     precisions = layer_precisions(config.precision, config.layer_precision, stored, model.dtype)
     variants = _variants(config, precisions, model.dtype)
-    plan = static_plan(chain_of(precisions, model.dtype), kv_pages=0, devices=len(devices), **degrees)
+    head = head_precision(config.head_precision, config.precision, config.tp, model.dtype)
+    chain = chain_of(head if model.tie_embeddings else model.dtype, precisions, head)
+    plan = static_plan(chain, kv_pages=0, devices=len(devices), **degrees)
     physical = physical_config(model, config.tp, split_unit((*precisions, *variants)) if config.tp > 1 else 1)
     physical = replace(physical, kernel_backend=_kernel_backend(config, platform))
     wanted_len = _wanted_len(config, model)

@@ -26,12 +26,13 @@ class Reference:
         self,
         model: Path,
         layers: Mapping[int, str] | None = None,
+        head: str | None = None,
         load_format: LoadFormat = "dummy",
         dtype: Literal["auto", "float32"] = "auto",
         physical: ModelConfig | None = None,
         kv_dtype: Literal["float32", "int8"] = "float32",
     ):
-        """`layers`: the precisions of some, by their numbers; the others have that of the checkpoint.
+        """`layers`: the precisions of some, by their numbers, and `head`; the others have that of the checkpoint.
 
         `physical`: padded for tensor parallelism, which decides how weights are grouped when they are rounded.
         `kv_dtype`: keys and values are attended to as a KV pool of it would give them back.
@@ -39,6 +40,8 @@ class Reference:
         checkpoint = open_checkpoint(model, load_format, dtype)
         self.config = physical or checkpoint.config
         precisions = {f"layers.{number}": precision for number, precision in (layers or {}).items()}
+        if head is not None:
+            precisions |= {"head": head} | ({"embed": head} if self.config.tie_embeddings else {})
         self.blocks = {}
         for name in self.config.block_ids:
             precision = precisions.get(name, self.config.dtype)

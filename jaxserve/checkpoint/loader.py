@@ -61,10 +61,13 @@ class Checkpoint:
 
         A quantised layer is as the checkpoint stores it, or as it was prepared (`jaxserve quantize`), or rounded to the
         nearest: the first of these that there is. What was prepared is not used where `physical` pads the weights.
+        Other blocks are always rounded.
         """
         config, physical = self.config, physical or self.config
-        if precision not in BITS or not block_id.startswith("layers."):
+        if precision not in BITS:
             return {**self.block(block_id, physical)}
+        if not block_id.startswith("layers."):
+            return rounded_block(physical, block_id, self.block(block_id, physical), precision)
         if isinstance(self.store, ImportedStore) and precision == self.precision(block_id):
             imported = self.store.block(config, physical, block_id)
             self.store.forget()

@@ -57,10 +57,10 @@ class Plan:
     instances: tuple[InstancePlan, ...]
 
 
-def chain_of(layer_precisions: Sequence[str], dtype: str) -> tuple[BlockPlan, ...]:
-    """All blocks of a model: embedding and head in full precision, the decoder layers in those given."""
+def chain_of(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:
+    """All blocks of a model: the embedding, the decoder layers and the head, in the precisions given."""
     layers = (BlockPlan(f"layers.{number}", precision) for number, precision in enumerate(layer_precisions))
-    return (BlockPlan("embed", dtype), *layers, BlockPlan("head", dtype))
+    return (BlockPlan("embed", embed), *layers, BlockPlan("head", head))
 
 
 def static_plan(chain: Sequence[BlockPlan], *, kv_pages: int, tp: int, pp: int, dp: int, devices: int) -> Plan:

@@ -102,6 +102,7 @@ class EngineConfig:
     # precision of the decoder layers' weights
     precision: str = "auto"  # "auto": the checkpoint's; or "int8", "int4", "int3"
     layer_precision: str | None = None  # where it differs: "0-3:bf16,4-:int4"
+    head_precision: str = "auto"  # of the output head, and of the embedding if they are tied
     variants: tuple[str, ...] = ()  # precisions that layers may change to while serving
     # memory and lengths
     memory_gb: float | None = None

@@ -53,15 +53,16 @@ def stage_memory(
     precisions that layers may change to.
     """
     names = [block.block for block in stage.blocks]
+    precisions = {(block.block, block.precision) for block in stage.blocks}
     weights = sum(bytes_of(block.block, block.precision) for block in stage.blocks)
     if config.tie_embeddings and {"embed", "head"} <= set(names):
-        weights -= bytes_of("embed", config.dtype)
+        weights -= bytes_of("embed", stage.blocks[0].precision)
     layers = [name for name in names if name.startswith("layers.")]
     exchange = max((bytes_of(name, precision) for name in layers for precision in variants), default=0)
     heads = config.num_kv_heads // stage.tp
     page = len(layers) * page_bytes(heads, page_size, config.head_dim, kv_dtype)
     workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
-    wanted = {(block.block, p) for block in stage.blocks for p in (block.precision, *variants)}
+    wanted = precisions | {(name, precision) for name in layers for precision in variants}
     workspace += max(dequantized_bytes(config, name, stage.tp, precision) for name, precision in wanted)
     return StageMemory(weights, page, workspace, len(layers), exchange)
 

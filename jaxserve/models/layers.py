@@ -6,7 +6,8 @@ parallelism splits comes first among the outputs or first among the inputs. Acti
 parameters; norms and rotations are computed in float32.
 
 The large matrices of a layer may be quantised: with `bits` given, their parameter is a QArray, whose leaves have the
-axes of the outputs and then the first axis of the inputs. Biases, norms, embedding and head keep full precision.
+axes of the outputs and then the first axis of the inputs. So may the head's and the embedding's. Biases and norms keep
+full precision.
 """
 
 import math
@@ -21,6 +22,7 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.kernels import Gated, Normed, Rows, matmul
 from jaxserve.models.quantized import random_qarray
 from jaxserve.models.rope import apply_rope
+from jaxserve.quantization import QArray
 
 Attend = Callable[[Float[Array, "T K G D"], Float[Array, "T K D"], Float[Array, "T K D"]], Float[Array, "T K G D"]]
 """(queries, keys, values) -> outputs: how the tokens attend to each other is the caller's."""
@@ -161,22 +163,27 @@ class DecoderLayer(nnx.Module):
 class Embed(nnx.Module):
     """Token embedding."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size))
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
+        self.dtype = config.dtype
+        self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size), bits=bits)
 
     def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
         """The tokens' embeddings; ids beyond the vocabulary read its last row."""
-        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+        rows = jax.tree.map(lambda leaf: jnp.take(leaf, tokens, axis=0, mode="clip"), self.weight[...])
+        return rows.dequantize(self.dtype) if isinstance(rows, QArray) else rows
 
 
 class Head(nnx.Module):
-    """Final norm and projection to the vocabulary. With tied embeddings `weight` is the array of `Embed.weight`."""
+    """Final norm and projection to the vocabulary.
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    With tied embeddings `weight` is that of `Embed`.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
         self.vocab_size = config.vocab_size
         self.split = config.shards > 1
         self.norm = RMSNorm(config, config.hidden_size, "embed")
-        self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size))
+        self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size), bits=bits)
 
     def __call__(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits in float32; -inf in the rows added to the vocabulary as padding."""

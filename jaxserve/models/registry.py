@@ -37,17 +37,18 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 def build_block(config: ModelConfig, block_id: str, *, rngs: nnx.Rngs, precision: str | None = None) -> nnx.Module:
     """A block with random weights; under `nnx.eval_shape` its abstract parameters.
 
-    `precision`: that of a decoder layer's large matrices; None and the configuration's dtype are full precision.
+    `precision`: that of the block's large matrices; None and the configuration's dtype are full precision.
     """
+    bits = BITS.get(precision or config.dtype)
     if block_id == "embed":
-        return Embed(config, rngs=rngs)
+        return Embed(config, rngs=rngs, bits=bits)
     if block_id == "head":
-        return Head(config, rngs=rngs)
+        return Head(config, rngs=rngs, bits=bits)
     kind, _, number = block_id.partition(".")
     if kind != "layers" or not number.isdigit() or int(number) >= config.num_layers:
         raise ValueError(f"no block {block_id!r} in a model of {config.num_layers} layers")
     feed_forward = MoE if config.is_sparse(int(number)) else MLP
-    return DecoderLayer(config, rngs=rngs, feed_forward=feed_forward, bits=BITS.get(precision or config.dtype))
+    return DecoderLayer(config, rngs=rngs, feed_forward=feed_forward, bits=bits)
 
 
 def abstract_block(

@@ -26,12 +26,15 @@ MIXTURES = [
     {"precision": "int3"},
     {"layer_precision": "0-0:auto,1-:int4"},
     {"precision": "int8", "layer_precision": "0:int3,2:auto"},
+    {"precision": "int4", "head_precision": "float32"},
+    {"head_precision": "int4"},
 ]
 
 
-def precisions(model: Path, options: dict) -> dict[int, str]:
-    plan = resolve(EngineConfig(model=model, **(OPTIONS | options))).plan
-    return dict(enumerate(plan.instances[0].layer_precisions))
+def precisions(model: Path, options: dict) -> tuple[dict[int, str], str]:
+    """Of the layers and of the head."""
+    (instance,) = resolve(EngineConfig(model=model, **(OPTIONS | options))).plan.instances
+    return dict(enumerate(instance.layer_precisions)), instance.blocks[-1].precision
 
 
 def check(llm: LLM, reference: Reference, vocab: int, tolerance: float) -> None:
@@ -49,7 +52,7 @@ def check(llm: LLM, reference: Reference, vocab: int, tolerance: float) -> None:
 
 @pytest.mark.parametrize("options", MIXTURES, ids=str)
 def test_a_mixture_says_what_its_weights_say(tiny_model: Path, options: dict) -> None:
-    reference = Reference(tiny_model, precisions(tiny_model, options))
+    reference = Reference(tiny_model, *precisions(tiny_model, options))
     with LLM(tiny_model, **OPTIONS, **options) as llm:
         check(llm, reference, 499, 1e-3)
 
@@ -61,6 +64,20 @@ def test_every_family_runs_in_a_mixture(name: str, tmp_path: Path) -> None:
     reference = Reference(tmp_path, {0: "int8", 1: "int4", 2: "int3"}, dtype="float32")
     with LLM(tmp_path, **OPTIONS, **options) as llm:
         check(llm, reference, 130, 2e-3)
+
+
+def test_a_tied_embedding_is_the_head(tiny_model: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_model / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"precision": "int8", "dtype": "float32"}
+    reference = Reference(tmp_path, dict.fromkeys(range(config["num_hidden_layers"]), "int8"), "int8", dtype="float32")
+    built = build(EngineConfig(model=tmp_path, **OPTIONS, **options))
+    embed, *_, head = built.instances[0].executor.rows
+    shared = {id(leaf) for leaf in embed.leaves} & {id(leaf) for leaf in head.leaves}
+    built.close()
+    assert len(shared) == 2, "codes and scales"
+    with LLM(tmp_path, **OPTIONS, **options) as llm:
+        check(llm, reference, config["vocab_size"], 1e-3)
 
 
 def test_what_is_quantised_and_what_is_not(tiny_model: Path) -> None:
@@ -79,7 +96,7 @@ def test_bytes_are_counted_by_precision(tiny_model: Path, options: dict) -> None
     steps = built.instances[0]
     held = sum(leaf.nbytes for row in steps.executor.rows for leaf in row.leaves)
     snapshot = steps.core.snapshot
-    layers = list(precisions(tiny_model, options).values())
+    layers = list(precisions(tiny_model, options)[0].values())
     try:
         assert built.resolved.ledger.entries["weights"] == snapshot.weight_bytes == held
         assert snapshot.layers_by_precision == {name: layers.count(name) for name in layers}
@@ -94,7 +111,7 @@ def test_bytes_are_counted_by_precision(tiny_model: Path, options: dict) -> None
 def test_fewer_bits_take_fewer_bytes_and_leave_more_pages() -> None:
     taken = {}
     for precision, bits in (("auto", 16), ("int8", 8), ("int4", 4), ("int3", 3)):
-        resolved = resolve(EngineConfig(precision=precision, memory_gb=3))
+        resolved = resolve(EngineConfig(precision=precision, head_precision="bf16", memory_gb=3))
         model = resolved.checkpoint.config
         sizes = (model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads), 3 * model.intermediate_size)
         quantised = model.num_layers * model.hidden_size * sum(sizes)
@@ -153,6 +170,7 @@ def test_the_bundled_model_keeps_its_sense(
         {"layer_precision": "0-99:int4"},
         {"layer_precision": "0-1:int4,1-2:int8"},
         {"variants": ("int8", "half")},
+        {"head_precision": "int5"},
         {"precision": "bfloat16"},  # the model is in float32
     ],
     ids=str,
