@@ -1,8 +1,8 @@
 """llama.cpp through llama-cpp-python's C interface: unlike its Python classes, it decodes many sequences at once.
 
 With AMX, its product with quantised weights ends some builds with SIGSEGV (llama.cpp's issue 20824). Built with
-CMAKE_ARGS="-DCMAKE_CXX_FLAGS='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'", and the same CMAKE_C_FLAGS, it repacks them
-for AVX-512 instead; weights in bf16 do not go through AMX in either.
+CMAKE_ARGS="-DCMAKE_CXX_FLAGS='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'", and the same CMAKE_C_FLAGS, it
+multiplies by AVX-512 instead; weights in bf16 do not go through AMX in either.
 """
 
 from pathlib import Path
