@@ -58,8 +58,8 @@ def _when_ready(process: subprocess.Popen[bytes], log_path: Path, timeout_s: flo
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """SIGTERM, and SIGKILL if that does not help, or if a second Ctrl-C ends the wait."""
-    process.terminate()
     try:
+        process.terminate()  # in here already: the second Ctrl-C may come before the wait has begun
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
     finally:

@@ -72,8 +72,8 @@ def library(config: EngineConfig, timeout_s: float) -> Measured:
     marks = {"started": started, **told["marks"]}
     took = {f"{name}_s": at - before for (name, at), before in zip(told["marks"].items(), marks.values(), strict=False)}
     # The engine resolves its configuration once more while it is built: that much of `load` is not loading.
-    again = took["resolve_s"]
-    took["load_s"] = max(took["load_s"] - again, 0.0)
+    again = min(took["resolve_s"], took["load_s"])
+    took["load_s"] -= again
     ready = marks["compile"] - started - again
     first = ready + took.pop("first_token_s")
     return {**took, "ready_s": ready, "first_token_s": first, **told["figures"]}
