@@ -42,7 +42,7 @@ def summary(outcome: Outcome) -> dict:
         "skipped": outcome.skipped,
         "packages": {name: found[0]["packages"] for name, found in outcome.rounds.items()},
         "rounds": outcome.rounds,
-        "bandwidth_rounds": outcome.bandwidth,
+        "bandwidths": outcome.bandwidth,
     }
 
 

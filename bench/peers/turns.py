@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """One model in one precision: the workers' answers by engine, the bandwidth of each round. Filled in meanwhile."""
+    """One model in one precision: the workers' answers by engine, the bandwidths. Filled in meanwhile."""
 
     rounds: dict[str, list[dict]] = field(default_factory=dict)
     bandwidth: list[dict[str, float]] = field(default_factory=list)
@@ -49,15 +49,19 @@ def measure_in_turn(
 
     Fills `outcome`, also when it is interrupted; `on_answer` is called after each turn. Mutates.
     """
-    engines = [name for name in settings.engines if precision in PRECISIONS[name]]
-    with_bandwidth = ["bandwidth"] if OURS in engines else []
+    turns = turns_of(name for name in settings.engines if precision in PRECISIONS[name])
     for number in range(1, settings.rounds + 1):
-        for name in [*with_bandwidth, *engines]:
+        for name in turns:
             if name in outcome.skipped:
                 continue
             print(f"{model.name}, {precision}: round {number}/{settings.rounds}: {name}", file=sys.stderr, flush=True)
             _take_turn(settings, model, precision, name, outcome)
             on_answer()
+
+
+def turns_of(engines: Iterable[str]) -> list[str]:
+    """A round: the engines, with the bandwidth before and after jaxserve, whose share of it is told."""
+    return [turn for name in engines for turn in (("bandwidth", name, "bandwidth") if name == OURS else (name,))]
 
 
 def _take_turn(settings: Settings, model: Path, precision: str, name: str, outcome: Outcome) -> None:

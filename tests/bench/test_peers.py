@@ -12,7 +12,7 @@ import pytest
 
 from bench.peers.__main__ import parse
 from bench.peers.report import combine, share, summary, table
-from bench.peers.turns import Outcome, WorkerFailed, answer_of
+from bench.peers.turns import Outcome, WorkerFailed, answer_of, turns_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = {"decode_1": 8.0, "decode_8": 16.0, "prefill": 1000.0, "weights": 50.0, "memory": 1.0}
@@ -109,6 +109,11 @@ def test_options_that_make_no_sense_are_errors(arguments, told, capsys):
 
 
 # -- workers
+
+
+def test_the_bandwidth_is_measured_around_the_engine_whose_share_is_told():
+    assert turns_of(["transformers", "jaxserve"]) == ["transformers", "bandwidth", "jaxserve", "bandwidth"]
+    assert turns_of(["transformers", "llama.cpp"]) == ["transformers", "llama.cpp"]
 
 
 def test_an_answer_is_the_last_line():
