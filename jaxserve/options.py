@@ -38,7 +38,7 @@ class EngineOptions:
     layer_precision: Annotated[str | None, option("Model", "Where it differs, as in 0-3:bf16,4-:int4.")] = None
     head_precision: Annotated[
         str | None,
-        option("Model", "Of the output head (and a tied embedding); default: int8 with --precision on one device."),
+        option("Model", "Of the output head (and a tied embedding); default: int8 with --precision."),
     ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"] | None,

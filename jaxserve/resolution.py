@@ -87,7 +87,7 @@ def resolve(config: EngineConfig) -> Resolved:
     stored = tuple(checkpoint.precision(f"layers.{layer}") for layer in range(model.num_layers))
     precisions = layer_precisions(config.precision, config.layer_precision, stored, model.dtype)
     variants = _variants(config, precisions, model.dtype)
-    head = head_precision(config.head_precision, config.precision, config.tp, model.dtype)
+    head = head_precision(config.head_precision, config.precision, model.dtype)
     chain = chain_of(head if model.tie_embeddings else model.dtype, precisions, head)
     plan = static_plan(chain, kv_pages=0, devices=len(devices), **degrees)
     physical = physical_config(model, config.tp, split_unit((*precisions, *variants)) if config.tp > 1 else 1)

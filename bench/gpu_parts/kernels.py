@@ -146,7 +146,7 @@ def quantised_product(name: str, n: int, out: int, inner: int, bits: int, gpu: K
 
     weight = out * (packed_bytes(bits, inner) + WORD * groups)
     cost = Cost(WORD * (n * inner + n * out) + weight, 2 * n * out * inner)
-    return Case("matmul", name, inputs, partial(matmul, gpu=gpu), cost)
+    return Case("matmul", name, inputs, partial(matmul, backend=gpu), cost)
 
 
 def experts(sizes: Sizes, n: int) -> Case:

@@ -62,14 +62,14 @@ def layer_precisions(precision: str, layer_precision: str | None, stored: Sequen
     return tuple(given.get(layer, default or own) for layer, own in enumerate(stored))
 
 
-def head_precision(name: str, precision: str, tp: int, dtype: str) -> str:
-    """The precision of the head: the one named; "auto" is int8 where the layers' option is quantised, on one device.
+def head_precision(name: str, precision: str, dtype: str) -> str:
+    """The precision of the head: the one named; "auto" is int8 where the layers' option is quantised.
 
     Few bits change the logits themselves, so that no less than 8 are taken unasked. Raises `ConfigError`.
     """
     if name != AUTO:
         return parse_precision(name, dtype, "head_precision")
-    return "int8" if precision in BITS and tp == 1 else dtype
+    return "int8" if precision in BITS else dtype
 
 
 def mixture_name(precisions: Sequence[str]) -> str:

@@ -5,10 +5,9 @@ that layers can be exchanged without compiling. Inputs of a step come first, lea
 path that costs least.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,12 +18,26 @@ from jax.sharding import PartitionSpec
 from jaxserve.core.config import ModelConfig
 from jaxserve.executor.batch import StepShape, attention_meta
 from jaxserve.kernels import AttentionMeta, kv_write, paged_attention
-from jaxserve.models import abstract_block, block_state, rope_cos_sin
-from jaxserve.parallel.placement import POOL_AXES, TP, Placement
+from jaxserve.models import abstract_block, block_state, rope_cos_sin, share_state
+from jaxserve.parallel.placement import POOL_AXES, TP, Placement, spec
 from jaxserve.quantization import QArray
 
 Executable = Callable[..., tuple[Array, ...]]
 Parameter = np.ndarray | Array | QArray
+WHOLE = PartitionSpec()  # every device has all of it
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A block's module as one device sees it, and how its leaves are split."""
+
+    graphdef: nnx.GraphDef
+    structure: jax.tree_util.PyTreeDef
+    specs: tuple[PartitionSpec, ...]
+
+    def merge(self, leaves: Sequence[Array]) -> nnx.Module:
+        """The module with one device's leaves."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, leaves))
 
 
 @dataclass(frozen=True)
@@ -63,23 +76,23 @@ class BlockBuilder:
         embeddings) is shared, not copied. Compiles nothing: what is compiled at its first use is the executable.
         """
         graphdef, variables = abstract_block(self.config, block, precision)
-        state = block_state(variables, tensors)
+        block_state(variables, tensors)  # checks shapes
         leaves: list[Array] = []
+        specs: list[PartitionSpec] = []
         for name, variable in variables.items():
             sharding = placement.sharding(variable.axes)
             parts = jax.tree.leaves(tensors[name])
             leaves += [part if isinstance(part, Array) else jax.device_put(part, sharding) for part in parts]
-        executable = self._executable(block, graphdef, jax.tree.structure(state), placement)
-        return Row(block, executable, tuple(leaves), placement, precision)
+            specs += [sharding.spec] * len(parts)
+        shares = {name: _share(tensors[name], variable.axes, placement) for name, variable in variables.items()}
+        module = Shares(graphdef, jax.tree.structure(share_state(variables, shares)), tuple(specs))
+        return Row(block, self._executable(block, module, placement), tuple(leaves), placement, precision)
 
-    def _executable(
-        self, block: str, graphdef: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, placement: Placement
-    ) -> Executable:
+    def _executable(self, block: str, module: Shares, placement: Placement) -> Executable:
         kind, _, number = block.partition(".")
         window = self.config.window(int(number)) if number else None
-        signature = (kind, graphdef, structure, window, placement)
+        signature = (kind, module, window, placement)
         if signature not in self._executables:
-            module = partial(_merge, graphdef, structure)
             self._executables[signature] = {
                 "embed": self._embed,
                 "layers": partial(self._layer, window=window),
@@ -87,42 +100,48 @@ class BlockBuilder:
             }[kind](module, placement)
         return self._executables[signature]
 
-    def _embed(self, module: Callable, placement: Placement) -> Executable:
+    def _embed(self, module: Shares, placement: Placement) -> Executable:
         """(tokens i32[T], newest tokens i32[slots], leaves) -> x [T, E]. A token of -1 - slot is that slot's newest."""
 
         def embed(tokens: Array, newest: Array, *leaves: Array) -> Array:
             tokens = jax.numpy.where(tokens < 0, newest[-1 - tokens], tokens)
-            return module(leaves)(tokens)
+            return module.merge(leaves)(tokens)
 
         return jax.jit(embed, out_shardings=placement.sharding())
 
-    def _layer(self, module: Callable, placement: Placement, window: int | None) -> Executable:
+    def _layer(self, module: Shares, placement: Placement, window: int | None) -> Executable:
         """(x [T, E], cos, sin [T, D/2], slots i32[T], meta, pool, leaves) -> (x, pool); the pool is donated."""
-        attention = _attention(
-            placement, scale=self.config.head_dim**-0.5, window=window, backend=self.config.kernel_backend
+        attention = partial(
+            paged_attention, scale=self.config.head_dim**-0.5, window=window, backend=self.config.kernel_backend
         )
+        total = partial(jax.lax.psum, axis_name=TP) if len(placement.devices) > 1 else None
 
         def layer(
             x: Array, cos: Array, sin: Array, slots: Array, meta: AttentionMeta, pool: Array, *leaves: Array
         ) -> tuple[Array, Array]:
             def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal pool
-                out, pool = attention(q, k, v, pool, slots, meta)
-                return out
+                pool = kv_write(pool, k, v, slots)
+                return attention(q, pool, meta)
 
-            x = module(leaves)(x, cos, sin, attend)
+            x = module.merge(leaves)(x, cos, sin, attend, total)
             return x, pool
 
+        heads = spec(POOL_AXES)
+        layer = _on_shares(layer, placement, (*[WHOLE] * 5, heads, *module.specs), (WHOLE, heads))
         shardings = (placement.sharding(), placement.sharding(POOL_AXES))
-        return jax.jit(layer, donate_argnames="pool", out_shardings=shardings)
+        return jax.jit(layer, donate_argnums=5, out_shardings=shardings)
 
-    def _head(self, module: Callable, placement: Placement) -> Executable:
+    def _head(self, module: Shares, placement: Placement) -> Executable:
         """(x [T, E], rows i32[R], leaves) -> (normalised hidden states [R, E], logits f32[R, V])."""
+        several = len(placement.devices) > 1
+        whole = partial(jax.lax.all_gather, axis_name=TP, axis=1, tiled=True) if several else None
 
         def head(x: Array, rows: Array, *leaves: Array) -> tuple[Array, Array]:
-            head = module(leaves)
-            return head.norm(x[rows]), head(x[rows])
+            head = module.merge(leaves)
+            return head.norm(x[rows]), head(x[rows], whole)
 
+        head = _on_shares(head, placement, (WHOLE, WHOLE, *module.specs), (WHOLE, WHOLE))
         return jax.jit(head, out_shardings=placement.sharding())
 
     def step_inputs(self, placement: Placement) -> Callable[[Array, StepShape], tuple]:
@@ -136,24 +155,18 @@ class BlockBuilder:
         return jax.jit(unpack, static_argnums=1, out_shardings=placement.sharding())
 
 
-def _merge(graphdef: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, leaves: tuple[Array, ...]) -> nnx.Module:
-    return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+def _share(value: Parameter, axes: Sequence[str | None], placement: Placement) -> Parameter:
+    """The parameter as one device sees it, but for its leaves: a QArray knows how many inputs it has."""
+    if not isinstance(value, QArray) or spec(axes)[-1] is None:
+        return value
+    return replace(value, size=value.size // len(placement.devices))
 
 
-def _attention(placement: Placement, **kwargs: Any) -> Callable[..., tuple[Array, Array]]:
-    """(q, k, v, pool, slots, meta) -> (out, pool), each device working on its own kv heads alone."""
-
-    def attention(q: Array, k: Array, v: Array, pool: Array, slots: Array, meta: AttentionMeta) -> tuple[Array, Array]:
-        pool = kv_write(pool, k, v, slots)
-        return paged_attention(q, pool, meta, **kwargs), pool
-
+def _on_shares(
+    function: Callable, placement: Placement, inputs: tuple[PartitionSpec, ...], outputs: tuple[PartitionSpec, ...]
+) -> Callable:
+    """The same function run by each device on its own shares of the arrays, so that kernels of our own can be in it."""
     if len(placement.devices) == 1:
-        return attention
-    heads, whole = PartitionSpec(None, TP), PartitionSpec()
-    return jax.shard_map(
-        attention,
-        mesh=placement.mesh,
-        in_specs=(heads, heads, heads, heads, whole, whole),
-        out_specs=(heads, heads),
-        check_vma=False,  # custom calls do not say how their outputs vary
-    )
+        return function
+    # custom calls do not say how their outputs vary
+    return jax.shard_map(function, mesh=placement.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)

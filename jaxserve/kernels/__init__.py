@@ -9,11 +9,11 @@ from jaxserve.kernels.attention import AttentionMeta, paged_attention
 from jaxserve.kernels.elastic import GRANULE, committed_bytes, is_elastic, move_pages, release_pages
 from jaxserve.kernels.grouped_matmul import grouped_matmul
 from jaxserve.kernels.kv import kv_pool, kv_write, page_bytes, storage_dtype
-from jaxserve.kernels.matmul import matmul
+from jaxserve.kernels.matmul import Total, matmul
 from jaxserve.kernels.rows import Gated, Normed, Rows, value_of
 
 __all__ = [
-    "GRANULE", "AttentionMeta", "Gated", "Normed", "Rows", "committed_bytes", "grouped_matmul", "is_elastic",
+    "GRANULE", "AttentionMeta", "Gated", "Normed", "Rows", "Total", "committed_bytes", "grouped_matmul", "is_elastic",
     "kv_pool", "kv_write", "matmul", "move_pages", "page_bytes", "paged_attention", "release_pages", "storage_dtype",
     "value_of",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.core.config import KernelBackend
 from jaxserve.kernels.matmul import matmul
 from jaxserve.quantization import QArray
 
@@ -16,12 +17,19 @@ _ROWS_BY_GROUP = lax.RaggedDotDimensionNumbers(
 MIN_BLOCK, MAX_BLOCK = 8, 128  # rows multiplied at once on CPU
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array | QArray, group_sizes: jax.Array, *, split: bool = False) -> jax.Array:
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array | QArray,
+    group_sizes: jax.Array,
+    *,
+    backend: KernelBackend = "auto",
+) -> jax.Array:
     """Multiplies x [R, c], whose rows are sorted by group, by the weights w [X, out..., c]: [R, out...].
 
-    group_sizes int32 [X] sums to R. Sums in float32; the result has the dtype of `x`. `split`: as in `matmul`.
+    group_sizes int32 [X] sums to R. Sums in float32; the result has the dtype of `x`. `backend`: as in
+    `matmul`.
     """
-    by_blocks = partial(_by_blocks, split=split)
+    by_blocks = partial(_by_blocks, backend=backend)
     if isinstance(w, QArray):
         y = by_blocks(x, w, group_sizes)
     else:
@@ -34,7 +42,7 @@ def _ragged(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot_general(x, w, group_sizes, _ROWS_BY_GROUP, preferred_element_type=jnp.float32)
 
 
-def _by_blocks(x: jax.Array, w: jax.Array | QArray, group_sizes: jax.Array, *, split: bool) -> jax.Array:
+def _by_blocks(x: jax.Array, w: jax.Array | QArray, group_sizes: jax.Array, *, backend: KernelBackend) -> jax.Array:
     """One product per block of rows of a group that has any; XLA's own ragged_dot on CPU multiplies by all weights.
 
     A group's last block spills into the rows of the next group, which is computed later and overwrites them. The
@@ -55,7 +63,7 @@ def _by_blocks(x: jax.Array, w: jax.Array | QArray, group_sizes: jax.Array, *, s
         weight = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, group[i], keepdims=False), weights)
         some = lax.dynamic_slice_in_dim(padded, starts[i], block)
         if isinstance(weight, QArray):
-            part = matmul(some, weight, dtype=jnp.float32, split=split).reshape(block, out)
+            part = matmul(some, weight, dtype=jnp.float32, backend=backend).reshape(block, out)
         else:
             part = lax.dot_general(some, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         return lax.dynamic_update_slice_in_dim(y, part, starts[i], 0)

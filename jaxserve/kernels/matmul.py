@@ -8,10 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.kernels.gpu import Choice, device_kind, uses_pallas
+from jaxserve.core.config import KernelBackend
+from jaxserve.kernels.backend import device_kind, uses_native, uses_pallas
 from jaxserve.kernels.native import matmul as native
 from jaxserve.kernels.rows import Rows, as_matrix, value_of
 from jaxserve.quantization import QArray
+
+Total = Callable[[jax.Array], jax.Array]
+"""The sum over devices of what each has: float32 [R, N] -> [R, N]."""
 
 MIN_CPU_ROWS = 4  # XLA's CPU backend multiplies fewer rows of 16-bit numbers ten times slower
 
@@ -22,13 +26,13 @@ def matmul(
     *,
     contract: int = 1,
     dtype: jnp.dtype | None = None,
-    split: bool = False,
-    gpu: Choice = "auto",
+    total: Total | None = None,
+    backend: KernelBackend = "auto",
 ) -> jax.Array:
     """Contracts the last `contract` axes of x [rows..., c...] and w [out..., c...], giving [rows..., out...].
 
-    `split`: the operands are split over devices, and XLA must be able to partition the product. `gpu` says what runs
-    on a GPU (`kernels.gpu.Choice`).
+    `total`: x and w are one device's parts of the contracted axes, and this adds up what the devices have of the
+    product, in float32. `backend` says what may run it.
 
     A QArray is contracted over all its inputs, [out..., C] with C = c0 * c1 ... Rows that are still to be normalised or
     gated are computed on their way in by kernels that can.
@@ -43,7 +47,10 @@ def matmul(
     if w.shape[len(out) :] != ((math.prod(inner),) if isinstance(w, QArray) else inner):
         raise ValueError(f"cannot contract the last {contract} axes of {x.shape} and {w.shape}")
     w = _as_matrix(w, len(out))
-    y = _product(as_matrix(x, math.prod(rows)), w, jnp.dtype(dtype or x.dtype), split, gpu)
+    dtype = jnp.dtype(dtype or x.dtype)
+    y = _product(as_matrix(x, math.prod(rows)), w, jnp.dtype(jnp.float32) if total else dtype, backend)
+    if total is not None:
+        y = total(y).astype(dtype)
     return y.reshape(*rows, *out)
 
 
@@ -52,14 +59,14 @@ def _as_matrix(w: jax.Array | QArray, axes: int) -> jax.Array | QArray:
     return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:axes]), math.prod(leaf.shape[axes:])), w)
 
 
-def _product(x: Rows, w: jax.Array | QArray, dtype: jnp.dtype, split: bool, gpu: Choice) -> jax.Array:
+def _product(x: Rows, w: jax.Array | QArray, dtype: jnp.dtype, backend: KernelBackend) -> jax.Array:
     """x [R, c] times w [N, c], by the platform's best means."""
     best: dict[str, Callable[..., jax.Array]] = {}
-    if not split and native.supports(x, w):
+    if uses_native(backend) and native.supports(x, w):
         best["cpu"] = partial(native.matmul, dtype=dtype)
-    elif not split and x.shape[0] < MIN_CPU_ROWS and x.dtype.itemsize == 2:
+    elif x.shape[0] < MIN_CPU_ROWS and x.dtype.itemsize == 2:
         best["cpu"] = partial(_dot_padded, dtype=dtype)
-    if not split and isinstance(w, QArray) and uses_pallas(gpu):
+    if isinstance(w, QArray) and uses_pallas(backend):
         from pallas_kernels import blocks, quantized_matmul as pallas  # takes a while, and only GPUs need it
 
         def on_cuda(x: Rows, w: QArray) -> jax.Array:

@@ -6,5 +6,6 @@ from jaxserve.models.registry import (
     block_state as block_state,
     build_block as build_block,
     config_from_hf as config_from_hf,
+    share_state as share_state,
 )
 from jaxserve.models.rope import rope_cos_sin as rope_cos_sin

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import Gated, Normed, Rows, matmul
+from jaxserve.kernels import Gated, Normed, Rows, Total, matmul
 from jaxserve.models.quantized import random_qarray
 from jaxserve.models.rope import apply_rope
 from jaxserve.quantization import QArray
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
-        self.split = config.shards > 1
+        self.backend = config.kernel_backend
         heads, group = ("kv_heads", config.num_kv_heads), config.num_heads // config.num_kv_heads
         head, hidden = (None, config.head_dim), ("embed", config.hidden_size)
         self.qkv = weight(config, rngs, heads, (None, group + 2), head, hidden, bits=bits)
@@ -90,17 +90,22 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(config, config.head_dim, None) if config.qk_norm else None
 
     def __call__(
-        self, x: Rows, cos: Float[Array, "T D//2"], sin: Float[Array, "T D//2"], attend: Attend
+        self,
+        x: Rows,
+        cos: Float[Array, "T D//2"],
+        sin: Float[Array, "T D//2"],
+        attend: Attend,
+        total: Total | None = None,
     ) -> Float[Array, "T E"]:
         """x [T, E] and the rotations of its positions -> what attention adds to it."""
-        qkv = matmul(x, self.qkv[...], split=self.split)
+        qkv = matmul(x, self.qkv[...], backend=self.backend)
         if self.qkv_bias is not None:
             qkv += self.qkv_bias[...]
         q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-        out = matmul(out, self.o[...], contract=3, split=self.split)
+        out = matmul(out, self.o[...], contract=3, total=total, backend=self.backend)
         return out if self.o_bias is None else out + self.o_bias[...]
 
 
@@ -108,7 +113,7 @@ class MLP(nnx.Module):
     """SwiGLU feed-forward; `gate_up` [N, 2, I/N, E] holds both projections in N parts, so that one axis splits it."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
-        self.split = config.shards > 1
+        self.backend = config.kernel_backend
         inner, hidden = ("mlp", config.intermediate_size), ("embed", config.hidden_size)
         parts = gate_up_axes(config, config.intermediate_size)
         self.gate_up = weight(config, rngs, *parts, hidden, bits=bits)
@@ -116,11 +121,11 @@ class MLP(nnx.Module):
         self.down = weight(config, rngs, hidden, inner, bits=bits, parts=config.shards)
         self.down_bias = bias(config, hidden) if config.mlp_bias else None
 
-    def __call__(self, x: Rows) -> Float[Array, "T E"]:
-        gate_up = matmul(x, self.gate_up[...], split=self.split)
+    def __call__(self, x: Rows, total: Total | None = None) -> Float[Array, "T E"]:
+        gate_up = matmul(x, self.gate_up[...], backend=self.backend)
         if self.gate_up_bias is not None:
             gate_up += self.gate_up_bias[...]
-        out = matmul(Gated(gate_up), self.down[...], split=self.split)
+        out = matmul(Gated(gate_up), self.down[...], total=total, backend=self.backend)
         return out if self.down_bias is None else out + self.down_bias[...]
 
 
@@ -133,13 +138,16 @@ def gate_up_axes(config: ModelConfig, inner: int) -> tuple[Axis, Axis, Axis]:
 
 
 FeedForward = Callable[..., nnx.Module]
-"""(config, rngs=..., bits=...) -> a module from `Rows` [T, E] to [T, E]."""
+"""(config, rngs=..., bits=...) -> a module (`Rows` [T, E], total) -> [T, E]."""
 
 
 class DecoderLayer(nnx.Module):
     """One transformer layer: attention and feed-forward, each after a norm and added to its input.
 
     `feed_forward` makes the second half: `MLP`, or a mixture of experts.
+
+    Called with one device's shares of the parameters, it needs `total` to add up what the devices have of the products
+    over a split axis; everything between those is a device's own affair.
 
     Layers of the same kind and precision have equal graph definitions: nothing in them depends on their number.
     """
@@ -153,11 +161,16 @@ class DecoderLayer(nnx.Module):
         self.mlp = feed_forward(config, rngs=rngs, bits=bits)
 
     def __call__(
-        self, x: Float[Array, "T E"], cos: Float[Array, "T D//2"], sin: Float[Array, "T D//2"], attend: Attend
+        self,
+        x: Float[Array, "T E"],
+        cos: Float[Array, "T D//2"],
+        sin: Float[Array, "T D//2"],
+        attend: Attend,
+        total: Total | None = None,
     ) -> Float[Array, "T E"]:
         """x and the rotations (float32) of its positions -> the next layer's x."""
-        x = x + self.attention(self.input_norm.before_product(x), cos, sin, attend)
-        return x + self.mlp(self.post_norm.before_product(x))
+        x = x + self.attention(self.input_norm.before_product(x), cos, sin, attend, total)
+        return x + self.mlp(self.post_norm.before_product(x), total)
 
 
 class Embed(nnx.Module):
@@ -181,13 +194,18 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
         self.vocab_size = config.vocab_size
-        self.split = config.shards > 1
+        self.backend = config.kernel_backend
         self.norm = RMSNorm(config, config.hidden_size, "embed")
         self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size), bits=bits)
 
-    def __call__(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
-        """Logits in float32; -inf in the rows added to the vocabulary as padding."""
-        logits = matmul(self.norm.before_product(x), self.weight[...], dtype=jnp.float32, split=self.split)
+    def __call__(self, x: Float[Array, "R E"], whole: Callable[[Array], Array] | None = None) -> Float[Array, "R V"]:
+        """Logits in float32; -inf in the rows added to the vocabulary as padding.
+
+        `whole` joins what the devices have of the vocabulary, [R, share] -> [R, V], where each has a share.
+        """
+        logits = matmul(self.norm.before_product(x), self.weight[...], dtype=jnp.float32, backend=self.backend)
+        if whole is not None:
+            logits = whole(logits)
         if logits.shape[-1] == self.vocab_size:
             return logits
         return jnp.where(jnp.arange(logits.shape[-1]) < self.vocab_size, logits, -jnp.inf)

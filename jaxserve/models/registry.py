@@ -77,10 +77,13 @@ def _abstract_block(
 
 def block_state(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> nnx.State:
     """The state of a block with these parameters: arrays, or QArrays of whatever group where one is expected."""
-    flat = []
     for name, variable in variables.items():
         expected, value = variable.get_value(), values[name]
         assert value.shape == expected.shape, (name, value.shape, expected.shape)
         assert isinstance(value, QArray) == isinstance(expected, QArray), (name, type(value))
-        flat.append((tuple(name.split(".")), variable.replace(value)))
-    return nnx.from_flat_state(flat)
+    return share_state(variables, values)
+
+
+def share_state(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> nnx.State:
+    """The state of a block with one device's shares of its parameters."""
+    return nnx.from_flat_state([(tuple(name.split(".")), v.replace(values[name])) for name, v in variables.items()])

@@ -31,4 +31,9 @@ class Placement:
 
     def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
         """The sharding of an array with these logical axes; replicated by default."""
-        return NamedSharding(self.mesh, PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes)))
+        return NamedSharding(self.mesh, spec(axes))
+
+
+def spec(axes: Sequence[str | None] = ()) -> PartitionSpec:
+    """How an array with these logical axes is split."""
+    return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))

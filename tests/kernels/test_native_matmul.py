@@ -1,11 +1,16 @@
 """The native products against numpy, in every variant that this machine can run, and who uses which."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.core.config import KernelBackend
 from jaxserve.kernels import Gated, Normed, matmul
 from jaxserve.kernels.native import library, matmul as native
 from jaxserve.quantization import QArray
@@ -141,12 +146,33 @@ def test_a_variant_that_does_not_exist_is_an_error() -> None:
         jax.block_until_ready(native.matmul(x, w, variant="abacus"))
 
 
-@pytest.mark.parametrize(("rows", "split", "used"), [(1, False, True), (4, True, False)])
+@pytest.mark.parametrize(("backend", "used"), [("auto", True), ("native", True), ("xla", False)])
 @pytest.mark.parametrize("bits", [16, 8, 4, 3])
-def test_one_device_takes_it(bits: int, rows: int, split: bool, used: bool) -> None:
-    x, w = operands(rows, 64, 128, bits)
-    program = jax.jit(lambda x, w: matmul(x, w, split=split)).lower(x, w).compile().as_text()
+def test_it_is_taken_unless_xla_is_asked_for(bits: int, backend: KernelBackend, used: bool) -> None:
+    x, w = operands(1, 64, 128, bits)
+    program = jax.jit(partial(matmul, backend=backend)).lower(x, w).compile().as_text()
     assert (library.MATMUL in program) == used
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_parts_of_the_inputs_are_added_up_in_float32(bits: int, dtype: jnp.dtype) -> None:
+    x, w = operands(4, 64, 256, bits, **({"group": 32} if bits < 16 else {}))
+    halves = PartitionSpec(None, "tp")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+
+    def product(x: jax.Array, *leaves: jax.Array) -> jax.Array:
+        own = jax.tree.unflatten(jax.tree.structure(w if bits == 16 else replace(w, size=128)), leaves)
+        return matmul(x, own, total=partial(jax.lax.psum, axis_name="tp"), dtype=dtype)
+
+    leaves = jax.tree.leaves(w)
+    split = jax.shard_map(
+        product, mesh=mesh, in_specs=(halves,) * (1 + len(leaves)), out_specs=PartitionSpec(), check_vma=False
+    )
+    expected = np.asarray(matmul(x, w, dtype=jnp.float32, backend="xla"), np.float64)
+    got = np.asarray(jax.jit(split)(x, *leaves), np.float64)
+    tolerance = 2**-8 if dtype == jnp.bfloat16 else 2e-3
+    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("bits", [16, 4])

@@ -1,5 +1,6 @@
 """`kernel_backend`: what may run the operations of a model, chosen from outside."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
 from jaxserve.factory import build
 from jaxserve.kernels import native
-from jaxserve.kernels.native.library import ATTENTION
+from jaxserve.kernels.native.library import ATTENTION, MATMUL
 from jaxserve.resolution import resolve
+from tests.golden.cases import CASES
 from tests.reference import Reference
 
 OPTIONS = {
@@ -33,10 +35,25 @@ def layer_program(model: Path, **options: object) -> str:
 
 @without_native
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_choice_reaches_the_kernels(tiny_model: Path, tp: int) -> None:
+def test_a_choice_reaches_attention(tiny_model: Path, tp: int) -> None:
     assert ATTENTION in layer_program(tiny_model, tp=tp)
     assert ATTENTION in layer_program(tiny_model, tp=tp, kernel_backend="native")
     assert ATTENTION not in layer_program(tiny_model, tp=tp, kernel_backend="xla")
+
+
+@without_native
+def test_a_choice_reaches_products(tiny_model: Path) -> None:
+    assert MATMUL in layer_program(tiny_model, precision="int4")
+    assert MATMUL in layer_program(tiny_model, precision="int4", kernel_backend="native")
+    assert MATMUL not in layer_program(tiny_model, precision="int4", kernel_backend="xla")
+
+
+@without_native
+def test_a_choice_reaches_the_products_of_experts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CASES["qwen3_moe"]))
+    options = {"precision": "int4", "dtype": "float32"}
+    assert MATMUL in layer_program(tmp_path, **options)
+    assert MATMUL not in layer_program(tmp_path, kernel_backend="xla", **options)
 
 
 @pytest.mark.parametrize("backend", ["xla", pytest.param("native", marks=without_native)])

@@ -78,7 +78,7 @@ def test_quantised_experts_split(tmp_path: Path) -> None:
     options = OPTIONS | {"precision": "int4", "tp": 2}
     physical = resolve(EngineConfig(model=tmp_path, **options)).physical
     with LLM(tmp_path, **options) as llm:
-        check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), physical=physical))
+        check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), "int8", physical=physical))
 
 
 def test_a_share_that_is_no_whole_number_of_units_is_refused() -> None:

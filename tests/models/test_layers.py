@@ -1,6 +1,5 @@
 """The modules: their parameters, and what the serving path relies on."""
 
-import re
 from functools import partial
 
 import jax
@@ -8,13 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.models import build_block, config_from_hf
 from jaxserve.models.dense import build_blocks, dense_causal_attend, forward
-from jaxserve.models.rope import rope_cos_sin
-from jaxserve.parallel.padding import physical_config
 from tests.golden.cases import CASES, llama, qwen3_moe
 
 AXES = {"kv_heads", "mlp", "vocab", "experts", "embed", None}
@@ -101,27 +97,3 @@ def test_parameters_get_finite_gradients():
     assert all(np.isfinite(leaf).all() for leaf in leaves)
     moving = sum(np.any(leaf != 0) for leaf in leaves)
     assert moving == len(leaves), "every parameter takes part"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tensor_parallel_layer_moves_activations_only(dtype: str):
-    """Two all-reduces a layer; a gather would mean that a weight's sharding was lost on the way to its product."""
-    model = physical_config(config_from_hf(llama(dtype=dtype)), tp=2)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
-    graph, state = nnx.split(build_block(model, "layers.0", rngs=nnx.Rngs(0)))
-
-    def sharding(axes: tuple[str | None, ...]) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*("tp" if axis in ("kv_heads", "mlp") else None for axis in axes)))
-
-    leaves = [jax.device_put(leaf[...], sharding(leaf.axes)) for _, leaf in nnx.to_flat_state(state)]
-    structure = jax.tree.structure(state)
-    positions = jnp.arange(16)
-
-    def layer(leaves: list[jax.Array], x: jax.Array) -> jax.Array:
-        module = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
-        return module(x, *rope_cos_sin(model, positions), dense_causal_attend(positions, scale=1.0))
-
-    x = jax.device_put(jnp.ones((16, model.hidden_size), dtype), sharding((None, None)))
-    program = jax.jit(layer, out_shardings=sharding((None, None))).lower(leaves, x).compile().as_text()
-    collectives = re.findall(r"= \S+ (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", program)
-    assert collectives == ["all-reduce"] * 2

@@ -6,18 +6,17 @@ import pytest
 from flax import nnx
 
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import backend, kv_write, paged_attention
+from jaxserve.kernels import kv_write, paged_attention
 from jaxserve.models import rope_cos_sin
 from jaxserve.models.registry import abstract_block, block_state
 from tests.pallas.test_attention import arguments
 
-CONFIG = ModelConfig("LlamaForCausalLM", 128256, 4096, 32, 32, 8, 128, 14336, 8192)
+CONFIG = ModelConfig("LlamaForCausalLM", 128256, 4096, 32, 32, 8, 128, 14336, 8192, kernel_backend="pallas")
 
 
 @pytest.mark.parametrize(("precision", "kernels"), [("bfloat16", 1), ("int8", 5), ("int4", 5), ("int3", 1)])
-def test_it_compiles_with_all_its_kernels(compile_for_h200, monkeypatch, precision, kernels):
+def test_it_compiles_with_all_its_kernels(compile_for_h200, precision, kernels):
     """Attention is one kernel; qkv, o, gate_up and down are four where they have 8 or 4 bits."""
-    monkeypatch.setattr(backend, "_is_hopper", lambda device: True)
     graphdef, variables = abstract_block(CONFIG, "layers.0", precision)
     state = block_state(variables, {name: variable.get_value() for name, variable in variables.items()})
     q, pool, meta = arguments(32, 0, 64, 8, 4, 128, 16, 64)
@@ -26,7 +25,7 @@ def test_it_compiles_with_all_its_kernels(compile_for_h200, monkeypatch, precisi
         def attend(q, k, v):
             nonlocal pool
             pool = kv_write(pool, k, v, slots)
-            return paged_attention(q, pool, meta, scale=0.1)
+            return paged_attention(q, pool, meta, scale=0.1, backend=CONFIG.kernel_backend)
 
         x = nnx.merge(graphdef, state)(x, *rope_cos_sin(CONFIG, positions), attend)
         return x, pool

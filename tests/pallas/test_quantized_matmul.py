@@ -109,16 +109,15 @@ def test_it_lowers_for_cuda(shape):
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
 def test_it_compiles_for_h200_without_a_dequantised_copy(compile_for_h200, shape):
     x, w = arguments(shape)
-    compiled = compile_for_h200(partial(matmul, gpu="pallas"), x, w)
+    compiled = compile_for_h200(partial(matmul, backend="pallas"), x, w)
     assert "mosaic_gpu" in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < int(np.prod(w.shape))
 
 
 def test_the_choice_can_be_forced():
     x, w = arguments(SHAPES["int4"])
-    assert "mosaic_gpu" in lowered(partial(matmul, gpu="pallas"), x, w)
-    assert "mosaic_gpu" not in lowered(partial(matmul, gpu="xla"), x, w)
-    assert "mosaic_gpu" not in lowered(partial(matmul, gpu="pallas", split=True), x, w)
+    assert "mosaic_gpu" in lowered(partial(matmul, backend="pallas"), x, w)
+    assert "mosaic_gpu" not in lowered(partial(matmul, backend="xla"), x, w)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +126,9 @@ def test_the_choice_can_be_forced():
 def test_other_shapes_go_through_xla(shape):
     x, w = arguments(shape)
     assert not supports(shape.rows, x.dtype, w)
-    assert "mosaic_gpu" not in lowered(partial(matmul, gpu="pallas"), x, w)
+    assert "mosaic_gpu" not in lowered(partial(matmul, backend="pallas"), x, w)
 
 
 def test_on_a_cpu_a_forced_choice_changes_nothing():
     x, w = problem(Shape())
-    np.testing.assert_array_equal(matmul(x, w, gpu="pallas"), matmul(x, w, gpu="xla"))
+    np.testing.assert_array_equal(matmul(x, w, backend="pallas"), matmul(x, w, backend="xla"))
