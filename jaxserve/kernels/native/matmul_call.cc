@@ -25,15 +25,16 @@ bool has_avx512() {
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
 
-constexpr int64_t kVnniRows = 4;  // from there on the matrix unit is faster
+constexpr int64_t kVnniRows = 4;  // of codes: from there on the matrix unit is faster
 
-// The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none.
-const Multiplier* choose(std::string_view name, bool bfloat16, int64_t rows) {
+// The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none. Numbers go
+// through the same one for any number of rows, so that a row's result is always the same.
+const Multiplier* choose(std::string_view name, bool bfloat16, int64_t rows, bool codes) {
   const auto wanted = [&](const char* variant) { return name.empty() || name == variant; };
 #if defined(__x86_64__)
 #if defined(__linux__)
   static const bool has_amx = amx_available();  // asked once: cpuid leaves a virtual machine each time
-  if (wanted("amx") && bfloat16 && has_amx && (rows > kVnniRows || !name.empty())) return &kMatmulAmx;
+  if (wanted("amx") && bfloat16 && has_amx && (rows > kVnniRows || !codes || !name.empty())) return &kMatmulAmx;
 #endif
   if (wanted("vnni") && bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
     return &kMatmulVnni;
@@ -213,7 +214,7 @@ ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
   m.x_bfloat16 = bfloat16;
   m.y_bfloat16 = y->element_type() == ffi::BF16;
   m.rows = rows;
-  const Multiplier* multiplier = choose(variant, bfloat16, rows);
+  const Multiplier* multiplier = choose(variant, bfloat16, rows, bits != 16);
   if (multiplier == nullptr) return invalid("this machine has no variant " + std::string(variant) + " for this dtype");
   multiply_all(m, first, multiplier, threads);
   return ffi::Error::Success();
@@ -236,5 +237,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, jaxserve::matmul,
 
 // Whether this machine has the named variant of the product, for bfloat16.
 extern "C" bool jaxserve_has_matmul(const char* name, size_t length) {
-  return jaxserve::choose({name, length}, true, 1) != nullptr;
+  return jaxserve::choose({name, length}, true, 1, true) != nullptr;
 }
