@@ -16,9 +16,7 @@ from jaxserve.resolution import resolve
 from tests.golden.cases import CASES
 from tests.reference import LENGTH, Reference
 
-OPTIONS = {
-    "load_format": "dummy", "warmup": False, "memory_gb": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4 + 64,
-}  # fmt: skip
+OPTIONS = {"load_format": "dummy", "warmup": False, "max_num_seqs": 4, "memory_gb": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
 MIXTURES = [
     {"precision": "int8"},
