@@ -23,7 +23,7 @@ from jaxserve import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_OPERATIONS = {  # of jaxserve.kernels: nothing to time
-    "AttentionMeta", "Gated", "Normed", "Rows", "value_of",
+    "AttentionMeta", "Gated", "Normed", "Rows", "Total", "value_of",
     "GRANULE", "committed_bytes", "is_elastic", "kv_pool", "move_pages", "page_bytes", "release_pages", "storage_dtype",
 }  # fmt: skip
 WEB = ("fastapi", "starlette", "uvicorn", "pydantic")
