@@ -40,7 +40,7 @@ def with_shares(outcomes: Mapping[str, Outcome]) -> None:
         for row in outcome.rows:
             share, least = reached(row, limits), floor(row, limits)
             if share is not None and least is not None:
-                row["of_ceiling"], row["bound"] = round(share, 4), least[1]
+                row["of_ceiling"], row["bound"] = float(f"{share:.4g}"), least[1]
 
 
 def table(outcomes: Mapping[str, Outcome]) -> str:
