@@ -47,7 +47,7 @@ class PlatformDefaults:
 
 
 PLATFORMS = {
-    "cpu": PlatformDefaults(32, 512, 32, 4, 0.5),  # products of fewer than 4 rows are ten times slower
+    "cpu": PlatformDefaults(32, 512, 32, 1, 0.5),
     "gpu": PlatformDefaults(256, 2048, 64, 1, 0.9),
     "tpu": PlatformDefaults(256, 2048, 64, 8, 0.9),
 }

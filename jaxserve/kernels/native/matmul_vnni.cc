@@ -1,11 +1,14 @@
 // Products of a few rows of bfloat16 at the speed of memory, on AVX512-VNNI and AVX512-BF16.
 //
 // Four rows of the weight are read beside each other, straight into registers, and each is used at once for up to kRows
-// rows of x. bfloat16 meets bfloat16. Codes meet x in 16-bit fixed point: an instruction multiplies 32 codes by 32
-// integers of x and adds them up in 16 lanes of 32 bits; only when a segment is through, of at most 128 inputs, are the
-// lanes brought to float32 and scaled. Each lane of a segment of x has a scale of its own, the largest of the at most 8
-// numbers that it holds, so that x keeps more of its digits than bfloat16 has, unless it is smaller than its greatest
-// neighbour by a factor of 2^8 or more.
+// rows of x. bfloat16 meets bfloat16. Codes meet x in 16-bit fixed point, in integers that 16 lanes of 32 bits add up;
+// only when a segment is through, of at most 128 inputs, are the lanes brought to float32 and scaled. Each lane of a
+// segment of x has a scale of its own, the largest of the at most 8 numbers that it holds, so that x keeps more of its
+// digits than bfloat16 has, unless it is smaller than its greatest neighbour by a factor of 2^8 or more.
+//
+// Where a lane's bytes all belong to one segment, an instruction takes 64 codes as bytes, and the integers of x as their
+// upper and their lower bytes, x = 256 * upper + lower with both signed: two instructions for 64 codes. Elsewhere codes are
+// widened to words of 16 bits first, and an instruction takes 32.
 
 #include "matmul.h"
 
@@ -22,9 +25,12 @@ constexpr int64_t kOuts = 4;
 constexpr int64_t kRows = 4;                // 16 sums in registers
 constexpr int64_t kLanes = 16;
 constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly
-constexpr int64_t kAheadBytes = 4096;       // to ask for, at least
+constexpr int64_t kAheadBytes = 8192;       // how far ahead memory is asked for
 
 inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+// Whether segments of so many steps meet x as bytes: eight bits in whole vectors, four bits in whole units.
+constexpr bool in_bytes(int bits, int64_t steps) { return bits == 8 ? steps >= 2 : bits == 4 && steps == 4; }
 
 // How x is cut to meet the codes: into segments of whole steps, none of which crosses a group.
 struct Segments {
@@ -37,7 +43,8 @@ struct Segments {
     per_group = one ? number : w.group / (steps * kStep);
   }
 
-  // A packed segment: the integers in order, the lanes' scales, and what the lanes' sums begin with.
+  // A packed segment: the integers (as words, or all upper bytes and then all lower ones), the lanes' scales, and what
+  // the lanes' sums begin with.
   int64_t bytes() const { return steps * kStep * 2 + kLanes * 8; }
   int64_t row_bytes() const { return number * bytes(); }
 };
@@ -46,28 +53,64 @@ size_t packed_bytes(const Matmul& m) {
   return m.w.bits == 16 ? 0 : static_cast<size_t>(m.rows * Segments(m.w).row_bytes());
 }
 
+// What a vector of 64 bytes holds in each lane: one number of each of four vectors.
+inline __m512i bytes_of(__m512i a, __m512i b, __m512i c, __m512i d) {
+  const __m512i mask = _mm512_set1_epi32(255);
+  const __m512i lower = _mm512_or_si512(_mm512_and_si512(a, mask), _mm512_slli_epi32(_mm512_and_si512(b, mask), 8));
+  const __m512i upper = _mm512_or_si512(_mm512_slli_epi32(_mm512_and_si512(c, mask), 16), _mm512_slli_epi32(d, 24));
+  return _mm512_or_si512(lower, upper);
+}
+
+// Two neighbouring vectors of pairs as the pairs of even and of odd number.
+inline void part_pairs(__m512i& a, __m512i& b) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i first = _mm512_permutex2var_epi32(a, even, b);
+  b = _mm512_permutex2var_epi32(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
+  a = first;
+}
+
 // Codes count from -2^(bits - 1), and a segment's sums from what that makes of its integers.
 void pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, uint8_t* to) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  __m512 even[4], odd[4], largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();
+  const bool bytes = in_bytes(bits, steps);
+  __m512i pairs[4];
   for (int64_t i = 0; i < steps; ++i, inputs -= kStep) {
     const __mmask32 mask = inputs >= kStep ? ~0u : inputs > 0 ? (1u << inputs) - 1 : 0;
-    const __m512i pairs = _mm512_maskz_loadu_epi16(mask, x + i * kStep);
-    even[i] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-    odd[i] = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
+    pairs[i] = _mm512_maskz_loadu_epi16(mask, x + i * kStep);
+  }
+  if (bytes && bits == 8) {  // so that a lane has four neighbours, as a lane of codes has
+    for (int64_t i = 0; i < steps; i += 2) part_pairs(pairs[i], pairs[i + 1]);
+  }
+  __m512 even[4], odd[4], largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();
+  for (int64_t i = 0; i < steps; ++i) {
+    even[i] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs[i], 16));
+    odd[i] = _mm512_castsi512_ps(_mm512_and_si512(pairs[i], upper));
     largest = _mm512_max_ps(largest, _mm512_max_ps(_mm512_abs_ps(even[i]), _mm512_abs_ps(odd[i])));
     poison = _mm512_fmadd_ps(_mm512_add_ps(even[i], odd[i]), _mm512_setzero_ps(), poison);  // what is not finite stays
   }
-  constexpr float kMost = 32767, kLeast = 1e-30f;  // below it the quotient may overflow
+  constexpr float kMost = 127 * 256 + 127, kLeast = 1e-30f;  // below it the quotient may overflow
   const __mmask16 any = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(kLeast), _CMP_GT_OQ);
   const __m512 factor = _mm512_maskz_div_ps(any, _mm512_set1_ps(kMost), largest);
   const __m512 scale = _mm512_add_ps(_mm512_maskz_mul_ps(any, largest, _mm512_set1_ps(1 / kMost)), poison);
-  __m512i sum = _mm512_setzero_si512();
+  __m512i first[4], second[4], sum = _mm512_setzero_si512();
   for (int64_t i = 0; i < steps; ++i) {
-    const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(even[i], factor));
-    const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(odd[i], factor));
-    sum = _mm512_add_epi32(sum, _mm512_add_epi32(low, high));
-    _mm512_storeu_si512(to + i * 2 * kStep, _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16)));
+    first[i] = _mm512_cvtps_epi32(_mm512_mul_ps(even[i], factor));
+    second[i] = _mm512_cvtps_epi32(_mm512_mul_ps(odd[i], factor));
+    sum = _mm512_add_epi32(sum, _mm512_add_epi32(first[i], second[i]));
+  }
+  for (int64_t i = 0; i < steps; ++i) {
+    if (!bytes) {
+      const __m512i words = _mm512_mask_blend_epi16(0xaaaaaaaa, first[i], _mm512_slli_epi32(second[i], 16));
+      _mm512_storeu_si512(to + i * 64, words);
+    } else if (i < steps / 2) {
+      const int64_t a = bits == 8 ? 2 * i : i, b = bits == 8 ? a + 1 : a + 2;
+      const auto store = [&](int64_t at, auto part) {
+        const __m512i x[4] = {part(first[a]), part(second[a]), part(first[b]), part(second[b])};
+        _mm512_storeu_si512(to + at, bits == 8 ? bytes_of(x[0], x[1], x[2], x[3]) : bytes_of(x[0], x[2], x[1], x[3]));
+      };
+      store(i * 64, [](__m512i x) { return _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8); });
+      store((steps / 2 + i) * 64, [](__m512i x) { return x; });
+    }
   }
   to += steps * 2 * kStep;
   _mm512_storeu_ps(to, scale);
@@ -91,7 +134,6 @@ void pack(const Matmul& m, int64_t row, void* packed) {
 struct Quad {
   const uint8_t* data[kOuts];
   int64_t index[kOuts];  // of their first scale
-  int64_t ahead;         // bytes to those that come soon
 
   Quad(const Weight& w, int64_t out) {
     for (int64_t o = 0; o < kOuts; ++o) {
@@ -99,11 +141,12 @@ struct Quad {
       data[o] = w.data + row * w.row_bytes;
       index[o] = row * w.groups;
     }
-    ahead = parts(kAheadBytes, kOuts * w.row_bytes) * kOuts * w.row_bytes;
   }
 
+  // Asks for a line of what comes soon, once for each line read here. In the order in which it lies, and not in that of
+  // its use: prefetchers and memory are faster so. Into L2, where more requests may be under way than to L1.
   void prefetch(int64_t o, int64_t offset) const {
-    _mm_prefetch(reinterpret_cast<const char*>(data[o] + offset + ahead), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(data[0] + kOuts * offset + 64 * o + kAheadBytes), _MM_HINT_T1);
   }
 };
 
@@ -194,6 +237,41 @@ inline void unpack(const uint8_t* row, int64_t segment, int64_t left, __m512i (&
   }
 }
 
+// The codes of a segment of L steps as bytes, where they may be.
+template <int Bits, int L>
+inline void unpack_bytes(const uint8_t* row, int64_t segment, int64_t left, __m512i (&bytes)[L / 2]) {
+  const uint8_t* from = row + segment * L * kStep * Bits / 8;
+  if constexpr (Bits == 4) {
+    const __m512i codes = _mm512_loadu_si512(from), mask = _mm512_set1_epi8(15);
+    bytes[0] = _mm512_and_si512(codes, mask);
+    bytes[1] = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
+  } else if (left >= L * kStep) {
+    for (int i = 0; i < L / 2; ++i) bytes[i] = _mm512_loadu_si512(from + 64 * i);
+  } else {
+    for (int i = 0; i < L / 2; ++i, left -= 64) {
+      const __mmask64 mask = left >= 64 ? ~uint64_t{0} : left > 0 ? (uint64_t{1} << left) - 1 : 0;
+      bytes[i] = _mm512_maskz_loadu_epi8(mask, from + 64 * i);
+    }
+  }
+}
+
+// Sums of products of a segment's codes with the packed integers of x.
+template <int L>
+inline __m512i multiply_bytes(const __m512i (&bytes)[L / 2], const uint8_t* integers, __m512i start) {
+  __m512i upper = _mm512_setzero_si512(), lower = start;
+  for (int i = 0; i < L / 2; ++i) {
+    upper = _mm512_dpbusd_epi32(upper, bytes[i], _mm512_loadu_si512(integers + i * 64));
+    lower = _mm512_dpbusd_epi32(lower, bytes[i], _mm512_loadu_si512(integers + (L / 2 + i) * 64));
+  }
+  return _mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower);
+}
+
+template <int L>
+inline __m512i multiply_words(const __m512i (&words)[L], const uint8_t* integers, __m512i start) {
+  for (int i = 0; i < L; ++i) start = _mm512_dpwssd_epi32(start, words[i], _mm512_loadu_si512(integers + i * 64));
+  return start;
+}
+
 // y[R, kOuts] of a quantised weight, in segments of L steps.
 template <int R, int Bits, int L>
 void codes(const Matmul& m, const uint8_t* packed, int64_t row, int64_t out) {
@@ -207,15 +285,22 @@ void codes(const Matmul& m, const uint8_t* packed, int64_t row, int64_t out) {
     for (int o = 0; o < kOuts; ++o) {
       constexpr int64_t bytes = L * kStep * Bits / 8;
       for (int64_t i = 0; i < bytes; i += 64) w.prefetch(o, s * bytes + i);
-      __m512i words[L];
-      unpack<Bits, L>(w.data[o], s, m.w.inner - s * L * kStep, words);
+      constexpr bool kBytes = in_bytes(Bits, L);
+      __m512i codes[kBytes ? L / 2 : L];
+      if constexpr (kBytes) {
+        unpack_bytes<Bits, L>(w.data[o], s, m.w.inner - s * L * kStep, codes);
+      } else {
+        unpack<Bits, L>(w.data[o], s, m.w.inner - s * L * kStep, codes);
+      }
       const __m512 scale = _mm512_set1_ps(read_number(m.w.scales, m.w.wide_scales, w.index[o] + group));
       for (int r = 0; r < R; ++r) {
         const uint8_t* integers = x + r * x_bytes;
         const __m512i start = _mm512_loadu_si512(integers + L * kStep * 2 + kLanes * 4);
-        __m512i lanes = start;
-        for (int i = 0; i < L; ++i) {
-          lanes = _mm512_dpwssd_epi32(lanes, words[i], _mm512_loadu_si512(integers + i * kStep * 2));
+        __m512i lanes;
+        if constexpr (kBytes) {
+          lanes = multiply_bytes<L>(codes, integers, start);
+        } else {
+          lanes = multiply_words<L>(codes, integers, start);
         }
         __m512 values = _mm512_cvtepi32_ps(lanes);
         if (m.w.zeros) {  // more of what the codes count from
