@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.control_client import ControlClient
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.telemetry.snapshot import Snapshot
 
@@ -58,6 +59,11 @@ class EngineClient(Protocol):
     @property
     def ready(self) -> bool:
         """Whether requests are accepted: loaded, warm, and neither draining nor stopped."""
+        ...
+
+    @property
+    def control(self) -> ControlClient | None:
+        """What shows and steers the plan; None for an engine whose plan cannot change."""
         ...
 
     def generate(
