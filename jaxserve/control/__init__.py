@@ -1,6 +1,27 @@
-"""The control plane: plans, and what follows from them. No JAX."""
+"""The control plane: plans, how they differ, and who decides which one is in force. No JAX."""
 
+from jaxserve.control.actuation import Actuator, Outcome
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import BlockPlan, InstancePlan, Plan, StagePlan, chain_of, static_plan
+from jaxserve.control.policy import Policy, Proposal, chain
+from jaxserve.control.resources import Resources
+from jaxserve.control.transitions import ResizeKVPool, SwapPrecision, Transition
 
-__all__ = ["BlockPlan", "InstancePlan", "Ledger", "Plan", "StagePlan", "chain_of", "static_plan"]
+__all__ = [
+    "Actuator",
+    "BlockPlan",
+    "InstancePlan",
+    "Ledger",
+    "Outcome",
+    "Plan",
+    "Policy",
+    "Proposal",
+    "ResizeKVPool",
+    "Resources",
+    "StagePlan",
+    "SwapPrecision",
+    "Transition",
+    "chain",
+    "chain_of",
+    "static_plan",
+]

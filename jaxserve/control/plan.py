@@ -4,10 +4,10 @@ A plan has instances (replicas that serve requests independently), an instance h
 blocks that run on its devices with tensor parallelism over all of them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from jaxserve.core.errors import ConfigError
+from jaxserve.core.errors import ConfigError, PlanError
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,18 @@ class InstancePlan:
         """All blocks in the order in which they run."""
         return tuple(block for stage in self.stages for block in stage.blocks)
 
+    @property
+    def kv_pages(self) -> int:
+        """KV pages in use, the null page included: a page's id is valid in all stages alike."""
+        return self.stages[0].kv_pages
+
+    def precision(self, block: str) -> str:
+        """The precision of a block. Raises `PlanError` if there is none of this name."""
+        for known in self.blocks:
+            if known.block == block:
+                return known.precision
+        raise PlanError(f"there is no block {block!r}")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -55,6 +67,27 @@ class Plan:
 
     version: int
     instances: tuple[InstancePlan, ...]
+
+    def with_precisions(self, instance: int, precisions: Mapping[str, str]) -> "Plan":
+        """The next version, with other precisions of some blocks. Raises `PlanError` for a block that is not there."""
+        old = self.instances[instance]
+        unknown = precisions.keys() - {block.block for block in old.blocks}
+        if unknown:
+            raise PlanError(f"instance {instance} has no block {', '.join(sorted(unknown))}")
+        stages = tuple(
+            replace(stage, blocks=tuple(BlockPlan(b.block, precisions.get(b.block, b.precision)) for b in stage.blocks))
+            for stage in old.stages
+        )
+        return self._with_instance(instance, InstancePlan(stages))
+
+    def with_kv_pages(self, instance: int, pages: int) -> "Plan":
+        """The next version, with another number of KV pages in all stages of an instance."""
+        stages = tuple(replace(stage, kv_pages=pages) for stage in self.instances[instance].stages)
+        return self._with_instance(instance, InstancePlan(stages))
+
+    def _with_instance(self, number: int, instance: InstancePlan) -> "Plan":
+        instances = (*self.instances[:number], instance, *self.instances[number + 1 :])
+        return replace(self, version=self.version + 1, instances=instances)
 
 
 def chain_of(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:

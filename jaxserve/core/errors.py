@@ -59,3 +59,9 @@ class CheckpointError(JaxserveError):
 
 class MemoryBudgetError(ConfigError):
     """The memory budget is too small; the message says how many bytes are needed."""
+
+
+class PlanError(JaxserveError):
+    """A plan that does not fit the machine or the model, or that no transition leads to."""
+
+    status = 400

@@ -1,6 +1,7 @@
 """What the engine reports of itself: the immutable Snapshot and the Prometheus metrics. Imports no JAX."""
 
-from jaxserve.telemetry.metrics import EngineMetrics
-from jaxserve.telemetry.snapshot import Snapshot, combine
+from jaxserve.telemetry.metrics import TIME_BOUNDS, EngineMetrics
+from jaxserve.telemetry.snapshot import Recent, Snapshot, combine
+from jaxserve.telemetry.windows import Smoother
 
-__all__ = ["EngineMetrics", "Snapshot", "combine"]
+__all__ = ["TIME_BOUNDS", "EngineMetrics", "Recent", "Smoother", "Snapshot", "combine"]

@@ -2,7 +2,22 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class Recent:
+    """Means and trends over a short window of snapshots; None where the window has seen nothing of the kind."""
+
+    seconds: float  # that the window really covers
+    kv_usage: float  # mean share of the KV pages held by sequences
+    kv_trend: float | None  # change of the pages held, per second, as a share of the pages that there are now
+    waiting: float  # mean sequences
+    queue_delay: float  # s, mean of the longest wait
+    preemptions: int  # in the window
+    ttft_p95: float | None  # s
+    tpot: float | None  # s, mean
+    tokens_per_s: float | None  # generated
 
 
 @dataclass(frozen=True)
@@ -20,15 +35,30 @@ class Snapshot:
     layers_by_precision: Mapping[str, int] = field(default_factory=dict)  # e.g. {"bfloat16": 16}
     weight_bytes: int = 0
     kv_bytes: int = 0
+    oldest_wait: float = 0.0  # s since the arrival of the sequence that has waited longest; 0 if none waits
+    # cumulative since the start
+    preemptions: int = 0
+    generated_tokens: int = 0
+    finished: int = 0  # sequences
+    first_tokens: tuple[int, ...] = ()  # times to first token by bucket: `metrics.TIME_BOUNDS`, then infinity
+    gaps: int = 0  # between two tokens of a sequence
+    gap_seconds: float = 0.0
+    recent: Recent | None = None  # filled by `windows.Smoother` alone
 
     @property
     def kv_usage(self) -> float:
         """Share of the KV pages held by sequences, from 0 to 1."""
         return self.kv_pages_used / self.kv_pages_total if self.kv_pages_total else 0.0
 
+    def at(self, now: float) -> "Snapshot":
+        """The same state seen later: an engine without steps takes no snapshots, but what waits goes on waiting."""
+        passed = max(0.0, now - self.time)
+        waited = self.oldest_wait + passed if self.num_waiting else self.oldest_wait
+        return replace(self, time=self.time + passed, oldest_wait=waited)
+
 
 def combine(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """The state of several instances as one: sums, and the latest time and plan."""
+    """The state of several instances as one: sums, the latest time and plan, the longest wait. No recent window."""
     if len(snapshots) == 1:
         return snapshots[0]
     layers: Counter[str] = Counter()
@@ -46,4 +76,11 @@ def combine(snapshots: Sequence[Snapshot]) -> Snapshot:
         layers_by_precision=layers,
         weight_bytes=sum(s.weight_bytes for s in snapshots),
         kv_bytes=sum(s.kv_bytes for s in snapshots),
+        oldest_wait=max(s.oldest_wait for s in snapshots),
+        preemptions=sum(s.preemptions for s in snapshots),
+        generated_tokens=sum(s.generated_tokens for s in snapshots),
+        finished=sum(s.finished for s in snapshots),
+        first_tokens=tuple(map(sum, zip(*(s.first_tokens for s in snapshots if s.first_tokens), strict=True))),
+        gaps=sum(s.gaps for s in snapshots),
+        gap_seconds=sum(s.gap_seconds for s in snapshots),
     )

@@ -1,0 +1,53 @@
+"""Resources: what the machine and the model allow a plan, in bytes of one device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxserve.control.plan import InstancePlan, StagePlan
+from jaxserve.core.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Equal for all instances. Bytes are those on each device of a stage.
+
+    `fixed` is what a stage takes whatever the plan says: runtime, workspace, embedding and head, granules of the pools,
+    and room for one layer's variant beside the layer that it takes the place of, so that an exchange needs no more.
+    """
+
+    budget: int  # of each device
+    fixed: tuple[int, ...]  # by stage
+    layer_bytes: Mapping[tuple[str, str], int]  # (decoder layer's block, precision): the precisions that there are
+    page_bytes: tuple[int, ...]  # by stage: one KV page in the pools of all of its layers
+    least_pages: int  # the null page included, here and below
+    most_pages: int  # that the pools have room for
+    copy_rate: float  # bytes/s that are copied from host memory while steps go on
+
+    def precisions(self, block: str) -> tuple[str, ...]:
+        """Those that a decoder layer may have, the largest first; () for a block that is no decoder layer."""
+        sizes = {precision: size for (name, precision), size in self.layer_bytes.items() if name == block}
+        return tuple(sorted(sizes, key=lambda precision: -sizes[precision]))
+
+    def bytes_of(self, block: str, precision: str) -> int:
+        """Of a decoder layer. Raises `PlanError` naming the precisions that there are."""
+        try:
+            return self.layer_bytes[block, precision]
+        except KeyError:
+            known = ", ".join(self.precisions(block)) or "none to choose from"
+            raise PlanError(f"{block} cannot have precision {precision!r}; there are {known} (variants)") from None
+
+    def weight_bytes(self, stage: StagePlan) -> int:
+        """Of the stage's decoder layers. Raises `PlanError` for a precision that there is not."""
+        return sum(self.bytes_of(b.block, b.precision) for b in stage.blocks if b.block.startswith("layers."))
+
+    def stage_bytes(self, number: int, stage: StagePlan) -> int:
+        """All that stage `number` of an instance takes. Raises `PlanError` for a precision that there is not."""
+        return self.fixed[number] + self.weight_bytes(stage) + self.page_bytes[number] * stage.kv_pages
+
+    def kv_capacity(self, instance: InstancePlan) -> int:
+        """The most KV pages that fit beside an instance's layers, and that its pools have room for."""
+        fitting = (
+            (self.budget - self.fixed[number] - self.weight_bytes(stage)) // self.page_bytes[number]
+            for number, stage in enumerate(instance.stages)
+        )
+        return max(0, min(self.most_pages, *fitting))

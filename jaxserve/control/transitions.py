@@ -1,0 +1,63 @@
+"""Transitions: the primitive changes of a plan, with what they cost."""
+
+from dataclasses import dataclass
+
+from jaxserve.control.plan import Plan
+from jaxserve.core.errors import PlanError
+
+
+@dataclass(frozen=True)
+class SwapPrecision:
+    """One decoder layer of an instance changes its precision. Bytes are those on each device of its stage."""
+
+    instance: int
+    block: str
+    before: str
+    after: str
+    bytes_freed: int  # for others, once it is done
+    bytes_needed: int  # more than before, once it is done
+    peak_bytes: int  # beside what is held already, while it is prepared; `Resources.fixed` has room for it
+    seconds: float  # estimated
+
+    def apply(self, plan: Plan) -> Plan:
+        """The plan's next version, with this done. Raises `PlanError` if it does not start from this plan."""
+        if plan.instances[self.instance].precision(self.block) != self.before:
+            raise PlanError(f"{self.block} of plan {plan.version} is not {self.before}")
+        return plan.with_precisions(self.instance, {self.block: self.after})
+
+    def __str__(self) -> str:
+        return f"instance {self.instance}: {self.block} {self.before} -> {self.after} ({self._cost()})"
+
+    def _cost(self) -> str:
+        change = f"frees {_mb(self.bytes_freed)}" if self.bytes_freed else f"needs {_mb(self.bytes_needed)}"
+        return f"{change}, about {self.seconds * 1e3:.0f} ms"
+
+
+@dataclass(frozen=True)
+class ResizeKVPool:
+    """An instance's KV pools get more or fewer pages. Bytes are those on each device, where pages are largest."""
+
+    instance: int
+    before: int  # pages, the null page included
+    after: int
+    bytes_freed: int
+    bytes_needed: int
+    peak_bytes: int
+    seconds: float  # estimated: to shrink, as if all pages had to move
+
+    def apply(self, plan: Plan) -> Plan:
+        """The plan's next version, with this done. Raises `PlanError` if it does not start from this plan."""
+        if plan.instances[self.instance].kv_pages != self.before:
+            raise PlanError(f"plan {plan.version} has {plan.instances[self.instance].kv_pages} KV pages")
+        return plan.with_kv_pages(self.instance, self.after)
+
+    def __str__(self) -> str:
+        change = f"frees {_mb(self.bytes_freed)}" if self.bytes_freed else f"needs {_mb(self.bytes_needed)}"
+        return f"instance {self.instance}: KV {self.before} -> {self.after} pages ({change})"
+
+
+Transition = SwapPrecision | ResizeKVPool
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
