@@ -12,11 +12,11 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class Proposal(Generic[State]):
-    """What a policy wants: the same plan when nothing is to do, and then no reason."""
+    """What a policy wants: the same plan when nothing is to do."""
 
     plan: Plan
     state: State
-    reason: str = ""  # with the numbers and thresholds that led to it
+    reason: str = ""  # with the numbers and thresholds that led to it; of the same plan, what the policy waits for
 
 
 class Policy(Protocol[State]):

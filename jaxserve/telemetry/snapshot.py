@@ -18,6 +18,7 @@ class Recent:
     ttft_p95: float | None  # s
     tpot: float | None  # s, mean
     tokens_per_s: float | None  # generated
+    arrivals_per_s: float | None  # sequences
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ def summary(snapshots: Sequence[Snapshot]) -> Recent:
         ttft_p95=quantile(_between(first.first_tokens, last.first_tokens), 0.95),
         tpot=gap_seconds / gaps if gaps > 0 else None,
         tokens_per_s=(last.generated_tokens - first.generated_tokens) / seconds if seconds > 0 else None,
+        arrivals_per_s=max(0, _arrived(last) - _arrived(first)) / seconds if seconds > 0 else None,
     )
 
 
@@ -65,6 +66,11 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
             return lower + (upper - lower) * wanted / count
         wanted, lower = wanted - count, upper
     return lower
+
+
+def _arrived(snapshot: Snapshot) -> int:
+    """Sequences that have arrived since the start."""
+    return snapshot.finished + snapshot.num_running + snapshot.num_waiting
 
 
 def _between(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,18 @@
+"""Policies: static, manual, morph; no one knows another."""
+
+from jaxserve.control.policies.loading import POLICY_NAMES, load_policy
+from jaxserve.control.policies.manual import ManualPolicy
+from jaxserve.control.policies.morph import MorphPolicy
+from jaxserve.control.policies.morph_settings import ACCURACY, PERFORMANCE, MorphSettings
+from jaxserve.control.policies.static import StaticPolicy
+
+__all__ = [
+    "ACCURACY",
+    "PERFORMANCE",
+    "POLICY_NAMES",
+    "ManualPolicy",
+    "MorphPolicy",
+    "MorphSettings",
+    "StaticPolicy",
+    "load_policy",
+]

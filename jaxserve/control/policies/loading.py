@@ -1,0 +1,93 @@
+"""Policies by name, from a YAML file, or from a Python file of one's own."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxserve.control.plan import Plan
+from jaxserve.control.policies.manual import ManualPolicy
+from jaxserve.control.policies.morph import MorphPolicy
+from jaxserve.control.policies.morph_settings import ACCURACY, PERFORMANCE, MorphSettings
+from jaxserve.control.policies.static import StaticPolicy
+from jaxserve.control.policy import Policy
+from jaxserve.control.resources import Resources
+from jaxserve.core.errors import ConfigError
+
+MORPH_MODES = {"morph": ACCURACY, "morph-performance": PERFORMANCE}
+POLICY_NAMES = ("static", "manual", *MORPH_MODES)
+
+
+def load_policy(
+    source: str | Path, resources: Resources, swap_order: Sequence[int], *, target: Plan | None = None
+) -> Policy:
+    """A policy by one of `POLICY_NAMES`, from a YAML file, or "FILE.py:NAME".
+
+    `swap_order`: layers in the order in which they may lose precision, the least important first. `target`: the manual
+    policy's plan. A YAML file names a policy (`policy`) and, for morph, settings that differ (`settings`). NAME of a
+    Python file is called with `resources` and `swap_order` and returns a policy; the file is run, so take none from
+    strangers. Raises `ConfigError`.
+    """
+    text = str(source)
+    if text in POLICY_NAMES:
+        return _by_name(text, None, resources, swap_order, target)
+    file, colon, name = text.rpartition(":")
+    if colon and file.endswith(".py"):
+        return _from_python(Path(file), name, resources, swap_order)
+    if not text.endswith((".yaml", ".yml")):
+        raise ConfigError(f"policy is {text!r}; it is {', '.join(POLICY_NAMES)}, a .yaml file or FILE.py:NAME")
+    return _from_yaml(Path(text), resources, swap_order, target)
+
+
+def _by_name(
+    name: str, settings: MorphSettings | None, resources: Resources, swap_order: Sequence[int], target: Plan | None
+) -> Policy:
+    if name == "static":
+        return StaticPolicy()
+    if name == "manual":
+        return ManualPolicy(target)
+    return MorphPolicy(resources, swap_order, MORPH_MODES[name] if settings is None else settings, name=name)
+
+
+def _from_yaml(path: Path, resources: Resources, swap_order: Sequence[int], target: Plan | None) -> Policy:
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"policy {path}: {error}") from error
+    if not isinstance(value, dict) or value.get("policy") not in POLICY_NAMES or value.keys() - {"policy", "settings"}:
+        raise ConfigError(f"policy {path}: it has 'policy', one of {', '.join(POLICY_NAMES)}, and 'settings'")
+    name, settings = value["policy"], value.get("settings") or {}
+    if name not in MORPH_MODES:
+        if settings:
+            raise ConfigError(f"policy {path}: {name} has no settings")
+        return _by_name(name, None, resources, swap_order, target)
+    return _by_name(name, _settings(path, MORPH_MODES[name], settings), resources, swap_order, target)
+
+
+def _settings(path: Path, defaults: MorphSettings, given: Any) -> MorphSettings:
+    """The defaults with what a file says otherwise."""
+    known = {field.name: type(getattr(defaults, field.name)) for field in fields(defaults)}
+    if not isinstance(given, dict):
+        raise ConfigError(f"policy {path}: settings is {given!r}; it has names and values")
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"policy {path}: settings has {name!r}; there are {', '.join(known)}")
+        kinds = (int, float) if known[name] is float else known[name]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ConfigError(f"policy {path}: settings.{name} is {value!r}; it must be of type {known[name].__name__}")
+    return replace(defaults, **given)
+
+
+def _from_python(path: Path, name: str, resources: Resources, swap_order: Sequence[int]) -> Policy:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(f"policy {path}: there is no such file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise ConfigError(f"policy {path}: it has no {name}")
+    policy: Policy = getattr(module, name)(resources, swap_order)
+    return policy

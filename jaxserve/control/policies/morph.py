@@ -1,0 +1,251 @@
+"""morph: layers change to fewer bits under pressure, their memory becomes KV pages, and all comes back (MorphServe).
+
+Entry follows the level of pressure, release its trend. What each instance does depends on its own snapshot alone. How
+far it has gone is read off the plan in force, so that failed transitions need no care.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxserve.control.plan import InstancePlan, Plan
+from jaxserve.control.policies.morph_settings import ACCURACY, MorphSettings
+from jaxserve.control.policy import Proposal
+from jaxserve.control.resources import Resources
+from jaxserve.core.errors import ConfigError
+from jaxserve.telemetry import Recent, Snapshot
+
+NEVER = -math.inf
+
+
+@dataclass(frozen=True)
+class Relapse:
+    """Pressure came back soon after a release, at the load of that release."""
+
+    time: float
+    arrivals: float  # sequences/s at the release
+
+
+@dataclass(frozen=True)
+class InstanceState:
+    """What the policy remembers of one instance; times are seconds of the snapshots' clock."""
+
+    home: InstancePlan  # to return to
+    pressure_since: float | None = None
+    quiet_since: float | None = None
+    last_entry: float = NEVER
+    last_release: float = NEVER
+    released_at: float = 0.0  # arrivals/s at the last release
+    relapse: Relapse | None = None
+
+
+MorphState = tuple[InstanceState, ...]
+
+
+@dataclass(frozen=True)
+class _View:
+    """One instance at one moment."""
+
+    snapshot: Snapshot
+    recent: Recent
+    number: int
+    plan: Plan
+
+    @property
+    def now(self) -> float:
+        return self.snapshot.time
+
+    @property
+    def instance(self) -> InstancePlan:
+        return self.plan.instances[self.number]
+
+
+class MorphPolicy:
+    """Swaps layers in `swap_order`, the least important first, and back in reverse."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        swap_order: Sequence[int],
+        settings: MorphSettings = ACCURACY,
+        *,
+        name: str = "morph",
+    ):
+        """Layers that are not in `swap_order` keep their precision. Raises `ConfigError` for layers that are not
+        there, or named twice, or that cannot have the precision of the settings.
+        """
+        self.name, self.settings, self._resources = name, settings, resources
+        self._order = tuple(f"layers.{layer}" for layer in swap_order)
+        if len(set(self._order)) < len(self._order):
+            raise ConfigError(f"the swap order names a layer twice: {list(swap_order)}")
+        for block in self._order:
+            if settings.precision not in resources.precisions(block):
+                known = ", ".join(resources.precisions(block)) or "none: there is no such layer"
+                raise ConfigError(f"{block} of the swap order cannot be {settings.precision}; there are {known}")
+
+    @property
+    def slo_ttft(self) -> float:
+        """Seconds to the first token that the thresholds are meant to keep."""
+        return self.settings.slo_ttft
+
+    def init(self, plan: Plan) -> MorphState:
+        return tuple(InstanceState(instance) for instance in plan.instances)
+
+    def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: MorphState) -> Proposal[MorphState]:
+        states, reasons = [], []
+        for number, (snapshot, before) in enumerate(zip(snapshots, state, strict=True)):
+            assert snapshot.recent is not None, "the controller fills it"
+            view = _View(snapshot, snapshot.recent, number, plan)
+            plan, after, reason = self._update_instance(view, before)
+            states.append(after)
+            if reason:
+                reasons.append(f"instance {number}: {reason}" if len(snapshots) > 1 else reason)
+        return Proposal(plan, tuple(states), "; ".join(reasons))
+
+    def _update_instance(self, view: _View, state: InstanceState) -> tuple[Plan, InstanceState, str]:
+        now, pressure = view.now, self._pressure(view.snapshot)
+        if pressure:
+            since = now if state.pressure_since is None else state.pressure_since
+            state = replace(state, pressure_since=since, quiet_since=None)
+            return self._enter(view, state, pressure)
+        since = now if state.quiet_since is None else state.quiet_since
+        return self._release(view, replace(state, pressure_since=None, quiet_since=since))
+
+    # -- entry
+
+    def _pressure(self, snapshot: Snapshot) -> list[str]:
+        """The thresholds that are exceeded, in words."""
+        settings, found = self.settings, []
+        if snapshot.oldest_wait > settings.queue_delay:
+            found.append(f"queue delay {_ms(snapshot.oldest_wait)} > {_ms(settings.queue_delay)}")
+        if snapshot.kv_usage > settings.kv_usage:
+            found.append(f"KV usage {snapshot.kv_usage:.1%} > {settings.kv_usage:.0%}")
+        return found
+
+    def _enter(self, view: _View, state: InstanceState, pressure: list[str]) -> tuple[Plan, InstanceState, str]:
+        settings, now, instance = self.settings, view.now, view.instance
+        assert state.pressure_since is not None
+        if now - state.pressure_since < settings.entry_hold or now - state.last_entry < settings.entry_interval:
+            return view.plan, state, ""
+        urgent_after = settings.urgent_delay * settings.slo_ttft
+        count = settings.entry_layers
+        if view.snapshot.oldest_wait >= urgent_after:
+            count = max(count, settings.urgent_layers)
+            pressure = [*pressure, f"near the SLO (from {_ms(urgent_after)})"]
+        blocks = self._next_blocks(instance, state.home, count)
+        plan = self._swapped(view, state.home, dict.fromkeys(blocks, settings.precision))
+        pages = plan.instances[view.number].kv_pages
+        gains = view.snapshot.oldest_wait > settings.queue_delay or pages > instance.kv_pages
+        if plan is view.plan or not gains:  # usage alone, and no more pages to be had
+            return view.plan, state, ""
+        state = replace(state, last_entry=now, relapse=self._relapse(view, state))
+        return plan, state, f"{', '.join(pressure)}: {_change(blocks, settings.precision, instance, pages)}"
+
+    def _next_blocks(self, instance: InstancePlan, home: InstancePlan, count: int) -> list[str]:
+        """The next layers of the swap order, as many as the mode allows."""
+        bytes_of, precision = self._resources.bytes_of, self.settings.precision
+        most = max(1, int(self.settings.most_layers * len(home.layer_precisions)))
+        left = most - len(self._away(instance, home))
+        free = [
+            block
+            for block in self._order
+            if instance.precision(block) == home.precision(block)
+            and bytes_of(block, precision) < bytes_of(block, home.precision(block))
+        ]
+        return free[: max(0, min(count, left))]
+
+    def _relapse(self, view: _View, state: InstanceState) -> Relapse | None:
+        """Remembers the load of a release after which pressure came back though no more arrives than then."""
+        settings, arrivals = self.settings, view.recent.arrivals_per_s or 0.0
+        released_last = state.last_release > state.last_entry
+        if not released_last or view.now - state.last_release > settings.relapse:
+            return state.relapse
+        if settings.relapse_load * arrivals > state.released_at or not state.released_at:
+            return state.relapse  # the load has risen: nothing was wrong with the release
+        return Relapse(view.now, state.released_at)
+
+    # -- release
+
+    def _release(self, view: _View, state: InstanceState) -> tuple[Plan, InstanceState, str]:
+        settings, now, home = self.settings, view.now, state.home
+        if view.instance == home or now - state.last_release < settings.release_interval:
+            return view.plan, state, ""
+        calm = self._calm(view, state)
+        if not calm:
+            return view.plan, state, ""
+        away = self._away(view.instance, home)
+        share = math.ceil(settings.release_layers * len(home.layer_precisions))
+        for count in range(min(share, len(away)), -1, -1):
+            blocks = away[::-1][:count]
+            plan = self._swapped(view, home, {block: home.precision(block) for block in blocks})
+            pages = plan.instances[view.number].kv_pages
+            if plan is not view.plan and self._fits(view, pages):
+                fits = f"{view.snapshot.kv_pages_used} pages in use <= {settings.release_usage:.0%} of {pages - 1}"
+                precision = " or ".join(sorted({home.precision(block) for block in blocks}))
+                reason = f"{calm}, {fits}: {_change(blocks, precision, view.instance, pages)}"
+                state = replace(state, last_release=now, released_at=view.recent.arrivals_per_s or 0.0)
+                return plan, state, reason
+        return view.plan, state, ""
+
+    def _calm(self, view: _View, state: InstanceState) -> str:
+        """Why layers may come back, in words; nothing if they may not."""
+        settings, recent, now = self.settings, view.recent, view.now
+        assert state.quiet_since is not None
+        quiet, arrivals = now - state.quiet_since, recent.arrivals_per_s or 0.0
+        if quiet < settings.release_quiet or view.snapshot.num_waiting or recent.preemptions:
+            return ""
+        if recent.waiting > settings.release_waiting:
+            return ""
+        relapse = state.relapse
+        remembered = relapse is not None and now - relapse.time < settings.relapse_memory
+        if relapse is not None and remembered and arrivals > settings.relapse_load * relapse.arrivals:
+            return ""
+        return (
+            f"quiet for {quiet:.1f} s >= {settings.release_quiet:g} s, nothing waiting, "
+            f"mean queue {recent.waiting:.1f} <= {settings.release_waiting:g}, "
+            f"no preemption in {recent.seconds:.0f} s"
+        )
+
+    def _fits(self, view: _View, pages: int) -> bool:
+        """Whether what is in use fits into `pages` with the margin, now and at the horizon."""
+        snapshot, settings = view.snapshot, self.settings
+        if pages >= view.instance.kv_pages:
+            return True
+        rising = max(0.0, view.recent.kv_trend or 0.0) * snapshot.kv_pages_total
+        expected = snapshot.kv_pages_used + rising * settings.release_horizon
+        return expected <= settings.release_usage * (pages - 1)
+
+    # -- plans
+
+    def _away(self, instance: InstancePlan, home: InstancePlan) -> list[str]:
+        """Layers that differ from home, in the order in which they are swapped; others' doing comes last."""
+        rank = {block: place for place, block in enumerate(self._order)}
+        changed = (
+            now.block for now, then in zip(instance.blocks, home.blocks, strict=True) if now.precision != then.precision
+        )
+        return sorted(changed, key=lambda block: rank.get(block, len(rank)))
+
+    def _swapped(self, view: _View, home: InstancePlan, precisions: dict[str, str]) -> Plan:
+        """The plan with these precisions, and the KV pages that then fit; the same plan if nothing changes."""
+        plan = view.plan.with_precisions(view.number, precisions)
+        instance = plan.instances[view.number]
+        pages = home.kv_pages
+        if self._away(instance, home):
+            pages = max(pages, self._resources.kv_capacity(instance))
+        plan = plan.with_kv_pages(view.number, pages)
+        return view.plan if plan.instances == view.plan.instances else plan
+
+
+def _change(blocks: Sequence[str], precision: str, instance: InstancePlan, pages: int) -> str:
+    """What a decision changes, in words: "layers 3, 7 to int4, KV 800 -> 960 pages"."""
+    parts = []
+    if blocks:
+        numbers = ", ".join(block.removeprefix("layers.") for block in blocks)
+        parts.append(f"layer{'s' if len(blocks) > 1 else ''} {numbers} to {precision}")
+    if pages != instance.kv_pages:
+        parts.append(f"KV {instance.kv_pages} -> {pages} pages")
+    return ", ".join(parts)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"

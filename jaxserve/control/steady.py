@@ -1,0 +1,21 @@
+"""Going to a given plan and staying there, as soon as what is in use fits into it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxserve.control.plan import Plan
+from jaxserve.control.policy import Proposal, State
+from jaxserve.telemetry import Snapshot
+
+
+def towards(target: Plan, snapshots: Sequence[Snapshot], plan: Plan, state: State, reason: str) -> Proposal[State]:
+    """Proposes `target` for `reason`; keeps `plan` if they are alike, and while sequences hold more than its pages."""
+    if plan.instances == target.instances:
+        return Proposal(plan, state)
+    for number, (snapshot, instance) in enumerate(zip(snapshots, target.instances, strict=False)):
+        pages = instance.kv_pages - 1  # but for the null page
+        if snapshot.kv_pages_used > pages:
+            return Proposal(
+                plan, state, f"waiting: instance {number} holds {snapshot.kv_pages_used} > {pages} KV pages"
+            )
+    return Proposal(replace(target, version=plan.version + 1), state, reason)
