@@ -39,7 +39,7 @@ app = typer.Typer(
 app.add_typer(bench)
 app.add_typer(quantization)
 app.command()(profile)
-API_KEY = "JAXSERVE_API_KEY"  # environment variable
+API_KEY, ADMIN_KEY = "JAXSERVE_API_KEY", "JAXSERVE_ADMIN_KEY"  # environment variables
 Model = Annotated[str | None, option("Model", "Folder in Hugging Face layout; default: the bundled model.")]
 
 
@@ -83,6 +83,10 @@ def serve(
         list[str] | None,
         option("HTTP server", "Clients must send one of these; may be repeated.", envvar=API_KEY),
     ] = None,
+    admin_key: Annotated[
+        str | None,
+        option("HTTP server", "Operators must send it to see or change the plan.", envvar=ADMIN_KEY),
+    ] = None,
     cors_origin: Annotated[list[str] | None, option("HTTP server", "Web origin that may call.")] = None,
     shutdown_timeout: Annotated[
         float | None, option("HTTP server", "Seconds for requests in flight after SIGTERM; default 30.")
@@ -104,8 +108,9 @@ def serve(
     from jaxserve.server.runner import run_server
 
     with told_errors():
-        if os.environ.get(API_KEY) == "":
-            raise ConfigError(f"{API_KEY} is empty: unset it to serve without a key")
+        for name in (API_KEY, ADMIN_KEY):
+            if os.environ.get(name) == "":
+                raise ConfigError(f"{name} is empty: unset it to serve without a key")
         engine_config, server = resolve(read_config(config) if config else {}, options)
         _configure_logging(server.log_level, access=server.access_log)
 

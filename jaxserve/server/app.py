@@ -5,12 +5,21 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.errors import install_handlers
-from jaxserve.server.middleware import ApiKeyGuard, BodyLimit
-from jaxserve.server.routes import chat, completions, embeddings, models, operations, tokenization
+from jaxserve.server.middleware import AdminGuard, ApiKeyGuard, BodyLimit
+from jaxserve.server.routes import (
+    admin,
+    chat,
+    completions,
+    dashboard,
+    embeddings,
+    models,
+    operations,
+    tokenization,
+)
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
-ROUTERS = (chat, completions, embeddings, models, tokenization, operations)
+ROUTERS = (chat, completions, embeddings, models, tokenization, operations, admin, dashboard)
 
 
 def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI:
@@ -25,6 +34,7 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
         app.include_router(module.router)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout)
+    app.add_middleware(AdminGuard, settings=settings)
     if settings.api_keys:
         app.add_middleware(ApiKeyGuard, keys=settings.api_keys)
     if settings.cors_origins:

@@ -10,7 +10,8 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from jaxserve.core.errors import EngineFailed, EngineStopped, JaxserveError, QueueFull, RequestError
+from jaxserve.core.errors import EngineFailed, EngineStopped, JaxserveError, PlanError, QueueFull, RequestError
+from jaxserve.server.access import is_for_operators
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +21,11 @@ CLIENT_CLOSED = 499  # nginx's status for a client that went away; nobody sees i
 RETRY_AFTER_STOP = 5.0  # seconds; another replica, or this one after a restart
 CODES = {
     401: "invalid_api_key",
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",
+    409: "conflict",
     413: "body_too_large",
     415: "unsupported_media_type",
     500: "internal_error",
@@ -65,6 +68,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
             return 503, _of_request(error, "queue_full"), headers
         case RequestError():
             return error.status, _of_request(error, "model_not_found" if error.status == 404 else None), {}
+        case PlanError():
+            return error.status, envelope(str(error), error.status, param="plan"), {}
         case EngineStopped():
             return 503, envelope(str(error), 503), {"retry-after": str(math.ceil(RETRY_AFTER_STOP))}
         case EngineFailed():
@@ -94,7 +99,7 @@ def install_handlers(app: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         response = error_response(error)
         client = request.app.state.server.loaded
-        if response.status_code == 400 and client is not None:
+        if response.status_code == 400 and client is not None and not is_for_operators(request.scope["path"]):
             client.count_rejection("invalid")
         return response
 
@@ -118,7 +123,8 @@ def _of_request(error: RequestError, code: str | None) -> dict[str, Any]:
 def _of_validation(error: RequestValidationError) -> RequestError:
     """The first complaint about a body's types, with the path of the field."""
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"] if part != "body") or None
+    place, *path = first["loc"]
+    field = ".".join(str(part) for part in (path if place in ("body", "query") else first["loc"])) or None
     message = f"{field}: {first['msg']}" if field else f"the body: {first['msg']}"
     return RequestError(message, field=field, value=_short(first.get("input")))
 

@@ -1,43 +1,71 @@
-"""Guards in front of every route, as plain ASGI: the API key, and the size and the time of a request's body."""
+"""Guards in front of every route, as plain ASGI: the keys, and the size and the time of a request's body."""
 
 import asyncio
-import hmac
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.errors import error_response
+from jaxserve.server.access import carries, is_for_operators, is_open
+from jaxserve.server.errors import envelope, error_response, json_response
+from jaxserve.server.settings import ServerSettings, is_loopback
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})  # for probes and scrapers
+CLOSE = {"connection": "close"}  # the body is not read
 
 
 class ApiKeyGuard:
-    """Lets requests pass that carry `Authorization: Bearer <key>` with one of the keys."""
+    """Lets requests pass that carry `Authorization: Bearer <key>` with one of the keys.
+
+    Operators' paths have a guard of their own.
+    """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]):
         self.app = app
         self._keys = tuple(key.encode() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The path is scope's: one put together from the Host header could be forged.
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allows(scope):
+        if scope["type"] != "http" or self._allows(scope):
             await self.app(scope, receive, send)
             return
-        headers = {"www-authenticate": "Bearer", "connection": "close"}  # the body is not read
+        headers = {"www-authenticate": "Bearer", **CLOSE}
         error = HTTPException(401, "a valid API key is needed: Authorization: Bearer <key>", headers)
         await error_response(error)(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
-        """Compares bytes, all keys, and in constant time."""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, token = given[0].partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]
-        return any(matches)
+        path = scope["path"]  # scope's: one put together from the Host header could be forged
+        return is_open(path) or is_for_operators(path) or carries(scope, self._keys)
+
+
+class AdminGuard:
+    """Lets requests to the operators' paths pass that carry the admin key.
+
+    Without an admin key they pass only when nobody else could come in: no API key is set either, the server listens
+    on this machine alone, and the Host header names this machine (a web page elsewhere may have given its own name
+    this machine's address).
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings):
+        self.app = app
+        self._key = settings.admin_key.encode() if settings.admin_key else None
+        self._trusted = settings.local and not settings.api_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not is_for_operators(scope["path"]):
+            await self.app(scope, receive, send)
+        elif self._key is not None:
+            await (self.app if carries(scope, (self._key,)) else _wrong_admin_key)(scope, receive, send)
+        elif not self._trusted:
+            message = (
+                "operators are let in without an admin key only where no API key is set and the server listens on "
+                "this machine alone: start it with an admin key (--admin-key or JAXSERVE_ADMIN_KEY)"
+            )
+            await error_response(HTTPException(403, message, CLOSE))(scope, receive, send)
+        elif not _names_this_machine(scope):
+            message = "without an admin key operators must use this machine's own name or address (header host)"
+            await error_response(HTTPException(403, message, CLOSE))(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
 
 class BodyLimit:
@@ -102,3 +130,19 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
+
+
+async def _wrong_admin_key(scope: Scope, receive: Receive, send: Send) -> None:
+    body = envelope("the admin key is needed: Authorization: Bearer <key>", 401, code="invalid_admin_key")
+    await json_response(body, 401, {"www-authenticate": "Bearer", **CLOSE})(scope, receive, send)
+
+
+def _names_this_machine(scope: Scope) -> bool:
+    """Whether the one Host header is a loopback name or address, with or without a port."""
+    hosts = [value for name, value in scope["headers"] if name == b"host"]
+    if len(hosts) != 1:
+        return False
+    try:
+        return is_loopback(urlsplit(b"//" + hosts[0]).hostname.decode("ascii"))
+    except (ValueError, AttributeError):  # no host in it, or one that is none
+        return False

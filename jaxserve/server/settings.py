@@ -1,5 +1,6 @@
 """ServerSettings: what an operator may set for the HTTP server."""
 
+import ipaddress
 from dataclasses import dataclass
 
 from jaxserve.core.errors import ConfigError
@@ -9,12 +10,13 @@ MEBIBYTE = 1024 * 1024
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Frozen. `api_keys` never appears in logs: it is left out of the representation."""
+    """Frozen. No key ever appears in logs: they are left out of the representation."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port
     served_model_names: tuple[str, ...] = ()  # the first is shown; empty: the engine's own name
     api_keys: tuple[str, ...] = ()  # empty: open to everyone
+    admin_key: str | None = None  # None: operators need none on this machine, and are not let in from elsewhere
     cors_origins: tuple[str, ...] = ()
     max_body_mb: float = 32.0
     body_timeout: float = 60.0  # seconds to receive a request's body
@@ -27,6 +29,10 @@ class ServerSettings:
         """Raises ConfigError naming the option."""
         if not all(key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty (--api-key or JAXSERVE_API_KEY)")
+        if self.admin_key is not None and not self.admin_key.strip():
+            raise ConfigError("the admin key is empty (--admin-key or JAXSERVE_ADMIN_KEY)")
+        if self.admin_key in self.api_keys:
+            raise ConfigError("the admin key is an API key too: every client would be an operator (--admin-key)")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"the port is {self.port}, it must be from 0 to 65535 (--port)")
         for name in ("max_body_mb", "body_timeout", "max_prompts"):
@@ -36,8 +42,22 @@ class ServerSettings:
             raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}, it must be at least 0")
 
     def __repr__(self) -> str:
-        return f"ServerSettings(host={self.host!r}, port={self.port}, api_keys={len(self.api_keys)})"
+        admin = "set" if self.admin_key else "none"
+        return f"ServerSettings(host={self.host!r}, port={self.port}, api_keys={len(self.api_keys)}, admin_key={admin})"
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return is_loopback(self.host)
 
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * MEBIBYTE)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, by name or address, is this machine as only itself sees it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

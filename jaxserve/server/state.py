@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 
 from jaxserve.core.errors import EngineStopped, RequestError
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.control_client import ControlClient
 from jaxserve.server.settings import ServerSettings
 
 
@@ -25,6 +26,12 @@ class ModelNotFound(RequestError):
     """The request names a model that is not served here."""
 
     status = 404
+
+
+class NoControlPlane(RequestError):
+    """The engine has no plan that could be shown or changed."""
+
+    status = 409
 
 
 class ServerState:
@@ -71,6 +78,15 @@ class ServerState:
         if self.phase is Phase.DRAINING:
             raise EngineStopped("the server is shutting down")
         return self._client
+
+    def control(self) -> ControlClient:
+        """The engine's control plane, also while draining. Raises EngineStopped while loading, or NoControlPlane."""
+        if self._client is None:
+            raise EngineStopped("the model is still loading")
+        control = self._client.control
+        if control is None:
+            raise NoControlPlane("this engine has no control plane: its plan cannot change while it serves")
+        return control
 
     def model_names(self) -> tuple[str, ...]:
         """The names under which the model is served, the one to show first."""

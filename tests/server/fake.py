@@ -13,6 +13,7 @@ from jaxserve.core.errors import EngineFailed, EngineStopped, QueueFull
 from jaxserve.core.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ModelInfo, Prompt, TokensPrompt
+from jaxserve.engine.control_client import ControlClient
 from jaxserve.engine.limits import check_params, check_prompt
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.telemetry import EngineMetrics, Snapshot
@@ -50,6 +51,7 @@ class FakeClient:
     tokenizer: Tokenizer = field(default_factory=byte_tokenizer)
     healthy: bool = True
     default_sampling: dict = field(default_factory=dict)
+    control: ControlClient | None = None
 
     def __post_init__(self) -> None:
         self.info = ModelInfo(

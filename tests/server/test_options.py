@@ -158,7 +158,15 @@ def test_mistake_in_the_file_is_one_line(tmp_path):
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize(("arguments", "environment"), [(["--api-key", ""], {}), ([], {"JAXSERVE_API_KEY": ""})])
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["--api-key", ""], {}),
+        ([], {"JAXSERVE_API_KEY": ""}),
+        (["--admin-key", ""], {}),
+        ([], {"JAXSERVE_ADMIN_KEY": ""}),
+    ],
+)
 def test_empty_key_does_not_open_the_server(arguments, environment):
     result = run("serve", "no-model", "--port", "0", *arguments, **environment)
     assert result.exit_code == 1

@@ -26,7 +26,7 @@ class JsonRoute(APIRoute):
 
         async def strict(request: Request) -> Response:
             media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if request.method == "POST" and media_type != "application/json":
+            if request.method in ("POST", "PUT") and media_type != "application/json":
                 raise HTTPException(415, "the body must be of type application/json (header content-type)")
             return await handler(StrictRequest(request.scope, request.receive))
 

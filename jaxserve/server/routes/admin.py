@@ -1,0 +1,137 @@
+"""/admin: the plan in force, what led to it, and other plans and policies, for those with the admin key."""
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+import yaml
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+
+from jaxserve.core.errors import ConfigError, RequestError
+from jaxserve.engine.control_client import ControlClient
+from jaxserve.server.errors import json_response
+from jaxserve.server.routes.json_route import JsonRoute
+from jaxserve.server.schemas.admin import Decisions, Ledger, PlanDocument, PolicyBody, Status
+from jaxserve.server.state import State
+
+JSON, YAML = "application/json", "application/yaml"
+YAML_TYPES = frozenset({YAML, "application/x-yaml", "text/yaml", "text/x-yaml"})
+MOST_DECISIONS = 1000
+LARGEST_PLAN = 64 * 1024  # bytes; an instance takes a few hundred
+
+router = APIRouter(prefix="/admin", tags=["admin"])
+json_router = APIRouter(route_class=JsonRoute)
+
+
+def documented(model: type[BaseModel], status: int = 200) -> dict[int | str, dict[str, Any]]:
+    """The description of an answer that is sent as the engine gave it."""
+    return {status: {"model": model}}
+
+
+PLAN_SCHEMA = {"$ref": "#/components/schemas/PlanDocument"}
+PLAN_BODY = {"requestBody": {"required": True, "content": {kind: {"schema": PLAN_SCHEMA} for kind in (YAML, JSON)}}}
+PLAN_ANSWER = {
+    200: {"model": PlanDocument, "content": {YAML: {"schema": {"type": "string"}}}, "description": "The plan in force."}
+}
+
+
+@router.get("/plan", response_model=None, responses=PLAN_ANSWER)
+async def get_plan(request: Request, state: State, format: Literal["json", "yaml"] | None = None) -> Response:
+    """The plan in force, as YAML if `format` or else the header Accept asks for it."""
+    control = state.control()
+    headers = {"vary": "accept"}
+    if (format or _accepted(request)) == "yaml":
+        return Response(control.plan_yaml(), media_type=YAML, headers=headers)
+    return json_response(control.plan_dict(), headers=headers)
+
+
+@router.put("/plan", status_code=202, response_model=None, responses=documented(Status, 202), openapi_extra=PLAN_BODY)
+async def put_plan(request: Request, state: State) -> Response:
+    """Makes a plan, in YAML or JSON, the manual policy's target; it is reached while requests go on."""
+    control = _changeable(state)
+    body = await request.body()
+    if len(body) > LARGEST_PLAN:
+        raise HTTPException(413, f"the plan has {len(body)} bytes, the limit is {LARGEST_PLAN}")
+    text = await asyncio.to_thread(_plan_text, request.headers.get("content-type", ""), body)
+    try:
+        control.set_plan(text)
+    except ConfigError as error:
+        raise RequestError(str(error), field="plan") from error
+    return json_response(control.status(), 202)
+
+
+@json_router.put("/policy", status_code=202, response_model=None, responses=documented(Status, 202))
+async def put_policy(body: PolicyBody, state: State) -> Response:
+    """Lets another policy decide from now on."""
+    control = _changeable(state)
+    control.set_policy(body.policy)
+    return json_response(control.status(), 202)
+
+
+@router.get("/status", response_model=None, responses=documented(Status))
+async def status(state: State) -> Response:
+    """The policy, the plan's version, memory, layers, KV pages and load, now."""
+    return json_response(state.control().status())
+
+
+@router.get("/decisions", response_model=None, responses=documented(Decisions))
+async def decisions(state: State, limit: Annotated[int, Query(ge=1, le=MOST_DECISIONS)] = 100) -> Response:
+    """The latest decisions with their reasons and outcomes, newest last."""
+    return json_response({"decisions": state.control().decisions(limit)})
+
+
+@router.get("/ledger", response_model=None, responses=documented(Ledger))
+async def ledger(state: State) -> Response:
+    """Every resident byte by name, and the budget."""
+    now = state.control().status()
+    entries, budget = now["ledger"], now["budget"]
+    used = sum(entries.values())
+    return json_response({"budget": budget, "used": used, "free": budget - used, "entries": entries})
+
+
+router.include_router(json_router)
+
+
+def _changeable(state: State) -> ControlClient:
+    """The control plane of an engine that goes on serving. Raises EngineStopped when it does not."""
+    state.client()
+    return state.control()
+
+
+def _accepted(request: Request) -> str:
+    """The first of the two forms that the header Accept names."""
+    for entry in request.headers.get("accept", "").split(","):
+        media_type = entry.partition(";")[0].strip().lower()
+        if media_type in YAML_TYPES:
+            return "yaml"
+        if media_type == JSON:
+            return "json"
+    return "json"
+
+
+class PlainLoader(yaml.SafeLoader):
+    """YAML without aliases, which a plan does not need and which can stand for far more than there is."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("a plan has no aliases")
+        return super().compose_node(parent, index)
+
+
+def _plan_text(content_type: str, body: bytes) -> str:
+    """A plan's text as YAML that is safe to read. Raises HTTPException or RequestError for a body that is no plan."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    try:
+        if media_type == JSON:
+            plan = from_json(body, allow_inf_nan=False)
+        elif media_type in YAML_TYPES:
+            plan = yaml.load(body.decode(), PlainLoader)
+        else:
+            raise HTTPException(415, f"the body must be of type {YAML} or {JSON} (header content-type)")
+        if isinstance(plan, dict):
+            return yaml.safe_dump(plan, sort_keys=False)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(f"the plan cannot be read: {error}", field="plan") from error
+    raise RequestError("the plan must be a mapping with the key 'instances'", field="plan", value=plan)

@@ -1,0 +1,102 @@
+"""What the operators' routes take and give. Engines may tell more of themselves than is named here."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    """A part of an answer."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class PlannedBlock(Answer):
+    """A block ("embed", "layers.0", ..., "head") and the precision in which it runs."""
+
+    block: str
+    precision: str
+
+
+class PlanDocument(Answer):
+    """A plan, with the keys of its YAML."""
+
+    version: int
+    instances: list[dict]
+
+
+class Pages(Answer):
+    """KV pages over all instances."""
+
+    used: int
+    total: int
+    most: int
+
+
+class Status(Answer):
+    """The engine now. Bytes and seconds."""
+
+    time: float  # of the engine's clock, which all times here are of
+    policy: str
+    policies: list[str] = []
+    plan_version: int
+    target_version: int | None = None  # of the plan that is being reached
+    busy: bool
+    budget: int
+    ledger: dict[str, int]
+    layers: list[list[PlannedBlock]]  # per instance
+    kv_pages: Pages
+    snapshot: dict
+    slo_ttft: float | None = None
+
+
+class Ledger(Answer):
+    """Every resident byte by name, against the budget."""
+
+    budget: int
+    used: int
+    free: int
+    entries: dict[str, int]
+
+
+class Decision(Answer):
+    """What a policy wanted and what became of it."""
+
+    time: float
+    policy: str
+    reason: str
+    before_version: int
+    target_version: int
+    transitions: list[str]
+    outcome: str  # "started", "done", "failed: ...", "rejected: ..."
+
+
+class Decisions(Answer):
+    """The latest decisions, newest last."""
+
+    decisions: list[Decision]
+
+
+class Sample(Answer):
+    """One second of the history."""
+
+    time: float
+    precisions: dict[str, int]  # decoder layers by precision, over all instances
+    weight_bytes: int
+    kv_used_bytes: int
+    kv_free_bytes: int
+    budget: int
+    waiting: int
+    running: int
+    ttft_p95: float | None = None
+    tpot: float | None = None
+    kv_usage: float
+
+
+class PolicyBody(BaseModel):
+    """The policy that is to decide from now on."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+
+    # A name and never a path: a file is the business of who starts the server.
+    policy: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]

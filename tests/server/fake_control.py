@@ -1,0 +1,176 @@
+"""A control plane in which time is all there is: every five minutes a burst turns layers to int4 and back."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxserve.control.plan import InstancePlan, Plan, StagePlan, chain_of
+from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
+from jaxserve.core.errors import ConfigError, PlanError, RequestError
+
+CYCLE = 300  # seconds from one burst to the next
+FIRST, LAST = 66, 172  # of a cycle: the first layers turn to int4, the last of them begin to come back
+ORDER = (9, 10, 8, 11, 7, 12, 6, 13, 5, 14)  # the layers that may turn to int4
+BFLOAT16, INT4, PAGE = 121_634_816, 34_210_816, 2_097_152  # bytes of a layer, and of a page in all layers
+BUDGET, FIXED, EMBEDDING = 5_000_000_000, 610_000_000, 525_336_576
+LAYERS = 16
+SLO = 2.0
+POLICIES = ("static", "manual", "morph", "morph-performance")
+
+
+def int4_layers(time: float) -> int:
+    """How many layers are in int4: two more every 1.5 s, and back one by one."""
+    moment = time % CYCLE
+    if moment < LAST:
+        return min(len(ORDER), 2 * max(0, math.ceil((moment - FIRST) / 1.5)))
+    return max(0, len(ORDER) - math.floor((moment - LAST) * 1.25))
+
+
+def pages(int4: int) -> int:
+    """KV pages that fit beside so many layers in int4."""
+    weights = EMBEDDING + LAYERS * BFLOAT16 - int4 * (BFLOAT16 - INT4)
+    return (BUDGET - FIXED - weights) // PAGE
+
+
+def plan_at(time: float) -> Plan:
+    """The plan in force; each layer that changes is a version, and each change of the pools."""
+    turned = set(ORDER[: int4_layers(time)])
+    chain = chain_of("bfloat16", ["int4" if i in turned else "bfloat16" for i in range(LAYERS)], "bfloat16")
+    version = 1 + int(time // CYCLE) * 4 * len(ORDER)
+    version += len(turned) if time % CYCLE < LAST else 2 * len(ORDER) - len(turned)
+    return Plan(version, (InstancePlan((StagePlan(chain, (0,), pages(len(turned))),)),))
+
+
+def sample_at(time: float) -> dict[str, Any]:
+    """What the history has of a moment."""
+    moment = time % CYCLE
+    rise = 1 / (1 + math.exp(-(moment - 58) / 4)) * 1 / (1 + math.exp((moment - 158) / 6))  # of the load, 0 to 1
+    wave = 0.5 * math.sin(time * 1.7) + 0.5 * math.sin(time * 0.61 + 1)  # that no curve be too smooth
+    crush = math.exp(-(((moment - 69) / 7) ** 2))  # what has not yet found room
+    total = pages(int4_layers(time))
+    usage = min(0.995, 0.12 + 0.62 * rise + 0.3 * crush + 0.03 * wave)
+    idle = moment > 240
+    turned = int4_layers(time)
+    counts = Counter({"bfloat16": LAYERS - turned, "int4": turned})
+    return {
+        "time": time,
+        "precisions": dict(+counts),
+        "weight_bytes": EMBEDDING + LAYERS * BFLOAT16 - turned * (BFLOAT16 - INT4),
+        "kv_used_bytes": int(usage * total) * PAGE,
+        "kv_free_bytes": (total - int(usage * total)) * PAGE,
+        "budget": BUDGET,
+        "waiting": max(0, round(26 * crush + 1.5 * rise * (1 + wave))),
+        "running": max(0, round(4 + 28 * rise + 2 * wave)),
+        "ttft_p95": None if idle else 0.21 + 0.35 * rise + 3.2 * crush + 0.05 * wave,
+        "tpot": None if idle else 0.0142 + 0.0046 * rise + 0.006 * crush + 0.0004 * wave,
+        "kv_usage": usage,
+    }
+
+
+def decisions_until(time: float) -> list[dict[str, Any]]:
+    """All decisions up to a moment: five that swap, one that gives back, and in the first cycle one that failed."""
+    found = []
+    for cycle in range(int(time // CYCLE) + 1):
+        start = cycle * CYCLE
+        for step in range(len(ORDER) // 2):
+            when = start + FIRST + 1.5 * step
+            usage, delay = 0.87 + 0.02 * step, 140 + 220 * step
+            reason = f"KV usage {usage:.0%} is above 85 %, the oldest request waits {delay} ms (limit 100 ms)"
+            found.append(_decision(when, reason, ORDER[2 * step : 2 * step + 2], "bfloat16", "int4", time))
+        reason = "nothing waiting for 5 s, no preemption, KV usage 24 % fits the smaller pool and is falling"
+        found.append(_decision(start + LAST, reason, ORDER[::-1], "int4", "bfloat16", time, seconds=8))
+    found[0]["outcome"] = "failed: layers.10 bfloat16 -> int4: no memory for 34.2 MB beside the row in use"
+    return [decision for decision in found if decision["time"] <= time]
+
+
+def _decision(
+    when: float, reason: str, layers: tuple[int, ...], before: str, after: str, now: float, seconds: float = 0.9
+) -> dict[str, Any]:
+    version = plan_at(when).version
+    swaps = [f"instance 0: layers.{i} {before} -> {after} (frees 87.4 MB, about 41 ms)" for i in layers]
+    grow = f"instance 0: KV {pages(0)} -> {pages(len(layers))} pages (needs 174.9 MB)"
+    return {
+        "time": when,
+        "policy": "morph",
+        "reason": reason,
+        "before_version": version,
+        "target_version": version + len(layers),
+        "transitions": [*swaps, grow] if after == "int4" else [grow, *swaps],
+        "outcome": "started" if now < when + seconds else "done",
+    }
+
+
+@dataclass
+class FakeControl:
+    """A ControlClient that shows the burst at `now()`, until an operator's plan takes its place."""
+
+    now: Callable[[], float] = lambda: 80.0
+    policy: str = "morph"
+    plan: Plan | None = None  # the operator's
+    asked: list[str] = field(default_factory=list)
+
+    def plan_yaml(self) -> str:
+        return to_yaml(self._plan())
+
+    def plan_dict(self) -> dict[str, Any]:
+        return to_dict(self._plan())
+
+    def status(self) -> dict[str, Any]:
+        time, plan = self.now(), self._plan()
+        sample = sample_at(time)
+        started = [d for d in self.decisions(1) if d["outcome"] == "started"]
+        used = sample["kv_used_bytes"] // PAGE
+        return {
+            "time": time,
+            "policy": self.policy,
+            "policies": list(POLICIES),
+            "plan_version": plan.version,
+            "target_version": started[0]["target_version"] if started else None,
+            "busy": bool(started),
+            "budget": BUDGET,
+            "ledger": {
+                "weights": sample["weight_bytes"],
+                "kv": sample["kv_used_bytes"] + sample["kv_free_bytes"],
+                "runtime": 420_000_000,
+                "workspace": 190_000_000,
+            },
+            "layers": [
+                [{"block": b.block, "precision": b.precision} for b in i.blocks if b.block.startswith("layers.")]
+                for i in plan.instances
+            ],
+            "kv_pages": {"used": used, "total": pages(int4_layers(time)), "most": pages(len(ORDER))},
+            "snapshot": {"num_running": sample["running"], "num_waiting": sample["waiting"], "kv_pages_used": used},
+            "slo_ttft": SLO,
+        }
+
+    def decisions(self, limit: int) -> list[dict[str, Any]]:
+        return decisions_until(self.now())[-limit:]
+
+    def history(self) -> list[dict[str, Any]]:
+        last = math.floor(self.now())
+        return [sample_at(time) for time in range(max(0, last - 899), last + 1)]
+
+    def set_policy(self, name: str) -> None:
+        if name not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise RequestError(
+                f"there is no policy {name!r}; there are {known}", field="policy", value=name, limit=known
+            )
+        self.policy, self.plan = name, None
+
+    def set_plan(self, yaml_text: str) -> None:
+        self.asked.append(yaml_text)
+        try:
+            plan = from_yaml(yaml_text)
+        except ConfigError as error:
+            raise RequestError(str(error), field="plan") from error
+        most = pages(len(ORDER))
+        asked = max(stage.kv_pages for instance in plan.instances for stage in instance.stages)
+        if asked > most:
+            raise PlanError(f"instance 0 has {asked} KV pages, at most {most} fit")
+        self.policy, self.plan = "manual", replace(plan, version=self._plan().version + 1)
+
+    def _plan(self) -> Plan:
+        return self.plan or plan_at(self.now())

@@ -1,0 +1,304 @@
+"""/admin: who is let in, what is shown, and what a plan or policy from outside may do."""
+
+import json
+
+import httpx
+import pytest
+import yaml
+from hypothesis import given, settings as hypothesis_settings, strategies as st
+from starlette.testclient import TestClient
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.server.app import create_app
+from jaxserve.server.schemas.admin import Decisions, Ledger, PlanDocument, Sample, Status
+from jaxserve.server.settings import ServerSettings
+from tests.server.fake import FakeClient
+from tests.server.fake_control import POLICIES, FakeControl
+from tests.server.serving import serving
+
+SHOWN = ("/admin/plan", "/admin/status", "/admin/decisions", "/admin/ledger")
+ADMIN = {"authorization": "Bearer admin-schlüssel".encode()}
+YAML = {"content-type": "application/yaml"}
+
+
+def client(settings: ServerSettings | None = None, *, host: str = "127.0.0.1:8000", **fake) -> TestClient:
+    """An app in this process, and its fake control plane unless `fake` says otherwise."""
+    engine = FakeClient(**{"control": FakeControl(), **fake})
+    return TestClient(create_app(engine, settings or ServerSettings()), base_url=f"http://{host}")
+
+
+def control_of(http: TestClient) -> FakeControl:
+    return http.app.state.server.loaded.control
+
+
+# -- who is let in
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    settings = ServerSettings(api_keys=("api-key",), admin_key="admin-schlüssel", host="0.0.0.0")
+    with serving(FakeClient(control=FakeControl()), settings) as address, httpx.Client(base_url=address.url) as http:
+        yield http
+
+
+@pytest.mark.parametrize("path", SHOWN)
+def test_the_admin_key_opens(guarded, path):
+    assert guarded.get(path, headers=ADMIN).status_code == 200
+
+
+@pytest.mark.parametrize("authorization", [None, b"Bearer api-key", b"Bearer", b"Basic admin", b"Bearer admin-schl"])
+@pytest.mark.parametrize("path", [*SHOWN, "/admin", "/admin/", "/admin/nothing", "/dashboard/events"])
+def test_no_other_key_does(guarded, path, authorization):
+    answer = guarded.get(path, headers={} if authorization is None else {"authorization": authorization})
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_admin_key"
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert "schl" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "path", ["//admin/plan", "/v1/../admin/plan", "/admin%2fplan", "/ADMIN/plan", "/dashboard/events/"]
+)
+def test_no_other_spelling_of_a_path_does(guarded, path):
+    assert guarded.get(path, follow_redirects=True).status_code in (401, 404)
+
+
+def test_the_admin_key_is_no_api_key(guarded):
+    assert guarded.get("/v1/models", headers=ADMIN).status_code == 401
+
+
+def test_changes_need_the_key_before_their_body_is_read(guarded):
+    answer = guarded.put("/admin/plan", content=b"x" * 5_000_000, headers=YAML)
+    assert answer.status_code == 401
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ServerSettings(host="0.0.0.0"),
+        ServerSettings(host="::"),
+        ServerSettings(host="example.org"),
+        ServerSettings(api_keys=("api-key",)),
+    ],
+    ids=lambda settings: repr(settings),
+)
+@pytest.mark.parametrize("path", [*SHOWN, "/dashboard/events"])
+def test_without_an_admin_key_only_an_unguarded_server_of_this_machine_answers(settings, path):
+    answer = client(settings).get(path, headers={"authorization": "Bearer api-key"})
+    assert answer.status_code == 403
+    assert "--admin-key" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.5"])
+def test_on_this_machine_no_key_is_needed(host):
+    assert client(ServerSettings(host=host)).get("/admin/status").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["rebound.example", "127.0.0.1.example.org:8000", "10.0.0.1", "localhost.example"])
+def test_a_name_of_elsewhere_for_this_machine_is_refused(host):
+    answer = client(host=host).get("/admin/status")
+    assert answer.status_code == 403
+    assert "host" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["", "[", "[::1", "@", "ü"])
+def test_a_host_that_is_none_is_refused(host):
+    answer = client().get("/admin/status", headers={"host": host.encode()})
+    assert answer.status_code in (400, 403)
+
+
+def test_the_key_is_nowhere_to_be_read():
+    settings = ServerSettings(admin_key="very-secret")
+    assert "very-secret" not in repr(settings)
+    assert "very-secret" not in str(settings)
+
+
+@pytest.mark.parametrize(("key", "keys"), [("", ()), ("  ", ()), ("same", ("other", "same"))])
+def test_a_key_that_guards_nothing_is_refused(key, keys):
+    with pytest.raises(ConfigError, match="admin"):
+        ServerSettings(admin_key=key, api_keys=keys)
+
+
+# -- what is shown
+
+
+def test_answers_are_as_described():
+    http = client()
+    PlanDocument.model_validate(http.get("/admin/plan").json(), strict=True)
+    Status.model_validate(http.get("/admin/status").json(), strict=True)
+    Decisions.model_validate(http.get("/admin/decisions").json(), strict=True)
+    ledger = Ledger.model_validate(http.get("/admin/ledger").json(), strict=True)
+    assert ledger.used == sum(ledger.entries.values()) == ledger.budget - ledger.free
+    Sample.model_validate(control_of(http).history()[-1])
+
+
+@pytest.mark.parametrize(
+    ("accept", "query", "form"),
+    [
+        (None, "", "json"),
+        ("*/*", "", "json"),
+        ("application/yaml", "", "yaml"),
+        ("text/html, text/yaml;q=0.9", "", "yaml"),
+        ("application/json, application/yaml", "", "json"),
+        ("application/yaml", "?format=json", "json"),
+        ("application/json", "?format=yaml", "yaml"),
+    ],
+)
+def test_a_plan_comes_as_json_or_yaml(accept, query, form):
+    http = client()
+    answer = http.get(f"/admin/plan{query}", headers={} if accept is None else {"accept": accept})
+    assert answer.headers["content-type"].startswith(f"application/{form}")
+    assert yaml.safe_load(answer.text) == control_of(http).plan_dict()
+
+
+def test_decisions_are_the_latest():
+    http = client()
+    everything = http.get("/admin/decisions").json()["decisions"]
+    assert len(everything) == 5
+    assert http.get("/admin/decisions?limit=2").json()["decisions"] == everything[-2:]
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "1001", "x", "", "1.5", "9" * 5000])
+def test_a_wrong_limit_is_named(limit):
+    error = client().get(f"/admin/decisions?limit={limit}").json()["error"]
+    assert error["param"] == "limit"
+    assert error["message"].startswith("limit: ")
+
+
+def test_unknown_format_is_named():
+    answer = client().get("/admin/plan?format=xml")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "format"
+
+
+@pytest.mark.parametrize("path", SHOWN)
+def test_an_engine_without_control_plane_says_so(path):
+    answer = client(control=None).get(path)
+    assert answer.status_code == 409
+    assert "no control plane" in answer.json()["error"]["message"]
+
+
+def test_while_loading_503():
+    http = TestClient(create_app(None, ServerSettings()), base_url="http://localhost")
+    assert http.get("/admin/plan").status_code == 503
+
+
+def test_while_draining_the_plan_is_shown_and_not_changed():
+    http = client()
+    http.app.state.server.start_draining()
+    assert http.get("/admin/plan").status_code == 200
+    assert http.put("/admin/policy", json={"policy": "static"}).status_code == 503
+
+
+# -- what is changed
+
+
+def test_a_plan_goes_out_and_comes_back_in_both_forms():
+    http = client()
+    text = http.get("/admin/plan?format=yaml").text.replace("int4", "int8")
+    for body in ({"content": text, "headers": YAML}, {"json": yaml.safe_load(text)}):
+        answer = http.put("/admin/plan", **body)
+        assert answer.status_code == 202, answer.text
+        assert answer.json()["policy"] == "manual"
+        assert yaml.safe_load(control_of(http).asked[-1]) == yaml.safe_load(text)
+        assert "int8" in http.get("/admin/plan?format=yaml").text
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_takes_over(policy):
+    http = client()
+    answer = http.put("/admin/policy", json={"policy": policy})
+    assert answer.status_code == 202
+    assert http.get("/admin/status").json()["policy"] == policy
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[1]", b"5", b"a: [", b"\xff\xfe", b"a: &x [1]\nb: *x", b"!!python/object/apply:os.getcwd []", b"[" * 30_000,
+     b"a: 2001-99-99", b"a: " + b"9" * 5000, b"{? {a: 1} : 2}", b"instances: []", b"version: 1", b"a: 1\n--- \nb: 2"],
+)  # fmt: skip
+def test_what_is_no_plan_is_400_and_changes_nothing(body):
+    http = client()
+    before = http.get("/admin/plan").json()
+    answer = http.put("/admin/plan", content=body, headers=YAML)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "plan"
+    assert http.get("/admin/plan").json() == before
+
+
+def test_a_plan_that_does_not_fit_is_400_with_the_limit():
+    http = client()
+    plan = http.get("/admin/plan").json()
+    plan["instances"][0]["stages"][0]["kv_pages"] = 10**9
+    answer = http.put("/admin/plan", json=plan)
+    assert answer.status_code == 400
+    assert "1000000000 KV pages, at most" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("media_type", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_other_media_types_are_415(media_type):
+    http = client()
+    for path in ("/admin/plan", "/admin/policy"):
+        assert http.put(path, content=b"{}", headers={"content-type": media_type}).status_code == 415
+
+
+def test_a_plan_without_end_is_413():
+    assert client().put("/admin/plan", content=b"#" * 100_000, headers=YAML).status_code == 413
+
+
+@pytest.mark.parametrize(
+    "policy", ["", "nothing", "../../etc/passwd", "/etc/passwd", "x.yaml", "a" * 65, None, 5, ["morph"]]
+)
+def test_a_policy_is_a_known_name_and_no_path(policy):
+    http = client()
+    answer = http.put("/admin/policy", json={"policy": policy})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "policy"
+    assert control_of(http).policy == "morph"
+
+
+def test_an_operators_mistake_is_no_rejected_request():
+    http = client()
+    http.put("/admin/policy", json={"policy": "nothing"})
+    assert 'reason="invalid"' not in http.get("/metrics").text
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return client()
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text()
+            | st.sampled_from(["version", "instances", "stages", "devices", "kv_pages", "blocks", "layers.0-3"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(body=values)
+def test_any_plan_is_taken_or_refused(shared, body):
+    answer = shared.put("/admin/plan", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert answer.status_code in (202, 400), answer.text
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=200) | st.text(alphabet="[]{}:,-?!&*#|>'\"% \n\tab1", max_size=60))
+def test_any_text_is_taken_or_refused(shared, text):
+    assert shared.put("/admin/plan", content=text.encode(), headers=YAML).status_code in (202, 400)
+
+
+def test_the_description_of_the_api_has_the_schemas():
+    description = client().get("/openapi.json").json()
+    paths, schemas = description["paths"], description["components"]["schemas"]
+    assert set(paths["/admin/plan"]["put"]["requestBody"]["content"]) == {"application/yaml", "application/json"}
+    assert {"PlanDocument", "Status", "Ledger", "Decisions", "PolicyBody"} <= schemas.keys()
+    assert not any(path.startswith("/dashboard") for path in paths)
