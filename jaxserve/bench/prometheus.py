@@ -12,11 +12,13 @@ from typing import Self
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 PREFIXES = ("jaxserve_", "vllm:")
 INSTANCE_LABELS = frozenset({"model_name", "engine", "instance"})
 SHARES = ("_perc", "_ratio")
 HIGHEST = frozenset({"plan_version"})
+MEANS = frozenset({"iteration_seconds"})  # histograms whose sum and count are values too: the mean between two looks
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,18 @@ def parse(text: str, *, histograms: bool = True) -> Scrape:
     found: dict[str, Histogram] = {}
     for family in known or families:
         if family.type in ("gauge", "counter", "unknown"):
-            _add_values(values, family)
-        elif family.type == "histogram" and histograms:
-            found[_short(family.name)] = _histogram(family)
+            _add_values(values, family.samples)
+        elif family.type == "histogram":
+            if _short(family.name) in MEANS:
+                _add_values(values, [s for s in family.samples if s.name.endswith(("_sum", "_count"))])
+            if histograms:
+                found[_short(family.name)] = _histogram(family)
     return Scrape({key: _together(key, parts) for key, parts in values.items()}, found)
 
 
-def _add_values(values: dict[str, list[float]], family: Metric) -> None:
-    """Mutates `values`: adds the family's samples, several to a key where instances were told apart."""
-    for sample in family.samples:
+def _add_values(values: dict[str, list[float]], samples: Iterable[Sample]) -> None:
+    """Mutates `values`: adds a family's samples, several to a key where instances were told apart."""
+    for sample in samples:
         if sample.name.endswith(("_created", "_info")) or not math.isfinite(sample.value):
             continue
         labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k not in INSTANCE_LABELS)

@@ -29,12 +29,15 @@ class MetricsSampler:
         api_key: str | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        on_scrape: Callable[[float, Scrape], None] | None = None,
     ):
+        """`on_scrape` gets every scrape as it comes, with its time on the clock."""
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._url = f"{base_url.rstrip('/')}/metrics"
         self._http = httpx.AsyncClient(headers=headers, timeout=PATIENCE_S, trust_env=False)
         self._interval_s = interval_s
         self._clock = clock
+        self._on_scrape = on_scrape
         self._scrapes: list[tuple[float, Scrape]] = []
         self._first: Scrape | None = None
         self._last: Scrape | None = None
@@ -98,5 +101,8 @@ class MetricsSampler:
             scrape = parse(answer.text, histograms=histograms)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError):
             return None
-        self._scrapes.append(((start + self._clock()) / 2, scrape))
+        time_s = (start + self._clock()) / 2
+        self._scrapes.append((time_s, scrape))
+        if self._on_scrape:
+            self._on_scrape(time_s, scrape)
         return scrape

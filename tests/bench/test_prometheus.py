@@ -69,6 +69,14 @@ def test_our_own_metrics_have_the_same_names():
     assert scrape.histograms["request_queue_time_seconds"].mean == 0.25
 
 
+def test_the_seconds_of_steps_are_series_too():
+    metrics = EngineMetrics("m")
+    metrics.step(4, 0.25)
+    metrics.step(4, 0.5)
+    values = parse(metrics.render().decode(), histograms=False).values
+    assert (values["iteration_seconds_sum"], values["iteration_seconds_count"]) == (0.75, 2)
+
+
 def test_another_server_keeps_its_names():
     assert parse("# TYPE llamacpp:requests gauge\nllamacpp:requests 3\n").values == {"llamacpp:requests": 3.0}
 

@@ -53,6 +53,14 @@ def test_series_hold_a_value_for_every_time():
     assert series["t"] == sorted(series["t"])
 
 
+def test_every_scrape_is_told_as_it_comes():
+    told = []
+    page = PAGE.format(running=3, quick=0, all=0, seconds=0)
+    sampler, _ = sampled(pages(page), 3, on_scrape=lambda time_s, scrape: told.append((time_s, scrape.values)))
+    assert [time_s for time_s, _ in told] == sampler.series()["t"]
+    assert all(values == {"num_requests_running": 3} for _, values in told)
+
+
 def test_queue_time_is_that_of_the_requests_of_this_run():
     before = PAGE.format(running=0, quick=100, all=100, seconds=1.0)
     after = PAGE.format(running=0, quick=101, all=104, seconds=1.5)
