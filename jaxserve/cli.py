@@ -60,11 +60,22 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these options.")] = None,
     engine: EngineOptions,
     variant: Annotated[
-        list[str] | None, option("Model", "Precision that layers may change to while serving; may be repeated.")
+        list[str] | None,
+        option("Adaptation", "Precision that layers may change to while serving; may be repeated; default: int4."),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        option("Adaptation", "What changes the plan: static, manual, morph, morph-performance, or a YAML file."),
+    ] = None,
+    slo_ttft: Annotated[
+        float | None, option("Adaptation", "Seconds to the first token that the policy keeps; default: its own.")
     ] = None,
     served_model_name: Annotated[list[str] | None, option("Model", "Name for clients; may be repeated.")] = None,
     page_size: Annotated[int | None, option("Memory", "Tokens of a KV page; default 16.")] = None,
     kv_pages: Annotated[int | None, option("Memory", "KV pages; default: what the budget holds.")] = None,
+    max_kv_pages: Annotated[
+        int | None, option("Memory", "KV pages to have room for; default: what layers can give with a policy.")
+    ] = None,
     prefix_caching: Annotated[
         bool | None, option("Memory", "Keep the KV pages of prompts for later ones; default: yes.")
     ] = None,

@@ -1,19 +1,24 @@
 """The one place where the parts are wired together: from an `EngineConfig` to engines that are ready to serve."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 from jax import Array
 
+from jaxserve.actuator import Instance, LayerSource, PlanActuator
 from jaxserve.checkpoint import Checkpoint
-from jaxserve.control import InstancePlan, StagePlan
+from jaxserve.control import InstancePlan, Plan, StagePlan
+from jaxserve.control.controller import Controller
+from jaxserve.control.policies import POLICY_NAMES, load_policy
 from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.precision import mixture_name
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
+from jaxserve.engine.control_plane import ControlPlane
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.sync_engine import SyncEngine
@@ -26,11 +31,14 @@ from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.kernels import kv_pool
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.parallel.placement import POOL_AXES, Placement
-from jaxserve.resolution import Resolved, resolve
+from jaxserve.quantization.sensitivity.profile import FILE_NAME as SENSITIVITY, SensitivityProfile
+from jaxserve.resolution import STATIC, Resolved, resolve
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.telemetry import EngineMetrics, Snapshot
 
 log = logging.getLogger(__name__)
+
+COPY_RATES = {"cpu": 0.5e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s, for a change of the plan while steps go on
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,8 @@ class Built:
     tokenizer: Tokenizer | None
     metrics: EngineMetrics
     clock: Clock
+    control: ControlPlane | None
+    actuator: PlanActuator | None
     close: Callable[[], None]
     resolved: Resolved
     compilations: CompileCounter
@@ -56,7 +66,15 @@ def build_engine(config: EngineConfig) -> SyncEngine:
 def build_async_engine(config: EngineConfig) -> AsyncEngine:
     """An engine with threads of its own, for servers. Raises as `build_engine`."""
     built = build(config)
-    return AsyncEngine(built.instances, built.info, built.tokenizer, built.metrics, built.clock, on_close=built.close)
+    return AsyncEngine(
+        built.instances,
+        built.info,
+        built.tokenizer,
+        built.metrics,
+        built.clock,
+        control=built.control,
+        on_close=built.close,
+    )
 
 
 def build(config: EngineConfig) -> Built:
@@ -67,6 +85,7 @@ def build(config: EngineConfig) -> Built:
     metrics = EngineMetrics(resolved.info.name)
     compilations = CompileCounter(metrics.compiled)
     clock = SystemClock()
+    source = LayerSource(resolved.checkpoint, resolved.physical, keep_full=resolved.devices[0].platform != "cpu")
     instances, executors = [], []
     for number, instance in enumerate(resolved.plan.instances):
         executor, scheduler = _build_instance(resolved, instance, compilations)
@@ -79,33 +98,99 @@ def build(config: EngineConfig) -> Built:
             eos_token_ids=(*resolved.physical.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
             salt=mixture_name(instance.layer_precisions),
             seed=config.seed + number,
-            static=_static_snapshot(resolved, instance),
+            static=_describe(resolved, resolved.plan, number),
             number=number,
         )
         if config.warmup:
             executor.warm()
-            _warm_variants(resolved, instance, executor)
+            _warm_variants(resolved, instance, executor, source)
         instances.append(StepLoop(core, executor, clock, overlap=config.overlap))
 
+    actuator = control = None
+    if config.policy != STATIC:
+        pairs = [Instance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
+        actuator = _actuator(resolved, pairs, source, metrics)
+        control = _control_plane(resolved, instances, actuator, clock)
+
     def close() -> None:
+        for part in (control, actuator):
+            if part is not None:
+                part.close()
         compilations.close()
         for executor in executors:
             executor.close()
 
-    return Built(tuple(instances), resolved.info, tokenizer, metrics, clock, close, resolved, compilations)
+    return Built(
+        tuple(instances), resolved.info, tokenizer, metrics, clock, control, actuator, close, resolved, compilations
+    )
 
 
-def _static_snapshot(resolved: Resolved, instance: InstancePlan) -> Snapshot:
-    """What a snapshot says of an instance that does not change from step to step."""
-    layers = instance.layer_precisions
-    pages = instance.stages[0].kv_pages
-    stages = list(zip(resolved.stages, instance.stages, strict=True))
+def _actuator(
+    resolved: Resolved, instances: Sequence[Instance], source: LayerSource, metrics: EngineMetrics
+) -> PlanActuator:
+    """What carries changes of the plan out, with every variant in the host's memory."""
+    for block, precision in resolved.layer_bytes:
+        source.load(block, precision)
+    return PlanActuator(
+        resolved.plan,
+        instances,
+        source,
+        metrics,
+        ledger=resolved.ledger,
+        entries=resolved.ledger_entries,
+        describe=partial(_describe, resolved),
+        copy_rate=_copy_rate(resolved),
+    )
+
+
+def _copy_rate(resolved: Resolved) -> float:
+    return COPY_RATES[resolved.devices[0].platform]
+
+
+def _control_plane(
+    resolved: Resolved, instances: Sequence[StepLoop], actuator: PlanActuator, clock: Clock
+) -> ControlPlane:
+    """The controller of the plan, with the policy that it asks."""
+    config = resolved.config
+    resources = resolved.resources(_copy_rate(resolved))
+    load = partial(load_policy, resources=resources, swap_order=_swap_order(resolved))
+    controller = Controller(resolved.plan, load(config.policy), resources, actuator)
+    return ControlPlane(
+        controller,
+        resources,
+        resolved.ledger,
+        clock,
+        snapshots=lambda: [steps.core.snapshot for steps in instances],
+        policy_names=POLICY_NAMES,
+        load_policy=load,
+    )
+
+
+def _swap_order(resolved: Resolved) -> tuple[int, ...]:
+    """The layers of the model, those whose precision matters least first: by the profile beside the checkpoint, or from
+    the middle outwards where there is none.
+    """
+    path, layers = resolved.checkpoint.path / SENSITIVITY, resolved.physical.num_layers
+    if path.is_file():
+        profile = SensitivityProfile.load(path)
+        for precision in resolved.variants:
+            if precision in profile.precisions:
+                return profile.order(precision)
+    log.warning("there is no %s in %s: layers change from the middle outwards", SENSITIVITY, path.parent)
+    return tuple(sorted(range(layers), key=lambda layer: abs(layer - (layers - 1) / 2)))
+
+
+def _describe(resolved: Resolved, plan: Plan, number: int) -> Snapshot:
+    """What a snapshot says of an instance that follows from the plan."""
+    instance = plan.instances[number]
+    layers, stages = instance.layer_precisions, instance.stages
+    sizes = resolved.stage_bytes(replace(plan, instances=(instance,)))
     return Snapshot(
-        kv_pages_total=pages - 1,
-        plan_version=resolved.plan.version,
+        kv_pages_total=stages[0].kv_pages - 1,
+        plan_version=plan.version,
         layers_by_precision={precision: layers.count(precision) for precision in set(layers)},
-        weight_bytes=sum(memory.weights * stage.tp for memory, stage in stages),
-        kv_bytes=pages * sum(memory.page * stage.tp for memory, stage in stages),
+        weight_bytes=sum(weights * stage.tp for (weights, _), stage in zip(sizes, stages, strict=True)),
+        kv_bytes=sum(s.kv_pages * memory.page * s.tp for memory, s in zip(resolved.stages, stages, strict=True)),
     )
 
 
@@ -145,7 +230,7 @@ def _build_instance(
     return executor, Scheduler(limits, pages, table)
 
 
-def _warm_variants(resolved: Resolved, instance: InstancePlan, executor: BlockExecutor) -> None:
+def _warm_variants(resolved: Resolved, instance: InstancePlan, executor: BlockExecutor, source: LayerSource) -> None:
     """Compiles what a change of any layer's precision will need, with one layer of each kind at a time."""
     model = resolved.physical
     for stage in instance.stages:
@@ -156,7 +241,7 @@ def _warm_variants(resolved: Resolved, instance: InstancePlan, executor: BlockEx
             for precision in resolved.variants:
                 if (kind, precision) not in warm:
                     warm.add((kind, precision))
-                    row = executor.prepare(name, resolved.checkpoint.variant(name, precision, model), precision)
+                    row = executor.prepare(name, source.parameters(name, precision), precision)
                     executor.warm_layer(row)
                     row.free()
 

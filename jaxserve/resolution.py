@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -16,10 +16,11 @@ import jax
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.layout import stored_layout
-from jaxserve.control import Ledger, Plan, chain_of, static_plan
+from jaxserve.control import Ledger, Plan, StagePlan, chain_of, static_plan
+from jaxserve.control.resources import Resources
 from jaxserve.core.config import EngineConfig, KernelBackend, KVCacheDType, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
-from jaxserve.core.precision import head_precision, layer_precisions, parse_precision
+from jaxserve.core.precision import BITS, head_precision, layer_precisions, parse_precision
 from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.memory import StageMemory, block_bytes, stage_memory
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
 RUNTIME = 700_000_000  # bytes on the host for interpreter, JAX, server and compiled code: 650 MB after a cold start
+STATIC = "static"  # the policy that changes nothing
+DEFAULT_VARIANTS = ("int4",)  # of any other
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
 
@@ -69,6 +72,55 @@ class Resolved:
     info: ModelInfo
     stages: tuple[StageMemory, ...]
     devices: tuple[jax.Device, ...]
+    layer_bytes: Mapping[tuple[str, str], int]  # (layer, precision it may have) -> bytes on each device of its stage
+    elastic: bool  # whether KV pools take memory only for the pages in use
+
+    def stage_bytes(self, plan: Plan) -> tuple[tuple[int, int], ...]:
+        """Weights and KV of every stage of a plan on each of its devices, instance by instance."""
+        first = self.plan.instances[0].stages
+        sizes = []
+        for instance in plan.instances:
+            for memory, stage, start in zip(self.stages, instance.stages, first, strict=True):
+                changed = self._layers(stage) - self._layers(start)
+                sizes.append((memory.weights + changed, self.kv_bytes(memory, stage.kv_pages)))
+        return tuple(sizes)
+
+    def kv_bytes(self, memory: StageMemory, pages: int) -> int:
+        """What the KV pools of a stage take on each device while so many pages are in use."""
+        room = self.reserved_kv_pages * memory.page
+        return min(pages * memory.page + memory.pools * GRANULE, room) if self.elastic else room
+
+    def ledger_entries(self, plan: Plan) -> dict[str, int]:
+        """The ledger's entries that follow from a plan: those of its fullest stage."""
+        weights, kv = max(self.stage_bytes(plan), key=sum)
+        return {"weights": weights, "kv": kv}
+
+    def resources(self, copy_rate: float) -> Resources:
+        """What plans may use. Where the number of pages was given, they grow by what weights free and nothing else."""
+        others = sum(size for name, size in self.ledger.entries.items() if name not in ("weights", "kv"))
+        stages = self.plan.instances[0].stages
+        granules = [memory.pools * GRANULE if self.elastic else 0 for memory in self.stages]
+        fixed = tuple(
+            others + memory.weights - self._layers(stage) + granule
+            for memory, stage, granule in zip(self.stages, stages, granules, strict=True)
+        )
+        budget = self.ledger.budget
+        if self.config.kv_pages is not None:
+            in_use = (memory.page * stage.kv_pages for memory, stage in zip(self.stages, stages, strict=True))
+            layers = (self._layers(stage) for stage in stages)
+            budget = min(budget, max(map(sum, zip(fixed, layers, in_use, strict=True))))
+        return Resources(
+            budget=budget,
+            fixed=fixed,
+            layer_bytes=self.layer_bytes,
+            page_bytes=tuple(memory.page for memory in self.stages),
+            least_pages=-(-self.info.max_model_len // self.config.page_size) + 1,
+            most_pages=self.reserved_kv_pages if self.elastic else stages[0].kv_pages,
+            copy_rate=copy_rate,
+        )
+
+    def _layers(self, stage: StagePlan) -> int:
+        return sum(self.layer_bytes.get((block.block, block.precision), 0) for block in stage.blocks)
 
 
 def resolve(config: EngineConfig) -> Resolved:
@@ -106,11 +158,30 @@ def resolve(config: EngineConfig) -> Resolved:
     )
     ledger = _ledger(config, devices)
     useful = buckets.max_num_seqs * -(-wanted_len // config.page_size) + 1
-    pages, reserved, max_len = _fill(ledger, config, stages, wanted_len, useful, elastic=is_elastic(platform))
+    elastic = is_elastic(platform)
+    sizes = {(b.block, p): bytes_of(b.block, p) for b in chain[1:-1] for p in variants or (b.precision,)}
+    if platform == "cpu" and config.policy != STATIC:  # else they lie in memory of the host
+        kept = sum(size for (_, precision), size in sizes.items() if precision in BITS)
+        ledger.reserve("variants", kept)
+    spare = _spare(plan, stages, sizes) if config.policy != STATIC and elastic else (0,) * len(stages)
+    pages, reserved, max_len = _fill(ledger, config, stages, spare, wanted_len, useful, elastic=elastic)
     info = _info(config, checkpoint, path, max_len)
     plan = _with_pages(plan, pages)
     return Resolved(
-        config, checkpoint, physical, plan, variants, kv_dtype, reserved, buckets, ledger, info, stages, devices
+        config=config,
+        checkpoint=checkpoint,
+        physical=physical,
+        plan=plan,
+        variants=variants,
+        kv_dtype=kv_dtype,
+        reserved_kv_pages=reserved,
+        buckets=buckets,
+        ledger=ledger,
+        info=info,
+        stages=stages,
+        devices=devices,
+        layer_bytes=sizes,
+        elastic=elastic,
     )
 
 
@@ -125,7 +196,8 @@ def _check(config: EngineConfig) -> None:
 
 def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tuple[str, ...]:
     """Those that the user names, and those that layers start with, to which they may return."""
-    named = [parse_precision(name, dtype, "variants") for name in config.variants]
+    wanted = config.variants or (() if config.policy == STATIC else DEFAULT_VARIANTS)
+    named = [parse_precision(name, dtype, "variants") for name in wanted]
     return tuple(dict.fromkeys((*named, *precisions))) if named else ()
 
 
@@ -213,6 +285,7 @@ def _fill(
     ledger: Ledger,
     config: EngineConfig,
     stages: tuple[StageMemory, ...],
+    spare: tuple[int, ...],
     wanted_len: int,
     useful: int,
     *,
@@ -221,8 +294,9 @@ def _fill(
     """Enters the stage that leaves room for the fewest pages; returns how many there are, how many the pools have room
     for, both with the null page, and the longest sequence they hold.
 
-    No more than `useful` pages are taken unasked. Bytes of `elastic` pools are those of the pages that may be in use,
-    up to whole granules; of others, all that they have room for. Mutates `ledger`.
+    No more than `useful` pages are taken unasked. `spare`: what each stage's layers can give for pages. Bytes of
+    `elastic` pools are those of the pages that may be in use, up to whole granules; of others, all that they have room
+    for. Mutates `ledger`.
     """
     size = config.page_size
     fullest = min(stages, key=lambda s: (ledger.free - s.weights - s.workspace - s.exchange) / s.page)
@@ -241,6 +315,9 @@ def _fill(
     for name, needed in fixed.items():
         ledger.reserve(name, needed)
     pages, reserved = _pages(config, min(ledger.free // fullest.page, useful))
+    if config.max_kv_pages is None:
+        more = min(extra // stage.page for stage, extra in zip(stages, spare, strict=True))
+        reserved = max(reserved, min(pages + more, useful))
     in_use, room = pages * fullest.page + fullest.pools * GRANULE, reserved * fullest.page
     ledger.reserve("kv", min(in_use, room) if elastic else room)
     max_len = min(wanted_len, (pages - 1) * size)
@@ -249,6 +326,17 @@ def _fill(
     if max_len < wanted_len:
         log.warning("max_model_len is lowered from %d to the %d tokens that the memory holds", wanted_len, max_len)
     return pages, reserved, max_len
+
+
+def _spare(plan: Plan, stages: tuple[StageMemory, ...], sizes: Mapping[tuple[str, str], int]) -> tuple[int, ...]:
+    """Bytes that each stage's layers can give on each device, from what they start with to the least they may have."""
+    least: dict[str, int] = {}
+    for (block, _), size in sizes.items():
+        least[block] = min(size, least.get(block, size))
+    return tuple(
+        sum(sizes[b.block, b.precision] - least[b.block] for b in stage.blocks if b.block in least)
+        for stage in plan.instances[0].stages
+    )
 
 
 def _pages(config: EngineConfig, fitting: int) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """Ledger: every resident byte of one memory (a device, or the host), against its budget."""
 
+from collections.abc import Mapping
+
 from jaxserve.core.errors import MemoryBudgetError
 
 
@@ -28,6 +30,20 @@ class Ledger:
                 f"{self.budget / 1e9:.3f} GB are left; at least {needed:.3f} GB are needed (memory_gb)"
             )
         self.entries[name] = size
+
+    def check(self, entries: Mapping[str, int]) -> None:
+        """Raises `MemoryBudgetError` if the ledger with these sizes of its entries exceeded the budget."""
+        total = sum((self.entries | dict(entries)).values())
+        if total > self.budget:
+            sizes = ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in entries.items())
+            raise MemoryBudgetError(
+                f"{sizes} make {total / 1e9:.3f} GB in all, {(total - self.budget) / 1e9:.3f} GB more than the budget"
+            )
+
+    def update(self, entries: Mapping[str, int]) -> None:
+        """Sets the sizes of entries. Raises as `check`, and then nothing has changed. Mutates."""
+        self.check(entries)
+        self.entries |= entries
 
     def release(self, name: str) -> int:
         """Forgets an entry and returns its bytes. Mutates."""

@@ -104,6 +104,9 @@ class EngineConfig:
     layer_precision: str | None = None  # where it differs: "0-3:bf16,4-:int4"
     head_precision: str = "auto"  # of the output head, and of the embedding if they are tied
     variants: tuple[str, ...] = ()  # precisions that layers may change to while serving
+    # adaptation
+    policy: str = "static"  # a name, or a YAML file: what changes the plan while serving
+    slo_ttft: float | None = None  # seconds to the first token that the policy is to keep; None: the policy's
     # memory and lengths
     memory_gb: float | None = None
     max_model_len: int | None = None

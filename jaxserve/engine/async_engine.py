@@ -15,6 +15,7 @@ from jaxserve.core.errors import EngineFailed, EngineStopped, RequestError
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
+from jaxserve.engine.control_client import ControlClient
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.telemetry import EngineMetrics, Snapshot, combine
@@ -54,6 +55,7 @@ class InstanceThread:
         self.progress = steps.clock.now()  # when the latest step ended, or the thread was last idle
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
+        steps.wake = lambda: self._commands.put(lambda: None)  # a thread that waits for commands goes on to a step
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -176,15 +178,19 @@ class AsyncEngine:
         metrics: EngineMetrics,
         clock: Clock,
         *,
+        control: ControlClient | None = None,
         on_close: Callable[[], None] = lambda: None,
     ):
-        """`on_close` runs once, when the loops have ended: it frees the device."""
+        """`control`: what changes the plan, if anything does. `on_close` runs once, when the loops have ended: it frees
+        the device.
+        """
         self.info = info
         self.metrics = metrics
         self._tokenizer = tokenizer
         self._clock = clock
         self._threads = [InstanceThread(steps, f"jaxserve-{i}") for i, steps in enumerate(instances)]
         self._ids = itertools.count()
+        self.control = control
         self._on_close = on_close
         self._draining = False
         self._closed = False

@@ -2,6 +2,7 @@
 come out. No device, no clock, no thread: time is an argument.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +17,7 @@ from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.text import append_text, flush_text
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler import Scheduler
-from jaxserve.telemetry import EngineMetrics, Snapshot
+from jaxserve.telemetry import TIME_BOUNDS, EngineMetrics, Snapshot
 
 
 @dataclass
@@ -64,6 +65,9 @@ class EngineCore:
         self._requests: dict[str, RequestState] = {}
         self._steps = 0
         self._reported = (0, 0, 0)  # preemptions, prefix queries and hits already in the metrics
+        self._first_tokens = [0] * (len(TIME_BOUNDS) + 1)  # by seconds since their arrival
+        self._gaps, self._gap_seconds = 0, 0.0  # between two tokens of a sequence
+        self._generated = self._finished = 0
 
     # -- requests
 
@@ -218,7 +222,7 @@ class EngineCore:
         sequence.tokens.append(token)
         if sequence.first_token is None:
             sequence.first_token = now
-            self.metrics.first_token(now - sequence.request.arrival)
+            self._take_first_token(now - sequence.request.arrival)
         elif sequence.last_token is not None:
             step.gaps.append(now - sequence.last_token)
         sequence.last_token = now
@@ -232,6 +236,10 @@ class EngineCore:
             self.scheduler.register_full_pages(sequence)
         step.generated += 1
         step.changed.setdefault(sequence.request.id, []).append(sequence)
+
+    def _take_first_token(self, seconds: float) -> None:
+        self.metrics.first_token(seconds)
+        self._first_tokens[bisect_left(TIME_BOUNDS, seconds)] += 1
 
     def _check_end(self, sequence: Sequence, token: int) -> None:
         params = sequence.params
@@ -300,8 +308,11 @@ class EngineCore:
     def _record_step(self, step: _Step) -> None:
         scheduler = self.scheduler
         self.metrics.generated_tokens(step.generated)
+        self._generated += step.generated
         if step.gaps:
             self.metrics.inter_token(step.gaps)
+            self._gaps += len(step.gaps)
+            self._gap_seconds += sum(step.gaps)
         totals = (scheduler.num_preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
         if totals != self._reported:
             preemptions, queries, hits = (new - old for new, old in zip(totals, self._reported, strict=True))
@@ -320,6 +331,13 @@ class EngineCore:
             num_waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.waiting_tokens,
             kv_pages_used=scheduler.pages.used,
+            oldest_wait=0.0 if (arrival := scheduler.next_arrival) is None else now - arrival,
+            preemptions=scheduler.num_preemptions,
+            generated_tokens=self._generated,
+            finished=self._finished,
+            first_tokens=tuple(self._first_tokens),
+            gaps=self._gaps,
+            gap_seconds=self._gap_seconds,
         )
         self.metrics.set_snapshot(self.snapshot, self.number)
 
@@ -327,6 +345,7 @@ class EngineCore:
         state.finished_at = now
         first = state.sequences[0]
         generated = sum(s.num_generated for s in state.sequences)
+        self._finished += len(state.sequences)
         tpot = queue = None
         if first.num_generated > 1 and first.first_token is not None and first.last_token is not None:
             tpot = (first.last_token - first.first_token) / (first.num_generated - 1)

@@ -2,16 +2,30 @@
 are fetched after step n+1 has been dispatched.
 """
 
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 from jaxserve.core.clock import Clock
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.work import Executor, PendingStep, Work
 from jaxserve.engine.core import EngineCore
 
-Dispatched = tuple[Work, PendingStep, float]  # a step on the device, and when it was dispatched
+Call = Callable[[], None]
+
+
+@dataclass
+class _Dispatched:
+    """A step on the device, when it was dispatched, and what is to be done once it has ended."""
+
+    work: Work
+    pending: PendingStep
+    started: float
+    afterwards: list[Call] = field(default_factory=list)
 
 
 class StepLoop:
-    """Drives one instance. Not thread-safe: one thread calls `step`, `core.add` and `core.abort`."""
+    """Drives one instance. Not thread-safe but for `call`: one thread at a time calls `step`, `core.add` and so on."""
 
     def __init__(self, core: EngineCore, executor: Executor, clock: Clock, *, overlap: bool = True):
         """`overlap=False` fetches each step's tokens before the next one begins."""
@@ -19,10 +33,13 @@ class StepLoop:
         self.executor = executor
         self.clock = clock
         self.overlap = overlap
-        self._pending: Dispatched | None = None
+        self.wake: Call = self.run_calls  # what drives the loop sets it: it has `run_calls` or `step` run soon
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._pending: _Dispatched | None = None
 
     def step(self) -> list[RequestOutput]:
         """Dispatches the next step and returns what is new of the one before. Mutates."""
+        self.run_calls()
         if not self.overlap:
             return self._collect(self._dispatch())
         before, self._pending = self._pending, self._dispatch()
@@ -33,16 +50,46 @@ class StepLoop:
         """Whether nothing is queued, running or on the device."""
         return self.core.idle and self._pending is None
 
-    def _dispatch(self) -> Dispatched | None:
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is on the device."""
+        return self._pending is not None
+
+    # -- between steps
+
+    def call(self, function: Call) -> None:
+        """Has a function run between two steps, in the thread that steps, soon. From any thread."""
+        self._calls.put(function)
+        self.wake()
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether functions wait to be run."""
+        return not self._calls.empty()
+
+    def run_calls(self) -> None:
+        """Runs the functions that wait. Between two steps, in the thread that steps."""
+        while self.has_calls:
+            self._calls.get()()
+
+    def after_dispatched(self, function: Call) -> None:
+        """Runs a function once the steps that have been dispatched are done; between two steps. Mutates."""
+        if self._pending is None:
+            function()
+        else:
+            self._pending.afterwards.append(function)
+
+    def _dispatch(self) -> _Dispatched | None:
         now = self.clock.now()
         work = self.core.begin(now)
-        return (work, self.executor.execute(work), now) if work else None
+        return _Dispatched(work, self.executor.execute(work), now) if work else None
 
-    def _collect(self, step: Dispatched | None) -> list[RequestOutput]:
+    def _collect(self, step: _Dispatched | None) -> list[RequestOutput]:
         if step is None:
             return []
-        work, pending, started = step
-        output = pending.fetch()
+        output = step.pending.fetch()
+        for function in step.afterwards:
+            function()
         now = self.clock.now()
-        self.core.metrics.step(work.num_tokens, now - started)
-        return self.core.finish(work, output, now)
+        self.core.metrics.step(step.work.num_tokens, now - step.started)
+        return self.core.finish(step.work, output, now)

@@ -1,7 +1,9 @@
 """SyncEngine: steps all instances in the caller's thread; what `LLM` is built on. No threads, no signal handlers."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.request import Request, RequestOutput
@@ -12,7 +14,7 @@ from jaxserve.engine.tokenizer import Tokenizer
 
 
 class SyncEngine:
-    """Requests are added, `step` is called until `idle`. Not thread-safe."""
+    """Requests are added, `step` is called until `idle`. One thread at a time, but for `StepLoop.call`."""
 
     def __init__(
         self,
@@ -30,6 +32,9 @@ class SyncEngine:
         self._on_close = on_close
         self._ids = itertools.count()
         self._owners: dict[str, StepLoop] = {}
+        self._turn = threading.Lock()  # held by whoever changes the instances
+        for steps in self.instances:
+            steps.wake = self._run_calls
 
     def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, embed: bool = False) -> str:
         """Accepts a request and returns its id. Raises `RequestError` or `QueueFull`. Mutates."""
@@ -41,25 +46,29 @@ class SyncEngine:
         else:
             text, token_ids = prompt.text, tuple(prompt.token_ids)
         request_id = f"request-{next(self._ids)}"
-        owner = min(self.instances, key=lambda steps: steps.core.load)
         arrival = self._clock.now()
-        owner.core.add(Request(request_id, token_ids, params, arrival, prompt=text, priority=priority, embed=embed))
-        self._owners[request_id] = owner
+        request = Request(request_id, token_ids, params, arrival, prompt=text, priority=priority, embed=embed)
+        with self._taking_turns():
+            owner = min(self.instances, key=lambda steps: steps.core.load)
+            owner.core.add(request)
+            self._owners[request_id] = owner
         return request_id
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages. Mutates."""
-        owner = self._owners.pop(request_id, None)
-        if owner is not None:
-            owner.core.abort(request_id, now=self._clock.now())
+        with self._taking_turns():
+            owner = self._owners.pop(request_id, None)
+            if owner is not None:
+                owner.core.abort(request_id, now=self._clock.now())
 
     def step(self) -> list[RequestOutput]:
         """One step of every instance that has work; returns what is new. Mutates."""
-        outputs = [output for steps in self.instances if not steps.idle for output in steps.step()]
-        for output in outputs:
-            if output.finished:
-                self._owners.pop(output.request_id, None)
-        return outputs
+        with self._taking_turns():
+            outputs = [output for steps in self.instances if not steps.idle for output in steps.step()]
+            for output in outputs:
+                if output.finished:
+                    self._owners.pop(output.request_id, None)
+            return outputs
 
     def settle(self) -> None:
         """Waits for what the executors prepare in the background."""
@@ -79,3 +88,18 @@ class SyncEngine:
     def close(self) -> None:
         """Frees the device."""
         self._on_close()
+
+    @contextmanager
+    def _taking_turns(self) -> Iterator[None]:
+        with self._turn:
+            yield
+        self._run_calls()  # what came meanwhile, and may have no step to wait for
+
+    def _run_calls(self) -> None:
+        """Runs what waits to be run between two steps, unless a step is in progress: that ends with this."""
+        while any(steps.has_calls for steps in self.instances) and self._turn.acquire(blocking=False):
+            try:
+                for steps in self.instances:
+                    steps.run_calls()
+            finally:
+                self._turn.release()

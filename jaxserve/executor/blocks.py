@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.executor.batch import StepShape, attention_meta
@@ -69,11 +69,19 @@ class BlockBuilder:
         self.config = config
         self._executables: dict[tuple, Executable] = {}
 
-    def build(self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str) -> Row:
+    def build(
+        self,
+        block: str,
+        tensors: Mapping[str, Parameter],
+        placement: Placement,
+        precision: str,
+        copied: Callable[[int], None] | None = None,
+    ) -> Row:
         """A row for a block with these parameters, keyed by their dotted paths in the module.
 
         In a quantised precision some are QArrays, of whatever group. A parameter that is a device array already (tied
-        embeddings) is shared, not copied. Compiles nothing: what is compiled at its first use is the executable.
+        embeddings) is shared, not copied; `copied`, if given, is told the bytes of every other once it is there.
+        Compiles nothing: what is compiled at its first use is the executable.
         """
         graphdef, variables = abstract_block(self.config, block, precision)
         block_state(variables, tensors)  # checks shapes
@@ -82,7 +90,7 @@ class BlockBuilder:
         for name, variable in variables.items():
             sharding = placement.sharding(variable.axes)
             parts = jax.tree.leaves(tensors[name])
-            leaves += [part if isinstance(part, Array) else jax.device_put(part, sharding) for part in parts]
+            leaves += [part if isinstance(part, Array) else _copy(part, sharding, copied) for part in parts]
             specs += [sharding.spec] * len(parts)
         shares = {name: _share(tensors[name], variable.axes, placement) for name, variable in variables.items()}
         module = Shares(graphdef, jax.tree.structure(share_state(variables, shares)), tuple(specs))
@@ -153,6 +161,13 @@ class BlockBuilder:
             return fields["tokens"], fields["rows"], cos, sin, fields["slots"], attention_meta(fields)
 
         return jax.jit(unpack, static_argnums=1, out_shardings=placement.sharding())
+
+
+def _copy(part: np.ndarray, sharding: NamedSharding, copied: Callable[[int], None] | None) -> Array:
+    array = jax.device_put(part, sharding)
+    if copied is not None:
+        copied(array.block_until_ready().nbytes)
+    return array
 
 
 def _share(value: Parameter, axes: Sequence[str | None], placement: Placement) -> Parameter:

@@ -4,7 +4,7 @@ A step is a host loop over the block table that only dispatches; nothing waits f
 are fetched, which the engine does one step later.
 """
 
-from collections.abc import Mapping, Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -113,6 +113,10 @@ class BlockExecutor:
         """
         self._resizer.shrink(self.pools, moves, pages)
 
+    def wait_for_pools(self) -> None:
+        """Waits until nothing that was dispatched changes the KV pools any more."""
+        jax.block_until_ready(self.pools)
+
     def fuse(self, tier: FusedTier | None) -> None:
         """From the next step on runs with this fused tier, or with none. Mutates; the tier before is the caller's."""
         self._fused = tier
@@ -122,12 +126,19 @@ class BlockExecutor:
         if self._fused is not None:
             self._fused.wait()
 
-    def prepare(self, block: str, parameters: Mapping[str, Parameter], precision: str) -> Row:
+    def prepare(
+        self,
+        block: str,
+        parameters: Mapping[str, Parameter],
+        precision: str,
+        copied: Callable[[int], None] | None = None,
+    ) -> Row:
         """A row that may take the place of a block's, on the same devices: for `replace`, or to be freed.
 
-        Only copies; steps may go on meanwhile.
+        Only copies; steps may go on meanwhile. `copied` is told the bytes of each array once it is
+        there, and may wait.
         """
-        return self._builder.build(block, parameters, self.rows[self._index(block)].placement, precision)
+        return self._builder.build(block, parameters, self.rows[self._index(block)].placement, precision, copied)
 
     def replace(self, row: Row) -> Row:
         """Exchanges a decoder layer's row between two steps; returns the old one, for the caller to free. Mutates.

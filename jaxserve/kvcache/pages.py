@@ -2,7 +2,7 @@
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 NULL_PAGE = 0  # padding rows write here; never handed out
 
@@ -116,14 +116,15 @@ class PagePool:
         self._references.extend([0] * count)
         self.num_pages = size
 
-    def shrink(self, count: int) -> dict[int, int]:
+    def shrink(self, count: int, move: Callable[[Mapping[int, int]], None] | None = None) -> dict[int, int]:
         """Takes the last `count` pages away; returns which pages take over from those of them that hold something.
 
         Cached pages go, the least recently released first, as far as what is left would not hold them all; every other
-        page keeps its references, its hash and its turn. The caller copies the contents of each key to its value on
-        the device, and rewrites whatever names the keys, before the next step. No value is a key.
+        page keeps its references, its hash and its turn. `move` copies the contents of each key to its value on the
+        device; the caller rewrites whatever names the keys, before the next step. No value is a key.
 
-        Raises ValueError, and then nothing has changed, where fewer pages are not in use. Mutates.
+        Raises ValueError where fewer pages are not in use, and whatever `move` raises; then nothing has changed but
+        that some cached pages are gone. Mutates.
         """
         size = self.num_pages - count
         if count < 0 or size < self.least or count > self.available:
@@ -132,9 +133,11 @@ class PagePool:
                 f"and at least {self.least} must be left"
             )
         while len(self._free) < count:
-            self._free.append(self._evict())
+            heapq.heappush(self._free, self._evict())
         tail = set(range(size, self.num_pages))
         moves = dict(zip(sorted(tail.difference(self._free)), sorted(set(self._free) - tail), strict=False))
+        if move is not None:
+            move(moves)
         self._free = sorted(set(self._free) - tail - set(moves.values()))  # sorted: a heap
         self._rename(moves)
         del self._references[size:]

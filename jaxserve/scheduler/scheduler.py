@@ -6,6 +6,7 @@ pages back and is computed again later (preemption by recomputation).
 """
 
 import heapq
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxserve.core.request import Sequence, Status
@@ -88,17 +89,17 @@ class Scheduler:
         """Adds `count` pages to those that sequences can hold. Raises ValueError as `PagePool.grow`. Mutates."""
         self.pages.grow(count)
 
-    def shrink(self, count: int) -> dict[int, int]:
+    def shrink(self, count: int, move: Callable[[Mapping[int, int]], None]) -> None:
         """Takes `count` pages away; sequences keep what they hold, in other pages if need be.
 
-        Returns page -> the page that takes over from it: the device's pools must make these moves after the steps that
-        are dispatched and before the next one. Raises ValueError as `PagePool.shrink`. Mutates.
+        `move` gets page -> the page that takes over from it: it has the device's pools make these moves after the steps
+        that are dispatched and before the next one. Raises as `PagePool.shrink`, and then sequences have what they
+        had. Mutates.
         """
-        moves = self.pages.shrink(count)
+        moves = self.pages.shrink(count, move)
         for sequence in (*self.running, *(waiting for _, waiting in self._waiting)):
             sequence.pages = [moves.get(page, page) for page in sequence.pages]
         self.table.rename(moves)
-        return moves
 
     def register_full_pages(self, sequence: Sequence) -> None:
         """Names the pages that known and computed tokens have filled, so that others can share them. Mutates."""
@@ -117,6 +118,13 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self.running and self.num_waiting == 0
+
+    @property
+    def next_arrival(self) -> float | None:
+        """When the first in the queue arrived; None if nothing waits. Mutates nothing that shows."""
+        while self._waiting and self._waiting[0][1].status is not Status.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1].request.arrival if self._waiting else None
 
     # -- decode
 

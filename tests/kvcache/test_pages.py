@@ -126,6 +126,22 @@ def test_shrinking_moves_live_pages_with_their_references_and_hashes() -> None:
     assert pool.used == 0
 
 
+def test_where_the_device_cannot_move_pages_they_stay_where_they_are() -> None:
+    pool = PagePool(9)
+    pages = pool.allocate(8)
+    pool.register(8, b"eight")
+    pool.release(pages[:4])
+
+    def fail(moves: object) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        pool.shrink(3, fail)
+    assert (pool.num_pages, pool.available, pool.lookup([b"eight"])) == (9, 4, [8])
+    pool.release(pages[4:])
+    assert sorted(pool.allocate(8)) == pages
+
+
 def test_shrinking_keeps_the_most_recently_released_cached_pages() -> None:
     pool = PagePool(9)
     pages = pool.allocate(8)

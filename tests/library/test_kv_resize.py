@@ -1,5 +1,6 @@
 """Growing and shrinking the KV pools between two steps, while requests run."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +40,11 @@ class Resized:
         if change >= 0:
             self.scheduler.grow(change)
         else:
-            moves = self.scheduler.shrink(-change)
-            self.executor.shrink_pools(moves, pages)
-            self.moved += len(moves)
+            self.scheduler.shrink(-change, lambda moves: self.move(moves, pages))
+
+    def move(self, moves: Mapping[int, int], pages: int) -> None:
+        self.executor.shrink_pools(moves, pages)
+        self.moved += len(moves)
 
     def run(self, *, resizing: bool = False) -> list[tuple[int, ...]]:
         """Runs requests to their ends; returns their tokens. With `resizing` the pools grow before one step, which then

@@ -2,7 +2,7 @@
 that nobody else writes, and everything comes back."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -67,9 +67,11 @@ class World:
         if change >= 0:
             self.scheduler.grow(min(change, pages.most - pages.num_pages))
             return
-        moves = self.scheduler.shrink(min(-change, pages.available, pages.num_pages - pages.least))
-        self.written |= {new: self.written[old] for old, new in moves.items()}
+        self.scheduler.shrink(min(-change, pages.available, pages.num_pages - pages.least), self.move)
         self.written = {page: content for page, content in self.written.items() if page < pages.num_pages}
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        self.written |= {new: self.written[old] for old, new in moves.items()}
 
     def check(self, work: Work) -> None:
         assert sum(-(-c.length // TILE) for c in work.chunks) <= self.scheduler.limits.max_tiles

@@ -1,0 +1,216 @@
+"""PlanActuator: carries transitions out, one after the other, in a thread of its own.
+
+Each has two phases. What it needs is prepared while steps go on: a layer's variant is copied beside the row in use. It
+is committed between two steps of its instance, in that instance's thread: references are exchanged, and from the next
+step on the plan after it is in force. What it replaced is freed when the steps that use it have ended; only then does
+the ledger let the next transition have the memory. A transition that fails in any phase leaves everything as it was.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError as NotYet
+from dataclasses import dataclass
+
+from jaxserve.actuator.copying import LayerSource, Throttle
+from jaxserve.control.actuation import Outcome
+from jaxserve.control.ledger import Ledger
+from jaxserve.control.plan import Plan
+from jaxserve.control.transitions import ResizeKVPool, SwapPrecision, Transition
+from jaxserve.core.errors import JaxserveError
+from jaxserve.core.precision import mixture_name
+from jaxserve.engine.loop import StepLoop
+from jaxserve.executor.blocks import Row
+from jaxserve.executor.executor import BlockExecutor
+from jaxserve.telemetry import EngineMetrics, Snapshot
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN = 0.2  # seconds after which a thread that waits for a step looks whether it is to end
+
+
+@dataclass(frozen=True)
+class Instance:
+    """What transitions change of one instance of the plan."""
+
+    steps: StepLoop
+    executor: BlockExecutor
+
+
+class Cancelled(JaxserveError):
+    """The actuator was closed before the transition had been committed."""
+
+
+class PlanActuator:
+    """The `control.Actuator` of real devices."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        instances: Sequence[Instance],
+        source: LayerSource,
+        metrics: EngineMetrics,
+        *,
+        ledger: Ledger,
+        entries: Callable[[Plan], Mapping[str, int]],
+        describe: Callable[[Plan, int], Snapshot],
+        copy_rate: float,
+    ):
+        """`plan` is the one in force. `entries` are the bytes of a plan in the ledger, by name; `describe` gives the
+        fields of an instance's snapshots that follow from a plan. Copies beside running steps take `copy_rate` bytes/s.
+        """
+        self._plan = plan
+        self._instances = tuple(instances)
+        self._source, self._metrics, self._copy_rate = source, metrics, copy_rate
+        self._ledger, self._entries, self._describe = ledger, entries, describe
+        self._waiting: queue.SimpleQueue[Sequence[Transition] | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._under_way = 0  # sequences of transitions that were started and have not ended
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-actuator", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a transition is still to end. When not, `poll` has all outcomes."""
+        with self._lock:
+            return self._under_way > 0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._plan
+
+    def start(self, transitions: Sequence[Transition]) -> None:
+        """Begins to carry transitions out, in order; returns at once. From any thread. Mutates."""
+        with self._lock:
+            self._under_way += 1
+        self._waiting.put(tuple(transitions))
+
+    def poll(self) -> Sequence[Outcome]:
+        """What has ended since the last call, in order. Mutates."""
+        outcomes = []
+        while not self._outcomes.empty():
+            outcomes.append(self._outcomes.get())
+        return outcomes
+
+    def close(self) -> None:
+        """Ends the thread; a transition that has not been committed is dropped. Idempotent. Mutates."""
+        self._closing.set()
+        self._waiting.put(None)
+        self._thread.join()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while (transitions := self._waiting.get()) is not None:
+            for transition in transitions:
+                outcome = self._attempt(transition)
+                self._outcomes.put(outcome)
+                if outcome.error is not None:
+                    break
+            with self._lock:
+                self._under_way -= 1
+
+    def _attempt(self, transition: Transition) -> Outcome:
+        kind, begin = type(transition).__name__, time.monotonic()
+        error: str | None = None
+        try:
+            self._carry_out(transition)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            unexpected = not isinstance(failure, JaxserveError | ValueError)  # pages in use, no room in the ledger
+            log.warning("plan %d stays in force: %s: %s", self._plan.version, transition, error, exc_info=unexpected)
+        seconds = time.monotonic() - begin
+        self._metrics.transition(kind, "failed" if error else "done", seconds)
+        return Outcome(transition, error, seconds)
+
+    def _carry_out(self, transition: Transition) -> None:
+        after = transition.apply(self._plan)
+        instance = self._instances[transition.instance]
+        match transition:
+            case SwapPrecision():
+                self._ledger.check(self._entries(after))
+                row = self._prepare(instance, transition.block, transition.after)
+                try:
+                    self._between_steps(instance, lambda done: self._swap(instance, transition, row, after, done))
+                except BaseException:
+                    if all(other is not row for other in instance.executor.rows):
+                        row.free()
+                    raise
+            case ResizeKVPool() if transition.after >= transition.before:
+                self._ledger.check(self._entries(after))
+                self._between_steps(instance, lambda done: self._grow(instance, transition, after, done))
+            case ResizeKVPool():
+                self._between_steps(instance, lambda done: self._shrink(instance, transition, after, done))
+
+    def _prepare(self, instance: Instance, block: str, precision: str) -> Row:
+        """Copies a layer's variant to the devices beside the row in use."""
+        throttle = Throttle(self._copy_rate, lambda: not instance.steps.idle, self._closing.wait)
+        return instance.executor.prepare(
+            block, self._source.parameters(block, precision), precision, copied=throttle.copied
+        )
+
+    def _between_steps(self, instance: Instance, commit: Callable[[Future[None]], None]) -> None:
+        """Has `commit` run between two steps, and waits until it has settled its future. Raises what it raised, and
+        `Cancelled` if the actuator is closed before it could begin.
+        """
+        done: Future[None] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                commit(done)
+            except Exception as error:
+                done.set_exception(error)
+
+        instance.steps.call(run)
+        while True:
+            try:
+                return done.result(LOOK_AGAIN)
+            except NotYet:
+                if self._closing.is_set() and done.cancel():
+                    raise Cancelled("the engine is closing") from None
+
+    # -- between two steps, in the instance's thread
+
+    def _swap(self, instance: Instance, transition: SwapPrecision, row: Row, after: Plan, done: Future[None]) -> None:
+        def retire() -> None:
+            old.free()
+            self._ledger.update(self._entries(after))
+            done.set_result(None)
+
+        old = instance.executor.replace(row)
+        self._put_in_force(instance, transition.instance, after)
+        instance.steps.after_dispatched(retire)
+
+    def _grow(self, instance: Instance, transition: ResizeKVPool, after: Plan, done: Future[None]) -> None:
+        instance.steps.core.scheduler.grow(transition.after - transition.before)
+        self._ledger.update(self._entries(after))
+        self._put_in_force(instance, transition.instance, after)
+        done.set_result(None)
+
+    def _shrink(self, instance: Instance, transition: ResizeKVPool, after: Plan, done: Future[None]) -> None:
+        def move(moves: Mapping[int, int]) -> None:
+            instance.executor.shrink_pools(moves, transition.after)
+
+        def retire() -> None:
+            if not steps.in_flight:
+                instance.executor.wait_for_pools()
+            self._ledger.update(self._entries(after))
+            done.set_result(None)
+
+        steps = instance.steps
+        steps.core.scheduler.shrink(transition.before - transition.after, move)
+        self._put_in_force(instance, transition.instance, after)
+        # The device gives the memory back after the steps that are dispatched, and before the one after them.
+        steps.after_dispatched(lambda: steps.after_dispatched(retire))
+
+    def _put_in_force(self, instance: Instance, number: int, after: Plan) -> None:
+        self._plan = after
+        salt = mixture_name(after.instances[number].layer_precisions)
+        instance.steps.core.replan(salt, self._describe(after, number))

@@ -1,0 +1,64 @@
+"""Where the parameters of a layer's variants come from, and how fast they may be copied."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+
+from jaxserve.checkpoint import Checkpoint
+from jaxserve.core.config import ModelConfig
+from jaxserve.core.precision import BITS
+from jaxserve.executor.blocks import Parameter
+
+
+class LayerSource:
+    """Variants of decoder layers in host memory, shared by all instances. Thread-safe.
+
+    Quantised variants are loaded (or rounded) once, by `load`, and stay. So does full precision where devices have
+    memory of their own; where the host is the device, it is read from the checkpoint's mapped files, whose pages stay
+    in memory as long as the operating system has room.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, physical: ModelConfig, *, keep_full: bool):
+        self._checkpoint, self._physical, self._keep_full = checkpoint, physical, keep_full
+        self._kept: dict[tuple[str, str], Mapping[str, Parameter]] = {}
+        self._lock = threading.Lock()
+
+    def load(self, block: str, precision: str) -> None:
+        """Takes a variant into memory, if it is one that is kept. Mutates."""
+        if precision in BITS or self._keep_full:
+            with self._lock:
+                if (block, precision) not in self._kept:
+                    self._kept[block, precision] = self._read(block, precision)
+
+    def parameters(self, block: str, precision: str) -> Mapping[str, Parameter]:
+        """A variant's parameters by their dotted paths: arrays of the host, read-only."""
+        kept = self._kept.get((block, precision))
+        return self._read(block, precision) if kept is None else kept
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of what is kept."""
+        return sum(leaf.nbytes for variant in self._kept.values() for leaf in jax.tree.leaves(dict(variant)))
+
+    def _read(self, block: str, precision: str) -> Mapping[str, Parameter]:
+        return self._checkpoint.variant(block, precision, self._physical)
+
+
+class Throttle:
+    """Spreads a copy over time, so that steps keep the memory's bandwidth and, on CPU, the cores.
+
+    While `busy`, a copy takes at least its bytes over `rate` (bytes/s); otherwise it goes as fast as it can.
+    """
+
+    def __init__(self, rate: float, busy: Callable[[], bool], wait: Callable[[float], object]):
+        self._rate, self._busy, self._wait = rate, busy, wait
+        self._since = time.monotonic()
+
+    def copied(self, size: int) -> None:
+        """Waits for what is left of the time that `size` bytes are to take, counted from the call before. Mutates."""
+        left = size / self._rate - (time.monotonic() - self._since)
+        if left > 0 and self._busy():
+            self._wait(left)
+        self._since = time.monotonic()

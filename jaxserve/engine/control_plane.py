@@ -1,0 +1,125 @@
+"""ControlPlane: the controller of a running engine in a thread of its own, and its face to the server."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from jaxserve.control.controller import Controller
+from jaxserve.control.ledger import Ledger
+from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
+from jaxserve.control.policy import Policy
+from jaxserve.control.resources import Resources
+from jaxserve.core.clock import Clock
+from jaxserve.core.errors import ConfigError, RequestError
+from jaxserve.telemetry import Snapshot, combine
+
+log = logging.getLogger(__name__)
+
+
+class ControlPlane:
+    """A `ControlClient`. Its methods may be called from any thread."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        resources: Resources,
+        ledger: Ledger,
+        clock: Clock,
+        *,
+        snapshots: Callable[[], Sequence[Snapshot]],
+        policy_names: Sequence[str],
+        load_policy: Callable[..., Policy],
+    ):
+        """`snapshots`: the latest of each instance. `load_policy` makes a policy by name, with a plan as `target` for
+        "manual".
+        """
+        self._controller, self._resources, self._ledger, self._clock = controller, resources, ledger, clock
+        self._snapshots = snapshots
+        self._policy_names, self._load_policy = tuple(policy_names), load_policy
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-control", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; the actuator is the caller's to close. Idempotent. Mutates."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._controller.interval):
+            now = self._clock.now()
+            try:
+                with self._lock:
+                    self._controller.tick(now, self._snapshots())
+            except Exception:
+                log.exception("the control plane failed; the plan in force stays")
+
+    # -- what it shows
+
+    def plan_yaml(self) -> str:
+        return to_yaml(self._controller.plan)
+
+    def plan_dict(self) -> dict[str, Any]:
+        return to_dict(self._controller.plan)
+
+    def status(self) -> dict[str, Any]:
+        controller, snapshot = self._controller, combine(list(self._snapshots()))
+        plan, target = controller.plan, controller.target
+        layers = [[asdict(b) for b in i.blocks if b.block.startswith("layers.")] for i in plan.instances]
+        pages = sum(instance.kv_pages - 1 for instance in plan.instances)
+        return {
+            "time": self._clock.now(),
+            "policy": controller.policy.name,
+            "policies": list(self._policy_names),
+            "plan_version": plan.version,
+            "target_version": None if target is None else target.version,
+            "busy": controller.busy,
+            "budget": self._ledger.budget,
+            "ledger": dict(self._ledger.entries),
+            "layers": layers,
+            "kv_pages": {
+                "used": snapshot.kv_pages_used,
+                "total": pages,
+                "most": (self._resources.most_pages - 1) * len(plan.instances),
+            },
+            "snapshot": _plain(snapshot),
+            "slo_ttft": getattr(controller.policy, "slo_ttft", None),
+        }
+
+    def decisions(self, limit: int) -> list[dict[str, Any]]:
+        with self._lock:
+            latest = list(self._controller.decisions)[-limit:] if limit > 0 else []
+        return [asdict(decision) for decision in latest]
+
+    def history(self) -> list[dict[str, Any]]:
+        with self._lock:
+            samples = list(self._controller.history)
+        return [asdict(sample) for sample in samples]
+
+    # -- what it lets the operator change
+
+    def set_policy(self, name: str) -> None:
+        if name not in self._policy_names:
+            shown, names = name[:100], ", ".join(self._policy_names)
+            raise RequestError(f"there is no policy {shown!r}; there are {names}", field="policy", value=shown)
+        policy = self._load_policy(name)
+        with self._lock:
+            self._controller.set_policy(policy)
+
+    def set_plan(self, yaml_text: str) -> None:
+        try:
+            plan = from_yaml(yaml_text)
+        except ConfigError as error:
+            raise RequestError(str(error), field="plan") from error
+        with self._lock:
+            self._controller.check(plan)
+            self._controller.set_policy(self._load_policy("manual", target=plan))
+
+
+def _plain(snapshot: Snapshot) -> Mapping[str, Any]:
+    fields = asdict(snapshot)
+    fields["kv_usage"] = snapshot.kv_usage
+    return fields

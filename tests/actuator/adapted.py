@@ -1,0 +1,99 @@
+"""A built engine whose plan changes while requests run, with a record of what was in force at every position."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxserve.control.actuation import Outcome
+from jaxserve.control.diff import diff
+from jaxserve.control.plan import Plan
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.work import Work
+from jaxserve.engine.client import TokensPrompt
+from jaxserve.engine.sync_engine import SyncEngine
+from jaxserve.factory import Built
+
+PATIENCE = 30.0  # seconds for a thread to do what it will
+
+
+@dataclass
+class Run:
+    """A request from its admission to its end, or to its preemption: how many tokens were known when it began, and what
+    was in force at each position.
+    """
+
+    known: int
+    in_force: list[Mapping[str, str]]
+
+
+class Adapted:
+    """Steps the engine in the test's thread; transitions come from the actuator's."""
+
+    def __init__(self, built: Built):
+        assert built.actuator is not None
+        assert built.control is not None
+        built.control.close()  # the test decides
+        self.built, self.actuator, self.start = built, built.actuator, built.actuator.plan
+        self.resources = built.resolved.resources(copy_rate=1e9)
+        self.engine = SyncEngine(built.instances, built.info, None, built.clock)
+        self.steps = built.instances[0]
+        self.runs: dict[str, list[Run]] = {}  # by request
+        self.outcomes: list[Outcome] = []
+        self._execute = self.steps.executor.execute
+        self.steps.executor.execute = self.execute
+
+    def close(self) -> None:
+        """Ends the record; the plan is that of the beginning again."""
+        self.change(self.start)
+        self.steps.executor.execute = self._execute
+
+    @property
+    def plan(self) -> Plan:
+        return self.actuator.plan
+
+    def execute(self, work: Work):
+        executor = self.steps.executor
+        precisions = {row.block: row.precision for row in executor.rows}
+        computed = [(s, s.num_computed - 1, 1) for s in work.decodes]
+        computed += [(chunk.sequence, chunk.start, chunk.length) for chunk in work.chunks]
+        for sequence, start, length in computed:
+            runs = self.runs.setdefault(sequence.request.id, [])
+            if not runs or start != len(runs[-1].in_force):
+                # It starts behind pages of the prefix cache, which would not have been found under another mixture.
+                runs.append(Run(len(sequence.tokens), [precisions] * start))
+            runs[-1].in_force.extend([precisions] * length)
+        ledger = self.built.resolved.ledger
+        held = sum(row.nbytes for row in executor.rows)
+        assert ledger.used <= ledger.budget
+        assert held <= ledger.entries["weights"] + ledger.entries["exchange"]
+        assert self.steps.core.scheduler.pages.num_pages == self.plan.instances[0].kv_pages
+        return self._execute(work)
+
+    def begin(self, target: Plan) -> None:
+        """Starts on the way to a plan."""
+        self.actuator.start(diff(self.plan, target, self.resources))
+
+    def settled(self) -> bool:
+        """Whether no transition is under way."""
+        self.outcomes += self.actuator.poll()
+        return not self.actuator.busy
+
+    def change(self, target: Plan) -> None:
+        """Goes to a plan while nothing runs."""
+        self.begin(target)
+        end = time.monotonic() + PATIENCE
+        while not self.settled():
+            assert time.monotonic() < end, "the actuator makes no progress"
+            time.sleep(0.001)
+
+    def add(self, prompt: tuple[int, ...], params: SamplingParams) -> str:
+        return self.engine.add(TokensPrompt(prompt), params)
+
+    def run(self, tokens: dict[str, tuple[int, ...]], targets: list[Plan] | None = None) -> None:
+        """Steps to the end of all requests, adding to their tokens; goes from one target to the next meanwhile."""
+        targets = targets or []
+        while not self.engine.idle:
+            if self.settled() and targets:
+                self.begin(targets.pop(0))
+            for output in self.engine.step():
+                tokens[output.request_id] = tokens.get(output.request_id, ()) + output.outputs[0].token_ids

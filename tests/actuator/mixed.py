@@ -1,0 +1,75 @@
+"""The dummy model over whole sequences, each position in the precisions that were in force when it was computed."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.checkpoint import open_checkpoint
+from jaxserve.models import rope_cos_sin
+from jaxserve.models.dense import dense_causal_attend, restore_block
+
+LENGTH = 256  # every sequence is padded to this, so that one compilation serves all
+
+
+class MixedReference:
+    """Every layer in every precision; a mask over positions says which counts.
+
+    A position's query, key, value and feed-forward are those of its own precision, and it attends to keys and values as
+    they were written: what a change of precision between two steps means when the cache is kept.
+    """
+
+    def __init__(self, model: Path, precisions: Sequence[str]):
+        checkpoint = open_checkpoint(model, "dummy")
+        self.config, self.precisions = checkpoint.config, tuple(precisions)
+        self._layers = [
+            [
+                restore_block(self.config, name, checkpoint.variant(name, precision, self.config), precision)
+                for precision in precisions
+            ]
+            for name in self.config.block_ids[1:-1]
+        ]
+        self._embed, self._head = (
+            restore_block(self.config, name, checkpoint.variant(name, self.config.dtype, self.config))
+            for name in ("embed", "head")
+        )
+        self._logits = jax.jit(self._forward)
+
+    def logits(self, tokens: Sequence[int], in_force: Sequence[Mapping[str, str]]) -> np.ndarray:
+        """float32[len(tokens), V]. `in_force`: each position's precisions by block."""
+        padded = np.zeros(LENGTH, np.int32)
+        padded[: len(tokens)] = tokens
+        chosen = np.zeros((len(self._layers), LENGTH), np.int32)
+        for position, precisions in enumerate(in_force):
+            for layer in range(len(self._layers)):
+                chosen[layer, position] = self.precisions.index(precisions[f"layers.{layer}"])
+        return np.asarray(self._logits(jnp.asarray(padded), jnp.asarray(chosen)))[: len(tokens)]
+
+    def _forward(self, tokens: jax.Array, chosen: jax.Array) -> jax.Array:
+        positions = jnp.arange(LENGTH, dtype=jnp.int32)
+        cos, sin = rope_cos_sin(self.config, positions)
+        attend = dense_causal_attend(positions, scale=self.config.head_dim**-0.5)
+        x = self._embed(tokens)
+        for layer, variants in enumerate(self._layers):
+            parts: list[tuple[jax.Array, ...]] = []
+
+            def note(q: jax.Array, k: jax.Array, v: jax.Array, parts: list = parts) -> jax.Array:
+                parts.append((q, k, v))
+                return jnp.zeros_like(q)
+
+            for variant in variants:
+                variant(x, cos, sin, note)
+            q, k, v = (self._choose(chosen[layer], [part[i] for part in parts]) for i in range(3))
+            out = attend(q, k, v)
+            x = self._choose(chosen[layer], [variant(x, cos, sin, lambda *_, out=out: out) for variant in variants])
+        return self._head(x)
+
+    @staticmethod
+    def _choose(chosen: jax.Array, candidates: Sequence[jax.Array]) -> jax.Array:
+        shape = (-1, *(1,) * (candidates[0].ndim - 1))
+        result = candidates[0]
+        for index, candidate in enumerate(candidates[1:], start=1):
+            result = jnp.where((chosen == index).reshape(shape), candidate, result)
+        return result

@@ -1,0 +1,197 @@
+"""Transitions while requests run: nothing is lost, mixed up or compiled, and what fails leaves no trace."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from jaxserve.control.diff import diff
+from jaxserve.control.plan import Plan
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.factory import Built, build
+from tests.actuator.adapted import Adapted
+from tests.actuator.mixed import MixedReference
+
+OPTIONS = {
+    "load_format": "dummy",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 4 + 32,
+    "memory_gb": 4,
+    "kv_pages": 40,
+    "max_kv_pages": 80,
+    "max_model_len": 256,
+    "policy": "manual",
+    "variants": ("int8", "int4"),
+}
+PRECISIONS = ("float32", "int8", "int4")
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(3, 499, length).tolist())
+
+
+def mixture(plan: Plan, precisions: tuple[str, ...]) -> Plan:
+    return plan.with_precisions(0, {f"layers.{layer}": precision for layer, precision in enumerate(precisions)})
+
+
+@pytest.fixture(scope="module")
+def built(tiny_model: Path) -> Iterator[Built]:
+    built = build(EngineConfig(model=tiny_model, **OPTIONS))
+    yield built
+    built.close()
+
+
+@pytest.fixture
+def adapted(built: Built) -> Iterator[Adapted]:
+    adapted = Adapted(built)
+    yield adapted
+    adapted.close()
+
+
+@pytest.fixture(scope="module")
+def mixed(tiny_model: Path) -> MixedReference:
+    return MixedReference(tiny_model, PRECISIONS)
+
+
+def check_tokens(adapted: Adapted, mixed: MixedReference, p: tuple[int, ...], request: str, tokens: tuple) -> None:
+    """Every token is the likeliest one by the precisions that were in force at its step."""
+    assert len(tokens) == GREEDY.max_tokens
+    whole, runs = (*p, *tokens), adapted.runs[request]
+    ends = [*(run.known for run in runs[1:]), len(whole)]
+    for run, end in zip(runs, ends, strict=True):
+        logits = mixed.logits(whole[: end - 1], run.in_force[: end - 1])[run.known - 1 :]
+        chosen = logits[np.arange(end - run.known), list(whole[run.known : end])]
+        np.testing.assert_allclose(chosen, logits.max(-1), atol=2e-4)
+
+
+def test_a_layer_changes_its_precision_in_the_middle_of_an_answer(adapted: Adapted, mixed: MixedReference) -> None:
+    compiled = dict(adapted.built.compilations.counts)
+    tokens: dict[str, tuple[int, ...]] = {}
+    p = prompt(1, 50)
+    request = adapted.add(p, GREEDY)
+    adapted.run(tokens, [mixture(adapted.plan, ("int4", "float32", "int8"))])
+    assert adapted.built.compilations.counts == compiled
+    check_tokens(adapted, mixed, p, request, tokens[request])
+    (run,) = adapted.runs[request]
+    assert len({tuple(sorted(precisions.items())) for precisions in run.in_force}) > 1, "it did change"
+    assert [outcome.error for outcome in adapted.outcomes] == [None, None]
+
+
+targets = st.lists(
+    st.tuples(st.tuples(*[st.sampled_from(PRECISIONS)] * 3), st.integers(25, 80)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(targets, st.integers(1, 6), st.integers(0, 2**16))
+def test_any_sequence_of_plans_under_load(
+    adapted: Adapted, mixed: MixedReference, wanted: list, requests: int, seed: int
+) -> None:
+    rng, tokens = np.random.default_rng(seed), {}
+    prompts = {}
+    for number in range(requests):
+        p = prompt(seed + number, int(rng.integers(1, 120)))
+        prompts[adapted.add(p, GREEDY)] = p
+    plans = [mixture(adapted.plan, precisions).with_kv_pages(0, pages) for precisions, pages in wanted]
+    adapted.run(tokens, plans)
+    for request, p in prompts.items():
+        check_tokens(adapted, mixed, p, request, tokens[request])
+    scheduler = adapted.steps.core.scheduler
+    assert scheduler.pages.used == 0
+    assert scheduler.idle
+
+
+def test_tokens_do_not_change_where_only_pages_do(adapted: Adapted) -> None:
+    prompts = [prompt(seed, 30 + 10 * seed) for seed in range(6)]
+    still: dict[str, tuple[int, ...]] = {}
+    ids = [adapted.add(p, GREEDY) for p in prompts]
+    adapted.run(still)
+    moving: dict[str, tuple[int, ...]] = {}
+    others = [adapted.add(p, GREEDY) for p in prompts]
+    adapted.run(moving, [adapted.plan.with_kv_pages(0, pages) for pages in (80, 44, 61, 40, 72)])
+    assert [moving[i] for i in others] == [still[i] for i in ids]
+
+
+def test_snapshots_and_the_ledger_follow_the_plan(adapted: Adapted) -> None:
+    core, ledger = adapted.steps.core, adapted.built.resolved.ledger
+    full = dict(ledger.entries)
+    freed = adapted.resources.kv_capacity(mixture(adapted.plan, ("int4",) * 3).instances[0])
+    adapted.change(mixture(adapted.plan, ("int4",) * 3).with_kv_pages(0, freed))
+    assert core.snapshot.layers_by_precision == {"int4": 3}
+    assert core.snapshot.kv_pages_total == freed - 1
+    assert core.snapshot.plan_version == adapted.plan.version
+    assert core.snapshot.weight_bytes == sum(row.nbytes for row in adapted.steps.executor.rows)
+    assert ledger.entries["weights"] < full["weights"]
+    assert ledger.entries["weights"] == core.snapshot.weight_bytes
+    page = adapted.resources.page_bytes[0]
+    weights_freed = full["weights"] - ledger.entries["weights"]
+    assert freed - 40 - 1 == min(weights_freed // page, 80 + 1 - 40 - 1), "what the layers gave, to the page"
+    adapted.change(adapted.start)
+    assert ledger.entries == full
+
+
+@pytest.mark.parametrize("broken", ["prepare", "replace", "shrink_pools"])
+def test_what_fails_leaves_the_plan_before_it_in_force(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    executor, start = adapted.steps.executor, adapted.plan
+    entries, rows = dict(adapted.built.resolved.ledger.entries), list(executor.rows)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(executor, broken, fail)
+    p, tokens = prompt(7, 60), {}
+    request = adapted.add(p, GREEDY)
+    wanted = start.with_kv_pages(0, 30) if broken == "shrink_pools" else mixture(start, ("int4",) * 3)
+    adapted.run(tokens, [wanted])
+    (outcome,) = [outcome for outcome in adapted.outcomes if outcome.error is not None]
+    assert "none left" in outcome.error
+    assert adapted.plan.instances == start.instances
+    assert [row is other for row, other in zip(executor.rows, rows, strict=True)] == [True] * len(rows)
+    assert adapted.built.resolved.ledger.entries == entries
+    assert len(tokens[request]) == 60
+    assert adapted.steps.core.scheduler.pages.num_pages == 41
+    monkeypatch.undo()
+    adapted.change(wanted)
+    assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
+
+
+def test_a_plan_that_the_ledger_has_no_room_for_is_not_begun(adapted: Adapted) -> None:
+    ledger, small = adapted.built.resolved.ledger, mixture(adapted.plan, ("int4",) * 3)
+    adapted.change(small)
+    budget, ledger.budget = ledger.budget, ledger.used
+    adapted.change(adapted.start)
+    ledger.budget = budget
+    assert "more than the budget" in (adapted.outcomes[-1].error or "")
+    assert adapted.plan.instances == small.instances
+
+
+def test_closing_in_the_middle_ends_the_thread_and_frees_what_was_prepared(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+    steps, actuator = built.instances[0], built.actuator
+    assert actuator is not None
+    prepared = threading.Event()
+    made = []
+    prepare = steps.executor.prepare
+
+    def note(*args: object, **kwargs: object):
+        made.append(prepare(*args, **kwargs))
+        prepared.set()
+        return made[-1]
+
+    steps.executor.prepare = note
+    steps.wake = lambda: None  # nobody steps
+    resources = built.resolved.resources(copy_rate=1e9)
+
+    actuator.start(diff(actuator.plan, mixture(actuator.plan, ("int4",) * 3), resources))
+    assert prepared.wait(30)
+    built.close()
+    assert all(leaf.is_deleted() for row in made for leaf in row.leaves)
+    (outcome,) = actuator.poll()
+    assert "Cancelled" in (outcome.error or "")
