@@ -95,5 +95,9 @@ class Adapted:
         while not self.engine.idle:
             if self.settled() and targets:
                 self.begin(targets.pop(0))
-            for output in self.engine.step():
-                tokens[output.request_id] = tokens.get(output.request_id, ()) + output.outputs[0].token_ids
+            self.step(tokens)
+
+    def step(self, tokens: dict[str, tuple[int, ...]]) -> None:
+        """One step; adds to the tokens of each request."""
+        for output in self.engine.step():
+            tokens[output.request_id] = tokens.get(output.request_id, ()) + output.outputs[0].token_ids

@@ -1,8 +1,10 @@
 """Transitions while requests run: nothing is lost, mixed up or compiled, and what fails leaves no trace."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.executor.blocks import Row
 from jaxserve.factory import Built, build
 from tests.actuator.adapted import Adapted
 from tests.actuator.mixed import MixedReference
@@ -172,26 +175,79 @@ def test_a_plan_that_the_ledger_has_no_room_for_is_not_begun(adapted: Adapted) -
     assert adapted.plan.instances == small.instances
 
 
-def test_closing_in_the_middle_ends_the_thread_and_frees_what_was_prepared(tiny_model: Path) -> None:
+class Held:
+    """The transition of a layer, stopped in one of its phases until it is let go."""
+
+    def __init__(self, built: Built, phase: str, monkeypatch: pytest.MonkeyPatch):
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.rows: list[Row] = []
+        (steps,), actuator = built.instances, built.actuator
+        assert actuator is not None
+        prepare, call = steps.executor.prepare, steps.call
+
+        def prepare_slowly(*args: Any, **kwargs: Any) -> Row:
+            if phase == "before the copy":
+                self.wait()
+            self.rows.append(prepare(*args, **kwargs))
+            if phase == "after the copy":
+                self.wait()
+            return self.rows[-1]
+
+        def call_late(function: Callable[[], None]) -> None:
+            if phase == "before the commit":
+                self.wait()
+            call(function)
+
+        monkeypatch.setattr(steps.executor, "prepare", prepare_slowly)
+        monkeypatch.setattr(steps, "call", call_late)
+        target = actuator.plan.with_precisions(0, {"layers.1": "int4"})
+        actuator.start(diff(actuator.plan, target, built.resolved.resources(copy_rate=1e9)))
+        assert self.reached.wait(30)
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.go_on.wait(30)
+
+
+PHASES = ("before the copy", "after the copy", "before the commit")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_client_that_goes_away_in_any_phase_takes_its_pages_along(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    tokens: dict[str, tuple[int, ...]] = {}
+    gone, stays = (adapted.add(prompt(seed, 40), GREEDY) for seed in (11, 12))
+    for _ in range(5):
+        adapted.step(tokens)
+    held = Held(adapted.built, phase, monkeypatch)
+    adapted.engine.abort(gone)
+    adapted.step(tokens)
+    held.go_on.set()
+    adapted.run(tokens)
+    while not adapted.settled():
+        time.sleep(0.001)
+    monkeypatch.undo()
+    assert adapted.plan.instances[0].precision("layers.1") == "int4"
+    assert len(tokens[stays]) == GREEDY.max_tokens
+    assert adapted.steps.core.scheduler.pages.used == 0
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_closing_in_any_phase_ends_the_thread_and_frees_what_was_prepared(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
-    steps, actuator = built.instances[0], built.actuator
-    assert actuator is not None
-    prepared = threading.Event()
-    made = []
-    prepare = steps.executor.prepare
-
-    def note(*args: object, **kwargs: object):
-        made.append(prepare(*args, **kwargs))
-        prepared.set()
-        return made[-1]
-
-    steps.executor.prepare = note
-    steps.wake = lambda: None  # nobody steps
-    resources = built.resolved.resources(copy_rate=1e9)
-
-    actuator.start(diff(actuator.plan, mixture(actuator.plan, ("int4",) * 3), resources))
-    assert prepared.wait(30)
-    built.close()
-    assert all(leaf.is_deleted() for row in made for leaf in row.leaves)
-    (outcome,) = actuator.poll()
+    assert built.control is not None
+    assert built.actuator is not None
+    built.control.close()
+    built.instances[0].wake = lambda: None  # nobody steps any more
+    held = Held(built, phase, monkeypatch)
+    closing = threading.Thread(target=built.close)
+    closing.start()
+    held.go_on.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert all(leaf.is_deleted() for row in held.rows for leaf in row.leaves)
+    (outcome,) = built.actuator.poll()
     assert "Cancelled" in (outcome.error or "")
