@@ -1,0 +1,112 @@
+"""The whole of it: a burst arrives, layers lose precision and pages come, everybody is answered, all goes back."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import EngineStopped
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.engine.client import TokensPrompt
+from jaxserve.factory import build_async_engine
+
+OPTIONS = {
+    "load_format": "dummy",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 4 + 32,
+    "memory_gb": 4,
+    "kv_pages": 20,
+    "max_model_len": 256,
+}
+QUICK = {"release_quiet": 0.3, "release_interval": 0.1, "entry_hold": 0.0, "entry_interval": 0.1}
+PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    path = tmp_path / "quick.yaml"
+    path.write_text(yaml.safe_dump({"policy": "morph-performance", "settings": QUICK}))
+    return path
+
+
+def prompt(seed: int) -> TokensPrompt:
+    return TokensPrompt(tuple(np.random.default_rng(seed).integers(3, 499, 60).tolist()))
+
+
+async def answer(engine: AsyncEngine, seed: int) -> tuple[int, ...]:
+    tokens: tuple[int, ...] = ()
+    async for output in engine.generate(prompt(seed), PARAMS):
+        tokens += output.outputs[0].token_ids
+    return tokens
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it never comes true"
+        await asyncio.sleep(0.01)
+
+
+def test_a_burst_comes_and_goes(tiny_model: Path, policy: Path) -> None:
+    async def scenario() -> None:
+        engine = build_async_engine(EngineConfig(model=tiny_model, policy=str(policy), **OPTIONS))
+        assert engine.control is not None
+        full = engine.control.status()
+        alone = await answer(engine, 0)
+        await asyncio.sleep(0.5)
+        assert engine.control.decisions(10) == [], "nothing happens without pressure"
+        burst = [asyncio.create_task(answer(engine, seed)) for seed in range(30)]
+        await until(lambda: engine.snapshot().layers_by_precision.get("int4", 0) > 0)
+        gone = burst.pop()
+        gone.cancel()
+        assert {len(tokens) for tokens in await asyncio.gather(*burst)} == {100}
+        most = max(decision["target_version"] for decision in engine.control.decisions(100))
+        assert most > full["plan_version"]
+        await until(lambda: engine.control.status()["layers"] == full["layers"] and not engine.control.status()["busy"])
+        after = engine.control.status()
+        assert after["kv_pages"] == full["kv_pages"]
+        assert after["ledger"] == full["ledger"]
+        assert {decision["outcome"] for decision in engine.control.decisions(100)} == {"done"}
+        assert all(decision["reason"] for decision in engine.control.decisions(100))
+        assert await answer(engine, 0) == alone, "as before the burst"
+        await engine.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_the_operators_plan_comes_into_force_and_the_policy_back(tiny_model: Path, policy: Path) -> None:
+    async def scenario() -> None:
+        engine = build_async_engine(EngineConfig(model=tiny_model, policy=str(policy), **OPTIONS))
+        control = engine.control
+        assert control is not None
+        wanted = control.plan_yaml().replace("layers.0-2: float32", "layers.0: int4\n      layers.1-2: float32")
+        assert wanted != control.plan_yaml()
+        control.set_plan(wanted)
+        await until(lambda: engine.snapshot().layers_by_precision.get("int4") == 1)
+        assert control.status()["policy"] == "manual"
+        assert len(await answer(engine, 1)) == 100
+        control.set_policy("static")
+        await until(lambda: "int4" not in engine.snapshot().layers_by_precision)
+        await engine.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_shutting_down_in_the_middle_of_a_burst_ends_every_request(tiny_model: Path, policy: Path) -> None:
+    async def scenario() -> None:
+        engine = build_async_engine(EngineConfig(model=tiny_model, policy=str(policy), **OPTIONS))
+        burst = [asyncio.create_task(answer(engine, seed)) for seed in range(30)]
+        assert engine.control is not None
+        await until(lambda: engine.control.status()["busy"])
+        await engine.shutdown()
+        results = await asyncio.gather(*burst, return_exceptions=True)
+        assert all(isinstance(result, EngineStopped) or len(result) == 100 for result in results)
+        assert any(isinstance(result, EngineStopped) for result in results)
+
+    asyncio.run(scenario())
