@@ -47,7 +47,7 @@ def sample_at(time: float) -> dict[str, Any]:
     """What the history has of a moment."""
     moment = time % CYCLE
     rise = 1 / (1 + math.exp(-(moment - 58) / 4)) * 1 / (1 + math.exp((moment - 158) / 6))  # of the load, 0 to 1
-    wave = 0.5 * math.sin(time * 1.7) + 0.5 * math.sin(time * 0.61 + 1)  # that no curve be too smooth
+    wave = 0.5 * math.sin(time * 0.37) + 0.5 * math.sin(time * 0.11 + 1)  # that no curve be too smooth
     crush = math.exp(-(((moment - 69) / 7) ** 2))  # what has not yet found room
     total = pages(int4_layers(time))
     usage = min(0.995, 0.12 + 0.62 * rise + 0.3 * crush + 0.03 * wave)
@@ -77,7 +77,7 @@ def decisions_until(time: float) -> list[dict[str, Any]]:
         for step in range(len(ORDER) // 2):
             when = start + FIRST + 1.5 * step
             usage, delay = 0.87 + 0.02 * step, 140 + 220 * step
-            reason = f"KV usage {usage:.0%} is above 85 %, the oldest request waits {delay} ms (limit 100 ms)"
+            reason = f"KV usage {usage * 100:.0f} % is above 85 %, the oldest request waits {delay} ms (limit 100 ms)"
             found.append(_decision(when, reason, ORDER[2 * step : 2 * step + 2], "bfloat16", "int4", time))
         reason = "nothing waiting for 5 s, no preemption, KV usage 24 % fits the smaller pool and is falling"
         found.append(_decision(start + LAST, reason, ORDER[::-1], "int4", "bfloat16", time, seconds=8))

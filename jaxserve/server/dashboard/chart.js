@@ -1,0 +1,292 @@
+// A chart over time in SVG. All charts share their samples, their range and the moment that is pointed at.
+
+import { element, shape } from "./dom.js";
+import { axisLabel, clockSeconds, minutes } from "./format.js";
+
+const MARGIN = { top: 10, right: 4, bottom: 24, left: 46 };
+const TICKS = 3;
+const GAP = 4; // seconds between two samples that are not joined
+const X_STEPS = [10, 15, 30, 60, 120, 300, 600, 900];
+const LABEL_WIDTH = 64; // px that a label of the time axis needs
+const SLACK = 1.03;
+const LETTER = 3.6; // px, half of one in such a label
+const JUMP = 30; // samples of a page key
+let ids = 0;
+
+/** What all charts show: {samples, from, to, offset (engine's clock to the epoch), cursor (a sample or null), marks}. */
+export class Timeline {
+  constructor() {
+    Object.assign(this, { samples: [], from: 0, to: 1, offset: 0, cursor: null, marks: [] });
+    this.onCursor = () => {};
+  }
+
+  /** The sample nearest to a time. */
+  nearest(time) {
+    let best = null;
+    for (const sample of this.samples) {
+      if (sample.time < this.from) continue;
+      if (best === null || Math.abs(sample.time - time) <= Math.abs(best.time - time)) best = sample;
+    }
+    return best;
+  }
+
+  /** Points at a sample, or at none: at now. */
+  point(sample) {
+    if (sample === this.cursor) return;
+    this.cursor = sample;
+    this.onCursor();
+  }
+
+  /** Moves by so many samples; past the newest one there is now. */
+  step(by) {
+    const { samples } = this;
+    const at = this.cursor ? samples.indexOf(this.cursor) : samples.length;
+    const oldest = samples.findIndex((sample) => sample.time >= this.from);
+    const next = Math.max(oldest, at + by);
+    this.point(next < samples.length ? samples[next] : null);
+  }
+}
+
+/**
+ * One chart. `series`: [{name, value(sample) -> number or null}]; `stacked`: areas on each other instead of lines.
+ * `reference()`: {value, label} of a line to compare with, or null. `kind`: seconds, bytes or count.
+ * `floor`: the least that the axis reaches to. `alarm`: what is above the reference is marked. `text(sample)`: in words.
+ */
+export class Chart {
+  constructor(host, timeline, options) {
+    Object.assign(this, { reference: () => null, kind: "count", floor: 0, alarm: false, stacked: false }, options);
+    this.host = host;
+    this.timeline = timeline;
+    this.clip = `clip-${(ids += 1)}`;
+    this.svg = shape("svg", { "aria-hidden": "true" });
+    host.append(this.svg);
+    this.#listen();
+    new ResizeObserver(() => this.draw()).observe(host);
+  }
+
+  draw() {
+    const { width, height } = this.host.getBoundingClientRect();
+    if (width < 80 || height < 40) return;
+    this.box = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
+    const visible = this.timeline.samples.filter((s) => s.time >= this.timeline.from - GAP);
+    this.#scale(visible);
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    this.svg.replaceChildren(
+      ...this.#grid(),
+      ...this.#marks(),
+      ...(this.stacked ? this.#areas(visible) : this.#lines(visible)),
+      ...this.#referenceLine(),
+      ...this.#cursor(),
+    );
+    this.#describe();
+  }
+
+  #scale(samples) {
+    const reference = this.reference()?.value ?? 0;
+    let most = Math.max(this.floor, reference * (this.stacked ? 1 : 1.15));
+    for (const sample of samples) most = Math.max(most, this.stacked ? this.#total(sample) : this.#most(sample));
+    if (this.stacked && most < reference * SLACK) most = reference; // parts of two moments, added up
+    this.stepY = this.exact ? most : niceStep(most / TICKS);
+    this.top = this.exact ? most : Math.max(this.stepY, Math.ceil(most / this.stepY - 0.5) * this.stepY, most * 1.04);
+  }
+
+  #most(sample) {
+    return Math.max(...this.series.map((series) => series.value(sample) ?? 0));
+  }
+
+  #total(sample) {
+    return this.series.reduce((sum, series) => sum + (series.value(sample) ?? 0), 0);
+  }
+
+  #x(time) {
+    const { from, to } = this.timeline;
+    return this.box.left + ((time - from) / (to - from)) * (this.box.right - this.box.left);
+  }
+
+  #y(value) {
+    return this.box.bottom - (value / this.top) * (this.box.bottom - this.box.top);
+  }
+
+  #grid() {
+    const { left, right, bottom, top } = this.box;
+    const found = [];
+    for (let value = 0; value <= this.top * 1.001; value += this.stepY) {
+      const y = this.#y(value);
+      found.push(shape("line", { class: value ? "grid" : "axis", x1: left, x2: right, y1: y, y2: y }));
+      const label = axisLabel(this.kind, value, this.stepY, this.top);
+      found.push(shape("text", { class: "tick", x: left - 8, y: y + 4, "text-anchor": "end" }, label));
+    }
+    const { from, to, offset } = this.timeline;
+    const step = X_STEPS.find((s) => ((to - from) / s) * LABEL_WIDTH <= right - left) ?? X_STEPS.at(-1);
+    const write = step < 60 ? clockSeconds : minutes;
+    for (let wall = Math.ceil((from + offset) / step) * step; wall <= to + offset; wall += step) {
+      const x = this.#x(wall - offset);
+      found.push(shape("line", { class: "grid", x1: x, x2: x, y1: top, y2: bottom }));
+      const label = write(wall);
+      if (x < left + 16 || x > right - LETTER * label.length) continue; // it would be cut off
+      found.push(shape("text", { class: "tick", x, y: bottom + 18, "text-anchor": "middle" }, label));
+    }
+    const frame = shape("rect", { x: left, y: top - 2, width: right - left, height: bottom - top + 3 });
+    found.push(shape("defs", {}, shape("clipPath", { id: this.clip }, frame)));
+    return found;
+  }
+
+  /** A tick on the axis for each decision. */
+  #marks() {
+    const { bottom } = this.box;
+    const inside = this.timeline.marks.filter((time) => time >= this.timeline.from && time <= this.timeline.to);
+    return inside.map((time) => {
+      const x = this.#x(time);
+      return shape("path", { class: "mark", d: `M${x} ${bottom}l-3 5h6z` });
+    });
+  }
+
+  #lines(samples) {
+    const found = this.series.map((series) => {
+      const d = this.#path(samples, (sample) => series.value(sample));
+      return shape("path", { class: `line ${series.class}`, d, "clip-path": `url(#${this.clip})` });
+    });
+    const limit = this.alarm ? this.reference()?.value : null;
+    if (limit == null) return found;
+    const id = `${this.clip}-above`;
+    const { left, right } = this.box;
+    const height = Math.max(0, this.#y(limit));
+    const above = shape("clipPath", { id }, shape("rect", { x: left, y: 0, width: right - left, height }));
+    const d = this.#path(samples, (sample) => this.series[0].value(sample), limit);
+    const line = this.#path(samples, (sample) => this.series[0].value(sample));
+    return [
+      shape("defs", {}, above),
+      shape("path", { class: "area above", d, "clip-path": `url(#${id})` }),
+      ...found,
+      shape("path", { class: "line above", d: line, "clip-path": `url(#${id})` }),
+    ];
+  }
+
+  #areas(samples) {
+    const below = new Map();
+    return this.series.map((series) => {
+      const points = samples.map((sample) => {
+        const base = below.get(sample) ?? 0;
+        const next = base + (series.value(sample) ?? 0);
+        below.set(sample, next);
+        return [this.#x(sample.time), this.#y(base), this.#y(next), sample.time];
+      });
+      const runs = split(points, (a, b) => b[3] - a[3] > GAP);
+      const d = runs
+        .map((run) => {
+          const upper = run.map(([x, , y]) => `${round(x)} ${round(y)}`);
+          const lower = run.map(([x, y]) => `${round(x)} ${round(y)}`).reverse();
+          return `M${[...upper, ...lower].join("L")}Z`;
+        })
+        .join("");
+      return shape("path", { class: `area ${series.class}`, d, "clip-path": `url(#${this.clip})` });
+    });
+  }
+
+  /** A line through a value of the samples, broken where there is none; with a base, the area down to it. */
+  #path(samples, value, base = null) {
+    const points = samples.map((s) => [this.#x(s.time), value(s), s.time]).filter(([, v]) => v != null);
+    const runs = split(points, (a, b) => b[2] - a[2] > GAP);
+    return runs
+      .map((run) => {
+        const line = run.map(([x, v]) => `${round(x)} ${round(this.#y(v))}`).join("L");
+        if (base === null) return `M${line}h0.01`;
+        const y = round(this.#y(base));
+        return `M${round(run[0][0])} ${y}L${line}L${round(run.at(-1)[0])} ${y}Z`;
+      })
+      .join("");
+  }
+
+  #referenceLine() {
+    const reference = this.reference();
+    if (!reference) return [];
+    const y = this.#y(reference.value);
+    const { left, right } = this.box;
+    const below = y < this.box.top + 14; // no room above the line
+    return [
+      shape("line", { class: "reference", x1: left, x2: right, y1: y, y2: y }),
+      shape(
+        "text",
+        { class: "reference-label", x: left + 6, y: below ? y + 14 : y - 5 },
+        reference.label,
+      ),
+    ];
+  }
+
+  #cursor() {
+    const sample = this.timeline.cursor;
+    if (!sample || sample.time < this.timeline.from) return [];
+    const x = this.#x(sample.time);
+    const { top, bottom } = this.box;
+    const found = [shape("line", { class: "cursor", x1: x, x2: x, y1: top, y2: bottom })];
+    if (this.stacked) return found;
+    for (const series of this.series) {
+      const value = series.value(sample);
+      if (value != null) found.push(shape("circle", { class: `point ${series.class}`, cx: x, cy: this.#y(value), r: 4 }));
+    }
+    return found;
+  }
+
+  /** In words, for those who cannot see it: only when it is read, not every second while it has the focus. */
+  #describe() {
+    const { cursor, samples, from, to, offset } = this.timeline;
+    const sample = cursor ?? samples.at(-1);
+    if (!sample || (document.activeElement === this.host && this.described === cursor)) return;
+    this.described = cursor;
+    const when = cursor ? clockSeconds(sample.time + offset) : "now";
+    this.host.setAttribute("aria-valuemin", Math.round(from - to));
+    this.host.setAttribute("aria-valuenow", cursor ? Math.round(sample.time - to) : 0);
+    this.host.setAttribute("aria-valuetext", `${when}: ${this.text(sample)}`);
+  }
+
+  #listen() {
+    const { host, timeline } = this;
+    for (const [name, value] of Object.entries({
+      tabindex: 0,
+      role: "slider",
+      "aria-label": `${this.name}, over time`,
+      "aria-describedby": "cursor-help",
+      "aria-valuemax": 0,
+    })) {
+      host.setAttribute(name, value);
+    }
+    const at = (event) => {
+      const { left } = host.getBoundingClientRect();
+      const share = (event.clientX - left - this.box.left) / (this.box.right - this.box.left);
+      return timeline.nearest(timeline.from + share * (timeline.to - timeline.from));
+    };
+    host.addEventListener("pointermove", (event) => this.box && timeline.point(at(event)));
+    host.addEventListener("pointerdown", (event) => this.box && timeline.point(at(event)));
+    host.addEventListener("pointerleave", () => timeline.point(null));
+    host.addEventListener("blur", () => timeline.point(null));
+    host.addEventListener("keydown", (event) => {
+      const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -JUMP, PageDown: JUMP, Home: -Infinity };
+      if (event.altKey || event.ctrlKey || event.metaKey) return;
+      if (event.key in moves) timeline.step(moves[event.key]);
+      else if (event.key === "Escape" || event.key === "End") timeline.point(null);
+      else return;
+      event.preventDefault();
+    });
+  }
+}
+
+/** A swatch of a series' colour, for legends. */
+export const swatch = (name) => element("span", { class: `swatch ${name}`, "aria-hidden": "true" });
+
+const round = (value) => Math.round(value * 10) / 10;
+
+/** 1, 2 or 5 times a power of ten, at least `least`. */
+function niceStep(least) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(least, 1e-9)));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= least * 0.999);
+}
+
+/** Runs of neighbours without a break between them. */
+function split(items, isBreak) {
+  const runs = [];
+  items.forEach((item, i) => {
+    if (i === 0 || isBreak(items[i - 1], item)) runs.push([item]);
+    else runs.at(-1).push(item);
+  });
+  return runs;
+}

@@ -1,0 +1,245 @@
+// The dashboard: one stream of events, one set of samples, and the panels that show them.
+
+import { Chart, Timeline, swatch } from "./chart.js";
+import { byId, element, setQuantity, setText } from "./dom.js";
+import { brief, bytes, clock, clockSeconds, joined, seconds } from "./format.js";
+import { Strip, tone } from "./layers.js";
+import { Log } from "./log.js";
+import { Memory, describe } from "./memory.js";
+import { Refused, Stream } from "./stream.js";
+
+const KEY = "jaxserve-admin-key"; // in sessionStorage: gone with the tab
+const KEPT = 15 * 60; // seconds of history
+const LEAST = 60; // seconds shown, when there is less
+const TONES = ["full", "int8", "int4", "int3"];
+const JITTER = 1.5; // seconds by which events may come late before the clocks are matched again
+
+const timeline = new Timeline();
+const state = { status: null, range: 900, heard: null };
+const strip = new Strip(byId("instances"), byId("precisions"));
+const log = new Log({ list: byId("log"), empty: byId("log-empty"), count: byId("log-count") });
+const memory = new Memory({
+  bar: byId("memory-bar"),
+  legend: byId("memory-legend"),
+  number: byId("memory"),
+  budget: byId("budget"),
+  table: byId("ledger").tBodies[0],
+});
+
+const slo = () => state.status?.slo_ttft ?? null;
+const inWords = (value) => (value == null ? "nothing measured" : joined(seconds(value)));
+const layersOf = (sample, name) =>
+  Object.entries(sample.precisions).reduce((sum, [key, count]) => sum + (tone(key) === name ? count : 0), 0);
+const QUEUE = [
+  { name: "Running", class: "running", value: (sample) => sample.running },
+  { name: "Waiting", class: "waiting", value: (sample) => sample.waiting },
+];
+
+const charts = [
+  new Chart(byId("plot-layers"), timeline, {
+    name: "Layers by precision",
+    stacked: true,
+    exact: true,
+    series: TONES.toReversed().map((name) => ({ name, class: name, value: (sample) => layersOf(sample, name) })),
+    text: (sample) => Object.entries(sample.precisions).map(([name, count]) => `${count} in ${name}`).join(", "),
+  }),
+  new Chart(byId("plot-ttft"), timeline, {
+    name: "Time to first token, P95",
+    kind: "seconds",
+    floor: 0.01,
+    alarm: true,
+    series: [{ name: "TTFT", class: "main", value: (sample) => sample.ttft_p95 }],
+    reference: () => (slo() === null ? null : { value: slo(), label: `SLO ${brief(seconds(slo()))}` }),
+    text: (sample) => `${inWords(sample.ttft_p95)}${late(sample) ? ", above the SLO" : ""}`,
+  }),
+  new Chart(byId("plot-tpot"), timeline, {
+    name: "Time per output token",
+    kind: "seconds",
+    floor: 0.001,
+    series: [{ name: "TPOT", class: "main", value: (sample) => sample.tpot }],
+    text: (sample) => inWords(sample.tpot),
+  }),
+  new Chart(byId("plot-memory"), timeline, {
+    name: "Memory",
+    kind: "bytes",
+    floor: 1e6,
+    stacked: true,
+    series: memory.parts,
+    reference: () => {
+      const budget = timeline.samples.at(-1)?.budget;
+      return budget ? { value: budget, label: `budget ${brief(bytes(budget))}` } : null;
+    },
+    text: describe,
+  }),
+  new Chart(byId("plot-queue"), timeline, {
+    name: "Queue",
+    floor: 4,
+    series: QUEUE,
+    text: (sample) => `${sample.running} running, ${sample.waiting} waiting`,
+  }),
+];
+
+const queueNumbers = QUEUE.map((series) => {
+  const number = element("b", { class: "number" });
+  byId("queue").append(element("li", {}, swatch(series.class), number, ` ${series.name.toLowerCase()}`));
+  return number;
+});
+
+function late(sample) {
+  return slo() !== null && sample.ttft_p95 != null && sample.ttft_p95 > slo();
+}
+
+// -- what is shown
+
+/** The numbers of the moment that is pointed at, or of now. */
+function showMoment() {
+  const sample = timeline.cursor ?? timeline.samples.at(-1);
+  if (!sample) return;
+  document.body.classList.toggle("past", timeline.cursor !== null);
+  setQuantity(byId("ttft"), seconds(sample.ttft_p95));
+  setQuantity(byId("tpot"), seconds(sample.tpot));
+  const badge = byId("slo");
+  badge.className = `badge ${sample.ttft_p95 == null ? "" : late(sample) ? "bad" : "good"}`;
+  setText(badge, verdict(sample));
+  setText(byId("rate"), sample.tpot ? `${(1 / sample.tpot).toFixed(0)} tokens/s per request` : "nothing generated");
+  QUEUE.forEach((series, i) => setText(queueNumbers[i], String(series.value(sample))));
+  memory.show(sample);
+  const { cursor, offset } = timeline;
+  if (document.body.dataset.state === "live") say(cursor ? `At ${clockSeconds(cursor.time + offset)}` : "Live", "live");
+}
+
+function verdict(sample) {
+  if (sample.ttft_p95 == null) return "no first token lately";
+  if (slo() === null) return "";
+  const limit = brief(seconds(slo()));
+  return late(sample) ? `▲ above the SLO of ${limit}` : `✓ within the SLO of ${limit}`;
+}
+
+function showCharts() {
+  const { time } = state.status;
+  const oldest = timeline.samples[0]?.time ?? time;
+  timeline.to = time;
+  timeline.from = time - Math.min(state.range, Math.max(LEAST, time - oldest));
+  charts.forEach((chart) => chart.draw());
+}
+
+function showStatus({ model, phase, status }) {
+  setText(byId("model"), model);
+  document.title = `${model} · jaxserve`;
+  setText(byId("policy"), status.policy);
+  const target = status.target_version;
+  setText(byId("plan"), String(status.plan_version));
+  const moving = phase === "draining" ? "shutting down" : status.busy ? `◐ changing to ${target ?? "another"}` : "steady";
+  setText(byId("moving"), moving);
+  byId("moving").className = `badge ${moving === "steady" ? "" : "warn"}`;
+  strip.show(status.layers);
+}
+
+/** Takes what the server sent; the first event of a connection has all there is. Mutates. */
+function take(event, first) {
+  const { status } = event;
+  if (first) {
+    timeline.samples = [];
+    timeline.cursor = null;
+    log.clear();
+  }
+  const offset = Date.now() / 1e3 - status.time;
+  if (first || Math.abs(offset - timeline.offset) > JITTER) timeline.offset = offset;
+  timeline.samples.push(...event.samples);
+  while (timeline.samples.length && timeline.samples[0].time < status.time - KEPT - 1) timeline.samples.shift();
+  if (timeline.cursor && !timeline.samples.includes(timeline.cursor)) timeline.cursor = null;
+  state.status = status;
+  state.heard = Date.now() / 1e3;
+  if (event.decisions) {
+    timeline.marks = event.decisions.map((decision) => decision.time);
+    log.show(event.decisions, timeline.offset);
+  }
+  show(true);
+  showStatus(event);
+  const newest = timeline.samples.at(-1);
+  if (newest) memory.setLedger(status, newest);
+  showCharts();
+  showMoment();
+}
+
+// -- the connection
+
+function say(text, kind) {
+  document.body.dataset.state = kind;
+  setText(byId("connection"), text);
+}
+
+function notice(text) {
+  setText(byId("notice-text"), text);
+  byId("notice").hidden = text === "";
+}
+
+/** The panels and what belongs to them, or an empty page. */
+function show(visible) {
+  byId("panels").hidden = !visible;
+  document.body.classList.toggle("bare", !visible);
+}
+
+function askForKey(wrong) {
+  byId("key-form").hidden = false;
+  setText(byId("key-error"), wrong ? "The server did not accept this key." : "");
+  byId("key").focus();
+}
+
+const stream = new Stream(new URL("events", import.meta.url), {
+  open() {
+    say("Live", "live");
+    notice("");
+    byId("key-form").hidden = true;
+    byId("forget").hidden = !stream.key;
+  },
+  event: take,
+  locked() {
+    say("Locked", "locked");
+    notice("");
+    const wrong = stream.key !== null;
+    forget();
+    askForKey(wrong);
+  },
+  lost(error, delay) {
+    say(state.heard ? `Disconnected since ${clock(state.heard)}` : "Not connected", "lost");
+    const why = error instanceof Refused ? error.message : "The server cannot be reached";
+    notice(`${why.replace(/^./, (c) => c.toUpperCase())}. Trying again in ${Math.round(delay / 1e3)} s.`);
+  },
+});
+
+function forget() {
+  stream.key = null;
+  sessionStorage.removeItem(KEY);
+  byId("forget").hidden = true;
+}
+
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  stream.key = byId("key").value.trim();
+  sessionStorage.setItem(KEY, stream.key);
+  byId("key").value = "";
+  say("Connecting", "connecting");
+  stream.start();
+});
+byId("retry").addEventListener("click", () => stream.start());
+byId("forget").addEventListener("click", () => {
+  stream.stop();
+  forget();
+  state.status = state.heard = null;
+  show(false);
+  say("Locked", "locked");
+  askForKey(false);
+});
+byId("range").addEventListener("change", (event) => {
+  state.range = Number(event.target.value);
+  timeline.point(null);
+  if (state.status) showCharts();
+});
+timeline.onCursor = () => {
+  charts.forEach((chart) => chart.draw());
+  showMoment();
+};
+
+stream.key = sessionStorage.getItem(KEY);
+stream.start();
