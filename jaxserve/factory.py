@@ -38,7 +38,7 @@ from jaxserve.telemetry import EngineMetrics, Snapshot
 
 log = logging.getLogger(__name__)
 
-COPY_RATES = {"cpu": 0.5e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s, for a change of the plan while steps go on
+COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s, for a change of the plan while steps go on
 
 
 @dataclass(frozen=True)
