@@ -10,8 +10,8 @@ class Recent:
     """Means and trends over a short window of snapshots; None where the window has seen nothing of the kind."""
 
     seconds: float  # that the window really covers
-    kv_usage: float  # mean share of the KV pages held by sequences
-    kv_trend: float | None  # change of the pages held, per second, as a share of the pages that there are now
+    kv_usage: float  # mean KV pages held by sequences, as a share of the pages that there are now
+    kv_trend: float | None  # how they change per second, by least squares, as a share of the pages that there are now
     waiting: float  # mean sequences
     queue_delay: float  # s, mean of the longest wait
     preemptions: int  # in the window

@@ -38,11 +38,12 @@ def summary(snapshots: Sequence[Snapshot]) -> Recent:
     """What snapshots in the order of their times, at least one, say together."""
     first, last, count = snapshots[0], snapshots[-1], len(snapshots)
     seconds = last.time - first.time
+    pages = max(1, last.kv_pages_total)  # of now: a resized pool is no trend
     gaps, gap_seconds = last.gaps - first.gaps, last.gap_seconds - first.gap_seconds
     return Recent(
         seconds=seconds,
-        kv_usage=sum(s.kv_usage for s in snapshots) / count,
-        kv_trend=_kv_trend(snapshots) if seconds > 0 else None,
+        kv_usage=sum(s.kv_pages_used for s in snapshots) / count / pages,
+        kv_trend=_slope(snapshots) / pages if seconds > 0 else None,
         waiting=sum(s.num_waiting for s in snapshots) / count,
         queue_delay=sum(s.oldest_wait for s in snapshots) / count,
         preemptions=last.preemptions - first.preemptions,
@@ -78,14 +79,11 @@ def _between(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip(before or (0,) * len(after), after, strict=True))
 
 
-def _kv_trend(snapshots: Sequence[Snapshot]) -> float:
-    """The slope of the pages held, by least squares, as a share of today's pages: a resized pool is no trend."""
-    total = snapshots[-1].kv_pages_total
-    if total == 0:
-        return 0.0
+def _slope(snapshots: Sequence[Snapshot]) -> float:
+    """Of the pages held over time, by least squares; pages/s."""
     start, count = snapshots[0].time, len(snapshots)
     mean_time = sum(s.time - start for s in snapshots) / count
     mean_used = sum(s.kv_pages_used for s in snapshots) / count
     covariance = sum((s.time - start - mean_time) * (s.kv_pages_used - mean_used) for s in snapshots)
     variance = sum((s.time - start - mean_time) ** 2 for s in snapshots)
-    return covariance / variance / total
+    return covariance / variance if variance > 0 else 0.0

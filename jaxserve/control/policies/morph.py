@@ -19,14 +19,6 @@ NEVER = -math.inf
 
 
 @dataclass(frozen=True)
-class Relapse:
-    """Pressure came back soon after a release, at the load of that release."""
-
-    time: float
-    arrivals: float  # sequences/s at the release
-
-
-@dataclass(frozen=True)
 class InstanceState:
     """What the policy remembers of one instance; times are seconds of the snapshots' clock."""
 
@@ -36,7 +28,10 @@ class InstanceState:
     last_entry: float = NEVER
     last_release: float = NEVER
     released_at: float = 0.0  # arrivals/s at the last release
-    relapse: Relapse | None = None
+    peak: float = 0.0  # arrivals/s since then
+    returned: float | None = None  # time of the first entry since then
+    ceiling: float = math.inf  # arrivals/s that were too many for a release
+    learned: float = NEVER  # time when that showed
 
 
 MorphState = tuple[InstanceState, ...]
@@ -54,6 +49,10 @@ class _View:
     @property
     def now(self) -> float:
         return self.snapshot.time
+
+    @property
+    def arrivals(self) -> float:
+        return self.recent.arrivals_per_s or 0.0
 
     @property
     def instance(self) -> InstancePlan:
@@ -104,6 +103,7 @@ class MorphPolicy:
 
     def _update_instance(self, view: _View, state: InstanceState) -> tuple[Plan, InstanceState, str]:
         now, pressure = view.now, self._pressure(view.snapshot)
+        state = replace(state, peak=max(state.peak, view.arrivals))
         if pressure:
             since = now if state.pressure_since is None else state.pressure_since
             state = replace(state, pressure_since=since, quiet_since=None)
@@ -138,7 +138,7 @@ class MorphPolicy:
         gains = view.snapshot.oldest_wait > settings.queue_delay or pages > instance.kv_pages
         if plan is view.plan or not gains:  # usage alone, and no more pages to be had
             return view.plan, state, ""
-        state = replace(state, last_entry=now, relapse=self._relapse(view, state))
+        state = replace(state, last_entry=now, returned=now if state.returned is None else state.returned)
         return plan, state, f"{', '.join(pressure)}: {_change(blocks, settings.precision, instance, pages)}"
 
     def _next_blocks(self, instance: InstancePlan, home: InstancePlan, count: int) -> list[str]:
@@ -154,24 +154,15 @@ class MorphPolicy:
         ]
         return free[: max(0, min(count, left))]
 
-    def _relapse(self, view: _View, state: InstanceState) -> Relapse | None:
-        """Remembers the load of a release after which pressure came back though no more arrives than then."""
-        settings, arrivals = self.settings, view.recent.arrivals_per_s or 0.0
-        released_last = state.last_release > state.last_entry
-        if not released_last or view.now - state.last_release > settings.relapse:
-            return state.relapse
-        if settings.relapse_load * arrivals > state.released_at or not state.released_at:
-            return state.relapse  # the load has risen: nothing was wrong with the release
-        return Relapse(view.now, state.released_at)
-
     # -- release
 
     def _release(self, view: _View, state: InstanceState) -> tuple[Plan, InstanceState, str]:
         settings, now, home = self.settings, view.now, state.home
         if view.instance == home or now - state.last_release < settings.release_interval:
             return view.plan, state, ""
-        calm = self._calm(view, state)
-        if not calm:
+        calm, state = self._calm(view, state), self._learn(state)
+        held = now - state.learned <= settings.relapse_memory
+        if not calm or (held and view.arrivals > settings.relapse_load * state.ceiling):
             return view.plan, state, ""
         away = self._away(view.instance, home)
         share = math.ceil(settings.release_layers * len(home.layer_precisions))
@@ -183,22 +174,18 @@ class MorphPolicy:
                 fits = f"{view.snapshot.kv_pages_used} pages in use <= {settings.release_usage:.0%} of {pages - 1}"
                 precision = " or ".join(sorted({home.precision(block) for block in blocks}))
                 reason = f"{calm}, {fits}: {_change(blocks, precision, view.instance, pages)}"
-                state = replace(state, last_release=now, released_at=view.recent.arrivals_per_s or 0.0)
-                return plan, state, reason
+                load = view.arrivals
+                return plan, replace(state, last_release=now, released_at=load, peak=load, returned=None), reason
         return view.plan, state, ""
 
     def _calm(self, view: _View, state: InstanceState) -> str:
         """Why layers may come back, in words; nothing if they may not."""
         settings, recent, now = self.settings, view.recent, view.now
         assert state.quiet_since is not None
-        quiet, arrivals = now - state.quiet_since, recent.arrivals_per_s or 0.0
+        quiet = now - state.quiet_since
         if quiet < settings.release_quiet or view.snapshot.num_waiting or recent.preemptions:
             return ""
         if recent.waiting > settings.release_waiting:
-            return ""
-        relapse = state.relapse
-        remembered = relapse is not None and now - relapse.time < settings.relapse_memory
-        if relapse is not None and remembered and arrivals > settings.relapse_load * relapse.arrivals:
             return ""
         return (
             f"quiet for {quiet:.1f} s >= {settings.release_quiet:g} s, nothing waiting, "
@@ -206,14 +193,23 @@ class MorphPolicy:
             f"no preemption in {recent.seconds:.0f} s"
         )
 
+    def _learn(self, state: InstanceState) -> InstanceState:
+        """If pressure came back soon after the last release though little more arrived, that was too much already."""
+        settings = self.settings
+        if state.returned is None or state.returned - state.last_release > settings.relapse:
+            return state
+        if state.peak > settings.relapse_rise * state.released_at:
+            return state
+        return replace(state, ceiling=state.released_at, learned=state.returned)
+
     def _fits(self, view: _View, pages: int) -> bool:
-        """Whether what is in use fits into `pages` with the margin, now and at the horizon."""
-        snapshot, settings = view.snapshot, self.settings
+        """Whether what is in use fits into `pages` with the margin: on average, now, and at the horizon."""
+        snapshot, recent, settings = view.snapshot, view.recent, self.settings
         if pages >= view.instance.kv_pages:
             return True
-        rising = max(0.0, view.recent.kv_trend or 0.0) * snapshot.kv_pages_total
-        expected = snapshot.kv_pages_used + rising * settings.release_horizon
-        return expected <= settings.release_usage * (pages - 1)
+        rise = max(0.0, recent.kv_trend or 0.0) * settings.release_horizon
+        usage = max(recent.kv_usage, snapshot.kv_usage + rise)
+        return usage * snapshot.kv_pages_total <= settings.release_usage * (pages - 1)
 
     # -- plans
 

@@ -29,9 +29,10 @@ class MorphSettings:
     release_interval: float = 0.5  # s from one decision to the next
     release_layers: float = 0.25  # the share of the decoder layers that come back per decision
     # against going back and forth
-    relapse: float = 60.0  # s after a release; if pressure is back so soon at the same load,
-    relapse_load: float = 0.8  # nothing is released until arrivals are below this share of that load,
-    relapse_memory: float = 600.0  # s; or until it is so long ago
+    relapse: float = 60.0  # s after a release; if pressure is back so soon,
+    relapse_rise: float = 1.5  # and arrivals are not above so many times those at the release,
+    relapse_load: float = 0.75  # nothing is released while they are above this share of them,
+    relapse_memory: float = 600.0  # for so many s
 
     def __post_init__(self) -> None:
         shares = ("kv_usage", "urgent_delay", "most_layers", "release_usage", "release_layers", "relapse_load")
@@ -39,13 +40,18 @@ class MorphSettings:
             _check(name, getattr(self, name), 0 < getattr(self, name) <= 1, "a share above 0, at most 1")
         for name in ("slo_ttft", "queue_delay"):
             _check(name, getattr(self, name), getattr(self, name) > 0, "seconds above 0")
-        for name in ("entry_layers", "urgent_layers"):
+        for name in ("entry_layers", "urgent_layers", "relapse_rise"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         times = ("entry_hold", "entry_interval", "release_quiet", "release_waiting", "release_horizon")
         for name in (*times, "release_interval", "relapse", "relapse_memory"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         below = f"below kv_usage, {self.kv_usage}, or a release would be pressure"
         _check("release_usage", self.release_usage, self.release_usage < self.kv_usage, below)
+
+
+def _check(name: str, value: object, valid: bool, rule: str) -> None:
+    if not valid:
+        raise ConfigError(f"{name} is {value}, it must be {rule} (morph)")
 
 
 ACCURACY = MorphSettings()
@@ -60,8 +66,3 @@ PERFORMANCE = MorphSettings(
     most_layers=1.0,
     release_usage=0.6,
 )
-
-
-def _check(name: str, value: object, valid: bool, rule: str) -> None:
-    if not valid:
-        raise ConfigError(f"{name} is {value}, it must be {rule} (morph)")

@@ -1,0 +1,251 @@
+"""The controller: what it asks, what it starts, what it remembers, and that the plan in force is always right."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxserve.control import Plan, Policy, Proposal, ResizeKVPool, SwapPrecision, Transition, chain
+from jaxserve.control.controller import HISTORY, Backoff, Controller
+from jaxserve.control.diff import apply
+from jaxserve.control.policies import ManualPolicy, StaticPolicy
+from jaxserve.core.errors import PlanError
+from jaxserve.telemetry import Snapshot
+from tests.control.worlds import PAGE, VirtualActuator, home_plan, machine
+
+HOME, MACHINE = home_plan(), machine()
+TARGET = HOME.with_precisions(0, {"layers.3": "int4", "layers.7": "int4"}).with_kv_pages(0, 461)
+IDLE = Snapshot(kv_pages_total=400)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Wants the same plan; its state is the number of times that it was asked."""
+
+    name: str = "counting"
+
+    def init(self, plan: Plan) -> int:
+        return 0
+
+    def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: int) -> Proposal[int]:
+        return Proposal(plan, state + 1, f"asked {state + 1} times")
+
+
+class World:
+    """A controller whose time is moved by hand."""
+
+    def __init__(self, policy: Policy, actuator: VirtualActuator | None = None, *, tick: float = 0.1):
+        self.actuator = VirtualActuator() if actuator is None else actuator
+        self.controller = Controller(HOME, policy, MACHINE, self.actuator, tick=tick, backoff=Backoff(1.0, 2.0, 8.0))
+        self.snapshot = IDLE
+
+    def run(self, start: float, seconds: float, step: float = 0.05) -> None:
+        for number in range(round(seconds / step)):
+            self.actuator.now = start + number * step
+            self.controller.tick(self.actuator.now, [self.snapshot])
+
+
+def test_a_plan_is_carried_out_and_logged() -> None:
+    world = World(ManualPolicy(TARGET))
+    world.run(0, 0.05)
+    controller = world.controller
+    assert controller.busy
+    assert controller.target == replace(TARGET, version=4)
+    assert [d.outcome for d in controller.decisions] == ["started"]
+    world.run(0.05, 1)
+    assert controller.plan == replace(TARGET, version=4)
+    assert not controller.busy
+    assert controller.target is None
+    (decision,) = controller.decisions
+    assert (decision.outcome, decision.policy, decision.reason) == ("done", "manual", "the operator's plan")
+    assert (decision.before_version, decision.target_version, decision.time) == (1, 4, 0.0)
+    assert decision.transitions[-1] == "instance 0: KV 401 -> 461 pages (needs 30.0 MB)"
+    assert len(decision.transitions) == 3
+
+
+def test_the_plan_in_force_follows_each_committed_transition() -> None:
+    world = World(ManualPolicy(TARGET.with_precisions(0, {"layers.9": "int8"})), tick=0.005)
+    versions = []
+    for number in range(20):
+        world.run(number * 0.0051, 0.0051, 0.0051)
+        versions.append(world.controller.plan.version)
+    assert versions == sorted(versions)
+    assert set(versions) == {1, 2, 3, 5}, "each swap to int4 takes 5 ms, that to int8 10 ms, the pool no time"
+
+
+def test_the_policy_is_asked_once_a_tick() -> None:
+    world = World(Counting(), tick=0.125)
+    world.run(0, 12.5, 0.0625)
+    assert world.controller.note == "asked 100 times"
+    assert not world.controller.decisions
+
+
+def test_the_policy_is_not_asked_while_the_actuator_is_busy() -> None:
+    world = World(chain(Counting(), ManualPolicy(HOME.with_precisions(0, {f"layers.{n}": "int8" for n in range(16)}))))
+    world.run(0, 0.15)
+    assert world.controller.busy
+    assert world.controller.decisions[0].reason == "asked 1 times; the operator's plan"
+    world.run(0.15, 1.05)
+    assert world.controller.note == "asked 11 times", "at 0, and from 0.2 on, when 16 layers have taken 0.16 s"
+    assert len(world.actuator.started) == 1
+
+
+def test_a_plan_that_does_not_fit_is_rejected_with_the_limit_and_asked_for_again_later() -> None:
+    world = World(ManualPolicy(HOME.with_kv_pages(0, 402)))
+    world.run(0, 16)
+    assert not world.actuator.started
+    assert world.controller.plan == HOME
+    times = [decision.time for decision in world.controller.decisions]
+    assert times == pytest.approx([0, 1, 3, 7, 15], abs=0.5)
+    outcome = world.controller.decisions[-1].outcome
+    assert outcome.startswith("rejected: instance 0, stage 0 needs 0.621 GB per device, the budget is 0.621 GB")
+
+
+def test_a_policy_that_raises_leaves_the_plan_and_is_asked_again_later() -> None:
+    class Broken(Counting):
+        def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: int) -> Proposal[int]:
+            raise KeyError("threshold")
+
+    world = World(Broken())
+    world.run(0, 2)
+    assert [d.outcome for d in world.controller.decisions] == ["rejected: KeyError: 'threshold'"] * 2
+    world.controller.set_policy(ManualPolicy(TARGET))
+    world.run(2, 1)
+    assert world.controller.plan.instances == TARGET.instances
+
+
+def test_another_policy_takes_over_at_once_and_starts_from_the_first_plan() -> None:
+    world = World(ManualPolicy(TARGET))
+    world.run(0, 1)
+    world.controller.set_policy(StaticPolicy())
+    world.run(1, 1)
+    assert world.controller.plan.instances == HOME.instances
+    assert [d.policy for d in world.controller.decisions] == ["manual", "static"]
+    assert world.controller.decisions[-1].reason == "back to the plan at the start"
+
+
+def test_a_smaller_pool_waits_until_what_is_in_use_fits() -> None:
+    world = World(ManualPolicy(HOME.with_kv_pages(0, 101)))
+    world.snapshot = replace(IDLE, kv_pages_used=101, num_running=3)
+    world.run(0, 5)
+    assert world.controller.note == "waiting: instance 0 holds 101 > 100 KV pages"
+    assert not world.controller.decisions
+    world.snapshot = replace(IDLE, kv_pages_used=100, num_running=3)
+    world.run(5, 5)
+    assert world.controller.plan.instances[0].kv_pages == 101
+
+
+def test_a_failure_leaves_what_was_committed_and_the_policy_is_asked_anew_from_there() -> None:
+    errors = iter([None, "no memory"])
+    world = World(ManualPolicy(TARGET), VirtualActuator(lambda _: next(errors, None)))
+    world.run(0, 0.5)
+    controller = world.controller
+    (decision,) = controller.decisions
+    assert decision.outcome == ("failed: instance 0: layers.7 bfloat16 -> int4 (frees 15.0 MB, about 5 ms): no memory")
+    assert controller.plan == HOME.with_precisions(0, {"layers.3": "int4"})
+    assert not controller.busy
+    world.run(0.5, 2)
+    assert controller.plan == replace(TARGET, version=4)
+    assert [str(t).split(" (")[0] for t in world.actuator.started[1]] == [
+        "instance 0: layers.7 bfloat16 -> int4",
+        "instance 0: KV 401 -> 461 pages",
+    ]
+
+
+def test_waits_grow_with_each_failure_up_to_the_most_and_a_success_ends_them() -> None:
+    broken = [True]
+    world = World(ManualPolicy(TARGET), VirtualActuator(lambda _: "broken" if broken[0] else None))
+    world.run(0, 34)
+    times = [decision.time for decision in world.controller.decisions]
+    assert times == pytest.approx([0, 1, 3, 7, 15, 23, 31], abs=1)
+    broken[0] = False
+    world.run(34, 8)
+    assert world.controller.plan.instances == TARGET.instances
+    assert world.controller.failures.count == 0
+
+
+def test_transitions_that_vanish_count_as_failed() -> None:
+    class Forgetful(VirtualActuator):
+        def start(self, transitions: Sequence[Transition]) -> None:
+            super().start(transitions[:1])
+
+    world = World(ManualPolicy(TARGET), Forgetful())
+    world.run(0, 0.5)
+    assert world.controller.decisions[-1].outcome.endswith("was dropped")
+    assert world.controller.plan == HOME.with_precisions(0, {"layers.3": "int4"})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([None, None, "no memory", "cancelled"]), max_size=40), st.data())
+def test_whatever_fails_the_plan_in_force_is_what_was_committed(errors: list[str | None], data: st.DataObject) -> None:
+    remaining, committed = iter(errors), []
+
+    def error_of(transition: Transition) -> str | None:
+        error = next(remaining, None)
+        if error is None:
+            committed.append(transition)
+        return error
+
+    layers = st.dictionaries(st.integers(0, 15), st.sampled_from(["int4", "int8", "bfloat16"]))
+    world = World(StaticPolicy(), VirtualActuator(error_of), tick=0.05)
+    for number in range(4):
+        precisions = {f"layers.{layer}": p for layer, p in data.draw(layers).items()}
+        target = HOME.with_precisions(0, precisions)
+        target = target.with_kv_pages(0, MACHINE.kv_capacity(target.instances[0]))
+        world.controller.set_policy(ManualPolicy(target))
+        for step in range(200):
+            world.run(number * 1000 + step * 0.07, 0.07, 0.07)
+            assert world.controller.plan == apply(HOME, committed)
+    world.run(10_000, 300, 0.5)
+    assert world.controller.plan.instances == target.instances, "when nothing fails any more the target is reached"
+    assert {d.outcome.partition(":")[0] for d in world.controller.decisions} <= {"done", "failed"}
+
+
+def test_a_chain_starts_each_policy_from_what_the_one_before_wants() -> None:
+    layer = ManualPolicy(HOME.with_precisions(0, {"layers.3": "int4"}))
+
+    class MorePages(Counting):
+        def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: int) -> Proposal[int]:
+            pages = MACHINE.kv_capacity(plan.instances[0])
+            return Proposal(plan.with_kv_pages(0, pages), state + 1, f"room for {pages}")
+
+    both = chain(layer, MorePages("pages"))
+    assert both.name == "manual + pages"
+    proposal = both.update([IDLE], HOME, both.init(HOME))
+    assert proposal.plan.instances[0].precision("layers.3") == "int4"
+    assert proposal.plan.instances[0].kv_pages == 431
+    assert proposal.state == (None, 1)
+    assert proposal.reason == "the operator's plan; room for 431"
+
+
+def test_the_history_has_a_sample_a_second_for_a_quarter_of_an_hour() -> None:
+    world = World(ManualPolicy(TARGET))
+    world.snapshot = Snapshot(
+        kv_pages_total=460, kv_pages_used=46, num_running=2, num_waiting=1, weight_bytes=290, gaps=10, gap_seconds=0.5
+    )
+    world.run(0, 1000, 0.5)
+    history = world.controller.history
+    assert len(history) == HISTORY
+    assert {round(b.time - a.time, 6) for a, b in zip(history, list(history)[1:], strict=False)} == {1.0}
+    latest = history[-1]
+    assert latest.precisions == {"bfloat16": 14, "int4": 2}
+    assert (latest.kv_used_bytes, latest.kv_free_bytes) == (46 * PAGE, 415 * PAGE)
+    assert (latest.weight_bytes, latest.budget, latest.running, latest.waiting) == (290, MACHINE.budget, 2, 1)
+    assert latest.kv_usage == pytest.approx(0.1)
+
+
+def test_check_says_what_is_wrong_with_a_plan() -> None:
+    controller = World(StaticPolicy()).controller
+    controller.check(TARGET)
+    with pytest.raises(PlanError, match="budget"):
+        controller.check(HOME.with_kv_pages(0, 402))
+    with pytest.raises(PlanError, match="instances"):
+        controller.check(home_plan(dp=2))
+
+
+def test_swaps_and_resizes_are_all_that_a_target_takes() -> None:
+    world = World(ManualPolicy(TARGET))
+    world.run(0, 1)
+    kinds = [type(t) for t in world.actuator.started[0]]
+    assert kinds == [SwapPrecision, SwapPrecision, ResizeKVPool]

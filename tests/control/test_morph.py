@@ -1,0 +1,320 @@
+"""The morph policy on snapshots made by hand: when it acts, on which layers, and what it says."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxserve.control import Plan, Resources
+from jaxserve.control.policies import (
+    ACCURACY,
+    PERFORMANCE,
+    POLICY_NAMES,
+    ManualPolicy,
+    MorphPolicy,
+    MorphSettings,
+    StaticPolicy,
+    load_policy,
+)
+from jaxserve.control.validate import validate
+from jaxserve.core.errors import ConfigError
+from jaxserve.telemetry import Recent, Snapshot
+from tests.control.worlds import home_plan, machine, snapshot
+
+ORDER = (3, 7, 11, 1, 5, 9, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14)
+HOME, MACHINE = home_plan(), machine()
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "policies"
+CALM = Recent(5.0, 0.0, 0.0, 0.0, 0.0, 0, None, None, 0.0, 0.0)
+
+
+def int4(plan: Plan, instance: int = 0) -> list[int]:
+    """Layers in int4."""
+    return [n for n, precision in enumerate(plan.instances[instance].layer_precisions) if precision == "int4"]
+
+
+class Driver:
+    """A policy whose every wish comes true at once."""
+
+    def __init__(
+        self,
+        settings: MorphSettings = ACCURACY,
+        *,
+        plan: Plan = HOME,
+        resources: Resources = MACHINE,
+        order: tuple[int, ...] = ORDER,
+    ):
+        self.policy, self.plan, self.resources = MorphPolicy(resources, order, settings), plan, resources
+        self.state = self.policy.init(plan)
+        self.reasons: list[str] = []
+
+    def see(self, *snapshots: Snapshot) -> bool:
+        """Whether the plan changed."""
+        proposal = self.policy.update(snapshots, self.plan, self.state)
+        changed = proposal.plan.instances != self.plan.instances
+        assert bool(proposal.reason) == changed
+        self.reasons += [proposal.reason] if changed else []
+        self.plan, self.state = proposal.plan, proposal.state
+        validate(self.plan, self.resources)
+        return changed
+
+    def see_for(self, start: float, seconds: float, **values: object) -> list[float]:
+        """The times at which the plan changed, while an engine is in one state; ten ticks a second."""
+        times = [start + n / 10 for n in range(round(seconds * 10))]
+        pages = self.plan.instances[0].kv_pages - 1
+        return [t for t in times if self.see(snapshot(t, **({"pages": pages} | values)))]  # type: ignore[arg-type]
+
+    def press(self, seconds: float = 30.0) -> None:
+        """Takes all layers that the mode allows."""
+        self.see_for(0, seconds, num_waiting=9, oldest_wait=0.3)
+
+
+def test_a_long_queue_takes_the_first_layers_of_the_order_and_gives_their_memory_to_the_cache() -> None:
+    driver = Driver()
+    assert driver.see_for(0, 0.5, num_waiting=3, oldest_wait=0.24) == [0.2]
+    assert int4(driver.plan) == [3, 7]
+    assert driver.plan.instances[0].kv_pages == 461
+    assert driver.reasons == ["queue delay 240 ms > 100 ms: layers 3, 7 to int4, KV 401 -> 461 pages"]
+
+
+def test_a_full_cache_does_too() -> None:
+    driver = Driver()
+    assert not driver.see_for(0, 5, kv_pages_used=340), "85 % is not more than 85 %"
+    driver.see_for(5, 0.3, kv_pages_used=341)
+    assert driver.reasons == ["KV usage 85.2% > 85%: layers 3, 7 to int4, KV 401 -> 461 pages"]
+
+
+def test_pressure_that_does_not_last_is_none() -> None:
+    driver = Driver()
+    for number in range(100):
+        assert not driver.see(snapshot(number * 0.3, num_waiting=1, oldest_wait=0.15))
+        assert not driver.see(snapshot(number * 0.3 + 0.15))
+
+
+def test_layers_go_a_few_at_a_time_up_to_the_modes_share() -> None:
+    driver = Driver()
+    times = driver.see_for(0, 30, num_waiting=9, oldest_wait=0.3)
+    assert times == pytest.approx([0.2, 0.8, 1.3, 1.8])
+    assert int4(driver.plan) == sorted(ORDER[:8])
+    assert driver.plan.instances[0].kv_pages == MACHINE.kv_capacity(driver.plan.instances[0]) == 641
+
+
+def test_performance_mode_takes_all() -> None:
+    driver = Driver(PERFORMANCE)
+    driver.press()
+    assert int4(driver.plan) == list(range(16))
+
+
+def test_near_the_slo_more_layers_go_at_once() -> None:
+    driver = Driver()
+    driver.see_for(0, 0.3, num_waiting=9, oldest_wait=1.2)
+    assert int4(driver.plan) == sorted(ORDER[:8])
+    assert driver.reasons[0].startswith("queue delay 1200 ms > 100 ms, near the SLO (from 1000 ms): layers 3, 7, 11, 1")
+
+
+def test_usage_alone_takes_no_layer_if_the_pool_cannot_grow() -> None:
+    driver = Driver(resources=replace(MACHINE, most_pages=401))
+    assert not driver.see_for(0, 5, kv_pages_used=399)
+    assert driver.see_for(5, 1, kv_pages_used=399, num_waiting=2, oldest_wait=0.2), "fewer bits are faster, too"
+    assert driver.plan.instances[0].kv_pages == 401
+
+
+def test_layers_that_would_free_nothing_and_those_not_in_the_order_stay() -> None:
+    plan = HOME.with_precisions(0, {"layers.3": "int4"})
+    driver = Driver(PERFORMANCE, plan=plan, order=(3, 7, 11))
+    driver.press()
+    assert int4(driver.plan) == [3, 7, 11]
+    driver.see_for(30, 20)
+    assert driver.plan.instances == plan.instances
+
+
+def test_nothing_happens_without_load() -> None:
+    for settings in (ACCURACY, PERFORMANCE):
+        assert not Driver(settings).see_for(0, 3600)
+
+
+@pytest.mark.parametrize("settings", [ACCURACY, PERFORMANCE])
+def test_all_layers_are_back_in_reverse_order_well_within_ten_seconds(settings: MorphSettings) -> None:
+    driver = Driver(settings)
+    driver.press()
+    swapped = len(int4(driver.plan))
+    times = driver.see_for(30, 60)
+    assert driver.plan.instances == HOME.instances
+    assert len(times) == swapped / 4
+    assert times[0] == pytest.approx(35)
+    assert times[-1] <= 37
+    assert driver.reasons[-1] == (
+        f"quiet for {times[-1] - 30:.1f} s >= 5 s, nothing waiting, mean queue 0.0 <= 0.5, no preemption in 5 s, "
+        f"0 pages in use <= {settings.release_usage:.0%} of 400: layers 1, 11, 7, 3 to bfloat16, KV 521 -> 401 pages"
+    )
+
+
+@pytest.mark.parametrize(
+    "blocking",
+    [
+        {"num_waiting": 1},
+        {"num_waiting": 1, "oldest_wait": 0.2},
+        {"recent": replace(CALM, waiting=0.6)},
+        {"recent": replace(CALM, preemptions=1)},
+        {"kv_pages_used": 428},  # of 640; 70 % of the 611 pages that would be left with one layer less
+        {"recent": replace(CALM, kv_usage=428 / 640)},
+        {"kv_pages_used": 300, "recent": replace(CALM, kv_trend=0.04)},
+    ],
+)
+def test_none_comes_back_while_it_would_be_missed(blocking: dict[str, object]) -> None:
+    driver = Driver()
+    driver.press()
+    assert not driver.see_for(30, 20, **blocking)
+    driver.see_for(50, 10)
+    assert driver.plan.instances == HOME.instances
+
+
+def test_as_many_come_back_as_fit_with_the_margin() -> None:
+    driver = Driver()
+    driver.press()
+    for number in range(300):
+        driver.see(snapshot(30 + number / 10, pages=driver.plan.instances[0].kv_pages - 1, kv_pages_used=330))
+    assert int4(driver.plan) == [3, 7, 11]
+    assert driver.plan.instances[0].kv_pages == 491, (
+        "330 is below 70 % of 490, and above 70 % of the 460 that come next"
+    )
+
+
+def test_a_load_that_was_too_much_at_the_last_release_must_fall_before_the_next() -> None:
+    steady = replace(CALM, arrivals_per_s=10.0)
+    driver = Driver()
+    driver.press(1)
+    assert driver.see_for(10, 10, recent=steady), "released, with ten arrivals a second"
+    assert driver.plan.instances == HOME.instances
+    assert driver.see_for(20, 1, recent=steady, num_waiting=1, oldest_wait=0.2), "which was a mistake"
+    assert not driver.see_for(21, 300, recent=steady)
+    assert not driver.see_for(321, 60, recent=replace(CALM, arrivals_per_s=7.6))
+    assert driver.see_for(381, 1, recent=replace(CALM, arrivals_per_s=7.4))
+
+
+def test_that_is_forgotten_after_a_while() -> None:
+    steady = replace(CALM, arrivals_per_s=10.0)
+    driver = Driver()
+    driver.press(1)
+    driver.see_for(10, 10, recent=steady)
+    (entry,) = driver.see_for(20, 0.5, recent=steady, num_waiting=1, oldest_wait=0.2)
+    (release,) = driver.see_for(21, 700, recent=steady)
+    assert release - entry == pytest.approx(600, abs=0.2)
+
+
+def test_a_load_that_has_risen_since_says_nothing_against_the_release() -> None:
+    low, high = replace(CALM, arrivals_per_s=3.0), replace(CALM, arrivals_per_s=12.0)
+    driver = Driver()
+    for start in range(0, 200, 20):
+        assert driver.see_for(start, 5, recent=high, num_waiting=4, oldest_wait=0.3)
+        driver.see_for(start + 5, 15, recent=low)
+        assert driver.plan.instances == HOME.instances
+
+
+def test_each_instance_follows_its_own_snapshot() -> None:
+    driver = Driver(plan=home_plan(pp=2, dp=2), resources=machine(pp=2))
+    for number in range(10):
+        pressed = snapshot(number / 10, num_waiting=2, oldest_wait=0.2)
+        driver.see(snapshot(number / 10), pressed)
+    assert int4(driver.plan, 0) == []
+    assert int4(driver.plan, 1) == [1, 3, 7, 11]
+    stages = driver.plan.instances[1].stages
+    assert {stage.kv_pages for stage in stages} == {driver.resources.kv_capacity(driver.plan.instances[1])}
+    assert driver.reasons[0].startswith("instance 1: queue delay 200 ms > 100 ms: layers 3, 7 to int4")
+
+
+def test_it_goes_on_from_the_plan_in_force_whatever_has_failed() -> None:
+    driver = Driver()
+    driver.press(1)
+    assert int4(driver.plan) == [1, 3, 7, 11]
+    driver.plan = driver.plan.with_precisions(0, {"layers.7": "bfloat16"}).with_kv_pages(0, 450)
+    driver.see_for(2, 0.5, num_waiting=2, oldest_wait=0.2)
+    assert int4(driver.plan) == [1, 3, 5, 7, 11]
+    assert driver.plan.instances[0].kv_pages == MACHINE.kv_capacity(driver.plan.instances[0])
+    driver.plan = HOME.with_kv_pages(0, 300)
+    driver.see_for(10, 10)
+    assert driver.plan.instances == HOME.instances
+
+
+@pytest.mark.parametrize(
+    ("order", "settings", "message"),
+    [
+        ((1, 2, 1), ACCURACY, "names a layer twice: [1, 2, 1]"),
+        ((1, 16), ACCURACY, "layers.16 of the swap order cannot be int4; there are none: there is no such layer"),
+        ((1,), replace(ACCURACY, precision="int3"), "cannot be int3; there are bfloat16, int8, int4"),
+    ],
+)
+def test_an_order_that_cannot_be_is_refused(order: tuple[int, ...], settings: MorphSettings, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        MorphPolicy(MACHINE, order, settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_usage", 1.5),
+        ("most_layers", 0.0),
+        ("slo_ttft", 0.0),
+        ("entry_layers", 0),
+        ("entry_hold", -1.0),
+        ("release_usage", 0.9),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value}, it must be"):
+        replace(ACCURACY, **{name: value})
+
+
+# -- by name and from files
+
+
+def test_policies_have_names() -> None:
+    policies = [load_policy(name, MACHINE, ORDER, target=HOME) for name in POLICY_NAMES]
+    assert [policy.name for policy in policies] == list(POLICY_NAMES)
+    assert policies[:2] == [StaticPolicy(), ManualPolicy(HOME)]
+    modes = [policy.settings for policy in policies[2:] if isinstance(policy, MorphPolicy)]
+    assert modes == [ACCURACY, PERFORMANCE]
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_each_has_a_file_that_says_the_same(name: str) -> None:
+    by_name, by_file = (load_policy(source, MACHINE, ORDER) for source in (name, CONFIGS / f"{name}.yaml"))
+    assert by_file.name == by_name.name
+    if isinstance(by_name, MorphPolicy):
+        assert isinstance(by_file, MorphPolicy)
+        assert by_file.settings == by_name.settings
+
+
+def test_the_file_of_accuracy_mode_has_every_threshold() -> None:
+    text = (CONFIGS / "morph.yaml").read_text()
+    assert [name for name in vars(ACCURACY) if f"\n  {name}:" not in text] == []
+    assert len(list(CONFIGS.iterdir())) == len(POLICY_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("policy: morf", "it has 'policy', one of static, manual, morph, morph-performance"),
+        ("policy: morph\nsettins: {}", "it has 'policy'"),
+        ("policy: static\nsettings: {slo_ttft: 1}", "static has no settings"),
+        ("policy: morph\nsettings: {kv_useage: 0.8}", "settings has 'kv_useage'; there are precision, slo_ttft"),
+        ("policy: morph\nsettings: {kv_usage: high}", "settings.kv_usage is 'high'; it must be of type float"),
+        ("policy: morph\nsettings: {entry_layers: 1.5}", "settings.entry_layers is 1.5; it must be of type int"),
+        ("policy: morph\nsettings: [1]", "it has names and values"),
+        ("policy: morph\nsettings: {kv_usage: 2}", "kv_usage is 2, it must be a share"),
+        ("- 1", "it has 'policy'"),
+        ("policy: [", "policy.yaml: "),
+    ],
+)
+def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_policy(path, MACHINE, ORDER)
+
+
+def test_what_is_no_policy_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("")
+    for source in ("morf", tmp_path / "no.yaml", f"{tmp_path}/no.py:Own", f"{tmp_path}/own.py:Own"):
+        with pytest.raises(ConfigError):
+            load_policy(source, MACHINE, ORDER)

@@ -1,0 +1,197 @@
+"""Plans: helpers, differences, limits, and their text."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from jaxserve.control import Plan, ResizeKVPool, StagePlan, SwapPrecision
+from jaxserve.control.diff import apply, diff
+from jaxserve.control.plan_yaml import from_yaml, plan_table, to_yaml
+from jaxserve.control.validate import validate
+from jaxserve.core.errors import ConfigError, PlanError
+from tests.control.worlds import LAYER, MB, PAGE, home_plan, machine
+
+LAYERS = 6
+MACHINE = machine(LAYERS, pp=2)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan of two instances of two stages that fits."""
+    plan = home_plan(LAYERS, pp=2, dp=2)
+    for instance in range(2):
+        precisions = draw(st.lists(st.sampled_from(sorted(LAYER)), min_size=LAYERS, max_size=LAYERS))
+        plan = plan.with_precisions(instance, {f"layers.{n}": p for n, p in enumerate(precisions)})
+        most = MACHINE.kv_capacity(plan.instances[instance])
+        plan = plan.with_kv_pages(instance, draw(st.integers(MACHINE.least_pages, most)))
+    return plan
+
+
+@given(plans(), plans())
+def test_a_diff_leads_to_the_target_and_all_on_the_way_fits(old: Plan, new: Plan) -> None:
+    validate(old, MACHINE)
+    validate(new, MACHINE)
+    plan, frees = old, []
+    for transition in diff(old, new, MACHINE):
+        before, plan = plan, transition.apply(plan)
+        validate(plan, MACHINE)
+        stages = [
+            (MACHINE.stage_bytes(number, b), MACHINE.stage_bytes(number, a))
+            for one, other in zip(before.instances, plan.instances, strict=True)
+            for number, (b, a) in enumerate(zip(one.stages, other.stages, strict=True))
+        ]
+        change = max((after - before for before, after in stages), key=abs)
+        assert change == transition.bytes_needed - transition.bytes_freed
+        assert transition.peak_bytes >= transition.bytes_needed
+        frees.append(change < 0)
+    assert plan == replace(new, version=old.version + len(frees))
+    assert frees == sorted(frees, reverse=True), "frees before allocations"
+
+
+@given(plans())
+def test_a_plan_survives_its_yaml(plan: Plan) -> None:
+    assert from_yaml(to_yaml(plan)) == plan
+
+
+def test_equal_plans_do_not_differ() -> None:
+    plan = home_plan()
+    assert diff(plan, replace(plan, version=9), machine()) == ()
+
+
+def test_transitions_say_what_they_cost() -> None:
+    old = home_plan()
+    new = old.with_precisions(0, {"layers.3": "int4"}).with_kv_pages(0, 421)
+    swap, resize = diff(old, new, machine())
+    assert swap == SwapPrecision(0, "layers.3", "bfloat16", "int4", 15 * MB, 0, 5 * MB, 0.005)
+    assert resize == ResizeKVPool(0, 401, 421, 0, 20 * PAGE, 20 * PAGE, 0.0)
+    assert str(swap) == "instance 0: layers.3 bfloat16 -> int4 (frees 15.0 MB, about 5 ms)"
+    assert str(resize) == "instance 0: KV 401 -> 421 pages (needs 10.0 MB)"
+
+
+def test_a_transition_applies_only_to_the_plan_it_was_made_for() -> None:
+    old = home_plan()
+    transitions = diff(old, old.with_precisions(0, {"layers.3": "int4"}).with_kv_pages(0, 421), machine())
+    done = apply(old, transitions)
+    for transition in transitions:
+        with pytest.raises(PlanError):
+            transition.apply(done)
+
+
+def test_capacity_is_what_the_budget_leaves_to_the_page() -> None:
+    plan, resources = home_plan(), machine()
+    assert resources.kv_capacity(plan.instances[0]) == 401
+    smaller = plan.with_precisions(0, {"layers.0": "int4", "layers.9": "int8"}).instances[0]
+    assert resources.kv_capacity(smaller) == 401 + 25 * MB // PAGE
+    assert replace(resources, most_pages=410).kv_capacity(smaller) == 410
+
+
+def stage_of(plan: Plan, **changes: object) -> Plan:
+    """The plan with its last stage changed."""
+    (instance,) = plan.instances
+    last = replace(instance.stages[-1], **changes)  # type: ignore[arg-type]
+    return replace(plan, instances=(replace(instance, stages=(*instance.stages[:-1], last)),))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: replace(p, instances=p.instances * 2), "2 instances, 1 are running"),
+        (lambda p: stage_of(p, devices=(7,)), "stage 1 is on devices 7, it runs on 1"),
+        (lambda p: stage_of(p, blocks=p.instances[0].stages[1].blocks[::-1]), "has blocks head, layers.5"),
+        (lambda p: stage_of(p, kv_pages=300), "stages of 300, 401 KV pages"),
+        (lambda p: p.with_precisions(0, {"layers.1": "int3"}), "layers.1 cannot have precision 'int3'; there are bf"),
+        (lambda p: p.with_precisions(0, {"head": "int8"}), "head is bfloat16, and only decoder layers can change"),
+        (lambda p: replace(p, instances=(replace(p.instances[0], stages=p.instances[0].stages[:1]),)), "1 stages, 2"),
+    ],
+)
+def test_what_no_transition_can_change_is_refused(change: Callable[[Plan], Plan], message: str) -> None:
+    plan = home_plan(LAYERS, pp=2)
+    with pytest.raises(PlanError, match=re.escape(message)):
+        diff(plan, change(plan), MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p.with_kv_pages(0, 402), "stage 0 needs 0.261 GB per device, the budget is 0.260 GB; beside its"),
+        (lambda p: p.with_kv_pages(0, 16), "16 KV pages, it must be from 17 (max_model_len) to 2000 (max_kv_pages)"),
+        (lambda p: p.with_kv_pages(0, 2001), "2001 KV pages, it must be from 17"),
+        (lambda p: stage_of(p, kv_pages=300), "stage 1 has 300 KV pages, stage 0 has 401"),
+        (lambda p: stage_of(p, devices=(0,)), "device 0 has 2 stages"),
+        (lambda p: p.with_precisions(0, {"layers.1": "fp8"}), "cannot have precision 'fp8'"),
+    ],
+)
+def test_what_the_machine_cannot_hold_is_refused(change: Callable[[Plan], Plan], message: str) -> None:
+    changed = change(home_plan(LAYERS, pp=2))
+    with pytest.raises(PlanError, match=re.escape(message)):
+        validate(changed, MACHINE)
+
+
+def test_unknown_blocks_cannot_change() -> None:
+    with pytest.raises(PlanError, match=re.escape("instance 0 has no block layers.16")):
+        home_plan().with_precisions(0, {"layers.16": "int4"})
+
+
+def test_an_operator_may_write_ranges_in_any_granularity() -> None:
+    text = to_yaml(home_plan(4))
+    assert "layers.0-3: bfloat16" in text
+    assert from_yaml(text.replace("layers.0-3: bfloat16", "layers.0: bfloat16\n      layers.1-3: bfloat16")) == (
+        home_plan(4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("version: 1", "version: one", "version is 'one'; it must be a number"),
+        ("version: 1", "versoin: 1", "the plan has 'versoin', which is not known"),
+        ("kv_pages: 401", "kv_pages: true", "instances[0].stages[0].kv_pages is True"),
+        ("kv_pages: 401", "kv_pages: -1", "instances[0].stages[0].kv_pages is -1"),
+        ("kv_pages: 401\n", "\n", "instances[0].stages[0] lacks kv_pages"),
+        ("layers.0-3: bfloat16", "layers.0-3: 4", "'layers.0-3' has precision 4; it must be a name"),
+        ("layers.0-3: bfloat16", "layers.3-0: int4", "has 'layers.3-0'; a range goes up"),
+        ("layers.0-3: bfloat16", "layers.0-99999999: int4", "has 'layers.0-99999999'; a range goes up, and below"),
+        ("layers.0-3: bfloat16", "layers.0-3: int4\n      layers.2: int4", "blocks names layers.2 twice"),
+        ("layers.0-3: bfloat16", "7: int4", "blocks has 7; a block's name is text"),
+        ("instances:", "instances: 5\nversion2:", "the plan has 'version2'"),
+        ("version: 1", "version: [1", "the plan is no YAML"),
+    ],
+)
+def test_a_plan_that_cannot_be_read_names_the_field(old: str, new: str, message: str) -> None:
+    text = to_yaml(home_plan(4))
+    assert old in text
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        from_yaml(text.replace(old, new))
+
+
+@pytest.mark.parametrize("text", ["", "3", "- 1", "instances: []", "instances: {}", "instances: [{stages: 1}]"])
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        from_yaml(text)
+
+
+def test_the_table_has_layers_of_one_precision_in_one_row() -> None:
+    plan = home_plan(6, pp=2, dp=2).with_precisions(1, {"layers.3": "int4", "layers.5": "int8"})
+    assert plan_table(plan).splitlines() == [
+        "plan 2",
+        "instance  stage  devices  KV pages  blocks      precision",
+        "0         0      0        401       embed       bfloat16",
+        "                                    layers.0-2  bfloat16",
+        "0         1      1        401       layers.3-5  bfloat16",
+        "                                    head        bfloat16",
+        "1         0      2        401       embed       bfloat16",
+        "                                    layers.0-2  bfloat16",
+        "1         1      3        401       layers.3    int4",
+        "                                    layers.4    bfloat16",
+        "                                    layers.5    int8",
+        "                                    head        bfloat16",
+    ]
+
+
+def test_devices_in_the_table_are_shortened_only_when_they_follow_each_other() -> None:
+    stage = StagePlan(home_plan(1).instances[0].blocks, (0, 1, 2, 5), 20)
+    plan = Plan(1, (replace(home_plan(1).instances[0], stages=(stage, replace(stage, devices=(6, 7, 8)))),))
+    assert re.search(r"0,1,2,5.*6-8", plan_table(plan), re.DOTALL)
