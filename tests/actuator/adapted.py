@@ -1,6 +1,7 @@
 """A built engine whose plan changes while requests run, with a record of what was in force at every position."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -63,9 +64,11 @@ class Adapted:
                 runs.append(Run(len(sequence.tokens), [precisions] * start))
             runs[-1].in_force.extend([precisions] * length)
         ledger = self.built.resolved.ledger
-        held = sum(row.nbytes for row in executor.rows)
+        held: Counter[object] = Counter()
+        for shard in (shard for row in executor.rows for leaf in row.leaves for shard in leaf.addressable_shards):
+            held[shard.device] += shard.data.nbytes
         assert ledger.used <= ledger.budget
-        assert held <= ledger.entries["weights"] + ledger.entries["exchange"]
+        assert max(held.values()) <= ledger.entries["weights"] + ledger.entries["exchange"]
         assert self.steps.core.scheduler.pages.num_pages == self.plan.instances[0].kv_pages
         return self._execute(work)
 

@@ -251,3 +251,28 @@ def test_closing_in_any_phase_ends_the_thread_and_frees_what_was_prepared(
     assert all(leaf.is_deleted() for row in held.rows for leaf in row.leaves)
     (outcome,) = built.actuator.poll()
     assert "Cancelled" in (outcome.error or "")
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 2}, {"dp": 2}])
+def test_layers_that_are_split_staged_or_replicated_change_too(tiny_model: Path, degrees: dict[str, int]) -> None:
+    """Every instance to another plan and back, in the middle of answers, without compiling."""
+    options = OPTIONS | {"memory_gb": 8, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "variants": ("int4",)}
+    built = build(EngineConfig(model=tiny_model, **(options | degrees)))
+    adapted, compiled = Adapted(built), dict(built.compilations.counts)
+    start, other = adapted.start, adapted.start
+    for number in range(len(start.instances)):
+        other = other.with_precisions(number, {f"layers.{layer}": "int4" for layer in range(3)})
+        other = other.with_kv_pages(number, 55)
+    tokens: dict[str, tuple[int, ...]] = {}
+    ids = [adapted.add(prompt(seed, 40), GREEDY) for seed in range(6)]
+    adapted.run(tokens, [other, start])
+    assert {len(tokens[request]) for request in ids} == {60}
+    assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
+    adapted.close()
+    assert adapted.plan.instances == start.instances
+    assert built.compilations.counts == compiled
+    for steps in built.instances:
+        assert steps.core.snapshot.layers_by_precision == {"float32": 3}
+        assert steps.core.scheduler.pages.num_pages == 41
+        assert steps.core.scheduler.pages.used == 0
+    built.close()
