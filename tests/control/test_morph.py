@@ -211,6 +211,25 @@ def test_a_load_that_has_risen_since_says_nothing_against_the_release() -> None:
         assert driver.plan.instances == HOME.instances
 
 
+def test_a_release_while_nothing_arrived_says_nothing_about_arrivals() -> None:
+    driver = Driver()
+    driver.press(1)
+    driver.see_for(10, 10)
+    assert driver.see_for(20, 1, kv_pages_used=390), "long answers fill the cache again"
+    assert driver.see_for(21, 10, recent=replace(CALM, arrivals_per_s=1.0))
+
+
+def test_pressure_never_shrinks_a_pool() -> None:
+    larger = replace(HOME, instances=HOME.with_kv_pages(0, 300).instances)
+    driver = Driver(plan=larger)
+    driver.plan = HOME
+    driver.see_for(0, 0.4, kv_pages_used=390)
+    assert driver.plan.instances[0].kv_pages == 461
+    driver.policy = MorphPolicy(MACHINE, ())
+    driver.plan = HOME
+    assert not driver.see_for(1, 5, num_waiting=3, oldest_wait=0.5)
+
+
 def test_each_instance_follows_its_own_snapshot() -> None:
     driver = Driver(plan=home_plan(pp=2, dp=2), resources=machine(pp=2))
     for number in range(10):

@@ -5,6 +5,7 @@ far it has gone is read off the plan in force, so that failed transitions need n
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -75,7 +76,8 @@ class MorphPolicy:
         """
         self.name, self.settings, self._resources = name, settings, resources
         self._order = tuple(f"layers.{layer}" for layer in swap_order)
-        if len(set(self._order)) < len(self._order):
+        self._rank = {block: place for place, block in enumerate(self._order)}
+        if len(self._rank) < len(self._order):
             raise ConfigError(f"the swap order names a layer twice: {list(swap_order)}")
         for block in self._order:
             if settings.precision not in resources.precisions(block):
@@ -135,8 +137,8 @@ class MorphPolicy:
         blocks = self._next_blocks(instance, state.home, count)
         plan = self._swapped(view, state.home, dict.fromkeys(blocks, settings.precision))
         pages = plan.instances[view.number].kv_pages
-        gains = view.snapshot.oldest_wait > settings.queue_delay or pages > instance.kv_pages
-        if plan is view.plan or not gains:  # usage alone, and no more pages to be had
+        faster = bool(blocks) and view.snapshot.oldest_wait > settings.queue_delay and pages == instance.kv_pages
+        if pages <= instance.kv_pages and not faster:  # with no more pages to be had, only a queue is a reason
             return view.plan, state, ""
         state = replace(state, last_entry=now, returned=now if state.returned is None else state.returned)
         return plan, state, f"{', '.join(pressure)}: {_change(blocks, settings.precision, instance, pages)}"
@@ -144,13 +146,13 @@ class MorphPolicy:
     def _next_blocks(self, instance: InstancePlan, home: InstancePlan, count: int) -> list[str]:
         """The next layers of the swap order, as many as the mode allows."""
         bytes_of, precision = self._resources.bytes_of, self.settings.precision
+        now, then = _precisions(instance), _precisions(home)
         most = max(1, int(self.settings.most_layers * len(home.layer_precisions)))
         left = most - len(self._away(instance, home))
         free = [
             block
             for block in self._order
-            if instance.precision(block) == home.precision(block)
-            and bytes_of(block, precision) < bytes_of(block, home.precision(block))
+            if now[block] == then[block] and bytes_of(block, precision) < bytes_of(block, then[block])
         ]
         return free[: max(0, min(count, left))]
 
@@ -164,19 +166,23 @@ class MorphPolicy:
         held = now - state.learned <= settings.relapse_memory
         if not calm or (held and view.arrivals > settings.relapse_load * state.ceiling):
             return view.plan, state, ""
-        away = self._away(view.instance, home)
-        share = math.ceil(settings.release_layers * len(home.layer_precisions))
-        for count in range(min(share, len(away)), -1, -1):
-            blocks = away[::-1][:count]
-            plan = self._swapped(view, home, {block: home.precision(block) for block in blocks})
-            pages = plan.instances[view.number].kv_pages
-            if plan is not view.plan and self._fits(view, pages):
-                fits = f"{view.snapshot.kv_pages_used} pages in use <= {settings.release_usage:.0%} of {pages - 1}"
-                precision = " or ".join(sorted({home.precision(block) for block in blocks}))
-                reason = f"{calm}, {fits}: {_change(blocks, precision, view.instance, pages)}"
-                load = view.arrivals
-                return plan, replace(state, last_release=now, released_at=load, peak=load, returned=None), reason
-        return view.plan, state, ""
+        back = self._away(view.instance, home)[::-1]
+        most = min(len(back), math.ceil(settings.release_layers * len(home.layer_precisions)))
+
+        def with_back(count: int) -> Plan:
+            return self._swapped(view, home, {block: home.precision(block) for block in back[:count]})
+
+        # The more layers are back, the fewer pages are left: the most that fit.
+        count = bisect_left(range(1, most + 1), True, key=lambda count: not self._fits(view, with_back(count)))
+        plan = with_back(count)
+        if plan is view.plan or not self._fits(view, plan):
+            return view.plan, state, ""
+        pages = plan.instances[view.number].kv_pages
+        fits = f"{view.snapshot.kv_pages_used} pages in use <= {settings.release_usage:.0%} of {pages - 1}"
+        precision = " or ".join(sorted({home.precision(block) for block in back[:count]}))
+        reason = f"{calm}, {fits}: {_change(back[:count], precision, view.instance, pages)}"
+        load = view.arrivals
+        return plan, replace(state, last_release=now, released_at=load, peak=load, returned=None), reason
 
     def _calm(self, view: _View, state: InstanceState) -> str:
         """Why layers may come back, in words; nothing if they may not."""
@@ -198,13 +204,14 @@ class MorphPolicy:
         settings = self.settings
         if state.returned is None or state.returned - state.last_release > settings.relapse:
             return state
-        if state.peak > settings.relapse_rise * state.released_at:
+        if state.released_at == 0 or state.peak > settings.relapse_rise * state.released_at:
             return state
         return replace(state, ceiling=state.released_at, learned=state.returned)
 
-    def _fits(self, view: _View, pages: int) -> bool:
-        """Whether what is in use fits into `pages` with the margin: on average, now, and at the horizon."""
+    def _fits(self, view: _View, plan: Plan) -> bool:
+        """Whether what is in use fits into a plan's pages with the margin: on average, now, and at the horizon."""
         snapshot, recent, settings = view.snapshot, view.recent, self.settings
+        pages = plan.instances[view.number].kv_pages
         if pages >= view.instance.kv_pages:
             return True
         rise = max(0.0, recent.kv_trend or 0.0) * settings.release_horizon
@@ -215,11 +222,9 @@ class MorphPolicy:
 
     def _away(self, instance: InstancePlan, home: InstancePlan) -> list[str]:
         """Layers that differ from home, in the order in which they are swapped; others' doing comes last."""
-        rank = {block: place for place, block in enumerate(self._order)}
-        changed = (
-            now.block for now, then in zip(instance.blocks, home.blocks, strict=True) if now.precision != then.precision
-        )
-        return sorted(changed, key=lambda block: rank.get(block, len(rank)))
+        then, last = _precisions(home), len(self._order)
+        changed = (block for block, precision in _precisions(instance).items() if precision != then[block])
+        return sorted(changed, key=lambda block: self._rank.get(block, last))
 
     def _swapped(self, view: _View, home: InstancePlan, precisions: dict[str, str]) -> Plan:
         """The plan with these precisions, and the KV pages that then fit; the same plan if nothing changes."""
@@ -230,6 +235,10 @@ class MorphPolicy:
             pages = max(pages, self._resources.kv_capacity(instance))
         plan = plan.with_kv_pages(view.number, pages)
         return view.plan if plan.instances == view.plan.instances else plan
+
+
+def _precisions(instance: InstancePlan) -> dict[str, str]:
+    return {block.block: block.precision for block in instance.blocks}
 
 
 def _change(blocks: Sequence[str], precision: str, instance: InstancePlan, pages: int) -> str:
