@@ -36,8 +36,8 @@ class ControlClient(Protocol):
         """
         ...
 
-    def history(self) -> list[dict[str, Any]]:
-        """The last 15 minutes, one sample a second, newest last.
+    def history(self, since: float = float("-inf")) -> list[dict[str, Any]]:
+        """The last 15 minutes, one sample a second, newest last; only those after the time `since`.
 
         Each has `time`, `precisions` ({precision: decoder layers}), `weight_bytes`, `kv_used_bytes`, `kv_free_bytes`,
         `budget`, `waiting`, `running`, `ttft_p95` (s, or None), `tpot` (s, or None) and `kv_usage` (0 to 1).

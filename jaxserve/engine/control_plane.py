@@ -94,9 +94,9 @@ class ControlPlane:
             latest = list(self._controller.decisions)[-limit:] if limit > 0 else []
         return [asdict(decision) for decision in latest]
 
-    def history(self) -> list[dict[str, Any]]:
+    def history(self, since: float = float("-inf")) -> list[dict[str, Any]]:
         with self._lock:
-            samples = list(self._controller.history)
+            samples = [sample for sample in self._controller.history if sample.time > since]
         return [asdict(sample) for sample in samples]
 
     # -- what it lets the operator change

@@ -16,16 +16,20 @@ class Feed:
     def __init__(self, state: ServerState):
         self._state = state
         self._control = state.control()
+        client = state.loaded
+        assert client is not None  # it has a control plane
+        self._client = client
+        self._model = (state.settings.served_model_names or (client.info.name,))[0]
         self._seen = float("-inf")  # time of the newest sample that was sent
         self._decisions: list[dict[str, Any]] | None = None
 
     def event(self) -> dict[str, Any]:
         """The state now, samples since the last call, and decisions if any is new or has another outcome. Mutates."""
-        samples = [sample for sample in self._control.history() if sample["time"] > self._seen]
+        samples = self._control.history(self._seen)
         if samples:
             self._seen = samples[-1]["time"]
         event = {
-            "model": self._state.model_names()[0],
+            "model": self._model,
             "phase": self._state.phase.value,
             "status": self._control.status(),
             "samples": samples,
@@ -44,7 +48,5 @@ class Feed:
             await asyncio.sleep(INTERVAL)
 
     def _working(self) -> bool:
-        client = self._state.loaded
-        assert client is not None  # it has a control plane
-        now = client.snapshot()
+        now = self._client.snapshot()
         return now.num_running + now.num_waiting > 0

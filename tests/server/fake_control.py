@@ -148,9 +148,9 @@ class FakeControl:
     def decisions(self, limit: int) -> list[dict[str, Any]]:
         return decisions_until(self.now())[-limit:]
 
-    def history(self) -> list[dict[str, Any]]:
+    def history(self, since: float = -1) -> list[dict[str, Any]]:
         last = math.floor(self.now())
-        return [sample_at(time) for time in range(max(0, last - 899), last + 1)]
+        return [sample_at(time) for time in range(max(0, last - 899), last + 1) if time > since]
 
     def set_policy(self, name: str) -> None:
         if name not in POLICIES:

@@ -27,17 +27,18 @@ class Address:
 
 
 @contextlib.contextmanager
-def serving(client: EngineClient, settings: ServerSettings | None = None) -> Iterator[Address]:
+def serving(client: EngineClient | None, settings: ServerSettings | None = None, *, port: int = 0) -> Iterator[Address]:
     """Serves until the block ends."""
     settings = settings or ServerSettings()
     app = create_app(client, settings)
-    listener = bind("127.0.0.1", 0)
+    listener = bind("127.0.0.1", port)
     server = uvicorn.Server(server_config(app, settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         yield Address("127.0.0.1", listener.getsockname()[1])
     finally:
+        app.state.server.start_draining()  # ends the streams that never end
         server.should_exit = True
         thread.join()
         listener.close()

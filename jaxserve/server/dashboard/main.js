@@ -40,6 +40,7 @@ const charts = [
     name: "Layers by precision",
     stacked: true,
     exact: true,
+    floor: 1,
     series: TONES.toReversed().map((name) => ({ name, class: name, value: (sample) => layersOf(sample, name) })),
     text: (sample) => Object.entries(sample.precisions).map(([name, count]) => `${count} in ${name}`).join(", "),
   }),

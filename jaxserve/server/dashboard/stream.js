@@ -53,6 +53,16 @@ export class Stream {
     }
   }
 
+  /** A mistake in showing an event is no reason to connect again. */
+  #tell(event, first) {
+    try {
+      if (first) this.on.open();
+      this.on.event(event, first);
+    } catch (error) {
+      reportError(error);
+    }
+  }
+
   async #read(run, abort) {
     let timer;
     const heard = () => {
@@ -72,9 +82,8 @@ export class Stream {
         if (run !== this.run) return;
         heard();
         if (event.error) throw new Refused(0, event.error.message);
-        if (first) this.on.open();
         this.delay = FIRST_DELAY;
-        this.on.event(event, first);
+        this.#tell(event, first);
         first = false;
       }
     } finally {

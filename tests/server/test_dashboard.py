@@ -1,0 +1,326 @@
+"""/dashboard: the events it lives on, and the page in a browser while a burst comes and goes."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from jaxserve.server.app import create_app
+from jaxserve.server.feed import Feed
+from jaxserve.server.settings import ServerSettings
+from jaxserve.server.state import ServerState
+from tests.server.fake import FakeClient
+from tests.server.fake_control import FIRST, LAST, ORDER, FakeControl, int4_layers
+from tests.server.serving import serving
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FLAGS = (  # no sandbox: tests may run as root; the others keep it from calling home
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+BEFORE, AFTER = FIRST - 6, FIRST + 20  # around the burst's first seconds
+HOSTILE = "<img src=x onerror='document.title=\"owned\"'><b>bold</b>"
+
+
+@dataclass
+class Time:
+    """A clock that stands until it is set."""
+
+    value: float
+
+    def __call__(self) -> float:
+        return self.value
+
+
+# -- the events
+
+
+def feed_of(control: FakeControl) -> Feed:
+    return Feed(ServerState(FakeClient(control=control), ServerSettings()))
+
+
+def test_first_event_has_the_history_and_later_ones_what_is_new():
+    time = Time(1000)
+    feed = feed_of(FakeControl(time))
+    assert [sample["time"] for sample in feed.event()["samples"]] == list(range(101, 1001))
+    time.value += 2
+    assert [sample["time"] for sample in feed.event()["samples"]] == [1001, 1002]
+    assert feed.event()["samples"] == []
+
+
+def test_decisions_come_when_there_is_a_new_one_or_one_has_ended():
+    time = Time(FIRST)
+    feed = feed_of(FakeControl(time))
+    assert [d["outcome"].split(":")[0] for d in feed.event()["decisions"]] == ["failed"]
+    assert "decisions" not in feed.event()
+    time.value = FIRST + 1.5
+    assert [d["outcome"] for d in feed.event()["decisions"]][1:] == ["started"]
+    time.value += 1
+    assert [d["outcome"] for d in feed.event()["decisions"]][1:] == ["done"]
+
+
+def test_events_end_when_the_server_has_drained():
+    state = ServerState(FakeClient(control=FakeControl()), ServerSettings())
+    state.start_draining()
+
+    async def phases() -> list[str]:
+        return [event["phase"] async for event in Feed(state).events()]
+
+    assert asyncio.run(phases()) == ["draining"]
+
+
+def test_events_are_server_sent():
+    with (
+        serving(FakeClient(control=FakeControl())) as address,
+        httpx.stream("GET", f"{address.url}/dashboard/events") as answer,
+    ):
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        first = next(answer.iter_lines())
+    assert json.loads(first.removeprefix("data: "))["status"]["policy"] == "morph"
+
+
+# -- the page as it is served
+
+
+def test_the_page_and_its_parts_are_open_and_local():
+    settings = ServerSettings(api_keys=("a",), admin_key="b")
+    http = TestClient(create_app(FakeClient(control=FakeControl()), settings))
+    page = http.get("/dashboard")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    parts = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
+    assert len(parts) >= 3
+    for part in parts:
+        found = http.get(f"/{part}")
+        assert found.status_code == 200
+        assert found.headers["x-content-type-options"] == "nosniff"
+    assert http.get("/dashboard/events").status_code == 401
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "..%2fapp.py", "%2e%2e/app.py", "nothing.js", ""])
+def test_nothing_else_is_served(name):
+    http = TestClient(create_app(FakeClient(), ServerSettings()))
+    assert http.get(f"/dashboard/{name}", follow_redirects=False).status_code in (307, 404)
+
+
+def test_no_part_names_another_server_or_writes_markup():
+    http = TestClient(create_app(FakeClient(), ServerSettings()))
+    names = ("main", "chart", "dom", "format", "layers", "log", "memory", "stream")
+    for text in [http.get("/dashboard").text, *(http.get(f"/dashboard/{name}.js").text for name in names)]:
+        assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+
+
+# -- the page in a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    """Headless Chromium: the machine's, or what JAXSERVE_TEST_BROWSER names."""
+    path = os.environ.get("JAXSERVE_TEST_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("there is no Chromium on this machine")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=[*FLAGS])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens a server's dashboard; at the end nothing must have failed in the page, nor gone to another server."""
+    opened, problems = [], []
+
+    def open_at(url: str, **options):
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+        opened.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: request.url.startswith(url) or problems.append(request.url))
+        page.set_default_timeout(30_000)
+        page.goto(f"{url}/dashboard")
+        return page
+
+    yield open_at
+    for context in opened:
+        context.close()
+    assert problems == []
+
+
+def wait_for_state(page, state: str) -> None:
+    page.wait_for_selector(f"body[data-state={state}]")
+
+
+def wait_for_text(page, selector: str, pattern: str) -> None:
+    page.wait_for_function(
+        "([selector, pattern]) => new RegExp(pattern).test(document.querySelector(selector).textContent)",
+        arg=[selector, pattern],
+    )
+
+
+def precisions(page) -> list[str]:
+    return page.locator(".cell .precision").all_text_contents()
+
+
+def test_a_burst_is_seen_to_come_and_go(open_page):
+    time = Time(BEFORE)
+    with serving(FakeClient(control=FakeControl(time))) as address:
+        page = open_page(address.url)
+        wait_for_state(page, "live")
+        assert precisions(page) == ["bf16"] * 16
+        assert "2 s" in page.locator("#plot-ttft").text_content()
+
+        time.value = FIRST + 4  # TTFT is over the SLO
+        wait_for_text(page, "#slo", "above the SLO of 2 s")
+        time.value = AFTER
+        wait_for_text(page, "#precisions", "int4 10")
+        assert [i for i, name in enumerate(precisions(page)) if name == "int4"] == sorted(ORDER)
+        wait_for_text(page, "#slo", "within the SLO of 2 s")
+        assert page.locator(".decision").count() == 5
+        assert "failed" in page.locator(".decision").last.text_content()
+        assert "KV usage 95 % is above 85 %" in page.locator(".decision").first.text_content()
+
+        time.value = LAST + 1
+        wait_for_text(page, "#moving", "changing")
+        time.value = LAST + 20
+        wait_for_text(page, "#precisions", "^bfloat16 16$")
+        wait_for_text(page, "#moving", "steady")
+        assert int4_layers(time.value) == 0
+
+
+def test_memory_is_told_in_bytes_against_the_budget(open_page):
+    time = Time(BEFORE)
+    with serving(FakeClient(control=FakeControl(time))) as address:
+        page = open_page(address.url)
+        wait_for_text(page, "#memory-legend", "Weights 2.47 GB")
+        time.value = AFTER
+        wait_for_text(page, "#memory-legend", "Weights 1.60 GB")
+        assert "budget 5 GB" in page.locator("#memory-bar").get_attribute("aria-label")
+        page.get_by_text("Every entry of the ledger").click()
+        assert page.locator("#ledger").get_by_text("workspace").is_visible()
+
+
+def test_the_key_is_asked_for_and_kept_for_the_tab_alone(open_page):
+    with serving(FakeClient(control=FakeControl()), ServerSettings(admin_key="schlüssel")) as address:
+        page = open_page(address.url)
+        wait_for_state(page, "locked")
+        assert page.locator("#panels").is_hidden()
+        page.keyboard.type("wrong")  # the field has the focus
+        page.keyboard.press("Enter")
+        wait_for_text(page, "#key-error", "did not accept")
+        page.get_by_label("Admin key").fill("schlüssel")
+        page.get_by_role("button", name="Connect").click()
+        wait_for_state(page, "live")
+        assert page.locator("#key-form").is_hidden()
+        page.reload()
+        wait_for_state(page, "live")
+        assert page.evaluate("[localStorage.length, document.cookie, location.search]") == [0, "", ""]
+        page.get_by_role("button", name="Forget key").click()
+        wait_for_state(page, "locked")
+        page.reload()
+        wait_for_state(page, "locked")
+
+
+@pytest.mark.parametrize(
+    ("client", "settings", "message"),
+    [
+        (FakeClient(), ServerSettings(), "no control plane"),
+        (FakeClient(control=FakeControl()), ServerSettings(api_keys=("a",)), "--admin-key"),
+        (None, ServerSettings(), "still loading"),
+    ],
+    ids=["no control plane", "no admin key", "loading"],
+)
+def test_why_there_is_nothing_to_see_is_said(open_page, client, settings, message):
+    with serving(client, settings) as address:
+        page = open_page(address.url)
+        wait_for_text(page, "#notice", message)
+        assert page.locator("#panels").is_hidden()
+
+
+def test_it_says_that_it_is_disconnected_and_comes_back(open_page):
+    client = partial(FakeClient, control=FakeControl(Time(AFTER)))
+    with serving(client()) as address:
+        page = open_page(address.url)
+        wait_for_state(page, "live")
+    wait_for_state(page, "lost")
+    assert "Disconnected since" in page.locator("#connection").text_content()
+    assert page.locator("#notice").is_visible()
+    with serving(client(), port=address.port):
+        wait_for_state(page, "live")
+        assert page.locator("#notice").is_hidden()
+        assert page.locator(".decision").count() == 5
+
+
+def test_text_of_the_server_is_never_markup(open_page):
+    control = FakeControl(Time(AFTER), policy=HOSTILE)
+    decision = control.decisions(1)[0] | {"reason": HOSTILE, "policy": HOSTILE, "transitions": [HOSTILE]}
+    hostile = [decision | {"outcome": f"failed: {HOSTILE}"}]
+    control.decisions = lambda limit: hostile
+    status = control.status() | {"layers": [[{"block": HOSTILE, "precision": HOSTILE}]], "ledger": {HOSTILE: 5}}
+    control.status = lambda: status
+    with serving(FakeClient(control=control), ServerSettings(served_model_names=(HOSTILE,))) as address:
+        page = open_page(address.url)
+        wait_for_state(page, "live")
+        for selector in ("#model", "#policy", ".layer", ".precision", ".reason", ".detail", ".by", "#ledger th"):
+            assert HOSTILE in page.locator(selector).first.text_content(), selector
+        assert page.locator("body img, body b b").count() == 0
+        assert page.title() == f"{HOSTILE} · jaxserve"
+
+
+def test_the_keyboard_reads_the_charts(open_page):
+    with serving(FakeClient(control=FakeControl(Time(AFTER)))) as address:
+        page = open_page(address.url)
+        wait_for_state(page, "live")
+        now = page.locator("#ttft").text_content()
+        page.get_by_role("slider", name="Time to first token").focus()
+        for _ in range(16):
+            page.keyboard.press("ArrowLeft")
+        assert page.locator("#ttft").text_content() != now
+        told = page.locator("#plot-ttft").get_attribute("aria-valuetext")
+        assert re.fullmatch(r"\d\d:\d\d:\d\d: 3\.\d\d s, above the SLO", told)
+        assert page.locator("#connection").text_content().startswith("At ")
+        page.keyboard.press("Escape")
+        assert page.locator("#ttft").text_content() == now
+        page.get_by_role("radio", name="15 min").focus()
+        page.keyboard.press("ArrowLeft")
+        assert page.get_by_role("radio", name="5 min", exact=True).is_checked()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844), (320, 640)], ids=str)
+def test_nothing_sticks_out(open_page, size, scheme):
+    viewport = {"width": size[0], "height": size[1]}
+    with serving(FakeClient(control=FakeControl(Time(1290)), script="")) as address:
+        page = open_page(address.url, viewport=viewport, color_scheme=scheme, has_touch=size[0] < 500)
+        wait_for_state(page, "live")
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        sticking_out = """() => [...document.querySelectorAll("#panels *:not(svg *)")].filter((node) => {
+            const [inner, outer] = [node.getBoundingClientRect(), node.closest(".panel")?.getBoundingClientRect()];
+            return outer && inner.width && (inner.right > outer.right + 1 || inner.left < outer.left - 1);
+        }).map((node) => node.outerHTML.slice(0, 80))"""
+        assert page.evaluate(sticking_out) == []
+
+
+def test_an_engine_that_has_just_started_is_shown(open_page):
+    control = FakeControl(Time(0.5))
+    control.history = lambda since: []
+    control.decisions = lambda limit: []
+    with serving(FakeClient(control=control)) as address:
+        page = open_page(address.url)
+        wait_for_text(page, "#precisions", "bfloat16 16")
+        wait_for_text(page, "#log-empty", "not had to change")
