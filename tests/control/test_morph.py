@@ -332,6 +332,14 @@ def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, message: str
         load_policy(path, MACHINE, ORDER)
 
 
+def test_the_slo_can_be_given_beside_the_policy(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("policy: morph-performance\nsettings: {most_layers: 0.25}")
+    policy = load_policy(tmp_path / "own.yaml", MACHINE, ORDER, slo_ttft=5.0)
+    assert isinstance(policy, MorphPolicy)
+    assert policy.settings == replace(PERFORMANCE, most_layers=0.25, slo_ttft=5.0)
+    assert policy.slo_ttft == 5.0
+
+
 def test_what_is_no_policy_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("")
     for source in ("morf", tmp_path / "no.yaml", f"{tmp_path}/no.py:Own", f"{tmp_path}/own.py:Own"):

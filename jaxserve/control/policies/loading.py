@@ -1,6 +1,7 @@
 """Policies by name, from a YAML file, or from a Python file of one's own."""
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,37 +23,44 @@ POLICY_NAMES = ("static", "manual", *MORPH_MODES)
 
 
 def load_policy(
-    source: str | Path, resources: Resources, swap_order: Sequence[int], *, target: Plan | None = None
+    source: str | Path,
+    resources: Resources,
+    swap_order: Sequence[int],
+    *,
+    target: Plan | None = None,
+    slo_ttft: float | None = None,
 ) -> Policy:
     """A policy by one of `POLICY_NAMES`, from a YAML file, or "FILE.py:NAME".
 
     `swap_order`: layers in the order in which they may lose precision, the least important first. `target`: the manual
-    policy's plan. A YAML file names a policy (`policy`) and, for morph, settings that differ (`settings`). NAME of a
-    Python file is called with `resources` and `swap_order` and returns a policy; the file is run, so take none from
-    strangers. Raises `ConfigError`.
+    policy's plan. `slo_ttft` (s) goes before what settings say. A YAML file names a policy (`policy`) and, for morph,
+    settings that differ (`settings`). NAME of a Python file is called with `resources` and `swap_order` and returns a
+    policy; the file is run, so take none from strangers. Raises `ConfigError`.
     """
+
+    def make(name: str, settings: MorphSettings | None = None) -> Policy:
+        if name == "static":
+            return StaticPolicy()
+        if name == "manual":
+            return ManualPolicy(target)
+        settings = settings or MORPH_MODES[name]
+        if slo_ttft is not None:
+            settings = replace(settings, slo_ttft=slo_ttft)
+        return MorphPolicy(resources, swap_order, settings, name=name)
+
     text = str(source)
     if text in POLICY_NAMES:
-        return _by_name(text, None, resources, swap_order, target)
+        return make(text)
     file, colon, name = text.rpartition(":")
     if colon and file.endswith(".py"):
         return _from_python(Path(file), name, resources, swap_order)
     if not text.endswith((".yaml", ".yml")):
         raise ConfigError(f"policy is {text!r}; it is {', '.join(POLICY_NAMES)}, a .yaml file or FILE.py:NAME")
-    return _from_yaml(Path(text), resources, swap_order, target)
+    return make(*_from_yaml(Path(text)))
 
 
-def _by_name(
-    name: str, settings: MorphSettings | None, resources: Resources, swap_order: Sequence[int], target: Plan | None
-) -> Policy:
-    if name == "static":
-        return StaticPolicy()
-    if name == "manual":
-        return ManualPolicy(target)
-    return MorphPolicy(resources, swap_order, MORPH_MODES[name] if settings is None else settings, name=name)
-
-
-def _from_yaml(path: Path, resources: Resources, swap_order: Sequence[int], target: Plan | None) -> Policy:
+def _from_yaml(path: Path) -> tuple[str, MorphSettings | None]:
+    """The policy that a file names, and its settings."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, yaml.YAMLError) as error:
@@ -60,11 +68,11 @@ def _from_yaml(path: Path, resources: Resources, swap_order: Sequence[int], targ
     if not isinstance(value, dict) or value.get("policy") not in POLICY_NAMES or value.keys() - {"policy", "settings"}:
         raise ConfigError(f"policy {path}: it has 'policy', one of {', '.join(POLICY_NAMES)}, and 'settings'")
     name, settings = value["policy"], value.get("settings") or {}
-    if name not in MORPH_MODES:
-        if settings:
-            raise ConfigError(f"policy {path}: {name} has no settings")
-        return _by_name(name, None, resources, swap_order, target)
-    return _by_name(name, _settings(path, MORPH_MODES[name], settings), resources, swap_order, target)
+    if name in MORPH_MODES:
+        return name, _settings(path, MORPH_MODES[name], settings)
+    if settings:
+        raise ConfigError(f"policy {path}: {name} has no settings")
+    return name, None
 
 
 def _settings(path: Path, defaults: MorphSettings, given: Any) -> MorphSettings:
@@ -82,10 +90,11 @@ def _settings(path: Path, defaults: MorphSettings, given: Any) -> MorphSettings:
 
 
 def _from_python(path: Path, name: str, resources: Resources, swap_order: Sequence[int]) -> Policy:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"jaxserve_policy_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ConfigError(f"policy {path}: there is no such file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     if not hasattr(module, name):
         raise ConfigError(f"policy {path}: it has no {name}")

@@ -1,0 +1,41 @@
+"""The example of a policy of one's own: it runs, it serves, and the documentation shows it as it is."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxserve.control.controller import Controller
+from jaxserve.control.policies import load_policy
+from tests.control.worlds import Fluid, VirtualActuator, home_plan, machine
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "policies" / "busy_int8.py"
+
+
+def test_it_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)], cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "after 7 s: 6.0 sequences waiting > 4: all layers to int8" in done.stdout
+    assert "after 20 s: none waited for 5 s, 0 pages in use < half of 100: back" in done.stdout
+
+
+def test_it_serves_a_burst() -> None:
+    home, resources, actuator, fluid = home_plan(), machine(), VirtualActuator(), Fluid()
+    policy = load_policy(f"{EXAMPLE}:BusyInt8", resources, tuple(range(16)))
+    controller, seen = Controller(home, policy, resources, actuator), set()
+    for number in range(1200):
+        actuator.now = now = number / 10
+        controller.tick(now, [fluid.step(now, 0.1, 12.0 if now < 30 else 0.0, controller.plan)])
+        seen.add(controller.plan.instances[0].layer_precisions)
+    assert ("int8",) * 16 in seen
+    assert controller.plan.instances == home.instances
+    assert {decision.outcome for decision in controller.decisions} == {"done"}
+
+
+def test_the_documentation_shows_it_in_thirty_lines() -> None:
+    source = EXAMPLE.read_text()
+    policy = source[source.index("@dataclass") : source.index("def main")].strip()
+    assert policy in (ROOT / "docs" / "adaptation.md").read_text()
+    assert len(policy.splitlines()) <= 30
