@@ -10,6 +10,7 @@ from jax import Array
 
 from jaxserve.actuator import Instance, LayerSource, PlanActuator
 from jaxserve.checkpoint import Checkpoint
+from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.control import InstancePlan, Plan, StagePlan
 from jaxserve.control.controller import Controller
 from jaxserve.control.policies import POLICY_NAMES, load_policy
@@ -153,7 +154,7 @@ def _control_plane(
     """The controller of the plan, with the policy that it asks."""
     config = resolved.config
     resources = resolved.resources(_copy_rate(resolved))
-    load = partial(load_policy, resources=resources, swap_order=_swap_order(resolved))
+    load = partial(load_policy, resources=resources, swap_order=_swap_order(resolved), slo_ttft=config.slo_ttft)
     controller = Controller(resolved.plan, load(config.policy), resources, actuator)
     return ControlPlane(
         controller,
@@ -173,10 +174,16 @@ def _swap_order(resolved: Resolved) -> tuple[int, ...]:
     path, layers = resolved.checkpoint.path / SENSITIVITY, resolved.physical.num_layers
     if path.is_file():
         profile = SensitivityProfile.load(path)
+        profile.check_model(fingerprint(resolved.checkpoint), layers)
         for precision in resolved.variants:
             if precision in profile.precisions:
                 return profile.order(precision)
-    log.warning("there is no %s in %s: layers change from the middle outwards", SENSITIVITY, path.parent)
+    log.warning(
+        "no %s for %s in %s (jaxserve profile makes one): layers change from the middle outwards",
+        SENSITIVITY,
+        ", ".join(resolved.variants),
+        path.parent,
+    )
     return tuple(sorted(range(layers), key=lambda layer: abs(layer - (layers - 1) / 2)))
 
 
