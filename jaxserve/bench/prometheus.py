@@ -18,7 +18,7 @@ PREFIXES = ("jaxserve_", "vllm:")
 INSTANCE_LABELS = frozenset({"model_name", "engine", "instance"})
 SHARES = ("_perc", "_ratio")
 HIGHEST = frozenset({"plan_version"})
-MEANS = frozenset({"iteration_seconds"})  # histograms whose sum and count are values too: the mean between two looks
+MEANS = frozenset({"iteration_seconds", "time_to_first_token_seconds"})  # sum and count are values: means in between
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,221 @@
+"""Adaptation measured: one engine and one memory budget, static in full precision, static in int4, and morph.
+
+    python -m bench.morph [--models bundled,160m] [--traces FOLDER] [--rounds N] [--out FOLDER]
+
+Every workload is run by every system in turn, each with a server of its own, and all of it again, `--rounds` times,
+backwards every other time. First the static engine in full precision is saturated: how many tokens per second it then
+generates is what the traces are scaled to, so that their busiest ten seconds ask for `--peak` times as many. With
+`--traces`, 72-second windows of published traces are replayed besides the synthetic burst.
+
+Writes each run as a result of `jaxserve bench` to the folder, and from all that are there report.md and a plot for each
+workload. `--resume` leaves runs alone that are there already; `--report-only` runs nothing.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.morph_parts.measure import run
+from bench.morph_parts.quality import describe, profile_of
+from bench.morph_parts.report import read, write
+from bench.morph_parts.summary import LIGHT, SATURATION
+from bench.morph_parts.systems import FULL, NAMES, Envelope, Setup, System, envelope, systems
+from bench.morph_parts.timeline import saturated_throughput
+from bench.morph_parts.traffic import Lengths, Prompts, at_once, peak_demand, with_lengths, with_peak, workload
+from bench.peers.checkpoints import VOCAB, ensure_checkpoint
+from jaxserve.bench.result import load, save
+from jaxserve.bench.traces.formats import load_trace
+from jaxserve.bench.traces.scaling import window
+from jaxserve.bench.traces.synthetic import synthetic
+from jaxserve.bench.traces.trace import Trace
+from jaxserve.bench.workload import Workload
+from jaxserve.bundled import bundled_model_path
+from jaxserve.engine.tokenizer import Tokenizer
+
+BUNDLED, DUMMY = "bundled", "160m"
+BURST = "burst"
+WINDOWS = {  # of the folder that --traces names
+    "azure-conv": "win72_azure_conv_1636.csv.gz",
+    "azure-all": "win72_azure_all_881.csv.gz",
+    "burstgpt": "burstgpt1_72s_744286.csv.gz",
+}
+SECONDS = 72
+LIGHT_SECONDS, LIGHT_SHARE = 20, 0.3  # of what full precision generates when it is saturated
+SPECIAL = 2  # first token ids of the dummy, of no text
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a model is served with: pages of a third of its layers' bytes, and lengths that fill them."""
+
+    kv_pages: int
+    max_model_len: int
+    max_num_seqs: int
+    lengths: Lengths
+    at_once: int  # requests that saturate
+
+
+PRESETS = {
+    BUNDLED: Preset(48, 448, 16, Lengths(96, 160, 160, 280), 96),
+    DUMMY: Preset(256, 1024, 32, Lengths(128, 256, 384, 512), 64),
+}
+
+
+def main() -> None:
+    """Measures what is asked for and reports."""
+    options = _options()
+    for name in options.models.split(","):
+        out = options.out / name
+        setup = _setup(name, options)
+        if not options.report_only:
+            _measure(name, setup, options, out)
+        if results := read(out):
+            print(write(results, setup, out, score=options.agreement and name == BUNDLED), flush=True)
+
+
+def _setup(name: str, options: argparse.Namespace) -> Setup:
+    preset = PRESETS[name]
+    model = bundled_model_path() if name == BUNDLED else ensure_checkpoint(name, options.cache_dir)
+    pages = options.kv_pages or preset.kv_pages
+    return Setup(model, pages, preset.max_model_len, preset.max_num_seqs, slo_ttft=options.slo)
+
+
+def _measure(name: str, setup: Setup, options: argparse.Namespace, out: Path) -> None:
+    """All runs of one model."""
+    room = envelope(setup)
+    known = systems(setup, room)
+    chosen = [known[system] for system in options.systems.split(",")]
+    print(_told(setup, room, known), flush=True)
+    traffic = Traffic(PRESETS[name], _prompts(name, setup), options)
+    capacity = options.capacity or _capacity(known[FULL], setup, traffic, out, options)
+    print(f"full precision at saturation: {capacity:.0f} tokens/s\n", flush=True)
+    for number in range(options.rounds):
+        for label, load_of in traffic.workloads(capacity, number):
+            for system in chosen if number % 2 == 0 else reversed(chosen):
+                path = out / f"{label}-{system.name}-{number}.json"
+                if not (options.resume and path.exists()):
+                    _one(system, setup, load_of, {"traffic": label, "round": number, "capacity": capacity}, path)
+
+
+def _one(system: System, setup: Setup, load_of: Workload, facts: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    measured = run(system, setup, load_of, command=[sys.executable, *sys.argv]) | facts
+    measured |= describe(measured, profile_of(setup.model))
+    save(measured, path)
+    ttft, violated = measured["p95_ttft_ms"], measured["slo_violation_rate"]
+    print(
+        f"{facts['traffic']} {facts['round']} {system.name}: P95 TTFT {(ttft or 0) / 1e3:.2f} s, "
+        f"{(violated or 0):.1%} over the SLO, {measured['output_throughput'] or 0:.0f} tokens/s, "
+        f"at most {measured['adaptation']['peak_kv_pages']} pages, restored after {measured['restored_after_s']} s",
+        flush=True,
+    )
+    return measured
+
+
+def _capacity(full: System, setup: Setup, traffic: "Traffic", out: Path, options: argparse.Namespace) -> float:
+    """Tokens per second of the static engine in full precision, when all requests are there at once."""
+    path = out / "capacity.json"
+    if options.resume and path.exists():
+        measured = load(path)
+    else:
+        facts = {"traffic": "capacity", "round": 0, "capacity": None}
+        measured = _one(full, setup, traffic.saturation(0), facts, path)
+    found = saturated_throughput(measured)
+    assert found is not None, "no request was answered"
+    return found
+
+
+class Traffic:
+    """The workloads of a model. The same options give the same ones, round by round other prompts."""
+
+    def __init__(self, preset: Preset, prompts: Prompts, options: argparse.Namespace):
+        self._preset, self._prompts, self._options = preset, prompts, options
+
+    def workloads(self, capacity: float, number: int) -> Iterator[tuple[str, Workload]]:
+        """Those that are asked for, by name, for round `number`. `capacity`: tokens/s."""
+        chosen = self._options.workloads.split(",") if self._options.workloads else None
+        for name in (SATURATION, LIGHT, BURST, *(WINDOWS if self._options.traces else ())):
+            if chosen is None or name in chosen:
+                yield name, self._named(name, capacity, number)
+
+    def saturation(self, number: int) -> Workload:
+        """Everything at once."""
+        trace = with_lengths(_burst(SECONDS), self._preset.lengths)
+        return self._of(at_once(trace, self._preset.at_once, np.random.default_rng(1)), number)
+
+    def _named(self, name: str, capacity: float, number: int) -> Workload:
+        if name == SATURATION:
+            return self.saturation(number)
+        if name == LIGHT:
+            return self._light(capacity, number)
+        trace = _burst(SECONDS) if name == BURST else load_trace(self._options.traces / WINDOWS[name])
+        trace = with_lengths(window(trace, 0, self._options.seconds), self._preset.lengths)
+        return self._of(with_peak(trace, self._options.peak * capacity, np.random.default_rng(2)), number)
+
+    def _light(self, capacity: float, number: int) -> Workload:
+        """Requests one by one at even distances, so few that no policy has a reason to do anything."""
+        trace = with_lengths(_burst(SECONDS), self._preset.lengths)
+        rate = LIGHT_SHARE * capacity / float(trace.output_tokens.mean())
+        count = max(2, int(rate * LIGHT_SECONDS))
+        rows = np.arange(count) % len(trace)
+        even = trace.changed("even", {"rate": rate}, **trace.taken(rows) | {"arrival_s": np.arange(count) / rate})
+        return self._of(even, number)
+
+    def _of(self, trace: Trace, number: int) -> Workload:
+        trace = trace.changed("asks_for", {"peak_tokens_per_s": peak_demand(trace)})
+        return workload(trace, self._prompts, np.random.default_rng([3, number]))
+
+
+def _burst(seconds: float) -> Trace:
+    return synthetic("azure-burst", seconds, None, np.random.default_rng(0))
+
+
+def _prompts(name: str, setup: Setup) -> Prompts:
+    """Text that the bundled model has not seen; for random weights, random tokens."""
+    if name != BUNDLED:
+        rng = np.random.default_rng(0)
+        return Prompts(rng.integers(SPECIAL, VOCAB, 100_000).tolist(), "random token ids")
+    from bench.quantization import texts  # reads the standard library
+
+    _, held_out = texts()
+    tokens = Tokenizer.load(setup.model).encode("\n\n".join(document.text for document in held_out))
+    return Prompts(tokens, "modules of the standard library that were kept from training")
+
+
+def _told(setup: Setup, room: Envelope, known: Mapping[str, System]) -> str:
+    pages = ", ".join(f"{system.label} {system.kv_pages}" for system in known.values())
+    return (
+        f"{setup.name}: layers {room.full_layers / 1e6:.1f} MB, in int4 {room.quantised_layers / 1e6:.1f} MB; "
+        f"a KV page {room.page / 1e3:.1f} kB; room to exchange a layer {room.exchange / 1e6:.1f} MB\n"
+        f"KV pages at the start: {pages}"
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=f"{BUNDLED},{DUMMY}")
+    parser.add_argument("--systems", default=",".join(NAMES))
+    parser.add_argument("--workloads", help=f"default: {SATURATION},{LIGHT},{BURST} and, with --traces, the windows")
+    parser.add_argument("--traces", type=Path, help=f"folder with {', '.join(WINDOWS.values())}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each trace, from its start")
+    parser.add_argument(
+        "--peak", type=float, default=1.5, help="tokens asked for at the peak, in full precision's most"
+    )
+    parser.add_argument("--capacity", type=float, help="full precision's most tokens/s; default: it is measured")
+    parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")
+    parser.add_argument("--kv-pages", type=int, help="of the static engine in full precision; default: the model's")
+    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "jaxserve" / "bench")
+    parser.add_argument("--out", type=Path, default=Path("bench/out/morph"))
+    parser.add_argument("--agreement", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--report-only", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""From the results of all rounds to tables: what each system did under each workload, and the targets beside it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.morph_parts.systems import ACCURACY, FULL, INT4, LABELS, NAMES, PERFORMANCE
+from bench.morph_parts.timeline import saturated_throughput
+
+Result = Mapping[str, Any]
+SATURATION, LIGHT = "saturation", "light"
+NOT_TRACES = (SATURATION, LIGHT)
+RESTORED_S = 10.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system under one workload, all rounds together. Latencies of all requests are pooled; None: not measured."""
+
+    rounds: int
+    requests: int
+    failed: int
+    violations: float | None  # share of the requests without a first token within the objective
+    ttft_s: tuple[float, float, float] | None  # P50, P95, P99
+    tpot_ms: tuple[float, float] | None  # median, P99
+    throughput: float | None  # tokens/s in the middle of the run; the median of the rounds
+    peak_pages: int
+    loss: float | None  # relative rise of the cross-entropy
+    agreement: float | None
+    restored_s: float | None  # the longest; infinite if it was ever not restored
+    transitions: Mapping[str, int]
+    step_ratio: float | None  # the median of all stretches of swaps
+    swapped: float  # layers that were swapped, mean over tokens
+
+
+def cell(results: Sequence[Result]) -> Cell:
+    """Of the rounds of one system and workload."""
+    errors = np.concatenate([np.array([bool(e) for e in r["errors"]], bool) for r in results])
+    ttfts = np.concatenate([np.array(r["ttfts"], float) for r in results])[~errors]
+    objective = results[0]["slo"]["ttft"] / 1e3
+    tpots = np.concatenate([_tpots(r) for r in results])
+    throughputs = [value for r in results if (value := saturated_throughput(r)) is not None]
+    restored = [np.inf if r["restored_after_s"] is None else r["restored_after_s"] for r in results]
+    outcomes = [r["adaptation"]["transitions"] for r in results]
+    ratios = [ratio for r in results for ratio in r["adaptation"]["gap_during_swaps_over_before"]]
+    return Cell(
+        rounds=len(results),
+        requests=len(errors),
+        failed=int(errors.sum()),
+        violations=float((errors.sum() + (ttfts > objective).sum()) / len(errors)) if len(errors) else None,
+        ttft_s=_percentiles(ttfts, (50, 95, 99)),
+        tpot_ms=_percentiles(tpots * 1e3, (50, 99)),
+        throughput=float(np.median(throughputs)) if throughputs else None,
+        peak_pages=max(r["adaptation"]["peak_kv_pages"] for r in results),
+        loss=_mean(r["cross_entropy"] / r["cross_entropy_full"] - 1 for r in results if r["cross_entropy"] is not None),
+        agreement=_mean(r["agreement"]["share"] for r in results if r.get("agreement")),
+        restored_s=max(restored, default=None),
+        transitions={key: sum(o.get(key, 0) for o in outcomes) for key in sorted({k for o in outcomes for k in o})},
+        step_ratio=float(np.median(ratios)) if ratios else None,
+        swapped=float(np.mean([_swapped(r) for r in results])),
+    )
+
+
+def _tpots(result: Result) -> np.ndarray:
+    rows = zip(result["itls"], result["output_lens"], result["errors"], strict=True)
+    return np.array([sum(gaps) / (count - 1) for gaps, count, error in rows if count > 1 and not error])
+
+
+def _percentiles(values: np.ndarray, which: Sequence[int]) -> Any:
+    return tuple(np.percentile(values, which).tolist()) if len(values) else None
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return float(np.mean(found)) if found else None
+
+
+def _swapped(result: Result) -> float:
+    tokens = result["adaptation"]["tokens_by_swapped_layers"]
+    total = sum(tokens.values())
+    return sum(int(count) * number for count, number in tokens.items()) / total if total else 0.0
+
+
+Cells = Mapping[str, Mapping[str, Cell]]
+"""By workload and system."""
+
+
+def cells(results: Iterable[Result]) -> dict[str, dict[str, Cell]]:
+    """All results of one model."""
+    grouped: dict[str, dict[str, list[Result]]] = {}
+    for result in results:
+        grouped.setdefault(result["traffic"], {}).setdefault(result["system"], []).append(result)
+    return {
+        traffic: {name: cell(by_system[name]) for name in NAMES if name in by_system}
+        for traffic, by_system in grouped.items()
+    }
+
+
+# -- tables
+
+COLUMNS: dict[str, Callable[[Cell, Cell], str]] = {  # a cell, and full precision's of the same workload
+    "requests": lambda c, _: f"{c.requests}" + (f" ({c.failed} failed)" if c.failed else ""),
+    "SLO violated": lambda c, _: _text(c.violations, "{:.1%}"),
+    "TTFT P50 / P95 / P99, s": lambda c, _: " / ".join(f"{v:.2f}" for v in c.ttft_s) if c.ttft_s else "-",
+    "TPOT median / P99, ms": lambda c, _: " / ".join(f"{v:.1f}" for v in c.tpot_ms) if c.tpot_ms else "-",
+    "peak KV pages": lambda c, full: f"{c.peak_pages} ({c.peak_pages / full.peak_pages:.2f}x)",
+    "layers swapped": lambda c, _: f"{c.swapped:.1f}",
+    "loss": lambda c, _: _text(c.loss, "{:+.2%}"),
+    "agreement": lambda c, _: _text(c.agreement, "{:.1%}"),
+    "restored after, s": lambda c, _: _text(c.restored_s, "{:.1f}"),
+    "transitions": lambda c, _: ", ".join(f"{n} {k}" for k, n in c.transitions.items()) or "-",
+    "gap in swaps": lambda c, _: _text(c.step_ratio, "{:.2f}x"),
+}
+
+
+def workload_tables(found: Cells) -> str:
+    """Markdown: a table for each workload."""
+    parts = []
+    for traffic, by_system in found.items():
+        if FULL not in by_system:
+            continue
+        full, columns = by_system[FULL], dict(COLUMNS)
+        if traffic == SATURATION:
+            columns = {"tokens/s": _throughput} | columns
+        head = f"| {traffic} | {' | '.join(columns)} |\n| --- |{' ---: |' * len(columns)}"
+        rows = [
+            f"| {LABELS[name]} | {' | '.join(column(c, full) for column in columns.values())} |"
+            for name, c in by_system.items()
+        ]
+        parts.append("\n".join([head, *rows]))
+    return "\n\n".join(parts)
+
+
+def _throughput(c: Cell, full: Cell) -> str:
+    if c.throughput is None or not full.throughput:
+        return "-"
+    return f"{c.throughput:.0f} ({c.throughput / full.throughput:.2f}x)"
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+# -- targets
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target, what was measured, and whether that meets it (None: nothing was measured)."""
+
+    target: str
+    measured: str
+    met: bool | None
+
+
+def verdicts(found: Cells) -> list[Verdict]:
+    """The targets of both modes."""
+    traces = [name for name in found if name not in NOT_TRACES and {FULL, ACCURACY, PERFORMANCE} <= found[name].keys()]
+    listed = []
+    for mode, least in ((ACCURACY, 3.9), (PERFORMANCE, 10.0)):
+        listed.append(_fewer_violations(found, traces, mode))
+        listed.append(_each(found, traces, mode, f"P95 TTFT at least {least:g}x better", _ttft_ratio, least))
+    listed += [_throughput_verdict(found, mode) for mode in (ACCURACY, PERFORMANCE)]
+    for mode in (ACCURACY, PERFORMANCE):
+        text = "peak KV capacity at least 1.33x"
+        listed.append(_each(found, traces, mode, text, lambda c, full: c.peak_pages / full.peak_pages, 1.33))
+    listed.append(_each(found, traces, ACCURACY, "median TPOT at most 1.06x", _tpot_ratio, 1.06, at_most=True))
+    listed.append(_each(found, traces, PERFORMANCE, "median TPOT below 1x", _tpot_ratio, 1.0, at_most=True))
+    listed += [_loss(found, traces), _half_loss(found, traces)]
+    for mode in (ACCURACY, PERFORMANCE):
+        longest = max((c[mode].restored_s or 0.0 for c in found.values() if mode in c), default=None)
+        met = None if longest is None else longest <= RESTORED_S
+        name = f"{LABELS[mode]}: restored within {RESTORED_S:g} s of the end, every time"
+        listed.append(Verdict(name, _text(longest, "at most {:.1f} s"), met))
+    return [*listed, *(_nothing(found, mode) for mode in (ACCURACY, PERFORMANCE))]
+
+
+def _fewer_violations(found: Cells, traces: Sequence[str], mode: str) -> Verdict:
+    def violated(system: str) -> float:
+        cells = [found[name][system] for name in traces]
+        return sum((c.violations or 0.0) * c.requests for c in cells) / max(sum(c.requests for c in cells), 1)
+
+    target = f"{LABELS[mode]}: SLO violations at least 92 % lower, all traces together"
+    before, after = violated(FULL), violated(mode)
+    if not before:
+        return Verdict(target, "full precision violated none", None)
+    lower = 1 - after / before
+    return Verdict(target, f"{lower:.1%} lower ({before:.1%} to {after:.1%})", lower >= 0.92)
+
+
+def _each(
+    found: Cells,
+    traces: Sequence[str],
+    mode: str,
+    text: str,
+    ratio: Callable[[Cell, Cell], float | None],
+    limit: float,
+    *,
+    at_most: bool = False,
+) -> Verdict:
+    """A ratio to full precision that must hold in every trace."""
+    ratios = {name: ratio(found[name][mode], found[name][FULL]) for name in traces}
+    known = {name: value for name, value in ratios.items() if value is not None}
+    met = all(value <= limit if at_most else value >= limit for value in known.values()) if known else None
+    told = ", ".join(f"{name} {value:.2f}x" for name, value in known.items())
+    return Verdict(f"{LABELS[mode]}: {text}, in every trace", told or "-", met)
+
+
+def _ttft_ratio(c: Cell, full: Cell) -> float | None:
+    return full.ttft_s[1] / c.ttft_s[1] if c.ttft_s and full.ttft_s else None
+
+
+def _tpot_ratio(c: Cell, full: Cell) -> float | None:
+    return c.tpot_ms[0] / full.tpot_ms[0] if c.tpot_ms and full.tpot_ms else None
+
+
+def _throughput_verdict(found: Cells, mode: str) -> Verdict:
+    target = f"{LABELS[mode]}: throughput at saturation at least 1.6x"
+    by_system = found.get(SATURATION, {})
+    c, full = by_system.get(mode), by_system.get(FULL)
+    if c is None or full is None or not c.throughput or not full.throughput:
+        return Verdict(target, "-", None)
+    ratio = c.throughput / full.throughput
+    return Verdict(target, f"{ratio:.2f}x ({full.throughput:.0f} to {c.throughput:.0f} tokens/s)", ratio >= 1.6)
+
+
+def _loss(found: Cells, traces: Sequence[str]) -> Verdict:
+    target = f"{LABELS[ACCURACY]}: loses at most 2.2 %, in every trace"
+    losses = [value for name in traces if (value := found[name][ACCURACY].loss) is not None]
+    return Verdict(target, f"at most {max(losses):.2%}" if losses else "-", max(losses) <= 0.022 if losses else None)
+
+
+def _half_loss(found: Cells, traces: Sequence[str]) -> Verdict:
+    target = f"{LABELS[ACCURACY]}: loses at most half of static int4, in every trace"
+    shares = {
+        name: mine / static
+        for name in traces
+        if INT4 in found[name]
+        and (mine := found[name][ACCURACY].loss) is not None
+        and (static := found[name][INT4].loss)
+    }
+    told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return Verdict(target, told or "-", max(shares.values()) <= 0.5 if shares else None)
+
+
+def _nothing(found: Cells, mode: str) -> Verdict:
+    target = f"{LABELS[mode]}: nothing happens under light load"
+    c = found.get(LIGHT, {}).get(mode)
+    if c is None:
+        return Verdict(target, "-", None)
+    count = sum(c.transitions.values())
+    return Verdict(target, f"{count} transitions", count == 0)
+
+
+def verdict_table(listed: Sequence[Verdict]) -> str:
+    """Markdown."""
+    words = {True: "met", False: "**missed**", None: "not measured"}
+    rows = [f"| {v.target} | {v.measured} | {words[v.met]} |" for v in listed]
+    return "\n".join(["| target | measured | |", "| --- | --- | --- |", *rows])

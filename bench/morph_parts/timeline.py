@@ -1,0 +1,123 @@
+"""What a result's series say of the adaptation: which mixture was in force when, pages, transitions, and step times."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench.report.series import Floats, server_series, server_series_by, server_times
+
+BEFORE_S = 1.0  # before a swap, with which the time during it is compared
+FEWEST_GAPS = 20  # between tokens, for a median to mean anything
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Every token that was generated: when the client had it, and how long after the one before (NaN: the first).
+
+    A chunk with several tokens counts as so many at once, with `weight` tokens.
+    """
+
+    time_s: Floats
+    gap_s: Floats
+    weight: Floats
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> "Tokens":
+        """Reads the per-request lists of a result."""
+        times, gaps, weights = [np.zeros(0)], [np.zeros(0)], [np.zeros(0)]
+        rows = zip(result["start_times"], result["ttfts"], result["itls"], result["output_lens"], strict=True)
+        for start, ttft, between, count in rows:
+            if count:
+                after = np.concatenate([[0.0], np.cumsum(between)])
+                times.append(start + ttft + after)
+                gaps.append(np.concatenate([[np.nan], between]))
+                weights.append(np.full(len(after), count / len(after)))
+        return cls(np.concatenate(times), np.concatenate(gaps), np.concatenate(weights))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The server as it was sampled."""
+
+    time_s: Floats
+    swapped: Floats  # decoder layers in the other precision
+    kv_pages: Floats
+    kv_used: Floats
+    swaps: Floats  # layers exchanged since the start
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any], precision: str) -> "Timeline":
+        """`precision`: the one that layers are swapped to."""
+        time_s = server_times(result)
+        nothing = np.zeros_like(time_s)
+        layers = server_series_by(result, "layers_by_precision", "precision")
+        swaps = server_series_by(result, "transitions_total", "kind").get("SwapPrecision", nothing)
+        pages, used = (server_series(result, name) for name in ("kv_pages_total", "kv_pages_used"))
+        return cls(
+            time_s,
+            np.nan_to_num(layers.get(precision, nothing)),
+            nothing if pages is None else pages,
+            nothing if used is None else used,
+            np.nan_to_num(swaps),
+        )
+
+    def swapped_at(self, times: Floats) -> Floats:
+        """Layers swapped at each time: the more of the two samples around it."""
+        after = np.clip(np.searchsorted(self.time_s, times), 0, len(self.time_s) - 1)
+        return np.maximum(self.swapped[after], self.swapped[np.maximum(after - 1, 0)])
+
+    def swap_spans(self) -> Iterator[tuple[float, float]]:
+        """From sample to sample, the stretches of time in which layers were exchanged."""
+        begin = None
+        for (early, late), more in zip(pairwise(self.time_s), np.diff(self.swaps) > 0, strict=True):
+            if more and begin is None:
+                begin = early
+            if not more and begin is not None:
+                yield begin, early
+                begin = None
+            end = late
+        if begin is not None:
+            yield begin, end
+
+
+def tokens_by_swapped(result: Mapping[str, Any], precision: str) -> dict[int, float]:
+    """Tokens that were generated with 0, 1, ... layers swapped."""
+    tokens, timeline = Tokens.of(result), Timeline.of(result, precision)
+    counts = timeline.swapped_at(tokens.time_s)
+    return {int(count): float(tokens.weight[counts == count].sum()) for count in np.unique(counts)}
+
+
+def step_ratios(result: Mapping[str, Any], precision: str) -> list[float]:
+    """For each stretch of swaps: the median gap between two tokens in it, over that in the second before it."""
+    tokens, ratios = Tokens.of(result), []
+    for begin, end in Timeline.of(result, precision).swap_spans():
+        during, before = (_gaps(tokens, *span) for span in ((begin, end), (begin - BEFORE_S, begin)))
+        if min(len(during), len(before)) >= FEWEST_GAPS:
+            ratios.append(float(np.median(during) / np.median(before)))
+    return ratios
+
+
+def _gaps(tokens: Tokens, begin: float, end: float) -> Floats:
+    inside = (tokens.time_s > begin) & (tokens.time_s <= end) & np.isfinite(tokens.gap_s)
+    return tokens.gap_s[inside]
+
+
+def transitions(result: Mapping[str, Any]) -> dict[str, int]:
+    """How many ended, by outcome: "done", "failed"."""
+    found = server_series_by(result, "transitions_total", "outcome")
+    return {outcome: int(np.nanmax(values)) for outcome, values in found.items()}
+
+
+def saturated_throughput(result: Mapping[str, Any]) -> float | None:
+    """Tokens per second from the time when 20 % of all had been generated to that of 90 %: without start and end."""
+    tokens = Tokens.of(result)
+    order = np.argsort(tokens.time_s)
+    times, done = tokens.time_s[order], np.cumsum(tokens.weight[order])
+    if not len(done):
+        return None
+    first, last = np.searchsorted(done, [0.2 * done[-1], 0.9 * done[-1]])
+    seconds = times[last] - times[first]
+    return float((done[last] - done[first]) / seconds) if seconds > 0 else None
