@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve`, `generate` and `chat`; `jaxserve bench` is in `bench/cli.py`."""
+"""The command line: `jaxserve serve`, `generate` and `chat`; `bench` is in `bench/cli.py`, `plan` in `plan_cli.py`."""
 
 import contextlib
 import json
@@ -16,6 +16,7 @@ from jaxserve.bench.cli import app as bench
 from jaxserve.core.errors import ConfigError
 from jaxserve.flattened import flattened
 from jaxserve.options import ChatSamplingOptions, EngineOptions, SamplingOptions, given, option
+from jaxserve.plan_cli import app as plan
 from jaxserve.quantization.cli import app as quantization
 from jaxserve.quantization.sensitivity.cli import profile
 from jaxserve.terminal import console, told_errors
@@ -37,6 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench)
+app.add_typer(plan)
 app.add_typer(quantization)
 app.command()(profile)
 API_KEY, ADMIN_KEY = "JAXSERVE_API_KEY", "JAXSERVE_ADMIN_KEY"  # environment variables

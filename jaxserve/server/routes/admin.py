@@ -132,6 +132,10 @@ def _plan_text(content_type: str, body: bytes) -> str:
             raise HTTPException(415, f"the body must be of type {YAML} or {JSON} (header content-type)")
         if isinstance(plan, dict):
             return yaml.safe_dump(plan, sort_keys=False)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise RequestError(f"the plan cannot be read: {error.problem}{where}", field="plan") from error
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"the plan cannot be read: {error}", field="plan") from error
     raise RequestError("the plan must be a mapping with the key 'instances'", field="plan", value=plan)

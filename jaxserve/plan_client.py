@@ -1,0 +1,116 @@
+"""PlanClient: the operators' routes of a running server, over HTTP."""
+
+import json
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from jaxserve.core.errors import ConfigError, JaxserveError
+
+TIMEOUT = httpx.Timeout(10.0)  # s; events come every second
+YAML = "application/yaml"
+
+
+class ServerRefused(JaxserveError):
+    """The server's answer is an error; its message is this one's."""
+
+
+class PlanClient:
+    """A context manager. Every method raises ServerRefused, or JaxserveError where the server cannot be reached."""
+
+    def __init__(self, url: str, admin_key: str | None):
+        """Raises ConfigError for a URL that is none."""
+        self._url = url.rstrip("/")
+        headers = {b"authorization": b"Bearer " + admin_key.encode()} if admin_key else {}
+        try:
+            scheme = httpx.URL(self._url).scheme
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{url!r} is no address: {error} (--url)") from error
+        if scheme not in ("http", "https"):
+            raise ConfigError(f"{url!r} is no address; one is http://127.0.0.1:8000 (--url)")
+        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=TIMEOUT)
+
+    def __enter__(self) -> "PlanClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def plan(self, form: str) -> str:
+        """The plan in force as "yaml" or "json"."""
+        text = self._request("GET", "/admin/plan", params={"format": form}).text
+        return json.dumps(json.loads(text), indent=2) if form == "json" else text
+
+    def status(self) -> dict[str, Any]:
+        """The engine now."""
+        return _mapping(self._request("GET", "/admin/status"))
+
+    def decisions(self, limit: int) -> list[dict[str, Any]]:
+        """The latest decisions, newest last."""
+        found: list[dict[str, Any]] = _mapping(self._request("GET", "/admin/decisions", params={"limit": limit}))[
+            "decisions"
+        ]
+        return found
+
+    def set_plan(self, text: str) -> dict[str, Any]:
+        """Has the server go over to a plan, in YAML or JSON; returns its status."""
+        content = text.encode()
+        return _mapping(self._request("PUT", "/admin/plan", content=content, headers={"content-type": YAML}))
+
+    def set_policy(self, name: str) -> dict[str, Any]:
+        """Has another policy decide; returns the server's status."""
+        return _mapping(self._request("PUT", "/admin/policy", json={"policy": name}))
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The dashboard's events, until the server ends them."""
+        try:
+            with self._http.stream("GET", "/dashboard/events") as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                for line in response.iter_lines():
+                    data = line.removeprefix("data: ")
+                    if data == "[DONE]":
+                        return
+                    if data:
+                        yield _event(data)
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+
+    def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        if response.is_error:
+            raise _refusal(response)
+        return response
+
+    def _unreachable(self, error: httpx.TransportError) -> JaxserveError:
+        return JaxserveError(f"cannot reach {self._url}: {error or type(error).__name__} (--url or JAXSERVE_URL)")
+
+
+def _event(data: str) -> dict[str, Any]:
+    event: dict[str, Any] = json.loads(data)
+    if "error" in event:
+        raise ServerRefused(event["error"]["message"])
+    return event
+
+
+def _mapping(response: httpx.Response) -> dict[str, Any]:
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def _refusal(response: httpx.Response) -> ServerRefused:
+    """The server's own words, or its status if it is no jaxserve."""
+    try:
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"{response.url} answered {response.status_code}; is it a jaxserve server?"
+    hint = " (--admin-key or JAXSERVE_ADMIN_KEY)" if response.status_code == 401 else ""
+    return ServerRefused(message + hint)

@@ -1,0 +1,182 @@
+"""How a server's plan looks in a terminal. Text of the server is printed as it is, never as markup."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jaxserve.control.plan_yaml import from_yaml, plan_table
+
+SHOWN_DECISIONS = 8
+BAR = 40  # characters
+# By bits: a block as high as a weight is wide, and a colour that tells the same.
+TONES = ((16, "█", "blue"), (8, "▅", "cyan"), (4, "▃", "yellow"), (0, "▂", "magenta"))
+OUTCOMES = {"done": ("✓", "green"), "started": ("◐", "yellow"), "failed": ("✕", "red"), "rejected": ("⊘", "red")}
+
+Fields = Mapping[str, Any]
+
+
+def overview(status: Fields, plan_yaml: str, decisions: Sequence[Fields]) -> RenderableType:
+    """The plan as a table, the ledger and the latest decisions."""
+    ledger = Table.grid(padding=(0, 2))
+    ledger.add_column()
+    ledger.add_column(justify="right")
+    entries = sorted(status["ledger"].items(), key=lambda entry: -entry[1])
+    used = sum(size for _, size in entries)
+    for name, size in (*entries, ("left of the budget", status["budget"] - used)):
+        ledger.add_row(Text(name), size_text(size))
+    parts: list[RenderableType] = [_headline(status), "", Text(plan_table(from_yaml(plan_yaml))), "", ledger]
+    if decisions:
+        parts += ["", decision_table(decisions, time.time() - status["time"])]
+    return Group(*parts)
+
+
+class Scene:
+    """What `plan watch` shows: the newest of everything. Mutated by `take`."""
+
+    def __init__(self) -> None:
+        self._event: Fields = {}
+        self._sample: Fields = {}
+        self._decisions: Sequence[Fields] = ()
+
+    def take(self, event: Fields) -> "Scene":
+        """Goes on to an event. Mutates, and returns itself."""
+        self._event = event
+        self._decisions = event.get("decisions", self._decisions)
+        self._sample = event["samples"][-1] if event["samples"] else self._sample
+        return self
+
+    def line(self) -> str:
+        """One line, for a file or a pipe."""
+        status = self._event["status"]
+        counts = Counter(layer["precision"] for instance in status["layers"] for layer in instance)
+        layers = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+        plan = f"plan {status['plan_version']}"
+        figures = (f"{name} {value}" for name, value in self._figures())
+        return "  ".join((time.strftime("%H:%M:%S"), plan, status["policy"], _state(status), layers, *figures))
+
+    def picture(self) -> RenderableType:
+        """The same and more, for a terminal."""
+        status = self._event["status"]
+        figures = Table.grid(padding=(0, 2))
+        for name, value in self._figures():
+            figures.add_row(Text(name, style="dim"), value)
+        parts: list[RenderableType] = [_headline(status), "", *_strips(status["layers"]), ""]
+        if self._sample:
+            parts += [_memory_bar(self._sample), ""]
+        shown = self._decisions[-SHOWN_DECISIONS:]
+        return Group(*parts, figures, "", decision_table(shown, time.time() - status["time"]))
+
+    def _figures(self) -> list[tuple[str, str]]:
+        sample, slo = self._sample, self._event["status"].get("slo_ttft")
+        if not sample:
+            return []
+        cache = sample["kv_used_bytes"] + sample["kv_free_bytes"]
+        limit = "" if slo is None else f" (SLO {slo:g} s)"
+        return [
+            ("KV", f"{sample['kv_usage'] * 100:.0f} % of {size_text(cache)}"),
+            ("running", str(sample["running"])),
+            ("waiting", str(sample["waiting"])),
+            ("TTFT P95", seconds_text(sample["ttft_p95"]) + limit),
+            ("TPOT", seconds_text(sample["tpot"])),
+        ]
+
+
+def decision_table(decisions: Sequence[Fields], offset: float) -> Table:
+    """Decisions, newest last. `offset`: from the engine's clock to seconds since the epoch."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for decision in decisions:
+        kind, _, detail = decision["outcome"].partition(": ")
+        sign, style = OUTCOMES.get(kind, ("·", ""))
+        when = time.strftime("%H:%M:%S", time.localtime(decision["time"] + offset))
+        versions = f"{decision['before_version']} → {decision['target_version']}"
+        reason = "; ".join(filter(None, (decision["reason"], detail)))
+        table.add_row(Text(when), Text(f"{sign} {kind}", style=style), Text(versions), Text(reason))
+    return table
+
+
+def size_text(size: float) -> str:
+    """Bytes with three digits: "2.47 GB"."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(size) >= unit:
+            return f"{_digits(size / unit)} {name}"
+    return f"{size:.0f} B"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Seconds or milliseconds with three digits; a dash for nothing measured."""
+    if seconds is None:
+        return "-"
+    return f"{_digits(seconds)} s" if seconds >= 1 else f"{_digits(seconds * 1e3)} ms"
+
+
+# -- inside
+
+
+def _digits(value: float) -> str:
+    """Three digits that count: 4.20, 42.0, 420."""
+    return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
+
+
+def _headline(status: Fields) -> Text:
+    pages = status["kv_pages"]
+    return Text.assemble(
+        ("plan ", "dim"),
+        (str(status["plan_version"]), "bold"),
+        ("   policy ", "dim"),
+        (status["policy"], "bold"),
+        (f"   {_state(status)}", "yellow" if status["busy"] else "dim"),
+        ("   KV pages ", "dim"),
+        f"{pages['used']} of {pages['total']} in use, at most {pages['most']}",
+    )
+
+
+def _state(status: Fields) -> str:
+    return f"changing to {status['target_version']}" if status["busy"] else "steady"
+
+
+def _tone(precision: str) -> tuple[str, str]:
+    """The block and the colour of a precision, by the bits in its name."""
+    bits = int("".join(filter(str.isdigit, precision)) or 16)
+    return next((block, colour) for least, block, colour in TONES if bits >= least)
+
+
+def _strips(instances: Sequence[Sequence[Fields]]) -> list[Text]:
+    """A line per instance with a block for each layer, and what they stand for."""
+    lines = []
+    for layers in instances:
+        line = Text.assemble(("layers ", "dim"))
+        for layer in layers:
+            line.append(*_tone(layer["precision"]))
+        counts = Counter(layer["precision"] for layer in layers)
+        for name, count in counts.items():
+            block, colour = _tone(name)
+            line.append(f"  {block} ", colour).append(f"{name} {count}")
+        lines.append(line)
+    return lines
+
+
+def _memory_bar(sample: Fields) -> Text:
+    """Weights, KV in use and KV free, as shares of the budget."""
+    parts = (
+        ("weights", sample["weight_bytes"], "█", "bright_black"),
+        ("KV used", sample["kv_used_bytes"], "█", "green"),
+        ("KV free", sample["kv_free_bytes"], "▒", "green"),
+    )
+    line, legend, end, drawn = Text.assemble(("memory ", "dim")), Text(), 0, 0
+    for name, size, block, colour in parts:
+        end += size
+        width = round(BAR * end / sample["budget"]) - drawn
+        drawn += width
+        line.append(block * width, colour)
+        legend.append(f"  {block} ", colour).append(f"{name} {size_text(size)}")
+    line.append("·" * (BAR - drawn), "dim")
+    return line.append(legend).append(f"  budget {size_text(sample['budget'])}", "dim")
