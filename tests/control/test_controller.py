@@ -176,7 +176,7 @@ def test_transitions_that_vanish_count_as_failed() -> None:
     assert world.controller.plan == HOME.with_precisions(0, {"layers.3": "int4"})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([None, None, "no memory", "cancelled"]), max_size=40), st.data())
 def test_whatever_fails_the_plan_in_force_is_what_was_committed(errors: list[str | None], data: st.DataObject) -> None:
     remaining, committed = iter(errors), []

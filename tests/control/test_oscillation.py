@@ -93,19 +93,19 @@ def test_a_steady_load_at_the_limit_does_not_send_layers_back_and_forth(
 
 
 @MODES
-@ENGINES
 @pytest.mark.parametrize(
-    ("wave", "period", "low", "high"),
+    ("wave", "period", "low", "high", "engine"),
     [
-        (square, 9, 0.0, 1.5),
-        (sine, 30, 0.0, 1.5),
-        (square, 60, 0.3, 1.1),
-        (sine, 120, 0.6, 1.2),
-        (square, 600, 0.9, 1.05),
+        (square, 9, 0.0, 1.5, CACHE_BOUND),
+        (sine, 30, 0.0, 1.5, SLOT_BOUND),
+        (square, 60, 0.3, 1.1, SLOT_BOUND),
+        (sine, 120, 0.6, 1.2, CACHE_BOUND),
+        (square, 600, 0.9, 1.05, CACHE_BOUND),
+        (sine, 1800, 0.0, 1.5, SLOT_BOUND),
     ],
 )
 def test_layers_go_and_come_at_most_once_in_a_period(
-    wave: Callable[..., Wave], period: float, low: float, high: float, mode: MorphSettings, engine: dict[str, int]
+    wave: Callable[..., Wave], period: float, low: float, high: float, engine: dict[str, int], mode: MorphSettings
 ) -> None:
     result = run(wave(period, low, high), TWO_HOURS, mode, engine)
     assert result.changes <= 2 * TWO_HOURS / period + 2 * TWO_HOURS / mode.relapse_memory
