@@ -94,9 +94,9 @@ def test_pressure_that_does_not_last_is_none() -> None:
 def test_layers_go_a_few_at_a_time_up_to_the_modes_share() -> None:
     driver = Driver()
     times = driver.see_for(0, 30, num_waiting=9, oldest_wait=0.3)
-    assert times == pytest.approx([0.2, 0.8, 1.3, 1.8])
-    assert int4(driver.plan) == sorted(ORDER[:8])
-    assert driver.plan.instances[0].kv_pages == MACHINE.kv_capacity(driver.plan.instances[0]) == 641
+    assert times == pytest.approx([0.2, 0.8, 1.3, 1.8, 2.4, 2.9])
+    assert int4(driver.plan) == sorted(ORDER[:12])
+    assert driver.plan.instances[0].kv_pages == MACHINE.kv_capacity(driver.plan.instances[0]) == 761
 
 
 def test_performance_mode_takes_all() -> None:
@@ -156,9 +156,9 @@ def test_all_layers_are_back_in_reverse_order_well_within_ten_seconds(settings: 
         {"num_waiting": 1, "oldest_wait": 0.2},
         {"recent": replace(CALM, waiting=0.6)},
         {"recent": replace(CALM, preemptions=1)},
-        {"kv_pages_used": 428},  # of 640; 70 % of the 611 pages that would be left with one layer less
-        {"recent": replace(CALM, kv_usage=428 / 640)},
-        {"kv_pages_used": 300, "recent": replace(CALM, kv_trend=0.04)},
+        {"kv_pages_used": 512},  # of 760; 70 % of the 731 pages that would be left with one layer less
+        {"recent": replace(CALM, kv_usage=512 / 760)},
+        {"kv_pages_used": 400, "recent": replace(CALM, kv_trend=0.04)},
     ],
 )
 def test_none_comes_back_while_it_would_be_missed(blocking: dict[str, object]) -> None:

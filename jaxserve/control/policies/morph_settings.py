@@ -20,7 +20,7 @@ class MorphSettings:
     entry_layers: int = 2  # per decision
     urgent_delay: float = 0.5  # a share of the SLO; when a sequence has waited that long:
     urgent_layers: int = 8  # per decision
-    most_layers: float = 0.5  # the share of the decoder layers that may be swapped
+    most_layers: float = 0.75  # the share of the decoder layers that may be swapped
     # release
     release_quiet: float = 5.0  # s without pressure
     release_waiting: float = 0.5  # mean sequences waiting, at most
