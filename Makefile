@@ -14,7 +14,7 @@ CUDA_PLUGIN := $(VENV)/cuda-plugin
 SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kernels checkpoints)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check check-gpu-compile format bench bench-peers clean
+.PHONY: help serve demo test check check-gpu-compile format bench bench-peers clean
 .NOTPARALLEL: # one environment
 
 help: ## list the targets
@@ -22,6 +22,9 @@ help: ## list the targets
 
 serve: $(RUNTIME) $(NATIVE) ## serve the bundled model (HOST, PORT, ARGS="MODEL --option ...")
 	@exec $(BIN)/jaxserve serve --host $(HOST) --port $(PORT) $(ARGS)
+
+demo: $(RUNTIME) $(NATIVE) ## a burst, and precision and KV capacity that follow it: build/demo/report.html and result.json
+	@$(BIN)/python -m bench.demo $(ARGS)
 
 test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...", WORKERS=0 for one process)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)

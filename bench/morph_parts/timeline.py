@@ -66,8 +66,9 @@ class Timeline:
 
     def swapped_at(self, times: Floats) -> Floats:
         """Layers swapped at each time: the more of the two samples around it."""
-        after = np.clip(np.searchsorted(self.time_s, times), 0, len(self.time_s) - 1)
-        return np.maximum(self.swapped[after], self.swapped[np.maximum(after - 1, 0)])
+        after = np.searchsorted(self.time_s, times)
+        last = len(self.time_s) - 1
+        return np.maximum(self.swapped[np.clip(after, 0, last)], self.swapped[np.clip(after - 1, 0, last)])
 
     def swap_spans(self) -> Iterator[tuple[float, float]]:
         """From sample to sample, the stretches of time in which layers were exchanged."""

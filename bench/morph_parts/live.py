@@ -1,0 +1,136 @@
+"""What the demo shows while a system is under load: layers, KV pages, queue and time to first token."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from bench.morph_parts.systems import QUANTISED
+from jaxserve.bench.prometheus import Scrape
+
+FULL_STYLE, SWAPPED_STYLE = "black on #9ecae1", "black on #e69f00"
+USED, FREE, BEYOND = "#0072b2", "#bdd7e7", "grey30"
+BAR = 60  # characters for the most pages of any system
+PLAIN_EVERY_S = 2.0  # where there is no terminal to draw on
+SHOWN_EVENTS = 12
+
+
+@dataclass(frozen=True)
+class State:
+    """The server at one look."""
+
+    time_s: float
+    swapped: int  # layers
+    pages: int
+    used: int
+    running: int
+    waiting: int
+    ttft_s: float | None  # mean of the first tokens since the look before
+
+    @classmethod
+    def of(cls, time_s: float, scrape: Scrape, before: Scrape | None) -> "State":
+        """From a scrape and the one before it."""
+        values, earlier = scrape.values, before.values if before else {}
+
+        def more(name: str) -> float:
+            return values.get(name, 0.0) - earlier.get(name, 0.0)
+
+        first_tokens = more("time_to_first_token_seconds_count") if before else 0
+        return cls(
+            time_s,
+            int(values.get(f'layers_by_precision{{precision="{QUANTISED}"}}', 0)),
+            int(values.get("kv_pages_total", 0)),
+            int(values.get("kv_pages_used", 0)),
+            int(values.get("num_requests_running", 0)),
+            int(values.get("num_requests_waiting", 0)),
+            more("time_to_first_token_seconds_sum") / first_tokens if first_tokens else None,
+        )
+
+
+class Screen:
+    """Draws the state of one system in place, and notes every change. Mutable."""
+
+    def __init__(self, console: Console, title: str, order: Sequence[int], most_pages: int, slo_s: float):
+        """`order`: in which layers are swapped."""
+        self._console, self._title, self._order = console, title, order
+        self._most_pages, self._slo_s = most_pages, slo_s
+        self._live: Live | None = None
+        self._before: tuple[Scrape, State] | None = None
+        self._ttft: float | None = None
+        self._events: list[str] = []
+        self._printed_s = float("-inf")
+
+    @contextmanager
+    def shown(self) -> Iterator["Screen"]:
+        """Inside, every look is drawn; on what is no terminal, lines are printed now and then."""
+        if not self._console.is_terminal:
+            self._console.print(self._title)
+            yield self
+            return
+        with Live(console=self._console, refresh_per_second=8) as self._live:
+            yield self
+
+    def look(self, time_s: float, scrape: Scrape) -> None:
+        """Takes what was seen `time_s` seconds after the load's start. Mutates."""
+        state = State.of(time_s, scrape, self._before[0] if self._before else None)
+        self._ttft = self._ttft if state.ttft_s is None else state.ttft_s
+        change = _change(self._before[1], state) if self._before else ""
+        self._before = (scrape, state)
+        if change:
+            self._events.append(f"{time_s:5.1f} s  {change}")
+        if self._live:
+            self._live.update(self._drawn(state))
+        elif change or time_s - self._printed_s >= PLAIN_EVERY_S:
+            self._printed_s = time_s
+            self._console.print(self._line(state, change), highlight=False, soft_wrap=True)
+
+    def _drawn(self, state: State) -> RenderableType:
+        table = Table.grid(padding=(0, 1))
+        table.add_row("layers", self._layers(state))
+        table.add_row("KV pages", self._pages(state))
+        table.add_row("requests", f"{state.running} running, {state.waiting} waiting")
+        table.add_row("TTFT", self._latency())
+        heading = Text(f"{self._title}   {state.time_s:5.1f} s", style="bold")
+        return Group(heading, table, *(Text(event, style="dim") for event in self._events[-SHOWN_EVENTS:]))
+
+    def _layers(self, state: State) -> Text:
+        swapped = set(self._order[: state.swapped])
+        text = Text()
+        for layer in range(len(self._order)):
+            text.append(f" {layer} ", SWAPPED_STYLE if layer in swapped else FULL_STYLE)
+            text.append(" ")
+        return text.append(f" {state.swapped} of {len(self._order)} in {QUANTISED}")
+
+    def _pages(self, state: State) -> Text:
+        used, pages = (round(BAR * count / self._most_pages) for count in (state.used, state.pages))
+        text = Text("█" * used, USED).append("█" * (pages - used), FREE)
+        return text.append("·" * (BAR - pages), BEYOND).append(f" {state.used} of {state.pages}", "default")
+
+    def _latency(self) -> Text:
+        if self._ttft is None:
+            return Text("-")
+        kept = self._ttft <= self._slo_s
+        return Text(f"{self._ttft:.2f} s (SLO {self._slo_s:g} s)", "green" if kept else "bold red")
+
+    def _line(self, state: State, change: str) -> str:
+        ttft = "-" if self._ttft is None else f"{self._ttft:.2f} s"
+        seen = (
+            f"{state.time_s:5.1f} s  {state.swapped} layers in {QUANTISED}, {state.used:3d} of {state.pages} KV pages, "
+            f"{state.running:2d} running, {state.waiting:3d} waiting, TTFT {ttft}"
+        )
+        return f"{seen}  <- {change}" if change else seen
+
+
+def _change(before: State, after: State) -> str:
+    """What is another than at the last look, in words."""
+    parts = []
+    if after.swapped != before.swapped:
+        what = f"to {QUANTISED}" if after.swapped > before.swapped else "back to full precision"
+        parts.append(f"{abs(after.swapped - before.swapped)} layers {what}")
+    if after.pages != before.pages:
+        parts.append(f"KV {before.pages} to {after.pages} pages")
+    return ", ".join(parts)
