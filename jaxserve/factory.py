@@ -66,7 +66,7 @@ def build_engine(config: EngineConfig) -> SyncEngine:
 
 def build_async_engine(config: EngineConfig) -> AsyncEngine:
     """An engine with threads of its own, for servers. Raises as `build_engine`."""
-    built = build(config)
+    built = build(config, controlled=True)
     return AsyncEngine(
         built.instances,
         built.info,
@@ -78,8 +78,10 @@ def build_async_engine(config: EngineConfig) -> AsyncEngine:
     )
 
 
-def build(config: EngineConfig) -> Built:
-    """Resolves, loads, places and warms."""
+def build(config: EngineConfig, *, controlled: bool = False) -> Built:
+    """Resolves, loads, places and warms. `controlled`: with a control plane even for a policy that changes nothing, so
+    that operators see the plan and may give another.
+    """
     use_persistent_cache(config.compile_cache)
     resolved = resolve(config)
     tokenizer = _load_tokenizer(config, resolved.checkpoint)
@@ -108,7 +110,7 @@ def build(config: EngineConfig) -> Built:
         instances.append(StepLoop(core, executor, clock, overlap=config.overlap))
 
     actuator = control = None
-    if config.policy != STATIC:
+    if controlled or config.policy != STATIC:
         pairs = [Instance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
         actuator = _actuator(resolved, pairs, source, metrics)
         control = _control_plane(resolved, instances, actuator, clock)
@@ -129,8 +131,8 @@ def build(config: EngineConfig) -> Built:
 def _actuator(
     resolved: Resolved, instances: Sequence[Instance], source: LayerSource, metrics: EngineMetrics
 ) -> PlanActuator:
-    """What carries changes of the plan out, with every variant in the host's memory."""
-    for block, precision in resolved.layer_bytes:
+    """What carries changes of the plan out, with every variant in the host's memory if there is more than one."""
+    for block, precision in resolved.layer_bytes if resolved.variants else ():
         source.load(block, precision)
     return PlanActuator(
         resolved.plan,
@@ -178,12 +180,13 @@ def _swap_order(resolved: Resolved) -> tuple[int, ...]:
         for precision in resolved.variants:
             if precision in profile.precisions:
                 return profile.order(precision)
-    log.warning(
-        "no %s for %s in %s (jaxserve profile makes one): layers change from the middle outwards",
-        SENSITIVITY,
-        ", ".join(resolved.variants),
-        path.parent,
-    )
+    if resolved.variants:
+        log.warning(
+            "no %s for %s in %s (jaxserve profile makes one): layers change from the middle outwards",
+            SENSITIVITY,
+            ", ".join(resolved.variants),
+            path.parent,
+        )
     return tuple(sorted(range(layers), key=lambda layer: abs(layer - (layers - 1) / 2)))
 
 

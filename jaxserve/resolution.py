@@ -96,7 +96,7 @@ class Resolved:
         return {"weights": weights, "kv": kv}
 
     def resources(self, copy_rate: float) -> Resources:
-        """What plans may use. Where the number of pages was given, they grow by what weights free and nothing else."""
+        """What plans may use. Where a number of pages was given alone, it grows by what weights free, and no more."""
         others = sum(size for name, size in self.ledger.entries.items() if name not in ("weights", "kv"))
         stages = self.plan.instances[0].stages
         granules = [memory.pools * GRANULE if self.elastic else 0 for memory in self.stages]
@@ -105,7 +105,7 @@ class Resolved:
             for memory, stage, granule in zip(self.stages, stages, granules, strict=True)
         )
         budget = self.ledger.budget
-        if self.config.kv_pages is not None:
+        if self.config.kv_pages is not None and self.config.max_kv_pages is None:
             in_use = (memory.page * stage.kv_pages for memory, stage in zip(self.stages, stages, strict=True))
             layers = (self._layers(stage) for stage in stages)
             budget = min(budget, max(map(sum, zip(fixed, layers, in_use, strict=True))))

@@ -102,10 +102,14 @@ class ControlPlane:
     # -- what it lets the operator change
 
     def set_policy(self, name: str) -> None:
+        shown = name[:100]
         if name not in self._policy_names:
-            shown, names = name[:100], ", ".join(self._policy_names)
+            names = ", ".join(self._policy_names)
             raise RequestError(f"there is no policy {shown!r}; there are {names}", field="policy", value=shown)
-        policy = self._load_policy(name)
+        try:
+            policy = self._load_policy(name)
+        except ConfigError as error:  # e.g. no variants to change to
+            raise RequestError(str(error), field="policy", value=shown) from error
         with self._lock:
             self._controller.set_policy(policy)
 

@@ -16,6 +16,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.executor.blocks import Row
 from jaxserve.factory import Built, build
+from jaxserve.resolution import resolve
 from tests.actuator.adapted import Adapted
 from tests.actuator.mixed import MixedReference
 
@@ -131,11 +132,18 @@ def test_snapshots_and_the_ledger_follow_the_plan(adapted: Adapted) -> None:
     assert core.snapshot.weight_bytes == sum(row.nbytes for row in adapted.steps.executor.rows)
     assert ledger.entries["weights"] < full["weights"]
     assert ledger.entries["weights"] == core.snapshot.weight_bytes
-    page = adapted.resources.page_bytes[0]
-    weights_freed = full["weights"] - ledger.entries["weights"]
-    assert freed - 40 - 1 == min(weights_freed // page, 80 + 1 - 40 - 1), "what the layers gave, to the page"
     adapted.change(adapted.start)
     assert ledger.entries == full
+
+
+def test_pools_grow_by_what_the_layers_gave_to_the_page(tiny_model: Path) -> None:
+    resolved = resolve(EngineConfig(model=tiny_model, **{**OPTIONS, "max_kv_pages": None}))
+    resources, start = resolved.resources(copy_rate=1e9), resolved.plan
+    small = mixture(start, ("int4",) * 3)
+    freed = resolved.ledger_entries(start)["weights"] - resolved.ledger_entries(small)["weights"]
+    assert resources.kv_capacity(start.instances[0]) == 41
+    assert resources.kv_capacity(small.instances[0]) == 41 + freed // resources.page_bytes[0]
+    assert resources.most_pages == resources.kv_capacity(small.instances[0]), "and have room for as many"
 
 
 @pytest.mark.parametrize("broken", ["prepare", "replace", "shrink_pools"])

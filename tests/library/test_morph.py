@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import EngineStopped
+from jaxserve.core.errors import EngineStopped, PlanError, RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
@@ -93,6 +93,24 @@ def test_the_operators_plan_comes_into_force_and_the_policy_back(tiny_model: Pat
         assert len(await answer(engine, 1)) == 100
         control.set_policy("static")
         await until(lambda: "int4" not in engine.snapshot().layers_by_precision)
+        await engine.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_without_a_policy_shows_its_plan_and_takes_another(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        engine = build_async_engine(EngineConfig(model=tiny_model, **OPTIONS | {"max_kv_pages": 40}))
+        control = engine.control
+        assert control is not None
+        assert (control.status()["policy"], control.decisions(10)) == ("static", [])
+        control.set_plan(control.plan_yaml().replace("kv_pages: 21", "kv_pages: 33"))
+        await until(lambda: control.status()["kv_pages"]["total"] == 32)
+        assert len(await answer(engine, 1)) == 100
+        with pytest.raises(RequestError, match="cannot be int4; there are float32"):
+            control.set_policy("morph")
+        with pytest.raises(PlanError, match="41"):
+            control.set_plan(control.plan_yaml().replace("kv_pages: 33", "kv_pages: 100"))
         await engine.shutdown()
 
     asyncio.run(scenario())
