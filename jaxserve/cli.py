@@ -206,7 +206,8 @@ def _print_ready(url: str, client: "EngineClient", settings: "ServerSettings") -
     body = json.dumps({"model": name, "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0})
     key = ' -H "authorization: Bearer $JAXSERVE_API_KEY"' if settings.api_keys else ""
     print(f"jaxserve is ready: {name} at {url} ({client.info.max_model_len} tokens of context)")
-    print(f"curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'", flush=True)
+    print(f"curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'")
+    print(f"dashboard: {url}/dashboard", flush=True)
 
 
 def _print_stream(outputs: Iterator["RequestOutput"]) -> str:

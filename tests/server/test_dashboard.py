@@ -210,7 +210,7 @@ def test_memory_is_told_in_bytes_against_the_budget(open_page):
         wait_for_text(page, "#memory-legend", "Weights 2.47 GB")
         time.value = AFTER
         wait_for_text(page, "#memory-legend", "Weights 1.60 GB")
-        assert "budget 5 GB" in page.locator("#memory-bar").get_attribute("aria-label")
+        assert "other 610 MB, budget 5 GB" in page.locator("#memory-bar").get_attribute("aria-label")
         page.get_by_text("Every entry of the ledger").click()
         assert page.locator("#ledger").get_by_text("workspace").is_visible()
 

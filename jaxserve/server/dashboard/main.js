@@ -2,10 +2,10 @@
 
 import { Chart, Timeline, swatch } from "./chart.js";
 import { byId, element, setQuantity, setText } from "./dom.js";
-import { brief, bytes, clock, clockSeconds, joined, seconds } from "./format.js";
+import { brief, clock, clockSeconds, joined, seconds } from "./format.js";
 import { Strip, tone } from "./layers.js";
 import { Log } from "./log.js";
-import { Memory, describe } from "./memory.js";
+import { Memory, PARTS } from "./memory.js";
 import { Refused, Stream } from "./stream.js";
 
 const KEY = "jaxserve-admin-key"; // in sessionStorage: gone with the tab
@@ -22,7 +22,7 @@ const memory = new Memory({
   bar: byId("memory-bar"),
   legend: byId("memory-legend"),
   number: byId("memory"),
-  budget: byId("budget"),
+  total: byId("cache"),
   table: byId("ledger").tBodies[0],
 });
 
@@ -65,12 +65,9 @@ const charts = [
     kind: "bytes",
     floor: 1e6,
     stacked: true,
-    series: memory.parts,
-    reference: () => {
-      const budget = timeline.samples.at(-1)?.budget;
-      return budget ? { value: budget, label: `budget ${brief(bytes(budget))}` } : null;
-    },
-    text: describe,
+    series: PARTS,
+    reference: () => (timeline.samples.length ? memory.limit(timeline.samples.at(-1)) : null),
+    text: (sample) => memory.describe(sample),
   }),
   new Chart(byId("plot-queue"), timeline, {
     name: "Queue",
