@@ -24,7 +24,7 @@ from bench.morph_parts.measure import measure, result, started
 from bench.morph_parts.quality import describe, profile_of
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, LABELS, PERFORMANCE, QUANTISED, Setup, envelope, systems
 from bench.morph_parts.timeline import saturated_throughput
-from bench.morph_parts.traffic import Lengths, Prompts, at_once, workload
+from bench.morph_parts.traffic import Prompts, at_once, workload
 from jaxserve.bench.interrupts import ended_as_by_ctrl_c
 from jaxserve.bench.result import per_request, save
 from jaxserve.bench.traces.trace import Trace
@@ -34,11 +34,10 @@ from jaxserve.engine.tokenizer import Tokenizer
 
 KEYS = {FULL: "static", INT4: "int4", ACCURACY: "morph", PERFORMANCE: "morph"}  # of result.json
 SETUP = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=16, prefill_tokens=128)
-LENGTHS = Lengths(prompt=96, answer=160, longest_prompt=160, longest_answer=280)
-SPREAD = 0.5  # lengths are uniform within this share of their means
+PROMPT, ANSWER, SPREAD = 192, 128, 0.25  # tokens: means, and the share of them by which lengths differ at most
 AT_ONCE = 48  # requests that saturate
-CALM, PEAK = 0.15, 1.35  # tokens asked for, over what full precision generates
-PHASES = ((3.0, CALM), (12.0, PEAK), (6.0, CALM))  # seconds each
+CALM, PEAK = 0.15, 1.5  # tokens asked for, over what full precision generates
+PHASES = ((3.0, CALM), (11.0, PEAK), (6.0, CALM))  # seconds each
 MODULES = ("argparse", "ast", "inspect", "tarfile", "typing", "zipfile")  # prompts are pieces of their text
 UNSAVED = ("prompts", "generated_texts")
 
@@ -109,7 +108,7 @@ def _burst(capacity: float) -> Trace:
     rng = np.random.default_rng(6)
     arrivals, begin = [], 0.0
     for seconds, share in PHASES:
-        count = max(1, round(share * capacity / LENGTHS.answer * seconds))
+        count = max(1, round(share * capacity / ANSWER * seconds))
         places = rng.uniform(0, 1, count) if share == PEAK else np.arange(count) / count
         arrivals.append(begin + seconds * places)
         begin += seconds
@@ -118,9 +117,7 @@ def _burst(capacity: float) -> Trace:
 
 def _lengths(arrivals: np.ndarray) -> Trace:
     rng = np.random.default_rng(7)
-    prompts, answers = (
-        np.rint(mean * rng.uniform(1 - SPREAD, 1 + SPREAD, len(arrivals))) for mean in (LENGTHS.prompt, LENGTHS.answer)
-    )
+    prompts, answers = (np.rint(mean * rng.uniform(1 - SPREAD, 1 + SPREAD, len(arrivals))) for mean in (PROMPT, ANSWER))
     facts = {"operation": "phases", "seconds_and_load": PHASES, "requests": len(arrivals)}
     return Trace.of("demo", arrivals, prompts, answers, history=(facts,))
 

@@ -61,7 +61,7 @@ class Preset:
 
 
 PRESETS = {
-    BUNDLED: Preset(48, 448, 16, Lengths(96, 160, 160, 280), 96),
+    BUNDLED: Preset(56, 512, 16, Lengths(192, 128, 272, 224), 96),
     DUMMY: Preset(256, 1024, 32, Lengths(128, 256, 384, 512), 64),
 }
 

@@ -61,19 +61,7 @@ class System:
 
 def envelope(setup: Setup) -> Envelope:
     """From the checkpoint's headers alone. Raises `ConfigError` for sizes that do not fit together."""
-    config = EngineConfig(
-        model=setup.model,
-        policy=ACCURACY,
-        variants=(QUANTISED,),
-        kv_pages=setup.kv_pages,
-        max_model_len=setup.max_model_len,
-        max_num_seqs=setup.max_num_seqs,
-        max_num_batched_tokens=setup.max_num_seqs + setup.prefill_tokens,
-    )
-    return _envelope(resolve(config))
-
-
-def _envelope(resolved: Resolved) -> Envelope:
+    resolved = _resolved(setup, setup.kv_pages)
     (stage,) = resolved.stages
     full, layers = resolved.physical.dtype, resolved.physical.num_layers
 
@@ -83,11 +71,35 @@ def _envelope(resolved: Resolved) -> Envelope:
     return Envelope(stage.page, layers_in(full), layers_in(QUANTISED), stage.exchange, full, layers)
 
 
+def _resolved(setup: Setup, kv_pages: int, most: int | None = None) -> Resolved:
+    """As a server that morphs would have it."""
+    return resolve(
+        EngineConfig(
+            model=setup.model,
+            policy=ACCURACY,
+            variants=(QUANTISED,),
+            kv_pages=kv_pages,
+            max_kv_pages=most,
+            max_model_len=setup.max_model_len,
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_seqs + setup.prefill_tokens,
+        )
+    )
+
+
+def _budget(setup: Setup, kv_pages: int, most: int) -> int:
+    """Bytes that a server which morphs needs for so many pages at the start, and not one more."""
+    resolved = _resolved(setup, kv_pages, most)
+    (stage,) = resolved.plan.instances[0].stages
+    return resolved.resources(copy_rate=1.0).stage_bytes(0, stage)
+
+
 def systems(setup: Setup, room: Envelope) -> dict[str, System]:
     """All of them, by name, in the budget of `setup.kv_pages` pages beside the layers in full precision.
 
-    What changes layers keeps room for a second copy of one; the static engines use that room for pages. All reserve
-    addresses for the same number of pages, so that all run the same executables. The heads stay in full precision.
+    What changes layers keeps room for a second copy of one; the static engines use that room for pages. (It also keeps
+    all layers in int4 in memory of the host, which is none of the budget.) All reserve addresses for the same number of
+    pages, so that all run the same executables. The heads stay in full precision.
     """
     freed = (room.full_layers - room.quantised_layers) // room.page
     morph = setup.kv_pages - math.ceil(room.exchange / room.page)
@@ -96,6 +108,7 @@ def systems(setup: Setup, room: Envelope) -> dict[str, System]:
         *(str(setup.model), "--max-model-len", str(setup.max_model_len), "--max-num-seqs", str(setup.max_num_seqs)),
         *("--max-num-batched-tokens", str(setup.max_num_seqs + setup.prefill_tokens)),
         *("--max-kv-pages", str(pages[INT4])),
+        *("--memory-gb", f"{(_budget(setup, morph, pages[INT4]) + 1) / 1e9:.9f}"),
     )
     morphing = ("--variant", QUANTISED, "--slo-ttft", f"{setup.slo_ttft:g}")
     own = {

@@ -332,7 +332,8 @@ def test_the_screen_draws_in_a_terminal():
 
 def test_a_server_under_load_changes_layers_and_changes_them_back():
     setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=4, prefill_tokens=64)
-    known = systems(setup, envelope(setup))
+    room = envelope(setup)
+    known = systems(setup, room)
     trace = Trace.of("t", [0.0] * 12, [64] * 12, [200] * 12)
     load = workload(trace, Prompts(range(300, 1300), "numbers"), np.random.default_rng(0))
     seen = []
@@ -340,7 +341,8 @@ def test_a_server_under_load_changes_layers_and_changes_them_back():
     told = describe(result, profile_of(setup.model))
     assert (result["completed"], result["failed"]) == (12, 0)
     assert told["adaptation"]["most_swapped_layers"] > 0
-    assert told["adaptation"]["peak_kv_pages"] > known[PERFORMANCE].kv_pages
+    freed = (room.full_layers - room.quantised_layers) // room.page
+    assert 0 < told["adaptation"]["peak_kv_pages"] - known[PERFORMANCE].kv_pages <= freed + 1
     assert told["adaptation"]["swapped_in_profile_order"]
     assert told["adaptation"]["transitions"].keys() == {"done"}
     assert result["restored_after_s"] is not None
