@@ -41,8 +41,8 @@ class AdminGuard:
     """Lets requests to the operators' paths pass that carry the admin key.
 
     Without an admin key they pass only when nobody else could come in: no API key is set either, the server listens
-    on this machine alone, and the Host header names this machine (a web page elsewhere may have given its own name
-    this machine's address).
+    on this machine alone, and the headers Host and Origin name this machine (a web page elsewhere may have given its
+    own name this machine's address, or be one that `cors_origins` lets in).
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings):
@@ -62,7 +62,9 @@ class AdminGuard:
             )
             await error_response(HTTPException(403, message, CLOSE))(scope, receive, send)
         elif not _names_this_machine(scope):
-            message = "without an admin key operators must use this machine's own name or address (header host)"
+            message = (
+                "without an admin key operators must use this machine's own name or address (headers host, origin)"
+            )
             await error_response(HTTPException(403, message, CLOSE))(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -138,11 +140,15 @@ async def _wrong_admin_key(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _names_this_machine(scope: Scope) -> bool:
-    """Whether the one Host header is a loopback name or address, with or without a port."""
-    hosts = [value for name, value in scope["headers"] if name == b"host"]
-    if len(hosts) != 1:
-        return False
+    """Whether the one Host header, and an Origin if there is one, are loopback names or addresses."""
+    hosts = [b"//" + value for name, value in scope["headers"] if name == b"host"]
+    origins = [value for name, value in scope["headers"] if name == b"origin"]
+    return len(hosts) == 1 and all(_is_local(url) for url in (*hosts, *origins))
+
+
+def _is_local(url: bytes) -> bool:
     try:
-        return is_loopback(urlsplit(b"//" + hosts[0]).hostname.decode("ascii"))
-    except (ValueError, AttributeError):  # no host in it, or one that is none
+        host = urlsplit(url).hostname
+        return host is not None and is_loopback(host.decode("ascii"))
+    except ValueError:  # none, or not one
         return False

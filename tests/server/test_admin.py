@@ -107,6 +107,19 @@ def test_a_host_that_is_none_is_refused(host):
     assert answer.status_code in (400, 403)
 
 
+@pytest.mark.parametrize("origin", ["https://app.example", "null", "", "http://[", "https://127.0.0.1.example"])
+def test_a_web_page_of_elsewhere_is_no_operator_even_if_it_may_call(origin):
+    http = client(ServerSettings(cors_origins=("*",)))
+    for answer in (
+        http.get("/admin/status", headers={"origin": origin}),
+        http.put("/admin/policy", json={"policy": "static"}, headers={"origin": origin}),
+    ):
+        assert answer.status_code == 403
+    assert control_of(http).policy == "morph"
+    local = {"origin": "http://localhost:8000"}
+    assert http.put("/admin/policy", json={"policy": "static"}, headers=local).status_code == 202
+
+
 def test_the_key_is_nowhere_to_be_read():
     settings = ServerSettings(admin_key="very-secret")
     assert "very-secret" not in repr(settings)
