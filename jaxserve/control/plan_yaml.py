@@ -44,7 +44,7 @@ def from_yaml(text: str) -> Plan:
     """The plan that a text describes; without a version it is 1. Raises `ConfigError` naming the field."""
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML raises what its parts raise
         raise ConfigError(f"the plan is no YAML: {error}") from error
     value = _mapping(value, "the plan", {"instances"}, {"version"})
     version = _number(value.get("version", 1), "version")
