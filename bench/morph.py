@@ -12,9 +12,10 @@ workload. `--resume` leaves runs alone that are there already; `--report-only` r
 """
 
 import argparse
+import datetime
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ import numpy as np
 
 from bench.morph_parts.measure import run
 from bench.morph_parts.quality import describe, profile_of
-from bench.morph_parts.report import read, write
+from bench.morph_parts.report import EXCHANGES, read, write
+from bench.morph_parts.steady import exchanges
 from bench.morph_parts.summary import LIGHT, SATURATION
 from bench.morph_parts.systems import FULL, NAMES, Envelope, Setup, System, envelope, systems
 from bench.morph_parts.timeline import saturated_throughput
 from bench.morph_parts.traffic import Lengths, Prompts, at_once, peak_demand, with_lengths, with_peak, workload
 from bench.peers.checkpoints import VOCAB, ensure_checkpoint
-from jaxserve.bench.result import load, save
+from jaxserve.bench import environment
+from jaxserve.bench.result import build, load, save
 from jaxserve.bench.traces.formats import load_trace
 from jaxserve.bench.traces.scaling import window
 from jaxserve.bench.traces.synthetic import synthetic
@@ -45,7 +48,7 @@ WINDOWS = {  # of the folder that --traces names
     "burstgpt": "burstgpt1_72s_744286.csv.gz",
 }
 SECONDS = 72
-LIGHT_SECONDS, LIGHT_SHARE = 20, 0.3  # of what full precision generates when it is saturated
+LIGHT_SECONDS, LIGHT_SHARE = 20, 0.15  # of what full precision generates when it is saturated
 SPECIAL = 2  # first token ids of the dummy, of no text
 
 
@@ -58,6 +61,7 @@ class Preset:
     max_num_seqs: int
     lengths: Lengths
     at_once: int  # requests that saturate
+    steady_tokens: int = 1800  # of an answer while the cost of exchanges is measured
 
 
 PRESETS = {
@@ -100,6 +104,10 @@ def _measure(name: str, setup: Setup, options: argparse.Namespace, out: Path) ->
                 path = out / f"{label}-{system.name}-{number}.json"
                 if not (options.resume and path.exists()):
                     _one(system, setup, load_of, {"traffic": label, "round": number, "capacity": capacity}, path)
+    if options.exchange_seconds and not (options.resume and (out / EXCHANGES).exists()):
+        found = exchanges(setup, seconds=options.exchange_seconds, tokens=PRESETS[name].steady_tokens)
+        facts = {"date": datetime.datetime.now(), "command": sys.argv, "environment": environment.describe()}
+        save(build("latency", rows=[asdict(exchange) for exchange in found], **facts), out / EXCHANGES)
 
 
 def _one(system: System, setup: Setup, load_of: Workload, facts: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -211,6 +219,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kv-pages", type=int, help="of the static engine in full precision; default: the model's")
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "jaxserve" / "bench")
     parser.add_argument("--out", type=Path, default=Path("bench/out/morph"))
+    parser.add_argument("--exchange-seconds", type=float, default=30, help="for the cost of exchanges; 0: not measured")
     parser.add_argument("--agreement", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--report-only", action="store_true")

@@ -40,7 +40,8 @@ def draw(results: Sequence[Result], title: str) -> bytes:
     label_axes(queue, "seconds after the start of the load", "requests\nwaiting")
     queue.set_xlim(0, max(_end(run) for run in runs))
     handles, names = ttft.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower left", ncols=5, fontsize=8.5, frameon=False, labelcolor=INK)
+    look = {"fontsize": 8.5, "frameon": False, "labelcolor": INK, "markerscale": 2}
+    figure.legend(handles, names, loc="outside lower left", ncols=5, **look)
     return png(figure)
 
 
@@ -89,9 +90,12 @@ def _layers(axes: Axes, runs: Sequence[Result]) -> None:
     axes.set_yticks(range(len(runs)), [LABELS[run["system"]] for run in runs])
     axes.set_ylim(len(runs) - 0.5, -0.5)
     axes.grid(visible=False)
-    levels = sorted({0, most // 2, most})
-    keys = [Patch(color=SHADES(level / max(most, 1)), label=f"{level} layers {QUANTISED}") for level in levels]
-    axes.legend(handles=keys, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize=8, frameon=False)
+    levels = sorted({round(most * part / 4) for part in range(5)})
+    keys = [
+        Patch(color=SHADES(level / max(most, 1)), label=f"{level} in {QUANTISED}" if level else "full precision")
+        for level in levels
+    ]
+    axes.legend(handles=keys, loc="lower right", bbox_to_anchor=(1, 1), ncols=5, fontsize=8, frameon=False)
 
 
 def _pages(axes: Axes, runs: Sequence[Result]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.morph_parts.agreement import agreements
 from bench.morph_parts.plots import draw
+from bench.morph_parts.steady import Exchange, exchange_table
 from bench.morph_parts.summary import (
     LIGHT,
     cells,
@@ -18,6 +19,7 @@ from bench.morph_parts.systems import FULL, Setup
 from jaxserve import LLM
 from jaxserve.bench.result import load, save
 
+EXCHANGES = "exchanges.json"
 Result = dict[str, Any]
 
 
@@ -33,6 +35,8 @@ def write(results: Sequence[Result], setup: Setup, folder: Path, *, score: bool)
         _score(results, setup)
     found = cells(results)
     parts = [f"# {setup.name}", verdict_table(verdicts(found)), workload_tables(found)]
+    if exchanged := [Exchange(**row) for row in _rows(folder / EXCHANGES)]:
+        parts.append(f"Steps beside exchanges, at a steady load:\n\n{exchange_table(exchanged)}")
     if identical := _identical(results):
         parts.append(identical)
     if warnings := [
@@ -48,6 +52,10 @@ def write(results: Sequence[Result], setup: Setup, folder: Path, *, score: bool)
             title = f"{setup.name}, {traffic}: one budget, {len(first)} ways to use it"
             (folder / f"{traffic}.png").write_bytes(draw(first, title))
     return text
+
+
+def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
+    return load(path)["rows"] if path.is_file() else ()
 
 
 def _score(results: Sequence[Result], setup: Setup) -> None:

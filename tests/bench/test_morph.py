@@ -11,6 +11,7 @@ from bench.morph_parts import comparison, plots
 from bench.morph_parts.live import Screen
 from bench.morph_parts.measure import Watch, run
 from bench.morph_parts.quality import describe, in_order, profile_of
+from bench.morph_parts.steady import Exchange, exchange_table, exchanges
 from bench.morph_parts.summary import LIGHT, SATURATION, cells, verdict_table, verdicts, workload_tables
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, LABELS, NAMES, PERFORMANCE, Setup, envelope, systems
 from bench.morph_parts.timeline import (
@@ -245,6 +246,17 @@ def test_targets_are_judged_by_what_was_measured():
     assert "**missed**" in verdict_table(list(judged.values()))
 
 
+def test_exchanges_are_told_by_direction():
+    found = [
+        Exchange("int4", 0.2, 0.010, 0.011),
+        Exchange("int4", 0.3, 0.010, 0.013),
+        Exchange("full", 0.1, 0.01, 0.01),
+    ]
+    table = exchange_table([*to_int4, Exchange("full", 0.1, 0.01, 0.01)])
+    assert "| int4 | 2 | 250 | 10.00 | 1.20x | 1.30x |" in table
+    assert "| full | 1 | 100 | 10.00 | 1.00x | 1.00x |" in table
+
+
 def test_never_restored_is_a_miss():
     results = [result | {"restored_after_s": None} for result in made_results()]
     judged = {verdict.target: verdict.met for verdict in verdicts(cells(results))}
@@ -349,3 +361,10 @@ def test_a_server_under_load_changes_layers_and_changes_them_back():
     assert result["decisions"][-1]["outcome"] == "done"
     assert seen == sorted(seen)
     json.dumps(result | told, allow_nan=False)
+
+
+def test_all_layers_change_to_and_fro_beside_a_steady_decode():
+    setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=4, prefill_tokens=64)
+    found = exchanges(setup, seconds=3, tokens=600)
+    assert {exchange.after for exchange in found} == {"int4", "bfloat16"}
+    assert all(exchange.seconds > 0 and exchange.step_during_s > 0 for exchange in found)
