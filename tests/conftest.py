@@ -9,10 +9,15 @@ from pathlib import Path
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import pytest
 
 # A shell's background jobs ignore Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says more of the machine than of the code.
+hypothesis.settings.register_profile("jaxserve", deadline=None)
+hypothesis.settings.load_profile("jaxserve")
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],

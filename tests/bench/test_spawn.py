@@ -35,7 +35,7 @@ def test_the_address_is_that_of_the_ready_line(tmp_path):
 
 
 def test_a_server_that_fails_to_start_shows_the_end_of_its_log(tmp_path):
-    code = "[print('line', i) for i in range(100)]\nsys.exit('no such model: x')"
+    code = "[print('line', i, flush=True) for i in range(100)]\nsys.exit('no such model: x')"
     with pytest.raises(SpawnError) as caught, spawned([str(tmp_path / "pid")], timeout_s=30, command=program(code)):
         pass
     message = str(caught.value)
