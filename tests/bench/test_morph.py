@@ -247,11 +247,7 @@ def test_targets_are_judged_by_what_was_measured():
 
 
 def test_exchanges_are_told_by_direction():
-    found = [
-        Exchange("int4", 0.2, 0.010, 0.011),
-        Exchange("int4", 0.3, 0.010, 0.013),
-        Exchange("full", 0.1, 0.01, 0.01),
-    ]
+    to_int4 = [Exchange("int4", 0.2, 0.010, 0.011), Exchange("int4", 0.3, 0.010, 0.013)]
     table = exchange_table([*to_int4, Exchange("full", 0.1, 0.01, 0.01)])
     assert "| int4 | 2 | 250 | 10.00 | 1.20x | 1.30x |" in table
     assert "| full | 1 | 100 | 10.00 | 1.00x | 1.00x |" in table
