@@ -68,6 +68,8 @@ async def measure(url: str, workload: Workload, progress: Progress | None = None
     watch = Watch(progress)
     target = Target(url, MODEL_NAME, extra_body={"temperature": 0}, ignore_eos=True)
     async with Client(target) as client:
+        async with MetricsSampler(url, INTERVAL_S, on_scrape=watch.look):  # before anything can change
+            await _until(lambda: watch.settled_since is not None, PATIENCE_S)
         await asyncio.gather(*(_warm_up(client, request) for request in workload.requests[:WARM_UPS]))
         async with MetricsSampler(url, INTERVAL_S, on_scrape=watch.look) as sampler:
             watch.origin_s = time.monotonic()
@@ -119,11 +121,14 @@ async def _warm_up(client: Client, request: BenchRequest) -> None:
 
 async def _decisions(url: str, origin_s: float) -> list[dict[str, Any]]:
     """Those of the controller, with times of the run: server and client read one clock. None of a static engine."""
+    deadline = time.monotonic() + PATIENCE_S
     async with httpx.AsyncClient(trust_env=False) as http:
-        answer = await http.get(f"{url}/admin/decisions", params={"limit": 1000})
-    if answer.status_code != httpx.codes.OK:
-        return []
-    return [entry | {"time": entry["time"] - origin_s} for entry in answer.json()["decisions"]]
+        while True:
+            answer = await http.get(f"{url}/admin/decisions", params={"limit": 1000})
+            entries = answer.json()["decisions"] if answer.status_code == httpx.codes.OK else []
+            if not entries or entries[-1]["outcome"] != "started" or time.monotonic() > deadline:
+                return [entry | {"time": entry["time"] - origin_s} for entry in entries]
+            await asyncio.sleep(INTERVAL_S)
 
 
 def result(system: System, setup: Setup, workload: Workload, seen: Seen, command: list[str]) -> dict[str, Any]:
