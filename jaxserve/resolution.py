@@ -28,6 +28,7 @@ from jaxserve.hardware import device_memory, host_memory
 from jaxserve.kernels import GRANULE, is_elastic, native
 from jaxserve.models.quantized import split_unit
 from jaxserve.parallel.padding import physical_config
+from jaxserve.platforms import PLATFORMS
 
 log = logging.getLogger(__name__)
 
@@ -36,24 +37,6 @@ RUNTIME = 700_000_000  # bytes on the host for interpreter, JAX, server and comp
 STATIC = "static"  # the policy that changes nothing
 DEFAULT_VARIANTS = ("int4",)  # of any other
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
-
-
-@dataclass(frozen=True)
-class PlatformDefaults:
-    """What is chosen where the user leaves it open."""
-
-    max_num_seqs: int
-    prefill_tokens: int  # of a step, beside the decodes
-    tile: int  # tokens of a prefill tile; a prompt is padded to whole tiles
-    min_rows: int  # of a product; fewer are padded
-    memory_fraction: float  # of what is available on the host, or of the device's memory
-
-
-PLATFORMS = {
-    "cpu": PlatformDefaults(32, 512, 32, 1, 0.5),
-    "gpu": PlatformDefaults(256, 2048, 64, 1, 0.9),
-    "tpu": PlatformDefaults(256, 2048, 64, 8, 0.9),
-}
 
 
 @dataclass(frozen=True)

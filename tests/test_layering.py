@@ -23,6 +23,9 @@ JAX_FREE = (
     "jaxserve.control",
     "jaxserve.telemetry",
     "jaxserve.engine",
+    "jaxserve.executor.buckets",
+    "jaxserve.platforms",
+    "jaxserve.sim",
 )
 COMES_WITH = {"starlette": "fastapi", "pydantic-core": "pydantic", "jaxlib": "jax"}  # always installed together
 PUBLIC = [name for name in jaxserve.__all__ if name != "__version__"]

@@ -1,12 +1,9 @@
 """The inputs of one step as a single int32 vector: one transfer from the host, cut apart on the device.
 
-Tokens of a step, in order: B decode rows of one token each, then N prefill tiles of Q tokens. Sampled rows, in order:
-the decode rows, then one row per chunk. Padding rows have length 0, write to the null page
-and sample into a spare slot.
+`shapes` says how the vector is laid out. Padding rows have length 0, write to the null page and sample into a spare
+slot.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 import jax.numpy as jnp
@@ -14,56 +11,13 @@ import numpy as np
 from jax import Array
 
 from jaxserve.core.work import Work
+from jaxserve.executor.shapes import StepShape
 from jaxserve.kernels import AttentionMeta
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """The static shape of a step: one executable of each kind per shape."""
-
-    decodes: int  # B
-    tiles: int  # N
-    tile: int  # Q
-    width: int  # W, pages
-    rows: int  # R, sampled rows
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return self.decodes + self.tiles * self.tile
-
-    @cached_property
-    def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Name -> (offset, shape) in the packed vector."""
-        shapes = {
-            "tokens": (self.tokens,),
-            "positions": (self.tokens,),
-            "slots": (self.tokens,),
-            "rows": (self.rows,),
-            "decode_pages": (self.decodes, self.width),
-            "decode_lengths": (self.decodes,),
-            "tile_pages": (self.tiles, self.width),
-            "tile_starts": (self.tiles,),
-            "tile_lengths": (self.tiles,),
-        }
-        offsets = np.cumsum([0, *(prod(shape) for shape in shapes.values())])
-        return {name: (int(at), shape) for at, (name, shape) in zip(offsets, shapes.items(), strict=False)}
-
-    @property
-    def size(self) -> int:
-        """Length of the packed vector."""
-        offset, shape = self.fields["tile_lengths"]
-        return offset + prod(shape)
-
-    def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
-        """Writable views of the fields of a packed numpy vector."""
-        return {name: packed[at : at + prod(shape)].reshape(shape) for name, (at, shape) in self.fields.items()}
-
-    def unpack(self, packed: Array) -> dict[str, Array]:
-        """The fields on the device, by static slices."""
-        return {
-            name: jnp.asarray(packed[at : at + prod(shape)]).reshape(shape) for name, (at, shape) in self.fields.items()
-        }
+def unpack(packed: Array, shape: StepShape) -> dict[str, Array]:
+    """The fields on the device, by static slices."""
+    return {name: jnp.asarray(packed[at : at + prod(size)]).reshape(size) for name, (at, size) in shape.fields.items()}
 
 
 def attention_meta(fields: dict[str, Array]) -> AttentionMeta:

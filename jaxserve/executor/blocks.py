@@ -16,7 +16,8 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.core.config import ModelConfig
-from jaxserve.executor.batch import StepShape, attention_meta
+from jaxserve.executor.batch import attention_meta, unpack
+from jaxserve.executor.shapes import StepShape
 from jaxserve.kernels import AttentionMeta, kv_write, paged_attention
 from jaxserve.models import abstract_block, block_state, rope_cos_sin, share_state
 from jaxserve.parallel.placement import POOL_AXES, TP, Placement, spec
@@ -155,12 +156,12 @@ class BlockBuilder:
     def step_inputs(self, placement: Placement) -> Callable[[Array, StepShape], tuple]:
         """An executable (packed i32, shape) -> (tokens, rows, cos, sin, slots, meta) for a stage on `placement`."""
 
-        def unpack(packed: Array, shape: StepShape) -> tuple:
-            fields = shape.unpack(packed)
+        def inputs(packed: Array, shape: StepShape) -> tuple:
+            fields = unpack(packed, shape)
             cos, sin = rope_cos_sin(self.config, fields["positions"])
             return fields["tokens"], fields["rows"], cos, sin, fields["slots"], attention_meta(fields)
 
-        return jax.jit(unpack, static_argnums=1, out_shardings=placement.sharding())
+        return jax.jit(inputs, static_argnums=1, out_shardings=placement.sharding())
 
 
 def _copy(part: np.ndarray, sharding: NamedSharding, copied: Callable[[int], None] | None) -> Array:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jaxserve.core.work import Work
-from jaxserve.executor.batch import StepShape
+from jaxserve.executor.shapes import StepShape
 
 
 def powers_of_two(low: int, high: int) -> tuple[int, ...]:

@@ -16,13 +16,14 @@ from jax import Array, lax
 
 from jaxserve.core.request import Sequence
 from jaxserve.core.work import Chunk, StepOutput, Work
-from jaxserve.executor.batch import StepShape, pack
+from jaxserve.executor.batch import pack
 from jaxserve.executor.blocks import BlockBuilder, Parameter, Row
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.fused import FusedTier
 from jaxserve.executor.pools import PoolResizer
 from jaxserve.executor.sampler import Logprobs, logprobs_of
 from jaxserve.executor.sampling import DeviceSampler, Sampled
+from jaxserve.executor.shapes import StepShape
 from jaxserve.kvcache import PageTable
 from jaxserve.parallel.placement import Placement
 

@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 from jax import Array
 
-from jaxserve.executor.batch import StepShape
 from jaxserve.executor.blocks import Row
 from jaxserve.executor.compilation import CompileCounter
+from jaxserve.executor.shapes import StepShape
 
 log = logging.getLogger(__name__)
 
