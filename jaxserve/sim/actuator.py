@@ -1,0 +1,223 @@
+"""SimActuator: carries transitions out one after the other, in virtual time, with the phases of the real one.
+
+    prepare, while steps go on -> commit, between two steps -> free, when the steps dispatched before have ended
+
+What is a thread there is a generator here, which goes on when an event is due.
+"""
+
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from math import inf
+from typing import Protocol
+
+from jaxserve.control.actuation import Outcome
+from jaxserve.control.ledger import Ledger
+from jaxserve.control.plan import InstancePlan, Plan
+from jaxserve.control.transitions import ResizeKVPool, SwapPrecision, Transition
+from jaxserve.core.clock import Clock
+from jaxserve.core.errors import JaxserveError
+from jaxserve.core.precision import mixture_name
+from jaxserve.engine.core import EngineCore
+from jaxserve.sim.links import Priority, SharedLinks
+from jaxserve.telemetry import Snapshot
+
+EXCHANGE = "exchange"  # the ledger's entry for the variant that is prepared beside the layer in use
+Signature = tuple[str, str]  # (block kind, precision): blocks of the same one share an executable
+Due = Callable[[], float]  # when to go on; a time that has passed is now
+
+
+class Instance(Protocol):
+    """What transitions change of one instance of the plan."""
+
+    @property
+    def core(self) -> EngineCore: ...
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Has a function run between two steps, soon. Mutates."""
+        ...
+
+    def after_dispatched(self, function: Callable[[], None]) -> None:
+        """Runs a function once the steps that have been dispatched are done; asked between two steps. Mutates."""
+        ...
+
+    def set_plan(self, plan: InstancePlan) -> None:
+        """Steps take the time of another plan, from the next one to begin on. Mutates."""
+        ...
+
+
+class SimActuator:
+    """The `control.Actuator` of virtual time: `advance` is to be called when `next_event` is due."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        instances: Sequence[Instance],
+        clock: Clock,
+        links: SharedLinks,
+        pcie: Sequence[str],
+        *,
+        ledger: Ledger,
+        entries: Callable[[Plan], Mapping[str, int]],
+        describe: Callable[[Plan, int], Snapshot],
+        compile_seconds: float = 0.0,
+        warm: Collection[Signature] = (),
+    ):
+        """`plan` is the one in force; `pcie` names the link over which each instance gets weights from its host, where
+        the devices of a stage have one each. `entries` are the bytes of a plan in the ledger, by name; `describe` gives
+        the fields of an instance's snapshots that follow from a plan. A signature takes `compile_seconds` in each
+        instance that has not had it: neither in `plan`, nor since, nor in `warm`.
+        """
+        self._plan = plan
+        self._instances, self._pcie = tuple(instances), tuple(pcie)
+        self._clock, self._links = clock, links
+        self._ledger, self._entries, self._describe = ledger, entries, describe
+        self._compile_seconds = compile_seconds
+        running = ({_signature(block.block, block.precision) for block in i.blocks} for i in plan.instances)
+        self._compiled = [signatures.union(warm) for signatures in running]
+        self._outcomes: list[Outcome] = []
+        self._work: Generator[Due, None, None] | None = None
+        self._due: Due = _never
+
+    @property
+    def busy(self) -> bool:
+        """Whether a transition is still to end. When not, `poll` has all outcomes."""
+        return self._work is not None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._plan
+
+    def start(self, transitions: Sequence[Transition]) -> None:
+        """Begins to carry transitions out, in order; returns at once. Mutates."""
+        assert not self.busy
+        self._work = self._run(tuple(transitions))
+        self._go_on()
+
+    def poll(self) -> Sequence[Outcome]:
+        """What has ended since the last call, in order. Mutates."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    # -- events
+
+    def next_event(self) -> float:
+        """When `advance` is due, as things stand: steps of instances and other transfers may change it."""
+        due = self._due()
+        return due if due == inf else max(due, self._clock.now())
+
+    def advance(self, now: float) -> None:
+        """Goes on as far as it can at `now`, which the clock shows. Mutates: the links too."""
+        self._links.advance(now)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        due = next(self._work, None) if self._work is not None else None
+        if due is None:
+            self._work = None
+        self._due = due or _never
+
+    # -- the thread
+
+    def _run(self, transitions: Sequence[Transition]) -> Generator[Due, None, None]:
+        for transition in transitions:
+            begin = self._clock.now()
+            error: str | None = None
+            try:
+                yield from self._carry_out(transition)
+            except (JaxserveError, ValueError) as failure:  # no room in the ledger, pages in use; any other is a bug
+                error = f"{type(failure).__name__}: {failure}"
+            self._outcomes.append(Outcome(transition, error, self._clock.now() - begin))
+            if error is not None:
+                break
+
+    def _carry_out(self, transition: Transition) -> Generator[Due, None, None]:
+        after = transition.apply(self._plan)
+        instance = self._instances[transition.instance]
+        match transition:
+            case SwapPrecision():
+                self._check_exchange(transition, after)
+                yield from self._prepare(transition)
+                yield from self._between_steps(instance, lambda freed: self._swap(instance, transition, after, freed))
+            case ResizeKVPool() if transition.after >= transition.before:
+                self._ledger.check(self._entries(after))
+                yield from self._between_steps(instance, lambda freed: self._grow(instance, transition, after, freed))
+            case ResizeKVPool():
+                yield from self._between_steps(instance, lambda freed: self._shrink(instance, transition, after, freed))
+        self._ledger.update(self._entries(after))
+
+    def _check_exchange(self, transition: SwapPrecision, after: Plan) -> None:
+        """Raises `MemoryBudgetError` where the variant has no room beside the layer in use, or in place of it."""
+        reserved = self._ledger.entries.get(EXCHANGE, 0)
+        self._ledger.check({EXCHANGE: max(reserved, transition.peak_bytes)})
+        self._ledger.check(self._entries(after))
+
+    def _prepare(self, transition: SwapPrecision) -> Generator[Due, None, None]:
+        """Copies a layer's variant, no faster than was estimated, and compiles what is new to the instance."""
+        begin, number = self._clock.now(), transition.instance
+        transfer = self._links.start(begin, self._pcie[number], transition.peak_bytes, Priority.WEIGHTS)
+        while transfer.end is None:
+            yield lambda: self._links.next_event() if transfer.end is None else transfer.end
+        ready = max(transfer.end, begin + transition.seconds)
+        signature = _signature(transition.block, transition.after)
+        if signature not in self._compiled[number]:
+            self._compiled[number].add(signature)
+            ready += self._compile_seconds
+        yield from self._until(ready)
+
+    def _between_steps(self, instance: Instance, commit: Callable[[Future[float]], None]) -> Generator[Due, None, None]:
+        """Has `commit` run between two steps, and waits until the time that it settles its future with: when the memory
+        of what was replaced is free. Raises what it raised.
+        """
+        freed: Future[float] = Future()
+
+        def run() -> None:
+            try:
+                commit(freed)
+            except Exception as error:
+                freed.set_exception(error)
+
+        instance.call(run)
+        while not freed.done():
+            yield lambda: self._clock.now() if freed.done() else inf
+        yield from self._until(freed.result())
+
+    def _until(self, time: float) -> Generator[Due, None, None]:
+        while self._clock.now() < time:
+            yield lambda: time
+
+    # -- between two steps, called by the instance
+
+    def _swap(self, instance: Instance, transition: SwapPrecision, after: Plan, freed: Future[float]) -> None:
+        self._put_in_force(instance, transition.instance, after)
+        instance.after_dispatched(lambda: freed.set_result(self._clock.now()))
+
+    def _grow(self, instance: Instance, transition: ResizeKVPool, after: Plan, freed: Future[float]) -> None:
+        instance.core.scheduler.grow(transition.after - transition.before)
+        self._put_in_force(instance, transition.instance, after)
+        freed.set_result(self._clock.now())
+
+    def _shrink(self, instance: Instance, transition: ResizeKVPool, after: Plan, freed: Future[float]) -> None:
+        count, moves = transition.before - transition.after, dict[int, int]()
+
+        def move() -> None:
+            end = self._clock.now() + transition.seconds * len(moves) / count
+            instance.after_dispatched(lambda: freed.set_result(end))
+
+        instance.core.scheduler.shrink(count, moves.update)
+        self._put_in_force(instance, transition.instance, after)
+        # Pages move after the steps that are dispatched; the one after them has the memory given back by its end.
+        instance.after_dispatched(move)
+
+    def _put_in_force(self, instance: Instance, number: int, after: Plan) -> None:
+        self._plan, own = after, after.instances[number]
+        instance.set_plan(own)
+        instance.core.replan(mixture_name(own.layer_precisions), self._describe(after, number))
+
+
+def _signature(block: str, precision: str) -> Signature:
+    return block.partition(".")[0], precision
+
+
+def _never() -> float:
+    return inf

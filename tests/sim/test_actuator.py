@@ -1,0 +1,476 @@
+"""Transitions in virtual time: the real engine core and step loop, on a device that only counts seconds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxserve.control import InstancePlan, Ledger, Outcome, Plan, ResizeKVPool, Resources, SwapPrecision, Transition
+from jaxserve.control.controller import Controller
+from jaxserve.control.diff import apply, diff
+from jaxserve.control.policies.manual import ManualPolicy
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.request import Request
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.work import StepOutput, Work
+from jaxserve.engine.client import ModelInfo
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.loop import StepLoop
+from jaxserve.kvcache import PagePool, PageTable
+from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.sim.actuator import SimActuator
+from jaxserve.sim.hardware import Link
+from jaxserve.sim.links import Priority, SharedLinks
+from jaxserve.telemetry import EngineMetrics, Snapshot
+from tests.control.worlds import LAYER, MB, PAGE, home_plan, machine
+
+LAYERS, PAGES = 4, 101
+STEP = 0.1  # s
+INFO = ModelInfo("model", max_model_len=256, vocab_size=1000, hidden_size=64, created=0)
+
+
+@dataclass
+class Pending:
+    """A step on the device: whoever fetches its tokens waits until it ends."""
+
+    end: float
+    rows: int
+    wait_until: Callable[[float], None]
+
+    def fetch(self) -> StepOutput:
+        self.wait_until(self.end)
+        return StepOutput(np.zeros(self.rows, np.int32))
+
+
+class Device:
+    """One step after the other, each of `STEP` seconds."""
+
+    def __init__(self, clock: VirtualClock, wait_until: Callable[[float], None]):
+        self.clock, self.wait_until = clock, wait_until
+        self.plan: InstancePlan | None = None
+        self.steps: list[tuple[float, InstancePlan]] = []  # when each ends, and what it runs
+        self.end = 0.0
+
+    def execute(self, work: Work) -> Pending:
+        assert self.plan is not None
+        self.end = max(self.clock.time, self.end) + STEP
+        self.steps.append((self.end, self.plan))
+        return Pending(self.end, len(work.decodes) + len(work.chunks), self.wait_until)
+
+    def settle(self) -> None:
+        pass
+
+
+class Served:
+    """An instance: a `StepLoop` that runs what it is given at once while no step is under way."""
+
+    def __init__(self, core: EngineCore, device: Device, plan: InstancePlan):
+        self.core, self.device = core, device
+        self.loop = StepLoop(core, device, device.clock)
+        self.loop.wake = self.run_calls
+        self.stepping = False
+        self.tokens: dict[str, int] = {}  # that were generated, by request
+        self.plans: list[tuple[float, InstancePlan]] = []
+        self.set_plan(plan)
+
+    def call(self, function: Callable[[], None]) -> None:
+        self.loop.call(function)
+
+    def after_dispatched(self, function: Callable[[], None]) -> None:
+        self.loop.after_dispatched(function)
+
+    def set_plan(self, plan: InstancePlan) -> None:
+        self.device.plan = plan
+        self.plans.append((self.device.clock.time, plan))
+
+    def run_calls(self) -> None:
+        if not self.stepping:
+            self.loop.run_calls()
+
+    def step(self) -> None:
+        self.stepping = True
+        for output in self.loop.step():
+            self.tokens[output.request_id] = self.tokens.get(output.request_id, 0) + len(output.outputs[0].token_ids)
+        self.stepping = False
+        if self.loop.idle:
+            self.run_calls()
+
+
+class World:
+    """Instances that all are on one machine, an actuator, and the time that passes for both."""
+
+    def __init__(
+        self,
+        *,
+        dp: int = 1,
+        bandwidth: float = 10_000 * MB,
+        compile_seconds: float = 0.0,
+        warm: Sequence[tuple[str, str]] = (("layers", "int8"), ("layers", "int4")),
+        exchange: int = LAYER["bfloat16"],
+        spare: int = 0,
+    ):
+        """`exchange`: what the ledger holds for a variant in preparation; `spare`: what the budget leaves free."""
+        self.clock = VirtualClock()
+        self.resources: Resources = machine(LAYERS, home_pages=PAGES)
+        self.home = home_plan(LAYERS, pages=PAGES, dp=dp)
+        self.links = SharedLinks({"pcie": Link(bandwidth, 0.0)})
+        self.instances = [self._instance(number) for number in range(dp)]
+        used = exchange + sum(self.entries(self.home).values())
+        self.ledger = Ledger(used + spare)
+        if exchange:
+            self.ledger.reserve("exchange", exchange)
+        for name, size in self.entries(self.home).items():
+            self.ledger.reserve(name, size)
+        self.actuator = SimActuator(
+            self.home,
+            self.instances,
+            self.clock,
+            self.links,
+            ["pcie"] * dp,
+            ledger=self.ledger,
+            entries=self.entries,
+            describe=self.describe,
+            compile_seconds=compile_seconds,
+            warm=warm,
+        )
+        self.controlled, self.requests = False, 0
+        self.outcomes: list[Outcome] = []
+        self.ended: list[float] = []  # when each outcome was there
+
+    def _instance(self, number: int) -> Served:
+        pages = PagePool(PAGES, caching=False, least=self.resources.least_pages, most=self.resources.most_pages)
+        scheduler = Scheduler(SchedulerLimits(4, 4, 16, 16), pages, PageTable(4, 64))
+        static = self.describe(self.home, number)
+        core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), static=static, number=number)
+        return Served(core, Device(self.clock, self.run_until), self.home.instances[number])
+
+    def entries(self, plan: Plan) -> dict[str, int]:
+        stages = [instance.stages[0] for instance in plan.instances]
+        sizes = [(self.resources.weight_bytes(stage), stage.kv_pages * PAGE) for stage in stages]
+        weights, kv = max(sizes, key=sum)
+        return {"weights": weights, "kv": kv}
+
+    def describe(self, plan: Plan, number: int) -> Snapshot:
+        return Snapshot(plan_version=plan.version, kv_pages_total=plan.instances[number].kv_pages - 1)
+
+    def add(self, *, tokens: int, prompt: int = 16, number: int = 0) -> None:
+        core = self.instances[number].core
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        core.add(Request(str(self.requests), (1,) * prompt, params, self.clock.time))
+        self.requests += 1
+
+    def run_until(self, time: float) -> None:
+        """The actuator's events up to `time`; then it is `time`."""
+        while (due := self.actuator.next_event()) <= time:
+            assert due >= self.clock.time
+            self.clock.time = due
+            self.actuator.advance(due)
+            self.look()
+        self.clock.time = max(self.clock.time, time)
+
+    def start(self, *transitions: Transition) -> None:
+        self.actuator.start(transitions)
+        self.look()
+
+    def look(self) -> None:
+        """Takes the outcomes that there are, unless a controller does."""
+        assert self.ledger.used <= self.ledger.budget
+        if self.controlled:
+            return
+        outcomes = self.actuator.poll()
+        self.outcomes += outcomes
+        self.ended += [self.clock.time] * len(outcomes)
+
+    def serve(self, number: int = 0, *, steps: int = 10_000) -> None:
+        """Steps until nothing is left to do, or so often."""
+        instance = self.instances[number]
+        while steps and not instance.loop.idle:
+            instance.step()
+            self.run_until(self.clock.time)
+            steps -= 1
+
+    def carry_out(self, *transitions: Transition) -> list[float]:
+        """Of transitions while nothing runs, or after it; returns the seconds that each took."""
+        self.outcomes, self.ended = [], []
+        self.start(*transitions)
+        self.run_until(self.clock.time + 1000.0)
+        assert not self.actuator.busy
+        return [outcome.seconds for outcome in self.outcomes]
+
+    def towards(self, target: Plan) -> tuple[Transition, ...]:
+        return diff(self.actuator.plan, target, self.resources)
+
+    def swap(self, layer: int, precision: str, *, before: str = "bfloat16", instance: int = 0) -> SwapPrecision:
+        change = LAYER[before] - LAYER[precision]
+        bytes_ = max(0, change), max(0, -change), LAYER[precision]
+        seconds = LAYER[precision] / self.resources.copy_rate
+        return SwapPrecision(instance, f"layers.{layer}", before, precision, *bytes_, seconds)
+
+    def resize(self, after: int, *, before: int = PAGES, instance: int = 0) -> ResizeKVPool:
+        change = (after - before) * PAGE
+        seconds = max(0, -change) / self.resources.copy_rate
+        return ResizeKVPool(instance, before, after, max(0, -change), max(0, change), max(0, change), seconds)
+
+
+# -- how long it takes
+
+
+def test_a_swap_takes_the_seconds_that_were_estimated() -> None:
+    world = World()
+    assert world.carry_out(world.swap(1, "int8")) == pytest.approx([0.010])  # 10 MB at 1000 MB/s
+    assert world.actuator.plan.instances[0].layer_precisions == ("bfloat16", "int8", "bfloat16", "bfloat16")
+    assert world.instances[0].plans[-1][1] == world.actuator.plan.instances[0]
+    assert world.instances[0].core.snapshot.plan_version == world.actuator.plan.version == 2
+    assert world.instances[0].core.salt == "0-0:bfloat16,1-1:int8,2-3:bfloat16"
+
+
+def test_it_takes_what_its_bytes_take_on_a_slower_link() -> None:
+    world = World(bandwidth=100 * MB)
+    assert world.carry_out(world.swap(1, "int8"), world.swap(2, "int4")) == pytest.approx([0.100, 0.050])
+
+
+def test_other_transfers_on_the_link_come_first_or_have_their_share() -> None:
+    world = World(bandwidth=100 * MB)
+    world.links.start(0.0, "pcie", 30 * MB, Priority.KV)
+    assert world.carry_out(world.swap(1, "int8")) == pytest.approx([0.400])
+    world.links.start(world.clock.time, "pcie", 30 * MB, Priority.WEIGHTS)
+    assert world.carry_out(world.swap(2, "int8")) == pytest.approx([0.200])
+
+
+def test_a_transfer_that_starts_later_delays_it_too() -> None:
+    world = World(bandwidth=100 * MB)
+    world.start(world.swap(1, "int8"))
+    world.run_until(0.05)
+    world.links.start(0.05, "pcie", 20 * MB, Priority.ACTIVATIONS)
+    world.run_until(10.0)
+    assert world.ended == pytest.approx([0.300])
+
+
+def test_links_that_another_part_drives_are_no_obstacle() -> None:
+    world = World(bandwidth=100 * MB)
+    world.start(world.swap(1, "int8"))
+    other = world.links.start(0.0, "pcie", 10 * MB, Priority.KV)
+    for time in (0.1, 0.2):
+        world.clock.time = time
+        world.links.advance(time)
+    assert other.end == pytest.approx(0.1)
+    assert world.actuator.next_event() == 0.2
+    world.run_until(1.0)
+    assert world.ended == pytest.approx([0.2])
+
+
+def test_a_signature_is_compiled_once_in_each_instance() -> None:
+    world = World(dp=2, compile_seconds=3.0, warm=[("layers", "int4")])
+    first = world.carry_out(world.swap(0, "int8"), world.swap(1, "int8"), world.swap(2, "int4"))
+    assert first == pytest.approx([3.010, 0.010, 0.005])
+    assert world.carry_out(world.swap(0, "bfloat16", before="int8")) == pytest.approx([0.020]), "it ran at the start"
+    assert world.carry_out(world.swap(0, "int8")) == pytest.approx([0.010])
+    assert world.carry_out(world.swap(0, "int8", instance=1)) == pytest.approx([3.010])
+
+
+def test_it_is_compiled_when_it_has_been_copied() -> None:
+    world = World(bandwidth=10 * MB, compile_seconds=3.0, warm=())
+    assert world.carry_out(world.swap(0, "int8")) == pytest.approx([4.0])
+
+
+def test_a_pool_grows_in_no_time() -> None:
+    world = World(spare=50 * PAGE)
+    assert world.carry_out(world.resize(151)) == [0.0]
+    assert world.instances[0].core.scheduler.pages.num_pages == 151
+    assert world.ledger.entries["kv"] == 151 * PAGE
+    assert world.instances[0].core.snapshot.kv_pages_total == 150
+
+
+def test_a_pool_shrinks_in_the_time_that_the_pages_take_which_have_to_move() -> None:
+    world = World()
+    pages = world.instances[0].core.scheduler.pages
+    assert world.carry_out(world.resize(91)) == [0.0], "no page is in use"
+    held = pages.allocate(90)
+    pages.release(held[:70])  # the 20 last ones stay, and 10 of them have to move
+    assert world.carry_out(world.resize(51, before=91)) == pytest.approx([20 * PAGE / (1000 * MB)])
+    pages.release(range(1, 21))
+    assert world.carry_out(world.resize(41, before=51)) == [0.0]
+
+
+# -- in which order
+
+
+def test_it_is_committed_between_two_steps_and_frees_its_memory_when_those_dispatched_before_have_ended() -> None:
+    world = World()
+    (instance,), full = world.instances, LAYERS * LAYER["bfloat16"]
+    world.add(tokens=10)
+    instance.step()  # one step is on the device, until 0.1
+    world.start(world.swap(1, "int8"), world.swap(2, "int8"))
+    world.run_until(0.05)
+    assert instance.plans[-1] == (pytest.approx(0.01), world.actuator.plan.instances[0])
+    assert (world.ledger.entries["weights"], world.outcomes) == (full, [])
+    instance.step()  # another one begins, until 0.2; the first one ends
+    world.run_until(0.1)
+    assert (world.ledger.entries["weights"], world.ended) == (full - 10 * MB, [0.1])
+    instance.step()  # another one, until 0.3; the second swap is prepared meanwhile, and waits
+    assert (world.clock.time, world.actuator.plan.version) == (0.2, 2)
+    instance.step()  # it is committed before this one, and freed when the third has ended
+    assert (world.clock.time, world.actuator.plan.version) == (pytest.approx(0.3), 3)
+    assert world.ledger.entries["weights"] == full - 10 * MB
+    world.run_until(world.clock.time)
+    assert world.ledger.entries["weights"] == full - 20 * MB
+    assert world.ended == pytest.approx([0.1, 0.3])
+    assert [o.seconds for o in world.outcomes] == pytest.approx([0.1, 0.2])
+    quantised = [plan.layer_precisions.count("int8") for _, plan in instance.device.steps]
+    assert quantised == [0, 1, 1, 2]
+
+
+def test_pages_move_after_the_steps_on_the_device_and_come_back_after_the_one_behind_them() -> None:
+    world = World()
+    world.add(tokens=30)
+    (instance,) = world.instances
+    scheduler = instance.core.scheduler
+    scheduler.pages.allocate(90)  # somebody's: the request's page is the 91st, and has to move
+    instance.step()
+    world.start(world.resize(100))
+    assert scheduler.pages.num_pages == 100, "at once"
+    kv = world.ledger.entries["kv"]
+    instance.step()
+    world.run_until(0.1)
+    assert (world.ledger.entries["kv"], world.actuator.busy) == (kv, True), "the step dispatched before has ended"
+    instance.step()
+    world.run_until(0.2)
+    assert (world.ledger.entries["kv"], world.actuator.busy) == (kv - PAGE, False)
+
+
+def test_any_number_of_transitions_may_end_at_the_same_time() -> None:
+    world = World(spare=10 * PAGE)
+    world.carry_out(*[world.resize(111), world.resize(PAGES, before=111)] * 2000)
+    assert world.ended == [0.0] * 4000
+
+
+# -- what fails
+
+
+def unchanged(world: World) -> bool:
+    """Whether all is as at the start, and nothing under way."""
+    (instance,) = world.instances
+    return (
+        world.actuator.plan == world.home
+        and instance.plans[-1][1] == world.home.instances[0]
+        and instance.core.scheduler.pages.num_pages == PAGES
+        and {name: world.ledger.entries[name] for name in ("weights", "kv")} == world.entries(world.home)
+        and not world.actuator.busy
+        and world.links.next_event() == world.actuator.next_event() == float("inf")
+    )
+
+
+def test_pages_in_use_keep_the_old_plan_and_the_rest_is_dropped() -> None:
+    world = World()
+    world.instances[0].core.scheduler.pages.allocate(95)
+    world.carry_out(world.resize(51), world.swap(0, "int8"))
+    (outcome,) = world.outcomes
+    assert outcome.transition == world.resize(51)
+    assert outcome.error == (
+        "ValueError: 101 pages cannot shrink by 50: 5 are not in use, and at least 17 must be left"
+    )
+    assert unchanged(world)
+    assert world.carry_out(world.swap(0, "int8")) == pytest.approx([0.010]), "it may try again"
+
+
+def test_what_the_ledger_has_no_room_for_is_not_begun() -> None:
+    world = World()
+    assert world.carry_out(world.resize(PAGES + 1)) == [0.0]
+    (outcome,) = world.outcomes
+    assert outcome.error is not None
+    assert outcome.error.startswith("MemoryBudgetError: ")
+    assert unchanged(world)
+
+
+def test_a_layer_needs_its_room_only_where_the_one_in_use_leaves_it() -> None:
+    world = World(spare=10 * PAGE)
+    world.carry_out(world.swap(0, "int4"), world.resize(PAGES + 40), world.swap(0, "bfloat16", before="int4"))
+    assert [outcome.error is None for outcome in world.outcomes] == [True, True, False], "pages took its place"
+    world.carry_out(world.resize(PAGES + 10, before=PAGES + 40), world.swap(0, "bfloat16", before="int4"))
+    assert [outcome.error for outcome in world.outcomes] == [None, None]
+
+
+def test_a_variant_needs_room_beside_the_layer_in_use() -> None:
+    world = World(exchange=0, spare=LAYER["int4"])
+    world.carry_out(world.swap(0, "int8"))
+    assert world.outcomes[0].error is not None
+    assert unchanged(world)
+    world.carry_out(world.swap(0, "int4"))
+    assert world.outcomes[0].error is None
+
+
+def test_a_transition_that_does_not_start_from_the_plan_fails() -> None:
+    world = World()
+    world.carry_out(world.swap(0, "int4", before="int8"))
+    assert world.outcomes[0].error == "PlanError: layers.0 of plan 1 is not int8"
+    assert unchanged(world)
+
+
+def test_a_bug_is_not_an_outcome() -> None:
+    world = World()
+    world.start(world.swap(0, "int8"))
+    world.instances[0].core.replan = lambda *_: 1 / 0  # type: ignore[assignment, return-value, method-assign]
+    with pytest.raises(ZeroDivisionError):
+        world.run_until(1.0)
+
+
+# -- as a whole
+
+targets = st.lists(
+    st.tuples(st.tuples(*[st.sampled_from(sorted(LAYER))] * LAYERS), st.integers(20, 130)), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=40)
+@given(targets, st.integers(0, 8), st.sampled_from([20 * MB, 500 * MB, 10_000 * MB]), st.integers(0, 2**16))
+def test_any_sequence_of_plans_under_load(wanted: list, requests: int, bandwidth: float, seed: int) -> None:
+    """What has ended is what is in force, everywhere; the ledger is never exceeded; all requests get their tokens."""
+    world, rng = World(bandwidth=bandwidth), np.random.default_rng(seed)
+    (instance,) = world.instances
+    tokens = rng.integers(1, 100, requests).tolist()
+    for count in tokens:
+        world.add(tokens=count, prompt=int(rng.integers(1, 150)))
+    plan, plans = world.home, list(wanted)
+    while plans or world.actuator.busy or not instance.loop.idle:
+        if plans and not world.actuator.busy:
+            assert world.actuator.plan.instances == plan.instances
+            precisions, pages = plans.pop(0)
+            changes = {f"layers.{layer}": precision for layer, precision in enumerate(precisions)}
+            target = plan.with_precisions(0, changes).with_kv_pages(0, pages)
+            world.outcomes, pending = [], world.towards(target)
+            world.start(*pending)
+        if instance.loop.idle:
+            world.run_until(world.clock.time + 1.0)
+        world.serve(steps=1)
+        if not world.actuator.busy:
+            done = [outcome.transition for outcome in world.outcomes if outcome.error is None]
+            assert done == list(pending[: len(done)])
+            assert len(world.outcomes) == len(pending) or world.outcomes[-1].error is not None
+            plan = apply(plan, done)
+            world.outcomes, pending = [], ()
+            assert world.actuator.plan == plan
+            assert world.ledger.entries.items() >= world.entries(plan).items()
+            assert instance.core.scheduler.pages.num_pages == plan.instances[0].kv_pages
+            assert instance.core.snapshot.plan_version == plan.version
+    assert [instance.tokens[str(number)] for number in range(requests)] == tokens
+    assert instance.core.scheduler.pages.used == 0
+
+
+def test_a_controller_carries_out_a_plan_and_back() -> None:
+    world = World()
+    target = world.home.with_precisions(0, dict.fromkeys(("layers.0", "layers.1"), "int4")).with_kv_pages(0, 140)
+    world.controlled = True
+    controller = Controller(world.home, ManualPolicy(target), world.resources, world.actuator)
+    world.add(tokens=40)
+    for policy in (ManualPolicy(target), ManualPolicy(world.home)):
+        controller.set_policy(policy)
+        for _ in range(20):
+            controller.tick(world.clock.time, [world.instances[0].core.snapshot])
+            world.serve(steps=1)
+            world.run_until(world.clock.time + 0.01)
+        assert policy.target is not None
+        assert controller.plan.instances == policy.target.instances == world.actuator.plan.instances
+        assert controller.plan.version == world.actuator.plan.version
+    assert [decision.outcome for decision in controller.decisions] == ["done", "done"]
