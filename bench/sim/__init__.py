@@ -1,0 +1,1 @@
+"""Measurements of the simulator, and the numbers that it starts from."""

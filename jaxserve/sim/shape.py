@@ -1,0 +1,214 @@
+"""ModelShape: what the sizes of a model say about bytes and operations, without its weights.
+
+Axes as in `models.layers`: E hidden, H query heads, K kv heads, D head_dim, I intermediate, V vocabulary, X experts.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.control.plan import StagePlan
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.precision import BITS
+
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+ITEMSIZE: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+GROUP = 128  # inputs that share a scale
+SCALE = 2  # bytes
+UNIT = {8: 1, 4: 128, 3: 256}  # codes that are packed together, by bits
+KV_SCALE = 4  # bytes beside each row of a KV pool in int8
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer with SwiGLU, all layers alike.
+
+    Biases are left out: some 0.01 % of the bytes, where there are any. Of tp devices each has its share, rounded up; a
+    kv head is not cut but copied (`parallel.padding`).
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int  # of one expert, where there are experts
+    max_position: int
+    tie_embeddings: bool
+    dtype: str = "bfloat16"
+    num_experts: int = 0  # 0: a dense feed-forward
+    experts_per_token: int = 0
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ModelShape":
+        """From a Hugging Face config.json, a folder with one, or the name of a file in configs/models.
+
+        Raises `ConfigError` naming the file and the field.
+        """
+        file = _find(Path(path))
+        try:
+            given = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+        if not isinstance(given, dict):
+            raise ConfigError(f"{file} is no config.json: it holds no object")
+        read = _Fields(file, given)
+        heads, hidden = read.number("num_attention_heads"), read.number("hidden_size")
+        experts = read.number("num_experts", read.number("num_local_experts", 0))
+        inner = read.number("moe_intermediate_size", read.number("intermediate_size", 0)) if experts else 0
+        return cls(
+            name=file.parent.name if file.name == "config.json" else file.stem,
+            vocab_size=read.number("vocab_size"),
+            hidden_size=hidden,
+            num_layers=read.number("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=read.number("num_key_value_heads", heads),
+            head_dim=read.number("head_dim", hidden // heads),
+            intermediate_size=inner or read.number("intermediate_size"),
+            max_position=read.number("max_position_embeddings", 2048),
+            tie_embeddings=bool(given.get("tie_word_embeddings", False)),
+            dtype=read.dtype(),
+            num_experts=experts,
+            experts_per_token=read.number("num_experts_per_tok", 8) if experts else 0,
+        )
+
+    # -- bytes on each of tp devices
+
+    def layer_bytes(self, precision: str, tp: int = 1) -> int:
+        """Of a decoder layer's weights: all experts, the router and the norms, which keep full precision."""
+        return self._other_bytes(precision, tp) + max(self.num_experts, 1) * self._expert_bytes(precision, tp)
+
+    def read_bytes(self, precision: str, tokens: int, tp: int = 1) -> float:
+        """Of a decoder layer's weights, those that a step of so many tokens reads: not experts that no token chose.
+
+        If every token chose its experts at random: n tokens choose X (1 - (1 - k / X)^n) of them.
+        """
+        if not self.num_experts:
+            return self.layer_bytes(precision, tp)
+        missed = (1 - self.experts_per_token / self.num_experts) ** tokens
+        chosen = self.num_experts * (1 - missed)
+        return self._other_bytes(precision, tp) + chosen * self._expert_bytes(precision, tp)
+
+    def head_bytes(self, precision: str, tp: int = 1) -> int:
+        """Of the final norm and the output head."""
+        rows = _share(self.vocab_size, tp)
+        return self.hidden_size * self.itemsize + self._matrix_bytes(rows, self.hidden_size, precision)
+
+    def embed_bytes(self, tp: int = 1, precision: str | None = None) -> int:
+        """Of the embedding, in full precision if none is given. A tied one has the head's, and is the head's weight."""
+        return self._matrix_bytes(_share(self.vocab_size, tp), self.hidden_size, precision or self.dtype)
+
+    def stage_bytes(self, stage: StagePlan) -> int:
+        """Of all blocks of a stage; tied embeddings count once, if embedding and head are both there."""
+        names, total = {block.block for block in stage.blocks}, 0
+        for block in stage.blocks:
+            if block.block == "head":
+                total += self.head_bytes(block.precision, stage.tp)
+            elif block.block != "embed":
+                total += self.layer_bytes(block.precision, stage.tp)
+            elif not (self.tie_embeddings and "head" in names):
+                total += self.embed_bytes(stage.tp, block.precision)
+        return total
+
+    def kv_bytes_per_token(self, tp: int = 1, dtype: str = "auto") -> int:
+        """Of a token's key and value in one layer's pool. `dtype`: "auto" is the activations', or "int8"."""
+        row = self.head_dim + KV_SCALE if dtype == "int8" else self.head_dim * self.itemsize
+        return 2 * self._kv_heads(tp) * row
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in full precision."""
+        return ITEMSIZE[self.dtype]
+
+    # -- operations on each of tp devices
+
+    def layer_ops(self, tp: int = 1) -> int:
+        """For each token, in a decoder layer's products with weights: 2 per weight, of the experts those chosen."""
+        chosen = self.experts_per_token if self.num_experts else 1
+        sizes = [*self._attention(tp), *self._feed_forward(tp) * chosen]
+        return 2 * (sum(outputs * inputs for outputs, inputs in sizes) + self.num_experts * self.hidden_size)
+
+    def head_ops(self, tp: int = 1) -> int:
+        """For each row of the head."""
+        return 2 * _share(self.vocab_size, tp) * self.hidden_size
+
+    def attention_ops(self, tp: int = 1) -> int:
+        """For each pair of a query's and a key's token, in one layer."""
+        return 4 * self._heads(tp) * self.head_dim
+
+    # -- parts
+
+    def _kv_heads(self, tp: int) -> int:
+        return _share(self.num_kv_heads, tp)
+
+    def _heads(self, tp: int) -> int:
+        group, copies = self.num_heads // self.num_kv_heads, max(tp // self.num_kv_heads, 1)
+        return self._kv_heads(tp) * _share(group, copies)
+
+    def _attention(self, tp: int) -> list[tuple[int, int]]:
+        """(outputs, inputs) of each matrix."""
+        query, kv = self._heads(tp) * self.head_dim, self._kv_heads(tp) * self.head_dim
+        return [(query + 2 * kv, self.hidden_size), (self.hidden_size, query)]
+
+    def _feed_forward(self, tp: int) -> list[tuple[int, int]]:
+        """(outputs, inputs) of each matrix, of one expert."""
+        inner = _share(self.intermediate_size, tp)
+        return [(2 * inner, self.hidden_size), (self.hidden_size, inner)]
+
+    def _other_bytes(self, precision: str, tp: int) -> int:
+        """Of a layer but for its feed-forward."""
+        whole = (2 + self.num_experts) * self.hidden_size * self.itemsize  # norms and router
+        return whole + sum(self._matrix_bytes(*size, precision) for size in self._attention(tp))
+
+    def _expert_bytes(self, precision: str, tp: int) -> int:
+        return sum(self._matrix_bytes(*size, precision) for size in self._feed_forward(tp))
+
+    def _matrix_bytes(self, outputs: int, inputs: int, precision: str) -> int:
+        """Raises `ConfigError` for a precision that there is not."""
+        bits = BITS.get(precision)
+        if bits is not None:
+            units = -(-inputs // UNIT[bits])
+            return outputs * (units * UNIT[bits] * bits // 8 + -(-inputs // GROUP) * SCALE)
+        if precision not in ITEMSIZE:
+            raise ConfigError(f"precision is {precision!r}; there are {', '.join((*ITEMSIZE, *BITS))}")
+        return outputs * inputs * ITEMSIZE[precision]
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Fields of a config.json, read strictly."""
+
+    file: Path
+    given: Mapping[str, Any]
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self.given.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{self.file}: {key} is {value!r}, it must be a positive integer")
+        return value
+
+    def dtype(self) -> str:
+        name = self.given.get("dtype") or self.given.get("torch_dtype") or "bfloat16"
+        if name not in ITEMSIZE:
+            raise ConfigError(f"{self.file}: dtype is {name!r}; there are {', '.join(ITEMSIZE)}")
+        return str(name)
+
+
+def _find(path: Path) -> Path:
+    """The file. Raises `ConfigError` saying which models there are."""
+    for file in (path, path / "config.json", MODELS / f"{path}.json"):
+        if file.is_file():
+            return file
+    known = ", ".join(sorted(file.stem for file in MODELS.glob("*.json"))) or "none"
+    raise ConfigError(f"model {str(path)!r} is no config.json, no folder with one, and none of configs/models: {known}")
+
+
+def _share(size: int, tp: int) -> int:
+    """Of each of tp devices, rounded up."""
+    return -(-size // tp)

@@ -1,0 +1,141 @@
+"""StepTime: how long a step takes, from the sizes of the model and what the hardware can do.
+
+A decoder layer reads its weights and multiplies n tokens by them:
+
+    max(bytes / bandwidth, n * operations / rate) / efficiency(n) + overhead
+
+Attention adds what decodes read of the KV cache, and the pairs of tokens that prefill chunks multiply. A chunk of c
+tokens after a prefix of p is counted as p c + c^2 + c pairs, the form of KunServe's cost model (lookahead batch
+formulation), although a causal kernel does with half of c^2. With tensor parallelism a layer has two all-reduces of its
+outputs; with pipeline parallelism a step goes through one stage after the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from jaxserve.control.plan import InstancePlan, StagePlan
+from jaxserve.sim.hardware import Hardware, Link
+from jaxserve.sim.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step has to compute."""
+
+    tokens: int  # through the layers, padded as the executor pads them
+    rows: int  # through the head, padded too
+    sequences: int  # that decode
+    context: int  # tokens that these attend to, in all
+    prefill: int  # p c + c^2 + c, over the chunks
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Of any plan for a model on some hardware. `kv_dtype`: "auto" or "int8"."""
+
+    shape: ModelShape
+    hardware: Hardware
+    kv_dtype: str = "auto"
+
+    @property
+    def host(self) -> float:
+        """Seconds from an arrival at an idle engine to its first step."""
+        return self.hardware.overheads.host
+
+    def of(self, instance: InstancePlan) -> "InstanceTime":
+        """Of one instance. Raises `ConfigError` for a precision that the hardware lacks, or a link."""
+        return InstanceTime(self, instance)
+
+
+class InstanceTime:
+    """Of the steps of one instance, under one plan."""
+
+    def __init__(self, model: StepTime, instance: InstancePlan):
+        self._model = model
+        self._stages = [_Stage(model, stage) for stage in instance.stages]
+        self._hand_offs = [
+            model.hardware.link(before.devices[-1], after.devices[0]) for before, after in pairwise(instance.stages)
+        ]
+        self._fixed: dict[tuple[int, int], float] = {}  # by tokens and rows
+        self.per_context = sum(stage.per_context for stage in self._stages)
+        """Seconds for each token that a decode attends to, in all layers."""
+        self.per_prefill = sum(stage.per_prefill for stage in self._stages)
+        """Seconds for each unit of `StepLoad.prefill`, in all layers."""
+        self.fixed(1, 1, 1)  # what is not there is missed now
+
+    def seconds(self, load: StepLoad) -> float:
+        """Of a step on the device."""
+        fixed = self.fixed(load.tokens, load.rows, load.sequences)
+        return fixed + self.per_context * load.context + self.per_prefill * load.prefill
+
+    def fixed(self, tokens: int, rows: int, sequences: int) -> float:
+        """Of a step without attention."""
+        key = (tokens, rows)
+        if key not in self._fixed:  # there are few: as many as step shapes
+            size = tokens * self._model.shape.hidden_size * self._model.shape.itemsize
+            stages = sum(stage.seconds(tokens, rows) for stage in self._stages)
+            self._fixed[key] = stages + sum(link.seconds(size) for link in self._hand_offs)
+        overheads = self._model.hardware.overheads
+        return self._fixed[key] + overheads.step + overheads.sequence * sequences
+
+
+class _Stage:
+    """Of one stage, with what its layers have in common counted once."""
+
+    def __init__(self, model: StepTime, stage: StagePlan):
+        self._shape, self._hardware, self._tp = model.shape, model.hardware, stage.tp
+        self._layers: dict[str, int] = {}  # how many, by precision
+        self._head: str | None = None
+        for block in stage.blocks:
+            if block.block.startswith("layers."):
+                self._layers[block.precision] = self._layers.get(block.precision, 0) + 1
+            elif block.block == "head":
+                self._head = block.precision
+        self._link = _slowest(self._hardware, stage.devices)
+        count, hardware = sum(self._layers.values()), self._hardware
+        read = self._shape.kv_bytes_per_token(self._tp, model.kv_dtype)
+        self.per_context = count * read / (hardware.bandwidth * hardware.decode_share)
+        rate = hardware.rate(self._shape.dtype)
+        self.per_prefill = count * self._shape.attention_ops(self._tp) / (rate * hardware.prefill_share)
+
+    def seconds(self, tokens: int, rows: int) -> float:
+        """Of its blocks without attention; the embedding, which reads a row for each token, takes none."""
+        total = sum(count * self._layer(precision, tokens) for precision, count in self._layers.items())
+        return total if self._head is None else total + self._head_seconds(self._head, rows)
+
+    def _layer(self, precision: str, tokens: int) -> float:
+        hardware, shape = self._hardware, self._shape
+        reading = shape.read_bytes(precision, tokens, self._tp) / hardware.bandwidth
+        computing = tokens * shape.layer_ops(self._tp) / hardware.rate(precision)
+        products = max(reading, computing) / hardware.curve(precision)(tokens)
+        size = tokens * shape.hidden_size * shape.itemsize
+        return products + hardware.overheads.layer + 2 * self._all_reduce(size)
+
+    def _head_seconds(self, precision: str, rows: int) -> float:
+        hardware, shape = self._hardware, self._shape
+        reading = shape.head_bytes(precision, self._tp) / hardware.bandwidth
+        computing = rows * shape.head_ops(self._tp) / hardware.rate(precision)
+        curve = hardware.head_curve or hardware.curve(precision)
+        logits = 4 * rows * shape.vocab_size  # float32; each device gets the others' shares
+        return max(reading, computing) / curve(rows) + self._all_gather(logits)
+
+    def _all_reduce(self, size: float) -> float:
+        return 0.0 if self._link is None else all_reduce(size, self._tp, self._link)
+
+    def _all_gather(self, size: float) -> float:
+        return 0.0 if self._link is None else self._link.seconds(size * (self._tp - 1) / self._tp)
+
+
+def all_reduce(size: float, devices: int, link: Link) -> float:
+    """Seconds of an all-reduce of so many bytes: each device sends all of them but its share, twice.
+
+    One latency for any number of devices, as it was measured (`bench.sim.fit_tables`).
+    """
+    return link.seconds(2 * (devices - 1) / devices * size)
+
+
+def _slowest(hardware: Hardware, devices: Sequence[int]) -> Link | None:
+    """Of the links between the devices of a stage, which come in order; None of a single one."""
+    links = [hardware.link(before, after) for before, after in pairwise(devices)]
+    return min(links, key=lambda link: link.bandwidth, default=None)
