@@ -65,7 +65,7 @@ class Preset:
 
 
 PRESETS = {
-    BUNDLED: Preset(56, 544, 16, Lengths(288, 96, 360, 168), 96),
+    BUNDLED: Preset(56, 544, 16, Lengths(288, 96, 360, 168), 320),
     DUMMY: Preset(256, 1024, 32, Lengths(128, 256, 384, 512), 64),
 }
 

@@ -1,5 +1,6 @@
 """What the machine has: memory of the host and of accelerators."""
 
+import os
 from pathlib import Path
 
 import jax
@@ -16,6 +17,11 @@ def host_memory() -> int:
         if limit.isdigit():
             available = min(available, int(limit))
     return available
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_memory(device: jax.Device) -> int | None:

@@ -24,7 +24,7 @@ from jaxserve.core.precision import BITS, head_precision, layer_precisions, pars
 from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.memory import StageMemory, block_bytes, stage_memory
-from jaxserve.hardware import device_memory, host_memory
+from jaxserve.hardware import device_memory, host_memory, processors
 from jaxserve.kernels import GRANULE, is_elastic, native
 from jaxserve.models.quantized import split_unit
 from jaxserve.parallel.padding import physical_config
@@ -33,6 +33,8 @@ from jaxserve.platforms import PLATFORMS
 log = logging.getLogger(__name__)
 
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
+XLA_THREADS = "PJRT_NPROC"  # environment variable: how many XLA computes with on CPU, and how many start its programs
+SMALL_MACHINE = 4  # processors
 RUNTIME = 700_000_000  # bytes on the host for interpreter, JAX, server and compiled code: 650 MB after a cold start
 STATIC = "static"  # the policy that changes nothing
 DEFAULT_VARIANTS = ("int4",)  # of any other
@@ -206,6 +208,10 @@ def _kernel_backend(config: EngineConfig, platform: str) -> KernelBackend:
 
 def _devices(wanted: int) -> tuple[jax.Device, ...]:
     """The machine's devices; on CPU, if JAX has not started yet, as many virtual ones as are wanted."""
+    if native.targets() and processors() <= SMALL_MACHINE:
+        # Native kernels have threads of their own. With several of XLA's, the programs of a step start on one after the
+        # other in turn, and each waits 0.1 ms for a processor that the host's Python and the kernels' helpers share.
+        os.environ.setdefault(XLA_THREADS, "1")
     if wanted > 1 and VIRTUAL_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # JAX has started: its devices are what they are
             jax.config.update("jax_num_cpu_devices", wanted)

@@ -80,7 +80,7 @@ ffi::Error add_tile(Job& job, const Table& table, int64_t index, int64_t pages, 
   return ffi::Error::Success();
 }
 
-ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_pages,
+ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_pages,
                            Vector decode_lengths, Table tile_pages, Vector tile_starts, Vector tile_lengths,
                            ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window,
                            int64_t max_lanes) {
@@ -120,7 +120,7 @@ ffi::Error paged_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
     if (error.failure()) return error;
   }
   job->items = static_cast<int64_t>(job->tiles.size()) * job->attention.kv_heads;
-  run(job, work, threads);
+  run(job, work);
   return ffi::Error::Success();
 }
 
@@ -136,7 +136,6 @@ size_t scratch_floats(const Attention& a, int64_t tokens) {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::paged_attention,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<jaxserve::Table>()

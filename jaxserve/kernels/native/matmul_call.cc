@@ -1,5 +1,5 @@
 // The XLA custom call around matmul_*.cc: checks, the choice of instruction set, and the division
-// of work over XLA's own thread pool.
+// of work over threads.
 
 #include <algorithm>
 #include <memory>
@@ -113,7 +113,7 @@ struct Product final : Shared {
 
 int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
-void multiply_all(Matmul matmul, const Prologue& prologue, const Multiplier* variant, ffi::ThreadPool& threads) {
+void multiply_all(Matmul matmul, const Prologue& prologue, const Multiplier* variant) {
   auto product = std::make_shared<Product>();
   if (prologue.kind) {
     product->x = std::make_unique<Scratch>(matmul.rows * matmul.w.inner * (matmul.x_bfloat16 ? 2 : 4));
@@ -133,8 +133,8 @@ void multiply_all(Matmul matmul, const Prologue& prologue, const Multiplier* var
   packing->packed = product->packed->get();
   packing->items = parts(matmul.rows, kPackRows);
   const int64_t work_per_number = prologue.kind ? 8 : 4;
-  if (prologue.kind || variant->packed_bytes(matmul)) run(packing, matmul.rows * matmul.w.inner * work_per_number, threads);
-  run(product, matmul.rows * matmul.w.out * matmul.w.inner, threads);
+  if (prologue.kind || variant->packed_bytes(matmul)) run(packing, matmul.rows * matmul.w.inner * work_per_number);
+  run(product, matmul.rows * matmul.w.out * matmul.w.inner);
 }
 
 bool is_number(ffi::DataType type) { return type == ffi::BF16 || type == ffi::F32; }
@@ -181,7 +181,7 @@ ffi::Error add_prologue(Prologue& p, std::string_view name, float eps, const ffi
   return ffi::Error::Success();
 }
 
-ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest,
+ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest,
                   ffi::Result<ffi::AnyBuffer> y, int64_t bits, std::string_view variant, std::string_view prologue,
                   float eps) {
   if (x.dimensions().size() != 2 || w.dimensions().size() != 2) return invalid("operands must be matrices");
@@ -216,7 +216,7 @@ ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
   m.rows = rows;
   const Multiplier* multiplier = choose(variant, bfloat16, rows, bits != 16);
   if (multiplier == nullptr) return invalid("this machine has no variant " + std::string(variant) + " for this dtype");
-  multiply_all(m, first, multiplier, threads);
+  multiply_all(m, first, multiplier);
   return ffi::Error::Success();
 }
 
@@ -225,7 +225,6 @@ ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, jaxserve::matmul,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()

@@ -1,17 +1,20 @@
-// Division of a call's work over XLA's own thread pool.
+// Division of a call's work over threads of our own: XLA's pool has a single thread on small machines (resolution.py).
 
 #pragma once
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
-
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxserve {
 
@@ -40,8 +43,20 @@ inline void rest() {
   std::this_thread::yield();
 }
 
-// Threads of the pool that help in calls, and look out for the next one for a while before they go back. To wake a
-// thread takes longer than most calls: up to several milliseconds if it last ran where the caller runs now.
+// How many threads may compute at once: the processors that this process may use.
+inline int64_t processors() {
+  static const int64_t count = [] {
+#if defined(__linux__)
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) return static_cast<int64_t>(CPU_COUNT(&allowed));
+#endif
+    return std::max<int64_t>(1, std::thread::hardware_concurrency());
+  }();
+  return count;
+}
+
+// Threads that help in calls, and look out for the next one for a while before they sleep. To wake a thread takes longer
+// than most calls: up to several milliseconds if it last ran where the caller runs now.
 class Helpers {
  public:
   // Those of the process. Never destroyed: some may still look out when it ends.
@@ -51,13 +66,12 @@ class Helpers {
   }
 
   // Offers places in a job to `count` threads.
-  void offer(const std::shared_ptr<Shared>& job, int64_t count, xla::ffi::ThreadPool& pool) {
+  void offer(const std::shared_ptr<Shared>& job, int64_t count) {
     const std::lock_guard lock(mutex_);
     offers_.insert(offers_.end(), static_cast<size_t>(count), job);
     offered_.fetch_add(1, std::memory_order_release);
-    for (; number_ < std::min(count, static_cast<int64_t>(pool.num_threads()) - 1); ++number_) {
-      pool.Schedule([this] { help(); });
-    }
+    for (; number_ < count; ++number_) std::thread([this] { help(); }).detach();
+    if (sleeping_ > 0) came_.notify_all();
   }
 
   // Takes back the places that nobody came for.
@@ -69,8 +83,9 @@ class Helpers {
 
  private:
   std::mutex mutex_;
+  std::condition_variable came_;
   std::deque<std::shared_ptr<Shared>> offers_;
-  int64_t number_ = 0;  // of threads that help, or have been asked to
+  int64_t number_ = 0, sleeping_ = 0;  // threads
   std::atomic<uint64_t> offered_{0};
 
   void help() {
@@ -79,7 +94,7 @@ class Helpers {
       while (const auto job = take()) job->work();
       const auto since = std::chrono::steady_clock::now();
       while (offered_.load(std::memory_order_acquire) == seen) {
-        if (std::chrono::steady_clock::now() - since > kLinger && leave()) return;
+        if (std::chrono::steady_clock::now() - since > kLinger) sleep();
         rest();
       }
     }
@@ -93,18 +108,19 @@ class Helpers {
     return job;
   }
 
-  bool leave() {
-    const std::lock_guard lock(mutex_);
-    if (offers_.empty()) --number_;
-    return offers_.empty();
+  void sleep() {
+    std::unique_lock lock(mutex_);
+    ++sleeping_;
+    came_.wait(lock, [this] { return !offers_.empty(); });
+    --sleeping_;
   }
 };
 
-// Runs the job on this thread and as many of the pool's as its work is worth. This thread could do all of it, so that
-// a pool whose threads are all busy, or waiting like this one, delays nothing.
-inline void run(const std::shared_ptr<Shared>& job, int64_t work, xla::ffi::ThreadPool& pool) {
-  const int64_t threads = std::min({static_cast<int64_t>(pool.num_threads()), job->items, 1 + work / kWorkPerThread});
-  if (threads > 1) Helpers::all().offer(job, threads - 1, pool);
+// Runs the job on this thread and as many helpers as its work is worth. This thread could do all of it, so that helpers
+// that come late delay nothing.
+inline void run(const std::shared_ptr<Shared>& job, int64_t work) {
+  const int64_t threads = std::min({processors(), job->items, 1 + work / kWorkPerThread});
+  if (threads > 1) Helpers::all().offer(job, threads - 1);
   job->work();
   if (threads > 1) Helpers::all().withdraw(job.get());
   while (job->done.load(std::memory_order_acquire) < job->items) rest();
