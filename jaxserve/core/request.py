@@ -66,7 +66,7 @@ class Detokenizer(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One answer in the making. Mutated only by the scheduler and the engine core.
 
@@ -108,10 +108,13 @@ class Sequence:
     first_token: float | None = None
     last_token: float | None = None
     finished_at: float | None = None
+    order: tuple[int, float, str, int] = (0, 0.0, "", 0)  # who goes first: priority, then arrival
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_token_ids)
+        request = self.request
+        self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
+        self.order = (request.priority, request.arrival, request.id, self.index)
 
     @property
     def id(self) -> tuple[str, int]:
@@ -139,12 +142,7 @@ class Sequence:
     @property
     def synchronous(self) -> bool:
         """Whether the next token's logits depend on the value of the newest one on the host."""
-        return any(len(word) > 1 for word in self.bad_words)
-
-    @property
-    def order(self) -> tuple[int, float, str, int]:
-        """Who goes first: priority, then arrival."""
-        return self.request.priority, self.request.arrival, self.request.id, self.index
+        return bool(self.bad_words) and any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(slots=True)  # not frozen: one is made for every token, and frozen ones take three times as long to make

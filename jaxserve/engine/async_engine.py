@@ -18,6 +18,7 @@ from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
 from jaxserve.engine.control_client import ControlClient
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.scheduler.routing import LeastLoaded
 from jaxserve.telemetry import EngineMetrics, Snapshot, combine
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,6 @@ class InstanceThread:
         self.steps = steps
         self.failure: BaseException | None = None
         self.streams: dict[str, Stream] = {}  # changed by this thread only
-        self.outstanding = 0  # prompt tokens of requests sent here and not ended; changed by the clients' loop only
         self.progress = steps.clock.now()  # when the latest step ended, or the thread was last idle
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
@@ -189,6 +189,7 @@ class AsyncEngine:
         self._tokenizer = tokenizer
         self._clock = clock
         self._threads = [InstanceThread(steps, f"jaxserve-{i}") for i, steps in enumerate(instances)]
+        self._router = LeastLoaded(len(self._threads))  # the clients' loop alone uses it
         self._ids = itertools.count()
         self.control = control
         self._on_close = on_close
@@ -301,14 +302,15 @@ class AsyncEngine:
         """The stream of a request accepted by the least loaded instance; leaving early aborts the request."""
         if self._draining or self._closed:
             raise EngineStopped("the engine is shutting down and takes no new requests")
-        thread = min(self._threads, key=lambda t: t.outstanding)
+        prompt_tokens = len(request.prompt_token_ids)
+        number = self._router.take(prompt_tokens)
+        thread = self._threads[number]
         loop = asyncio.get_running_loop()
         stream = Stream(loop, asyncio.Queue(), loop.create_future())
-        thread.outstanding += len(request.prompt_token_ids)
         thread.submit(request, stream)
         try:
             await stream.admitted
             yield stream
         finally:
-            thread.outstanding -= len(request.prompt_token_ids)
+            self._router.ended(number, prompt_tokens)
             thread.abort(request.id, stream)  # ignored if it has ended

@@ -27,6 +27,7 @@ class _Step:
     output: StepOutput
     tokens: list[int]
     now: float
+    pieces: bool  # whether every new token is told
     generated: int = 0
     gaps: list[float] = field(default_factory=list)  # seconds between two tokens of a sequence
     changed: dict[str, list[Sequence]] = field(default_factory=dict)  # by request id
@@ -132,9 +133,11 @@ class EngineCore:
             self._steps += 1
         return work
 
-    def finish(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
-        """Takes the result of a step; returns what is new of each request. Mutates."""
-        step = _Step(output, output.tokens.tolist(), now)
+    def finish(self, work: Work, output: StepOutput, now: float, *, pieces: bool = True) -> list[RequestOutput]:
+        """Takes the result of a step; returns what is new of each request; without `pieces`, only of those of which a
+        sequence has ended. Mutates.
+        """
+        step = _Step(output, output.tokens.tolist(), now, pieces)
         for row, sequence in enumerate(work.decodes):
             self._take_token(step, sequence, row)
         for index, chunk in enumerate(work.chunks):
@@ -146,6 +149,26 @@ class EngineCore:
                 self._take_token(step, chunk.sequence, len(work.decodes) + index)
         self._record_step(step)
         return [self._output(request_id, sequences, now) for request_id, sequences in step.changed.items()]
+
+    def repeat(self, count: int, end: float) -> None:
+        """Ends `count` steps that decode all running sequences, the last of them at `end`, and begins as many. Mutates.
+
+        The same as `finish` and then `begin`, so often, where no token ends a sequence and `count` is at most
+        `scheduler.steady_steps`; tokens are 0, and what is new of requests comes with the step after. For simulations.
+        """
+        running = self.scheduler.running
+        self.scheduler.repeat(count)
+        tokens = [0] * count
+        for sequence in running:
+            assert sequence.last_token is not None
+            self._gap_seconds += end - sequence.last_token
+            sequence.tokens += tokens
+            sequence.last_token = end
+            self.scheduler.register_full_pages(sequence)
+        self._steps += count
+        self._gaps += count * len(running)
+        self._generated += count * len(running)
+        self._take_snapshot(end)
 
     # -- admission
 
@@ -218,15 +241,15 @@ class EngineCore:
         sequence.num_inflight -= 1
         if sequence.status is Status.FINISHED:
             return  # it ended while this token was on its way
-        token, now = step.tokens[row], step.now
+        request, token, now = sequence.request, step.tokens[row], step.now
         sequence.tokens.append(token)
         if sequence.first_token is None:
             sequence.first_token = now
-            self._take_first_token(now - sequence.request.arrival)
+            self._take_first_token(now - request.arrival)
         elif sequence.last_token is not None:
             step.gaps.append(now - sequence.last_token)
         sequence.last_token = now
-        if sequence.params.logprobs is not None:
+        if request.params.logprobs is not None:
             self._take_logprobs(step.output, sequence, token, row)
         self._check_end(sequence, token)
         if sequence.finish_reason is not None:
@@ -235,26 +258,29 @@ class EngineCore:
         else:
             self.scheduler.register_full_pages(sequence)
         step.generated += 1
-        step.changed.setdefault(sequence.request.id, []).append(sequence)
+        if step.pieces or sequence.finish_reason is not None:
+            step.changed.setdefault(request.id, []).append(sequence)
 
     def _take_first_token(self, seconds: float) -> None:
         self.metrics.first_token(seconds)
         self._first_tokens[bisect_left(TIME_BOUNDS, seconds)] += 1
 
     def _check_end(self, sequence: Sequence, token: int) -> None:
-        params = sequence.params
-        if token in sequence.stop_ids and sequence.num_generated > params.min_tokens:
+        params = sequence.request.params
+        may_stop = len(sequence.tokens) - sequence.num_prompt > params.min_tokens
+        if may_stop and token in sequence.stop_ids:
             sequence.finish_reason = FinishReason.STOP
             if token in (params.stop_token_ids or ()):
                 sequence.stop_reason = token
                 if params.include_stop_str_in_output:
                     append_text(sequence, token)
             return
-        stops = params.stop_strings if sequence.num_generated > params.min_tokens else ()
-        stop = append_text(sequence, token, stops)
-        if stop is not None:
-            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
-        elif len(sequence.tokens) >= sequence.max_total:
+        if sequence.detokenizer is not None:
+            stop = append_text(sequence, token, params.stop_strings if may_stop else ())
+            if stop is not None:
+                sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
+                return
+        if len(sequence.tokens) >= sequence.max_total:
             sequence.finish_reason = FinishReason.LENGTH
 
     def _take_logprobs(self, output: StepOutput, sequence: Sequence, token: int, row: int) -> None:

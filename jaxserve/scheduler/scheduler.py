@@ -6,12 +6,16 @@ pages back and is computed again later (preemption by recomputation).
 """
 
 import heapq
+from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from jaxserve.core.request import Sequence, Status
 from jaxserve.core.work import Chunk, Work
 from jaxserve.kvcache import PagePool, PageTable, page_hashes
+
+_order = attrgetter("order")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Scheduler:
         self.limits = limits
         self.pages = pages
         self.table = table
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # in the order in which they go
         self._waiting: list[tuple[tuple, Sequence]] = []  # a heap; finished entries are skipped when they surface
         self.num_waiting = 0
         self.waiting_tokens = 0  # prompt tokens of waiting sequences
@@ -56,6 +60,31 @@ class Scheduler:
         tiles = self._continue_prefills(chunks, self.limits.max_tiles)
         self._admit(chunks, tiles)
         return Work(step, tuple(decodes), tuple(chunks))
+
+    def steady_steps(self) -> int:
+        """How many of the next steps decode just the sequences that run now, if none comes or is aborted, no token ends
+        one before its length does, and pages stay as they are: what `repeat` may do at once. 0: there is no telling.
+
+        To be asked right after a `schedule` that computed no chunk: what waits then waits for pages that are freed by
+        an end alone.
+        """
+        if not self.running or (self._waiting and self._waiting[0][1].num_inflight):
+            return 0
+        most = self.pages.available // len(self.running) * self.limits.page_size  # so many tokens' pages for each
+        for sequence in self.running:
+            if not sequence.decoding or sequence.synchronous:
+                return 0
+            most = min(most, sequence.max_total - sequence.total)
+        return most
+
+    def repeat(self, count: int) -> None:
+        """Schedules `count` further steps that decode all running sequences, while as many before them end. Mutates.
+
+        The same as `count` times `schedule`; `count` is at most `steady_steps`.
+        """
+        for sequence in self.running:
+            sequence.num_computed += count
+            self._grow(sequence, sequence.num_computed)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is and gives its pages back. Mutates."""
@@ -129,14 +158,14 @@ class Scheduler:
     # -- decode
 
     def _schedule_decodes(self) -> list[Sequence]:
-        decodes = []
-        # Oldest first: a victim of preemption is always one that has not been scheduled yet.
-        for sequence in sorted(self.running, key=lambda s: s.order):
-            if sequence.status is not Status.RUNNING or not sequence.decoding:
-                continue  # preempted a moment ago, or still in prefill
-            if sequence.total >= sequence.max_total or (sequence.synchronous and sequence.num_inflight):
-                continue  # its last token is in flight, or the next one depends on it
-            if not self._grow(sequence, sequence.num_computed + 1):
+        decodes, size = [], self.limits.page_size
+        for sequence in tuple(self.running):  # a victim of preemption is always one that comes later
+            computed, total = sequence.num_computed, len(sequence.tokens) + sequence.num_inflight
+            if computed != total - 1 or not sequence.num_prompt < total < sequence.max_total:
+                continue  # still in prefill, preempted a moment ago, or its last token is in flight
+            if sequence.num_inflight and sequence.synchronous:
+                continue  # its next token depends on the one in flight
+            if computed >= len(sequence.pages) * size and not self._grow(sequence, computed + 1):
                 continue
             sequence.num_computed += 1
             sequence.num_inflight += 1
@@ -147,7 +176,7 @@ class Scheduler:
         """Makes room for `tokens` tokens, preempting others if need be; False when the sequence itself had to go."""
         missing = -(-tokens // self.limits.page_size) - len(sequence.pages)
         while missing > self.pages.available:
-            victim = max(self.running, key=lambda s: s.order)
+            victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -191,7 +220,7 @@ class Scheduler:
             self._count_waiting(sequence, -1)
             sequence.slot = self.table.take_slot(sequence.pages)
             sequence.status = Status.RUNNING
-            self.running.append(sequence)
+            insort(self.running, sequence, key=_order)
             tiles -= self._add_chunk(chunks, sequence, tiles)
 
     def _take_pages(self, sequence: Sequence) -> bool:

@@ -1,0 +1,195 @@
+"""Simulation: the events of a cluster in the order of their times.
+
+arrival -> frontend -> router -> instance: step, step, ... -> answer
+tick -> controller -> policy -> actuator -> between two steps of an instance
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import inf
+from typing import Protocol
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.request import Request, RequestMetrics
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.scheduler.routing import LeastLoaded
+from jaxserve.sim.instance import Refused, SimInstance
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """A request to come, in order of arrival. `prompt` matters only where prompts share prefixes."""
+
+    arrival: float  # s
+    input_tokens: int
+    output_tokens: int
+    prompt: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """How a request ended. Times are those of the simulation in seconds; None if it was refused."""
+
+    number: int  # in order of arrival, from 0
+    request: SimRequest
+    instance: int
+    first_token: float | None = None
+    last_token: float | None = None
+    output_tokens: int = 0
+    token_times: Sequence[float] = ()  # where they are kept
+    error: str | None = None
+
+
+class Control(Protocol):
+    """What changes the plan, in virtual time."""
+
+    def next_event(self) -> float:
+        """When `advance` is due."""
+        ...
+
+    def advance(self) -> None:
+        """Does what is due now. Mutates, instances too."""
+        ...
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """What lies between a client and the engine, in seconds."""
+
+    request: float = 0.0
+    prompt_token: float = 0.0
+
+
+@dataclass(slots=True)
+class _InFlight:
+    number: int
+    request: SimRequest
+    instance: int
+
+
+class Simulation:
+    """A cluster of instances behind one router."""
+
+    def __init__(
+        self,
+        instances: Sequence[SimInstance],
+        clock: VirtualClock,
+        *,
+        frontend: Frontend | None = None,
+        control: Control | None = None,
+        linger: float = 0.0,
+    ):
+        """`linger`: seconds for which control goes on after the last answer."""
+        self.instances = instances
+        self._clock, self._frontend = clock, frontend or Frontend()
+        self._control, self._linger = control, linger
+        self._router = LeastLoaded(len(instances))
+        self._order = count()  # of events at the same time
+        self._events: list[tuple[float, int, int | _InFlight]] = []  # a heap; whose: an instance's, or a request's
+        self._due = [inf] * len(instances)  # when the latest event of each instance is: others are void
+        self._in_flight: dict[str, _InFlight] = {}
+        self._params: dict[int, SamplingParams] = {}  # by output tokens
+        self._unshared: tuple[int, ...] = ()
+
+    def run(self, requests: Iterable[SimRequest]) -> Iterator[Answered]:
+        """Simulates until the last of the requests has ended; yields each as it ends. Mutates."""
+        arrivals = enumerate(requests)
+        coming = next(arrivals, None)
+        while True:
+            event = self._next_event()
+            if coming is not None and coming[1].arrival <= event:
+                number, request = coming
+                due = request.arrival + self._frontend.request + self._frontend.prompt_token * request.input_tokens
+                heapq.heappush(self._events, (due, next(self._order), _InFlight(number, request, -1)))
+                coming = next(arrivals, None)
+                continue
+            tick = inf if self._control is None else self._control.next_event()
+            if tick <= event and (event < inf or tick <= self._clock.time + self._linger):
+                last = self._clock.time if event == inf else None
+                self._clock.time = tick
+                self._tick()
+                if last is not None:
+                    self._linger -= tick - last
+            elif event < inf:
+                yield from self._take_event()
+            else:
+                return
+
+    # -- events
+
+    def _next_event(self) -> float:
+        """When the next valid one is."""
+        events, due = self._events, self._due
+        while events:
+            time, _, whose = events[0]
+            if not isinstance(whose, int) or due[whose] == time:
+                return time
+            heapq.heappop(events)
+        return inf
+
+    def _take_event(self) -> Iterator[Answered]:
+        self._clock.time, _, whose = heapq.heappop(self._events)
+        if isinstance(whose, _InFlight):
+            self._send(whose)
+            return
+        self._due[whose] = inf
+        for what in self.instances[whose].advance():
+            if isinstance(what, Refused):
+                yield self._end(what.request_id, what.error, None)
+            elif what.finished:
+                yield self._end(what.request_id, None, what.metrics)
+        self._schedule(whose)
+
+    def _tick(self) -> None:
+        assert self._control is not None
+        self._control.advance()
+        for number in range(len(self.instances)):
+            self._schedule(number)
+
+    def _schedule(self, number: int) -> None:
+        """Puts the instance's next event on the agenda, if it is not there."""
+        wake = self.instances[number].wake
+        if wake != self._due[number]:
+            self._due[number] = wake
+            if wake < inf:
+                heapq.heappush(self._events, (wake, next(self._order), number))
+
+    # -- requests
+
+    def _send(self, sent: _InFlight) -> None:
+        request = sent.request
+        sent.instance = self._router.take(request.input_tokens)
+        self._in_flight[str(sent.number)] = sent
+        self.instances[sent.instance].submit(
+            Request(str(sent.number), self._prompt(request), self._sampling(request.output_tokens), self._clock.time)
+        )
+        self._schedule(sent.instance)
+
+    def _prompt(self, request: SimRequest) -> tuple[int, ...]:
+        if request.prompt is not None:
+            return request.prompt
+        if len(self._unshared) < request.input_tokens:
+            self._unshared = (0,) * request.input_tokens
+        return self._unshared[: request.input_tokens]
+
+    def _sampling(self, output_tokens: int) -> SamplingParams:
+        if output_tokens not in self._params:
+            self._params[output_tokens] = SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=0)
+        return self._params[output_tokens]
+
+    def _end(self, request_id: str, error: str | None, times: RequestMetrics | None) -> Answered:
+        sent = self._in_flight.pop(request_id)
+        self._router.ended(sent.instance, sent.request.input_tokens)
+        if times is None:
+            return Answered(sent.number, sent.request, sent.instance, error=error)
+        return Answered(
+            sent.number,
+            sent.request,
+            sent.instance,
+            times.first_token,
+            times.last_token,
+            sent.request.output_tokens,
+            self.instances[sent.instance].token_times.pop(request_id, ()),
+        )
