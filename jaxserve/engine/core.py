@@ -156,19 +156,20 @@ class EngineCore:
         The same as `finish` and then `begin`, so often, where no token ends a sequence and `count` is at most
         `scheduler.steady_steps`; tokens are 0, and what is new of requests comes with the step after. For simulations.
         """
-        running = self.scheduler.running
-        self.scheduler.repeat(count)
-        tokens = [0] * count
+        running, tokens = self.scheduler.running, [0] * count
+        self.scheduler.repeat(count - 1)
         for sequence in running:
             assert sequence.last_token is not None
             self._gap_seconds += end - sequence.last_token
             sequence.tokens += tokens
             sequence.last_token = end
             self.scheduler.register_full_pages(sequence)
-        self._steps += count
+        self._steps += count - 1
         self._gaps += count * len(running)
         self._generated += count * len(running)
-        self._take_snapshot(end)
+        self._take_snapshot(end)  # as `finish` does, before the next step begins
+        self.scheduler.repeat(1)
+        self._steps += 1
 
     # -- admission
 

@@ -1,0 +1,71 @@
+"""Small simulated clusters, whose steps take what a formula says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxserve.control import chain_of, static_plan
+from jaxserve.control.plan import InstancePlan
+from jaxserve.core.clock import VirtualClock
+from jaxserve.engine.client import ModelInfo
+from jaxserve.engine.core import EngineCore
+from jaxserve.executor.buckets import Buckets
+from jaxserve.kvcache import PagePool, PageTable
+from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.sim.instance import SimInstance
+from jaxserve.sim.simulation import Answered, Control, Frontend, Simulation, SimRequest
+from jaxserve.sim.step_time import StepLoad
+from jaxserve.telemetry import EngineMetrics, Snapshot
+
+PAGE, TILE, LONGEST = 4, 8, 64  # tokens
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A `Timing`: 1 s a step, 0.1 s a token, and a little for what is attended to. `alike`: says so of decode steps."""
+
+    alike: bool = True
+    host: float = 0.25
+
+    def of(self, instance: InstancePlan) -> "Formula":
+        return self
+
+    @property
+    def per_context(self) -> float | None:
+        return 0.003 if self.alike else None
+
+    def seconds(self, load: StepLoad) -> float:
+        return 1 + 0.1 * load.tokens + 0.003 * load.context + 0.001 * load.prefill
+
+
+def cluster(
+    instances: int = 1,
+    *,
+    pages: int = 40,
+    seqs: int = 4,
+    caching: bool = False,
+    most_queued: int = 1000,
+    alike: bool = True,
+    detailed: bool = True,
+    frontend: Frontend | None = None,
+    control: Control | None = None,
+) -> Simulation:
+    """A simulation of so many instances, each with `pages` KV pages and at most `seqs` sequences."""
+    chain = chain_of("bfloat16", ["bfloat16"] * 2, "bfloat16")
+    plan = static_plan(chain, kv_pages=pages, tp=1, pp=1, dp=instances, devices=instances)
+    clock = VirtualClock()
+    info = ModelInfo("small", LONGEST, 2**31 - 1, 8, 0, max_queued_requests=most_queued)
+    buckets = Buckets(seqs, 4, TILE, 1, (LONGEST // PAGE,))
+    made = []
+    for number, instance in enumerate(plan.instances):
+        pool = PagePool(pages, caching=caching, least=LONGEST // PAGE + 1, most=pages)
+        scheduler = Scheduler(SchedulerLimits(seqs, 4, TILE, PAGE), pool, PageTable(seqs, LONGEST // PAGE))
+        core = EngineCore(
+            scheduler, info, None, EngineMetrics("small"), static=Snapshot(kv_pages_total=pages - 1), number=number
+        )
+        made.append(SimInstance(core, instance, Formula(alike), buckets, clock, detailed=detailed))
+    return Simulation(made, clock, frontend=frontend, control=control)
+
+
+def answered(simulation: Simulation, requests: Sequence[SimRequest]) -> list[Answered]:
+    """How all of them ended, in order of arrival."""
+    return sorted(simulation.run(requests), key=lambda answer: answer.number)

@@ -1,0 +1,155 @@
+"""A simulated instance: steps that are taken at once are the steps one by one, at the times of the real loop."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.request import Request
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.work import StepOutput, Work
+from jaxserve.engine.loop import StepLoop
+from jaxserve.sim.simulation import SimRequest
+from jaxserve.sim.step_time import StepLoad
+from tests.sim.clusters import PAGE, Formula, answered, cluster
+
+prompts = st.one_of(st.none(), st.integers(0, 2))  # one of few prefixes, or nothing in common
+lengths = st.tuples(st.floats(0, 8), st.integers(1, 30), st.integers(1, 30), prompts)
+
+
+def requests(drawn: Sequence[tuple[float, int, int, int | None]]) -> list[SimRequest]:
+    """From gaps between arrivals, lengths and prefixes."""
+    made, time = [], 0.0
+    for number, (gap, inputs, outputs, prefix) in enumerate(drawn):
+        time += gap
+        prompt = tuple(range(100 * (prefix or 0), 100 * (prefix or 0) + inputs))
+        made.append(SimRequest(time, inputs, outputs, prompt if prefix is not None else (1000 + number,) * inputs))
+    return made
+
+
+@given(st.lists(lengths, min_size=1, max_size=25), st.integers(17, 40), st.booleans())
+def test_steps_taken_at_once_are_the_steps_one_by_one(drawn, pages, caching):
+    at_once = cluster(pages=pages, caching=caching)
+    one_by_one = cluster(pages=pages, caching=caching, alike=False)
+    found, expected = (answered(simulation, requests(drawn)) for simulation in (at_once, one_by_one))
+    for answer, other in zip(found, expected, strict=True):
+        assert answer.error is None
+        assert len(answer.token_times) == answer.request.output_tokens
+        assert answer.token_times == pytest.approx(other.token_times, abs=1e-9)
+        assert (answer.first_token, answer.last_token) == (answer.token_times[0], answer.token_times[-1])
+    schedulers = [simulation.instances[0].core.scheduler for simulation in (at_once, one_by_one)]
+    counts = [(s.num_preemptions, s.prefix_hits, s.pages.used) for s in schedulers]
+    assert counts[0] == counts[1]
+    snapshots = [simulation.instances[0].core.snapshot for simulation in (at_once, one_by_one)]
+    assert snapshots[0].steps == snapshots[1].steps
+    assert snapshots[0].gap_seconds == pytest.approx(snapshots[1].gap_seconds)
+
+
+class Ticks:
+    """A control that only looks, every so often, at all snapshots."""
+
+    def __init__(self, interval: float):
+        self.interval, self.due, self.seen = interval, 0.0, []
+        self.instances: Sequence = ()
+        self.before: Callable[[], None] = lambda: None
+
+    def next_event(self) -> float:
+        return self.due
+
+    def advance(self) -> None:
+        self.due += self.interval
+        self.seen.append([instance.snapshot() for instance in self.instances])
+
+
+@settings(max_examples=30)
+@given(st.lists(lengths, min_size=1, max_size=12), st.floats(0.3, 9))
+def test_whoever_looks_sees_what_steps_one_by_one_have_done(drawn, interval):
+    seen = []
+    for alike in (True, False):
+        ticks = Ticks(interval)
+        simulation = cluster(alike=alike, control=ticks)
+        ticks.instances = simulation.instances
+        answers = answered(simulation, requests(drawn))
+        seen.append((ticks.seen, [answer.last_token for answer in answers]))
+    (looked, ends), (other, other_ends) = seen
+    assert ends == pytest.approx(other_ends)  # looking changes nothing
+    for (snapshot,), (expected,) in zip(looked, other, strict=False):
+        assert snapshot.generated_tokens == expected.generated_tokens
+        assert snapshot.kv_pages_used == expected.kv_pages_used
+        assert snapshot.steps == expected.steps
+        assert snapshot.time == pytest.approx(expected.time)
+
+
+class Device:
+    """An executor that keeps the time of a `Formula` on a virtual clock, and waits in `fetch`."""
+
+    def __init__(self, clock: VirtualClock):
+        self.clock, self.end = clock, 0.0
+
+    def execute(self, work: Work) -> "Device.Pending":
+        tiles = sum(-(-chunk.length // 8) for chunk in work.chunks)
+        context = sum(sequence.num_computed for sequence in work.decodes)
+        prefill = sum(chunk.length * (chunk.start + chunk.length + 1) for chunk in work.chunks)
+        decodes = len(work.decodes)
+        if tiles:
+            rows, tokens = (4 if decodes else 0), 8 * next(n for n in (1, 2, 4) if n >= tiles)
+        else:
+            rows, tokens = next(n for n in (1, 2, 4) if n >= decodes), 0
+        seconds = Formula().seconds(StepLoad(rows + tokens, 0, decodes, context, prefill))
+        self.end = max(self.end, self.clock.time + Formula().host) + seconds
+        return self.Pending(self, self.end, len(work.decodes) + len(work.chunks))
+
+    def settle(self) -> None:
+        pass
+
+    class Pending:
+        def __init__(self, device: "Device", end: float, rows: int):
+            self.device, self.end, self.rows = device, end, rows
+
+        def fetch(self) -> StepOutput:
+            import numpy as np
+
+            self.device.clock.time = max(self.device.clock.time, self.end)
+            return StepOutput(np.zeros(self.rows, np.int32))
+
+
+def test_an_instance_keeps_the_times_of_the_real_step_loop():
+    asked = [SimRequest(0.0, 13, 9), SimRequest(0.0, 5, 20), SimRequest(0.0, 30, 3)]
+    found = answered(cluster(), asked)
+
+    clock = VirtualClock()
+    core = cluster().instances[0].core
+    loop = StepLoop(core, Device(clock), clock)
+    for number, request in enumerate(asked):
+        params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
+        core.add(Request(str(number), (0,) * request.input_tokens, params, 0.0))
+    times: dict[str, list[float]] = {}
+    first = True
+    while not loop.idle:
+        for output in loop.step():
+            times.setdefault(output.request_id, []).append(clock.time)
+        if first:
+            clock.time += Formula().host  # what a begin on an idle device takes
+            first = False
+    for number, answer in enumerate(found):
+        assert answer.token_times == pytest.approx(times[str(number)])
+
+
+def test_a_request_that_cannot_be_served_is_refused_with_the_limit():
+    (answer,) = answered(cluster(), [SimRequest(0.0, 64, 4)])
+    assert "max_model_len" in answer.error
+    crowd = [SimRequest(0.0, 8, 8) for _ in range(12)]
+    errors = [answer.error for answer in answered(cluster(most_queued=5), crowd)]
+    assert [error is None for error in errors] == [True] * 5 + [False] * 7
+    assert "max_queued_requests" in errors[-1]
+
+
+def test_pages_of_a_shared_prompt_are_computed_once():
+    shared = tuple(range(32))
+    asked = [SimRequest(20.0 * number, 32, 4, shared) for number in range(2)]
+    first, second = answered(cluster(caching=True), asked)
+    assert second.first_token - 20.0 < first.first_token
+    simulation = cluster(caching=True)
+    answered(simulation, asked)
+    assert simulation.instances[0].core.scheduler.prefix_hits == 32 - PAGE
