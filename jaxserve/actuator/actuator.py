@@ -133,19 +133,28 @@ class PlanActuator:
         instance = self._instances[transition.instance]
         match transition:
             case SwapPrecision():
-                self._ledger.check(self._entries(after))
-                row = self._prepare(instance, transition.block, transition.after)
-                try:
-                    self._between_steps(instance, lambda done: self._swap(instance, transition, row, after, done))
-                except BaseException:
-                    if all(other is not row for other in instance.executor.rows):
-                        row.free()
-                    raise
+                self._exchange(instance, transition, after)
             case ResizeKVPool() if transition.after >= transition.before:
                 self._ledger.check(self._entries(after))
                 self._between_steps(instance, lambda done: self._grow(instance, transition, after, done))
             case ResizeKVPool():
                 self._between_steps(instance, lambda done: self._shrink(instance, transition, after, done))
+
+    def _exchange(self, instance: Instance, transition: SwapPrecision, after: Plan) -> None:
+        """Prepares a layer's variant and puts it in the place of the one in use. While there are both, the ledger has the
+        larger one among the weights, and room for the smaller one.
+        """
+        self._ledger.update(self._entries(after if transition.bytes_needed else self._plan))
+        row: Row | None = None
+        try:
+            row = self._prepare(instance, transition.block, transition.after)
+            prepared = row
+            self._between_steps(instance, lambda done: self._swap(instance, transition, prepared, after, done))
+        except BaseException:
+            if row is not None and all(other is not row for other in instance.executor.rows):
+                row.free()
+            self._ledger.update(self._entries(self._plan))
+            raise
 
     def _prepare(self, instance: Instance, block: str, precision: str) -> Row:
         """Copies a layer's variant to the devices beside the row in use."""

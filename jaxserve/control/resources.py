@@ -12,7 +12,8 @@ class Resources:
     """Equal for all instances. Bytes are those on each device of a stage.
 
     `fixed` is what a stage takes whatever the plan says: runtime, workspace, embedding and head, granules of the pools,
-    and room for one layer's variant beside the layer that it takes the place of, so that an exchange needs no more.
+    and room for one layer in two variants at once, beside the larger one, so that an exchange needs no more than the
+    larger of the plans before and after it.
     """
 
     budget: int  # of each device

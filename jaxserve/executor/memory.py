@@ -1,6 +1,6 @@
 """How many bytes a plan needs on each device, known before anything is loaded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -30,7 +30,7 @@ class StageMemory:
     page: int  # one KV page in the pools of all of the stage's layers
     workspace: int  # activations, logits, sampler
     pools: int  # KV pools: one for each layer
-    exchange: int = 0  # a layer's variant beside the one it takes the place of
+    exchange: int = 0  # a layer in two variants at once, beside the larger one
 
 
 BytesOf = Callable[[str, str], int]
@@ -58,13 +58,18 @@ def stage_memory(
     if config.tie_embeddings and {"embed", "head"} <= set(names):
         weights -= bytes_of("embed", stage.blocks[0].precision)
     layers = [name for name in names if name.startswith("layers.")]
-    exchange = max((bytes_of(name, precision) for name in layers for precision in variants), default=0)
+    exchange = max((_second(bytes_of(name, precision) for precision in variants) for name in layers), default=0)
     heads = config.num_kv_heads // stage.tp
     page = len(layers) * page_bytes(heads, page_size, config.head_dim, kv_dtype)
     workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
     wanted = precisions | {(name, precision) for name in layers for precision in variants}
     workspace += max(dequantized_bytes(config, name, stage.tp, precision) for name, precision in wanted)
     return StageMemory(weights, page, workspace, len(layers), exchange)
+
+
+def _second(sizes: Iterable[int]) -> int:
+    """The largest but one; 0 if there is none."""
+    return max(sorted(sizes, reverse=True)[1:], default=0)
 
 
 def block_bytes(config: ModelConfig, block: str, precision: str, tp: int, layout: Layout | None = None) -> int:

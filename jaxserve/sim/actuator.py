@@ -21,7 +21,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.sim.links import Priority, SharedLinks
 from jaxserve.telemetry import Snapshot
 
-EXCHANGE = "exchange"  # the ledger's entry for the variant that is prepared beside the layer in use
+EXCHANGE = "exchange"  # the ledger's entry for the smaller one of two variants of a layer that are there at once
 Signature = tuple[str, str]  # (block kind, precision): blocks of the same one share an executable
 Due = Callable[[], float]  # when to go on; a time that has passed is now
 
@@ -137,8 +137,14 @@ class SimActuator:
         match transition:
             case SwapPrecision():
                 self._check_exchange(transition, after)
-                yield from self._prepare(transition)
-                yield from self._between_steps(instance, lambda freed: self._swap(instance, transition, after, freed))
+                self._ledger.update(self._entries(after if transition.bytes_needed else self._plan))
+                try:
+                    yield from self._prepare(transition)
+                    yield from self._between_steps(
+                        instance, lambda freed: self._swap(instance, transition, after, freed)
+                    )
+                finally:
+                    self._ledger.update(self._entries(self._plan))
             case ResizeKVPool() if transition.after >= transition.before:
                 self._ledger.check(self._entries(after))
                 yield from self._between_steps(instance, lambda freed: self._grow(instance, transition, after, freed))
@@ -147,10 +153,12 @@ class SimActuator:
         self._ledger.update(self._entries(after))
 
     def _check_exchange(self, transition: SwapPrecision, after: Plan) -> None:
-        """Raises `MemoryBudgetError` where the variant has no room beside the layer in use, or in place of it."""
-        reserved = self._ledger.entries.get(EXCHANGE, 0)
-        self._ledger.check({EXCHANGE: max(reserved, transition.peak_bytes)})
-        self._ledger.check(self._entries(after))
+        """Raises `MemoryBudgetError` where there is no room for both variants at once: for the larger one among the
+        weights, and for the smaller one beside them.
+        """
+        smaller = transition.peak_bytes - transition.bytes_needed
+        beside = {EXCHANGE: max(self._ledger.entries.get(EXCHANGE, 0), smaller)}
+        self._ledger.check(beside | dict(self._entries(after if transition.bytes_needed else self._plan)))
 
     def _prepare(self, transition: SwapPrecision) -> Generator[Due, None, None]:
         """Copies a layer's variant, no faster than was estimated, and compiles what is new to the instance."""

@@ -67,8 +67,12 @@ class Adapted:
         held: Counter[object] = Counter()
         for shard in (shard for row in executor.rows for leaf in row.leaves for shard in leaf.addressable_shards):
             held[shard.device] += shard.data.nbytes
+        for instance in self.plan.instances:
+            for memory, stage in zip(self.built.resolved.stages, instance.stages, strict=True):
+                for device in stage.devices:
+                    held[self.built.resolved.devices[device]] += self.built.resolved.kv_bytes(memory, stage.kv_pages)
         assert ledger.used <= ledger.budget
-        assert max(held.values()) <= ledger.entries["weights"] + ledger.entries["exchange"]
+        assert max(held.values()) <= sum(ledger.entries[name] for name in ("weights", "kv", "exchange"))
         assert self.steps.core.scheduler.pages.num_pages == self.plan.instances[0].kv_pages
         return self._execute(work)
 

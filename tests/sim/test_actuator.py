@@ -108,7 +108,7 @@ class World:
         bandwidth: float = 10_000 * MB,
         compile_seconds: float = 0.0,
         warm: Sequence[tuple[str, str]] = (("layers", "int8"), ("layers", "int4")),
-        exchange: int = LAYER["bfloat16"],
+        exchange: int = LAYER["int8"],
         spare: int = 0,
     ):
         """`exchange`: what the ledger holds for a variant in preparation; `spare`: what the budget leaves free."""
