@@ -141,8 +141,9 @@ class PlanActuator:
                 self._between_steps(instance, lambda done: self._shrink(instance, transition, after, done))
 
     def _exchange(self, instance: Instance, transition: SwapPrecision, after: Plan) -> None:
-        """Prepares a layer's variant and puts it in the place of the one in use. While there are both, the ledger has the
-        larger one among the weights, and room for the smaller one.
+        """Prepares a layer's variant and puts it in the place of the one in use.
+
+        While there are both, the ledger has the larger one among the weights, and room for the smaller one.
         """
         self._ledger.update(self._entries(after if transition.bytes_needed else self._plan))
         row: Row | None = None

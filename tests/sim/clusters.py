@@ -12,7 +12,7 @@ from jaxserve.executor.buckets import Buckets
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.instance import SimInstance
-from jaxserve.sim.simulation import Answered, Control, Frontend, Simulation, SimRequest
+from jaxserve.sim.simulation import Answered, Control, Frontend, SimRequest, Simulation
 from jaxserve.sim.step_time import StepLoad
 from jaxserve.telemetry import EngineMetrics, Snapshot
 
