@@ -13,7 +13,7 @@ from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.work import StepOutput, Work
 from jaxserve.engine.core import EngineCore
 from jaxserve.executor.buckets import Buckets
-from jaxserve.sim.step_time import StepLoad
+from jaxserve.executor.load import Loads
 from jaxserve.sim.timing import Timing
 from jaxserve.telemetry import Snapshot
 
@@ -89,8 +89,7 @@ class SimInstance:
         self.wake = inf
         self.token_times: dict[str, list[float]] = {}
         self._detailed = detailed
-        self._timing, self._buckets = timing, buckets
-        self._shapes: dict[tuple[int, int], tuple[int, int]] = {}  # (decodes, tiles) -> tokens and rows of the step
+        self._timing, self._loads = timing, Loads(buckets)
         self._inbox: list[Request] = []
         self._calls: list[Call] = []
         self._ahead: _Step | None = None  # ends next
@@ -180,21 +179,7 @@ class SimInstance:
 
     def _dispatch(self, work: Work, now: float) -> _Step:
         start = now + self._timing.host if self._behind is None else max(self._behind.end, now)
-        return _Step(work, start + self._steps.seconds(self._load(work)))
-
-    def _load(self, work: Work) -> StepLoad:
-        decodes, tile = len(work.decodes), self._buckets.tile
-        context = prefill = tiles = 0
-        for sequence in work.decodes:
-            context += sequence.num_computed
-        for chunk in work.chunks:
-            tiles += -(-chunk.length // tile)
-            prefill += chunk.length * (chunk.start + chunk.length + 1)
-        if (key := (decodes, tiles)) not in self._shapes:
-            shape = self._buckets.shape(decodes, tiles, 0)
-            self._shapes[key] = shape.tokens, shape.rows
-        tokens, rows = self._shapes[key]
-        return StepLoad(tokens, rows, decodes, context, prefill)
+        return _Step(work, start + self._steps.seconds(self._loads.of(work)))
 
     # -- steps that are all alike
 
@@ -209,7 +194,7 @@ class SimInstance:
         scheduler = self.core.scheduler
         if len(decodes) == len(scheduler.running) and (count := scheduler.steady_steps()) > 0:
             growth *= len(decodes)
-            seconds = self._steps.seconds(self._load(behind.work)) + growth
+            seconds = self._steps.seconds(self._loads.of(behind.work)) + growth
             self._run = _Run(ahead.end, behind.end, seconds, growth, count)
             self.wake = self._run.end(count)
 

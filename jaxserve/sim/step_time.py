@@ -15,19 +15,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxserve.control.plan import InstancePlan, StagePlan
+from jaxserve.executor.load import StepLoad as StepLoad
 from jaxserve.sim.hardware import Hardware, Link
 from jaxserve.sim.shape import ModelShape
-
-
-@dataclass(frozen=True, slots=True)
-class StepLoad:
-    """What a step has to compute."""
-
-    tokens: int  # through the layers, padded as the executor pads them
-    rows: int  # through the head, padded too
-    sequences: int  # that decode
-    context: int  # tokens that these attend to, in all
-    prefill: int  # p c + c^2 + c, over the chunks
 
 
 @dataclass(frozen=True)
