@@ -83,6 +83,7 @@ class Sequence:
     parent: "Sequence | None" = None  # n > 1: the sibling whose prompt pages will be shared
     children: "list[Sequence]" = field(default_factory=list)  # siblings that wait for this prompt
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop_token_ids in force
+    length_alone: bool = False  # ends it: no token and no text does
     bad_words: tuple[tuple[int, ...], ...] = ()
     status: Status = Status.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt, then generated

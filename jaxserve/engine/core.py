@@ -29,7 +29,7 @@ class _Step:
     now: float
     pieces: bool  # whether every new token is told
     generated: int = 0
-    gaps: list[float] = field(default_factory=list)  # seconds between two tokens of a sequence
+    gaps: dict[float, int] = field(default_factory=dict)  # seconds between two tokens of a sequence -> how many
     changed: dict[str, list[Sequence]] = field(default_factory=dict)  # by request id
 
 
@@ -62,6 +62,7 @@ class EngineCore:
         self.static = static
         self.snapshot = static
         metrics.set_snapshot(static, number)
+        self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}
         self._steps = 0
@@ -218,6 +219,7 @@ class EngineCore:
                     detokenizer=detokenizer,
                     parent=sequences[0] if sequences else None,
                     stop_ids=stops,
+                    length_alone=not stops and detokenizer is None,
                     bad_words=bad_words,
                     prompt_logprobs=[] if params.prompt_logprobs is None else [None],  # nothing precedes the first
                     salt=self._salt_of(request),
@@ -248,15 +250,20 @@ class EngineCore:
             sequence.first_token = now
             self._take_first_token(now - request.arrival)
         elif sequence.last_token is not None:
-            step.gaps.append(now - sequence.last_token)
+            gap = now - sequence.last_token  # the same for nearly all
+            step.gaps[gap] = step.gaps.get(gap, 0) + 1
         sequence.last_token = now
         if request.params.logprobs is not None:
             self._take_logprobs(step.output, sequence, token, row)
-        self._check_end(sequence, token)
+        if sequence.length_alone:
+            if len(sequence.tokens) >= sequence.max_total:
+                sequence.finish_reason = FinishReason.LENGTH
+        else:
+            self._check_end(sequence, token)
         if sequence.finish_reason is not None:
             flush_text(sequence)
             self.scheduler.finish(sequence)
-        else:
+        elif self._caching:
             self.scheduler.register_full_pages(sequence)
         step.generated += 1
         if step.pieces or sequence.finish_reason is not None:
@@ -338,8 +345,8 @@ class EngineCore:
         self._generated += step.generated
         if step.gaps:
             self.metrics.inter_token(step.gaps)
-            self._gaps += len(step.gaps)
-            self._gap_seconds += sum(step.gaps)
+            self._gaps += sum(step.gaps.values())
+            self._gap_seconds += sum(gap * count for gap, count in step.gaps.items())
         totals = (scheduler.num_preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
         if totals != self._reported:
             preemptions, queries, hits = (new - old for new, old in zip(totals, self._reported, strict=True))

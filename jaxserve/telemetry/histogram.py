@@ -3,7 +3,7 @@
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 INFINITY = "+Inf"
 
@@ -32,16 +32,15 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Mutates: adds one observation."""
-        self.observe_all((value,))
+        self.observe_all({value: 1})
 
-    def observe_all(self, values: Iterable[float]) -> None:
-        """Mutates: adds several observations."""
-        bounds, counts, total = self.bounds, self._counts, 0.0
+    def observe_all(self, values: Mapping[float, int]) -> None:
+        """Mutates: adds several observations: value -> how often it was seen."""
+        bounds, counts = self.bounds, self._counts
         with self._lock:
-            for value in values:
-                counts[bisect_left(bounds, value)] += 1
-                total += value
-            self._sum += total
+            for value, times in values.items():
+                counts[bisect_left(bounds, value)] += times
+                self._sum += value * times
 
     def state(self) -> tuple[list[tuple[str, float]], float]:
         """Cumulative buckets as Prometheus wants them [(upper bound, count so far)], and the sum."""

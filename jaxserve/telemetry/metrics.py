@@ -5,7 +5,7 @@ step loop pays for additions, not for label look-ups.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -97,8 +97,8 @@ class EngineMetrics(Collector):
         """Mutates: a sequence's first token came `seconds` after its arrival."""
         self._first_token.observe(seconds)
 
-    def inter_token(self, seconds: Sequence[float]) -> None:
-        """Mutates: a step's times since each sequence's token before."""
+    def inter_token(self, seconds: Mapping[float, int]) -> None:
+        """Mutates: a step's times since each sequence's token before -> how many sequences."""
         self._inter_token.observe_all(seconds)
 
     def step(self, num_tokens: int, seconds: float) -> None:
