@@ -136,6 +136,7 @@ def _headline(status: Fields) -> Text:
         (f"   {_state(status)}", "yellow" if status["busy"] else "dim"),
         ("   KV pages ", "dim"),
         f"{pages['used']} of {pages['total']} in use, at most {pages['most']}",
+        (f"   {note}" if (note := status.get("note")) else "", "dim"),
     )
 
 

@@ -22,10 +22,10 @@ class ControlClient(Protocol):
         """The engine now:
 
         `time`; `policy` (name), `policies` (the names that `set_policy` takes); `plan_version`; `target_version`,
-        None without a target; `busy`: whether a transition is being carried out; `budget` (bytes) and `ledger`
-        ({name: bytes}, among them "weights" and "kv"); `layers`: per instance [{"block", "precision"}, ...];
-        `kv_pages`: {"used", "total", "most"} over all instances; `snapshot`: the numbers of the latest one;
-        `slo_ttft` (s), None if the policy has none.
+        None without a target; `busy`: whether a transition is being carried out; `note`: what the policy waits for, ""
+        if for nothing; `budget` (bytes) and `ledger` ({name: bytes}, among them "weights" and "kv"); `layers`: per
+        instance [{"block", "precision"}, ...]; `kv_pages`: {"used", "total", "most"} over all instances; `snapshot`:
+        the numbers of the latest one; `slo_ttft` (s), None if the policy has none.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,7 +29,7 @@ class ControlPlane:
         clock: Clock,
         *,
         snapshots: Callable[[], Sequence[Snapshot]],
-        policy_names: Sequence[str],
+        policy_names: Iterable[str],
         load_policy: Callable[..., Policy],
     ):
         """`snapshots`: the latest of each instance. `load_policy` makes a policy by name, with a plan as `target` for
@@ -77,6 +77,7 @@ class ControlPlane:
             "plan_version": plan.version,
             "target_version": None if target is None else target.version,
             "busy": controller.busy,
+            "note": controller.note,
             "budget": self._ledger.budget,
             "ledger": dict(self._ledger.entries),
             "layers": layers,

@@ -93,6 +93,9 @@ def test_the_operators_plan_comes_into_force_and_the_policy_back(tiny_model: Pat
         assert len(await answer(engine, 1)) == 100
         control.set_policy("static")
         await until(lambda: "int4" not in engine.snapshot().layers_by_precision)
+        assert str(policy) in control.status()["policies"]
+        control.set_policy(str(policy))
+        assert control.status()["policy"] == "morph-performance"
         await engine.shutdown()
 
     asyncio.run(scenario())

@@ -184,6 +184,7 @@ def test_a_burst_is_seen_to_come_and_go(open_page):
         wait_for_state(page, "live")
         assert precisions(page) == ["bf16"] * 16
         assert "2 s" in page.locator("#plot-ttft").text_content()
+        wait_for_text(page, "#note", "quiet for 2.0 s < 5 s")
 
         time.value = FIRST + 4  # TTFT is over the SLO
         wait_for_text(page, "#slo", "above the SLO of 2 s")

@@ -130,6 +130,7 @@ function showStatus({ model, phase, status }) {
   const moving = phase === "draining" ? "shutting down" : status.busy ? `◐ changing to ${target ?? "another"}` : "steady";
   setText(byId("moving"), moving);
   byId("moving").className = `badge ${moving === "steady" ? "" : "warn"}`;
+  setText(byId("note"), status.note);
   strip.show(status.layers);
 }
 

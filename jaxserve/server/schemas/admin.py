@@ -42,6 +42,7 @@ class Status(Answer):
     plan_version: int
     target_version: int | None = None  # of the plan that is being reached
     busy: bool
+    note: str = ""  # what the policy waits for
     budget: int
     ledger: dict[str, int]
     layers: list[list[PlannedBlock]]  # per instance
