@@ -90,6 +90,7 @@ def serve(
         Path | None, option("Compilation", "Folder; default: jaxserve/xla in the user's cache.")
     ] = None,
     warmup: Annotated[bool | None, option("Compilation", "Compile everything before serving; default: yes.")] = None,
+    step_log: Annotated[Path | None, option("Records", "File for what each step was and took; default: none.")] = None,
     host: Annotated[str | None, option("HTTP server", "Address to listen on; default 127.0.0.1.")] = None,
     port: Annotated[int | None, option("HTTP server", "Default 8000; 0: any free port.")] = None,
     api_key: Annotated[

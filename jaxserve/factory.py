@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 from jax import Array
@@ -13,15 +14,18 @@ from jaxserve.checkpoint import Checkpoint
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.control import InstancePlan, Plan, StagePlan
 from jaxserve.control.controller import Controller
+from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, load_policy
 from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.precision import mixture_name
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
+from jaxserve.engine.control_log import LoggedController
 from jaxserve.engine.control_plane import ControlPlane
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
+from jaxserve.engine.step_log import InstanceLog, StepLog
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.executor.blocks import BlockBuilder, Row
@@ -84,6 +88,7 @@ def build(config: EngineConfig, *, controlled: bool = False) -> Built:
     """
     use_persistent_cache(config.compile_cache)
     resolved = resolve(config)
+    step_log = None if config.step_log is None else StepLog(config.step_log, _facts(resolved))
     tokenizer = _load_tokenizer(config, resolved.checkpoint)
     metrics = EngineMetrics(resolved.info.name)
     compilations = CompileCounter(metrics.compiled)
@@ -107,16 +112,17 @@ def build(config: EngineConfig, *, controlled: bool = False) -> Built:
         if config.warmup:
             executor.warm()
             _warm_variants(resolved, instance, executor, source)
-        instances.append(StepLoop(core, executor, clock, overlap=config.overlap))
+        logged = None if step_log is None else InstanceLog(step_log, core, resolved.buckets)
+        instances.append(StepLoop(core, executor, clock, overlap=config.overlap, log=logged))
 
     actuator = control = None
     if controlled or config.policy != STATIC:
         pairs = [Instance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
         actuator = _actuator(resolved, pairs, source, metrics)
-        control = _control_plane(resolved, instances, actuator, clock)
+        control = _control_plane(resolved, instances, actuator, clock, step_log)
 
     def close() -> None:
-        for part in (control, actuator):
+        for part in (control, actuator, step_log):
             if part is not None:
                 part.close()
         compilations.close()
@@ -151,22 +157,49 @@ def _copy_rate(resolved: Resolved) -> float:
 
 
 def _control_plane(
-    resolved: Resolved, instances: Sequence[StepLoop], actuator: PlanActuator, clock: Clock
+    resolved: Resolved,
+    instances: Sequence[StepLoop],
+    actuator: PlanActuator,
+    clock: Clock,
+    step_log: StepLog | None,
 ) -> ControlPlane:
     """The controller of the plan, with the policy that it asks."""
     config = resolved.config
     resources = resolved.resources(_copy_rate(resolved))
     load = partial(load_policy, resources=resources, swap_order=_swap_order(resolved), slo_ttft=config.slo_ttft)
-    controller = Controller(resolved.plan, load(config.policy), resources, actuator)
+    kind = Controller if step_log is None else partial(LoggedController, step_log)
+    controller = kind(resolved.plan, load(config.policy), resources, actuator=actuator)
     return ControlPlane(
         controller,
         resources,
         resolved.ledger,
         clock,
         snapshots=lambda: [steps.core.snapshot for steps in instances],
-        policy_names=POLICY_NAMES,
+        policy_names=dict.fromkeys((*POLICY_NAMES, config.policy)),  # a file of the operator's too
         load_policy=load,
     )
+
+
+def _facts(resolved: Resolved) -> dict[str, Any]:
+    """What a step log says of the engine first."""
+    config, resources = resolved.config, resolved.resources(_copy_rate(resolved))
+    controlled = config.policy != STATIC
+    return {
+        "model": resolved.info.name,
+        "platform": resolved.devices[0].platform,
+        "kv_dtype": resolved.kv_dtype,
+        "plan": to_dict(resolved.plan),
+        "buckets": asdict(resolved.buckets),
+        "page_size": config.page_size,
+        "reserved_kv_pages": resolved.reserved_kv_pages,
+        "prefix_caching": config.prefix_caching,
+        "overlap": config.overlap,
+        "max_model_len": resolved.info.max_model_len,
+        "policy": str(config.policy),
+        "slo_ttft": config.slo_ttft,
+        "swap_order": _swap_order(resolved) if controlled else (),
+        "resources": asdict(resources) | {"layer_bytes": [(*key, n) for key, n in resources.layer_bytes.items()]},
+    }
 
 
 def _swap_order(resolved: Resolved) -> tuple[int, ...]:

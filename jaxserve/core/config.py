@@ -130,6 +130,8 @@ class EngineConfig:
     compile_cache: str | Path | None = None  # None: jaxserve/xla in the user's cache directory
     warmup: bool = True
     fuse: bool | None = None  # the fused tier; None: on for GPU
+    # records
+    step_log: str | Path | None = None  # a file for what each step was and took; None: none is written
     # limits on a single request
     max_logprobs: int = 20
     max_n: int = 64

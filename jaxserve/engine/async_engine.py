@@ -119,7 +119,7 @@ class InstanceThread:
             self._send(stream, stream.admitted, self._ending())
             return
         try:
-            self.steps.core.add(request)
+            self.steps.add(request)
         except Exception as error:
             self._send(stream, stream.admitted, error)
         else:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.request import RequestOutput
+from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.work import Executor, PendingStep, Work
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.step_log import InstanceLog
 
 Call = Callable[[], None]
 
@@ -25,17 +26,32 @@ class _Dispatched:
 
 
 class StepLoop:
-    """Drives one instance. Not thread-safe but for `call`: one thread at a time calls `step`, `core.add` and so on."""
+    """Drives one instance. Not thread-safe but for `call`: one thread at a time calls `step`, `add` and so on."""
 
-    def __init__(self, core: EngineCore, executor: Executor, clock: Clock, *, overlap: bool = True):
-        """`overlap=False` fetches each step's tokens before the next one begins."""
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: Executor,
+        clock: Clock,
+        *,
+        overlap: bool = True,
+        log: InstanceLog | None = None,
+    ):
+        """`overlap=False` fetches each step's tokens before the next one begins. `log` is told what happens."""
         self.core = core
         self.executor = executor
         self.clock = clock
         self.overlap = overlap
+        self.log = log
         self.wake: Call = self.run_calls  # what drives the loop sets it: it has `run_calls` or `step` run soon
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._pending: _Dispatched | None = None
+
+    def add(self, request: Request) -> None:
+        """Accepts a request, or raises as `EngineCore.add`. Mutates."""
+        self.core.add(request)
+        if self.log is not None:
+            self.log.accepted(request)
 
     def step(self) -> list[RequestOutput]:
         """Dispatches the next step and returns what is new of the one before. Mutates."""
@@ -82,7 +98,12 @@ class StepLoop:
     def _dispatch(self) -> _Dispatched | None:
         now = self.clock.now()
         work = self.core.begin(now)
-        return _Dispatched(work, self.executor.execute(work), now) if work else None
+        if not work:
+            return None
+        step = _Dispatched(work, self.executor.execute(work), now)
+        if self.log is not None:
+            self.log.dispatched(work, now, self.clock.now())
+        return step
 
     def _collect(self, step: _Dispatched | None) -> list[RequestOutput]:
         if step is None:
@@ -92,4 +113,7 @@ class StepLoop:
             function()
         now = self.clock.now()
         self.core.metrics.step(step.work.num_tokens, now - step.started)
-        return self.core.finish(step.work, output, now)
+        outputs = self.core.finish(step.work, output, now)
+        if self.log is not None:
+            self.log.ended(step.work, now, outputs)
+        return outputs

@@ -50,7 +50,7 @@ class SyncEngine:
         request = Request(request_id, token_ids, params, arrival, prompt=text, priority=priority, embed=embed)
         with self._taking_turns():
             owner = min(self.instances, key=lambda steps: steps.core.load)
-            owner.core.add(request)
+            owner.add(request)
             self._owners[request_id] = owner
         return request_id
 
