@@ -212,7 +212,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each trace, from its start")
     parser.add_argument(
-        "--peak", type=float, default=1.3, help="tokens asked for at the peak, in full precision's most"
+        "--peak", type=float, default=1.5, help="tokens asked for at the peak, in full precision's most"
     )
     parser.add_argument("--capacity", type=float, help="full precision's most tokens/s; default: it is measured")
     parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")

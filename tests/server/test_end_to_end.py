@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -222,6 +223,28 @@ def test_sigterm_lets_a_stream_end_and_exits_with_0(arguments):
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
         assert server.wait() == 0
+
+
+def test_a_kill_and_a_sigterm_in_the_middle_of_transitions(arguments):
+    """After a kill the next server starts as if nothing had been; a SIGTERM lets streams end, whatever changes."""
+    body = {"prompt": "abc", "stream": True, **LONG, "max_tokens": 600}
+    restless = f"{Path(__file__).with_name('restless.py')}:Restless"
+    adapting = (*arguments, "--policy", restless, "--kv-pages", "400", "--max-kv-pages", "420")
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        with server_process(*adapting) as server:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+                lines = (line for line in answer.iter_lines() if line)
+                next(lines)
+                wait_for(lambda: "jaxserve_transitions_total" in httpx.get(f"{server.url}/metrics").text)
+                wait_for(lambda: metric(server, "transitions_total", kind="SwapPrecision", outcome="done") > 4)
+                server.signal(number)
+                if number == signal.SIGKILL:
+                    continue
+                rest = list(lines)
+            assert rest[-1] == "data: [DONE]"
+            assert '"finish_reason":"length"' in rest[-2]
+            assert server.wait() == 0
+            assert "Traceback" not in server.process.stderr.read()
 
 
 def test_compiles_nothing_while_serving(server):
