@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax import Array
 from jaxserve.actuator import Instance, LayerSource, PlanActuator
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.checkpoint.variants import fingerprint
-from jaxserve.control import InstancePlan, Plan, StagePlan
+from jaxserve.control import InstancePlan, StagePlan
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, load_policy
@@ -35,15 +35,15 @@ from jaxserve.executor.fused import FusedTier
 from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.kernels import kv_pool
 from jaxserve.kvcache import PagePool, PageTable
+from jaxserve.memory_plan import COPY_RATES
+from jaxserve.outline import STATIC
 from jaxserve.parallel.placement import POOL_AXES, Placement
-from jaxserve.quantization.sensitivity.profile import FILE_NAME as SENSITIVITY, SensitivityProfile
-from jaxserve.resolution import STATIC, Resolved, resolve
+from jaxserve.quantization.sensitivity.order import swap_order
+from jaxserve.resolution import Resolved, resolve
 from jaxserve.scheduler import Scheduler, SchedulerLimits
-from jaxserve.telemetry import EngineMetrics, Snapshot
+from jaxserve.telemetry import EngineMetrics
 
 log = logging.getLogger(__name__)
-
-COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s, for a change of the plan while steps go on
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def build(config: EngineConfig, *, controlled: bool = False) -> Built:
             eos_token_ids=(*resolved.physical.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
             salt=mixture_name(instance.layer_precisions),
             seed=config.seed + number,
-            static=_describe(resolved, resolved.plan, number),
+            static=resolved.describe(resolved.plan, number),
             number=number,
         )
         if config.warmup:
@@ -147,7 +147,7 @@ def _actuator(
         metrics,
         ledger=resolved.ledger,
         entries=resolved.ledger_entries,
-        describe=partial(_describe, resolved),
+        describe=resolved.describe,
         copy_rate=_copy_rate(resolved),
     )
 
@@ -203,38 +203,9 @@ def _facts(resolved: Resolved) -> dict[str, Any]:
 
 
 def _swap_order(resolved: Resolved) -> tuple[int, ...]:
-    """The layers of the model, those whose precision matters least first: by the profile beside the checkpoint, or from
-    the middle outwards where there is none.
-    """
-    path, layers = resolved.checkpoint.path / SENSITIVITY, resolved.physical.num_layers
-    if path.is_file():
-        profile = SensitivityProfile.load(path)
-        profile.check_model(fingerprint(resolved.checkpoint), layers)
-        for precision in resolved.variants:
-            if precision in profile.precisions:
-                return profile.order(precision)
-    if resolved.variants:
-        log.warning(
-            "no %s for %s in %s (jaxserve profile makes one): layers change from the middle outwards",
-            SENSITIVITY,
-            ", ".join(resolved.variants),
-            path.parent,
-        )
-    return tuple(sorted(range(layers), key=lambda layer: abs(layer - (layers - 1) / 2)))
-
-
-def _describe(resolved: Resolved, plan: Plan, number: int) -> Snapshot:
-    """What a snapshot says of an instance that follows from the plan."""
-    instance = plan.instances[number]
-    layers, stages = instance.layer_precisions, instance.stages
-    sizes = resolved.stage_bytes(replace(plan, instances=(instance,)))
-    return Snapshot(
-        kv_pages_total=stages[0].kv_pages - 1,
-        plan_version=plan.version,
-        layers_by_precision={precision: layers.count(precision) for precision in set(layers)},
-        weight_bytes=sum(weights * stage.tp for (weights, _), stage in zip(sizes, stages, strict=True)),
-        kv_bytes=sum(s.kv_pages * memory.page * s.tp for memory, s in zip(resolved.stages, stages, strict=True)),
-    )
+    checkpoint = resolved.checkpoint
+    weights = partial(fingerprint, checkpoint)
+    return swap_order(checkpoint.path, resolved.physical.num_layers, resolved.variants, weights)
 
 
 def _build_instance(
@@ -255,9 +226,11 @@ def _build_instance(
                 pools.append(_pool(resolved, stage, placement))
     width = -(-resolved.info.max_model_len // config.page_size)
     table = PageTable(buckets.max_num_seqs, max(width, max(buckets.widths)))
-    least = -(-resolved.info.max_model_len // config.page_size) + 1
     pages = PagePool(
-        instance.stages[0].kv_pages, caching=config.prefix_caching, least=least, most=resolved.reserved_kv_pages
+        instance.stages[0].kv_pages,
+        caching=config.prefix_caching,
+        least=resolved.least_kv_pages,
+        most=resolved.reserved_kv_pages,
     )
     limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
     sampler = DeviceSampler(

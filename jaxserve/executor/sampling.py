@@ -38,11 +38,6 @@ class DeviceSampler:
         self._full = jit(partial(sampler.sample_full, top_logprobs=min(top_logprobs, vocab)), donate_argnums=3)
         self._load = jit(sampler.load_history, donate_argnums=0)
 
-    @staticmethod
-    def bytes_needed(slots: int, vocab: int) -> int:
-        """Bytes that the sampler keeps on the device."""
-        return (slots + 1) * (4 + 5 * vocab)
-
     def sample(self, logits: Array, sequences: list[Sequence | None]) -> Sampled:
         """Dispatches the sampling of logits f32[R, V] for these rows (None: a row that samples nothing). Mutates."""
         rows = logits.shape[0]

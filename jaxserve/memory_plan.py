@@ -1,0 +1,215 @@
+"""MemoryPlan: the pages and bytes that follow from an outline and the memory of a device.
+
+Imports no JAX: on hardware that is simulated the same follows.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from jaxserve.control.ledger import Ledger
+from jaxserve.control.plan import Plan, StagePlan
+from jaxserve.control.resources import Resources
+from jaxserve.core.config import EngineConfig, ModelConfig
+from jaxserve.core.errors import ConfigError, MemoryBudgetError
+from jaxserve.core.precision import BITS
+from jaxserve.executor.buckets import Buckets
+from jaxserve.executor.workspace import Sizes, StageMemory, stage_memory
+from jaxserve.outline import STATIC, Outline
+from jaxserve.telemetry import Snapshot
+
+log = logging.getLogger(__name__)
+
+RUNTIME = 700_000_000  # bytes on the host for interpreter, JAX, server and compiled code: 650 MB after a cold start
+COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s, for a change of the plan while steps go on
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A configuration with nothing left open that takes memory. The ledger is that of the fullest device."""
+
+    config: EngineConfig
+    plan: Plan
+    variants: tuple[str, ...]  # precisions that any layer may change to while serving; () if none ever does
+    kv_dtype: str  # of the KV pools
+    reserved_kv_pages: int  # that the pools have room for, the null page included; the plan says how many are used
+    max_model_len: int  # tokens of the longest sequence
+    buckets: Buckets
+    ledger: Ledger
+    stages: tuple[StageMemory, ...]
+    layer_bytes: Mapping[tuple[str, str], int]  # (layer, precision it may have) -> bytes on each device of its stage
+    granule: int  # bytes that an elastic pool takes at once; 0: pools take all the memory that they have room for
+
+    def stage_bytes(self, plan: Plan) -> tuple[tuple[int, int], ...]:
+        """Weights and KV of every stage of a plan on each of its devices, instance by instance."""
+        first = self.plan.instances[0].stages
+        sizes = []
+        for instance in plan.instances:
+            for memory, stage, start in zip(self.stages, instance.stages, first, strict=True):
+                changed = self._layers(stage) - self._layers(start)
+                sizes.append((memory.weights + changed, self.kv_bytes(memory, stage.kv_pages)))
+        return tuple(sizes)
+
+    def kv_bytes(self, memory: StageMemory, pages: int) -> int:
+        """What the KV pools of a stage take on each device while so many pages are in use."""
+        return _kv_bytes(memory, pages, self.reserved_kv_pages, self.granule)
+
+    def ledger_entries(self, plan: Plan) -> dict[str, int]:
+        """The ledger's entries that follow from a plan: those of its fullest stage."""
+        weights, kv = max(self.stage_bytes(plan), key=sum)
+        return {"weights": weights, "kv": kv}
+
+    def resources(self, copy_rate: float) -> Resources:
+        """What plans may use. Where a number of pages was given alone, it grows by what weights free, and no more."""
+        others = sum(size for name, size in self.ledger.entries.items() if name not in ("weights", "kv"))
+        stages = self.plan.instances[0].stages
+        fixed = tuple(
+            others + memory.weights - self._layers(stage) + memory.pools * self.granule
+            for memory, stage in zip(self.stages, stages, strict=True)
+        )
+        budget = self.ledger.budget
+        if self.config.kv_pages is not None and self.config.max_kv_pages is None:
+            in_use = (memory.page * stage.kv_pages for memory, stage in zip(self.stages, stages, strict=True))
+            layers = (self._layers(stage) for stage in stages)
+            budget = min(budget, max(map(sum, zip(fixed, layers, in_use, strict=True))))
+        return Resources(
+            budget=budget,
+            fixed=fixed,
+            layer_bytes=self.layer_bytes,
+            page_bytes=tuple(memory.page for memory in self.stages),
+            least_pages=self.least_kv_pages,
+            most_pages=self.reserved_kv_pages if self.granule else stages[0].kv_pages,
+            copy_rate=copy_rate,
+        )
+
+    @property
+    def least_kv_pages(self) -> int:
+        """Those of the longest sequence, and the null page."""
+        return -(-self.max_model_len // self.config.page_size) + 1
+
+    def describe(self, plan: Plan, number: int) -> Snapshot:
+        """What a snapshot says of an instance that follows from the plan."""
+        instance = plan.instances[number]
+        layers, stages = instance.layer_precisions, instance.stages
+        sizes = self.stage_bytes(replace(plan, instances=(instance,)))
+        return Snapshot(
+            kv_pages_total=stages[0].kv_pages - 1,
+            plan_version=plan.version,
+            layers_by_precision={precision: layers.count(precision) for precision in set(layers)},
+            weight_bytes=sum(weights * stage.tp for (weights, _), stage in zip(sizes, stages, strict=True)),
+            kv_bytes=sum(s.kv_pages * memory.page * s.tp for memory, s in zip(self.stages, stages, strict=True)),
+        )
+
+    def _layers(self, stage: StagePlan) -> int:
+        return sum(self.layer_bytes.get((block.block, block.precision), 0) for block in stage.blocks)
+
+
+def plan_memory(outline: Outline, physical: ModelConfig, sizes: Sizes, ledger: Ledger, granule: int) -> MemoryPlan:
+    """Decides how many pages there are. `sizes` are those of the `physical` configuration, on each device.
+
+    `granule` as of `MemoryPlan`. Raises `ConfigError` or `MemoryBudgetError`. Mutates `ledger`.
+    """
+    config, variants, plan = outline.config, outline.variants, outline.plan
+    top = max(config.max_logprobs, 1)
+    stages = tuple(
+        stage_memory(physical, stage, sizes, outline.buckets, top, variants) for stage in plan.instances[0].stages
+    )
+    layers = [block for block in plan.instances[0].blocks if block.block.startswith("layers.")]
+    layer_bytes = {(b.block, p): sizes.block(b.block, p) for b in layers for p in variants or (b.precision,)}
+    if outline.platform == "cpu" and config.policy != STATIC:  # else they lie in memory of the host
+        kept = sum(size for (_, precision), size in layer_bytes.items() if precision in BITS)
+        ledger.reserve("variants", kept)
+    spare = _spare(plan, layer_bytes) if config.policy != STATIC and granule else (0,) * len(stages)
+    pages, reserved, max_len = _fill(outline, ledger, stages, spare, granule)
+    return MemoryPlan(
+        config=config,
+        plan=_with_pages(plan, pages),
+        variants=variants,
+        kv_dtype=outline.kv_dtype,
+        reserved_kv_pages=reserved,
+        max_model_len=max_len,
+        buckets=outline.buckets,
+        ledger=ledger,
+        stages=stages,
+        layer_bytes=layer_bytes,
+        granule=granule,
+    )
+
+
+def _fill(
+    outline: Outline, ledger: Ledger, stages: tuple[StageMemory, ...], spare: tuple[int, ...], granule: int
+) -> tuple[int, int, int]:
+    """Enters the stage that leaves room for the fewest pages; returns how many there are, how many the pools have room
+    for, both with the null page, and the longest sequence they hold.
+
+    No more pages are taken unasked than sequences can use. `spare`: what each stage's layers can give for pages. Bytes
+    of elastic pools are those of the pages that may be in use, up to whole granules; of others, all that they have room
+    for. Mutates `ledger`.
+    """
+    config, wanted_len = outline.config, outline.wanted_len
+    size = config.page_size
+    useful = outline.buckets.max_num_seqs * -(-wanted_len // size) + 1
+    fullest = min(stages, key=lambda s: (ledger.free - s.weights - s.workspace - s.exchange) / s.page)
+    least = 2 if config.max_model_len is None else -(-config.max_model_len // size) + 1
+    fixed = {"weights": fullest.weights, "workspace": fullest.workspace}
+    if fullest.exchange:
+        fixed["exchange"] = fullest.exchange
+    _check_room(ledger, fixed | {"KV pages": least * fullest.page})
+    for name, needed in fixed.items():
+        ledger.reserve(name, needed)
+    pages, reserved = _pages(config, min(ledger.free // fullest.page, useful))
+    if config.max_kv_pages is None:
+        more = min(extra // stage.page for stage, extra in zip(stages, spare, strict=True))
+        reserved = max(reserved, min(pages + more, useful))
+    ledger.reserve("kv", _kv_bytes(fullest, pages, reserved, granule))
+    max_len = min(wanted_len, (pages - 1) * size)
+    if config.max_model_len is not None and max_len < wanted_len:
+        raise ConfigError(f"{pages - 1} KV pages of {size} tokens hold {max_len} tokens, max_model_len is {wanted_len}")
+    if max_len < wanted_len:
+        log.warning("max_model_len is lowered from %d to the %d tokens that the memory holds", wanted_len, max_len)
+    return pages, reserved, max_len
+
+
+def _check_room(ledger: Ledger, needs: Mapping[str, int]) -> None:
+    if sum(needs.values()) > ledger.free:
+        parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in (ledger.entries | dict(needs)).items())
+        raise MemoryBudgetError(
+            f"the memory budget is {ledger.budget / 1e9:.3f} GB per device, at least "
+            f"{(ledger.used + sum(needs.values())) / 1e9:.3f} GB are needed: {parts} "
+            "(memory_gb, max_model_len, max_num_seqs)"
+        )
+
+
+def _kv_bytes(memory: StageMemory, pages: int, reserved: int, granule: int) -> int:
+    room = reserved * memory.page
+    return min(pages * memory.page + memory.pools * granule, room) if granule else room
+
+
+def _spare(plan: Plan, sizes: Mapping[tuple[str, str], int]) -> tuple[int, ...]:
+    """Bytes that each stage's layers can give on each device, from what they start with to the least they may have."""
+    least: dict[str, int] = {}
+    for (block, _), size in sizes.items():
+        least[block] = min(size, least.get(block, size))
+    return tuple(
+        sum(sizes[b.block, b.precision] - least[b.block] for b in stage.blocks if b.block in least)
+        for stage in plan.instances[0].stages
+    )
+
+
+def _pages(config: EngineConfig, fitting: int) -> tuple[int, int]:
+    """Pages in use at the start, of `fitting` that would fit, and those to have room for; both with the null page."""
+    pages = fitting if config.kv_pages is None else config.kv_pages + 1
+    if config.max_kv_pages is None:
+        return pages, pages
+    if config.kv_pages is not None and config.max_kv_pages < config.kv_pages:
+        raise ConfigError(f"max_kv_pages is {config.max_kv_pages}, it must be at least kv_pages, {config.kv_pages}")
+    reserved = config.max_kv_pages + 1
+    return min(pages, reserved), reserved
+
+
+def _with_pages(plan: Plan, pages: int) -> Plan:
+    instances = tuple(
+        replace(instance, stages=tuple(replace(stage, kv_pages=pages) for stage in instance.stages))
+        for instance in plan.instances
+    )
+    return replace(plan, instances=instances)
