@@ -26,6 +26,7 @@ from jaxserve.quantization import QArray
 Executable = Callable[..., tuple[Array, ...]]
 Parameter = np.ndarray | Array | QArray
 WHOLE = PartitionSpec()  # every device has all of it
+ALIGNMENT = 64  # bytes: host arrays that lie so are device arrays on CPU without a copy
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,24 @@ class BlockBuilder:
 
 
 def _copy(part: np.ndarray, sharding: NamedSharding, copied: Callable[[int], None] | None) -> Array:
+    if copied is None:
+        return jax.device_put(part, sharding)
+    if [device.platform for device in sharding.device_set] == ["cpu"]:
+        part = _aligned(
+            part
+        )  # XLA would copy in the thread that is busy with the steps, and take up to a second for it
     array = jax.device_put(part, sharding)
-    if copied is not None:
-        copied(array.block_until_ready().nbytes)
+    copied(array.block_until_ready().nbytes)
     return array
+
+
+def _aligned(part: np.ndarray) -> np.ndarray:
+    """A copy where XLA can use it as it is."""
+    memory = np.empty(part.nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    copy = memory[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
+    np.copyto(copy, part)
+    return copy
 
 
 def _share(value: Parameter, axes: Sequence[str | None], placement: Placement) -> Parameter:
