@@ -169,9 +169,7 @@ def _copy(part: np.ndarray, sharding: NamedSharding, copied: Callable[[int], Non
     if copied is None:
         return jax.device_put(part, sharding)
     if [device.platform for device in sharding.device_set] == ["cpu"]:
-        part = _aligned(
-            part
-        )  # XLA would copy in the thread that is busy with the steps, and take up to a second for it
+        part = _aligned(part)  # XLA would copy in the thread that steps keep busy, for up to a second
     array = jax.device_put(part, sharding)
     copied(array.block_until_ready().nbytes)
     return array
