@@ -53,7 +53,13 @@ class LoggedController(Controller):
         outcomes = [(outcome.error, outcome.seconds) for outcome in self._logged.outcomes]
         self._logged.outcomes.clear()
         self._log.write(Tick(now, self._logged.was_busy, seen, outcomes))
-        if self.decisions and self.decisions[-1].time == now:
-            d = self.decisions[-1]
-            versions = (d.before_version, d.target_version)
-            self._log.write(Decided(now, d.policy, d.reason, *versions, d.transitions, d.outcome))
+        if (decided := decided_at(self, now)) is not None:
+            self._log.write(decided)
+
+
+def decided_at(controller: Controller, now: float) -> Decided | None:
+    """What a controller has decided at the tick at `now`, which was its latest one."""
+    if not controller.decisions or controller.decisions[-1].time != now:
+        return None
+    d = controller.decisions[-1]
+    return Decided(now, d.policy, d.reason, d.before_version, d.target_version, d.transitions, d.outcome)

@@ -272,7 +272,7 @@ def read_log(path: str | Path) -> Recording:
         tuple(records[Arrival]),
         {answer.id: answer for answer in records[Answer]},
         tuple(records[Tick]),
-        tuple(records[Decided]),
+        tuple(decided._replace(transitions=tuple(decided.transitions)) for decided in records[Decided]),
     )
 
 

@@ -1,0 +1,307 @@
+"""A recorded run is played back step by step and decision by decision; what differs is told."""
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.control import Outcome, ResizeKVPool, Transition
+from jaxserve.control.plan_yaml import to_dict
+from jaxserve.control.policies import load_policy
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.precision import mixture_name
+from jaxserve.core.request import Request
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.work import StepOutput, Work
+from jaxserve.engine.client import ModelInfo
+from jaxserve.engine.control_log import LoggedController
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.loop import StepLoop
+from jaxserve.engine.step_log import InstanceLog, Recording, StepLog, read_log
+from jaxserve.executor.buckets import Buckets
+from jaxserve.executor.load import StepLoad
+from jaxserve.kvcache import PagePool, PageTable
+from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.sim.recorded import Diverged, RecordedTiming, replay
+from jaxserve.telemetry import EngineMetrics, Snapshot
+from tests.control.worlds import home_plan, machine
+
+PAGE, TILE, LONGEST, PAGES, SEQS = 4, 8, 128, 50, 8
+BUCKETS = Buckets(SEQS, 4, TILE, 1, (LONGEST // PAGE,))
+RESOURCES = replace(machine(8, home_pages=PAGES, most_pages=400), least_pages=LONGEST // PAGE + 1)
+
+
+class World(VirtualClock):
+    """An engine and its controller that share a clock: time passes in the device, and with every look at the clock.
+
+    The controller's thread looks whenever it is due, also between the end of a step and what the loop then does.
+    """
+
+    def __init__(self, path: Path, requests: Sequence[tuple[float, int, int]], *, policy: str, seed: int = 0):
+        super().__init__(1000.0)
+        self.rng = np.random.default_rng(seed)
+        self.requests = deque(enumerate(requests))
+        self.plan = home_plan(8, pages=PAGES)
+        facts = {
+            "model": "small",
+            "plan": to_dict(self.plan),
+            "buckets": asdict(BUCKETS),
+            "page_size": PAGE,
+            "reserved_kv_pages": RESOURCES.most_pages,
+            "prefix_caching": True,
+            "overlap": True,
+            "max_model_len": LONGEST,
+            "policy": policy,
+            "slo_ttft": 4.0,
+            "swap_order": tuple(range(8)),
+            "resources": asdict(RESOURCES) | {"layer_bytes": [(*k, n) for k, n in RESOURCES.layer_bytes.items()]},
+        }
+        self.log = StepLog(path, facts)
+        pages = PagePool(PAGES, caching=True, least=LONGEST // PAGE + 1, most=RESOURCES.most_pages)
+        self.core = EngineCore(
+            Scheduler(SchedulerLimits(SEQS, 4, TILE, PAGE), pages, PageTable(SEQS, LONGEST // PAGE)),
+            ModelInfo("small", LONGEST, 2**31 - 1, 8, 0),
+            None,
+            EngineMetrics("small"),
+            salt=mixture_name(self.plan.instances[0].layer_precisions),
+            static=self.describe(),
+        )
+        self.loop = StepLoop(self.core, Device(self), self, log=InstanceLog(self.log, self.core, BUCKETS))
+        self.loop.wake = lambda: None
+        known = load_policy(policy, RESOURCES, range(8), slo_ttft=4.0)
+        self.actuator = Actuator(self)
+        self.controller = LoggedController(self.log, self.plan, known, RESOURCES, self.actuator)
+        self.next_tick = self.time
+        self.ticking = False
+
+    def describe(self) -> Snapshot:
+        return Snapshot(kv_pages_total=self.plan.instances[0].kv_pages - 1, plan_version=self.plan.version)
+
+    def now(self) -> float:
+        now = self.time
+        self.pass_time(float(self.rng.uniform(1e-5, 3e-4)))
+        return now
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes, with the ticks that fall into it."""
+        end = self.time + seconds
+        while self.next_tick <= end and not self.ticking:
+            self.time, self.ticking = max(self.time, self.next_tick), True
+            self.controller.tick(self.time, [self.core.snapshot])
+            self.next_tick += float(self.rng.uniform(0.1, 0.12))
+            self.ticking = False
+        self.time = max(self.time, end)
+
+    def run(self, linger: float = 5.0) -> None:
+        """Until all requests are answered, and a while longer."""
+        while self.requests or not self.loop.idle:
+            self.take_requests()
+            self.loop.step()
+            if self.loop.idle:
+                self.pass_time(0.01)
+        for _ in range(int(100 * linger)):
+            self.pass_time(0.01)
+            self.loop.run_calls()
+        self.log.close()
+
+    def take_requests(self) -> None:
+        while self.requests and 1000 + self.requests[0][1][0] <= self.time:
+            number, (arrival, prompt, answer) = self.requests.popleft()
+            params = SamplingParams(max_tokens=answer, ignore_eos=True)
+            self.loop.add(Request(f"r{number}", (number + 5,) * prompt, params, 1000 + arrival))
+
+
+class Device:
+    """Steps take a random time each, one after the other."""
+
+    def __init__(self, world: World):
+        self.world, self.end = world, 0.0
+
+    def execute(self, work: Work) -> "Pending":
+        self.world.pass_time(1e-3)
+        self.end = max(self.world.time, self.end) + float(self.world.rng.uniform(0.01, 0.05))
+        return Pending(self.world, self.end, len(work.decodes) + len(work.chunks))
+
+    def settle(self) -> None:
+        pass
+
+
+class Pending:
+    def __init__(self, world: World, end: float, rows: int):
+        self.world, self.end, self.rows = world, end, rows
+
+    def fetch(self) -> StepOutput:
+        self.world.pass_time(max(0.0, self.end - self.world.time))
+        return StepOutput(np.ones(self.rows, np.int32))
+
+
+class Actuator:
+    """Commits transitions between two steps, one at each, soon; an outcome is there a little later."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.left: deque[Transition] = deque()
+        self.done: list[Outcome] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.left)
+
+    def start(self, transitions: Sequence[Transition]) -> None:
+        self.left.extend(transitions)
+        self.go_on()
+
+    def go_on(self) -> None:
+        self.world.loop.call(self.commit)
+
+    def poll(self) -> Sequence[Outcome]:
+        done, self.done = self.done, []
+        return done
+
+    def commit(self) -> None:
+        world, transition = self.world, self.left[0]
+        error: str | None = None
+        try:
+            if isinstance(transition, ResizeKVPool):
+                count, scheduler = transition.after - transition.before, world.core.scheduler
+                scheduler.grow(count) if count >= 0 else scheduler.shrink(-count, lambda moves: None)
+            world.plan = transition.apply(world.plan)
+            world.core.replan(mixture_name(world.plan.instances[0].layer_precisions), world.describe())
+        except ValueError as failure:  # pages in use
+            error = str(failure)
+        world.loop.after_dispatched(lambda: self.ended(transition, error))
+
+    def ended(self, transition: Transition, error: str | None) -> None:
+        self.done.append(Outcome(transition, error, 0.125))
+        self.left.popleft() if error is None else self.left.clear()
+        if self.left:
+            self.go_on()
+
+
+def burst(seed: int, count: int = 70) -> list[tuple[float, int, int]]:
+    """Arrivals (s), prompts and answers (tokens): calm, then more than the pages hold, then calm again."""
+    rng = np.random.default_rng(seed)
+    gaps = np.where(np.arange(count) // 10 % 4 == 1, 0.02, 0.6) * rng.exponential(1, count)
+    return [(float(t), int(rng.integers(1, 60)), int(rng.integers(1, 60))) for t in np.cumsum(gaps)]
+
+
+def recorded(path: Path, policy: str = "morph", seed: int = 0) -> Recording:
+    World(path, burst(seed), policy=policy, seed=seed).run()
+    return read_log(path)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory) -> Recording:
+    return recorded(tmp_path_factory.mktemp("log") / "steps.jsonl")
+
+
+@pytest.mark.parametrize("policy", ["static", "morph", "morph-performance"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_is_replayed_with_every_step_and_every_decision(tmp_path, policy, seed):
+    found = recorded(tmp_path / "log", policy, seed)
+    again = replay(found)
+    assert again.steps == len(found.steps) > 500
+    assert again.decisions == found.decisions
+    assert bool(found.decisions) == (policy != "static")
+    assert again.plan.version == max(step.version for step in found.steps) or policy != "static"
+
+
+def test_the_run_that_is_replayed_has_what_is_hard(recording):
+    assert any(answer.preemptions for answer in recording.answers.values())
+    assert len({step.version for step in recording.steps}) > 5
+    assert any(decided.outcome == "started" for decided in recording.decisions)
+    ended = {step.ended for step in recording.steps}
+    late = [tick for tick in recording.ticks for time, _ in tick.seen if any(time < e < tick.time for e in ended)]
+    assert late  # the controller saw a snapshot that a step's end had made old
+
+
+def test_a_step_that_differs_is_told(recording):
+    steps = list(recording.steps)
+    steps[40] = steps[40]._replace(context=steps[40].context + 1)
+    with pytest.raises(Diverged, match="step 40: "):
+        replay(replace(recording, steps=tuple(steps)))
+
+
+def test_a_decision_that_differs_is_told(recording):
+    first, *others = recording.decisions
+    changed = first._replace(reason="out of a whim")
+    with pytest.raises(Diverged, match=r"recorded .*out of a whim"):
+        replay(replace(recording, decisions=(changed, *others)))
+    with pytest.raises(Diverged, match="was decided"):
+        replay(replace(recording, decisions=tuple(others)))
+    extra = recording.decisions[-1]._replace(time=recording.ticks[-1].time)
+    with pytest.raises(Diverged, match="recorded, and not decided"):
+        replay(replace(recording, decisions=(*recording.decisions, extra)))
+
+
+def test_another_policy_decides_otherwise(recording):
+    other = load_policy("morph-performance", RESOURCES, range(8), slo_ttft=4.0)
+    with pytest.raises(Diverged):
+        replay(recording, other)
+
+
+def test_a_plan_that_no_decision_led_to_is_told(recording):
+    steps = [step._replace(version=step.version + 100) if step.number > 30 else step for step in recording.steps]
+    with pytest.raises(Diverged, match="the decisions lead to plan"):
+        replay(replace(recording, steps=tuple(steps)))
+
+
+def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(recording):
+    kept = recording.steps[:200]
+    end = kept[-3].ended  # what the last two ended is not in the log
+    cut = replace(
+        recording,
+        steps=kept,
+        answers={name: answer for name, answer in recording.answers.items() if answer.last_token <= end},
+        ticks=tuple(tick for tick in recording.ticks if tick.time < end),
+        decisions=tuple(decided for decided in recording.decisions if decided.time < end),
+    )
+    assert replay(cut).steps == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reason": "stop"}, "ended by 'stop'"),
+        ({"cached_tokens": 8}, "shared 8 tokens"),
+    ],
+)
+def test_answers_that_cannot_be_repeated_are_refused(recording, change, message):
+    answers = dict(recording.answers)
+    answers["r3"] = answers["r3"]._replace(**change)
+    with pytest.raises(ConfigError, match=message):
+        replay(replace(recording, answers=answers))
+
+
+def test_several_answers_or_instances_and_steps_that_do_not_overlap_are_refused(recording):
+    several = tuple(arrival._replace(answers=2) for arrival in recording.arrivals)
+    with pytest.raises(ConfigError, match="2 answers"):
+        replay(replace(recording, arrivals=several))
+    with pytest.raises(ConfigError, match="overlap"):
+        replay(replace(recording, facts={**recording.facts, "overlap": False}))
+    two = {"plan": to_dict(home_plan(8, pages=PAGES, dp=2))}
+    with pytest.raises(ConfigError, match="has 2"):
+        replay(replace(recording, facts={**recording.facts, **two}))
+
+
+def test_recorded_steps_end_when_they_did(recording):
+    clock = VirtualClock()
+    steps = [step for step in recording.steps if step.number < 3]
+    timing = RecordedTiming(steps, clock)
+    clock.time = steps[0].begun
+    assert clock.time + timing.seconds(steps[0].load) == pytest.approx(steps[0].ended)
+    assert timing.seconds(steps[1].load) == pytest.approx(steps[1].ended - steps[0].ended)
+    with pytest.raises(Diverged, match=r"step 2: .*tokens=1,.* recorded "):
+        timing.seconds(StepLoad(1, 1, 1, 1, 1))
+    timing.seconds(steps[2].load)
+    with pytest.raises(Diverged, match="step 3 is not in the recording"):
+        timing.seconds(steps[2].load)
+
+
+def test_the_facts_of_a_recording_are_json(recording):
+    assert json.loads(json.dumps(recording.facts)) == recording.facts
