@@ -161,6 +161,8 @@ def _fill(
     if config.max_kv_pages is None:
         more = min(extra // stage.page for stage, extra in zip(stages, spare, strict=True))
         reserved = max(reserved, min(pages + more, useful))
+    if config.kv_pages is None and _kv_bytes(fullest, pages, reserved, granule) > ledger.free:
+        pages = max(least, (ledger.free - fullest.pools * granule) // fullest.page)  # of pools with room for more
     ledger.reserve("kv", _kv_bytes(fullest, pages, reserved, granule))
     max_len = min(wanted_len, (pages - 1) * size)
     if config.max_model_len is not None and max_len < wanted_len:
