@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve`, `generate` and `chat`; `bench` is in `bench/cli.py`, `plan` in `plan_cli.py`."""
+"""The command line: `jaxserve serve`, `generate` and `chat`; `bench`, `plan`, `sim` and others have modules of their own."""
 
 import contextlib
 import json
@@ -13,12 +13,14 @@ import typer
 
 from jaxserve._version import __version__
 from jaxserve.bench.cli import app as bench
+from jaxserve.bench.vllm import VllmCommand
 from jaxserve.core.errors import ConfigError
 from jaxserve.flattened import flattened
 from jaxserve.options import ChatSamplingOptions, EngineOptions, SamplingOptions, given, option
 from jaxserve.plan_cli import app as plan
 from jaxserve.quantization.cli import app as quantization
 from jaxserve.quantization.sensitivity.cli import profile
+from jaxserve.sim.cli import sim
 from jaxserve.terminal import console, told_errors
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ app.add_typer(bench)
 app.add_typer(plan)
 app.add_typer(quantization)
 app.command()(profile)
+app.command(cls=VllmCommand)(sim)
 API_KEY, ADMIN_KEY = "JAXSERVE_API_KEY", "JAXSERVE_ADMIN_KEY"  # environment variables
 Model = Annotated[str | None, option("Model", "Folder in Hugging Face layout; default: the bundled model.")]
 

@@ -44,7 +44,7 @@ def build_workload(
         samples = trace_samples(scaled, vocabulary, rng, as_text=as_text)
         return Workload.of(samples, scaled.arrival_s, about | scaled.description())
     samples, description = _samples(dataset, vocabulary, rng, as_text)
-    times = arrivals(len(samples), when.request_rate, when.burstiness, rng, _ramp_up(when.ramp()))
+    times = arrivals(len(samples), when.request_rate, when.burstiness, rng, ramp_up(when.ramp()))
     return Workload.of(samples, times, about | description | {"ramp_up": when.ramp()})
 
 
@@ -95,8 +95,8 @@ def _samples(
             "output_len": _fixed(options.output_len or str(OUTPUT_LEN), "--output-len"),
         }
         return prefix_samples(vocabulary, n, rng, **numbers, as_text=as_text), numbers
-    inputs = _lengths(options.input_len, INPUT_LEN, options.range_ratio)
-    outputs = _lengths(options.output_len, OUTPUT_LEN, options.range_ratio)
+    inputs = lengths(options.input_len, INPUT_LEN, options.range_ratio)
+    outputs = lengths(options.output_len, OUTPUT_LEN, options.range_ratio)
     prefix = options.prefix_len or 0
     samples = random_samples(
         vocabulary, n, rng, input_len=inputs, output_len=outputs, prefix_len=prefix, as_text=as_text
@@ -104,8 +104,8 @@ def _samples(
     return samples, {"input_len": str(inputs), "output_len": str(outputs), "prefix_len": prefix}
 
 
-def _lengths(text: str | None, default: int, range_ratio: float) -> Lengths:
-    """A number takes the range ratio, a distribution says it all itself."""
+def lengths(text: str | None, default: int, range_ratio: float) -> Lengths:
+    """From an option's text. A number takes the range ratio, a distribution says it all itself. Raises ConfigError."""
     text = str(default) if text is None else text
     if text.isdecimal():
         return Lengths.around(int(text), range_ratio)
@@ -130,8 +130,8 @@ def _pair(text: str, separator: str, kind: type, form: str) -> tuple[Any, Any]:
     raise ConfigError(f"{text!r} is not of the form {form}")
 
 
-def _ramp_up(text: str | None) -> RampUp | None:
-    """From "linear:1:10" or "exponential:1:10", in requests per second."""
+def ramp_up(text: str | None) -> RampUp | None:
+    """From "linear:1:10" or "exponential:1:10", in requests per second. Raises ConfigError."""
     if text is None:
         return None
     strategy, _, rates = text.partition(":")

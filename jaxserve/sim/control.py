@@ -1,0 +1,88 @@
+"""SimControl: the real controller and its policy, ticking in virtual time over simulated instances."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.control.controller import Controller
+from jaxserve.control.decisions import Decision
+from jaxserve.control.policies import load_policy
+from jaxserve.core.clock import Clock
+from jaxserve.quantization.sensitivity.order import swap_order
+from jaxserve.sim.actuator import SimActuator
+from jaxserve.sim.cluster import Cluster
+from jaxserve.sim.hardware import Hardware, Link
+from jaxserve.sim.instance import SimInstance
+from jaxserve.sim.links import SharedLinks
+
+SETTLING = 40.0  # s after the last answer, at most, for layers to come back
+
+
+class SimControl:
+    """A `simulation.Control`: ticks at the controller's interval, and lets the actuator go on when it is due."""
+
+    def __init__(self, controller: Controller, actuator: SimActuator, instances: Sequence[SimInstance], clock: Clock):
+        self.settled_since: float | None = clock.now()
+        """Since when the plan in force is that of the start, with nothing under way; None while it is not."""
+        self._controller, self._actuator = controller, actuator
+        self._instances, self._clock = instances, clock
+        self._start = self._seen = controller.plan
+        self._home = True  # whether the plan that was seen last is that of the start
+        self._due = clock.now()
+
+    def next_event(self) -> float:
+        return min(self._due, self._actuator.next_event())
+
+    def advance(self) -> None:
+        now = self._clock.now()
+        if self._actuator.next_event() <= now:
+            self._actuator.advance(now)
+        if now >= self._due:
+            self._due = now + self._controller.interval
+            self._controller.tick(now, [instance.snapshot() for instance in self._instances])
+            self._look(now)
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The latest ones of the controller, in order."""
+        return list(self._controller.decisions)
+
+    def _look(self, now: float) -> None:
+        plan = self._controller.plan
+        if plan is not self._seen:
+            self._seen, self._home = plan, plan.instances == self._start.instances
+        if self._controller.busy or not self._home:
+            self.settled_since = None
+        elif self.settled_since is None:
+            self.settled_since = now
+
+
+def build_control(
+    cluster: Cluster, instances: Sequence[SimInstance], clock: Clock, model_folder: Path | None
+) -> SimControl:
+    """The controller of a cluster's plan, with the policy of its configuration. Raises `ConfigError`.
+
+    Weights come over a link of their own for each instance: every device of a stage has one to its host.
+    """
+    memory, config, hardware = cluster.memory, cluster.config, cluster.hardware
+    resources = memory.resources(cluster.copy_rate)
+    order = swap_order(model_folder, cluster.shape.num_layers, memory.variants, None)
+    policy = load_policy(config.policy, resources, order, slo_ttft=config.slo_ttft)
+    names = [f"pcie-{number}" for number in range(len(instances))]
+    actuator = SimActuator(
+        memory.plan,
+        instances,
+        clock,
+        SharedLinks(dict.fromkeys(names, _weights_link(hardware))),
+        names,
+        ledger=memory.ledger,
+        entries=memory.ledger_entries,
+        describe=memory.describe,
+        compile_seconds=hardware.overheads.compile,
+        warm=[("layers", precision) for precision in memory.variants] if config.warmup else (),
+    )
+    return SimControl(Controller(memory.plan, policy, resources, actuator), actuator, instances, clock)
+
+
+def _weights_link(hardware: Hardware) -> Link:
+    """From where variants lie to the devices; on a CPU they lie in the same memory."""
+    return hardware.links.get("pcie") or Link(hardware.bandwidth, 0.0)

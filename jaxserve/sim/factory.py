@@ -1,0 +1,76 @@
+"""The one place where the parts of a simulation are wired together: from a `Cluster` to what can be run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.precision import mixture_name
+from jaxserve.engine.core import EngineCore
+from jaxserve.kvcache import PagePool, PageTable
+from jaxserve.outline import STATIC
+from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.sim.cluster import Cluster
+from jaxserve.sim.control import SETTLING, SimControl, build_control
+from jaxserve.sim.instance import SimInstance
+from jaxserve.sim.series import Sampler
+from jaxserve.sim.simulation import Frontend, Simulation
+from jaxserve.sim.step_time import StepTime
+from jaxserve.telemetry import EngineMetrics
+
+
+@dataclass(frozen=True)
+class Built:
+    """A simulation that is ready to run, and what looks on."""
+
+    simulation: Simulation
+    metrics: EngineMetrics
+    control: SimControl | None  # None: nothing changes the plan
+    sampler: Sampler
+
+
+def build_simulation(cluster: Cluster, *, detailed: bool, interval: float, model_folder: Path | None = None) -> Built:
+    """`detailed`: keep the times of all tokens. `interval`: virtual seconds between samples; 0: none.
+
+    `model_folder` may have a profile of how sensitive the layers are. Raises `ConfigError`.
+    """
+    clock, metrics = VirtualClock(), EngineMetrics(cluster.info.name)
+    timing = StepTime(cluster.shape, cluster.hardware, cluster.config.kv_cache_dtype)
+    instances = [
+        SimInstance(_core(cluster, number, metrics), plan, timing, cluster.memory.buckets, clock, detailed=detailed)
+        for number, plan in enumerate(cluster.memory.plan.instances)
+    ]
+    control = None
+    if cluster.config.policy != STATIC:
+        control = build_control(cluster, instances, clock, model_folder)
+    sampler = Sampler(instances, clock, interval, control)
+    overheads = cluster.hardware.overheads
+    simulation = Simulation(
+        instances,
+        clock,
+        frontend=Frontend(overheads.request, overheads.prompt_token),
+        control=sampler if interval or control else None,
+        linger=SETTLING if control else 0.0,
+    )
+    return Built(simulation, metrics, control, sampler)
+
+
+def _core(cluster: Cluster, number: int, metrics: EngineMetrics) -> EngineCore:
+    memory, config, buckets = cluster.memory, cluster.config, cluster.memory.buckets
+    instance = memory.plan.instances[number]
+    width = -(-memory.max_model_len // config.page_size)
+    pages = PagePool(
+        instance.kv_pages,
+        caching=config.prefix_caching,
+        least=memory.least_kv_pages,
+        most=memory.reserved_kv_pages,
+    )
+    limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
+    return EngineCore(
+        Scheduler(limits, pages, PageTable(buckets.max_num_seqs, width)),
+        cluster.info,
+        None,
+        metrics,
+        salt=mixture_name(instance.layer_precisions),
+        static=memory.describe(memory.plan, number),
+        number=number,
+    )

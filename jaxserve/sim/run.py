@@ -1,0 +1,214 @@
+"""One simulated run: a cluster, a workload, and a result like those of `jaxserve bench`."""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxserve.bench.environment import describe
+from jaxserve.bench.metrics import PERCENTILES, summarize
+from jaxserve.bench.options import ArrivalOptions, DatasetOptions, TraceOptions
+from jaxserve.bench.prometheus import parse
+from jaxserve.bench.record import RequestRecord
+from jaxserve.bench.result import build, plain
+from jaxserve.core.errors import ConfigError
+from jaxserve.sim.cluster import Cluster, parse_cluster, resolve_cluster
+from jaxserve.sim.columns import Columns
+from jaxserve.sim.control import SimControl
+from jaxserve.sim.factory import Built, build_simulation
+from jaxserve.sim.hardware import load_hardware
+from jaxserve.sim.options import ClusterOptions, FigureOptions
+from jaxserve.sim.shape import ModelShape
+from jaxserve.sim.simulation import Answered
+from jaxserve.sim.workload import SimWorkload, sim_workload
+from jaxserve.telemetry import EngineMetrics
+
+Result = dict[str, Any]
+DETAILED = 50_000  # requests of which the time of every token is kept unasked
+QUEUE_TIME = "request_queue_time_seconds"
+MS = 1e3
+
+
+@dataclass(frozen=True)
+class SimExperiment:
+    """All that a run depends on, so that it can be run again."""
+
+    cluster: ClusterOptions
+    dataset: DatasetOptions = field(default_factory=DatasetOptions)
+    arrivals: ArrivalOptions = field(default_factory=ArrivalOptions)
+    trace: TraceOptions = field(default_factory=TraceOptions)
+    figures: FigureOptions = field(default_factory=FigureOptions)
+    label: str | None = None
+    progress: bool = False
+
+
+@dataclass
+class Seen:
+    """What came of the requests: records with the time of every token, or columns of a few numbers. Mutable."""
+
+    columns: Columns
+    records: list[RequestRecord] | None  # None: columns alone
+    last_answer_s: float = 0.0
+    interrupted: bool = False
+    count: int = 0
+
+    def take(self, answered: Answered) -> None:
+        """Mutates: one more request has ended."""
+        self.count += 1
+        self.last_answer_s = max(self.last_answer_s, answered.last_token or 0.0)
+        if self.records is None:
+            self.columns.take(answered)
+        else:
+            self.records.append(record_of(answered))
+
+
+def run_simulation(experiment: SimExperiment, command: Sequence[str]) -> Result:
+    """Simulates, and returns the result; after Ctrl-C, what there is until then. Raises `ConfigError`."""
+    load = experiment.figures.load()
+    objectives, percentiles = load.objectives(), sorted({*PERCENTILES, *load.percentiles()})
+    workload = sim_workload(experiment.dataset, experiment.arrivals, experiment.trace)
+    caching = experiment.cluster.prefix_caching
+    workload = SimWorkload(workload.trace, workload.description, distinct=bool(caching))
+    cluster = cluster_of(experiment.cluster, prefix_caching=workload.shares if caching is None else caching)
+    if not objectives and cluster.config.slo_ttft is not None:
+        objectives = {"ttft": cluster.config.slo_ttft * MS}
+    detail = experiment.figures.detail
+    detailed = len(workload) <= DETAILED if detail is None else detail
+    built = build_simulation(
+        cluster, detailed=detailed, interval=load.metrics_interval, model_folder=experiment.cluster.model_folder
+    )
+    seen = simulate(built, workload, detailed=detailed, progress=experiment.progress)
+    records = sorted(seen.records or (), key=lambda record: record.index)
+    result = build(
+        "trace" if "trace" in workload.description else "serve",
+        date=datetime.datetime.now(),
+        command=command,
+        environment=describe(),
+        seed=experiment.dataset.seed,
+        target=_target(experiment, cluster, workload, objectives),
+        workload=workload.description,
+        summary=_summary(seen, records, len(workload), objectives, percentiles)
+        | queue_time(built.metrics, percentiles),
+        records=records,
+        server=built.sampler.series(),
+        interrupted=seen.interrupted,
+    )
+    extra = {"failures": dict(seen.columns.reasons)} if not detailed else {}
+    result |= plain(extra | _adaptation(built.control, seen))
+    return result
+
+
+def cluster_of(options: ClusterOptions, *, prefix_caching: bool) -> Cluster:
+    """The cluster that the options describe. Raises `ConfigError`."""
+    if options.hardware is None:
+        raise ConfigError("which hardware: give a name in configs/hardware or a YAML file (--hardware)")
+    hardware = load_hardware(options.hardware)
+    devices, hardware = parse_cluster(options.cluster, hardware, options.tp * options.pp)
+    config = options.config(devices, prefix_caching=prefix_caching)
+    return resolve_cluster(config, ModelShape.load(options.model_path), hardware)
+
+
+def simulate(built: Built, workload: SimWorkload, *, detailed: bool, progress: bool = False) -> Seen:
+    """Runs to the end, or until Ctrl-C."""
+    seen = Seen(Columns(workload.trace), [] if detailed else None)
+    try:
+        with tqdm(total=len(workload), unit="req", disable=None if progress else True) as bar:
+            for answered in built.simulation.run(workload.requests()):
+                seen.take(answered)
+                bar.update()
+                if seen.count == len(workload):
+                    built.sampler.finish()
+    except KeyboardInterrupt:
+        seen.interrupted = True
+    return seen
+
+
+def record_of(answered: Answered) -> RequestRecord:
+    """As a client would have seen it: every token comes when it was sampled, and a refusal at once."""
+    arrival = answered.request.arrival
+    return RequestRecord(
+        index=answered.number,
+        due_s=arrival,
+        arrival_s=arrival,
+        input_tokens=answered.request.input_tokens,
+        sent_s=arrival,
+        chunk_times_s=list(answered.token_times),
+        end_s=arrival if answered.last_token is None else answered.last_token,
+        output_tokens=answered.output_tokens,
+        error=answered.error,
+    )
+
+
+def queue_time(metrics: EngineMetrics, percentiles: Sequence[float]) -> dict[str, float | None]:
+    """mean_, median_ and pXX_queue_ms as `bench` reads them off /metrics: percentiles interpolated within buckets."""
+    queue = parse(metrics.render().decode()).histograms[QUEUE_TIME]
+    figures = {"mean_queue_ms": queue.mean, "median_queue_ms": queue.quantile(0.5)}
+    figures |= {f"p{percentile:g}_queue_ms": queue.quantile(percentile / 100) for percentile in percentiles}
+    return {name: None if seconds is None else seconds * MS for name, seconds in figures.items()}
+
+
+def _summary(
+    seen: Seen,
+    records: Sequence[RequestRecord],
+    requests: int,
+    objectives: Mapping[str, float],
+    percentiles: Sequence[float],
+) -> dict[str, Any]:
+    if seen.records is None:
+        return seen.columns.summary(goodput=objectives, percentiles=percentiles)
+    end = max((record.end_s or 0.0 for record in records), default=0.0)
+    duration = end - float(seen.columns.arrival_s[0]) if records else 0.0
+    summary = summarize(records, duration, goodput=objectives, percentiles=percentiles)
+    return summary | {"unfinished": requests - len(records)}
+
+
+def _target(
+    experiment: SimExperiment, cluster: Cluster, workload: SimWorkload, objectives: Mapping[str, float]
+) -> dict[str, Any]:
+    config, memory, plan = cluster.config, cluster.memory, cluster.memory.plan
+    return {
+        "simulated": True,
+        "backend": "sim",
+        "label": experiment.label,
+        "model_id": cluster.info.name,
+        "tokenizer_id": None,
+        "num_prompts": len(workload),
+        "request_rate": _rate(experiment, workload),
+        "burstiness": experiment.arrivals.burstiness,
+        "max_concurrency": None,
+        "ignore_eos": True,
+        "slo": objectives,
+        "hardware": cluster.hardware.name,
+        "cluster": experiment.cluster.cluster or str(config.tp * config.pp),
+        "tp": config.tp,
+        "pp": config.pp,
+        "dp": config.dp,
+        "policy": config.policy,
+        "variants": memory.variants,
+        "precision": config.precision,
+        "prefix_caching": config.prefix_caching,
+        "memory_budget": memory.ledger.budget,
+        "kv_pages": plan.instances[0].kv_pages - 1,
+        "max_model_len": memory.max_model_len,
+    }
+
+
+def _rate(experiment: SimExperiment, workload: SimWorkload) -> float:
+    """Requests per second that are offered: what was asked for, or a trace's or a ramp's mean."""
+    if "trace" not in workload.description and experiment.arrivals.ramp() is None:
+        return experiment.arrivals.request_rate
+    last = workload.trace.duration_s
+    return len(workload) / last if last else float("inf")
+
+
+def _adaptation(control: SimControl | None, seen: Seen) -> dict[str, Any]:
+    """The controller's decisions, and how long after the last answer the plan was that of the start again: 0 if it was
+    so already, None if it never was.
+    """
+    if control is None:
+        return {}
+    since = control.settled_since
+    restored = None if since is None else max(0.0, since - seen.last_answer_s)
+    return {"decisions": [asdict(decision) for decision in control.decisions], "restored_after_s": restored}

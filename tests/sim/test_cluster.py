@@ -1,0 +1,57 @@
+"""A cluster's pages and bytes are those that a real engine resolves, on hardware that has as much memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.bundled import bundled_model_path
+from jaxserve.core.config import EngineConfig
+from jaxserve.sim.cluster import resolve_cluster
+from jaxserve.sim.shape import ModelShape
+from tests.sim.machines import CPU
+
+BUNDLED = ModelShape.load(bundled_model_path())
+LLAMA = ModelShape.load("llama-3-8b")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_gb": 1.0},
+        {"memory_gb": 2.0, "policy": "morph", "variants": ("int4",)},
+        {"memory_gb": 0.76, "policy": "morph"},  # too little, and layers can give some
+        {"memory_gb": 0.76, "policy": "morph", "max_kv_pages": 400},
+        {"memory_gb": 0.76, "policy": "morph", "kv_pages": 50},
+        {"memory_gb": 1.0, "policy": "morph-performance", "variants": ("int8", "int3")},
+        {"memory_gb": 1.0, "kv_pages": 100, "max_kv_pages": 300, "policy": "morph"},
+        {"memory_gb": 1.0, "kv_pages": 100, "policy": "morph"},
+        {"memory_gb": 0.75},  # too little for all that sequences could use
+        {"memory_gb": 1.0, "precision": "int4"},
+        {"memory_gb": 1.0, "layer_precision": "0-3:int8", "variants": ("int4",), "policy": "morph"},
+        {"memory_gb": 0.75, "kv_cache_dtype": "int8"},
+        {"memory_gb": 1.0, "max_model_len": 512, "max_num_seqs": 7, "max_num_batched_tokens": 107, "page_size": 8},
+        {"memory_gb": 1.0, "pp": 3, "policy": "morph"},
+        {"memory_gb": 1.0, "tp": 2},
+        {"memory_gb": 1.0, "tp": 4, "policy": "morph", "variants": ("int4", "int3")},
+    ],
+)
+def test_pages_and_bytes_are_those_of_the_real_engine(options) -> None:
+    resolution = pytest.importorskip("jaxserve.resolution")
+    config = EngineConfig(**options)
+    simulated = resolve_cluster(config, BUNDLED, CPU).memory
+    runtime = simulated.ledger.entries["runtime"]
+    devices = config.tp * config.pp
+    host = devices * (simulated.ledger.budget - runtime) + runtime  # the process is there once, not on each device
+    real = resolution.resolve(replace(config, memory_gb=(host + 0.5) / 1e9))
+    if not real.granule:
+        pytest.skip("the native kernels are not there: pools are not elastic")
+    for field in ("plan", "variants", "reserved_kv_pages", "max_model_len", "buckets", "stages", "layer_bytes"):
+        assert getattr(simulated, field) == getattr(real, field), field
+    assert simulated.max_model_len == real.info.max_model_len
+    less = runtime - real.ledger.entries["runtime"]
+    assert simulated.ledger.entries == real.ledger.entries | {"runtime": runtime}
+    assert simulated.ledger.budget == real.ledger.budget + less
+    theirs = real.resources(1e9)
+    fixed = tuple(size + less for size in theirs.fixed)
+    assert simulated.resources(1e9) == replace(theirs, budget=theirs.budget + less, fixed=fixed)
+    assert simulated.describe(simulated.plan, 0) == real.describe(real.plan, 0)

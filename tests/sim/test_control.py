@@ -1,0 +1,129 @@
+"""Policies and the controller in virtual time: layers give their memory to pages under load, and come back after it."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxserve.bundled import bundled_model_path
+from jaxserve.control.decisions import Decision
+from jaxserve.core.errors import ConfigError
+from jaxserve.quantization.sensitivity import SensitivityProfile
+from jaxserve.quantization.sensitivity.order import swap_order
+from jaxserve.sim.control import SETTLING
+from jaxserve.sim.factory import Built, build_simulation
+from jaxserve.sim.hardware import Hardware, Overheads
+from jaxserve.sim.simulation import Answered, SimRequest
+from tests.sim.machines import CPU, GPU, resolved
+
+BUNDLED = bundled_model_path()
+PROFILE = SensitivityProfile.load(BUNDLED / "sensitivity.json")
+TIGHT = {"kv_pages": 60, "max_kv_pages": 400, "max_model_len": 512, "memory_gb": 0.76}
+MORPH = {"policy": "morph-performance", "slo_ttft": 0.2}
+BURST = [SimRequest(5 + 0.02 * number, 200, 60) for number in range(150)]
+SPY = """
+from jaxserve.control.policy import Proposal
+
+SEEN = []
+
+class Spy:
+    name = "spy"
+
+    def __init__(self, resources, swap_order):
+        SEEN.append((resources, swap_order))
+
+    def init(self, plan):
+        return None
+
+    def update(self, snapshots, plan, state):
+        SEEN.append([snapshot.time for snapshot in snapshots])
+        return Proposal(plan, state, "")
+"""
+
+
+def run(hardware: Hardware = CPU, **options) -> tuple[Built, list[Answered]]:
+    """The burst, and what came of it."""
+    cluster = resolved(hardware, **TIGHT | options)
+    built = build_simulation(cluster, detailed=False, interval=0.5, model_folder=BUNDLED)
+    ended = []
+    for answered in built.simulation.run(BURST):
+        ended.append(answered)
+        if len(ended) == len(BURST):
+            built.sampler.finish()
+    return built, ended
+
+
+def changed(decision: Decision, precision: str) -> set[int]:
+    """The layers that a decision gave a precision."""
+    words = [text.split() for text in decision.transitions if f"-> {precision}" in text]
+    return {int(layer.removeprefix("layers.")) for _, _, layer, *_ in words}
+
+
+def test_a_burst_has_layers_swapped_and_pages_added_and_all_comes_back() -> None:
+    built, ended = run(**MORPH)
+    assert len(ended) == len(BURST)
+    assert built.control is not None
+    sampled = built.sampler.series()
+    assert max(sampled['layers_by_precision{precision="int4"}']) > 0
+    assert sampled["kv_pages_total"][0] == 60 < max(sampled["kv_pages_total"])
+    assert [decision.outcome for decision in built.control.decisions] == ["done"] * len(built.control.decisions)
+    assert sampled["plan_version"][-1] > 3
+    instance = built.simulation.instances[0]
+    assert instance.core.snapshot.kv_pages_total == 60
+    assert instance.core.snapshot.layers_by_precision == {"bfloat16": 8}
+    last = max(answered.last_token for answered in ended)
+    assert last < built.control.settled_since < last + SETTLING
+    assert sampled["t"][-1] <= built.control.settled_since  # and then it is over
+
+
+def test_morphing_serves_a_burst_sooner_than_a_static_plan() -> None:
+    waits = []
+    for options in (MORPH, {}):
+        built, ended = run(**options)
+        assert (built.control is None) == (not options)
+        waits.append(sum(answered.first_token - answered.request.arrival for answered in ended) / len(ended))
+    assert waits[0] < waits[1]
+
+
+def test_layers_go_in_the_order_of_the_profile_and_come_back_in_reverse() -> None:
+    built, _ = run(policy="morph", slo_ttft=0.2)
+    into, *back = built.control.decisions
+    order = PROFILE.order("int4")
+    assert changed(into, "int4") == set(order[:6])  # three quarters at most
+    assert [changed(decision, "bfloat16") for decision in back] == [set(order[4:6]), set(order[2:4]), set(order[:2])]
+
+
+@pytest.mark.parametrize("hardware", [CPU, GPU])
+def test_the_policy_is_asked_at_every_tick_and_sees_all_instances(tmp_path: Path, hardware: Hardware) -> None:
+    (tmp_path / "spy.py").write_text(SPY)
+    cluster = resolved(hardware, dp=2, policy=f"{tmp_path / 'spy.py'}:Spy", variants=("int4",))
+    built = build_simulation(cluster, detailed=False, interval=0.0, model_folder=None)
+    list(built.simulation.run(BURST[:3]))
+    (resources, order), *ticks = sys.modules["jaxserve_policy_spy"].SEEN
+    assert resources == cluster.memory.resources(cluster.copy_rate)
+    assert order == (3, 4, 2, 5, 1, 6, 0, 7)
+    assert {len(times) for times in ticks} == {2}
+    assert [times[0] for times in ticks] == pytest.approx([0.1 * number for number in range(len(ticks))])
+    assert ticks[-1][0] == pytest.approx(5 + SETTLING, abs=1)  # nobody said that no more requests come
+
+
+def test_what_is_compiled_late_costs_time() -> None:
+    slow = replace(CPU, overheads=Overheads(compile=3.0))
+    warm, cold = (run(slow, warmup=warmup, **MORPH)[0].control.decisions for warmup in (True, False))
+    assert warm[0].time == cold[0].time
+    assert cold[1].time > warm[1].time
+
+
+def test_the_order_of_swaps_is_from_the_middle_without_a_profile(tmp_path: Path) -> None:
+    assert swap_order(BUNDLED, 8, ("int4", "bfloat16"), None) == PROFILE.order("int4")
+    assert swap_order(tmp_path, 5, ("int4",), None) == swap_order(None, 5, ("int4",), None) == (2, 1, 3, 0, 4)
+    with pytest.raises(ConfigError, match="8 layers, this one has 9"):
+        swap_order(BUNDLED, 9, ("int4",), None)
+    with pytest.raises(ConfigError, match="other weights"):
+        swap_order(BUNDLED, 8, ("int4",), lambda: "0" * 64)
+
+
+def test_a_policy_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="policy is 'morfh'"):
+        build_simulation(resolved(CPU, policy="morfh"), detailed=False, interval=0.0)
