@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve`, `generate` and `chat`; `bench`, `plan`, `sim` and others have modules of their own."""
+"""The command line: `jaxserve serve`, `generate` and `chat`; `bench`, `plan`, `sim` and others have their own modules."""
 
 import contextlib
 import json
