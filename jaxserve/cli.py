@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve`, `generate` and `chat`; `bench`, `plan`, `sim` and others have their own modules."""
+"""The command line: `jaxserve serve`, `generate` and `chat`; `bench`, `plan`, `sim` and others have their own files."""
 
 import contextlib
 import json
