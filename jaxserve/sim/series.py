@@ -61,7 +61,7 @@ class Sampler:
 
 def values_of(snapshot: Snapshot) -> dict[str, float]:
     """What a server's metrics say of such a state."""
-    layers = {f'layers_by_precision{{precision="{name}"}}': n for name, n in snapshot.layers_by_precision.items()}
+    layers = sorted(snapshot.layers_by_precision.items())  # they come from a set
     return {
         "num_requests_running": snapshot.num_running,
         "num_requests_waiting": snapshot.num_waiting,
@@ -72,7 +72,7 @@ def values_of(snapshot: Snapshot) -> dict[str, float]:
         "kv_bytes": snapshot.kv_bytes,
         "weight_bytes": snapshot.weight_bytes,
         "plan_version": snapshot.plan_version,
-        **layers,
+        **{f'layers_by_precision{{precision="{name}"}}': count for name, count in layers},
         "num_preemptions_total": snapshot.preemptions,
         "generation_tokens_total": snapshot.generated_tokens,
     }

@@ -64,3 +64,9 @@ class Still:
 
     def snapshot(self) -> Snapshot:
         return Snapshot()
+
+
+def test_the_order_of_names_does_not_depend_on_that_of_layers() -> None:
+    orders = [{"int4": 1, "bfloat16": 7}, {"bfloat16": 7, "int4": 1}]
+    first, second = (list(values_of(Snapshot(layers_by_precision=layers))) for layers in orders)
+    assert first == second
