@@ -11,6 +11,7 @@ import typer
 from jaxserve.bench.interrupts import ended_as_by_ctrl_c
 from jaxserve.bench.options import (
     ArrivalOptions,
+    CalibrateOptions,
     DatasetOptions,
     EngineOptions,
     LoadOptions,
@@ -21,7 +22,7 @@ from jaxserve.bench.options import (
 from jaxserve.bench.vllm import VllmCommand
 from jaxserve.core.errors import ConfigError
 from jaxserve.flattened import flattened
-from jaxserve.terminal import told_errors
+from jaxserve.terminal import console, told_errors
 
 if TYPE_CHECKING:
     from jaxserve.bench.result import Kind
@@ -174,10 +175,14 @@ def latency(
     output_len: Annotated[int, typer.Option(help="Answer tokens.")] = 128,
     repeats: Annotated[int, typer.Option("--repeats", "--num-iters", min=1, help="Measurements of a case.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
+    calibration: CalibrateOptions,
     engine: EngineOptions,
     result: ResultOptions,
 ) -> None:
     """Measure prefill and decode by batch and prompt length."""
+    if calibration.calibrate is not None:
+        _calibrate(calibration.calibrate, calibration, engine, seed)
+        return
     with told_errors():
         from jaxserve.bench.offline.options import LatencyOptions
 
@@ -273,6 +278,27 @@ def _rows(
     )
     publish(measured, options)
     _exit([measured])
+
+
+def _calibrate(path: Path, calibration: CalibrateOptions, engine: EngineOptions, seed: int) -> None:
+    """Measures this machine, and writes what the simulator takes."""
+    with told_errors(), ended_as_by_ctrl_c():
+        if path.suffix not in (".yaml", ".yml"):
+            raise ConfigError(f"--calibrate {path}: hardware is a .yaml file")
+        from rich.console import Console
+
+        from jaxserve.bench.offline.calibrate import calibrate, print_calibration, save
+        from jaxserve.bench.offline.options import CalibrationOptions
+        from jaxserve.bench.result import ensure_writable
+
+        ensure_writable(path.parent)
+        precisions = tuple(calibration.precisions.split(","))
+        options = CalibrationOptions(path.stem, engine.config(), precisions, calibration.calibration_seconds, seed)
+        with console.status("calibrating") as status:
+            found = calibrate(options, lambda phase: status.update(f"calibrating: {phase}"))
+        save(found, path)
+        print_calibration(found, Console(highlight=False))
+        console.print(f"saved {path}", markup=False, soft_wrap=True)
 
 
 def _exit(results: list[Result]) -> None:

@@ -167,6 +167,20 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
+class CalibrateOptions:
+    """Whether `latency` makes a hardware file of this machine, and how."""
+
+    calibrate: Annotated[
+        Path | None,
+        _option("Calibration", "Write this hardware file for the simulator instead, from a server's steps under load."),
+    ] = None
+    precisions: Annotated[
+        str, _option("Calibration", "Of the layers, such as bf16,int4; default: the checkpoint's.", show_default=False)
+    ] = "auto"
+    calibration_seconds: Annotated[float, _option("Calibration", "Of load, for each precision.", min=1)] = 75.0
+
+
+@dataclass(frozen=True)
 class DatasetOptions:
     """What is asked."""
 

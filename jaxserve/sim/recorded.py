@@ -256,9 +256,8 @@ class _Replay:
         facts, (instance,) = self._recording.facts, plan.instances
         buckets, longest, size = _buckets(facts), facts["max_model_len"], facts["page_size"]
         width = -(-longest // size)
-        pages = PagePool(
-            instance.kv_pages, caching=facts["prefix_caching"], least=width + 1, most=facts["reserved_kv_pages"]
-        )
+        least, most = facts["resources"]["least_pages"], facts["reserved_kv_pages"]
+        pages = PagePool(instance.kv_pages, caching=facts["prefix_caching"], least=least, most=most)
         limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, size)
         scheduler = Scheduler(limits, pages, PageTable(buckets.max_num_seqs, max(width, *buckets.widths)))
         most = WITHOUT_LIMIT

@@ -1,6 +1,8 @@
 """What the offline measurements are asked for. Imports no JAX."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from jaxserve.core.config import EngineConfig
 
@@ -53,3 +55,24 @@ class StartupOptions:
     repeats: int = 1
     server: bool = True  # also `jaxserve serve`, until it is ready and its first token has arrived
     timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What a file of configs/hardware is measured with."""
+
+    name: str  # of the hardware
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    precisions: tuple[str, ...] = ("auto",)  # of the layers, each with a server of its own
+    seconds: float = 75.0  # of load, for each precision
+    seed: int = 0
+
+
+def plain(config: EngineConfig) -> dict[str, Any]:
+    """What differs from the defaults, as JSON: as `jaxserve serve --config` takes it."""
+    default = asdict(EngineConfig())
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(config).items()
+        if value != default[name]
+    }

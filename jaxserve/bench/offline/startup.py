@@ -11,13 +11,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from jaxserve.bench.offline.options import Row, StartupOptions
+from jaxserve.bench.offline.options import Row, StartupOptions, plain
 from jaxserve.bench.spawn import spawned
 from jaxserve.core.clock import SystemClock
 from jaxserve.core.config import EngineConfig
@@ -61,7 +61,7 @@ def medians(measured: list[Measured]) -> Row:
 def library(config: EngineConfig, timeout_s: float) -> Measured:
     """The phases of a process that builds an engine and generates one token. Raises `ConfigError` if it fails."""
     started = SystemClock().now()
-    command = [sys.executable, "-m", PHASES, json.dumps(_plain(config))]
+    command = [sys.executable, "-m", PHASES, json.dumps(plain(config))]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
@@ -84,7 +84,7 @@ def server(config: EngineConfig, timeout_s: float) -> Measured:
     clock = SystemClock()
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:
         file = Path(folder) / "serve.yaml"
-        file.write_text(json.dumps(_plain(config)))  # JSON is YAML
+        file.write_text(json.dumps(plain(config)))  # JSON is YAML
         started = clock.now()
         with spawned(["--config", str(file)], timeout_s=timeout_s) as url:
             ready = clock.now() - started
@@ -101,13 +101,3 @@ def first_token(url: str, timeout_s: float) -> None:
             line = next(response.iter_lines(), "")
             if response.status_code != 200 or not line.startswith("data: {"):
                 raise ConfigError(f"the server gave no first token: {response.status_code} {line!r}")
-
-
-def _plain(config: EngineConfig) -> dict[str, Any]:
-    """What differs from the defaults, as JSON."""
-    default = asdict(EngineConfig())
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in asdict(config).items()
-        if value != default[name]
-    }

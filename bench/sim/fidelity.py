@@ -1,0 +1,169 @@
+"""The simulator beside the real engine: the same traces on this machine and on its calibration.
+
+    python -m bench.sim.fidelity [--models bundled,160m] [--hardware FILE] [--rounds N] [--out FOLDER]
+
+For each model the machine is calibrated (`jaxserve bench latency --calibrate`), unless --hardware gives a file. Then
+three traces of random requests, below, near and above what the machine can do, are replayed by `jaxserve bench trace
+--spawn`, in turn and `--rounds` times, backwards every other time, and simulated. What the machine can do is what the
+simulator answers when all requests are there at once.
+
+Writes the results of `bench` and `sim` to the folder, and fidelity.md: medians of the rounds, with their range, beside
+what the simulator says.
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.peers.checkpoints import ensure_checkpoint
+from jaxserve.bench.offline.calibrate import calibrate, save as save_hardware
+from jaxserve.bench.offline.options import CalibrationOptions
+from jaxserve.bench.options import ArrivalOptions, DatasetOptions, LoadOptions, ServerOptions, TraceOptions
+from jaxserve.bench.result import load, save
+from jaxserve.bench.run import Experiment, run_experiment
+from jaxserve.bundled import bundled_model_path
+from jaxserve.core.config import EngineConfig
+from jaxserve.sim.options import ClusterOptions
+from jaxserve.sim.run import SimExperiment, run_simulation
+
+LOADS = {"below": 0.4, "near": 0.8, "above": 2.0}  # of what the machine can do, in requests/s
+FIGURES = {  # key of a result: name in the table
+    "mean_ttft_ms": "mean TTFT, ms",
+    "p95_ttft_ms": "P95 TTFT, ms",
+    "mean_tpot_ms": "mean TPOT, ms",
+    "output_throughput": "tokens/s",
+}
+TOLERATED = 0.1
+AT_ONCE = 400  # requests
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Lengths of a model's requests: medians, and the most; and seconds of a trace."""
+
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
+    seconds: float
+
+
+PRESETS = {"bundled": Preset((160, 1000), (48, 256), 40.0), "160m": Preset((96, 512), (32, 128), 60.0)}
+
+
+def main() -> None:
+    """Measures, simulates and reports."""
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    lines = [f"Real: median of {options.rounds} rounds, and their range. Errors over {TOLERATED:.0%} are marked.", ""]
+    lines += ["| model | load | figure | real | range | simulated | error |", "|---|---|---|---:|---:|---:|---:|"]
+    for name in options.models.split(","):
+        path = bundled_model_path() if name == "bundled" else ensure_checkpoint(name, options.cache_dir)
+        lines += _model(name, path, PRESETS[name], options)
+    report = "\n".join(lines) + "\n"
+    (options.out / "fidelity.md").write_text(report, encoding="utf-8")
+    print(report)
+
+
+def _model(name: str, path: Path, preset: Preset, options: argparse.Namespace) -> list[str]:
+    """The lines of one model."""
+    hardware = options.hardware or options.out / f"{name}.yaml"
+    if options.hardware is None and not (options.resume and hardware.exists()):
+        asked = CalibrationOptions(name, EngineConfig(model=path), seconds=options.calibration_seconds)
+        save_hardware(calibrate(asked, lambda phase: print(f"{name}: {phase}", flush=True)), hardware)
+    cluster = ClusterOptions(model=str(path), hardware=str(hardware))
+    at_once = _trace(options.out / f"{name}-at-once.csv", preset, np.zeros(AT_ONCE))
+    most = _simulated(cluster, at_once, f"{name} at once")["request_throughput"]
+    print(f"{name}: {most:.1f} requests/s at most", flush=True)
+    traces, simulated = {}, {}
+    for label, share in LOADS.items():
+        rate = share * most
+        count = max(20, int(rate * preset.seconds))
+        arrivals = np.cumsum(np.random.default_rng(1).exponential(1 / rate, count))
+        traces[label] = _trace(options.out / f"{name}-{label}.csv", preset, arrivals)
+        simulated[label] = _simulated(cluster, traces[label], f"{name} {label}, simulated")
+        save(dict(simulated[label]), options.out / f"{name}-{label}-simulated.json")
+    real: dict[str, list[Result]] = {label: [] for label in LOADS}
+    for number in range(options.rounds):
+        for label in LOADS if number % 2 == 0 else reversed(LOADS):
+            file = options.out / f"{name}-{label}-{number}.json"
+            if not (options.resume and file.exists()):
+                save(_real(path, traces[label], f"{name} {label}"), file)
+            real[label].append(load(file))
+            print(_told(name, label, number, real[label][-1], simulated[label]), flush=True)
+    return [line for label in LOADS for line in _lines(name, label, real[label], simulated[label])]
+
+
+def _trace(file: Path, preset: Preset, arrivals: Sequence[float]) -> Path:
+    """Random lengths at these times, as a file; the same ones for the same number of requests."""
+    rng, count = np.random.default_rng(0), len(arrivals)
+    columns = [
+        np.clip(median * rng.lognormal(0, 0.8, count), 4, most).astype(int)
+        for median, most in (preset.prompt, preset.answer)
+    ]
+    with file.open("w", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow(("arrival_s", "input_tokens", "output_tokens"))
+        writer.writerows(
+            (f"{time:.6f}", prompt, answer) for time, prompt, answer in zip(arrivals, *columns, strict=True)
+        )
+    return file
+
+
+def _simulated(cluster: ClusterOptions, trace: Path, label: str) -> Result:
+    experiment = SimExperiment(cluster, DatasetOptions(dataset="trace"), trace=TraceOptions(trace=trace), label=label)
+    return run_simulation(experiment, [sys.executable, *sys.argv])
+
+
+def _real(model: Path, trace: Path, label: str) -> dict[str, Any]:
+    experiment = Experiment(
+        ServerOptions(spawn=True, serve_args=str(model), ignore_eos=True),
+        LoadOptions(num_warmups=4),
+        DatasetOptions(dataset="trace"),
+        ArrivalOptions(),
+        TraceOptions(trace=trace),
+        label=label,
+        progress=False,
+    )
+    return run_experiment(experiment, "trace", [sys.executable, *sys.argv])
+
+
+def _told(name: str, label: str, number: int, real: Result, simulated: Result) -> str:
+    figures = ", ".join(f"{text} {real[key]:.2f} ({simulated[key]:.2f})" for key, text in FIGURES.items())
+    return f"{name} {label} {number}, real (simulated): {figures}"
+
+
+def _lines(name: str, label: str, real: Sequence[Result], simulated: Result) -> list[str]:
+    lines = []
+    for key, text in FIGURES.items():
+        values = [result[key] for result in real]
+        middle, found = statistics.median(values), simulated[key]
+        error = found / middle - 1
+        mark = " (!)" if abs(error) > TOLERATED else ""
+        lines.append(
+            f"| {name} | {label} | {text} | {middle:.2f} | {min(values):.2f} to {max(values):.2f} | {found:.2f} "
+            f"| {error:+.1%}{mark} |"
+        )
+    return lines
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="bundled,160m")
+    parser.add_argument("--hardware", type=Path, help="file of this machine; default: it is calibrated for each model")
+    parser.add_argument("--calibration-seconds", type=float, default=75.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "jaxserve" / "bench")
+    parser.add_argument("--out", type=Path, default=Path("bench/out/fidelity"))
+    parser.add_argument("--resume", action="store_true", help="leave alone what is there already")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""`jaxserve bench latency --calibrate FILE`: a file of configs/hardware for the machine that it runs on.
+
+For each precision a server is started with a step log and loaded over HTTP (`calibration_load`): on a CPU the work of
+server and client beside the engine is part of what its steps take. `sim.fit` turns the steps into shares of the
+roofline. What these are shares of are nominal numbers: on CPU measured with numpy, of a GPU those of its file in
+configs/hardware.
+"""
+
+import asyncio
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from rich.console import Console
+
+from jaxserve.bench.client import Client
+from jaxserve.bench.environment import describe
+from jaxserve.bench.offline.calibration_load import CalibrationLoad, Given, Limits, Progress
+from jaxserve.bench.offline.options import CalibrationOptions, plain
+from jaxserve.bench.options import ServerOptions
+from jaxserve.bench.record import RequestRecord
+from jaxserve.bench.server import discover, target
+from jaxserve.bench.spawn import spawned
+from jaxserve.bench.table import print_grid
+from jaxserve.bundled import bundled_model_path
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.precision import BITS, parse_precision
+from jaxserve.engine.step_log import Recording, read_log
+from jaxserve.sim.fit import OVERHEADS, Fit, fit, frontend, measured
+from jaxserve.sim.hardware import HARDWARE, Curve, Hardware, Link, load_hardware, to_yaml
+from jaxserve.sim.shape import ModelShape
+
+READY_S = 600.0
+COPIED = 64 << 20  # bytes, more than caches hold
+SQUARE = 1024  # rows and columns of the matrices that are multiplied
+PASSES = 7
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The fit, with what requests took outside of the engine in its overheads."""
+
+    fit: Fit
+    under_load: float | None  # s that requests took outside of the engine while others ran, median
+
+
+def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: None) -> Calibration:
+    """Measures and fits. Raises `ConfigError`, and `SpawnError` if a server does not start."""
+    engine = options.engine
+    if engine.tp * engine.pp * engine.dp > 1:
+        raise ConfigError(f"calibration is of one device; tp is {engine.tp}, pp {engine.pp}, dp {engine.dp}")
+    shape = ModelShape.load(engine.model if engine.model is not None else bundled_model_path())
+    shape = shape if engine.dtype == "auto" else replace(shape, dtype=engine.dtype)
+    precisions = [parse_precision(name, shape.dtype, "precisions") for name in options.precisions]
+    nominal = _nominal(options.name, [shape.dtype, *precisions], progress)
+    runs: list[tuple[Recording, Given]] = []
+    for precision in dict.fromkeys(precisions):
+        runs.append(_run(options, shape, precision, lambda phase, name=precision: progress(f"{name}: {phase}")))
+    progress("fitting")
+    facts = runs[0][0].facts
+    steps = [step for recording, _ in runs for step in measured(recording)]
+    found = fit(steps, shape, nominal, "int8" if facts["kv_dtype"] == "int8" else "auto")
+    outside = [pair for recording, given in runs for pair in _outside(given.lone, recording, idle=True)]
+    request, token = frontend([tokens for tokens, _ in outside], [seconds for _, seconds in outside])
+    others = [seconds for recording, given in runs for _, seconds in _outside(given.open, recording, idle=False)]
+    buckets = facts["buckets"]
+    hardware = replace(
+        found.hardware,
+        source=_source(options, precisions),
+        overheads=replace(found.hardware.overheads, request=request, prompt_token=token),
+        tile=buckets["tile"],
+        prefill_tokens=buckets["max_tiles"] * buckets["tile"],
+        max_num_seqs=buckets["max_num_seqs"],
+        min_rows=buckets["min_rows"],
+    )
+    return Calibration(replace(found, hardware=hardware), median(others) if others else None)
+
+
+def save(calibration: Calibration, path: Path) -> None:
+    """Writes the file."""
+    path.write_text(to_yaml(calibration.fit.hardware), encoding="utf-8")
+
+
+def print_calibration(calibration: Calibration, console: Console) -> None:
+    """Prints the knots, the overheads and how well they predict."""
+    found, hardware = calibration.fit, calibration.fit.hardware
+    lines = [
+        [name, f"{size:g}", f"{share:.3f}", str(found.seen.get((name, int(size)), found.seen.get((name, 0), 0)))]
+        for name, curve in hardware.efficiency.items()
+        for size, share in curve.knots
+    ]
+    print_grid(["share of the roofline", "tokens", "share", "steps"], lines, console)
+    overheads = [
+        [name, f"{1e6 * getattr(hardware.overheads, name):.2f}"] for name in (*OVERHEADS, "request", "prompt_token")
+    ]
+    print_grid(["overhead", "us"], overheads, console)
+    console.print(
+        f"{found.steps} steps; of the {found.held_out} that were held out the error is {found.median_error:.1%} in "
+        f"the median and {found.p90_error:.1%} in the 90th percentile; all together are predicted "
+        f"{found.total - 1:+.1%} off",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if found.chunk_cost is not None and found.chunk_error is not None:
+        cost = found.chunk_cost
+        console.print(
+            f"chunks alone, as KunServe fits them: a {cost.a:.3g}, b {cost.b:.3g}, g {cost.g:.3g} s; "
+            f"mean error {found.chunk_error:.1%}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if calibration.under_load is not None:
+        console.print(
+            f"outside of the engine a request takes {1e3 * calibration.under_load:.2f} ms while others run",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+# -- a server
+
+
+def _run(options: CalibrationOptions, shape: ModelShape, precision: str, progress: Progress) -> tuple[Recording, Given]:
+    """Loads a server of one precision: what its log says, and what the client saw."""
+    engine = options.engine
+    if precision in BITS:
+        engine = replace(engine, precision=precision, head_precision=shape.dtype)
+    with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:
+        log, file = Path(folder) / "steps.jsonl", Path(folder) / "serve.yaml"
+        file.write_text(json.dumps(plain(replace(engine, step_log=str(log)))))  # JSON is YAML
+        progress("starting a server")
+        with spawned(["--config", str(file)], timeout_s=READY_S) as url:
+            given = asyncio.run(_load(url, options, shape, read_log(log), progress))
+        return read_log(log), given
+
+
+async def _load(
+    url: str, options: CalibrationOptions, shape: ModelShape, start: Recording, progress: Progress
+) -> Given:
+    server = ServerOptions(ignore_eos=True)
+    facts, buckets = start.facts, start.facts["buckets"]
+    (stage,) = facts["plan"]["instances"][0]["stages"]
+    limits = Limits(
+        buckets["max_num_seqs"],
+        facts["max_model_len"],
+        buckets["max_tiles"] * buckets["tile"],
+        (stage["kv_pages"] - 1) * facts["page_size"],
+        shape.vocab_size,
+    )
+    async with Client(target(url, discover(url, server), server)) as client:
+        return await CalibrationLoad(client, limits, options.seconds, options.seed).run(progress)
+
+
+def _outside(records: Sequence[RequestRecord], recording: Recording, *, idle: bool) -> list[tuple[int, float]]:
+    """Prompt tokens of each request, and the seconds to its first token that were not the engine's.
+
+    The engine's are from its arrival there, or if the engine was `idle` from the begin of its first step, to the end of
+    the step that gave the token. Client and engine read one clock; requests are told apart by length and time.
+    """
+    begun = {(step.instance, step.number): step.begun for step in recording.steps}
+    arrivals = sorted(recording.arrivals, key=lambda arrival: arrival.time)
+    found = []
+    for record in sorted(records, key=lambda record: record.sent_s or 0.0):
+        sent, first = record.sent_s or 0.0, record.chunk_times_s[0]
+        for arrival in arrivals:
+            if arrival.prompt_tokens == record.input_tokens and sent <= arrival.time <= first:
+                arrivals.remove(arrival)
+                token = recording.answers[arrival.id].first_token
+                start = begun[arrival.instance, arrival.step] if idle else arrival.time
+                if token is not None:
+                    found.append((record.input_tokens, first - sent - (token - start)))
+                break
+    return found
+
+
+# -- nominal numbers
+
+
+def _nominal(name: str, precisions: Sequence[str], progress: Progress) -> Hardware:
+    """What shares of the roofline are of, on this machine. Raises `ConfigError` for a GPU that is not known."""
+    gpus = describe().get("gpus")
+    if gpus is not None:
+        known = load_hardware(_known_gpu(gpus))
+        return replace(known, name=name)
+    progress("memory and processor")
+    bandwidth, rate = _bandwidth(), _rate()
+    return Hardware(
+        name=name,
+        source="",
+        measured=True,
+        platform="cpu",
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        bandwidth=bandwidth,
+        rates=dict.fromkeys(precisions, rate),
+        efficiency={name: Curve(((1, 1.0),)) for name in (*precisions, "attention")},
+        devices_per_host=1,
+        tile=1,
+        prefill_tokens=1,
+        max_num_seqs=1,
+        min_rows=1,
+        links={"pcie": Link(bandwidth / 2, 0.0)},  # variants of layers are copied within memory
+    )
+
+
+def _known_gpu(gpus: str) -> str:
+    """The file of configs/hardware for what nvidia-smi tells, whose words have all parts of its name."""
+    words = set(re.findall(r"[a-z]+\d\w*|\d+(?=gb)", gpus.lower()))
+    names = sorted(file.stem for file in HARDWARE.glob("*.yaml"))
+    for name in names:
+        if words.issuperset(name.split("-")):
+            return name
+    raise ConfigError(f"{gpus}: configs/hardware has no nominal numbers of it; there are {', '.join(names)}")
+
+
+def _bandwidth() -> float:
+    """Bytes/s that all cores read and write together when they copy."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pairs = [(np.ones(COPIED // 8), np.ones(COPIED // 8)) for _ in range(cores)]
+    with ThreadPoolExecutor(cores) as pool:
+        return 2 * COPIED * cores / _seconds(lambda: list(pool.map(lambda pair: np.copyto(*pair), pairs)))
+
+
+def _rate() -> float:
+    """Operations/s of a product of matrices in float32."""
+    matrix = np.ones((SQUARE, SQUARE), np.float32)
+    return 2 * SQUARE**3 / _seconds(lambda: matrix @ matrix)
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    """Of a call, the median of some."""
+    times = []
+    for _ in range(PASSES):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def _source(options: CalibrationOptions, precisions: Sequence[str]) -> str:
+    """Where the numbers are from."""
+    here = describe()
+    here["cores"] += " cores"
+    machine = ", ".join(here[key] for key in ("gpus", "cpu", "cores", "memory", "system") if key in here)
+    model = Path(options.engine.model or bundled_model_path()).resolve().name
+    given = json.dumps({key: value for key, value in plain(options.engine).items() if key != "model"})
+    versions = f"jaxserve {here['jaxserve']} ({here.get('commit', 'no commit')}), {here['packages']}"
+    return (
+        f"jaxserve bench latency --calibrate on {here['date']}: {machine}; "
+        f"model {model} in {' and '.join(precisions)}, options {given}; {versions}"
+    )

@@ -1,0 +1,184 @@
+"""A calibration gives every kind of step, knows what was the engine's time, and writes a file that can be read."""
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from jaxserve.bench.offline import calibrate as calibration
+from jaxserve.bench.offline.calibrate import Calibration, print_calibration, save
+from jaxserve.bench.offline.calibration_load import CalibrationLoad, Limits, batches, prompt_lengths
+from jaxserve.bench.offline.options import CalibrationOptions, plain
+from jaxserve.bench.record import RequestRecord
+from jaxserve.cli import app
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.engine.step_log import Answer, Arrival, Recording, Step
+from jaxserve.sim.chunk_cost import ChunkCost
+from jaxserve.sim.fit import Fit
+from jaxserve.sim.hardware import Curve, load_hardware
+
+CPU = Limits(max_num_seqs=32, max_model_len=2048, prefill_tokens=512, kv_tokens=40_000, vocab_size=4096)
+GPU = Limits(max_num_seqs=256, max_model_len=8192, prefill_tokens=2048, kv_tokens=10**6, vocab_size=128_256)
+TIGHT = Limits(max_num_seqs=5, max_model_len=96, prefill_tokens=64, kv_tokens=600, vocab_size=100)
+
+
+@pytest.mark.parametrize("limits", [CPU, GPU, TIGHT])
+def test_prompts_and_batches_fit_what_the_server_can_take(limits):
+    lengths = prompt_lengths(limits)
+    assert lengths == sorted(lengths)
+    assert 1 <= lengths[0] <= 32
+    assert lengths[-1] + 8 <= limits.max_model_len
+    for clients, prompt in batches(limits):
+        assert 1 <= clients <= limits.max_num_seqs
+        assert 1 <= prompt < limits.max_model_len
+        assert clients * prompt <= limits.kv_tokens
+
+
+def test_batches_have_every_size_of_a_step_and_one_between():
+    sizes = {clients for clients, _ in batches(CPU)}
+    assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32}
+    assert {clients for clients, _ in batches(replace(CPU, max_num_seqs=5))} == {1, 2, 3, 4, 5}
+    deep = {clients: prompt for clients, prompt in batches(CPU) if prompt > 16}
+    assert all(clients * prompt > 4000 for clients, prompt in deep.items() if clients > 2)
+
+
+def test_the_longest_prompt_takes_several_steps_where_the_model_allows():
+    assert prompt_lengths(CPU)[-1] == 2 * CPU.prefill_tokens
+    assert prompt_lengths(TIGHT)[-1] == 88
+
+
+class Server:
+    """Answers after a while, so many at once as there are; counts what was asked."""
+
+    def __init__(self, error: str | None = None):
+        self.asked: list[tuple[int, int]] = []
+        self.at_once: Counter[int] = Counter()
+        self.running = 0
+        self.error = error
+
+    async def send(self, sample, record, now=None) -> None:
+        self.asked.append((sample.input_tokens, sample.output_tokens))
+        self.running += 1
+        self.at_once[self.running] += 1
+        assert len(sample.prompt) == sample.input_tokens
+        assert all(0 < token < TIGHT.vocab_size for token in sample.prompt)
+        record.sent_s, record.error = record.due_s, self.error
+        await asyncio.sleep(0.001)
+        record.chunk_times_s = [record.sent_s + 0.001]
+        self.running -= 1
+
+
+def test_a_load_has_lone_requests_all_batches_and_users():
+    server, phases = Server(), []
+    given = asyncio.run(CalibrationLoad(server, TIGHT, seconds=1.0).run(phases.append))
+    assert phases == ["lone requests", "batches", "prompts beside answers", "requests at random times"]
+    assert set(server.at_once) >= {1, 2, 3, 4, 5}
+    assert {record.input_tokens for record in given.lone} == set(prompt_lengths(TIGHT))
+    assert len(given.open) > 20
+    assert all(prompt + answer <= TIGHT.max_model_len for prompt, answer in server.asked)
+
+
+def test_a_load_without_time_has_everything_once():
+    server = Server()
+    given = asyncio.run(CalibrationLoad(server, TIGHT, seconds=1e-6).run())
+    assert len(given.lone) == len(prompt_lengths(TIGHT))
+    assert len(given.open) == 2
+    assert max(server.at_once) == 5
+
+
+def test_a_request_that_is_not_answered_ends_the_calibration():
+    with pytest.raises(ConfigError, match="of 16 and 8 tokens was not answered: HTTP 503"):
+        asyncio.run(CalibrationLoad(Server("HTTP 503"), TIGHT, seconds=1.0).run())
+
+
+def record(sent: float, first: float, prompt: int) -> RequestRecord:
+    return RequestRecord(0, sent, sent, prompt, sent_s=sent, chunk_times_s=[first, first + 1])
+
+
+def test_what_is_not_the_engines_time_is_from_sending_to_its_step_and_from_its_token_to_the_client():
+    step = Step(0, 7, 10.004, 10.005, 10.100, 32, 1, 0, 0, 40, 1, 30, 1)
+    arrivals = (Arrival("a", 0, 7, 10.003, 30, 8, 1, 0), Arrival("b", 0, 7, 10.003, 31, 8, 1, 0))
+    answers = {name: Answer(name, 0, 10.100, 11.0, 8, 0, 0, "length") for name in "ab"}
+    recording = Recording({}, (step,), (), arrivals, answers)
+    sent = [record(10.0, 10.102, 30), record(20.0, 20.1, 30)]  # of the other one nothing is in the log
+    ((tokens, seconds),) = calibration._outside(sent, recording, idle=True)
+    assert (tokens, seconds) == (30, pytest.approx(0.102 - 0.096))
+    ((_, seconds),) = calibration._outside(sent, recording, idle=False)
+    assert seconds == pytest.approx(0.102 - 0.097)
+
+
+def test_requests_of_one_length_are_told_apart_by_their_times():
+    steps = tuple(Step(0, n, n + 0.1, n + 0.1, n + 0.5, 32, 1, 0, 0, 40, 1, 30, 1) for n in (1, 2))
+    arrivals = tuple(Arrival(f"r{n}", 0, n, n + 0.05, 30, 8, 1, 0) for n in (1, 2))
+    answers = {f"r{n}": Answer(f"r{n}", 0, n + 0.5, n + 0.9, 8, 0, 0, "length") for n in (1, 2)}
+    found = calibration._outside(
+        [record(2.0, 2.6, 30), record(1.0, 1.6, 30)], Recording({}, steps, (), arrivals, answers), idle=True
+    )
+    assert [seconds for _, seconds in found] == pytest.approx([0.2, 0.2])
+
+
+def test_a_gpu_has_the_nominal_numbers_of_its_file():
+    assert calibration._known_gpu("NVIDIA H200, 143771 MiB, driver 570") == "h200"
+    assert calibration._known_gpu("NVIDIA A100 80GB PCIe, 81920 MiB, driver 550") == "a100-80"
+    assert calibration._known_gpu("8 x NVIDIA A100-SXM4-40GB, 40960 MiB, driver 550") == "a100-40"
+    assert calibration._known_gpu("NVIDIA L4, 23034 MiB, driver 570") == "l4"
+    for other in ("NVIDIA GeForce RTX 3060, 12288 MiB, driver 570", "NVIDIA L40S, 46068 MiB, driver 570"):
+        with pytest.raises(ConfigError, match="configs/hardware has no nominal numbers of it; there are a100-40"):
+            calibration._known_gpu(other)
+
+
+def found() -> Calibration:
+    hardware = replace(
+        load_hardware("l4"),
+        name="here",
+        measured=True,
+        rates={"bfloat16": 1e12},
+        efficiency={"bfloat16": Curve(((1, 0.5), (64, 0.25))), "attention": Curve(((1, 0.125),))},
+    )
+    seen = {("bfloat16", 1): 7, ("bfloat16", 64): 9, ("attention", 0): 16}
+    return Calibration(Fit(hardware, 20, 4, 0.05, 0.125, 0.99, seen, ChunkCost(1e-9, 2e-5, 3e-3), 0.08), 0.004)
+
+
+def test_a_calibration_is_saved_as_a_hardware_file(tmp_path):
+    save(found(), tmp_path / "here.yaml")
+    assert load_hardware(tmp_path / "here.yaml") == found().fit.hardware
+
+
+def test_what_was_found_is_shown_with_its_error():
+    console = Console(width=200)
+    with console.capture() as shown:
+        print_calibration(found(), console)
+    text = shown.get()
+    assert "bfloat16" in text
+    assert "0.250      9" in text
+    assert "5.0% in the median and 12.5% in the 90th percentile" in text
+    assert "-1.0% off" in text
+    assert "b 2e-05, g 0.003 s; mean error 8.0%" in text
+    assert "4.00 ms while others run" in text
+
+
+def test_the_server_gets_the_options_that_are_no_defaults():
+    config = EngineConfig(model="m", max_num_seqs=8, step_log="log")
+    assert plain(config) == {"model": "m", "max_num_seqs": 8, "step_log": "log"}
+    assert json.dumps(plain(config))
+
+
+def test_more_than_one_device_is_refused_before_anything_is_started():
+    options = CalibrationOptions("here", EngineConfig(tp=2))
+    with pytest.raises(ConfigError, match="of one device; tp is 2"):
+        calibration.calibrate(options)
+
+
+def test_a_precision_that_there_is_not_is_told_before_anything_is_started():
+    with pytest.raises(ConfigError, match="precisions is 'int5'"):
+        calibration.calibrate(CalibrationOptions("here", precisions=("int5",)))
+
+
+def test_hardware_is_a_yaml_file():
+    done = CliRunner().invoke(app, ["bench", "latency", "--calibrate", "here.json"])
+    assert done.exit_code == 1
