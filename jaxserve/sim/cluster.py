@@ -26,7 +26,7 @@ from jaxserve.platforms import PLATFORMS, PlatformDefaults
 from jaxserve.sim.hardware import Hardware
 from jaxserve.sim.shape import GROUP, UNIT, ModelShape
 
-GRANULE = 2 << 20  # bytes: that of `kernels.elastic`, which is for CPUs alone
+GRANULE = 2 << 20  # bytes: that of `kernels.elastic`, and of CUDA's virtual memory
 ANY_TOKEN = 2**31 - 1  # the vocabulary: prompts are made of numbers that stand for what they share
 
 
@@ -50,9 +50,12 @@ class Cluster:
         return COPY_RATES[self.hardware.platform]
 
 
-def resolve_cluster(config: EngineConfig, shape: ModelShape, hardware: Hardware) -> Cluster:
+def resolve_cluster(
+    config: EngineConfig, shape: ModelShape, hardware: Hardware, *, elastic: bool | None = None
+) -> Cluster:
     """Decides everything: dp instances, `config.memory_gb` on each device.
 
+    `elastic`: whether KV pools may grow while serving; None: as the engine's do on the platform, which is on CPU alone.
     Raises `ConfigError` or `MemoryBudgetError`.
     """
     check(config)
@@ -67,7 +70,8 @@ def resolve_cluster(config: EngineConfig, shape: ModelShape, hardware: Hardware)
     if platform == "cpu":
         ledger.reserve("runtime", RUNTIME)
     sizes = ShapeSizes(padded, config.tp, config.page_size, config.kv_cache_dtype)
-    memory = plan_memory(outline, physical, sizes, ledger, GRANULE if platform == "cpu" else 0)
+    elastic = platform == "cpu" if elastic is None else elastic
+    memory = plan_memory(outline, physical, sizes, ledger, GRANULE if elastic else 0)
     info = ModelInfo(
         name=shape.name,
         max_model_len=memory.max_model_len,

@@ -49,6 +49,12 @@ class ClusterOptions:
     max_kv_pages: Annotated[
         int | None, option("Memory", "KV pages to have room for; default: what layers can give with a policy.")
     ] = None
+    elastic_kv: Annotated[
+        bool | None,
+        option(
+            "Memory", "KV pools may grow while serving; default: as jaxserve's, which do on CPU and not yet on GPU."
+        ),
+    ] = None
     prefix_caching: Annotated[
         bool | None,
         option("Memory", "Keep the KV pages of prompts for later ones; default: where prompts share something."),

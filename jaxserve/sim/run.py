@@ -107,7 +107,7 @@ def cluster_of(options: ClusterOptions, *, prefix_caching: bool) -> Cluster:
     hardware = load_hardware(options.hardware)
     devices, hardware = parse_cluster(options.cluster, hardware, options.tp * options.pp)
     config = options.config(devices, prefix_caching=prefix_caching)
-    return resolve_cluster(config, ModelShape.load(options.model_path), hardware)
+    return resolve_cluster(config, ModelShape.load(options.model_path), hardware, elastic=options.elastic_kv)
 
 
 def simulate(built: Built, workload: SimWorkload, *, detailed: bool, progress: bool = False) -> Seen:

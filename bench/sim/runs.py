@@ -1,0 +1,55 @@
+"""What the figures of the simulator have in common: runs, tables and files."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+from jaxserve.bench.options import DatasetOptions, TraceOptions
+from jaxserve.bench.result import save
+from jaxserve.sim.options import ClusterOptions, FigureOptions
+from jaxserve.sim.run import SimExperiment, run_simulation
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt  # after the backend is chosen
+from matplotlib.figure import Figure
+
+RESULTS = Path("bench/results")
+Result = Mapping[str, Any]
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """With what all scripts take."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument(
+        "--traces", type=Path, help="folder of published traces; without it their profiles are drawn from"
+    )
+    made.add_argument("--out", type=Path, default=RESULTS, help="folder for the table and the plot")
+    return made
+
+
+def simulated(cluster: ClusterOptions, trace: TraceOptions, *, label: str, slo_s: float) -> Result:
+    """One run of a trace."""
+    figures = FigureOptions(goodput=[f"ttft:{slo_s * 1e3:g}"])
+    experiment = SimExperiment(cluster, DatasetOptions(dataset="trace"), trace=trace, figures=figures, label=label)
+    return run_simulation(experiment, [sys.executable, *sys.argv])
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Markdown."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def written(out: Path, name: str, text: str, figure: Figure, results: Mapping[str, Result] | None = None) -> None:
+    """Leaves NAME.md, NAME.png and, if given, a JSON file for each result; prints the text."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    figure.savefig(out / f"{name}.png", dpi=120)
+    plt.close(figure)
+    for label, result in (results or {}).items():
+        save(result, out / f"{name}-{label}.json")
+    print(text)
