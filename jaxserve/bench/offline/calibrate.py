@@ -49,7 +49,7 @@ class Calibration:
     """The fit, with what requests took outside of the engine in its overheads."""
 
     fit: Fit
-    under_load: float | None  # s that requests took outside of the engine while others ran, median
+    alone: float  # s that a request takes outside of the engine when nothing else runs; the overhead is that under load
 
 
 def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: None) -> Calibration:
@@ -70,7 +70,8 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
     found = fit(steps, shape, nominal, "int8" if facts["kv_dtype"] == "int8" else "auto")
     outside = [pair for recording, given in runs for pair in _outside(given.lone, recording, idle=True)]
     request, token = frontend([tokens for tokens, _ in outside], [seconds for _, seconds in outside])
-    others = [seconds for recording, given in runs for _, seconds in _outside(given.open, recording, idle=False)]
+    others = [pair for recording, given in runs for pair in _outside(given.open, recording, idle=False)]
+    alone, request = request, max([request, *([median(s - token * n for n, s in others)] if others else [])])
     buckets = facts["buckets"]
     hardware = replace(
         found.hardware,
@@ -81,7 +82,7 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
         max_num_seqs=buckets["max_num_seqs"],
         min_rows=buckets["min_rows"],
     )
-    return Calibration(replace(found, hardware=hardware), median(others) if others else None)
+    return Calibration(replace(found, hardware=hardware), alone)
 
 
 def save(calibration: Calibration, path: Path) -> None:
@@ -117,12 +118,13 @@ def print_calibration(calibration: Calibration, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    if calibration.under_load is not None:
-        console.print(
-            f"outside of the engine a request takes {1e3 * calibration.under_load:.2f} ms while others run",
-            highlight=False,
-            soft_wrap=True,
-        )
+    request = hardware.overheads.request
+    console.print(
+        f"outside of the engine a request takes {1e3 * request:.2f} ms while others run, "
+        f"{1e3 * calibration.alone:.2f} ms alone",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 # -- a server
