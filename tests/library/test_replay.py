@@ -1,0 +1,70 @@
+"""What a real engine did under a burst, its layers changing and coming back, is what the simulator does too."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.engine.client import TokensPrompt
+from jaxserve.engine.step_log import Recording, read_log
+from jaxserve.factory import build_async_engine
+from jaxserve.sim.recorded import replay
+
+QUICK = {"release_quiet": 0.3, "release_interval": 0.1, "entry_hold": 0.0, "entry_interval": 0.1}
+OPTIONS = {
+    "load_format": "dummy",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 4 + 32,
+    "memory_gb": 4,
+    "kv_pages": 20,
+    "max_model_len": 256,
+}
+
+
+async def answer(engine: AsyncEngine, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompt = TokensPrompt(tuple(rng.integers(3, 499, rng.integers(5, 100)).tolist()))
+    params = SamplingParams(temperature=0, max_tokens=int(rng.integers(20, 100)), ignore_eos=True)
+    async for _ in engine.generate(prompt, params):
+        pass
+
+
+def recorded(model: Path, folder: Path) -> Recording:
+    """A calm time, a burst, and the time until all is as before."""
+    policy, log = folder / "quick.yaml", folder / "steps.jsonl"
+    policy.write_text(yaml.safe_dump({"policy": "morph-performance", "settings": QUICK}))
+
+    async def scenario() -> None:
+        engine = build_async_engine(EngineConfig(model=model, policy=str(policy), step_log=log, **OPTIONS))
+        control = engine.control
+        assert control is not None
+        full, end = control.status()["layers"], time.monotonic() + 60
+        for seed in range(3):
+            await answer(engine, seed)
+        async with asyncio.TaskGroup() as group:
+            for seed in range(3, 40):
+                group.create_task(answer(engine, seed))
+                await asyncio.sleep(0.02)
+        while control.status()["layers"] != full or control.status()["busy"]:
+            assert time.monotonic() < end, "layers never come back"
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        await engine.shutdown()
+
+    asyncio.run(scenario())
+    return read_log(log)
+
+
+def test_a_real_run_is_simulated_step_by_step_and_decision_by_decision(tiny_model: Path, tmp_path: Path) -> None:
+    recording = recorded(tiny_model, tmp_path)
+    assert len(recording.decisions) >= 2
+    assert any("-> int4" in text for decided in recording.decisions for text in decided.transitions)
+    again = replay(recording)
+    assert again.decisions == recording.decisions
+    assert again.steps == len(recording.steps)
+    assert again.plan.version == recording.decisions[-1].target_version
