@@ -26,9 +26,10 @@ class PagePool:
         assert 2 <= self.least <= num_pages <= self.most, (self.least, num_pages, self.most)
         self.num_pages = num_pages
         self.caching = caching
-        self._free = list(range(NULL_PAGE + 1, num_pages))  # a heap
+        self._fresh = NULL_PAGE + 1  # this page and those after it were never handed out: they are free, and on no list
+        self._free: list[int] = []  # a heap
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._references = [0] * num_pages
+        self._references = [0] * self._fresh
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
@@ -40,7 +41,7 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that `allocate` can hand out."""
-        return len(self._free) + len(self._cached)
+        return self.num_pages - self._fresh + len(self._free) + len(self._cached)
 
     @property
     def used(self) -> int:
@@ -49,17 +50,25 @@ class PagePool:
 
     def references(self, page: int) -> int:
         """How many sequences hold the page."""
-        return self._references[page]
+        return self._references[page] if page < self._fresh else 0
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages with one reference each. The caller has checked `available`. Mutates."""
         assert count <= self.available, (count, self.available)
         pages = []
         for _ in range(count):
-            page = heapq.heappop(self._free) if self._free else self._evict()
+            page = heapq.heappop(self._free) if self._free else self._take_fresh() or self._evict()
             self._references[page] = 1
             pages.append(page)
         return pages
+
+    def _take_fresh(self) -> int | None:
+        """The lowest page that was never handed out, if there is one. Mutates."""
+        if self._fresh == self.num_pages:
+            return None
+        self._references.append(0)
+        self._fresh += 1
+        return self._fresh - 1
 
     def retain(self, pages: Sequence[int]) -> None:
         """Adds a reference to each page, reviving cached ones. Mutates."""
@@ -111,9 +120,6 @@ class PagePool:
         size = self.num_pages + count
         if count < 0 or size > self.most:
             raise ValueError(f"{self.num_pages} pages cannot grow by {count}, there is room for {self.most}")
-        self._free.extend(range(self.num_pages, size))
-        heapq.heapify(self._free)
-        self._references.extend([0] * count)
         self.num_pages = size
 
     def shrink(self, count: int, move: Callable[[Mapping[int, int]], None] | None = None) -> dict[int, int]:
@@ -132,6 +138,9 @@ class PagePool:
                 f"{self.num_pages} pages cannot shrink by {count}: {self.available} are not in use, "
                 f"and at least {self.least} must be left"
             )
+        self._free.extend(range(self._fresh, self.num_pages))  # larger than all others: it stays a heap
+        self._references.extend([0] * (self.num_pages - self._fresh))
+        self._fresh = self.num_pages
         while len(self._free) < count:
             heapq.heappush(self._free, self._evict())
         tail = set(range(size, self.num_pages))
@@ -141,7 +150,7 @@ class PagePool:
         self._free = sorted(set(self._free) - tail - set(moves.values()))  # sorted: a heap
         self._rename(moves)
         del self._references[size:]
-        self.num_pages = size
+        self.num_pages = self._fresh = size
         return moves
 
     def _rename(self, moves: dict[int, int]) -> None:

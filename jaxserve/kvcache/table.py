@@ -11,7 +11,7 @@ class PageTable:
     """int32[slots, width]: row = slot of a running sequence, column = page number within the sequence."""
 
     def __init__(self, slots: int, width: int):
-        self.rows = np.full((slots, width), NULL_PAGE, np.int32)
+        self.rows = np.zeros((slots, width), np.int32)  # NULL_PAGE: memory is taken when a row is first used
         self._free = list(range(slots - 1, -1, -1))
 
     @property
