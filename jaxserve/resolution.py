@@ -52,7 +52,8 @@ def resolve(config: EngineConfig) -> Resolved:
     check(config)
     path = Path(config.model) if config.model is not None else bundled_model_path()
     checkpoint = open_checkpoint(path, load_format=config.load_format, dtype=config.dtype)
-    devices = _devices(config.tp * config.pp * config.dp)
+    busy = not _leaves_xla_little(config, checkpoint.config)
+    devices = _devices(config.tp * config.pp * config.dp, busy=busy)
     model, platform = checkpoint.config, devices[0].platform
     if platform not in PLATFORMS:
         raise ConfigError(f"platform {platform!r} is not supported; supported: {', '.join(PLATFORMS)}")
@@ -81,9 +82,22 @@ def _kernel_backend(config: EngineConfig, platform: str) -> KernelBackend:
     return backend
 
 
-def _devices(wanted: int) -> tuple[jax.Device, ...]:
-    """The machine's devices; on CPU, if JAX has not started yet, as many virtual ones as are wanted."""
-    if native.targets() and processors() <= SMALL_MACHINE:
+def _leaves_xla_little(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether native kernels do all products with a model's weights on this machine, whatever the rows."""
+    return (
+        config.kernel_backend in ("auto", "native")
+        and model.dtype == "bfloat16"
+        and model.moe is None
+        and "amx" in native.variants()
+    )
+
+
+def _devices(wanted: int, *, busy: bool) -> tuple[jax.Device, ...]:
+    """The machine's devices; on CPU, if JAX has not started yet, as many virtual ones as are wanted.
+
+    `busy`: XLA has products to do, so that it needs all of its threads.
+    """
+    if not busy and processors() <= SMALL_MACHINE:
         # Native kernels have threads of their own. With several of XLA's, the programs of a step start on one after the
         # other in turn, and each waits 0.1 ms for a processor that the host's Python and the kernels' helpers share.
         os.environ.setdefault(XLA_THREADS, "1")

@@ -167,9 +167,8 @@ class SimInstance:
         return self.core.finish(work, StepOutput(tokens), now, pieces=False)
 
     def _take_commands(self) -> Iterator[Refused]:
-        calls, self._calls = self._calls, []
-        for function in calls:
-            function()
+        while self._calls:  # one may ask for another
+            self._calls.pop(0)()
         requests, self._inbox = self._inbox, []
         for request in requests:
             try:

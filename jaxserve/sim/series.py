@@ -7,6 +7,7 @@ from jaxserve.core.clock import Clock
 from jaxserve.sim.control import SimControl
 from jaxserve.sim.instance import SimInstance
 from jaxserve.telemetry import Snapshot, combine
+from jaxserve.telemetry.metrics import gauges
 
 MOST_SAMPLES = 20_000  # kept; of more, every other one goes and the interval doubles
 
@@ -63,15 +64,7 @@ def values_of(snapshot: Snapshot) -> dict[str, float]:
     """What a server's metrics say of such a state."""
     layers = sorted(snapshot.layers_by_precision.items())  # they come from a set
     return {
-        "num_requests_running": snapshot.num_running,
-        "num_requests_waiting": snapshot.num_waiting,
-        "num_tokens_waiting": snapshot.waiting_tokens,
-        "kv_cache_usage_perc": snapshot.kv_usage,
-        "kv_pages_total": snapshot.kv_pages_total,
-        "kv_pages_used": snapshot.kv_pages_used,
-        "kv_bytes": snapshot.kv_bytes,
-        "weight_bytes": snapshot.weight_bytes,
-        "plan_version": snapshot.plan_version,
+        **gauges(snapshot),
         **{f'layers_by_precision{{precision="{name}"}}': count for name, count in layers},
         "num_preemptions_total": snapshot.preemptions,
         "generation_tokens_total": snapshot.generated_tokens,

@@ -60,6 +60,21 @@ HISTOGRAMS = {
 }
 
 
+def gauges(snapshot: Snapshot) -> dict[str, float]:
+    """The values of `GAUGES`."""
+    return {
+        "num_requests_running": snapshot.num_running,
+        "num_requests_waiting": snapshot.num_waiting,
+        "num_tokens_waiting": snapshot.waiting_tokens,
+        "kv_cache_usage_perc": snapshot.kv_usage,
+        "kv_pages_total": snapshot.kv_pages_total,
+        "kv_pages_used": snapshot.kv_pages_used,
+        "kv_bytes": snapshot.kv_bytes,
+        "weight_bytes": snapshot.weight_bytes,
+        "plan_version": snapshot.plan_version,
+    }
+
+
 class EngineMetrics(Collector):
     """Metrics of one engine in a registry of their own. Every method may be called from any thread."""
 
@@ -176,17 +191,7 @@ class EngineMetrics(Collector):
 
     def _collect_gauges(self) -> Iterator[Metric]:
         snapshot = combine(list(self._snapshots.values()))
-        values = {
-            "num_requests_running": snapshot.num_running,
-            "num_requests_waiting": snapshot.num_waiting,
-            "num_tokens_waiting": snapshot.waiting_tokens,
-            "kv_cache_usage_perc": snapshot.kv_usage,
-            "kv_pages_total": snapshot.kv_pages_total,
-            "kv_pages_used": snapshot.kv_pages_used,
-            "kv_bytes": snapshot.kv_bytes,
-            "weight_bytes": snapshot.weight_bytes,
-            "plan_version": snapshot.plan_version,
-        }
+        values = gauges(snapshot)
         for name, text in GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
             gauge.add_metric([self.model_name], values[name])

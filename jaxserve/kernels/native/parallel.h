@@ -1,4 +1,4 @@
-// Division of a call's work over threads of our own: XLA's pool has a single thread on small machines (resolution.py).
+// Division of a call's work over threads of our own: XLA's pool may have a single thread (resolution.py).
 
 #pragma once
 
