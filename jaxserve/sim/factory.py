@@ -47,7 +47,7 @@ def build_simulation(cluster: Cluster, *, detailed: bool, interval: float, model
     simulation = Simulation(
         instances,
         clock,
-        frontend=Frontend(overheads.request, overheads.prompt_token),
+        frontend=Frontend(overheads.request, overheads.prompt_token, overheads.stream),
         control=sampler if interval or control else None,
         linger=SETTLING if control else 0.0,
     )

@@ -32,6 +32,7 @@ from jaxserve.sim.shape import ModelShape
 HELD_OUT = 5  # every fifth step is not fitted to
 LEAST = 1e-3  # of an X: a share of the roofline is at most 1000
 FEWEST = 50  # steps
+LEAST_OUTSIDE = 1e-5  # s of a request
 OVERHEADS = ("step", "sequence", "host")  # unknowns that are seconds; the others are of the roofline
 Unknown = tuple[str, int]  # name, and tokens or rows of a knot, or 0
 
@@ -119,19 +120,15 @@ def fit(steps: Sequence[Measured], shape: ModelShape, nominal: Hardware, kv_dtyp
     )
 
 
-def frontend(prompt_tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds that a request takes outside of the engine, and each token of its prompt, from requests that came alone.
+def frontend(outside: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
+    """Seconds outside of the engine that a request takes, each token of its prompt, and each answer streamed meanwhile.
 
-    Of requests of one length the median counts: what comes in between only ever adds time.
+    From requests: tokens of the prompt, answers that were being streamed when it came, seconds outside.
     """
-    lengths = sorted(set(prompt_tokens))
-    medians = [
-        float(np.median([time for tokens, time in zip(prompt_tokens, seconds, strict=True) if tokens == length]))
-        for length in lengths
-    ]
-    columns = np.stack([np.ones(len(lengths)), np.array(lengths, float)], axis=1)
-    request, token = non_negative(columns, np.array(medians))
-    return float(request), float(token)
+    tokens, streams, seconds = np.array(outside, float).T
+    columns = np.stack([np.ones(len(seconds)), tokens, streams], axis=1)
+    request, token, stream = robust(columns, np.maximum(seconds, LEAST_OUTSIDE), np.zeros((1, 3))).tolist()
+    return request, token, stream
 
 
 class _Terms:
@@ -208,6 +205,7 @@ def _with(nominal: Hardware, found: Mapping[Unknown, float]) -> Hardware:
         host=found["host", 0],
         request=nominal.overheads.request,
         prompt_token=nominal.overheads.prompt_token,
+        stream=nominal.overheads.stream,
         compile=nominal.overheads.compile,
     )
     rates = {name: nominal.rate(name) for name in curves if name not in ("attention", "prefill", "head")}

@@ -77,6 +77,7 @@ class Overheads:
     host: float = 0.0  # from an arrival at an idle engine to its first step
     request: float = 0.0  # outside of the engine
     prompt_token: float = 0.0  # outside of the engine
+    stream: float = 0.0  # outside of the engine, a request for each answer that its instance is streaming
     compile: float = 0.0  # of an executable
 
 

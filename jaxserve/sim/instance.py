@@ -131,6 +131,11 @@ class SimInstance:
     def idle(self) -> bool:
         return self._ahead is None and self._behind is None and not self._inbox and self.core.idle
 
+    @property
+    def running(self) -> int:
+        """Sequences that are being answered."""
+        return len(self.core.scheduler.running)
+
     # -- events
 
     def advance(self) -> Iterator[RequestOutput | Refused]:

@@ -60,13 +60,14 @@ class Frontend:
 
     request: float = 0.0
     prompt_token: float = 0.0
+    stream: float = 0.0  # for each answer that the instance is streaming: they share its event loop, and its client's
 
 
 @dataclass(slots=True)
 class _InFlight:
     number: int
     request: SimRequest
-    instance: int
+    instance: int = -1  # until it is routed
 
 
 class Simulation:
@@ -102,7 +103,7 @@ class Simulation:
             if coming is not None and coming[1].arrival <= event:
                 number, request = coming
                 due = request.arrival + self._frontend.request + self._frontend.prompt_token * request.input_tokens
-                heapq.heappush(self._events, (due, next(self._order), _InFlight(number, request, -1)))
+                heapq.heappush(self._events, (due, next(self._order), _InFlight(number, request)))
                 coming = next(arrivals, None)
                 continue
             tick = inf if self._control is None else self._control.next_event()
@@ -160,7 +161,11 @@ class Simulation:
 
     def _send(self, sent: _InFlight) -> None:
         request = sent.request
-        sent.instance = self._router.take(request.input_tokens)
+        if sent.instance < 0:
+            sent.instance = self._router.take(request.input_tokens)
+            if delay := self._frontend.stream * self.instances[sent.instance].running:
+                heapq.heappush(self._events, (self._clock.time + delay, next(self._order), sent))
+                return
         self._in_flight[str(sent.number)] = sent
         self.instances[sent.instance].submit(
             Request(str(sent.number), self._prompt(request), self._sampling(request.output_tokens), self._clock.time)

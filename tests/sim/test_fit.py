@@ -180,13 +180,12 @@ def test_several_devices_are_refused():
 # -- what lies outside of the engine
 
 
-def test_what_requests_and_their_tokens_take_outside_of_the_engine():
-    lengths = [16, 16, 16, 256, 256, 256, 512, 512, 512]
-    seconds = [2e-3 + 5e-6 * n for n in lengths]
-    assert frontend(lengths, seconds) == pytest.approx((2e-3, 5e-6))
-    seconds[0] += 1.0  # the median does not mind
-    assert frontend(lengths, seconds) == pytest.approx((2e-3, 5e-6))
-    assert frontend([8, 9], [3e-3, 2e-3])[1] == 0
+def test_what_a_request_its_tokens_and_the_answers_beside_it_take_outside_of_the_engine():
+    alone = [(tokens, 0, 2e-3 + 5e-6 * tokens) for tokens in (16, 256, 512) for _ in range(9)]
+    beside = [(64, streams, 2e-3 + 5e-6 * 64 + 3e-4 * streams) for streams in range(20)]
+    assert frontend(alone + beside) == pytest.approx((2e-3, 5e-6, 3e-4), rel=1e-3)
+    assert frontend([*alone, *beside, (16, 0, 1.0)]) == pytest.approx((2e-3, 5e-6, 3e-4), rel=0.05)
+    assert frontend([(8, 0, 3e-3), (9, 0, 2e-3)])[1:] == (0, 0)
 
 
 # -- least squares

@@ -26,6 +26,14 @@ def test_the_frontend_delays_a_request_by_its_tokens():
     assert delayed.first_token - bare.first_token == pytest.approx(0.6)
 
 
+def test_the_frontend_delays_a_request_by_the_answers_that_its_instance_streams():
+    asked = [SimRequest(0.0, 4, 50), SimRequest(0.0, 4, 50), SimRequest(9.0, 4, 4)]
+    bare, delayed = (answered(cluster(2, frontend=frontend), asked) for frontend in (None, Frontend(stream=5.0)))
+    assert [answer.instance for answer in delayed] == [0, 1, 0]
+    assert [answer.first_token for answer in delayed[:2]] == [answer.first_token for answer in bare[:2]]
+    assert bare[2].first_token + 4 < delayed[2].first_token < bare[2].first_token + 6  # up to a step
+
+
 def test_a_later_request_with_a_shorter_prompt_may_arrive_first():
     asked = [SimRequest(0.0, 40, 4), SimRequest(0.1, 4, 4)]
     slow, fast = answered(cluster(seqs=1, frontend=Frontend(prompt_token=0.1)), asked)

@@ -42,18 +42,11 @@ READY_S = 600.0
 COPIED = 64 << 20  # bytes, more than caches hold
 SQUARE = 1024  # rows and columns of the matrices that are multiplied
 PASSES = 7
+OUTSIDE = ("request", "prompt_token", "stream")  # overheads outside of the engine
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """The fit, with what requests took outside of the engine in its overheads."""
-
-    fit: Fit
-    alone: float  # s that a request takes outside of the engine when nothing else runs; the overhead is that under load
-
-
-def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: None) -> Calibration:
-    """Measures and fits. Raises `ConfigError`, and `SpawnError` if a server does not start."""
+def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: None) -> Fit:
+    """Measures and fits, with what requests take outside of the engine in the overheads. Raises `ConfigError`, and `SpawnError` if a server does not start."""
     engine = options.engine
     if engine.tp * engine.pp * engine.dp > 1:
         raise ConfigError(f"calibration is of one device; tp is {engine.tp}, pp {engine.pp}, dp {engine.dp}")
@@ -68,31 +61,35 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
     facts = runs[0][0].facts
     steps = [step for recording, _ in runs for step in measured(recording)]
     found = fit(steps, shape, nominal, "int8" if facts["kv_dtype"] == "int8" else "auto")
-    outside = [pair for recording, given in runs for pair in _outside(given.lone, recording, idle=True)]
-    request, token = frontend([tokens for tokens, _ in outside], [seconds for _, seconds in outside])
-    others = [pair for recording, given in runs for pair in _outside(given.open, recording, idle=False)]
-    alone, request = request, max([request, *([median(s - token * n for n, s in others)] if others else [])])
+    request, token, stream = frontend(
+        [
+            measured
+            for recording, given in runs
+            for records, idle in ((given.lone, True), (given.open, False))
+            for measured in outside(records, recording, idle=idle)
+        ]
+    )
     buckets = facts["buckets"]
     hardware = replace(
         found.hardware,
         source=_source(options, precisions),
-        overheads=replace(found.hardware.overheads, request=request, prompt_token=token),
+        overheads=replace(found.hardware.overheads, request=request, prompt_token=token, stream=stream),
         tile=buckets["tile"],
         prefill_tokens=buckets["max_tiles"] * buckets["tile"],
         max_num_seqs=buckets["max_num_seqs"],
         min_rows=buckets["min_rows"],
     )
-    return Calibration(replace(found, hardware=hardware), alone)
+    return replace(found, hardware=hardware)
 
 
-def save(calibration: Calibration, path: Path) -> None:
+def save(calibration: Fit, path: Path) -> None:
     """Writes the file."""
-    path.write_text(to_yaml(calibration.fit.hardware), encoding="utf-8")
+    path.write_text(to_yaml(calibration.hardware), encoding="utf-8")
 
 
-def print_calibration(calibration: Calibration, console: Console) -> None:
+def print_calibration(found: Fit, console: Console) -> None:
     """Prints the knots, the overheads and how well they predict."""
-    found, hardware = calibration.fit, calibration.fit.hardware
+    hardware = found.hardware
     lines = [
         [name, f"{size:g}", f"{share:.3f}", str(found.seen.get((name, int(size)), found.seen.get((name, 0), 0)))]
         for name, curve in hardware.efficiency.items()
@@ -100,7 +97,7 @@ def print_calibration(calibration: Calibration, console: Console) -> None:
     ]
     print_grid(["share of the roofline", "tokens", "share", "steps"], lines, console)
     overheads = [
-        [name, f"{1e6 * getattr(hardware.overheads, name):.2f}"] for name in (*OVERHEADS, "request", "prompt_token")
+        [name, f"{1e6 * getattr(hardware.overheads, name):.2f}"] for name in (*OVERHEADS, *OUTSIDE)
     ]
     print_grid(["overhead", "us"], overheads, console)
     console.print(
@@ -118,13 +115,6 @@ def print_calibration(calibration: Calibration, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    request = hardware.overheads.request
-    console.print(
-        f"outside of the engine a request takes {1e3 * request:.2f} ms while others run, "
-        f"{1e3 * calibration.alone:.2f} ms alone",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 # -- a server
@@ -161,13 +151,13 @@ async def _load(
         return await CalibrationLoad(client, limits, options.seconds, options.seed).run(progress)
 
 
-def _outside(records: Sequence[RequestRecord], recording: Recording, *, idle: bool) -> list[tuple[int, float]]:
-    """Prompt tokens of each request, and the seconds to its first token that were not the engine's.
+def outside(records: Sequence[RequestRecord], recording: Recording, *, idle: bool) -> list[tuple[int, int, float]]:
+    """Each request's prompt tokens, the answers streamed when it came, the seconds to its first token not the engine's.
 
     The engine's are from its arrival there, or if the engine was `idle` from the begin of its first step, to the end of
     the step that gave the token. Client and engine read one clock; requests are told apart by length and time.
     """
-    begun = {(step.instance, step.number): step.begun for step in recording.steps}
+    steps = {(step.instance, step.number): step for step in recording.steps}
     arrivals = sorted(recording.arrivals, key=lambda arrival: arrival.time)
     found = []
     for record in sorted(records, key=lambda record: record.sent_s or 0.0):
@@ -176,9 +166,10 @@ def _outside(records: Sequence[RequestRecord], recording: Recording, *, idle: bo
             if arrival.prompt_tokens == record.input_tokens and sent <= arrival.time <= first:
                 arrivals.remove(arrival)
                 token = recording.answers[arrival.id].first_token
-                start = begun[arrival.instance, arrival.step] if idle else arrival.time
+                step = steps[arrival.instance, arrival.step]
+                start = step.begun if idle else arrival.time
                 if token is not None:
-                    found.append((record.input_tokens, first - sent - (token - start)))
+                    found.append((record.input_tokens, step.sequences, first - sent - (token - start)))
                 break
     return found
 
