@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -46,7 +46,10 @@ OUTSIDE = ("request", "prompt_token", "stream")  # overheads outside of the engi
 
 
 def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: None) -> Fit:
-    """Measures and fits, with what requests take outside of the engine in the overheads. Raises `ConfigError`, and `SpawnError` if a server does not start."""
+    """Measures and fits, with what requests take outside of the engine in the overheads.
+
+    Raises `ConfigError`, and `SpawnError` if a server does not start.
+    """
     engine = options.engine
     if engine.tp * engine.pp * engine.dp > 1:
         raise ConfigError(f"calibration is of one device; tp is {engine.tp}, pp {engine.pp}, dp {engine.dp}")
@@ -96,9 +99,7 @@ def print_calibration(found: Fit, console: Console) -> None:
         for size, share in curve.knots
     ]
     print_grid(["share of the roofline", "tokens", "share", "steps"], lines, console)
-    overheads = [
-        [name, f"{1e6 * getattr(hardware.overheads, name):.2f}"] for name in (*OVERHEADS, *OUTSIDE)
-    ]
+    overheads = [[name, f"{1e6 * getattr(hardware.overheads, name):.2f}"] for name in (*OVERHEADS, *OUTSIDE)]
     print_grid(["overhead", "us"], overheads, console)
     console.print(
         f"{found.steps} steps; of the {found.held_out} that were held out the error is {found.median_error:.1%} in "
