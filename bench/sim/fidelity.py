@@ -47,14 +47,13 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Preset:
-    """Lengths of a model's requests: medians, and the most; and seconds of a trace."""
+    """Lengths of a model's requests in tokens: medians, and the most."""
 
     prompt: tuple[int, int]
     answer: tuple[int, int]
-    seconds: float
 
 
-PRESETS = {"bundled": Preset((160, 1000), (48, 256), 40.0), "160m": Preset((96, 512), (32, 128), 60.0)}
+PRESETS = {"bundled": Preset((160, 1000), (48, 256)), "160m": Preset((96, 512), (32, 128))}
 
 
 def main() -> None:
@@ -84,7 +83,7 @@ def _model(name: str, path: Path, preset: Preset, options: argparse.Namespace) -
     traces, simulated = {}, {}
     for label, share in LOADS.items():
         rate = share * most
-        count = max(20, int(rate * preset.seconds))
+        count = max(20, int(rate * options.seconds))
         arrivals = np.cumsum(np.random.default_rng(1).exponential(1 / rate, count))
         traces[label] = _trace(options.out / f"{name}-{label}.csv", preset, arrivals)
         simulated[label] = _simulated(cluster, traces[label], f"{name} {label}, simulated")
@@ -158,6 +157,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", default="bundled,160m")
     parser.add_argument("--hardware", type=Path, help="file of this machine; default: it is calibrated for each model")
     parser.add_argument("--calibration-seconds", type=float, default=75.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each trace")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "jaxserve" / "bench")
     parser.add_argument("--out", type=Path, default=Path("bench/out/fidelity"))

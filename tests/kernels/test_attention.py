@@ -29,6 +29,11 @@ SHAPES = {
     "window of many chunks": Shape(window=200, W=100),
     "bf16": Shape(dtype="bfloat16"),
     "bf16 window": Shape(dtype="bfloat16", window=70, S=16, W=20),
+    "bf16 D=32, tokens of two tiles of rows": Shape(dtype="bfloat16", D=32, G=7, N=3),
+    "bf16 D=96": Shape(dtype="bfloat16", D=96, G=2, N=4, S=16, W=20),
+    "bf16 D=128 long": Shape(dtype="bfloat16", D=128, K=1, G=4, B=0, Q=32, S=16, W=40),
+    "bf16 D=256": Shape(dtype="bfloat16", D=256, K=1, G=1, Q=32),
+    "bf16 window of one": Shape(dtype="bfloat16", window=1, N=4),
     "bf16 D=80": Shape(dtype="bfloat16", D=80, K=4, G=1),
     "f16": Shape(dtype="float16"),
     "int8": Shape(kv_dtype="int8"),
@@ -141,7 +146,34 @@ def test_a_rows_output_does_not_depend_on_the_rows_beside_it():
         np.testing.assert_array_equal(alone[0].astype(jnp.float32), together[row].astype(jnp.float32))
 
 
-@pytest.mark.parametrize("shape", [Shape(B=1, N=0), Shape(B=1, N=0, dtype="bfloat16", kv_dtype="int8")])
+@pytest.mark.parametrize("shape", [Shape(Q=32, S=16, W=40), Shape(G=1, D=128, Q=32), Shape(window=9, Q=32)], ids=repr)
+def test_the_matrix_unit_is_as_exact_as_vectors_are(native_kernels, shape):
+    problem = make_problem(replace(shape, B=0, N=4, dtype="bfloat16"), 7)
+    with_unit, without = (
+        native_kernels.paged_attention(
+            problem.q, problem.pool, problem.meta, scale=SCALE, window=shape.window, matrix_unit=unit
+        ).astype(jnp.float32)
+        for unit in (True, False)
+    )
+    assert (with_unit == without).mean() > 0.97  # the others are one rounding apart
+    np.testing.assert_allclose(with_unit, without, rtol=2**-7, atol=3e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_gets_the_same_in_whatever_pieces_its_prompt_comes(native_kernels, dtype):
+    problem = make_problem(Shape(B=0, N=1, Q=32, S=16, W=20, dtype=dtype), 3)
+    meta, attention = problem.meta, partial(native_kernels.paged_attention, scale=SCALE)
+    whole, all_tokens = attention(problem.q, problem.pool, meta), int(meta.tile_lengths[0])
+    assert all_tokens > 8
+    for start, length in [(0, 1), (1, 7), (8, all_tokens - 8)]:
+        piece = meta._replace(tile_starts=meta.tile_starts + start, tile_lengths=jnp.full((1,), length))
+        one = attention(problem.q[start : start + length], problem.pool, piece)
+        np.testing.assert_array_equal(one.astype(jnp.float32), whole[start : start + length].astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(B=1, N=0), Shape(B=1, N=0, dtype="bfloat16", kv_dtype="int8"), Shape(B=0, N=1, dtype="bfloat16")]
+)
 def test_a_nan_query_is_not_hidden(native_kernels, shape):
     problem = make_problem(shape, 0)
     q = problem.q.at[0, 0, 0].set(jnp.nan)

@@ -1,5 +1,5 @@
-// Paged attention of one tile for one kv head, compiled once per instruction set (attention.cc, attention_vnni.cc)
-// and chosen at run time (attention_call.cc).
+// Paged attention of one tile for one kv head, compiled once per instruction set (attention.cc,
+// attention_vnni.cc, attention_amx.cc) and chosen at run time (attention_call.cc).
 
 #pragma once
 
@@ -54,5 +54,6 @@ void attend_baseline(const Attention&, const Tile&, int64_t head, float* scratch
 void attend_avx2(const Attention&, const Tile&, int64_t head, float* scratch);
 void attend_avx512(const Attention&, const Tile&, int64_t head, float* scratch);
 void attend_vnni(const Attention&, const Tile&, int64_t head, float* scratch);  // bfloat16 queries, int8 pools
+void attend_amx(const Attention&, const Tile&, int64_t head, float* scratch);   // bfloat16; head_dim a multiple of 32
 
 }  // namespace jaxserve

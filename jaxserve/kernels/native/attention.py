@@ -1,4 +1,4 @@
-"""Paged attention as a custom call; attention.cc is the kernel and handlers.cc the call."""
+"""Paged attention as a custom call; attention*.cc are the kernels and attention_call.cc the call."""
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,15 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     max_lanes: int = MAX_LANES,
+    matrix_unit: bool = True,
 ) -> Array:
     """Attention of q [T, K, G, D] over pages; see `kernels.attention.paged_attention` for the contract.
 
     `max_lanes` limits the floats of a vector, and so the instruction sets to choose from (8: AVX2, 4: any machine).
+    `matrix_unit`: whether prompts may be computed on one, where there is one.
     Page ids outside the pool and positions outside the page table are an error when the step runs.
     """
     call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
     limits = {"window": np.int64(UNLIMITED if window is None else window), "max_lanes": np.int64(max_lanes)}
+    limits |= {"matrix_unit": matrix_unit and max_lanes == MAX_LANES}
     return call(q, pool, *meta, scale=np.float32(scale), **limits)

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "matmul.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -36,11 +37,22 @@ Attend best_attend(int64_t max_lanes, const Attention& a) {
   return fits(4) ? attend_baseline : nullptr;
 }
 
-// A call's tiles, heavy ones first; an item is a tile and a kv head.
+// What computes the tiles of prompts: on the matrix unit, where there is one, as fast as it has rows; `best` otherwise. It
+// does not depend on a tile's length, so that a token's result is the same in whatever pieces its prompt comes.
+Attend chunk_attend(bool matrix_unit, const Attention& a, Attend best) {
+#if defined(__x86_64__) && defined(__linux__)
+  static const bool has_amx = amx_available();  // asked once: cpuid leaves a virtual machine each time
+  if (matrix_unit && has_amx && a.bfloat16 && !a.int8 && a.head_dim % 32 == 0) return attend_amx;
+#endif
+  return best;
+}
+
+// A call's tiles, heavy ones first, those of prompts before those that decode; an item is a tile and a kv head.
 struct Job final : Shared {
   Attention attention;
-  Attend attend;
+  Attend attend, chunk_attend;
   std::vector<Tile> tiles;
+  int64_t chunks = 0;  // tiles of prompts
   int64_t max_tokens = 0;
 
   void work() override {
@@ -49,7 +61,8 @@ struct Job final : Shared {
     const Scratch memory(scratch_floats(attention, max_tokens) * sizeof(float));
     auto* scratch = static_cast<float*>(memory.get());
     for (; item < items; item = next.fetch_add(1)) {
-      attend(attention, tiles[item / attention.kv_heads], item % attention.kv_heads, scratch);
+      const int64_t tile = item / attention.kv_heads;
+      (tile < chunks ? chunk_attend : attend)(attention, tiles[tile], item % attention.kv_heads, scratch);
       done.fetch_add(1, std::memory_order_release);
     }
   }
@@ -83,7 +96,7 @@ ffi::Error add_tile(Job& job, const Table& table, int64_t index, int64_t pages, 
 ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_pages,
                            Vector decode_lengths, Table tile_pages, Vector tile_starts, Vector tile_lengths,
                            ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window,
-                           int64_t max_lanes) {
+                           int64_t max_lanes, bool matrix_unit) {
   const auto shape = q.dimensions(), pool_shape = pool.dimensions();
   auto job = std::make_shared<Job>();
   const bool bfloat16 = q.element_type() == ffi::BF16;
@@ -91,6 +104,7 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_p
   job->attention = {q.untyped_data(), pool.untyped_data(), out->untyped_data(), bfloat16, int8, shape[1], shape[2],
                     shape[3],         pool_shape[3],       pool_shape[4],       scale,    window};
   job->attend = best_attend(max_lanes, job->attention);
+  job->chunk_attend = chunk_attend(matrix_unit, job->attention, job->attend);
   if (job->attend == nullptr) {
     return ffi::Error::InvalidArgument("paged_attention: no kernel for head_dim " + std::to_string(shape[3]));
   }
@@ -110,6 +124,7 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_p
     auto error = add_tile(*job, tile_pages, i, pool_shape[0], {row, tile_starts.typed_data()[i], length, nullptr}, work);
     if (error.failure()) return error;
   }
+  job->chunks = static_cast<int64_t>(job->tiles.size());
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t length = decode_lengths.typed_data()[i];
     if (length == 0) {
@@ -126,7 +141,8 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_p
 
 }  // namespace
 
-// Keys, values, scores, decay and scales of a block, then q, out, total and top of every row. Codes need less.
+// Keys, values, scores, decay and scales of a block, then q, out, total and top of every row. Codes need less,
+// and so do tiles of the matrix unit: half the keys and values, up to 15 rows more, with 1.5 dims + 2 for each.
 size_t scratch_floats(const Attention& a, int64_t tokens) {
   const int64_t block = 64, rows = tokens * a.groups, dims = (a.head_dim + 63) / 64 * 64;
   return 2 * block * dims + 8 * block + kMaxLanes + rows * (2 * dims + kMaxLanes + 1);
@@ -146,4 +162,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::paged_attentio
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
-                                  .Attr<int64_t>("max_lanes"));
+                                  .Attr<int64_t>("max_lanes")
+                              .Attr<bool>("matrix_unit"));

@@ -31,6 +31,7 @@ X86_64 = (
     *(("matmul_vector.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("rows.cc", flags) for flags in ([], AVX2, AVX512)),
     ("attention_vnni.cc", [*AVX512, "-mavx512vnni", *QUIET]),
+    ("attention_amx.cc", AMX),
     ("matmul_vnni.cc", VNNI),
     ("matmul_amx.cc", AMX),
 )

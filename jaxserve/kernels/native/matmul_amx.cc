@@ -21,8 +21,9 @@ namespace {
 
 constexpr int64_t kFewRows = 2 * kTile;
 constexpr int64_t kFewSteps = kUnitSteps;  // unpacked at once
-constexpr int64_t kManySteps = 2 * kUnitSteps;
-constexpr int64_t kManyOuts = 4 * kPair;   // 128 KiB of a slice of the weight
+constexpr int64_t kManySteps = kUnitSteps;  // of 32 rows of x 16 KiB, and as much of 32 of the weight: both fit into L1
+constexpr int64_t kManyOuts = 8 * kPair;    // 128 KiB of a slice of the weight
+constexpr int64_t kManyBlocks = 8;          // at least, so that threads get equal shares; blocks of half the outs else
 constexpr int64_t kManyRows = 512;
 constexpr int64_t kSums = kTile * kTile;   // values of a tile of sums
 
@@ -97,6 +98,7 @@ struct Rows {
 // Tiles 0-3 += weight times x over some steps; without the second tile of rows, 0 and 2.
 template <bool Two>
 inline void multiply(const Source& w, const Rows& x, int64_t steps) {
+  __asm__ volatile("" ::: "memory");  // the compiler does not know that tiles are loaded from what was just written
   const uint16_t *w0 = w.first, *w1 = w.second;
   const uint32_t *x0 = x.first, *x1 = x.second;
   for (; steps > 0; --steps, w0 += w.step, w1 += w.step) {
@@ -240,7 +242,7 @@ void many_rows(const Matmul& m, const void* packed, const Block& b, uint16_t* sl
 }
 
 Block block(const Matmul& m) {
-  if (m.rows > kFewRows) return {0, kManyOuts, 0, kManyRows};
+  if (m.rows > kFewRows) return {0, m.w.out < kManyBlocks * kManyOuts ? kManyOuts / 2 : kManyOuts, 0, kManyRows};
   constexpr int64_t kRunBytes = 128 << 10;  // of the weight: small enough to share out evenly
   const int64_t pairs = kRunBytes / (kPair * m.w.row_bytes);
   return {0, kPair * (pairs ? pairs : 1), 0, kFewRows};

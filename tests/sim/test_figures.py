@@ -1,0 +1,59 @@
+"""The scripts of the simulator's figures run from a clean clone, and show what they are said to show."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve.bench.result import load
+
+
+def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: object) -> None:
+    """A script of bench/sim, as from the command line."""
+    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+    runpy.run_module(f"bench.sim.{script}", run_name="__main__")
+
+
+def rows(table: Path) -> list[list[str]]:
+    """The cells of a table in Markdown, without its header."""
+    lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_a_few_layers_in_int4_take_most_of_the_first_tokens_delay(monkeypatch, tmp_path):
+    run(monkeypatch, "int4_layers", "--out", tmp_path)
+    layers, ttft, violations = zip(*(map(float, row[:3]) for row in rows(tmp_path / "sim-int4-layers.md")), strict=True)
+    assert layers == (0, 8, 16, 32)
+    assert ttft[0] - ttft[1] > 4 * abs(ttft[1] - ttft[3])  # the knee
+    assert violations[0] > violations[1] >= violations[2]
+    assert (tmp_path / "sim-int4-layers.png").stat().st_size > 5000
+
+
+def test_windows_under_four_policies(monkeypatch, tmp_path):
+    run(monkeypatch, "windows", "--out", tmp_path)
+    found = {(row[0], row[1]): row for row in rows(tmp_path / "sim-windows.md")}
+    assert len(found) == 12
+    violated = {key: float(row[2]) for key, row in found.items()}
+    for window in ("azure-conv", "burstgpt"):
+        assert violated[window, "morph"] < violated[window, "full precision"]
+        assert int(found[window, "morph"][6]) > int(found[window, "full precision"][6])  # pages
+    assert all(row[7] == "0" for (_, name), row in found.items() if "morph" not in name)  # decisions
+
+
+def test_what_a_simulated_request_costs(monkeypatch, tmp_path):
+    run(monkeypatch, "scaling", "--instances", "1,3", "--requests", "60", "--out", tmp_path)
+    assert [row[:2] for row in rows(tmp_path / "sim-scaling.md")] == [["1", "60"], ["3", "60"]]
+
+
+def test_fidelity_has_the_real_engine_beside_the_simulated_one(monkeypatch, tmp_path):
+    short = ("--seconds", 2, "--calibration-seconds", 4, "--rounds", 1)
+    run(monkeypatch, "fidelity", "--models", "bundled", *short, "--out", tmp_path)
+    found = rows(tmp_path / "fidelity.md")
+    assert {row[1] for row in found} == {"below", "near", "above"}
+    assert all(float(row[3]) > 0 and float(row[5]) > 0 for row in found)
+    real, simulated = (load(tmp_path / f"bundled-near-{name}.json") for name in ("0", "simulated"))
+    assert real["completed"] == simulated["completed"] >= 20
+    assert real["total_output_tokens"] == simulated["total_output_tokens"]
+    assert simulated["simulated"]
+    assert "simulated" not in real
