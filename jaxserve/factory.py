@@ -34,13 +34,12 @@ from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import FusedTier
 from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.kernels import kv_pool
-from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.memory_plan import COPY_RATES
 from jaxserve.outline import STATIC
 from jaxserve.parallel.placement import POOL_AXES, Placement
 from jaxserve.quantization.sensitivity.order import swap_order
 from jaxserve.resolution import Resolved, resolve
-from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.scheduler import Scheduler
 from jaxserve.telemetry import EngineMetrics
 
 log = logging.getLogger(__name__)
@@ -224,15 +223,7 @@ def _build_instance(
             rows.append(builder.build(block.block, tensors, placement, block.precision))
             if block.block.startswith("layers."):
                 pools.append(_pool(resolved, stage, placement))
-    width = -(-resolved.info.max_model_len // config.page_size)
-    table = PageTable(buckets.max_num_seqs, max(width, max(buckets.widths)))
-    pages = PagePool(
-        instance.stages[0].kv_pages,
-        caching=config.prefix_caching,
-        least=resolved.least_kv_pages,
-        most=resolved.reserved_kv_pages,
-    )
-    limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
+    scheduler, table = resolved.scheduler(instance)
     sampler = DeviceSampler(
         rows[-1].placement,
         slots=buckets.max_num_seqs,
@@ -243,7 +234,7 @@ def _build_instance(
     fuse = config.fuse if config.fuse is not None else resolved.devices[0].platform != "cpu"
     fused = FusedTier(compilations) if fuse else None
     executor = BlockExecutor(rows, pools, builder, sampler, buckets, table, config.page_size, fused)
-    return executor, Scheduler(limits, pages, table)
+    return executor, scheduler
 
 
 def _warm_variants(resolved: Resolved, instance: InstancePlan, executor: BlockExecutor, source: LayerSource) -> None:

@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxserve.control.ledger import Ledger
-from jaxserve.control.plan import Plan, StagePlan
+from jaxserve.control.plan import InstancePlan, Plan, StagePlan
 from jaxserve.control.resources import Resources
 from jaxserve.core.config import EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.core.precision import BITS
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.workspace import Sizes, StageMemory, stage_memory
+from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.outline import STATIC, Outline
+from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.telemetry import Snapshot
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,20 @@ class MemoryPlan:
     def least_kv_pages(self) -> int:
         """Those of the longest sequence, and the null page."""
         return -(-self.max_model_len // self.config.page_size) + 1
+
+    def scheduler(self, instance: InstancePlan) -> tuple[Scheduler, PageTable]:
+        """The bookkeeping of an instance that has nothing to do yet."""
+        config, buckets = self.config, self.buckets
+        width = max(-(-self.max_model_len // config.page_size), *buckets.widths)
+        table = PageTable(buckets.max_num_seqs, width)
+        pages = PagePool(
+            instance.stages[0].kv_pages,
+            caching=config.prefix_caching,
+            least=self.least_kv_pages,
+            most=self.reserved_kv_pages,
+        )
+        limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
+        return Scheduler(limits, pages, table), table
 
     def describe(self, plan: Plan, number: int) -> Snapshot:
         """What a snapshot says of an instance that follows from the plan."""

@@ -2,13 +2,12 @@
 
     python -m bench.sim.fidelity [--models bundled,160m] [--hardware FILE] [--rounds N] [--out FOLDER]
 
-For each model the machine is calibrated (`jaxserve bench latency --calibrate`), unless --hardware gives a file. Then
-three traces of random requests, below, near and above what the machine can do, are replayed by `jaxserve bench trace
---spawn`, in turn and `--rounds` times, backwards every other time, and simulated. What the machine can do is what the
-simulator answers when all requests are there at once.
+For each model, `--rounds` times: the machine is calibrated (`jaxserve bench latency --calibrate`; a machine's speed
+changes within minutes where others share it), unless --hardware gives a file; then three traces of random requests,
+below, near and above what the machine can do, are simulated and replayed by `jaxserve bench trace --spawn`, backwards
+every other time. What the machine can do is what the simulator answers when all requests are there at once.
 
-Writes the results of `bench` and `sim` to the folder, and fidelity.md: medians of the rounds, with their range, beside
-what the simulator says.
+Writes the results of `bench` and `sim` to the folder, and fidelity.md: medians of the rounds, side by side.
 """
 
 import argparse
@@ -60,8 +59,11 @@ def main() -> None:
     """Measures, simulates and reports."""
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
-    lines = [f"Real: median of {options.rounds} rounds, and their range. Errors over {TOLERATED:.0%} are marked.", ""]
-    lines += ["| model | load | figure | real | range | simulated | error |", "|---|---|---|---:|---:|---:|---:|"]
+    lines = [f"Medians of {options.rounds} rounds. Errors over {TOLERATED:.0%} are marked.", ""]
+    lines += [
+        "| model | load | figure | real | simulated | error | of each round |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
     for name in options.models.split(","):
         path = bundled_model_path() if name == "bundled" else ensure_checkpoint(name, options.cache_dir)
         lines += _model(name, path, PRESETS[name], options)
@@ -72,31 +74,48 @@ def main() -> None:
 
 def _model(name: str, path: Path, preset: Preset, options: argparse.Namespace) -> list[str]:
     """The lines of one model."""
-    hardware = options.hardware or options.out / f"{name}.yaml"
-    if options.hardware is None and not (options.resume and hardware.exists()):
+    traces: dict[str, Path] = {}
+    real: dict[str, list[Result]] = {label: [] for label in LOADS}
+    simulated: dict[str, list[Result]] = {label: [] for label in LOADS}
+    for number in range(options.rounds):
+        cluster = ClusterOptions(model=str(path), hardware=str(_hardware(name, number, path, options)))
+        if not traces:
+            traces = _traces(name, preset, cluster, options)
+        for label in LOADS if number % 2 == 0 else reversed(LOADS):
+            found = _simulated(cluster, traces[label], f"{name} {label}, simulated")
+            save(dict(found), options.out / f"{name}-{label}-{number}-simulated.json")
+            file = options.out / f"{name}-{label}-{number}.json"
+            if not (options.resume and file.exists()):
+                save(_real(path, traces[label], f"{name} {label}"), file)
+            real[label].append(load(file))
+            simulated[label].append(found)
+            print(_told(name, label, number, real[label][-1], found), flush=True)
+    return [line for label in LOADS for line in _lines(name, label, real[label], simulated[label])]
+
+
+def _hardware(name: str, number: int, path: Path, options: argparse.Namespace) -> Path:
+    """The file of this machine as it is now."""
+    if options.hardware is not None:
+        return Path(options.hardware)
+    file: Path = options.out / f"{name}-{number}.yaml"
+    if not (options.resume and file.exists()):
         asked = CalibrationOptions(name, EngineConfig(model=path), seconds=options.calibration_seconds)
-        save_hardware(calibrate(asked, lambda phase: print(f"{name}: {phase}", flush=True)), hardware)
-    cluster = ClusterOptions(model=str(path), hardware=str(hardware))
+        save_hardware(calibrate(asked, lambda phase: print(f"{name}: {phase}", flush=True)), file)
+    return file
+
+
+def _traces(name: str, preset: Preset, cluster: ClusterOptions, options: argparse.Namespace) -> dict[str, Path]:
+    """A file for each load, with as many requests as the time needs of what `cluster` can do."""
     at_once = _trace(options.out / f"{name}-at-once.csv", preset, np.zeros(AT_ONCE))
     most = _simulated(cluster, at_once, f"{name} at once")["request_throughput"]
     print(f"{name}: {most:.1f} requests/s at most", flush=True)
-    traces, simulated = {}, {}
+    traces = {}
     for label, share in LOADS.items():
         rate = share * most
         count = max(20, int(rate * options.seconds))
         arrivals = np.cumsum(np.random.default_rng(1).exponential(1 / rate, count))
         traces[label] = _trace(options.out / f"{name}-{label}.csv", preset, arrivals)
-        simulated[label] = _simulated(cluster, traces[label], f"{name} {label}, simulated")
-        save(dict(simulated[label]), options.out / f"{name}-{label}-simulated.json")
-    real: dict[str, list[Result]] = {label: [] for label in LOADS}
-    for number in range(options.rounds):
-        for label in LOADS if number % 2 == 0 else reversed(LOADS):
-            file = options.out / f"{name}-{label}-{number}.json"
-            if not (options.resume and file.exists()):
-                save(_real(path, traces[label], f"{name} {label}"), file)
-            real[label].append(load(file))
-            print(_told(name, label, number, real[label][-1], simulated[label]), flush=True)
-    return [line for label in LOADS for line in _lines(name, label, real[label], simulated[label])]
+    return traces
 
 
 def _trace(file: Path, preset: Preset, arrivals: Sequence[float]) -> Path:
@@ -138,16 +157,17 @@ def _told(name: str, label: str, number: int, real: Result, simulated: Result) -
     return f"{name} {label} {number}, real (simulated): {figures}"
 
 
-def _lines(name: str, label: str, real: Sequence[Result], simulated: Result) -> list[str]:
+def _lines(name: str, label: str, real: Sequence[Result], simulated: Sequence[Result]) -> list[str]:
+    """A line for each figure. The error is the median of the rounds': each is of one state of the machine."""
     lines = []
     for key, text in FIGURES.items():
-        values = [result[key] for result in real]
-        middle, found = statistics.median(values), simulated[key]
-        error = found / middle - 1
+        values, found = [result[key] for result in real], [result[key] for result in simulated]
+        errors = [one / other - 1 for one, other in zip(found, values, strict=True)]
+        error = statistics.median(errors)
         mark = " (!)" if abs(error) > TOLERATED else ""
         lines.append(
-            f"| {name} | {label} | {text} | {middle:.2f} | {min(values):.2f} to {max(values):.2f} | {found:.2f} "
-            f"| {error:+.1%}{mark} |"
+            f"| {name} | {label} | {text} | {statistics.median(values):.2f} | {statistics.median(found):.2f} "
+            f"| {error:+.1%}{mark} | {min(errors):+.1%} to {max(errors):+.1%} |"
         )
     return lines
 
@@ -155,9 +175,9 @@ def _lines(name: str, label: str, real: Sequence[Result], simulated: Result) -> 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="bundled,160m")
-    parser.add_argument("--hardware", type=Path, help="file of this machine; default: it is calibrated for each model")
-    parser.add_argument("--calibration-seconds", type=float, default=75.0)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each trace")
+    parser.add_argument("--hardware", type=Path, help="file of this machine; default: a calibration in each round")
+    parser.add_argument("--calibration-seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each trace")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "jaxserve" / "bench")
     parser.add_argument("--out", type=Path, default=Path("bench/out/fidelity"))

@@ -33,9 +33,9 @@ def summarize(
         "duration": duration_s,
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
-        "request_throughput": _per(len(done), duration_s),
-        "output_throughput": _per(outputs, duration_s),
-        "total_token_throughput": _per(inputs + outputs, duration_s),
+        "request_throughput": per_second(len(done), duration_s),
+        "output_throughput": per_second(outputs, duration_s),
+        "total_token_throughput": per_second(inputs + outputs, duration_s),
         "max_output_tokens_per_s": peak_tokens_per_s(done),
         "max_concurrent_requests": peak_concurrency(records),
         **_goodput(done, failed, duration_s, goodput or {}),
@@ -93,9 +93,13 @@ def _goodput(
     """A failed request violates every objective: users had no answer. All None without objectives."""
     if not goodput:
         return dict.fromkeys(("request_goodput", "goodput", "slo_attainment", "slo_violation_rate"))
-    good = sum(is_good(record, goodput) for record in done)
-    attainment = good / (len(done) + failed) if done or failed else None
-    throughput = _per(good, duration_s)
+    return goodput_figures(sum(is_good(record, goodput) for record in done), len(done) + failed, duration_s)
+
+
+def goodput_figures(good: int, count: int, duration_s: float) -> dict[str, float | None]:
+    """Of `count` requests in so many seconds, of which `good` met all objectives."""
+    attainment = good / count if count else None
+    throughput = per_second(good, duration_s)
     return {
         "request_goodput": throughput,  # good requests per second: vLLM's name, and the shorter one
         "goodput": throughput,
@@ -104,5 +108,6 @@ def _goodput(
     }
 
 
-def _per(count: float, duration_s: float) -> float | None:
+def per_second(count: float, duration_s: float) -> float | None:
+    """A rate; None over no time."""
     return count / duration_s if duration_s > 0 else None

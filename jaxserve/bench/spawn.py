@@ -2,9 +2,11 @@
 
 import contextlib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ def spawned(
     Its output goes to `log_path`, or to a file that is removed. Raises SpawnError if it is not ready in `timeout_s`.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_sigterm_is_an_exit())
         if log_path is None:
             log_path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxserve-"))) / "server.log"
         log = stack.enter_context(log_path.open("wb"))
@@ -40,6 +43,23 @@ def spawned(
         )
         stack.callback(_stop, process)
         yield _when_ready(process, log_path, timeout_s)
+
+
+@contextlib.contextmanager
+def _sigterm_is_an_exit() -> Iterator[None]:
+    """Has SIGTERM end the program by an exception, so that the server ends too; but for a program that handles it."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _when_ready(process: subprocess.Popen[bytes], log_path: Path, timeout_s: float) -> str:

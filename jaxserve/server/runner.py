@@ -5,6 +5,7 @@ the second one, or one while the model is loading, ends the process at once.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -109,6 +110,8 @@ class DrainingServer(uvicorn.Server):
             self.load_error = error
             self.should_exit = True
             return
+        gc.collect()
+        gc.freeze()  # what is there now stays: to look through it again and again would take 0.1 s each time
         self._loop.call_soon_threadsafe(self._attach, client)
 
     def _attach(self, client: EngineClient) -> None:

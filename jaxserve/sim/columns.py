@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.bench.metrics import MS, PERCENTILES, statistics
+from jaxserve.bench.metrics import MS, PERCENTILES, goodput_figures, per_second, statistics
 from jaxserve.bench.traces.trace import Trace
 from jaxserve.sim.simulation import Answered
 
@@ -60,9 +60,9 @@ class Columns:
             "duration": duration,
             "total_input_tokens": inputs,
             "total_output_tokens": total,
-            "request_throughput": _per(len(last), duration),
-            "output_throughput": _per(total, duration),
-            "total_token_throughput": _per(inputs + total, duration),
+            "request_throughput": per_second(len(last), duration),
+            "output_throughput": per_second(total, duration),
+            "total_token_throughput": per_second(inputs + total, duration),
             "max_output_tokens_per_s": _peak_tokens(arrival, first, last, gaps),
             "max_concurrent_requests": self._peak_concurrency(),
             **_goodput({"ttft": ttft, "tpot": tpot, "e2el": e2el}, failed, duration, goodput or {}),
@@ -138,15 +138,4 @@ def _goodput(
     if not goodput:
         return dict.fromkeys(("request_goodput", "goodput", "slo_attainment", "slo_violation_rate"))
     met = [seen[name] * MS <= limit for name, limit in goodput.items()]
-    good, count = int(np.logical_and.reduce(met).sum()), len(met[0]) + failed
-    attainment = good / count if count else None
-    return {
-        "request_goodput": _per(good, duration_s),
-        "goodput": _per(good, duration_s),
-        "slo_attainment": attainment,
-        "slo_violation_rate": None if attainment is None else 1 - attainment,
-    }
-
-
-def _per(count: float, duration_s: float) -> float | None:
-    return count / duration_s if duration_s > 0 else None
+    return goodput_figures(int(np.logical_and.reduce(met).sum()), len(met[0]) + failed, duration_s)

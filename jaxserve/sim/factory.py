@@ -6,9 +6,7 @@ from pathlib import Path
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.precision import mixture_name
 from jaxserve.engine.core import EngineCore
-from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.outline import STATIC
-from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.control import SETTLING, SimControl, build_control
 from jaxserve.sim.instance import SimInstance
@@ -55,18 +53,11 @@ def build_simulation(cluster: Cluster, *, detailed: bool, interval: float, model
 
 
 def _core(cluster: Cluster, number: int, metrics: EngineMetrics) -> EngineCore:
-    memory, config, buckets = cluster.memory, cluster.config, cluster.memory.buckets
+    memory = cluster.memory
     instance = memory.plan.instances[number]
-    width = -(-memory.max_model_len // config.page_size)
-    pages = PagePool(
-        instance.kv_pages,
-        caching=config.prefix_caching,
-        least=memory.least_kv_pages,
-        most=memory.reserved_kv_pages,
-    )
-    limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
+    scheduler, _ = memory.scheduler(instance)
     return EngineCore(
-        Scheduler(limits, pages, PageTable(buckets.max_num_seqs, width)),
+        scheduler,
         cluster.info,
         None,
         metrics,

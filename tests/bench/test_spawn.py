@@ -1,6 +1,8 @@
 """A spawned server is waited for, told about when it fails, and always stopped."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -43,6 +45,21 @@ def test_a_server_that_fails_to_start_shows_the_end_of_its_log(tmp_path):
     assert "no such model: x" in message
     assert "line 99" in message
     assert "line 5\n" not in message
+
+
+def test_sigterm_ends_the_server_and_then_the_measurement(tmp_path):
+    pid = tmp_path / "pid"
+    command = program(READY + "time.sleep(60)")
+    code = (
+        "import sys, time\nfrom jaxserve.bench.spawn import spawned\n"
+        f"with spawned([{str(pid)!r}], timeout_s=30, command={command!r}):\n"
+        "    print('measuring', flush=True)\n    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as measurement:
+        assert measurement.stdout.readline() == "measuring\n"
+        measurement.send_signal(signal.SIGTERM)
+        assert measurement.wait(30) == 128 + signal.SIGTERM
+    assert_gone(pid)
 
 
 def test_a_server_that_is_never_ready_is_stopped(tmp_path):

@@ -21,12 +21,13 @@ def rows(table: Path) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_a_few_layers_in_int4_take_most_of_the_first_tokens_delay(monkeypatch, tmp_path):
+def test_layers_in_int4_shorten_the_wait_for_the_first_token(monkeypatch, tmp_path):
     run(monkeypatch, "int4_layers", "--out", tmp_path)
-    layers, ttft, violations = zip(*(map(float, row[:3]) for row in rows(tmp_path / "sim-int4-layers.md")), strict=True)
+    layers, *series = zip(*(map(float, row[:5]) for row in rows(tmp_path / "sim-int4-layers.md")), strict=True)
     assert layers == (0, 8, 16, 32)
-    assert ttft[0] - ttft[1] > 4 * abs(ttft[1] - ttft[3])  # the knee
-    assert violations[0] > violations[1] >= violations[2]
+    for ttft, violations in (series[:2], series[2:]):
+        assert ttft[0] > 1.2 * ttft[1] > 1.5 * ttft[2]
+        assert violations[0] > violations[1] >= violations[2]
     assert (tmp_path / "sim-int4-layers.png").stat().st_size > 5000
 
 
@@ -51,8 +52,8 @@ def test_fidelity_has_the_real_engine_beside_the_simulated_one(monkeypatch, tmp_
     run(monkeypatch, "fidelity", "--models", "bundled", *short, "--out", tmp_path)
     found = rows(tmp_path / "fidelity.md")
     assert {row[1] for row in found} == {"below", "near", "above"}
-    assert all(float(row[3]) > 0 and float(row[5]) > 0 for row in found)
-    real, simulated = (load(tmp_path / f"bundled-near-{name}.json") for name in ("0", "simulated"))
+    assert all(float(row[3]) > 0 and float(row[4]) > 0 for row in found)
+    real, simulated = (load(tmp_path / f"bundled-near-{name}.json") for name in ("0", "0-simulated"))
     assert real["completed"] == simulated["completed"] >= 20
     assert real["total_output_tokens"] == simulated["total_output_tokens"]
     assert simulated["simulated"]
