@@ -2,10 +2,11 @@
 
     python -m bench.sim.fidelity [--models bundled,160m] [--hardware FILE] [--rounds N] [--out FOLDER]
 
-For each model, `--rounds` times: the machine is calibrated (`jaxserve bench latency --calibrate`; a machine's speed
-changes within minutes where others share it), unless --hardware gives a file; then three traces of random requests,
-below, near and above what the machine can do, are simulated and replayed by `jaxserve bench trace --spawn`, backwards
-every other time. What the machine can do is what the simulator answers when all requests are there at once.
+For each model, `--rounds` times: three traces of random requests, below, near and above what the machine can do, are
+replayed by `jaxserve bench trace --spawn`, backwards every other time. A machine's speed changes within minutes where
+others share it, so unless --hardware gives a file, it is calibrated before and after each replay (`jaxserve bench
+latency --calibrate`); the trace is simulated with both, and the means count. What the machine can do is what the
+simulator answers when all requests are there at once.
 
 Writes the results of `bench` and `sim` to the folder, and fidelity.md: medians of the rounds, side by side.
 """
@@ -13,6 +14,7 @@ Writes the results of `bench` and `sim` to the folder, and fidelity.md: medians 
 import argparse
 import csv
 import statistics
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +26,8 @@ import numpy as np
 from bench.peers.checkpoints import ensure_checkpoint
 from jaxserve.bench.offline.calibrate import calibrate, save as save_hardware
 from jaxserve.bench.offline.options import CalibrationOptions
-from jaxserve.bench.options import ArrivalOptions, DatasetOptions, LoadOptions, ServerOptions, TraceOptions
+from jaxserve.bench.options import DatasetOptions, TraceOptions
 from jaxserve.bench.result import load, save
-from jaxserve.bench.run import Experiment, run_experiment
 from jaxserve.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.sim.options import ClusterOptions
@@ -78,30 +79,33 @@ def _model(name: str, path: Path, preset: Preset, options: argparse.Namespace) -
     real: dict[str, list[Result]] = {label: [] for label in LOADS}
     simulated: dict[str, list[Result]] = {label: [] for label in LOADS}
     for number in range(options.rounds):
-        cluster = ClusterOptions(model=str(path), hardware=str(_hardware(name, number, path, options)))
+        before = _cluster(name, f"{number}-start", path, options)
         if not traces:
-            traces = _traces(name, preset, cluster, options)
+            traces = _traces(name, preset, before, options)
         for label in LOADS if number % 2 == 0 else reversed(LOADS):
-            found = _simulated(cluster, traces[label], f"{name} {label}, simulated")
-            save(dict(found), options.out / f"{name}-{label}-{number}-simulated.json")
             file = options.out / f"{name}-{label}-{number}.json"
             if not (options.resume and file.exists()):
-                save(_real(path, traces[label], f"{name} {label}"), file)
+                _real(path, traces[label], file)
+            after = _cluster(name, f"{number}-{label}", path, options)
+            found = [_simulated(cluster, traces[label], f"{name} {label}, simulated") for cluster in (before, after)]
+            for when, result in zip(("before", "after"), found, strict=True):
+                save(dict(result), options.out / f"{name}-{label}-{number}-simulated-{when}.json")
             real[label].append(load(file))
-            simulated[label].append(found)
-            print(_told(name, label, number, real[label][-1], found), flush=True)
+            simulated[label].append({key: statistics.mean(result[key] for result in found) for key in FIGURES})
+            print(_told(name, label, number, real[label][-1], simulated[label][-1]), flush=True)
+            before = after
     return [line for label in LOADS for line in _lines(name, label, real[label], simulated[label])]
 
 
-def _hardware(name: str, number: int, path: Path, options: argparse.Namespace) -> Path:
-    """The file of this machine as it is now."""
+def _cluster(name: str, when: str, path: Path, options: argparse.Namespace) -> ClusterOptions:
+    """One device of this machine as it is now."""
     if options.hardware is not None:
-        return Path(options.hardware)
-    file: Path = options.out / f"{name}-{number}.yaml"
+        return ClusterOptions(model=str(path), hardware=str(options.hardware))
+    file: Path = options.out / f"{name}-{when}.yaml"
     if not (options.resume and file.exists()):
         asked = CalibrationOptions(name, EngineConfig(model=path), seconds=options.calibration_seconds)
-        save_hardware(calibrate(asked, lambda phase: print(f"{name}: {phase}", flush=True)), file)
-    return file
+        save_hardware(calibrate(asked), file)
+    return ClusterOptions(model=str(path), hardware=str(file))
 
 
 def _traces(name: str, preset: Preset, cluster: ClusterOptions, options: argparse.Namespace) -> dict[str, Path]:
@@ -139,17 +143,11 @@ def _simulated(cluster: ClusterOptions, trace: Path, label: str) -> Result:
     return run_simulation(experiment, [sys.executable, *sys.argv])
 
 
-def _real(model: Path, trace: Path, label: str) -> dict[str, Any]:
-    experiment = Experiment(
-        ServerOptions(spawn=True, serve_args=str(model), ignore_eos=True),
-        LoadOptions(num_warmups=4),
-        DatasetOptions(dataset="trace"),
-        ArrivalOptions(),
-        TraceOptions(trace=trace),
-        label=label,
-        progress=False,
-    )
-    return run_experiment(experiment, "trace", [sys.executable, *sys.argv])
+def _real(model: Path, trace: Path, result: Path) -> None:
+    """A server and a client, each in a process of its own, as a user has them."""
+    options = ("--ignore-eos", "--num-warmups", "4", "--quiet", "--spawn", "--serve-args", model)
+    command = (sys.executable, "-m", "jaxserve.cli", "bench", "trace", "--trace", trace, *options)
+    subprocess.run([*map(str, command), "--save-result", str(result)], stdout=subprocess.DEVNULL, check=True)
 
 
 def _told(name: str, label: str, number: int, real: Result, simulated: Result) -> str:
@@ -176,7 +174,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="bundled,160m")
     parser.add_argument("--hardware", type=Path, help="file of this machine; default: a calibration in each round")
-    parser.add_argument("--calibration-seconds", type=float, default=60.0)
+    parser.add_argument("--calibration-seconds", type=float, default=30.0)
     parser.add_argument("--seconds", type=float, default=40.0, help="of each trace")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "jaxserve" / "bench")

@@ -53,7 +53,7 @@ def test_fidelity_has_the_real_engine_beside_the_simulated_one(monkeypatch, tmp_
     found = rows(tmp_path / "fidelity.md")
     assert {row[1] for row in found} == {"below", "near", "above"}
     assert all(float(row[3]) > 0 and float(row[4]) > 0 for row in found)
-    real, simulated = (load(tmp_path / f"bundled-near-{name}.json") for name in ("0", "0-simulated"))
+    real, simulated = (load(tmp_path / f"bundled-near-{name}.json") for name in ("0", "0-simulated-after"))
     assert real["completed"] == simulated["completed"] >= 20
     assert real["total_output_tokens"] == simulated["total_output_tokens"]
     assert simulated["simulated"]
