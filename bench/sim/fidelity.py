@@ -2,11 +2,14 @@
 
     python -m bench.sim.fidelity [--models bundled,160m] [--hardware FILE] [--rounds N] [--out FOLDER]
 
-For each model, `--rounds` times: three traces of random requests, below, near and above what the machine can do, are
-replayed by `jaxserve bench trace --spawn`, backwards every other time. A machine's speed changes within minutes where
-others share it, so unless --hardware gives a file, it is calibrated before and after each replay (`jaxserve bench
-latency --calibrate`); the trace is simulated with both, and the means count. What the machine can do is what the
-simulator answers when all requests are there at once.
+For each model, `--rounds` times: the machine is calibrated (`jaxserve bench latency --calibrate`), unless --hardware
+gives a file; then three traces of random requests, below, near and above what the machine can do, are replayed by
+`jaxserve bench trace --spawn`, backwards every other time, and simulated. What the machine can do is what the simulator
+answers when all requests are there at once.
+
+A machine that others share is faster in one minute than in the next, and near saturation a tenth of a step's time is
+half of a request's. So each trace is simulated a second time with the machine as it was in that run: the step log of
+the real server is fitted. That leaves what the simulator itself makes wrong.
 
 Writes the results of `bench` and `sim` to the folder, and fidelity.md: medians of the rounds, side by side.
 """
@@ -30,8 +33,12 @@ from jaxserve.bench.options import DatasetOptions, TraceOptions
 from jaxserve.bench.result import load, save
 from jaxserve.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
+from jaxserve.engine.step_log import read_log
+from jaxserve.sim.fit import fit, measured
+from jaxserve.sim.hardware import Hardware, load_hardware, to_yaml
 from jaxserve.sim.options import ClusterOptions
 from jaxserve.sim.run import SimExperiment, run_simulation
+from jaxserve.sim.shape import ModelShape
 
 LOADS = {"below": 0.4, "near": 0.8, "above": 2.0}  # of what the machine can do, in requests/s
 FIGURES = {  # key of a result: name in the table
@@ -61,10 +68,8 @@ def main() -> None:
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
     lines = [f"Medians of {options.rounds} rounds. Errors over {TOLERATED:.0%} are marked.", ""]
-    lines += [
-        "| model | load | figure | real | simulated | error | of each round |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
+    lines += ["| model | load | figure | real | simulated | error | by its own steps | error |"]
+    lines += ["|---|---|---|---:|---:|---:|---:|---:|"]
     for name in options.models.split(","):
         path = bundled_model_path() if name == "bundled" else ensure_checkpoint(name, options.cache_dir)
         lines += _model(name, path, PRESETS[name], options)
@@ -76,36 +81,45 @@ def main() -> None:
 def _model(name: str, path: Path, preset: Preset, options: argparse.Namespace) -> list[str]:
     """The lines of one model."""
     traces: dict[str, Path] = {}
-    real: dict[str, list[Result]] = {label: [] for label in LOADS}
-    simulated: dict[str, list[Result]] = {label: [] for label in LOADS}
+    rounds: dict[str, list[tuple[Result, ...]]] = {label: [] for label in LOADS}  # real, simulated, by its own steps
     for number in range(options.rounds):
-        before = _cluster(name, f"{number}-start", path, options)
+        hardware = _hardware(name, number, path, options)
         if not traces:
-            traces = _traces(name, preset, before, options)
+            traces = _traces(name, preset, _cluster(path, hardware), options)
         for label in LOADS if number % 2 == 0 else reversed(LOADS):
-            file = options.out / f"{name}-{label}-{number}.json"
-            if not (options.resume and file.exists()):
-                _real(path, traces[label], file)
-            after = _cluster(name, f"{number}-{label}", path, options)
-            found = [_simulated(cluster, traces[label], f"{name} {label}, simulated") for cluster in (before, after)]
-            for when, result in zip(("before", "after"), found, strict=True):
-                save(dict(result), options.out / f"{name}-{label}-{number}-simulated-{when}.json")
-            real[label].append(load(file))
-            simulated[label].append({key: statistics.mean(result[key] for result in found) for key in FIGURES})
-            print(_told(name, label, number, real[label][-1], simulated[label][-1]), flush=True)
-            before = after
-    return [line for label in LOADS for line in _lines(name, label, real[label], simulated[label])]
+            stem = options.out / f"{name}-{label}-{number}"
+            file, log, own = (stem.with_name(stem.name + end) for end in (".json", ".steps.jsonl", ".yaml"))
+            if not (options.resume and file.exists() and log.exists()):
+                _real(path, traces[label], file, log)
+            own.write_text(to_yaml(_fitted(path, log, hardware)))
+            simulated = [_simulated(_cluster(path, on), traces[label], f"{name} {label}") for on in (hardware, own)]
+            for end, result in zip(("simulated", "simulated-own"), simulated, strict=True):
+                save(dict(result), options.out / f"{stem.name}-{end}.json")
+            rounds[label].append((load(file), *simulated))
+            print(
+                f"{name} {label} {number}, real / simulated / by its own steps: {_told(rounds[label][-1])}", flush=True
+            )
+    return [line for label in LOADS for line in _lines(name, label, rounds[label])]
 
 
-def _cluster(name: str, when: str, path: Path, options: argparse.Namespace) -> ClusterOptions:
-    """One device of this machine as it is now."""
+def _hardware(name: str, number: int, path: Path, options: argparse.Namespace) -> Path:
+    """The file of this machine as it is now."""
     if options.hardware is not None:
-        return ClusterOptions(model=str(path), hardware=str(options.hardware))
-    file: Path = options.out / f"{name}-{when}.yaml"
+        return Path(options.hardware)
+    file: Path = options.out / f"{name}-{number}.yaml"
     if not (options.resume and file.exists()):
         asked = CalibrationOptions(name, EngineConfig(model=path), seconds=options.calibration_seconds)
         save_hardware(calibrate(asked), file)
-    return ClusterOptions(model=str(path), hardware=str(file))
+    return file
+
+
+def _fitted(model: Path, log: Path, before: Path) -> Hardware:
+    """The machine as it was in a run: the times of its steps, and all else as it was before."""
+    return fit(measured(read_log(log)), ModelShape.load(model), load_hardware(before)).hardware
+
+
+def _cluster(model: Path, hardware: Path) -> ClusterOptions:
+    return ClusterOptions(model=str(model), hardware=str(hardware))
 
 
 def _traces(name: str, preset: Preset, cluster: ClusterOptions, options: argparse.Namespace) -> dict[str, Path]:
@@ -143,30 +157,28 @@ def _simulated(cluster: ClusterOptions, trace: Path, label: str) -> Result:
     return run_simulation(experiment, [sys.executable, *sys.argv])
 
 
-def _real(model: Path, trace: Path, result: Path) -> None:
+def _real(model: Path, trace: Path, result: Path, log: Path) -> None:
     """A server and a client, each in a process of its own, as a user has them."""
-    options = ("--ignore-eos", "--num-warmups", "4", "--quiet", "--spawn", "--serve-args", model)
-    command = (sys.executable, "-m", "jaxserve.cli", "bench", "trace", "--trace", trace, *options)
-    subprocess.run([*map(str, command), "--save-result", str(result)], stdout=subprocess.DEVNULL, check=True)
+    server = ("--spawn", "--serve-args", f"{model} --step-log {log}")
+    command = (sys.executable, "-m", "jaxserve.cli", "bench", "trace", "--trace", trace, "--ignore-eos", *server)
+    ending = ("--num-warmups", "4", "--quiet", "--save-result", result)
+    subprocess.run([*map(str, command), *map(str, ending)], stdout=subprocess.DEVNULL, check=True)
 
 
-def _told(name: str, label: str, number: int, real: Result, simulated: Result) -> str:
-    figures = ", ".join(f"{text} {real[key]:.2f} ({simulated[key]:.2f})" for key, text in FIGURES.items())
-    return f"{name} {label} {number}, real (simulated): {figures}"
+def _told(results: Sequence[Result]) -> str:
+    return ", ".join(f"{text} {' / '.join(f'{r[key]:.2f}' for r in results)}" for key, text in FIGURES.items())
 
 
-def _lines(name: str, label: str, real: Sequence[Result], simulated: Sequence[Result]) -> list[str]:
-    """A line for each figure. The error is the median of the rounds': each is of one state of the machine."""
+def _lines(name: str, label: str, rounds: Sequence[Sequence[Result]]) -> list[str]:
+    """A line for each figure: medians of the rounds, and of their errors, each in one state of the machine."""
     lines = []
     for key, text in FIGURES.items():
-        values, found = [result[key] for result in real], [result[key] for result in simulated]
-        errors = [one / other - 1 for one, other in zip(found, values, strict=True)]
-        error = statistics.median(errors)
-        mark = " (!)" if abs(error) > TOLERATED else ""
-        lines.append(
-            f"| {name} | {label} | {text} | {statistics.median(values):.2f} | {statistics.median(found):.2f} "
-            f"| {error:+.1%}{mark} | {min(errors):+.1%} to {max(errors):+.1%} |"
-        )
+        real, *others = ([result[key] for result in results] for results in zip(*rounds, strict=True))
+        cells = [f"{statistics.median(real):.2f} ({min(real):.2f} to {max(real):.2f})"]
+        for simulated in others:
+            error = statistics.median(one / other - 1 for one, other in zip(simulated, real, strict=True))
+            cells += [f"{statistics.median(simulated):.2f}", f"{error:+.1%}{' (!)' if abs(error) > TOLERATED else ''}"]
+        lines.append(f"| {name} | {label} | {text} | {' | '.join(cells)} |")
     return lines
 
 

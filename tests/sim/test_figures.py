@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve.bench.result import load
+from jaxserve.sim.hardware import to_yaml
+from tests.sim.machines import CPU
 
 
 def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: object) -> None:
@@ -48,12 +50,14 @@ def test_what_a_simulated_request_costs(monkeypatch, tmp_path):
 
 
 def test_fidelity_has_the_real_engine_beside_the_simulated_one(monkeypatch, tmp_path):
-    short = ("--seconds", 2, "--calibration-seconds", 4, "--rounds", 1)
+    hardware = tmp_path / "cpu.yaml"
+    hardware.write_text(to_yaml(CPU))
+    short = ("--seconds", 1, "--rounds", 1, "--hardware", hardware)
     run(monkeypatch, "fidelity", "--models", "bundled", *short, "--out", tmp_path)
     found = rows(tmp_path / "fidelity.md")
     assert {row[1] for row in found} == {"below", "near", "above"}
-    assert all(float(row[3]) > 0 and float(row[4]) > 0 for row in found)
-    real, simulated = (load(tmp_path / f"bundled-near-{name}.json") for name in ("0", "0-simulated-after"))
+    assert all(float(cell.split()[0]) > 0 for row in found for cell in (row[3], row[4], row[6]))
+    real, simulated = (load(tmp_path / f"bundled-near-{name}.json") for name in ("0", "0-simulated-own"))
     assert real["completed"] == simulated["completed"] >= 20
     assert real["total_output_tokens"] == simulated["total_output_tokens"]
     assert simulated["simulated"]
