@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,7 +72,8 @@ async def run_load(
     interrupted = False
     watch = asyncio.create_task(run.watch())
     try:
-        await run.send_all()
+        with _old_objects_left_alone():
+            await run.send_all()
     except asyncio.CancelledError:
         if task := asyncio.current_task():
             task.uncancel()
@@ -81,6 +83,16 @@ async def run_load(
     end = run.now() if interrupted else max((record.end_s or 0.0 for record in run.records), default=0.0)
     start = run.records[0].arrival_s if run.records else 0.0
     return Load(run.records, max(end - start, 0.0), interrupted, client_health(run.records, run.lags_s), origin)
+
+
+@contextlib.contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """What is there already is not looked through for garbage meanwhile: that stops a client for 0.1 to 0.3 s."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Run:
