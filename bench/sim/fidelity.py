@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def _model(name: str, path: Path, preset: Preset, options: argparse.Namespace) -
             file, log, own = (stem.with_name(stem.name + end) for end in (".json", ".steps.jsonl", ".yaml"))
             if not (options.resume and file.exists() and log.exists()):
                 _real(path, traces[label], file, log)
-            own.write_text(to_yaml(_fitted(path, log, hardware)))
+            own.write_text(to_yaml(_fitted(path, log, load(file), hardware)))
             simulated = [_simulated(_cluster(path, on), traces[label], f"{name} {label}") for on in (hardware, own)]
             for end, result in zip(("simulated", "simulated-own"), simulated, strict=True):
                 save(dict(result), options.out / f"{stem.name}-{end}.json")
@@ -113,9 +113,18 @@ def _hardware(name: str, number: int, path: Path, options: argparse.Namespace) -
     return file
 
 
-def _fitted(model: Path, log: Path, before: Path) -> Hardware:
-    """The machine as it was in a run: the times of its steps, and all else as it was before."""
-    return fit(measured(read_log(log)), ModelShape.load(model), load_hardware(before)).hardware
+def _fitted(model: Path, log: Path, result: Result, before: Path) -> Hardware:
+    """The machine as it was in a run: its steps, and the mean of what requests took outside of the engine."""
+    recording = read_log(log)
+    found = fit(measured(recording), ModelShape.load(model), load_hardware(before)).hardware
+    arrivals = sorted(recording.arrivals, key=lambda arrival: arrival.time)[-len(result["ttfts"]) :]  # not the warm-up
+    inside = statistics.mean((recording.answers[a.id].first_token or a.time) - a.time for a in arrivals)
+    sequences = {(step.instance, step.number): step.sequences for step in recording.steps}
+    streams = statistics.mean(sequences.get((arrival.instance, arrival.step), 0) for arrival in arrivals)
+    tokens = statistics.mean(arrival.prompt_tokens for arrival in arrivals)
+    known = found.overheads
+    request = statistics.mean(result["ttfts"]) - inside - known.prompt_token * tokens - known.stream * streams
+    return replace(found, overheads=replace(known, request=max(request, 0.0)))
 
 
 def _cluster(model: Path, hardware: Path) -> ClusterOptions:
