@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -76,7 +77,8 @@ async def measure(url: str, workload: Workload, progress: Progress | None = None
             load = await run_load(workload, client)
             watch.origin_s = load.origin_s
             end = max((record.end_s or 0.0 for record in load.records), default=0.0)
-            await _until(lambda: watch.settled_since is not None, PATIENCE_S)
+            ended = time.monotonic()  # what was seen before may be out of date
+            await _until(lambda: watch.looked > ended and watch.settled_since is not None, PATIENCE_S)
         decisions = await _decisions(url, load.origin_s)
     restored = None if watch.settled_since is None else watch.settled_since - load.origin_s
     return Seen(load, sampler.series(load.origin_s), sampler.queue_time(PERCENTILES), decisions, end, restored)
@@ -88,11 +90,13 @@ class Watch:
     def __init__(self, progress: Progress | None = None):
         self.origin_s = time.monotonic()
         self.settled_since: float | None = None
+        self.looked = -math.inf  # when the latest look was
         self._progress = progress
         self._start: dict[str, float] | None = None
 
     def look(self, time_s: float, scrape: Scrape) -> None:
         """Takes what was seen at `time_s` of the monotonic clock. Mutates."""
+        self.looked = time_s
         state = {name: value for name, value in scrape.values.items() if name.startswith(SETTLED)}
         self._start = state if self._start is None else self._start
         if state != self._start:
