@@ -15,16 +15,8 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.factory import build_async_engine
+from tests.library.adapting import OPTIONS, QUICK
 
-OPTIONS = {
-    "load_format": "dummy",
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 4 + 32,
-    "memory_gb": 4,
-    "kv_pages": 20,
-    "max_model_len": 256,
-}
-QUICK = {"release_quiet": 0.3, "release_interval": 0.1, "entry_hold": 0.0, "entry_interval": 0.1}
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 

@@ -14,16 +14,7 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.step_log import Recording, read_log
 from jaxserve.factory import build_async_engine
 from jaxserve.sim.recorded import replay
-
-QUICK = {"release_quiet": 0.3, "release_interval": 0.1, "entry_hold": 0.0, "entry_interval": 0.1}
-OPTIONS = {
-    "load_format": "dummy",
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 4 + 32,
-    "memory_gb": 4,
-    "kv_pages": 20,
-    "max_model_len": 256,
-}
+from tests.library.adapting import OPTIONS, QUICK
 
 
 async def answer(engine: AsyncEngine, seed: int) -> None:
