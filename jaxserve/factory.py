@@ -12,10 +12,11 @@ from jax import Array
 from jaxserve.actuator import Instance, LayerSource, PlanActuator
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.checkpoint.variants import fingerprint
-from jaxserve.control import InstancePlan, StagePlan
+from jaxserve.control import BlockPlan, InstancePlan, StagePlan
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, load_policy
+from jaxserve.control.policy import Foresees, Policy
 from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.precision import mixture_name
@@ -28,10 +29,10 @@ from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.step_log import InstanceLog, StepLog
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.executor.blocks import BlockBuilder, Row
+from jaxserve.executor.blocks import BlockBuilder, Row, RowOutline
 from jaxserve.executor.compilation import CompileCounter, use_persistent_cache
 from jaxserve.executor.executor import BlockExecutor
-from jaxserve.executor.fused import FusedTier
+from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.kernels import kv_pool
 from jaxserve.memory_plan import COPY_RATES
@@ -87,6 +88,10 @@ def build(config: EngineConfig, *, controlled: bool = False) -> Built:
     """
     use_persistent_cache(config.compile_cache)
     resolved = resolve(config)
+    controlled = controlled or config.policy != STATIC
+    load = _policy_loader(resolved) if controlled else None
+    policy = load(config.policy) if load else None
+    foreseen = policy.foresee(resolved.plan) if isinstance(policy, Foresees) else ()
     step_log = None if config.step_log is None else StepLog(config.step_log, _facts(resolved))
     tokenizer = _load_tokenizer(config, resolved.checkpoint)
     metrics = EngineMetrics(resolved.info.name)
@@ -110,15 +115,15 @@ def build(config: EngineConfig, *, controlled: bool = False) -> Built:
         )
         if config.warmup:
             executor.warm()
-            _warm_variants(resolved, instance, executor, source)
+            _warm_variants(resolved, instance, executor, source, [plan.instances[number] for plan in foreseen])
         logged = None if step_log is None else InstanceLog(step_log, core, resolved.buckets)
         instances.append(StepLoop(core, executor, clock, overlap=config.overlap, log=logged))
 
     actuator = control = None
-    if controlled or config.policy != STATIC:
+    if load and policy:
         pairs = [Instance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
         actuator = _actuator(resolved, pairs, source, metrics)
-        control = _control_plane(resolved, instances, actuator, clock, step_log)
+        control = _control_plane(resolved, policy, load, instances, actuator, clock, step_log)
 
     def close() -> None:
         for part in (control, actuator, step_log):
@@ -155,8 +160,16 @@ def _copy_rate(resolved: Resolved) -> float:
     return COPY_RATES[resolved.devices[0].platform]
 
 
+def _policy_loader(resolved: Resolved) -> Callable[..., Policy]:
+    """Makes a policy for this engine from what names it."""
+    resources, slo_ttft = resolved.resources(_copy_rate(resolved)), resolved.config.slo_ttft
+    return partial(load_policy, resources=resources, swap_order=_swap_order(resolved), slo_ttft=slo_ttft)
+
+
 def _control_plane(
     resolved: Resolved,
+    policy: Policy,
+    load: Callable[..., Policy],
     instances: Sequence[StepLoop],
     actuator: PlanActuator,
     clock: Clock,
@@ -165,9 +178,8 @@ def _control_plane(
     """The controller of the plan, with the policy that it asks."""
     config = resolved.config
     resources = resolved.resources(_copy_rate(resolved))
-    load = partial(load_policy, resources=resources, swap_order=_swap_order(resolved), slo_ttft=config.slo_ttft)
     kind = Controller if step_log is None else partial(LoggedController, step_log)
-    controller = kind(resolved.plan, load(config.policy), resources, actuator=actuator)
+    controller = kind(resolved.plan, policy, resources, actuator=actuator)
     return ControlPlane(
         controller,
         resources,
@@ -231,26 +243,49 @@ def _build_instance(
         max_len=resolved.info.max_model_len,
         top_logprobs=max(resolved.info.max_logprobs, 1),
     )
-    fuse = config.fuse if config.fuse is not None else resolved.devices[0].platform != "cpu"
-    fused = FusedTier(compilations) if fuse else None
+    fused = _fused_tier(resolved, compilations)
     executor = BlockExecutor(rows, pools, builder, sampler, buckets, table, config.page_size, fused)
     return executor, scheduler
 
 
-def _warm_variants(resolved: Resolved, instance: InstancePlan, executor: BlockExecutor, source: LayerSource) -> None:
-    """Compiles what a change of any layer's precision will need, with one layer of each kind at a time."""
+def _fused_tier(resolved: Resolved, compilations: CompileCounter) -> FusedTier | None:
+    """On CPU at warm-up: it takes half a second a shape there, and later it would take the steps' cores."""
+    config, on_cpu = resolved.config, resolved.devices[0].platform == "cpu"
+    if config.fuse is False or (config.fuse is None and on_cpu and not config.warmup):
+        return None
+    background = config.fuse is True or not on_cpu
+    return FusedTier(compilations, patience=PATIENCE if background else None, at_warmup=on_cpu)
+
+
+def _warm_variants(
+    resolved: Resolved,
+    instance: InstancePlan,
+    executor: BlockExecutor,
+    source: LayerSource,
+    foreseen: Sequence[InstancePlan],
+) -> None:
+    """Compiles what a change of any layer's precision will need, with one layer of each kind at a time, and fuses the
+    mixtures that are foreseen.
+    """
     model = resolved.physical
+    outlines: dict[BlockPlan, RowOutline] = {}
     for stage in instance.stages:
         layers = {b.block: int(b.block.removeprefix("layers.")) for b in stage.blocks if b.block.startswith("layers.")}
         kinds = {name: (model.is_sparse(layer), model.window(layer)) for name, layer in layers.items()}
-        warm = {(kinds[b.block], b.precision) for b in stage.blocks if b.block in kinds}
+        warm = {(kinds[row.block], row.precision): row.outline() for row in executor.rows if row.block in kinds}
         for name, kind in kinds.items():
             for precision in resolved.variants:
                 if (kind, precision) not in warm:
-                    warm.add((kind, precision))
                     row = executor.prepare(name, source.parameters(name, precision), precision)
                     executor.warm_layer(row)
+                    warm[kind, precision] = row.outline()
                     row.free()
+        for (kind, precision), outline in warm.items():
+            outlines |= {BlockPlan(name, precision): outline for name in kinds if kinds[name] == kind}
+    for plan in foreseen:
+        layers = [block for block in plan.blocks if block.block.startswith("layers.")]
+        if outlines.keys() >= set(layers):  # a policy of the user's may foresee what cannot be
+            executor.fuse_decodes([outlines[block] for block in layers])
 
 
 def _pool(resolved: Resolved, stage: StagePlan, placement: Placement) -> Array:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxserve.control.plan import Plan
 from jaxserve.telemetry import Snapshot
@@ -37,6 +37,15 @@ class Policy(Protocol[State]):
         ...
 
 
+@runtime_checkable
+class Foresees(Protocol):
+    """A policy that can name plans which it may hold for long. Engines prepare for them what may be absent."""
+
+    def foresee(self, plan: Plan) -> Sequence[Plan]:
+        """Such plans, if the engine is started with `plan`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Chain:
     """Policies one after the other: each starts from what the one before proposed."""
@@ -58,6 +67,9 @@ class Chain:
             states.append(proposal.state)
             reasons.append(proposal.reason)
         return Proposal(plan, tuple(states), "; ".join(filter(None, reasons)))
+
+    def foresee(self, plan: Plan) -> Sequence[Plan]:
+        return [found for policy in self.policies if isinstance(policy, Foresees) for found in policy.foresee(plan)]
 
 
 def chain(*policies: Policy) -> Chain:

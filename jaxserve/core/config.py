@@ -129,7 +129,7 @@ class EngineConfig:
     kernel_backend: KernelBackend = "auto"
     compile_cache: str | Path | None = None  # None: jaxserve/xla in the user's cache directory
     warmup: bool = True
-    fuse: bool | None = None  # the fused tier; None: on for GPU
+    fuse: bool | None = None  # all layers of a step as one program; None: in the background, on CPU at warm-up
     # records
     step_log: str | Path | None = None  # a file for what each step was and took; None: none is written
     # limits on a single request

@@ -57,10 +57,27 @@ class Row:
         """Bytes of the parameters on each device, summed over devices."""
         return sum(shard.data.nbytes for leaf in self.leaves for shard in leaf.addressable_shards)
 
+    def outline(self) -> "RowOutline":
+        """What outlives the parameters."""
+        return RowOutline(self.executable, jax.tree.map(abstract, self.leaves))
+
     def free(self) -> None:
         """Gives the parameters' memory back: for a row that is in no table and shares them with none."""
         for leaf in self.leaves:
             leaf.delete()
+
+
+@dataclass(frozen=True)
+class RowOutline:
+    """What a row runs and what its leaves are like: enough to compile for it."""
+
+    executable: Executable
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+
+def abstract(array: Array) -> jax.ShapeDtypeStruct:
+    """An array without its values."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 class BlockBuilder:

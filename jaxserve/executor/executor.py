@@ -6,7 +6,7 @@ are fetched, which the engine does one step later.
 
 from collections.abc import Callable, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 
 import jax
@@ -17,9 +17,9 @@ from jax import Array, lax
 from jaxserve.core.request import Sequence
 from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.executor.batch import pack
-from jaxserve.executor.blocks import BlockBuilder, Parameter, Row
+from jaxserve.executor.blocks import BlockBuilder, Executable, Parameter, Row, RowOutline
 from jaxserve.executor.buckets import Buckets
-from jaxserve.executor.fused import FusedTier
+from jaxserve.executor.fused import FusedTier, Key
 from jaxserve.executor.pools import PoolResizer
 from jaxserve.executor.sampler import Logprobs, logprobs_of
 from jaxserve.executor.sampling import DeviceSampler, Sampled
@@ -40,6 +40,16 @@ class Stage:
     layers: tuple[Row, ...]
     head: Row | None
     first_layer: int
+
+    @cached_property
+    def executables(self) -> tuple[Executable, ...]:
+        """What the decoder layers run."""
+        return tuple(row.executable for row in self.layers)
+
+    @property
+    def pools(self) -> slice:
+        """Which KV pools are those of the decoder layers."""
+        return slice(self.first_layer, self.first_layer + len(self.layers))
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,7 @@ class BlockExecutor:
                 self._score_tile(out, 0, np.zeros(shape.tile, np.int32))
         self._resizer.warm(self.pools)
         jax.block_until_ready(self.pools)
+        self.fuse_decodes([row.outline() for stage in self._stages for row in stage.layers])
 
     def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
         """Between two steps: each key's page of every KV pool moves to its value, then memory from `pages` on is given
@@ -151,7 +162,7 @@ class BlockExecutor:
         assert old.placement == row.placement, "a row is exchanged on its own devices"
         self._stages = stages_of(self.rows)
         if self._fused is not None:
-            self._fused.invalidate()
+            self._fused.table_changed()
         return old
 
     def warm_layer(self, row: Row) -> None:
@@ -161,11 +172,22 @@ class BlockExecutor:
         stage = next(stage for stage in self._stages if stage.placement == row.placement and stage.layers)
         pool = stage.first_layer
         for shape in self.buckets.all():
-            packed = np.zeros(shape.size, np.int32)
-            _, _, *context = self._inputs[stage.placement](packed, shape)
-            x = jax.device_put(self._embed(packed, shape), stage.placement.sharding())
+            x, context = self._padding(stage, shape)
             _, self.pools[pool] = row.executable(x, *context, self.pools[pool], *row.leaves)
         jax.block_until_ready(self.pools[pool])
+
+    def fuse_decodes(self, layers: SequenceOf[RowOutline]) -> None:
+        """Compiles the shapes of steps that only decode for such decoder layers, if the fused tier is to be warmed."""
+        if self._fused is None or not self._fused.at_warmup:
+            return
+        for number, stage in enumerate(self._stages):
+            rows = layers[stage.pools]
+            for shape in self.buckets.all() if rows else ():
+                if not shape.tiles:
+                    x, context = self._padding(stage, shape)
+                    key = (number, shape, tuple(row.executable for row in rows))
+                    self._fused.compile(key, rows, x, context, self.pools[stage.pools])
+        self._fused.wait()
 
     def close(self) -> None:
         """Frees the device: parameters, pools and the sampler's state. The executor cannot be used afterwards."""
@@ -174,6 +196,12 @@ class BlockExecutor:
         for array in {id(a): a for a in (*self.pools, *(leaf for row in self.rows for leaf in row.leaves))}.values():
             array.delete()
         self.sampler.close()
+
+    def _padding(self, stage: Stage, shape: StepShape) -> tuple[Array, list]:
+        """What a decoder layer of the stage is called with, before its pool and leaves, in a step of nothing."""
+        packed = np.zeros(shape.size, np.int32)
+        _, _, *context = self._inputs[stage.placement](packed, shape)
+        return jax.device_put(self._embed(packed, shape), stage.placement.sharding()), context
 
     def _index(self, block: str) -> int:
         return next(index for index, row in enumerate(self.rows) if row.block == block)
@@ -192,21 +220,20 @@ class BlockExecutor:
                 x = stage.embed.executable(tokens, self._newest_tokens(stage), *stage.embed.leaves)
             else:
                 x = jax.device_put(x, stage.placement.sharding())
-            x = self._run_layers((number, shape), stage, x, context)
+            x = self._run_layers((number, shape, stage.executables), stage, x, context)
             if stage.head is not None:
                 hidden, logits = stage.head.executable(x, row_ids, *stage.head.leaves)
                 return Forwarded(x, hidden, logits)
         raise AssertionError("the plan has no head")
 
-    def _run_layers(self, key: tuple[int, StepShape], stage: Stage, x: Array, context: list) -> Array:
-        pools = slice(stage.first_layer, stage.first_layer + len(stage.layers))
+    def _run_layers(self, key: Key, stage: Stage, x: Array, context: list) -> Array:
         if self._fused is not None:
             fused = self._fused.find(key)
             if fused is not None:
                 leaves = tuple(row.leaves for row in stage.layers)
-                x, self.pools[pools] = fused(x, tuple(context), tuple(self.pools[pools]), leaves)
+                x, self.pools[stage.pools] = fused(x, tuple(context), tuple(self.pools[stage.pools]), leaves)
                 return x
-            self._fused.used(key, stage.layers, x, context, self.pools[pools])
+            self._fused.used(key, stage.layers, x, context, self.pools[stage.pools])
         for layer, row in enumerate(stage.layers, stage.first_layer):
             x, self.pools[layer] = row.executable(x, *context, self.pools[layer], *row.leaves)
         return x

@@ -1,34 +1,41 @@
-"""The fused tier: the decoder layers of a stage as one executable, compiled behind the server's back.
+"""The fused tier: the decoder layers of a stage as one executable.
 
-An optimisation that may be absent at any time. A step shape that has been used often enough since the last change of
-the block table is compiled in a background thread; steps go on block by block until the executable is ready.
+An optimisation that may be absent at any time: steps go block by block where there is none. An executable belongs to a
+step shape and to what the layers run, so it is found again when a mixture of precisions returns. For steps that only
+decode they may be compiled at warm-up; others in a background thread, once a shape has been used often since the last
+change of the block table.
 """
 
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import jax
 from jax import Array
 
-from jaxserve.executor.blocks import Row
+from jaxserve.executor.blocks import Executable, Row, RowOutline, abstract
 from jaxserve.executor.compilation import CompileCounter
 from jaxserve.executor.shapes import StepShape
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 32  # uses of a shape before it is worth fusing
+PATIENCE = 32  # uses of a shape before it is worth fusing in the background
+KEPT = 64  # executables
 
-Key = tuple[int, StepShape]  # stage number, shape
+Key = tuple[int, StepShape, tuple[Executable, ...]]  # stage number, shape, what its layers run
 Fused = Callable[..., tuple[Array, tuple[Array, ...]]]
 
 
 class FusedTier:
-    """Fused executables by stage and step shape, for the block table as it is now."""
+    """Fused executables by stage, step shape and the executables of the layers."""
 
-    def __init__(self, counter: CompileCounter, *, patience: int = PATIENCE):
+    def __init__(self, counter: CompileCounter, *, patience: int | None = PATIENCE, at_warmup: bool = False):
+        """`patience`: uses after which a shape is compiled in the background; None: never. `at_warmup`: whether the
+        executor is to compile, while it warms up, the shapes of steps that only decode.
+        """
+        self.at_warmup = at_warmup
         self._counter = counter
         self._patience = patience
         self._uses: Counter[Key] = Counter()
@@ -44,36 +51,41 @@ class FusedTier:
 
     def used(self, key: Key, rows: Sequence[Row], x: Array, context: Sequence[object], pools: Sequence[Array]) -> None:
         """Notes that a step ran block by block; starts to compile the shape when it has done so often. Mutates."""
+        if self._patience is None:
+            return
         self._uses[key] += 1
         if self._uses[key] == self._patience:
-            leaves = tuple(row.leaves for row in rows)
-            shapes = jax.tree.map(_abstract, (x, tuple(context), tuple(pools), leaves))
-            executables = tuple(row.executable for row in rows)
-            self._compiled[key] = self._pool.submit(_compile, executables, *shapes)
+            self.compile(key, [row.outline() for row in rows], x, context, pools)
 
-    def invalidate(self) -> None:
-        """Forgets everything: the block table has changed. Mutates."""
-        for future in self._compiled.values():
-            future.cancel()
-        self._compiled.clear()
+    def compile(
+        self, key: Key, rows: Sequence[RowOutline], x: Array, context: Sequence[object], pools: Sequence[Array]
+    ) -> None:
+        """Starts to compile a shape for such rows and arguments, unless it has been. The oldest give way. Mutates."""
+        if key in self._compiled:
+            return
+        shapes = jax.tree.map(abstract, (x, tuple(context), tuple(pools)))
+        leaves = tuple(row.leaves for row in rows)
+        self._compiled[key] = self._pool.submit(_compile, tuple(row.executable for row in rows), *shapes, leaves)
+        while len(self._compiled) > KEPT:
+            self._compiled.pop(next(iter(self._compiled))).cancel()
+
+    def table_changed(self) -> None:
+        """Begins to count anew; what has not begun to compile may never be needed. Mutates."""
         self._uses.clear()
+        for key in [key for key, future in self._compiled.items() if future.cancel()]:
+            del self._compiled[key]
 
     def wait(self) -> None:
         """Waits for the compilations that are under way."""
-        for future in self._compiled.values():
-            future.exception()
+        wait(self._compiled.values())
 
     def close(self) -> None:
         """Drops what has not begun to compile, and waits for what has."""
         self._pool.shutdown(cancel_futures=True)
-        self.invalidate()
+        self._compiled.clear()
 
     def _mark_thread(self) -> None:
         self._counter.fusing_threads.add(threading.get_ident())
-
-
-def _abstract(array: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _compile(executables: Sequence[Callable], x, context, pools, leaves) -> Fused:
@@ -84,8 +96,9 @@ def _compile(executables: Sequence[Callable], x, context, pools, leaves) -> Fuse
             written.append(pool)
         return x, tuple(written)
 
+    placed = jax.tree.map(lambda array: array.sharding, (x, pools))  # results lie as the arguments do
     try:
-        return jax.jit(fused, donate_argnums=2).lower(x, context, pools, leaves).compile()
+        return jax.jit(fused, donate_argnums=2, out_shardings=placed).lower(x, context, pools, leaves).compile()
     except Exception:
         log.exception("fusing failed; steps go on block by block")
         raise

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.control import Plan, Resources
+from jaxserve.control import Plan, Resources, chain
 from jaxserve.control.policies import (
     ACCURACY,
     PERFORMANCE,
@@ -103,6 +103,16 @@ def test_performance_mode_takes_all() -> None:
     driver = Driver(PERFORMANCE)
     driver.press()
     assert int4(driver.plan) == list(range(16))
+
+
+@pytest.mark.parametrize("settings", [ACCURACY, PERFORMANCE])
+def test_where_lasting_pressure_leads_is_foreseen(settings: MorphSettings) -> None:
+    driver = Driver(settings)
+    driver.press()
+    for policy in (driver.policy, chain(StaticPolicy(), driver.policy)):
+        (foreseen,) = policy.foresee(HOME)
+        assert foreseen.instances[0].layer_precisions == driver.plan.instances[0].layer_precisions
+    assert list(chain(StaticPolicy()).foresee(HOME)) == []
 
 
 def test_near_the_slo_more_layers_go_at_once() -> None:

@@ -71,6 +71,22 @@ def test_a_compilation_would_be_counted(built: Built) -> None:
     assert built.compilations.counts["block"] > before
 
 
+def test_steps_that_only_decode_are_fused_at_warm_up(built: Built) -> None:
+    fused = built.instances[0].executor._fused
+    shapes = {shape for _, shape, _ in fused._compiled}
+    assert shapes == {shape for shape in built.instances[0].executor.buckets.all() if not shape.tiles}
+    assert all(fused.find(key) is not None for key in fused._compiled)
+    assert built.compilations.counts["fused"] >= len(shapes)
+
+
+@pytest.mark.parametrize(("fuse", "warmup"), [(False, True), (None, False)])
+def test_nothing_is_fused_where_it_is_not_wanted(tiny_model: Path, fuse: bool | None, warmup: bool) -> None:
+    built = build(EngineConfig(model=tiny_model, fuse=fuse, warmup=warmup, **OPTIONS))
+    assert built.compilations.counts["fused"] == 0
+    assert built.instances[0].executor._fused is None
+    built.close()
+
+
 def test_the_fused_tier_takes_over_and_changes_nothing(tiny_model: Path, reference: Reference) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     executor = built.instances[0].executor
@@ -88,7 +104,4 @@ def test_the_fused_tier_takes_over_and_changes_nothing(tiny_model: Path, referen
     before = dict(fused._uses)
     assert run(engine, [(prompt, greedy)]) == [expected]
     assert fused._uses[key] == before[key], "a ready shape no longer runs block by block"
-    fused.invalidate()
-    assert fused.find(key) is None
-    assert run(engine, [(prompt, greedy)]) == [expected]
     built.close()

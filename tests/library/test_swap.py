@@ -205,18 +205,46 @@ def test_room_for_the_smaller_one_of_two_variants_is_in_the_ledger(warm: Built) 
     assert warm.resolved.ledger.entries["exchange"] == max(sorted(each)[-2] for each in sizes.values())
 
 
-def test_a_swap_drops_fused_executables(swapped: Swapped, tiny_model: Path) -> None:
+@pytest.mark.parametrize("split", [{}, SPLIT | {"pp": 2}])
+def test_where_a_policy_may_stay_is_fused_at_warm_up(tiny_model: Path, split: dict) -> None:
+    built = build(EngineConfig(model=tiny_model, policy="morph-performance", **(OPTIONS | split)))
+    swapped, before = Swapped(built), dict(built.compilations.counts)
+    fused, shapes = swapped.executor._fused, swapped.executor.buckets.all()
+    decodes = {(stage, shape) for stage in range(len(swapped.executor._stages)) for shape in shapes if not shape.tiles}
+
+    def ready() -> set:
+        """Stages and shapes for which there is an executable of the mixture as it is."""
+        stages = swapped.executor._stages
+        return {at for at in decodes if fused.find((*at, stages[at[0]].executables)) is not None}
+
+    assert ready() == decodes
+    swapped.swap(1, "int4")
+    assert ready() < decodes, "on the way there it is not"
+    for layer in (0, 2):
+        swapped.swap(layer, "int4")
+    assert ready() == decodes
+    tokens = swapped.run(prompt(3, 30))
+    assert built.compilations.counts == before
+    assert tokens == [Reference(tiny_model, dict.fromkeys(range(3), "int4")).greedy(prompt(3, 30), 12)]
+    built.close()
+
+
+def test_fused_executables_are_found_again_when_a_mixture_returns(swapped: Swapped, tiny_model: Path) -> None:
     fused = FusedTier(swapped.built.compilations, patience=3)
     swapped.executor.fuse(fused)
     p, params = prompt(7, 30), SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     full = swapped.run(p, params=params)
     swapped.executor.settle()
-    assert any(fused.find(key) for key in fused._compiled)
+    before = set(fused._compiled)
+    assert before
     swapped.swap(0, "int3")
-    assert not fused._compiled
     assert swapped.run(p, params=params) == [Reference(tiny_model, {0: "int3"}).greedy(p, 10)]
     swapped.executor.settle()
+    mixture = set(fused._compiled)
+    assert before < mixture
     swapped.swap(0, "float32")
     assert swapped.run(p, params=params) == full
+    swapped.executor.settle()
+    assert set(fused._compiled) == mixture
     swapped.executor.fuse(None)
     fused.close()

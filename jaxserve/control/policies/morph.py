@@ -103,6 +103,13 @@ class MorphPolicy:
                 reasons.append(f"instance {number}: {reason}" if len(snapshots) > 1 else reason)
         return Proposal(plan, tuple(states), "; ".join(reasons))
 
+    def foresee(self, plan: Plan) -> Sequence[Plan]:
+        """The plan with all layers swapped that may be: where load leads that lasts."""
+        for number, home in enumerate(plan.instances):
+            blocks = self._next_blocks(home, home, len(self._order))
+            plan = plan.with_precisions(number, dict.fromkeys(blocks, self.settings.precision))
+        return [plan]
+
     def _update_instance(self, view: _View, state: InstanceState) -> tuple[Plan, InstanceState, str]:
         now, pressure = view.now, self._pressure(view.snapshot)
         state = replace(state, peak=max(state.peak, view.arrivals))
