@@ -22,7 +22,7 @@ from jaxserve.executor.shapes import StepShape
 log = logging.getLogger(__name__)
 
 PATIENCE = 32  # uses of a shape before it is worth fusing in the background
-KEPT = 64  # executables
+KEPT = 256  # executables
 
 Key = tuple[int, StepShape, tuple[Executable, ...]]  # stage number, shape, what its layers run
 Fused = Callable[..., tuple[Array, tuple[Array, ...]]]

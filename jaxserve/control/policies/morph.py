@@ -104,11 +104,20 @@ class MorphPolicy:
         return Proposal(plan, tuple(states), "; ".join(reasons))
 
     def foresee(self, plan: Plan) -> Sequence[Plan]:
-        """The plan with all layers swapped that may be: where load leads that lasts."""
+        """After the first two decisions, after an urgent one, and with all layers swapped that may be: where load leads
+        that lasts.
+        """
+        settings, most = self.settings, len(self._order)
+        counts = {settings.entry_layers, 2 * settings.entry_layers, settings.urgent_layers, most}
+        return list(dict.fromkeys(self._with_swapped(plan, count) for count in sorted(counts)))
+
+    def _with_swapped(self, plan: Plan, count: int) -> Plan:
+        """The plan at the start with the first layers of the order swapped, as many as the mode allows."""
+        version = plan.version
         for number, home in enumerate(plan.instances):
-            blocks = self._next_blocks(home, home, len(self._order))
+            blocks = self._next_blocks(home, home, count)
             plan = plan.with_precisions(number, dict.fromkeys(blocks, self.settings.precision))
-        return [plan]
+        return replace(plan, version=version)
 
     def _update_instance(self, view: _View, state: InstanceState) -> tuple[Plan, InstanceState, str]:
         now, pressure = view.now, self._pressure(view.snapshot)
