@@ -4,7 +4,8 @@
 // of x fill the unit's eight tile registers.
 //
 // Few rows: reading the weight is the work; each tile is read, or unpacked into L1, and used at once. Many rows: a block
-// of the weight is unpacked into L2 and meets all rows there, in slices of the inputs that fit into L1 for 32 rows.
+// of the weight is unpacked into L2, a region of the inputs at a time, and meets all rows there, in slices that fit into L1
+// for 32 rows.
 
 #include "matmul.h"
 
@@ -22,7 +23,8 @@ namespace {
 constexpr int64_t kFewRows = 2 * kTile;
 constexpr int64_t kFewSteps = kUnitSteps;  // unpacked at once
 constexpr int64_t kManySteps = kUnitSteps;  // of 32 rows of x 16 KiB, and as much of 32 of the weight: both fit into L1
-constexpr int64_t kManyOuts = 8 * kPair;    // 128 KiB of a slice of the weight
+constexpr int64_t kRegionSteps = 2 * kManySteps;  // of the weight, unpacked at once: longer runs of memory
+constexpr int64_t kManyOuts = 8 * kPair;    // 256 KiB of a region
 constexpr int64_t kManyBlocks = 8;          // at least, so that threads get equal shares; blocks of half the outs else
 constexpr int64_t kManyRows = 512;
 constexpr int64_t kSums = kTile * kTile;   // values of a tile of sums
@@ -213,7 +215,7 @@ template <bool Two>
 void panel(const Matmul& m, const Block& b, const Rows& x, int64_t row, int64_t step, int64_t steps,
            const uint16_t* slice, float* sums) {
   const bool last = step + steps == steps_of(m.w.inner);
-  for (int64_t out = 0; out < b.outs; out += kPair, slice += kManySteps * kPairStep, sums += 4 * kSums) {
+  for (int64_t out = 0; out < b.outs; out += kPair, slice += kRegionSteps * kPairStep, sums += 4 * kSums) {
     step ? load_sums<Two>(sums) : zero_sums<Two>();
     multiply<Two>(unpacked(slice), x, steps);
     store_sums<Two>(sums);
@@ -221,16 +223,18 @@ void panel(const Matmul& m, const Block& b, const Rows& x, int64_t row, int64_t 
   }
 }
 
-void many_rows(const Matmul& m, const void* packed, const Block& b, uint16_t* slice, float* sums) {
+void many_rows(const Matmul& m, const void* packed, const Block& b, uint16_t* region, float* sums) {
   const int64_t all = steps_of(m.w.inner), tile = all * kSums;  // packed pairs of 16 rows
   for (int64_t step = 0; step < all; step += kManySteps) {
-    const int64_t steps = all - step < kManySteps ? all - step : kManySteps;
-    for (int64_t out = 0; out < b.outs; out += kPair) {
-      unpack(m.w, b.out + out, step, steps, offset_of(m.w, kManySteps), slice + out * kStep * kManySteps);
+    const int64_t steps = min(kManySteps, all - step), in_region = step % kRegionSteps;
+    for (int64_t out = 0; out < b.outs && in_region == 0; out += kPair) {
+      const int64_t two_rows_on = 2 * m.w.row_bytes;
+      unpack(m.w, b.out + out, step, min(kRegionSteps, all - step), two_rows_on, region + out * kStep * kRegionSteps);
     }
     for (int64_t row = 0; row < b.rows; row += kFewRows) {
       const uint32_t* first = packed_tile(m, packed, b.row + row);
       const Rows x = Rows{first, first + tile, kTile, kTile}.from(step);
+      const uint16_t* slice = region + in_region * kPairStep;
       float* panel_sums = sums + row * kManyOuts;
       if (b.rows - row > kTile) {
         panel<true>(m, b, x, b.row + row, step, steps, slice, panel_sums);
@@ -249,7 +253,7 @@ Block block(const Matmul& m) {
 }
 
 size_t scratch_bytes(const Matmul& m) {
-  const int64_t many = kManyOuts * kManySteps * kStep * 2 + kManyRows * kManyOuts * 4;
+  const int64_t many = kManyOuts * kRegionSteps * kStep * 2 + kManyRows * kManyOuts * 4;
   const int64_t few = 2 * kFewSteps * kPairStep * 2 + 4 * kSums * 4;
   return static_cast<size_t>(m.rows > kFewRows ? many : few);
 }
@@ -259,7 +263,7 @@ void multiply_block(const Matmul& m, const void* packed, const Block& b, void* s
   if (m.rows > kFewRows) {
     const Config config(kTile, kTile);
     _tile_loadconfig(&config);
-    many_rows(m, packed, b, weights, reinterpret_cast<float*>(weights + kManyOuts * kManySteps * kStep));
+    many_rows(m, packed, b, weights, reinterpret_cast<float*>(weights + kManyOuts * kRegionSteps * kStep));
   } else {
     const int64_t first = columns_of(m, 0), second = m.rows - first;
     const Rows x = {packed_tile(m, packed, 0), packed_tile(m, packed, first), first, second};
