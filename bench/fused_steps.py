@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.environment import describe
@@ -33,9 +34,13 @@ def step_ms(llm: LLM, batch: int) -> float:
     return 1e3 * (seconds(MANY) - few) / (MANY - FEW)
 
 
-def compare(model: Path, precision: str | None, batches: Sequence[int], repeats: int) -> list[dict[str, float]]:
-    """For each batch: ms a step block by block (`blocks`) and `fused`."""
-    llm = partial(LLM, model, precision=precision, max_model_len=PROMPT + MANY, max_num_seqs=max(batches), memory_gb=4)
+def compare(
+    model: Path, precision: str | None, batches: Sequence[int], repeats: int, **options: Any
+) -> list[dict[str, float]]:
+    """For each batch: ms a step block by block (`blocks`) and `fused`. `options` are those of `LLM`."""
+    llm = partial(
+        LLM, model, precision=precision, max_model_len=PROMPT + MANY, max_num_seqs=max(batches), memory_gb=4, **options
+    )
     found = []
     with llm(fuse=False) as blocks, llm() as fused:
         for batch in batches:

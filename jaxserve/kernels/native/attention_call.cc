@@ -39,7 +39,7 @@ Attend best_attend(int64_t max_lanes, const Attention& a) {
 
 // What computes the tiles of prompts: on the matrix unit, where there is one, as fast as it has rows; `best` otherwise. It
 // does not depend on a tile's length, so that a token's result is the same in whatever pieces its prompt comes.
-Attend chunk_attend(bool matrix_unit, const Attention& a, Attend best) {
+Attend chunk_attend([[maybe_unused]] bool matrix_unit, [[maybe_unused]] const Attention& a, Attend best) {
 #if defined(__x86_64__) && defined(__linux__)
   static const bool has_amx = amx_available();  // asked once: cpuid leaves a virtual machine each time
   if (matrix_unit && has_amx && a.bfloat16 && !a.int8 && a.head_dim % 32 == 0) return attend_amx;

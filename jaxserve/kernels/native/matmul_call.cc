@@ -29,7 +29,8 @@ constexpr int64_t kVnniRows = 4;  // of codes: from there on the matrix unit is 
 
 // The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none. Numbers go
 // through the same one for any number of rows, so that a row's result is always the same.
-const Multiplier* choose(std::string_view name, bool bfloat16, int64_t rows, bool codes) {
+const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, [[maybe_unused]] int64_t rows,
+                         [[maybe_unused]] bool codes) {
   const auto wanted = [&](const char* variant) { return name.empty() || name == variant; };
 #if defined(__x86_64__)
 #if defined(__linux__)
