@@ -35,7 +35,7 @@ def step_ms(llm: LLM, batch: int) -> float:
 
 
 def compare(
-    model: Path, precision: str | None, batches: Sequence[int], repeats: int, **options: Any
+    model: Path, precision: str, batches: Sequence[int], repeats: int, **options: Any
 ) -> list[dict[str, float]]:
     """For each batch: ms a step block by block (`blocks`) and `fused`. `options` are those of `LLM`."""
     llm = partial(
@@ -54,12 +54,12 @@ def main() -> None:
     """Prints a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", type=Path)
-    parser.add_argument("--precision", help="of the layers; default: the checkpoint's")
+    parser.add_argument("--precision", default="auto", help="of the layers; default: the checkpoint's")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 8, 32])
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     for model in args.models or [bundled_model_path()]:
-        print(f"{model.name}, {args.precision or 'full precision'}: ms a decode step")
+        print(f"{model.name}, precision {args.precision}: ms a decode step")
         for row in compare(model, args.precision, args.batches, args.repeats):
             print(
                 f"  batch {row['batch']:<3} block by block {row['blocks']:6.2f}   fused {row['fused']:6.2f}", flush=True

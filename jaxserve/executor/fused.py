@@ -50,24 +50,26 @@ class FusedTier:
         return future.result()
 
     def used(self, key: Key, rows: Sequence[Row], x: Array, context: Sequence[object], pools: Sequence[Array]) -> None:
-        """Notes that a step ran block by block; starts to compile the shape when it has done so often. Mutates."""
+        """Notes that a step ran block by block; starts to compile the shape when it has done so often, and
+        the oldest give way. Mutates.
+        """
         if self._patience is None:
             return
         self._uses[key] += 1
         if self._uses[key] == self._patience:
             self.compile(key, [row.outline() for row in rows], x, context, pools)
+            while len(self._compiled) > KEPT:
+                self._compiled.pop(next(iter(self._compiled))).cancel()
 
     def compile(
         self, key: Key, rows: Sequence[RowOutline], x: Array, context: Sequence[object], pools: Sequence[Array]
     ) -> None:
-        """Starts to compile a shape for such rows and arguments, unless it has been. The oldest give way. Mutates."""
+        """Starts to compile a shape for such rows and arguments, unless it has been. Mutates."""
         if key in self._compiled:
             return
         shapes = jax.tree.map(abstract, (x, tuple(context), tuple(pools)))
         leaves = tuple(row.leaves for row in rows)
         self._compiled[key] = self._pool.submit(_compile, tuple(row.executable for row in rows), *shapes, leaves)
-        while len(self._compiled) > KEPT:
-            self._compiled.pop(next(iter(self._compiled))).cancel()
 
     def table_changed(self) -> None:
         """Begins to count anew; what has not begun to compile may never be needed. Mutates."""
