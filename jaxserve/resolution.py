@@ -88,7 +88,7 @@ def _leaves_xla_little(config: EngineConfig, model: ModelConfig) -> bool:
         config.kernel_backend in ("auto", "native")
         and model.dtype == "bfloat16"
         and model.moe is None
-        and "amx" in native.variants()
+        and native.multiplies_all()
     )
 
 

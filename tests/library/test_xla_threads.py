@@ -9,7 +9,7 @@ from jaxserve import resolution
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.core.config import EngineConfig, MoEConfig
-from jaxserve.kernels import native
+from jaxserve.kernels.native import library
 
 DENSE = open_checkpoint(bundled_model_path()).config
 EXPERTS = replace(DENSE, moe=MoEConfig(4, 2, 64, True, (True,) * DENSE.num_layers))
@@ -19,14 +19,15 @@ def asked(monkeypatch, config: EngineConfig, model, variants: tuple[str, ...]) -
     """How many threads are asked for, on a machine of two processors with these kernels."""
     environment = {name: value for name, value in os.environ.items() if name != resolution.XLA_THREADS}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(native, "variants", lambda: variants)
+    monkeypatch.setattr(library, "variants", lambda: variants)
     monkeypatch.setattr(resolution, "processors", lambda: 2)
     resolution._devices(1, busy=not resolution._leaves_xla_little(config, model))
     return environment.get(resolution.XLA_THREADS)
 
 
-def test_a_dense_model_in_bfloat16_with_amx_leaves_xla_one_thread(monkeypatch):
-    assert asked(monkeypatch, EngineConfig(), DENSE, ("amx", "vnni")) == "1"
+@pytest.mark.parametrize("variants", [("amx", "vnni"), ("avx2", "portable")])
+def test_a_dense_model_in_bfloat16_that_native_kernels_multiply_leaves_xla_one_thread(monkeypatch, variants):
+    assert asked(monkeypatch, EngineConfig(), DENSE, variants) == "1"
 
 
 @pytest.mark.parametrize(
@@ -35,10 +36,10 @@ def test_a_dense_model_in_bfloat16_with_amx_leaves_xla_one_thread(monkeypatch):
         (EngineConfig(kernel_backend="xla"), DENSE, ("amx",)),
         (EngineConfig(), replace(DENSE, dtype="float32"), ("amx",)),
         (EngineConfig(), EXPERTS, ("amx",)),
-        (EngineConfig(), DENSE, ("avx512", "portable")),
+        (EngineConfig(), DENSE, ("avx512", "avx2")),
         (EngineConfig(), DENSE, ()),
     ],
-    ids=["xla", "float32", "experts", "no-amx", "no-kernels"],
+    ids=["xla", "float32", "experts", "xla-is-faster", "no-kernels"],
 )
 def test_where_xla_multiplies_it_keeps_its_threads(monkeypatch, config, model, variants):
     assert asked(monkeypatch, config, model, variants) is None

@@ -51,5 +51,17 @@ struct Groups {
   float zero() const { return w.zeros ? read_number(w.zeros, w.wide_zeros, index) : 0.0f; }
 };
 
+// How x is cut to meet codes in integers: into segments of whole steps, none of which crosses a group.
+struct Segments {
+  int64_t steps, number, per_group;
+
+  explicit Segments(const Weight& w) {
+    const bool one = w.groups == 1;
+    steps = one || w.group % (4 * kStep) == 0 ? 4 : w.group % (2 * kStep) == 0 ? 2 : 1;
+    number = (w.inner + steps * kStep - 1) / (steps * kStep);
+    per_group = one ? number : w.group / (steps * kStep);
+  }
+};
+
 }  // namespace
 }  // namespace jaxserve

@@ -79,6 +79,11 @@ def variants() -> tuple[str, ...]:
     return _variants(_library()) if targets() else ()
 
 
+def multiplies_all() -> bool:
+    """Whether the fastest variant here has a way for many rows of bfloat16 too, faster than XLA's products."""
+    return variants()[:1] in (("amx",), ("avx2",))
+
+
 @functools.cache
 def _variants(path: Path) -> tuple[str, ...]:
     has = ctypes.CDLL(str(path)).jaxserve_has_matmul

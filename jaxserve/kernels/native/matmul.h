@@ -1,5 +1,4 @@
-// Products of rows with a weight, compiled once per instruction set (matmul_amx.cc, matmul_vnni.cc, matmul_vector.cc) and chosen at run
-// time (matmul_call.cc).
+// Products of rows with a weight, for one instruction set each (matmul_*.cc) and chosen at run time (matmul_call.cc).
 
 #pragma once
 
@@ -49,7 +48,8 @@ struct Multiplier {
   void (*multiply)(const Matmul&, const void* packed, const Block&, void* scratch);
 };
 
-extern const Multiplier kMatmulAmx, kMatmulVnni, kMatmulAvx512, kMatmulAvx2, kMatmulBaseline;
+extern const Multiplier kMatmulAmx, kMatmulVnni, kMatmulAvx2;  // x in bfloat16
+extern const Multiplier kMatmulFloatAvx512, kMatmulFloatAvx2, kMatmulFloatBaseline;
 
 // Whether this machine and its kernel let us use the matrix unit; asks the kernel for it.
 bool amx_available();

@@ -1,15 +1,15 @@
-"""The product with a weight as a custom call; matmul_amx.cc and matmul_vector.cc are the kernels."""
+"""The product with a weight as a custom call; matmul_*.cc are the kernels."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxserve.kernels.native.library import MATMUL, targets, variants
+from jaxserve.kernels.native.library import MATMUL, multiplies_all, targets
 from jaxserve.kernels.rows import Gated, Normed, Rows
 from jaxserve.quantization import QArray
 
-MAX_VECTOR_ROWS = 8  # of a bfloat16 weight without the matrix unit; beyond, XLA's own product is as fast
+MAX_VECTOR_ROWS = 8  # of a bfloat16 weight where the kernels do not multiply all; beyond, XLA's own product is as fast
 STEP = 32  # inputs that the kernels unpack at once
 
 
@@ -21,7 +21,7 @@ def supports(x: Rows, w: jax.Array | QArray) -> bool:
         return False
     if isinstance(w, QArray):
         return x.dtype in (jnp.bfloat16, jnp.float32) and (w.group == w.size or w.group % STEP == 0)
-    return x.dtype == w.dtype == jnp.bfloat16 and ("amx" in variants() or x.shape[0] <= MAX_VECTOR_ROWS)
+    return x.dtype == w.dtype == jnp.bfloat16 and (multiplies_all() or x.shape[0] <= MAX_VECTOR_ROWS)
 
 
 def matmul(x: Rows, w: jax.Array | QArray, *, dtype: DTypeLike = jnp.float32, variant: str = "") -> jax.Array:
@@ -29,7 +29,8 @@ def matmul(x: Rows, w: jax.Array | QArray, *, dtype: DTypeLike = jnp.float32, va
 
     `variant` is one of `library.VARIANTS`, by default the fastest that this machine has for the dtype of `x`; one that
     it lacks is an error when the step runs. On the matrix unit a QArray's weights are rounded to bfloat16, like
-    `w.dequantize(bfloat16)`; "vnni" rounds x to 16 bits beside its neighbours; the others compute in float32.
+    `w.dequantize(bfloat16)`; "vnni" and "avx2" round x in bfloat16 to 16 bits beside its neighbours where they meet codes;
+    all else is computed in float32.
     """
     call = jax.ffi.ffi_call(MATMUL, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype))
     operands, bits = (jax.tree.leaves(w), w.bits) if isinstance(w, QArray) else ([w], 16)

@@ -40,10 +40,11 @@ const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, 
   if (wanted("vnni") && bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
     return &kMatmulVnni;
   }
-  if (wanted("avx512") && has_avx512()) return &kMatmulAvx512;
-  if (wanted("avx2") && has_avx2()) return &kMatmulAvx2;
+  if (wanted("avx2") && bfloat16 && has_avx2() && (codes || !has_avx512() || !name.empty())) return &kMatmulAvx2;
+  if (wanted("avx512") && has_avx512()) return &kMatmulFloatAvx512;
+  if (wanted("avx2") && has_avx2()) return &kMatmulFloatAvx2;
 #endif
-  return wanted("portable") ? &kMatmulBaseline : nullptr;
+  return wanted("portable") ? &kMatmulFloatBaseline : nullptr;
 }
 
 // What is done to the rows of x before they are multiplied.

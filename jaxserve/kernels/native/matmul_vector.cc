@@ -8,11 +8,11 @@
 #include "vectors.h"
 
 #if LANES == 16
-#define MULTIPLIER kMatmulAvx512
+#define MULTIPLIER kMatmulFloatAvx512
 #elif LANES == 8
-#define MULTIPLIER kMatmulAvx2
+#define MULTIPLIER kMatmulFloatAvx2
 #else
-#define MULTIPLIER kMatmulBaseline
+#define MULTIPLIER kMatmulFloatBaseline
 #endif
 
 namespace jaxserve {

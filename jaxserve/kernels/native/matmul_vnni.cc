@@ -32,25 +32,13 @@ inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / 
 // Whether segments of so many steps meet x as bytes: eight bits in whole vectors, four bits in whole units.
 constexpr bool in_bytes(int bits, int64_t steps) { return bits == 8 ? steps >= 2 : bits == 4 && steps == 4; }
 
-// How x is cut to meet the codes: into segments of whole steps, none of which crosses a group.
-struct Segments {
-  int64_t steps, number, per_group;
-
-  explicit Segments(const Weight& w) {
-    const bool one = w.groups == 1;
-    steps = one || w.group % (4 * kStep) == 0 ? 4 : w.group % (2 * kStep) == 0 ? 2 : 1;
-    number = parts(w.inner, steps * kStep);
-    per_group = one ? number : w.group / (steps * kStep);
-  }
-
-  // A packed segment: the integers (as words, or all upper bytes and then all lower ones), the lanes' scales, and what
-  // the lanes' sums begin with.
-  int64_t bytes() const { return steps * kStep * 2 + kLanes * 8; }
-  int64_t row_bytes() const { return number * bytes(); }
-};
+// A packed segment: the integers (as words, or all upper bytes and then all lower ones), the lanes' scales, and what the
+// lanes' sums begin with.
+constexpr int64_t segment_bytes(int64_t steps) { return steps * kStep * 2 + kLanes * 8; }
+int64_t row_bytes(const Segments& s) { return s.number * segment_bytes(s.steps); }
 
 size_t packed_bytes(const Matmul& m) {
-  return m.w.bits == 16 ? 0 : static_cast<size_t>(m.rows * Segments(m.w).row_bytes());
+  return m.w.bits == 16 ? 0 : static_cast<size_t>(m.rows * row_bytes(Segments(m.w)));
 }
 
 // What a vector of 64 bytes holds in each lane: one number of each of four vectors.
@@ -122,8 +110,8 @@ void pack(const Matmul& m, int64_t row, void* packed) {
   const Segments segments(m.w);
   for (const int64_t end = row + kPackRows < m.rows ? row + kPackRows : m.rows; row < end; ++row) {
     const uint16_t* x = static_cast<const uint16_t*>(m.x) + row * m.w.inner;
-    uint8_t* to = static_cast<uint8_t*>(packed) + row * segments.row_bytes();
-    for (int64_t s = 0; s < segments.number; ++s, to += segments.bytes()) {
+    uint8_t* to = static_cast<uint8_t*>(packed) + row * row_bytes(segments);
+    for (int64_t s = 0; s < segments.number; ++s, to += segment_bytes(segments.steps)) {
       const int64_t first = s * segments.steps * kStep;
       pack_segment(x + first, m.w.inner - first, segments.steps, m.w.bits, to);
     }
@@ -277,11 +265,11 @@ template <int R, int Bits, int L>
 void codes(const Matmul& m, const uint8_t* packed, int64_t row, int64_t out) {
   const Quad w(m.w, out);
   const Segments segments(m.w);
-  const int64_t x_bytes = segments.row_bytes(), segment_bytes = L * kStep * 2 + kLanes * 8;
+  const int64_t x_bytes = row_bytes(segments);
   const uint8_t* x = packed + row * x_bytes;
   const float per_zero = 1.0f / static_cast<float>(1 << (Bits - 1));
   __m512 sums[R][kOuts] = {};
-  for (int64_t s = 0, group = 0, in_group = 0; s < segments.number; ++s, x += segment_bytes) {
+  for (int64_t s = 0, group = 0, in_group = 0; s < segments.number; ++s, x += segment_bytes(L)) {
     for (int o = 0; o < kOuts; ++o) {
       constexpr int64_t bytes = L * kStep * Bits / 8;
       for (int64_t i = 0; i < bytes; i += 64) w.prefetch(o, s * bytes + i);
