@@ -27,7 +27,7 @@ namespace {
 constexpr int64_t kLanes = 8;
 constexpr int64_t kPanel = 2 * kLanes;      // outs
 constexpr int kRows = 6;                    // 12 sums in registers
-constexpr int64_t kFewRows = 2;             // that meet the weight at once, without a buffer
+constexpr int kFewNumbers = 4, kFewCodes = 3;  // rows that meet the weight at once, without a buffer
 constexpr int64_t kBlockBytes = 128 << 10;  // of the weight, for few rows: small enough to share out evenly
 constexpr int64_t kBlockOuts = 128;         // for many rows: slices of x, and sums, fit into L2
 constexpr int64_t kBlockRows = 128;
@@ -184,14 +184,16 @@ struct Slice {
   }
 };
 
-// Asks for a weight's bytes in the order in which they lie, by so much ahead as the panel takes that is read meanwhile.
+// Asks for a weight's bytes in the order in which they lie, by so much ahead as the panel takes that is read meanwhile. A little
+// at a time: only so many requests may be under way.
 struct Ahead {
-  const uint8_t* at;
+  const uint8_t* at;     // a line
+  const uint8_t* until;  // what has been asked for
 
-  template <int64_t Bytes>
-  void ask() {
-    for (int64_t i = 0; i < Bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
-    at += Bytes;
+  Ahead(const Weight& w, int64_t out) : at(w.data + (out < w.out ? out : w.out) * w.row_bytes), until(at) {}
+
+  void ask(int64_t bytes) {
+    for (until += bytes; at < until; at += 64) _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
   }
 };
 
@@ -213,7 +215,7 @@ inline void turn(const uint8_t* rows, int64_t stride, __m256i (&columns)[4]) {
 
 // A slice of 8 outs into one half of a panel's buffer: vectors of 8 numbers or pairs of codes, kPanel apart.
 template <int Bits>
-void unpack(const uint8_t* rows, int64_t stride, int32_t* panel, Ahead& ahead) {
+void unpack(const uint8_t* rows, int64_t stride, int32_t* panel) {
   const auto put = [panel](int64_t pair, __m256i x) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(panel + pair * kPanel), x);
   };
@@ -228,7 +230,6 @@ void unpack(const uint8_t* rows, int64_t stride, int32_t* panel, Ahead& ahead) {
   for (int64_t i = 0; i < bytes_of(Bits == 3 ? 4 : Bits) / 16; ++i) {
     __m256i x[4];
     turn(rows + 16 * i, stride, x);
-    ahead.ask<kLanes * 16>();
     for (int64_t j = 0; j < 4; ++j) {
       const int64_t column = 4 * i + j;
       if constexpr (Bits == 16) {
@@ -303,17 +304,21 @@ void write(const Matmul& m, int64_t row, int64_t out, __m256 sums) {
   }
 }
 
-// sums [R, kPanel] += x [R, a slice] times a panel's slice, in numbers: first the even inputs, then the odd ones.
+// sums [R, kPanel] += x [R, a slice] times a panel's slice, in numbers: first the even inputs, then the odd ones. Asks for so many
+// bytes for each step.
 template <int R>
-void add_numbers(const float* x, const float* panel, float* sums) {
+void add_numbers(const float* x, const float* panel, float* sums, Ahead& ahead, int64_t bytes) {
   for (int64_t half = 0; half < inputs_of(16); half += inputs_of(16) / 2) {
     __m256 s[R][2] = {};
-    for (int64_t i = half; i < half + inputs_of(16) / 2; ++i) {
-      const __m256 first = _mm256_load_ps(panel + i * kPanel), second = _mm256_load_ps(panel + i * kPanel + kLanes);
-      for (int r = 0; r < R; ++r) {
-        const __m256 number = _mm256_broadcast_ss(x + r * inputs_of(16) + i);
-        s[r][0] = _mm256_fmadd_ps(first, number, s[r][0]);
-        s[r][1] = _mm256_fmadd_ps(second, number, s[r][1]);
+    for (int64_t step = half; step < half + inputs_of(16) / 2; step += kStep) {
+      ahead.ask(bytes);
+      for (int64_t i = step; i < step + kStep; ++i) {
+        const __m256 first = _mm256_load_ps(panel + i * kPanel), second = _mm256_load_ps(panel + i * kPanel + kLanes);
+        for (int r = 0; r < R; ++r) {
+          const __m256 number = _mm256_broadcast_ss(x + r * inputs_of(16) + i);
+          s[r][0] = _mm256_fmadd_ps(first, number, s[r][0]);
+          s[r][1] = _mm256_fmadd_ps(second, number, s[r][1]);
+        }
       }
     }
     for (int r = 0; r < R; ++r) {
@@ -388,16 +393,17 @@ void multiply_panels(const Matmul& m, const Packed& form, const void* x, const B
   auto* sums = reinterpret_cast<float*>(panel + inputs_of(Bits) * kPanel);
   const Segments& segments = form.segments;
   const int64_t panels = parts(b.outs, kPanel), in_slice = inputs_of(Bits) / (segments.steps * kStep);
-  const int64_t height = parts(b.rows, parts(b.rows, kRows)), pairs = segments.steps * kStep / 2;
-  Ahead ahead{w.data + (b.out + b.outs) * w.row_bytes};
+  const int64_t passes = parts(b.rows, kRows), height = parts(b.rows, passes), pairs = segments.steps * kStep / 2;
+  const int64_t asked = b.rows <= kMemoryRows ? kPanel * bytes_of(Bits) / passes : 0;  // for a slice and a pass
+  Ahead ahead(w, b.out + b.outs);
   for (int64_t i = 0; i < panels * b.rows * kPanel; i += kLanes) _mm256_store_ps(sums + i, _mm256_setzero_ps());
   for (int64_t s = 0; s < form.slices; ++s) {
     const int64_t first = s * in_slice, end = segments.number < first + in_slice ? segments.number : first + in_slice;
     for (int64_t p = 0; p < panels; ++p) {
       const int64_t out = b.out + p * kPanel;
       const Slice<Bits, kPanel> slice(w, out, s);
-      unpack<Bits>(slice.first, slice.stride, panel, ahead);
-      unpack<Bits>(slice.first + kLanes * slice.stride, slice.stride, panel + kLanes, ahead);
+      unpack<Bits>(slice.first, slice.stride, panel);
+      unpack<Bits>(slice.first + kLanes * slice.stride, slice.stride, panel + kLanes);
       const auto for_rows = [&](auto add) {
         for (int64_t row = 0; row < b.rows; row += height) {
           float* to = sums + (p * b.rows + row) * kPanel;
@@ -407,7 +413,8 @@ void multiply_panels(const Matmul& m, const Packed& form, const void* x, const B
       if constexpr (Bits == 16) {
         const auto* numbers = static_cast<const float*>(x);
         for_rows([&](auto rows, int64_t row, float* to) {
-          add_numbers<rows>(numbers + form.at(s, row), reinterpret_cast<const float*>(panel), to);
+          const auto* weights = reinterpret_cast<const float*>(panel);
+          add_numbers<rows>(numbers + form.at(s, row), weights, to, ahead, asked / (inputs_of(16) / kStep));
         });
       } else {
         const auto* words = static_cast<const uint16_t*>(x);
@@ -415,6 +422,7 @@ void multiply_panels(const Matmul& m, const Packed& form, const void* x, const B
           const int64_t group = w.groups > 1 ? i / segments.per_group : 0, pair = (i - first) * pairs;
           const Scales scales[2] = {Scales(w, out, group), Scales(w, out + kLanes, group)};
           for_rows([&](auto rows, int64_t row, float* to) {
+            ahead.ask(asked / in_slice);
             add_codes<rows, inputs_of(Bits)>(words + form.at(s, row) + 2 * pair, pairs, form.scales(x) + i * form.rows + row,
                                              form.starts(x) + i * form.rows + row, panel + pair * kPanel, scales, w.zeros, to);
           });
@@ -436,7 +444,7 @@ void multiply_panels(const Matmul& m, const Packed& form, const void* x, const B
 template <int R>
 void multiply_few_numbers(const Matmul& m, const Packed& form, const float* x, int64_t row, int64_t out) {
   __m256 sums[R] = {};
-  Ahead ahead{m.w.data + (out + kLanes) * m.w.row_bytes};
+  Ahead ahead(m.w, out + kLanes);
   for (int64_t s = 0; s < form.slices; ++s) {
     const Slice<16, kLanes> slice(m.w, out, s);
     const float* numbers = x + form.at(s, row);
@@ -451,7 +459,7 @@ void multiply_few_numbers(const Matmul& m, const Packed& form, const float* x, i
           chains[r][j % 2] = _mm256_fmadd_ps(weights, _mm256_broadcast_ss(number), chains[r][j % 2]);
         }
       }
-      ahead.ask<kLanes * 16>();
+      ahead.ask(kLanes * 16);
     }
     for (int r = 0; r < R; ++r) sums[r] = _mm256_add_ps(_mm256_add_ps(sums[r], chains[r][0]), chains[r][1]);
   }
@@ -489,7 +497,7 @@ template <int R, int Bits, int L>
 void multiply_few_codes(const Matmul& m, const Packed& form, const uint16_t* x, int64_t row, int64_t out) {
   const Segments& segments = form.segments;
   __m256 sums[R] = {};
-  Ahead ahead{m.w.data + (out + kLanes) * m.w.row_bytes};
+  Ahead ahead(m.w, out + kLanes);
   for (int64_t slice = 0, segment = 0; segment < segments.number; ++slice) {
     const Slice<Bits, kLanes> codes(m.w, out, slice);
     const uint16_t* numbers = x + form.at(slice, row);
@@ -514,7 +522,7 @@ void multiply_few_codes(const Matmul& m, const Packed& form, const uint16_t* x, 
         const __m256i sum = _mm256_add_epi32(sums_of(lanes[r]), _mm256_set1_epi32(start));
         sums[r] = scales.add(sums[r], sum, start, form.scales(x)[at], m.w.zeros);
       }
-      ahead.ask<kLanes * L * kStep * Bits / 8>();
+      ahead.ask(kLanes * L * kStep * Bits / 8);
     }
   }
   for (int r = 0; r < R; ++r) write(m, row + r, out, sums[r]);
@@ -536,11 +544,13 @@ void multiply_few(const Matmul& m, const Packed& form, const void* x, int64_t ro
 template <int Bits>
 void multiply_block(const Matmul& m, const void* x, const Block& b, void* buffer) {
   const Packed form(m);
-  if (b.rows <= kFewRows) {
-    for (int64_t out = b.out; out < b.out + b.outs; out += kLanes) {
-      b.rows == 1 ? multiply_few<1, Bits>(m, form, x, b.row, out) : multiply_few<2, Bits>(m, form, x, b.row, out);
-    }
-    return;
+  constexpr int kFew = Bits == 16 ? kFewNumbers : kFewCodes;
+  if (b.rows <= kFew) {
+    return with_rows(b.rows, [&](auto rows) {
+      if constexpr (rows <= kFew) {
+        for (int64_t out = b.out; out < b.out + b.outs; out += kLanes) multiply_few<rows, Bits>(m, form, x, b.row, out);
+      }
+    });
   }
   const int64_t outs = b.rows <= kMemoryRows ? kPanel : b.outs;  // at once
   for (int64_t out = 0; out < b.outs; out += outs) {
