@@ -1,15 +1,16 @@
 // Products of rows of bfloat16 on AVX2.
 //
-// Outputs lie beside each other in the lanes of a vector, so that every lane's sum runs over the inputs one after the other and a
-// row's result is the same however many rows there are. The weight, which lies row by row, is turned to that in registers, 8 rows
+// Outputs lie beside each other in the lanes of a vector. The weight, which lies row by row, is turned to that in registers, 8 rows
 // and 16 bytes at a time.
 //
-// bfloat16 weights are widened to float32. Codes meet x in 16-bit fixed point, in integers that a lane adds up exactly over a
-// segment of at most 128 inputs; only its sum is brought to float32 and scaled. Each segment of x has a scale of its own, so that
-// a number of it keeps more of its digits than bfloat16 has, unless it is smaller than the largest by a factor of 2^7 or more.
+// bfloat16 weights are widened to float32, and every output is summed in the same order: of 256 inputs first the even ones, then
+// the odd ones. Codes meet x in 16-bit fixed point, in integers that a lane adds up exactly over a segment of at most 128 inputs;
+// only its sum is brought to float32 and scaled. Each segment of x has a scale of its own, so that a number of it keeps more of
+// its digits than bfloat16 has, unless it is smaller than the largest by a factor of 2^7 or more. So a row's result does not
+// depend on how many rows there are.
 //
 // With many rows a slice of a panel of 16 outs is turned into a buffer that stays in L1, and groups of up to 6 rows of x are
-// multiplied by it. With few it is used at once, by codes even without turning: sums of integers may be taken in any order.
+// multiplied by it. With few it is used at once, by codes even without turning: integers may be added in any order.
 
 #include "matmul.h"
 
@@ -25,13 +26,13 @@ namespace jaxserve {
 namespace {
 
 constexpr int64_t kLanes = 8;
-constexpr int64_t kPanel = 2 * kLanes;      // outs
-constexpr int kRows = 6;                    // 12 sums in registers
+constexpr int64_t kPanel = 2 * kLanes;         // outs
+constexpr int kRows = 6;                       // 12 sums in registers
 constexpr int kFewNumbers = 4, kFewCodes = 3;  // rows that meet the weight at once, without a buffer
-constexpr int64_t kBlockBytes = 128 << 10;  // of the weight, for few rows: small enough to share out evenly
-constexpr int64_t kBlockOuts = 128;         // for many rows: slices of x, and sums, fit into L2
+constexpr int64_t kBlockBytes = 128 << 10;     // of the weight, for few rows: small enough to share out evenly
+constexpr int64_t kBlockOuts = 128;            // for many rows: slices of x, and sums, fit into L2
 constexpr int64_t kBlockRows = 128;
-constexpr int64_t kMemoryRows = 32;         // up to so many, the weight is read in the order in which it lies
+constexpr int64_t kMemoryRows = 32;            // up to so many, the weight is read in the order in which it lies
 
 inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
@@ -419,7 +420,7 @@ void multiply_panels(const Matmul& m, const Packed& form, const void* x, const B
       } else {
         const auto* words = static_cast<const uint16_t*>(x);
         for (int64_t i = first; i < end; ++i) {
-          const int64_t group = w.groups > 1 ? i / segments.per_group : 0, pair = (i - first) * pairs;
+          const int64_t group = i / segments.per_group, pair = (i - first) * pairs;
           const Scales scales[2] = {Scales(w, out, group), Scales(w, out + kLanes, group)};
           for_rows([&](auto rows, int64_t row, float* to) {
             ahead.ask(asked / in_slice);
@@ -515,7 +516,7 @@ void multiply_few_codes(const Matmul& m, const Packed& form, const uint16_t* x, 
           }
         }
       }
-      const Scales scales(m.w, out, m.w.groups > 1 ? segment / segments.per_group : 0);
+      const Scales scales(m.w, out, segment / segments.per_group);
       for (int r = 0; r < R; ++r) {
         const int64_t at = segment * form.rows + row + r;
         const int32_t start = form.starts(x)[at];
