@@ -29,12 +29,15 @@ constexpr int64_t kLanes = 8;
 constexpr int64_t kPanel = 2 * kLanes;         // outs
 constexpr int kRows = 6;                       // 12 sums in registers
 constexpr int kFewNumbers = 4, kFewCodes = 3;  // rows that meet the weight at once, without a buffer
-constexpr int64_t kBlockBytes = 128 << 10;     // of the weight, for few rows: small enough to share out evenly
+constexpr int64_t kBlockBytes = 128 << 10;     // of the weight, for few rows: small enough to share out evenly,
+constexpr int64_t kBlockWork = 1 << 20;        // so many multiplications,
+constexpr int64_t kLeastBlocks = 4;            // and parts of even a small weight
 constexpr int64_t kBlockOuts = 128;            // for many rows: slices of x, and sums, fit into L2
 constexpr int64_t kBlockRows = 128;
 constexpr int64_t kMemoryRows = 32;            // up to so many, the weight is read in the order in which it lies
 
 inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Inputs of a slice, the least that any kind of weight unpacks as a whole, and what they take in a row of the weight.
 constexpr int64_t inputs_of(int bits) { return bits == 3 || bits == 16 ? 256 : 128; }
@@ -562,8 +565,8 @@ void multiply_block(const Matmul& m, const void* x, const Block& b, void* buffer
 
 Block block(const Matmul& m) {
   if (m.rows > kMemoryRows) return {0, kBlockOuts, 0, kBlockRows};
-  const int64_t pairs = kBlockBytes / (2 * kPanel * m.w.row_bytes);
-  return {0, 2 * kPanel * (pairs ? pairs : 1), 0, m.rows};
+  const int64_t outs = least(kBlockBytes / m.w.row_bytes, least(kBlockWork / (m.rows * m.w.inner), m.w.out / kLeastBlocks));
+  return {0, parts(outs ? outs : 1, kPanel) * kPanel, 0, m.rows};
 }
 
 size_t scratch_bytes(const Matmul& m) {
