@@ -263,7 +263,6 @@ void unpack(const uint8_t* rows, int64_t stride, int32_t* panel) {
 struct Scales {
   __m256 scale, zero;
 
-  Scales() = default;
   Scales(const Weight& w, int64_t out, int64_t group) : scale(read(w, w.scales, w.wide_scales, out, group)) {
     if (!w.zeros) return;
     const __m256 numbers = read(w, w.zeros, w.wide_zeros, out, group);
