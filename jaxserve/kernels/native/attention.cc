@@ -57,29 +57,29 @@ struct Scratch {
   Scales scales;  // of int8 rows
 };
 
-// One tile of keys: LANES positions x LANES floats (or pairs of bfloat16) from dimension d on; zero from `count` on.
+// One tile of keys: LANES positions x LANES floats (or pairs of bfloat16) from dimension d on.
 template <typename T>
-inline void load_transposed(const T* const* rows, int count, int64_t d, Floats (&x)[LANES]) {
-  for (int i = 0; i < LANES; ++i) x[i] = i < count ? load(reinterpret_cast<const float*>(rows[i] + d)) : Floats{};
+inline void load_transposed(const T* const* rows, int64_t d, Floats (&x)[LANES]) {
+  for (int i = 0; i < LANES; ++i) x[i] = load(reinterpret_cast<const float*>(rows[i] + d));
   transpose(x);
 }
 
-// Keys [count, D] at `rows` to keys[D, kBlock], zero from `count` on, dimensions in the order of pairs.
-void transpose_keys(const float* const* rows, int count, int64_t dims, float* keys) {
+// Keys [kBlock, D] at `rows` to keys[D, kBlock], dimensions in the order of pairs.
+void transpose_keys(const float* const* rows, int64_t dims, float* keys) {
   for (int t = 0; t < kBlock; t += LANES) {
     for (int64_t d = 0; d < dims; d += LANES) {
       Floats x[LANES];
-      load_transposed(rows + t, count - t, d, x);
+      load_transposed(rows + t, d, x);
       for (int i = 0; i < LANES; ++i) store(keys + (d + i) * kBlock + t, x[i]);
     }
   }
 }
 
-void transpose_keys(const uint16_t* const* rows, int count, int64_t dims, float* keys) {
+void transpose_keys(const uint16_t* const* rows, int64_t dims, float* keys) {
   for (int t = 0; t < kBlock; t += LANES) {
     for (int64_t d = 0; d < dims; d += 2 * LANES) {
       Floats x[LANES];
-      load_transposed(rows + t, count - t, d, x);
+      load_transposed(rows + t, d, x);
       for (int i = 0; i < LANES; ++i) {
         Pair pair = unpack((Bits)x[i]);
         store(keys + (d + i) * kBlock + t, pair.first);
@@ -97,13 +97,13 @@ inline int64_t place(int64_t dim) {
 
 // Codes, four to a word that is transposed; `T` is what queries are.
 template <typename T>
-void transpose_codes(const int8_t* const* rows, int count, int64_t dims, float* keys) {
+void transpose_codes(const int8_t* const* rows, int64_t dims, float* keys) {
   constexpr int kStep = 4 * LANES;
   for (int t = 0; t < kBlock; t += LANES) {
     for (int64_t d = 0; d < dims; d += kStep) {
       const int64_t step = dims - d < kStep ? kStep / 2 : kStep;
       Floats x[LANES] = {};
-      for (int i = 0; i < LANES && i < count - t; ++i) {
+      for (int i = 0; i < LANES; ++i) {
         if (step == kStep) {
           memcpy(&x[i], rows[t + i] + d, kStep);
         } else {
@@ -194,21 +194,24 @@ void attend_row_group(int rows, const Attention& a, const Tile& t, int64_t row, 
 
 // Brings the keys and values [count, D] of a block into the scratch buffers.
 template <typename T>
-void gather_block(const T* const* keys, const T* const* values, int count, int64_t dims, const Scratch& s) {
-  transpose_keys(keys, count, dims, s.keys);
-  for (int i = 0; i < count; ++i) {
-    for (int64_t d = 0; d < dims; d += 2 * LANES) store_pair(s.values + i * dims + d, load_pair(values[i] + d));
+void gather_block(const Rows<T>& rows, int64_t dims, const Coming& next, const Scratch& s) {
+  transpose_keys(rows.keys, dims, s.keys);
+  for (int i = 0; i < rows.count; ++i) {
+    next.ask_for_key(i);
+    for (int64_t d = 0; d < dims; d += 2 * LANES) store_pair(s.values + i * dims + d, load_pair(rows.values[i] + d));
   }
 }
 
 // Codes and scales, for queries of T.
 template <typename T>
-void gather_block(const int8_t* const* keys, const int8_t* const* values, int count, int64_t dims, const Scratch& s) {
-  transpose_codes<T>(keys, count, dims, s.keys);
+void gather_block(const Rows<int8_t>& rows, int64_t dims, const Coming& next, const Scratch& s) {
+  const int count = rows.count;
+  transpose_codes<T>(rows.keys, dims, s.keys);
   for (int i = 0; i < count; ++i) {
-    for (int64_t d = 0; d < dims; d += 2 * LANES) store_pair(s.values + i * dims + d, load_codes<T>(values[i] + d));
-    memcpy(s.scales.keys + i, keys[i] + dims, sizeof(float));
-    memcpy(s.scales.values + i, values[i] + dims, sizeof(float));
+    next.ask_for_key(i);
+    for (int64_t d = 0; d < dims; d += 2 * LANES) store_pair(s.values + i * dims + d, load_codes<T>(rows.values[i] + d));
+    memcpy(s.scales.keys + i, rows.keys[i] + dims, sizeof(float));
+    memcpy(s.scales.values + i, rows.values[i] + dims, sizeof(float));
   }
   memset(s.scales.keys + count, 0, (size_t)(kBlock - count) * sizeof(float));
   memset(s.scales.values + count, 0, (size_t)(kBlock - count) * sizeof(float));
@@ -216,7 +219,7 @@ void gather_block(const int8_t* const* keys, const int8_t* const* values, int co
 
 // T: of queries and outputs; P: of the pool.
 template <typename T, typename P>
-void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
+void attend(const Attention& a, const Tile& t, const Tile* after, float* scratch) {
   const int64_t dims = a.head_dim, rows = t.length * a.groups;
   Scratch s;
   s.keys = scratch;
@@ -231,7 +234,7 @@ void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
   s.top = s.total + rows * LANES;
 
   const int64_t stride = a.kv_heads * a.groups * dims;  // from token to token in q and out
-  const int64_t origin = t.row * stride + head * a.groups * dims;
+  const int64_t origin = t.row * stride + t.head * a.groups * dims;
   const float scale = a.scale * kLog2E;  // weights are powers of 2
   for (int64_t i = 0; i < t.length; ++i) {
     const T* q = static_cast<const T*>(a.q) + origin + i * stride;
@@ -244,15 +247,12 @@ void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
   for (int64_t r = 0; r < rows; ++r) s.top[r] = -__builtin_inff();
 
   const int64_t passes = (rows + kRows - 1) / kRows, height = (rows + passes - 1) / passes;
-  const int64_t end = t.start + t.length;
-  for (int64_t position = first_position(a, t); position < end; position += kBlock) {
-    const int count = (int)(end - position < kBlock ? end - position : kBlock);
-    prefetch_pages(a, t, head, position + kBlock, end, sizeof(P));
-    const P *keys[kBlock], *values[kBlock];
-    locate_rows(a, t, head, position, count, keys, values);
-    gather_block<T>(keys, values, count, dims, s);
+  for (Blocks<P> blocks(a, t, after); blocks.more(); blocks.advance()) {
+    gather_block<T>(blocks.rows(), dims, blocks.next(), s);
+    blocks.next().ask_for_values();
     for (int64_t row = 0; row < rows; row += height) {
-      attend_row_group<sizeof(P) == 1>((int)(rows - row < height ? rows - row : height), a, t, row, position, count, s);
+      const int some = (int)(rows - row < height ? rows - row : height);
+      attend_row_group<sizeof(P) == 1>(some, a, t, row, blocks.position, blocks.rows().count, s);
     }
   }
 
@@ -269,11 +269,11 @@ void attend(const Attention& a, const Tile& t, int64_t head, float* scratch) {
 
 }  // namespace
 
-void ATTEND(const Attention& a, const Tile& t, int64_t head, float* scratch) {
+void ATTEND(const Attention& a, const Tile& t, const Tile* after, float* scratch) {
   if (a.bfloat16) {
-    a.int8 ? attend<uint16_t, int8_t>(a, t, head, scratch) : attend<uint16_t, uint16_t>(a, t, head, scratch);
+    a.int8 ? attend<uint16_t, int8_t>(a, t, after, scratch) : attend<uint16_t, uint16_t>(a, t, after, scratch);
   } else {
-    a.int8 ? attend<float, int8_t>(a, t, head, scratch) : attend<float, float>(a, t, head, scratch);
+    a.int8 ? attend<float, int8_t>(a, t, after, scratch) : attend<float, float>(a, t, after, scratch);
   }
 }
 

@@ -1,4 +1,4 @@
-// Paged attention of one tile for one kv head, compiled once per instruction set (attention.cc,
+// Paged attention of one tile, compiled once per instruction set (attention.cc,
 // attention_vnni.cc, attention_amx.cc) and chosen at run time (attention_call.cc).
 
 #pragma once
@@ -20,10 +20,11 @@ struct Attention {
   int64_t window;  // a token sees the last `window` positions, its own included
 };
 
-// Consecutive tokens of one sequence: rows [row, row + length) of q, at positions start, start + 1, ...
+// Consecutive tokens of one sequence: rows [row, row + length) of q, at positions start, start + 1, ...; for one kv head.
 struct Tile {
   int64_t row, start, length;
   const int32_t* pages;
+  int64_t head;
 };
 
 // The first position that the tile's first token sees.  Static: see the rule on inline functions in attention.cc.
@@ -31,29 +32,16 @@ static inline int64_t first_position(const Attention& a, const Tile& t) {
   return t.start + 1 > a.window ? t.start + 1 - a.window : 0;
 }
 
-// Where the rows of keys and values of `count` positions from `position` on begin, in a pool of T.
-template <typename T>
-static inline void locate_rows(const Attention& a, const Tile& t, int64_t head, int64_t position, int count,
-                               const T** keys, const T** values) {
-  const int64_t half = a.page_size * a.row_size;
-  for (int i = 0; i < count; ++i) {
-    const int64_t page = t.pages[(position + i) / a.page_size];
-    keys[i] = static_cast<const T*>(a.pool) + (page * a.kv_heads + head) * 2 * half +
-              (position + i) % a.page_size * a.row_size;
-    values[i] = keys[i] + half;
-  }
-}
-
 // Floats of scratch memory that `attend` needs for a tile of `tokens` tokens.
 size_t scratch_floats(const Attention& a, int64_t tokens);
 
-// Writes the tile's outputs for one kv head.
-using Attend = void (*)(const Attention&, const Tile&, int64_t head, float* scratch);
+// Writes a tile's outputs. `after` is what this thread computes next, if that is known: its memory is asked for in time.
+using Attend = void (*)(const Attention&, const Tile&, const Tile* after, float* scratch);
 
-void attend_baseline(const Attention&, const Tile&, int64_t head, float* scratch);
-void attend_avx2(const Attention&, const Tile&, int64_t head, float* scratch);
-void attend_avx512(const Attention&, const Tile&, int64_t head, float* scratch);
-void attend_vnni(const Attention&, const Tile&, int64_t head, float* scratch);  // bfloat16 queries, int8 pools
-void attend_amx(const Attention&, const Tile&, int64_t head, float* scratch);   // bfloat16; head_dim a multiple of 32
+void attend_baseline(const Attention&, const Tile&, const Tile* after, float* scratch);
+void attend_avx2(const Attention&, const Tile&, const Tile* after, float* scratch);
+void attend_avx512(const Attention&, const Tile&, const Tile* after, float* scratch);
+void attend_vnni(const Attention&, const Tile&, const Tile* after, float* scratch);  // bfloat16 queries, int8 pools
+void attend_amx(const Attention&, const Tile&, const Tile* after, float* scratch);   // bfloat16; head_dim a multiple of 32
 
 }  // namespace jaxserve

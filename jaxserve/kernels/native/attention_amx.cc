@@ -74,14 +74,16 @@ void pack_queries(const uint16_t* const* rows, int count, int64_t dims, uint32_t
 }
 
 // Brings the keys and values of `count` positions into the buffers, and zeros for the rest of the block.
-void gather_block(const uint16_t* const* keys, const uint16_t* const* values, int count, int64_t dims, const Buffers& b) {
+void gather_block(const Rows<uint16_t>& rows, int64_t dims, const Coming& next, const Buffers& b) {
+  const int count = rows.count;
   for (int i = 0; i < kBlock; ++i) {
+    next.ask_for_key(i);
     uint16_t* to = b.keys + i * dims;
-    i < count ? memcpy(to, keys[i], 2 * (size_t)dims) : memset(to, 0, 2 * (size_t)dims);
+    i < count ? memcpy(to, rows.keys[i], 2 * (size_t)dims) : memset(to, 0, 2 * (size_t)dims);
   }
   const auto sixteen = [&](int i, int64_t d) {
     if (i >= count) return _mm512_setzero_si512();
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values[i] + d)));
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows.values[i] + d)));
   };
   uint32_t* to = b.values;
   for (int64_t d = 0; d < dims; d += kTile) {
@@ -264,11 +266,11 @@ void write_rows(float* out, const float* total, int count, int64_t dims, uint16_
 
 }  // namespace
 
-void attend_amx(const Attention& a, const Tile& t, int64_t head, float* scratch) {
+void attend_amx(const Attention& a, const Tile& t, const Tile* after, float* scratch) {
   const int64_t rows = t.length * a.groups, dims = a.head_dim, row_tiles = (rows + kTile - 1) / kTile;
   const Buffers b = lay_out(scratch, dims, row_tiles);
   const int64_t stride = a.kv_heads * a.groups * dims;  // from token to token in q and out
-  const int64_t origin = t.row * stride + head * a.groups * dims;
+  const int64_t origin = t.row * stride + t.head * a.groups * dims;
   const auto offset = [&](int64_t row) { return origin + row / a.groups * stride + row % a.groups * dims; };
   const auto count_of = [&](int64_t tile) { return (int)(rows - tile * kTile < kTile ? rows - tile * kTile : kTile); };
   for (int64_t tile = 0; tile < row_tiles; ++tile) {
@@ -283,15 +285,12 @@ void attend_amx(const Attention& a, const Tile& t, int64_t head, float* scratch)
   const Config config;
   _tile_loadconfig(&config);
   const float scale = a.scale * kLog2E;  // weights are powers of 2
-  const int64_t end = t.start + t.length;
-  for (int64_t position = first_position(a, t); position < end; position += kBlock) {
-    const int count = (int)(end - position < kBlock ? end - position : kBlock);
-    prefetch_pages(a, t, head, position + kBlock, end, sizeof(uint16_t));
-    const uint16_t *keys[kBlock], *values[kBlock];
-    locate_rows(a, t, head, position, count, keys, values);
-    gather_block(keys, values, count, dims, b);
+  for (Blocks<uint16_t> blocks(a, t, after); blocks.more(); blocks.advance()) {
+    const int count = blocks.rows().count;
+    gather_block(blocks.rows(), dims, blocks.next(), b);
+    blocks.next().ask_for_values();
     for (int64_t tile = 0; tile < row_tiles; ++tile) {
-      const Seen seen = seen_by(a, t, tile * kTile, position, count);
+      const Seen seen = seen_by(a, t, tile * kTile, blocks.position, count);
       if (seen.nothing) continue;
       multiply_keys(b, b.q + tile * kTile * dims / 2, dims);
       const Floats decay = soften_columns(b, seen, scale, b.top + tile * kTile, b.total + tile * kTile);

@@ -56,15 +56,21 @@ struct Job final : Shared {
   int64_t max_tokens = 0;
 
   void work() override {
-    int64_t item = next.fetch_add(1);
-    if (item >= items) return;
+    Items mine(*this);
+    if (!mine.more()) return;
     const Scratch memory(scratch_floats(attention, max_tokens) * sizeof(float));
     auto* scratch = static_cast<float*>(memory.get());
-    for (; item < items; item = next.fetch_add(1)) {
-      const int64_t tile = item / attention.kv_heads;
-      (tile < chunks ? chunk_attend : attend)(attention, tiles[tile], item % attention.kv_heads, scratch);
-      done.fetch_add(1, std::memory_order_release);
+    for (; mine.more(); mine.advance()) {
+      const Tile tile = tile_of(mine.now()), after = mine.knows_after() ? tile_of(mine.after()) : Tile{};
+      const Attend attend_tile = mine.now() / attention.kv_heads < chunks ? chunk_attend : attend;
+      attend_tile(attention, tile, mine.knows_after() ? &after : nullptr, scratch);
     }
+  }
+
+  Tile tile_of(int64_t item) const {
+    Tile tile = tiles[item / attention.kv_heads];
+    tile.head = item % attention.kv_heads;
+    return tile;
   }
 };
 
@@ -121,7 +127,7 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_p
     if (length < 0 || length > tokens) return ffi::Error::InvalidArgument("paged_attention: tile length out of range");
     clear(row + length, tokens - length);
     if (length == 0) continue;
-    auto error = add_tile(*job, tile_pages, i, pool_shape[0], {row, tile_starts.typed_data()[i], length, nullptr}, work);
+    auto error = add_tile(*job, tile_pages, i, pool_shape[0], {row, tile_starts.typed_data()[i], length, nullptr, 0}, work);
     if (error.failure()) return error;
   }
   job->chunks = static_cast<int64_t>(job->tiles.size());
@@ -131,7 +137,7 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_p
       clear(i, 1);
       continue;
     }
-    auto error = add_tile(*job, decode_pages, i, pool_shape[0], {i, length - 1, 1, nullptr}, work);
+    auto error = add_tile(*job, decode_pages, i, pool_shape[0], {i, length - 1, 1, nullptr, 0}, work);
     if (error.failure()) return error;
   }
   job->items = static_cast<int64_t>(job->tiles.size()) * job->attention.kv_heads;

@@ -135,16 +135,16 @@ void write_row(const float* sums, float total, int64_t dims, uint16_t* out) {
   }
 }
 
-// Brings `count` keys and values into the buffers; what lies behind them is to be masked or weighted by nothing.
-void gather_block(const Attention& a, const Tile& t, int64_t head, int64_t position, int count, const Buffers& b) {
-  const int8_t *keys[kBlock], *values[kBlock];
-  locate_rows(a, t, head, position, count, keys, values);
-  for (int i = count; i < kBlock; ++i) keys[i] = keys[0], values[i] = values[0];
-  for (int i = 0; i < count; i += LANES) transpose_keys(keys + i, a.head_dim, b.keys + i);
-  for (int i = 0; i < count; i += kWord) interleave(values + i, a.head_dim, b.values + i / kWord * b.dims);
+// Brings keys and values into the buffers; what lies behind them is to be masked or weighted by nothing.
+void gather_block(const Rows<int8_t>& rows, int64_t head_dim, const Coming& next, const Buffers& b) {
+  for (int i = 0; i < rows.count; i += LANES) transpose_keys(rows.keys + i, head_dim, b.keys + i);
+  for (int i = 0; i < rows.count; i += kWord) {
+    for (int j = i; j < i + kWord; ++j) next.ask_for_key(j);
+    interleave(rows.values + i, head_dim, b.values + i / kWord * b.dims);
+  }
   for (int i = 0; i < kBlock; ++i) {
-    memcpy(b.scales.keys + i, keys[i] + a.head_dim, sizeof(float));
-    memcpy(b.scales.values + i, values[i] + a.head_dim, sizeof(float));
+    memcpy(b.scales.keys + i, rows.keys[i] + head_dim, sizeof(float));
+    memcpy(b.scales.values + i, rows.values[i] + head_dim, sizeof(float));
   }
 }
 
@@ -274,11 +274,11 @@ void attend_row_group(int rows, const Attention& a, const Tile& t, int64_t row, 
 
 }  // namespace
 
-void attend_vnni(const Attention& a, const Tile& t, int64_t head, float* scratch) {
+void attend_vnni(const Attention& a, const Tile& t, const Tile* after, float* scratch) {
   const int64_t rows = t.length * a.groups, dims = a.head_dim;
   const Buffers b = lay_out(scratch, (dims + kStep - 1) / kStep * kStep, rows);
   const int64_t stride = a.kv_heads * a.groups * dims;  // from token to token in q and out
-  const int64_t origin = t.row * stride + head * a.groups * dims;
+  const int64_t origin = t.row * stride + t.head * a.groups * dims;
   for (int64_t r = 0; r < rows; ++r) {
     const auto* q = static_cast<const uint16_t*>(a.q) + origin + r / a.groups * stride + r % a.groups * dims;
     pack_query(b, r, q, dims, a.scale * kLog2E);  // weights are powers of 2
@@ -287,15 +287,15 @@ void attend_vnni(const Attention& a, const Tile& t, int64_t head, float* scratch
   memset(b.out, 0, (size_t)(rows * (b.dims + LANES)) * sizeof(float));  // and total
 
   const int64_t passes = (rows + kRows - 1) / kRows, height = (rows + passes - 1) / passes;
-  const int64_t end = t.start + t.length;
-  for (int64_t position = first_position(a, t); position < end; position += kBlock) {
-    const int count = (int)(end - position < kBlock ? end - position : kBlock);
-    prefetch_pages(a, t, head, position + kBlock, end, sizeof(int8_t));
-    gather_block(a, t, head, position, count, b);
+  for (Blocks<int8_t> blocks(a, t, after); blocks.more(); blocks.advance()) {
+    const int count = blocks.rows().count;
+    gather_block(blocks.rows(), dims, blocks.next(), b);
+    blocks.next().ask_for_values();
     Floats poison = {};
     for (int j = 0; j < kVectors; ++j) poison += load(b.scales.values + j * LANES) * 0.0f;
     for (int64_t row = 0; row < rows; row += height) {
-      attend_row_group((int)(rows - row < height ? rows - row : height), a, t, row, position, count, sum(poison), b);
+      const int some = (int)(rows - row < height ? rows - row : height);
+      attend_row_group(some, a, t, row, blocks.position, count, sum(poison), b);
     }
   }
 

@@ -45,10 +45,11 @@ struct Multiplier {
   void (*pack)(const Matmul&, int64_t row, void* packed);  // rows [row, row + kPackRows)
   Block (*block)(const Matmul&);                           // size of the parts to compute; its origin is 0
   size_t (*scratch_bytes)(const Matmul&);
-  void (*multiply)(const Matmul&, const void* packed, const Block&, void* scratch);
+  // `after` is what this thread computes next, if that is known: its memory may be asked for.
+  void (*multiply)(const Matmul&, const void* packed, const Block&, const Block* after, void* scratch);
 };
 
-extern const Multiplier kMatmulAmx, kMatmulVnni, kMatmulAvx2;  // x in bfloat16
+extern const Multiplier kMatmulAmx, kMatmulVnni, kMatmulAvx512, kMatmulAvx2;  // x in bfloat16
 extern const Multiplier kMatmulFloatAvx512, kMatmulFloatAvx2, kMatmulFloatBaseline;
 
 // Whether this machine and its kernel let us use the matrix unit; asks the kernel for it.

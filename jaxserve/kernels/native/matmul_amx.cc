@@ -258,7 +258,7 @@ size_t scratch_bytes(const Matmul& m) {
   return static_cast<size_t>(m.rows > kFewRows ? many : few);
 }
 
-void multiply_block(const Matmul& m, const void* packed, const Block& b, void* scratch) {
+void multiply_block(const Matmul& m, const void* packed, const Block& b, const Block*, void* scratch) {
   auto* weights = static_cast<uint16_t*>(scratch);
   if (m.rows > kFewRows) {
     const Config config(kTile, kTile);

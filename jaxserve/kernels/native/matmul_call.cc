@@ -25,20 +25,21 @@ bool has_avx512() {
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
 
-constexpr int64_t kVnniRows = 4;  // of codes: from there on the matrix unit is faster
+constexpr int64_t kVnniCodes = 4, kVnniNumbers = 8;  // rows up to which each weight is fastest read as it lies
 
-// The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none. Numbers go
-// through the same one for any number of rows, so that a row's result is always the same.
+// The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none. Each
+// gives a row the same result whatever the others are; which one runs may depend on how many rows there are.
 const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, [[maybe_unused]] int64_t rows,
                          [[maybe_unused]] bool codes) {
   const auto wanted = [&](const char* variant) { return name.empty() || name == variant; };
 #if defined(__x86_64__)
 #if defined(__linux__)
   static const bool has_amx = amx_available();  // asked once: cpuid leaves a virtual machine each time
-  if (wanted("amx") && bfloat16 && has_amx && (rows > kVnniRows || !codes || !name.empty())) return &kMatmulAmx;
+  if (wanted("amx") && bfloat16 && has_amx && (rows > kVnniCodes || !codes || !name.empty())) return &kMatmulAmx;
 #endif
-  if (wanted("vnni") && bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
-    return &kMatmulVnni;
+  if (bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
+    if (name == "vnni" || (name.empty() && rows <= (codes ? kVnniCodes : kVnniNumbers))) return &kMatmulVnni;
+    if (wanted("avx512bf16")) return &kMatmulAvx512;
   }
   if (wanted("avx2") && bfloat16 && has_avx2() && (codes || !has_avx512() || !name.empty())) return &kMatmulAvx2;
   if (wanted("avx512") && has_avx512()) return &kMatmulFloatAvx512;
@@ -81,13 +82,12 @@ struct Packing final : Shared {
 
   void work() override {
     const RowFunctions& functions = row_functions();
-    for (int64_t item = next.fetch_add(1); item < items; item = next.fetch_add(1)) {
-      const int64_t first = item * kPackRows, end = std::min(first + kPackRows, matmul.rows);
+    for (Items mine(*this); mine.more(); mine.advance()) {
+      const int64_t first = mine.now() * kPackRows, end = std::min(first + kPackRows, matmul.rows);
       if (prologue.kind) {
         for (int64_t row = first; row < end; ++row) prologue.apply(functions, matmul, row);
       }
       variant->pack(matmul, first, packed);
-      done.fetch_add(1, std::memory_order_release);
     }
   }
 };
@@ -101,15 +101,18 @@ struct Product final : Shared {
   int64_t columns = 0;  // blocks beside each other
 
   void work() override {
-    int64_t item = next.fetch_add(1);
-    if (item >= items) return;
+    Items mine(*this);
+    if (!mine.more()) return;
     const Scratch scratch(variant->scratch_bytes(matmul));
-    for (; item < items; item = next.fetch_add(1)) {
-      const int64_t out = item % columns * block.outs, row = item / columns * block.rows;
-      const Block part = {out, std::min(block.outs, matmul.w.out - out), row, std::min(block.rows, matmul.rows - row)};
-      variant->multiply(matmul, packed->get(), part, scratch.get());
-      done.fetch_add(1, std::memory_order_release);
+    for (; mine.more(); mine.advance()) {
+      const Block part = block_of(mine.now()), after = block_of(mine.after());
+      variant->multiply(matmul, packed->get(), part, mine.knows_after() ? &after : nullptr, scratch.get());
     }
+  }
+
+  Block block_of(int64_t item) const {
+    const int64_t out = item % columns * block.outs, row = item / columns * block.rows;
+    return {out, std::min(block.outs, matmul.w.out - out), row, std::min(block.rows, matmul.rows - row)};
   }
 };
 
@@ -124,9 +127,11 @@ void multiply_all(Matmul matmul, const Prologue& prologue, const Multiplier* var
   product->matmul = matmul;
   product->variant = variant;
   product->packed = std::make_unique<Scratch>(variant->packed_bytes(matmul));
-  product->block = variant->block(matmul);
-  product->columns = parts(matmul.w.out, product->block.outs);
-  product->items = product->columns * parts(matmul.rows, product->block.rows);
+  Block& block = product->block = variant->block(matmul);
+  product->columns = parts(matmul.w.out, block.outs);
+  // Blocks of many rows are cut until all processors have some.
+  while (product->columns * parts(matmul.rows, block.rows) < processors() && block.rows % 128 == 0) block.rows /= 2;
+  product->items = product->columns * parts(matmul.rows, block.rows);
 
   auto packing = std::make_shared<Packing>();
   packing->matmul = matmul;

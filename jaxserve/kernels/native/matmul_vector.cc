@@ -130,7 +130,7 @@ Block block(const Matmul& m) {
 
 size_t scratch_bytes(const Matmul& m) { return static_cast<size_t>(kOuts * padded(m.w.inner)) * sizeof(float); }
 
-void multiply(const Matmul& m, const void* packed, const Block& b, void* scratch) {
+void multiply(const Matmul& m, const void* packed, const Block& b, const Block*, void* scratch) {
   const int64_t inner = padded(m.w.inner);
   auto* weights = static_cast<float*>(scratch);
   for (int64_t out = b.out; out < b.out + b.outs; out += kOuts) {

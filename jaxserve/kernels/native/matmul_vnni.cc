@@ -25,7 +25,7 @@ constexpr int64_t kOuts = 4;
 constexpr int64_t kRows = 4;                // 16 sums in registers
 constexpr int64_t kLanes = 16;
 constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly
-constexpr int64_t kAheadBytes = 8192;       // how far ahead memory is asked for
+constexpr int64_t kAheadBytes = 8192;       // how far ahead memory is asked for, or four rows if they are longer
 
 inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
@@ -122,8 +122,9 @@ void pack(const Matmul& m, int64_t row, void* packed) {
 struct Quad {
   const uint8_t* data[kOuts];
   int64_t index[kOuts];  // of their first scale
+  int64_t ahead;
 
-  Quad(const Weight& w, int64_t out) {
+  Quad(const Weight& w, int64_t out) : ahead(kOuts * w.row_bytes < kAheadBytes ? kAheadBytes : kOuts * w.row_bytes) {
     for (int64_t o = 0; o < kOuts; ++o) {
       const int64_t row = out + o < w.out ? out + o : w.out - 1;
       data[o] = w.data + row * w.row_bytes;
@@ -133,8 +134,8 @@ struct Quad {
 
   // Asks for a line of what comes soon, once for each line read here. In the order in which it lies, and not in that of
   // its use: prefetchers and memory are faster so. Into L2, where more requests may be under way than to L1.
-  void prefetch(int64_t o, int64_t offset) const {
-    _mm_prefetch(reinterpret_cast<const char*>(data[0] + kOuts * offset + 64 * o + kAheadBytes), _MM_HINT_T1);
+  __attribute__((always_inline)) void prefetch(int64_t o, int64_t offset) const {  // see blocks.h
+    _mm_prefetch(reinterpret_cast<const char*>(data[0] + kOuts * offset + 64 * o + ahead), _MM_HINT_T1);
   }
 };
 
@@ -325,7 +326,7 @@ Block block(const Matmul& m) {
 
 size_t scratch_bytes(const Matmul&) { return 0; }
 
-void multiply(const Matmul& m, const void* packed, const Block& b, void*) {
+void multiply(const Matmul& m, const void* packed, const Block& b, const Block*, void*) {
   const Product products[kRows] = {product_of<1>(m.w), product_of<2>(m.w), product_of<3>(m.w), product_of<4>(m.w)};
   const auto* x = static_cast<const uint8_t*>(packed);
   for (int64_t out = b.out; out < b.out + b.outs; out += kOuts) {

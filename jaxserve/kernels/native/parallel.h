@@ -55,6 +55,32 @@ inline int64_t processors() {
   return count;
 }
 
+// One thread's way through a job's items. While there is plenty for all it takes the next one early, so that its memory can be
+// asked for.
+class Items {
+ public:
+  explicit Items(Shared& job) : job_(job), now_(job.next.fetch_add(1)) { look_ahead(); }
+
+  bool more() const { return now_ < job_.items; }
+  int64_t now() const { return now_; }
+  int64_t after() const { return after_; }  // no item if it is not known
+  bool knows_after() const { return after_ < job_.items; }
+
+  void advance() {
+    job_.done.fetch_add(1, std::memory_order_release);
+    now_ = knows_after() ? after_ : job_.next.fetch_add(1);
+    look_ahead();
+  }
+
+ private:
+  Shared& job_;
+  int64_t now_, after_ = 0;
+
+  void look_ahead() {
+    after_ = job_.items - job_.next.load() > 2 * processors() ? job_.next.fetch_add(1) : job_.items;
+  }
+};
+
 // Threads that help in calls, and look out for the next one for a while before they sleep. To wake a thread takes longer
 // than most calls: up to several milliseconds if it last ran where the caller runs now.
 class Helpers {

@@ -1,17 +1,16 @@
-// The parts of attention that all of its kernels share: blocks of the context, transposition and the online softmax
-// (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). For files as in vectors.h.
+// Transposition and the online softmax (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), which all
+// kernels of attention share. For files as in vectors.h.
 
 #pragma once
 
 #include <utility>
 
-#include "attention.h"
+#include "blocks.h"
 #include "vectors.h"
 
 namespace jaxserve {
 namespace {
 
-constexpr int kBlock = 64;  // positions
 constexpr int kVectors = kBlock / LANES;
 
 template <size_t... I>
@@ -82,18 +81,6 @@ float soften(float* scores, int64_t begin, int64_t end, float* top, float* total
   store(total, sum);
   *top = new_top;
   return decay[0];
-}
-
-// Asks for the pages of the block that begins at `position`, up to the context's `end`, of numbers of so many bytes:
-// scattered as they are, the hardware does not foresee them.
-inline void prefetch_pages(const Attention& a, const Tile& t, int64_t head, int64_t position, int64_t end,
-                           size_t size) {
-  const int64_t bytes = 2 * a.page_size * a.row_size * (int64_t)size;
-  const int64_t stop = end < position + kBlock ? end : position + kBlock;
-  for (int64_t i = position / a.page_size; i * a.page_size < stop; ++i) {
-    const char* page = static_cast<const char*>(a.pool) + (t.pages[i] * a.kv_heads + head) * bytes;
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(page + line);
-  }
 }
 
 }  // namespace

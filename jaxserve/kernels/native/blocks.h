@@ -1,0 +1,97 @@
+// A context as attention walks over it, block by block: where rows of keys and values lie, and when they are asked for.
+// For files as in vectors.h.
+
+#pragma once
+
+#include "attention.h"
+
+namespace jaxserve {
+namespace {
+
+constexpr int kBlock = 64;  // positions
+
+// Where the rows of a block's keys and values begin; those beyond the count are the first again.
+template <typename P>
+struct Rows {
+  const P *keys[kBlock], *values[kBlock];
+  int count;
+};
+
+// A block that comes next. Scattered as pages are, the hardware does not foresee them. Only so many requests may be under way, so
+// half of it is asked for row by row while this block is brought in, and half while it is multiplied.
+struct Coming {
+  const void *const *keys, *const *values;
+  int count;
+  int64_t row_bytes;
+
+  // These must be inlined: GCC takes a function that only prefetches for one without effect, and drops calls of it.
+  __attribute__((always_inline)) void ask(const void* row) const {
+    for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at);
+  }
+  __attribute__((always_inline)) void ask_for_key(int i) const {
+    if (i < count) ask(keys[i]);
+  }
+  __attribute__((always_inline)) void ask_for_values() const {
+    for (int i = 0; i < count; ++i) ask(values[i]);
+  }
+};
+
+// The blocks that a tile sees, one after the other, in a pool of P. Behind the last one comes the first of another tile.
+template <typename P>
+class Blocks {
+ public:
+  int64_t position;  // of the block's first row
+
+  Blocks(const Attention& a, const Tile& t, const Tile* after) : position(first_position(a, t)), a_(a), t_(t), after_(after) {
+    locate(t, position, rows_[0]);
+    locate_next(rows_[1]);
+  }
+
+  bool more() const { return position < t_.start + t_.length; }
+
+  const Rows<P>& rows() const { return rows_[now_]; }
+
+  Coming next() const {
+    const Rows<P>& next = rows_[1 - now_];
+    const auto untyped = [](const P* const* rows) { return reinterpret_cast<const void* const*>(rows); };
+    return {untyped(next.keys), untyped(next.values), next.count, a_.row_size * static_cast<int64_t>(sizeof(P))};
+  }
+
+  void advance() {
+    position += kBlock;
+    locate_next(rows_[now_]);
+    now_ = 1 - now_;
+  }
+
+ private:
+  const Attention& a_;
+  const Tile& t_;
+  const Tile* const after_;
+  Rows<P> rows_[2];
+  int now_ = 0;
+
+  void locate_next(Rows<P>& rows) const {
+    rows.count = 0;
+    if (position + kBlock < t_.start + t_.length) {
+      locate(t_, position + kBlock, rows);
+    } else if (more() && after_) {
+      locate(*after_, first_position(a_, *after_), rows);
+    }
+  }
+
+  void locate(const Tile& t, int64_t from, Rows<P>& rows) const {
+    const int64_t left = t.start + t.length - from;
+    rows.count = static_cast<int>(left < kBlock ? left : kBlock);
+    const int64_t half = a_.page_size * a_.row_size;
+    int64_t page = from / a_.page_size, within = from % a_.page_size;  // divided once: it takes as long as much of a row
+    for (int i = 0; i < rows.count; ++i) {
+      rows.keys[i] = static_cast<const P*>(a_.pool) + (t.pages[page] * a_.kv_heads + t.head) * 2 * half + within * a_.row_size;
+      rows.values[i] = rows.keys[i] + half;
+      if (++within == a_.page_size) ++page, within = 0;
+    }
+    for (int i = rows.count; i < kBlock; ++i) rows.keys[i] = rows.keys[0], rows.values[i] = rows.values[0];
+  }
+};
+
+}  // namespace
+}  // namespace jaxserve

@@ -1,0 +1,624 @@
+// Products of rows of bfloat16 on vectors: on AVX2, and on AVX-512 with its VNNI and BF16 instructions.
+//
+// Outputs lie beside each other in the lanes of a vector. The weight, which lies row by row, is turned to that in registers, as
+// many rows as a vector has lanes, 16 bytes (AVX2) or a line at a time. A lane then holds an element of 32 bits of one output, and meets the
+// same element of x, which is brought to all lanes.
+//
+// Of bfloat16 numbers an element is a pair (AVX-512 multiplies and adds up pairs) or one, widened to float32 (AVX2: of 256 inputs
+// first the even ones, then the odd ones). They are always summed in the same order. Codes meet x in 16-bit fixed point, by
+// pairs too, in integers that a lane adds up exactly over a segment of at most 128 inputs; only its sum is brought to float32
+// and scaled. Each segment of x has a scale of its own, so that a number of it keeps more of its digits than bfloat16 has, unless
+// it is smaller than the largest by a factor of 2^7 or more. So a row's result does not depend on how many rows there are.
+//
+// With many rows a slice of a panel of two vectors of outs is turned into a buffer that stays in L1, and groups of rows of x are
+// multiplied by it, as many as registers have room for sums. With few it is used at once, by codes even without turning
+// (AVX2; AVX-512 has matmul_vnni.cc for them): integers may be added in any order.
+
+#include "matmul.h"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "groups.h"
+#include "vectors.h"
+#if LANES == 16
+#include "transpose.h"
+#endif
+
+namespace jaxserve {
+namespace {
+
+constexpr int64_t kLanes = LANES;
+constexpr int64_t kPanel = 2 * kLanes;               // outs
+constexpr int kRows = LANES == 16 ? 12 : 6;          // 24 or 12 sums in registers
+constexpr int kFewNumbers = 4, kFewCodes = 3;        // rows that meet the weight at once, without a buffer (AVX2)
+constexpr int64_t kBlockBytes = 128 << 10;           // of the weight, for few rows: small enough to share out evenly,
+constexpr int64_t kBlockWork = 1 << 20;              // so many multiplications,
+constexpr int64_t kLeastBlocks = 4;                  // and parts of even a small weight
+constexpr int64_t kBlockOuts = 128;                  // for many rows: slices of x, and sums, fit into L2
+constexpr int64_t kBlockRows = LANES == 16 ? 512 : 128;
+constexpr int64_t kMemoryRows = 32;                  // up to so many, the weight is read in the order in which it lies
+
+inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Inputs of a slice, the least that any kind of weight unpacks as a whole; what they take in a row of the weight; and how many
+// elements they make.
+constexpr int64_t inputs_of(int bits) { return bits == 3 || bits == 16 ? 256 : 128; }
+constexpr int64_t bytes_of(int bits) { return inputs_of(bits) * bits / 8; }
+constexpr int64_t elements_of(int bits) { return bits == 16 && LANES == 8 ? inputs_of(bits) : inputs_of(bits) / 2; }
+constexpr int kChains = LANES == 16 ? 1 : 2;                 // sums of a slice of numbers, one after the other;
+constexpr int64_t kChain = inputs_of(16) / 2;                // and elements of each
+
+inline Ints load(const int32_t* from) { return (Ints)load(reinterpret_cast<const float*>(from)); }
+inline void store(int32_t* to, Ints x) { store(reinterpret_cast<float*>(to), (Floats)x); }
+
+inline uint32_t pair_at(const uint16_t* from) {
+  uint32_t pair;
+  __builtin_memcpy(&pair, from, 4);
+  return pair;
+}
+
+// Calls f with each element that a pair of bfloat16 numbers makes, in one lane or in all: the chain that it belongs to and itself.
+template <typename T, typename F>
+inline void elements_of_pair(T numbers, F f) {
+#if LANES == 16
+  f(0, numbers);
+#else
+  f(0, numbers << 16);
+  f(1, numbers & 0xffff0000u);
+#endif
+}
+
+// sums + products of elements: of numbers, and of pairs of words.
+#if LANES == 16
+inline Floats add_products(Floats sums, Ints weights, Ints x) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)x);
+}
+
+inline Ints add_products(Ints sums, Ints codes, Ints x) {
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
+}
+#else
+inline Floats add_products(Floats sums, Ints weights, Ints x) { return (Floats)weights * (Floats)x + sums; }
+
+// As one piece, because compilers move the additions behind all products, and then run out of registers.
+inline Ints add_products(Ints sums, Ints codes, Ints x) {
+  Ints products;
+  __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(codes), "x"(x));
+  return sums;
+}
+#endif
+
+// x as the weight meets it, slice by slice, so that what is used together lies together: elements [slices, rows, ...]; for codes
+// also scales [segments, rows], and what a segment's sums begin with.
+struct Packed {
+  Segments segments;
+  int64_t rows, slices, elements;
+
+  explicit Packed(const Matmul& m)
+      : segments(m.w), rows(m.rows), slices(parts(m.w.inner, inputs_of(m.w.bits))), elements(elements_of(m.w.bits)) {}
+
+  int64_t at(int64_t slice, int64_t row) const { return (slice * rows + row) * elements; }
+  const float* scales(const int32_t* x) const { return reinterpret_cast<const float*>(x + at(slices, 0)); }
+  const int32_t* starts(const int32_t* x) const { return x + at(slices, 0) + segments.number * rows; }
+};
+
+size_t packed_bytes(const Matmul& m) {
+  const Packed form(m);
+  return static_cast<size_t>(form.at(form.slices, 0) + (m.w.bits == 16 ? 0 : form.segments.number * form.rows * 2)) * 4;
+}
+
+inline __m256i load_words(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline __m256 even(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+inline __m256 odd(__m256i x) { return _mm256_castsi256_ps(_mm256_blend_epi16(x, _mm256_setzero_si256(), 0x55)); }
+
+// `count` numbers of x, and zeros up to `size`.
+struct Filled {
+  alignas(32) uint16_t numbers[4 * kStep];
+
+  const uint16_t* fill(const uint16_t* x, int64_t count, int64_t size) {
+    if (count >= size) return x;
+    for (int64_t i = 0; i < size; ++i) numbers[i] = i < count ? x[i] : 0;
+    return numbers;
+  }
+};
+
+inline float most(__m256 x) {
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+inline __m256i low_words(__m256i a, __m256i b) {  // as they are, in turn by 16 bits
+  return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+}
+
+// A segment in integers. Bytes are unpacked into even and odd ones, so x of such a weight is parted likewise, by 32 inputs.
+void pack_segment(const uint16_t* x, int64_t steps, int bits, int32_t* pairs, float* scale, int32_t* start) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  __m256 largest = _mm256_setzero_ps(), poison = _mm256_setzero_ps();
+  for (int64_t i = 0; i < 2 * steps; ++i) {
+    const __m256 a = even(load_words(x + 16 * i)), b = odd(load_words(x + 16 * i));
+    largest = _mm256_max_ps(largest, _mm256_max_ps(_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)));
+    poison = _mm256_fmadd_ps(_mm256_add_ps(a, b), _mm256_setzero_ps(), poison);  // what is not finite stays
+  }
+  constexpr float kMost = 32767, kLeast = 1e-30f;  // below it the quotient may overflow
+  const float top = most(largest), factor = top > kLeast ? kMost / top : 0;
+  float lost = 0;
+  for (int i = 0; i < 8; ++i) lost += reinterpret_cast<const float*>(&poison)[i];
+  *scale = (top > kLeast ? top * (1 / kMost) : 0) + lost;
+  __m256i sum = _mm256_setzero_si256();
+  for (int64_t i = 0; i < 2 * steps; i += 2, pairs += kStep / 2) {
+    __m256i a[2], b[2];
+    for (int j = 0; j < 2; ++j) {
+      const __m256i numbers = load_words(x + 16 * (i + j));
+      a[j] = _mm256_cvtps_epi32(_mm256_mul_ps(even(numbers), _mm256_set1_ps(factor)));
+      b[j] = _mm256_cvtps_epi32(_mm256_mul_ps(odd(numbers), _mm256_set1_ps(factor)));
+      sum = _mm256_add_epi32(sum, _mm256_add_epi32(a[j], b[j]));
+    }
+    __m256i first = low_words(a[0], b[0]), second = low_words(a[1], b[1]);
+    if (bits == 8) {
+      first = _mm256_permute4x64_epi64(_mm256_packs_epi32(a[0], a[1]), 0xd8);
+      second = _mm256_permute4x64_epi64(_mm256_packs_epi32(b[0], b[1]), 0xd8);
+    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs), first);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs + 8), second);
+  }
+  int32_t total = 0;
+  for (int i = 0; i < 8; ++i) total += reinterpret_cast<const int32_t*>(&sum)[i];
+  *start = -total * (1 << (bits - 1));  // codes count from -2^(bits - 1)
+}
+
+void pack(const Matmul& m, int64_t row, void* packed) {
+  const Weight& w = m.w;
+  const Packed form(m);
+  const int64_t steps = w.bits == 16 ? 1 : form.segments.steps, size = steps * kStep, inputs = inputs_of(w.bits);
+  auto* elements = static_cast<int32_t*>(packed);
+  auto* scales = const_cast<float*>(form.scales(elements));
+  auto* starts = const_cast<int32_t*>(form.starts(elements));
+  for (const int64_t end = row + kPackRows < m.rows ? row + kPackRows : m.rows; row < end; ++row) {
+    const uint16_t* x = static_cast<const uint16_t*>(m.x) + row * w.inner;
+    for (int64_t i = 0; i < form.slices * inputs; i += size) {
+      const int64_t pair = i % inputs / 2, segment = i / size * form.rows + row;
+      int32_t* to = elements + form.at(i / inputs, row);
+      Filled rest;
+      const uint16_t* from = rest.fill(x + i, w.inner - i, size);
+      if (w.bits == 16) {
+        for (int j = 0; j < size / 2; ++j) {
+          elements_of_pair(pair_at(from + 2 * j), [to, at = pair + j](int chain, uint32_t element) {
+            to[chain * kChain + at] = static_cast<int32_t>(element);
+          });
+        }
+      } else if (i < w.inner) {
+        pack_segment(from, steps, w.bits, to + pair, scales + segment, starts + segment);
+      } else {  // beyond the last segment
+        __builtin_memset(to + pair, 0, static_cast<size_t>(size) * 2);
+      }
+    }
+  }
+}
+
+// Neighbouring rows of the weight, from a slice on, at `first`, `stride` bytes apart. Where rows or inputs end they are copied,
+// with the last row again and zeros behind them.
+template <int Bits, int64_t Outs>
+struct Slice {
+  const uint8_t* first;
+  int64_t stride;
+  uint8_t copies[Outs][bytes_of(Bits)];
+
+  Slice(const Weight& w, int64_t out, int64_t slice) : first(w.data + out * w.row_bytes), stride(w.row_bytes) {
+    const int64_t at = slice * bytes_of(Bits), left = w.row_bytes - at;
+    first += at;
+    if (out + Outs <= w.out && left >= bytes_of(Bits)) return;
+    const int64_t bytes = left < bytes_of(Bits) ? left : bytes_of(Bits);
+    for (int64_t o = 0; o < Outs; ++o) {
+      const uint8_t* row = w.data + (out + o < w.out ? out + o : w.out - 1) * w.row_bytes + at;
+      __builtin_memset(copies[o] + bytes, 0, static_cast<size_t>(bytes_of(Bits) - bytes));
+      __builtin_memcpy(copies[o], row, static_cast<size_t>(bytes));
+    }
+    first = copies[0];
+    stride = bytes_of(Bits);
+  }
+};
+
+// Asks for a weight's bytes in the order in which they lie, from the panel on that comes next. A little at a time: only so many
+// requests may be under way.
+struct Ahead {
+  const uint8_t* at;     // a line
+  const uint8_t* until;  // what has been asked for
+
+  Ahead(const Weight& w, int64_t out) : at(w.data + (out < w.out ? out : w.out) * w.row_bytes), until(at) {}
+
+  void ask(int64_t bytes) {
+    for (until += bytes; at < until; at += 64) _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+  }
+};
+
+// Elements [kLanes rows, Columns] as columns; at most kColumns.
+#if LANES == 16
+constexpr int kColumns = 16;  // whole lines: rows may lie so that a cache keeps few lines of all at once
+
+template <int Columns = kColumns>
+inline void turn(const uint8_t* rows, int64_t stride, Bits (&columns)[Columns]) {
+  constexpr __mmask16 mask = (1u << Columns) - 1;
+  __m512i x[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) x[i] = _mm512_maskz_loadu_epi32(mask, rows + i * stride);
+  transpose(x);
+  for (int i = 0; i < Columns; ++i) columns[i] = (Bits)x[i];
+}
+#else
+constexpr int kColumns = 4;
+
+template <int Columns = kColumns>
+inline void turn(const uint8_t* rows, int64_t stride, Bits (&columns)[Columns]) {
+  for (int first = 0; first < Columns; first += 4, rows += 16) {
+    __m256i x[4];
+    for (int i = 0; i < 4; ++i) {
+      const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + i * stride));
+      const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + 4 * stride + i * stride));
+      x[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+    }
+    const __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpacklo_epi32(x[2], x[3]);
+    const __m256i c = _mm256_unpackhi_epi32(x[0], x[1]), d = _mm256_unpackhi_epi32(x[2], x[3]);
+    columns[first] = (Bits)_mm256_unpacklo_epi64(a, b);
+    columns[first + 1] = (Bits)_mm256_unpackhi_epi64(a, b);
+    columns[first + 2] = (Bits)_mm256_unpacklo_epi64(c, d);
+    columns[first + 3] = (Bits)_mm256_unpackhi_epi64(c, d);
+  }
+}
+#endif
+
+// The highest bits of a pair of codes of 3 bits, from the masks of its step.
+inline Bits high_bits(Bits masks, int pair) {
+  const Bits bits = masks >> 2 * pair;
+  return (bits << 2 & 4u) | (bits << 17 & 0x40000u);
+}
+
+// A slice of kLanes outs into one half of a panel's buffer: vectors of elements, kPanel apart.
+template <int B>
+void unpack(const uint8_t* rows, int64_t stride, int32_t* panel) {
+  const auto put = [panel](int64_t element, Bits x) { store(panel + element * kPanel, (Ints)x); };
+  Bits masks[B == 3 ? 8 : kColumns];
+  if constexpr (B == 3) turn(rows + 64, stride, masks);
+  for (int64_t i = 0; i < bytes_of(B == 3 ? 4 : B) / 4; i += kColumns) {
+    Bits x[kColumns];
+    turn(rows + 4 * i, stride, x);
+    for (int j = 0; j < kColumns; ++j) {
+      const int64_t column = i + j;
+      if constexpr (B == 16) {
+        elements_of_pair(x[j], [&](int chain, Bits element) { put(chain * kChain + column, element); });
+      } else if constexpr (B == 8) {  // the even bytes of 32, then the odd ones
+        put(column / 8 * 16 + column % 8, x[j] & 0x00ff00ffu);
+        put(column / 8 * 16 + column % 8 + 8, x[j] >> 8 & 0x00ff00ffu);
+      } else if constexpr (B == 4) {
+        for (int s = 0; s < 4; ++s) put(16 * s + column, x[j] >> 4 * s & 0x000f000fu);
+      } else {
+        for (int s = 0; s < 8; ++s) {
+          put(16 * s + column, (x[j] >> 2 * s & 0x00030003u) | high_bits(masks[s], static_cast<int>(column)));
+        }
+      }
+    }
+  }
+}
+
+// The scales and zeros of kLanes outs in a group. Zeros count in what the codes' sums begin with.
+struct Scales {
+  Floats scale, zero;
+
+  Scales(const Weight& w, int64_t out, int64_t group) : scale(read(w, w.scales, w.wide_scales, out, group)) {
+    if (w.zeros) zero = read(w, w.zeros, w.wide_zeros, out, group) * (1.0f / static_cast<float>(1 << (w.bits - 1)));
+  }
+
+  static Floats read(const Weight& w, const void* numbers, bool wide, int64_t out, int64_t group) {
+    const int64_t first = out * w.groups + group;
+    if (out + kLanes <= w.out) return gather(numbers, wide, first, w.groups, std::make_integer_sequence<int, LANES>{});
+    float values[kLanes];
+    for (int64_t o = 0; o < kLanes; ++o) {
+      values[o] = read_number(numbers, wide, out + o < w.out ? first + o * w.groups : (w.out - 1) * w.groups + group);
+    }
+    return load(values);
+  }
+
+  template <int... Lanes>
+  static Floats gather(const void* numbers, bool wide, int64_t first, int64_t stride, std::integer_sequence<int, Lanes...>) {
+    if (wide) return Floats{(static_cast<const float*>(numbers) + first)[Lanes * stride]...};
+    return (Floats)(convert<Ints>(Shorts{(static_cast<const int16_t*>(numbers) + first)[Lanes * stride]...}) << 16);
+  }
+
+  // sums += a segment's sum, which began with `start`, of x with a scale.
+  Floats add(Floats sums, Ints sum, int32_t start, float x_scale, bool zeros) const {
+    Floats value = convert<Floats>(sum);
+    if (zeros) value += static_cast<float>(start) * zero;
+    return value * (scale * x_scale) + sums;
+  }
+};
+
+void write(const Matmul& m, int64_t row, int64_t out, Floats sums) {
+  const int64_t left = m.w.out - out, count = left < kLanes ? left : kLanes, at = row * m.w.out + out;
+  if (m.y_bfloat16) {
+    const Shorts rounded = convert<Shorts>(round_to_bfloat16(sums) >> 16);
+    auto* to = static_cast<uint16_t*>(m.y) + at;
+    if (count == kLanes) return void(__builtin_memcpy(to, &rounded, sizeof(rounded)));
+    __builtin_memcpy(to, &rounded, static_cast<size_t>(count) * 2);
+  } else {
+    auto* to = static_cast<float*>(m.y) + at;
+    if (count == kLanes) return store(to, sums);
+    __builtin_memcpy(to, &sums, static_cast<size_t>(count) * 4);
+  }
+}
+
+// totals [R, 2] = starts + `count` elements of x [R, ...], rows `Stride` apart, times those of a panel. Asks for `bytes` of the
+// weight for each 32 elements. A function of its own, because compilers keep fewer sums in registers within another.
+template <int R, int64_t Stride, typename Sum>
+__attribute__((noinline)) void multiply(const int32_t* x, int64_t count, const int32_t* panel, const int32_t* starts,
+                                        Ahead& ahead, int64_t bytes, Sum (&totals)[R][2]) {
+  Sum sums[R][2];
+  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = (Sum)(Ints{} + starts[r]);
+  int64_t i = 0;
+  do {
+    ahead.ask(bytes);
+    const int64_t end = least(i + 32, count);
+    do {
+      const Ints first = load(panel + i * kPanel), second = load(panel + i * kPanel + kLanes);
+      for (int r = 0; r < R; ++r) {
+        const Ints element = Ints{} + x[r * Stride + i];
+        sums[r][0] = add_products(sums[r][0], first, element);
+        sums[r][1] = add_products(sums[r][1], second, element);
+      }
+    } while (++i < end);
+  } while (i < count);
+  for (int r = 0; r < R; ++r) {
+    for (int h = 0; h < 2; ++h) totals[r][h] = sums[r][h];
+  }
+}
+
+// sums [R, kPanel] += x [R, a slice] times a panel's slice, in numbers.
+template <int R>
+void add_numbers(const int32_t* x, const int32_t* panel, float* sums, Ahead& ahead, int64_t bytes) {
+  static const int32_t zeros[R] = {};
+  for (int chain = 0; chain < kChains; ++chain, x += kChain, panel += kChain * kPanel) {
+    Floats totals[R][2];
+    multiply<R, elements_of(16)>(x, kChain, panel, zeros, ahead, bytes, totals);
+    for (int64_t r = 0; r < R; ++r) {
+      for (int64_t h = 0; h < 2; ++h) {
+        float* sum = sums + r * kPanel + h * kLanes;
+        store(sum, load(sum) + totals[r][h]);
+      }
+    }
+  }
+}
+
+// sums [R, kPanel] += a segment of x [R, ...] times its part of a panel, in codes.
+template <int R, int64_t Stride>
+void add_codes(const int32_t* x, int64_t pairs, const float* x_scales, const int32_t* starts, const int32_t* panel,
+               const Scales (&scales)[2], bool zeros, float* sums, Ahead& ahead, int64_t bytes) {
+  Ints totals[R][2];
+  multiply<R, Stride>(x, pairs, panel, starts, ahead, bytes, totals);
+  for (int64_t r = 0; r < R; ++r) {
+    for (int64_t h = 0; h < 2; ++h) {
+      float* sum = sums + r * kPanel + h * kLanes;
+      store(sum, scales[h].add(load(sum), totals[r][h], starts[r], x_scales[r], zeros));
+    }
+  }
+}
+
+// Calls f with the number of rows as a constant, which is at most Most.
+template <int Most = kRows, typename F>
+inline void with_rows(int64_t rows, F f) {
+  if constexpr (Most > 1) {
+    if (rows < Most) return with_rows<Most - 1>(rows, f);
+  }
+  f(std::integral_constant<int, Most>{});
+}
+
+// Many rows: some panels, slice by slice, before those from `next` on. Behind `panel`, a buffer for a panel's slice, is one for the
+// sums [panels, rows, kPanel].
+template <int B>
+void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, const Block& b, int64_t next, int32_t* panel) {
+  const Weight& w = m.w;
+  constexpr int64_t kElements = elements_of(B);
+  auto* sums = reinterpret_cast<float*>(panel + kElements * kPanel);
+  const Segments& segments = form.segments;
+  const int64_t panels = parts(b.outs, kPanel), in_slice = inputs_of(B) / (segments.steps * kStep);
+  const int64_t passes = parts(b.rows, kRows), height = parts(b.rows, passes), pairs = segments.steps * kStep / 2;
+  const int64_t asked = b.rows <= kMemoryRows ? kPanel * bytes_of(B) / passes : 0;  // for a slice and a pass
+  Ahead ahead(w, next);
+  for (int64_t i = 0; i < panels * b.rows * kPanel; i += kLanes) store(sums + i, Floats{});
+  for (int64_t s = 0; s < form.slices; ++s) {
+    const int64_t first = s * in_slice, end = least(first + in_slice, segments.number);
+    for (int64_t p = 0; p < panels; ++p) {
+      const int64_t out = b.out + p * kPanel;
+      const Slice<B, kPanel> slice(w, out, s);
+      unpack<B>(slice.first, slice.stride, panel);
+      unpack<B>(slice.first + kLanes * slice.stride, slice.stride, panel + kLanes);
+      const auto for_rows = [&](auto add) {
+        for (int64_t row = 0; row < b.rows; row += height) {
+          float* to = sums + (p * b.rows + row) * kPanel;
+          with_rows(least(b.rows - row, height), [&](auto rows) { add(rows, b.row + row, to); });
+        }
+      };
+      if constexpr (B == 16) {
+        for_rows([&](auto rows, int64_t row, float* to) {
+          add_numbers<rows>(x + form.at(s, row), panel, to, ahead, asked / (kElements / 32));
+        });
+      } else {
+        for (int64_t i = first; i < end; ++i) {
+          const int64_t group = i / segments.per_group, pair = (i - first) * pairs;
+          const Scales scales[2] = {Scales(w, out, group), Scales(w, out + kLanes, group)};
+          for_rows([&](auto rows, int64_t row, float* to) {
+            const int64_t at = i * form.rows + row;
+            add_codes<rows, kElements>(x + form.at(s, row) + pair, pairs, form.scales(x) + at, form.starts(x) + at,
+                                       panel + pair * kPanel, scales, w.zeros, to, ahead, asked / in_slice / parts(pairs, 32));
+          });
+        }
+      }
+      if (s + 1 < form.slices) continue;
+      for (int64_t row = 0; row < b.rows; ++row) {
+        for (int64_t h = 0; h < 2 && out + h * kLanes < w.out; ++h) {
+          write(m, b.row + row, out + h * kLanes, load(sums + (p * b.rows + row) * kPanel + h * kLanes));
+        }
+      }
+    }
+  }
+}
+
+#if LANES == 8
+// R rows and kLanes outs of a bfloat16 weight.
+template <int R>
+void multiply_few_numbers(const Matmul& m, const Packed& form, const int32_t* x, int64_t row, int64_t out) {
+  Floats sums[R] = {};
+  Ahead ahead(m.w, out + kLanes);
+  for (int64_t s = 0; s < form.slices; ++s) {
+    const Slice<16, kLanes> slice(m.w, out, s);
+    const int32_t* elements = x + form.at(s, row);
+    Floats chains[R][kChains] = {};
+    for (int64_t pair = 0; pair < inputs_of(16) / 2; pair += kColumns) {
+      Bits columns[kColumns];
+      turn(slice.first + pair * 4, slice.stride, columns);
+      for (int j = 0; j < kColumns; ++j) {
+        elements_of_pair(columns[j], [&](int chain, Bits weights) {
+          for (int r = 0; r < R; ++r) {
+            const Ints element = Ints{} + elements[r * elements_of(16) + chain * kChain + pair + j];
+            chains[r][chain] = add_products(chains[r][chain], (Ints)weights, element);
+          }
+        });
+      }
+      ahead.ask(kLanes * kColumns * 4);
+    }
+    for (int r = 0; r < R; ++r) {
+      for (const Floats chain : chains[r]) sums[r] += chain;
+    }
+  }
+  for (int r = 0; r < R; ++r) write(m, row + r, out, sums[r]);
+}
+
+// Sixteen codes as words: half `h` of step `s` of a slice, in the order that x has.
+template <int B>
+inline __m256i words_of(const uint8_t* row, int s, int h) {
+  if constexpr (B == 8) {
+    const __m256i bytes = load_words(row + 32 * s);
+    return h ? _mm256_srli_epi16(bytes, 8) : _mm256_and_si256(bytes, _mm256_set1_epi16(255));
+  } else if constexpr (B == 4) {
+    const __m256i codes = _mm256_srli_epi16(load_words(row + 32 * h), 4 * s);
+    return s == 3 ? codes : _mm256_and_si256(codes, _mm256_set1_epi16(15));
+  } else {
+    const __m256i codes = _mm256_and_si256(_mm256_srli_epi16(load_words(row + 32 * h), 2 * s), _mm256_set1_epi16(3));
+    int16_t mask;
+    __builtin_memcpy(&mask, row + 64 + 4 * s + 2 * h, 2);
+    const __m256i bits = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);
+    const __m256i set = _mm256_cmpeq_epi16(_mm256_and_si256(_mm256_set1_epi16(mask), bits), bits);
+    return _mm256_or_si256(codes, _mm256_and_si256(set, _mm256_set1_epi16(4)));
+  }
+}
+
+// The sums of the lanes of each.
+inline Ints sums_of(const __m256i (&x)[kLanes]) {
+  const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
+  const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(x[4], x[5]), _mm256_hadd_epi32(x[6], x[7]));
+  return (Ints)_mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+}
+
+// R rows and kLanes outs of codes, in segments of L steps.
+template <int R, int B, int L>
+void multiply_few_codes(const Matmul& m, const Packed& form, const int32_t* x, int64_t row, int64_t out) {
+  const Segments& segments = form.segments;
+  constexpr int64_t kElements = elements_of(B);
+  Floats sums[R] = {};
+  Ahead ahead(m.w, out + kLanes);
+  for (int64_t slice = 0, segment = 0; segment < segments.number; ++slice) {
+    const Slice<B, kLanes> codes(m.w, out, slice);
+    const int32_t* pairs = x + form.at(slice, row);
+    for (int step = 0; step < int{inputs_of(B) / kStep} && segment < segments.number; step += L, ++segment) {
+      __m256i lanes[R][kLanes];
+      for (int o = 0; o < kLanes; ++o) {
+        for (int r = 0; r < R; ++r) lanes[r][o] = _mm256_setzero_si256();
+        for (int s = step; s < step + L; ++s) {
+          for (int h = 0; h < 2; ++h) {
+            const __m256i words = words_of<B>(codes.first + o * codes.stride, s, h);
+            for (int r = 0; r < R; ++r) {
+              const __m256i products = _mm256_madd_epi16(words, load_words(pairs + r * kElements + s * kStep / 2 + h * 8));
+              lanes[r][o] = _mm256_add_epi32(lanes[r][o], products);
+            }
+          }
+        }
+      }
+      const Scales scales(m.w, out, segment / segments.per_group);
+      for (int r = 0; r < R; ++r) {
+        const int64_t at = segment * form.rows + row + r;
+        const int32_t start = form.starts(x)[at];
+        sums[r] = scales.add(sums[r], sums_of(lanes[r]) + start, start, form.scales(x)[at], m.w.zeros);
+      }
+      ahead.ask(kLanes * L * kStep * B / 8);
+    }
+  }
+  for (int r = 0; r < R; ++r) write(m, row + r, out, sums[r]);
+}
+
+template <int R, int B>
+void multiply_few(const Matmul& m, const Packed& form, const int32_t* x, int64_t row, int64_t out) {
+  if constexpr (B == 16) {
+    multiply_few_numbers<R>(m, form, x, row, out);
+  } else {
+    const int64_t steps = form.segments.steps;
+    if (steps == 4) return multiply_few_codes<R, B, 4>(m, form, x, row, out);
+    if (steps == 2) return multiply_few_codes<R, B, 2>(m, form, x, row, out);
+    multiply_few_codes<R, B, 1>(m, form, x, row, out);
+  }
+}
+#endif
+
+template <int B>
+void multiply_block(const Matmul& m, const int32_t* x, const Block& b, const Block* after, int32_t* buffer) {
+  const Packed form(m);
+#if LANES == 8
+  constexpr int kFew = B == 16 ? kFewNumbers : kFewCodes;
+  if (b.rows <= kFew) {
+    return with_rows<kFew>(b.rows, [&](auto rows) {
+      for (int64_t out = b.out; out < b.out + b.outs; out += kLanes) multiply_few<rows, B>(m, form, x, b.row, out);
+    });
+  }
+#endif
+  const int64_t outs = b.rows <= kMemoryRows ? kPanel : b.outs;  // at once
+  for (int64_t out = 0; out < b.outs; out += outs) {
+    const Block part = {b.out + out, least(outs, b.outs - out), b.row, b.rows};
+    const int64_t next = out + outs < b.outs || !after ? part.out + part.outs : after->out;
+    multiply_panels<B>(m, form, x, part, next, buffer);
+  }
+}
+
+Block block(const Matmul& m) {
+  if (m.rows > kMemoryRows) return {0, kBlockOuts, 0, kBlockRows};
+  const int64_t outs = least(kBlockBytes / m.w.row_bytes, least(kBlockWork / (m.rows * m.w.inner), m.w.out / kLeastBlocks));
+  return {0, parts(outs ? outs : 1, kPanel) * kPanel, 0, m.rows};
+}
+
+size_t scratch_bytes(const Matmul& m) {
+  const int64_t sums = least(m.rows, kBlockRows) * (m.rows > kMemoryRows ? kBlockOuts : kPanel);
+  return static_cast<size_t>(elements_of(m.w.bits) * kPanel + sums) * 4;
+}
+
+void multiply(const Matmul& m, const void* packed, const Block& b, const Block* after, void* scratch) {
+  const auto* x = static_cast<const int32_t*>(packed);
+  auto* buffer = static_cast<int32_t*>(scratch);
+  if (m.w.bits == 16) return multiply_block<16>(m, x, b, after, buffer);
+  if (m.w.bits == 8) return multiply_block<8>(m, x, b, after, buffer);
+  if (m.w.bits == 4) return multiply_block<4>(m, x, b, after, buffer);
+  multiply_block<3>(m, x, b, after, buffer);
+}
+
+}  // namespace
+
+#if LANES == 16
+extern const Multiplier kMatmulAvx512 = {packed_bytes, pack, block, scratch_bytes, multiply};
+#else
+extern const Multiplier kMatmulAvx2 = {packed_bytes, pack, block, scratch_bytes, multiply};
+#endif
+
+}  // namespace jaxserve
+
+#endif
