@@ -1,4 +1,10 @@
-"""An engine with so few pages that a policy soon has to act, and thresholds with which it does so within a second."""
+"""An engine with so few pages that a policy soon has to act, thresholds with which it does so within a second, and the
+load that makes it, on a machine of any speed."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 OPTIONS = {
     "load_format": "dummy",
@@ -9,3 +15,29 @@ OPTIONS = {
     "max_model_len": 256,
 }
 QUICK = {"release_quiet": 0.3, "release_interval": 0.1, "entry_hold": 0.0, "entry_interval": 0.1}
+AT_ONCE = 30  # requests of a burst
+
+T = TypeVar("T")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what must come about."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it never comes true"
+        await asyncio.sleep(0.01)
+
+
+async def burst_until(
+    condition: Callable[[], bool], ask: Callable[[int], Coroutine[Any, Any, T]]
+) -> list[asyncio.Task[T]]:
+    """Keeps `AT_ONCE` requests (`ask(seed)`) under way until the condition holds; returns all of them, ended or not."""
+    asked: list[asyncio.Task[T]] = []
+
+    def pressed() -> bool:
+        for _ in range(AT_ONCE - sum(not task.done() for task in asked)):
+            asked.append(asyncio.create_task(ask(len(asked))))
+        return condition()
+
+    await until(pressed)
+    return asked

@@ -1,8 +1,6 @@
 """The whole of it: a burst arrives, layers lose precision and pages come, everybody is answered, all goes back."""
 
 import asyncio
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.factory import build_async_engine
-from tests.library.adapting import OPTIONS, QUICK
+from tests.library.adapting import OPTIONS, QUICK, burst_until, until
 
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
@@ -38,13 +36,6 @@ async def answer(engine: AsyncEngine, seed: int) -> tuple[int, ...]:
     return tokens
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it never comes true"
-        await asyncio.sleep(0.01)
-
-
 def test_a_burst_comes_and_goes(tiny_model: Path, policy: Path) -> None:
     async def scenario() -> None:
         engine = build_async_engine(EngineConfig(model=tiny_model, policy=str(policy), **OPTIONS))
@@ -53,8 +44,9 @@ def test_a_burst_comes_and_goes(tiny_model: Path, policy: Path) -> None:
         alone = await answer(engine, 0)
         await asyncio.sleep(0.5)
         assert engine.control.decisions(10) == [], "nothing happens without pressure"
-        burst = [asyncio.create_task(answer(engine, seed)) for seed in range(30)]
-        await until(lambda: engine.snapshot().layers_by_precision.get("int4", 0) > 0)
+        burst = await burst_until(
+            lambda: engine.snapshot().layers_by_precision.get("int4", 0) > 0, lambda seed: answer(engine, seed)
+        )
         gone = burst.pop()
         gone.cancel()
         assert {len(tokens) for tokens in await asyncio.gather(*burst)} == {100}
@@ -114,9 +106,9 @@ def test_a_server_without_a_policy_shows_its_plan_and_takes_another(tiny_model: 
 def test_shutting_down_in_the_middle_of_a_burst_ends_every_request(tiny_model: Path, policy: Path) -> None:
     async def scenario() -> None:
         engine = build_async_engine(EngineConfig(model=tiny_model, policy=str(policy), **OPTIONS))
-        burst = [asyncio.create_task(answer(engine, seed)) for seed in range(30)]
-        assert engine.control is not None
-        await until(lambda: engine.control.status()["busy"])
+        control = engine.control
+        assert control is not None
+        burst = await burst_until(lambda: control.status()["busy"], lambda seed: answer(engine, seed))
         await engine.shutdown()
         results = await asyncio.gather(*burst, return_exceptions=True)
         assert all(isinstance(result, EngineStopped) or len(result) == 100 for result in results)
