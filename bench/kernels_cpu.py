@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from bench import bandwidth
 from bench.bandwidth import Bandwidth
-from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, matmul, native, page_bytes, xla_cpu
+from jaxserve.kernels import AttentionMeta, Pool, kv_pool, kv_write, matmul, native, page_bytes, xla_cpu
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import packed_bytes
 
@@ -139,7 +139,7 @@ def slots(meta: AttentionMeta) -> np.ndarray:
     return np.concatenate([decode, table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE]).astype(np.int32)
 
 
-def milliseconds(step: Callable[[Array], Array], pool: Array, repeats: int) -> tuple[float, float]:
+def milliseconds(step: Callable[[Pool], Pool], pool: Pool, repeats: int) -> tuple[float, float]:
     """Minimum and median of a step that takes the pool and gives it back."""
     pool = jax.block_until_ready(step(pool))
     times = []
@@ -161,7 +161,7 @@ def time_attention(
     meta = jax.tree.map(jnp.asarray, meta)
 
     @partial(jax.jit, donate_argnums=0)
-    def layer(pool: Array, q: Array, k: Array, where: Array, meta: AttentionMeta) -> tuple[Array, Array]:
+    def layer(pool: Pool, q: Array, k: Array, where: Array, meta: AttentionMeta) -> tuple[Pool, Array]:
         pool = kv_write(pool, k, k, where)
         return pool, attention(q, pool, meta, scale=HEAD_DIM**-0.5)
 
@@ -196,7 +196,7 @@ def report_kv_write(repeats: int, kv_dtypes: Sequence[str]) -> None:
         pool = kv_pool(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, kv)
         for tokens in (1, 32, 512):
             k, where = jnp.ones((tokens, KV_HEADS, HEAD_DIM), jnp.bfloat16), jnp.arange(tokens) + PAGE_SIZE
-            least, median = milliseconds(partial(write, k=k, v=k, slots=where), pool + 0, repeats)
+            least, median = milliseconds(partial(write, k=k, v=k, slots=where), (pool[0] + 0,), repeats)
             print(f"kv_write {kv:8} {tokens:3} tokens, pool of {megabytes:4} MB {least:7.3f} {median:7.3f}", flush=True)
 
 

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import Array
 
 from jaxserve.actuator import Instance, LayerSource, PlanActuator
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.checkpoint.variants import fingerprint
-from jaxserve.control import BlockPlan, InstancePlan, StagePlan
+from jaxserve.control import BlockPlan, InstancePlan
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, load_policy
@@ -33,8 +32,9 @@ from jaxserve.executor.blocks import BlockBuilder, Row, RowOutline
 from jaxserve.executor.compilation import CompileCounter, use_persistent_cache
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
+from jaxserve.executor.pools import Pools
 from jaxserve.executor.sampling import DeviceSampler
-from jaxserve.kernels import kv_pool
+from jaxserve.kernels import Pool, kv_pool
 from jaxserve.memory_plan import COPY_RATES
 from jaxserve.outline import STATIC
 from jaxserve.parallel.placement import POOL_AXES, Placement
@@ -116,6 +116,7 @@ def build(config: EngineConfig, *, controlled: bool = False) -> Built:
         if config.warmup:
             executor.warm()
             _warm_variants(resolved, instance, executor, source, [plan.instances[number] for plan in foreseen])
+            executor.settle()
         logged = None if step_log is None else InstanceLog(step_log, core, resolved.buckets)
         instances.append(StepLoop(core, executor, clock, overlap=config.overlap, log=logged))
 
@@ -225,7 +226,7 @@ def _build_instance(
     config, buckets = resolved.config, resolved.buckets
     builder = BlockBuilder(resolved.physical)
     rows: list[Row] = []
-    pools: list[Array] = []
+    pools: list[Callable[[int], Pool]] = []
     for stage in instance.stages:
         placement = Placement(tuple(resolved.devices[i] for i in stage.devices))
         for block in stage.blocks:
@@ -234,7 +235,7 @@ def _build_instance(
                 tensors |= {"weight": jax.tree.unflatten(jax.tree.structure(tensors["weight"]), rows[0].leaves)}
             rows.append(builder.build(block.block, tensors, placement, block.precision))
             if block.block.startswith("layers."):
-                pools.append(_pool(resolved, stage, placement))
+                pools.append(_pool_maker(resolved, placement))
     scheduler, table = resolved.scheduler(instance)
     sampler = DeviceSampler(
         rows[-1].placement,
@@ -244,7 +245,9 @@ def _build_instance(
         top_logprobs=max(resolved.info.max_logprobs, 1),
     )
     fused = _fused_tier(resolved, compilations)
-    executor = BlockExecutor(rows, pools, builder, sampler, buckets, table, config.page_size, fused)
+    executor = BlockExecutor(
+        rows, Pools(pools, resolved.segments), builder, sampler, buckets, table, config.page_size, fused
+    )
     return executor, scheduler
 
 
@@ -288,11 +291,17 @@ def _warm_variants(
             executor.fuse_decodes([outlines[block] for block in layers])
 
 
-def _pool(resolved: Resolved, stage: StagePlan, placement: Placement) -> Array:
+def _pool_maker(resolved: Resolved, placement: Placement) -> Callable[[int], Pool]:
+    """Makes segments of a layer's KV pool, of any number of pages."""
     model = resolved.physical
-    sharding = placement.sharding(POOL_AXES)
-    size, dtype = resolved.config.page_size, resolved.kv_dtype
-    return kv_pool(resolved.reserved_kv_pages, model.num_kv_heads, size, model.head_dim, dtype, sharding)
+    return partial(
+        kv_pool,
+        kv_heads=model.num_kv_heads,
+        page_size=resolved.config.page_size,
+        head_dim=model.head_dim,
+        dtype=resolved.kv_dtype,
+        device=placement.sharding(POOL_AXES),
+    )
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -13,6 +13,7 @@ from jaxserve.control.resources import Resources
 from jaxserve.core.config import EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.core.precision import BITS
+from jaxserve.core.segments import covered, segments_for
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.workspace import Sizes, StageMemory, stage_memory
 from jaxserve.kvcache import PagePool, PageTable
@@ -34,13 +35,18 @@ class MemoryPlan:
     plan: Plan
     variants: tuple[str, ...]  # precisions that any layer may change to while serving; () if none ever does
     kv_dtype: str  # of the KV pools
-    reserved_kv_pages: int  # that the pools have room for, the null page included; the plan says how many are used
+    segments: tuple[int, ...]  # pages of each one that KV pools may have; the plan says how many pages are in use
     max_model_len: int  # tokens of the longest sequence
     buckets: Buckets
     ledger: Ledger
     stages: tuple[StageMemory, ...]
     layer_bytes: Mapping[tuple[str, str], int]  # (layer, precision it may have) -> bytes on each device of its stage
-    granule: int  # bytes that an elastic pool takes at once; 0: pools take all the memory that they have room for
+    granule: int  # bytes that an elastic pool takes at once; 0: pools take whole segments
+
+    @property
+    def reserved_kv_pages(self) -> int:
+        """The most that there may ever be."""
+        return sum(self.segments)
 
     def stage_bytes(self, plan: Plan) -> tuple[tuple[int, int], ...]:
         """Weights and KV of every stage of a plan on each of its devices, instance by instance."""
@@ -54,7 +60,7 @@ class MemoryPlan:
 
     def kv_bytes(self, memory: StageMemory, pages: int) -> int:
         """What the KV pools of a stage take on each device while so many pages are in use."""
-        return _kv_bytes(memory, pages, self.reserved_kv_pages, self.granule)
+        return _kv_bytes(memory, pages, self.segments, self.granule)
 
     def ledger_entries(self, plan: Plan) -> dict[str, int]:
         """The ledger's entries that follow from a plan: those of its fullest stage."""
@@ -80,8 +86,9 @@ class MemoryPlan:
             layer_bytes=self.layer_bytes,
             page_bytes=tuple(memory.page for memory in self.stages),
             least_pages=self.least_kv_pages,
-            most_pages=self.reserved_kv_pages if self.granule else stages[0].kv_pages,
+            most_pages=self.reserved_kv_pages,
             copy_rate=copy_rate,
+            segments=() if self.granule else self.segments,
         )
 
     @property
@@ -135,14 +142,13 @@ def plan_memory(outline: Outline, physical: ModelConfig, sizes: Sizes, ledger: L
     if outline.platform == "cpu" and config.policy != STATIC:  # else they lie in memory of the host
         kept = sum(size for (_, precision), size in layer_bytes.items() if precision in BITS)
         ledger.reserve("variants", kept)
-    spare = _spare(plan, layer_bytes) if config.policy != STATIC and granule else (0,) * len(stages)
-    pages, reserved, max_len = _fill(outline, ledger, stages, spare, granule)
+    pages, segments, max_len = _fill(outline, ledger, stages, _spare(plan, layer_bytes), granule)
     return MemoryPlan(
         config=config,
         plan=_with_pages(plan, pages),
         variants=variants,
         kv_dtype=outline.kv_dtype,
-        reserved_kv_pages=reserved,
+        segments=segments,
         max_model_len=max_len,
         buckets=outline.buckets,
         ledger=ledger,
@@ -154,13 +160,13 @@ def plan_memory(outline: Outline, physical: ModelConfig, sizes: Sizes, ledger: L
 
 def _fill(
     outline: Outline, ledger: Ledger, stages: tuple[StageMemory, ...], spare: tuple[int, ...], granule: int
-) -> tuple[int, int, int]:
-    """Enters the stage that leaves room for the fewest pages; returns how many there are, how many the pools have room
-    for, both with the null page, and the longest sequence they hold.
+) -> tuple[int, tuple[int, ...], int]:
+    """Enters the stage that leaves room for the fewest pages; returns how many there are, the segments that pools may
+    have, both with the null page, and the longest sequence they hold.
 
     No more pages are taken unasked than sequences can use. `spare`: what each stage's layers can give for pages. Bytes
-    of elastic pools are those of the pages that may be in use, up to whole granules; of others, all that they have room
-    for. Mutates `ledger`.
+    of elastic pools are those of the pages that may be in use, up to whole granules; of others, those of whole
+    segments. Mutates `ledger`.
     """
     config, wanted_len = outline.config, outline.wanted_len
     size = config.page_size
@@ -174,18 +180,23 @@ def _fill(
     for name, needed in fixed.items():
         ledger.reserve(name, needed)
     pages, reserved = _pages(config, min(ledger.free // fullest.page, useful))
-    if config.max_kv_pages is None:
+    if config.max_kv_pages is None and config.policy != STATIC:
         more = min(extra // stage.page for stage, extra in zip(stages, spare, strict=True))
         reserved = max(reserved, min(pages + more, useful))
-    if config.kv_pages is None and _kv_bytes(fullest, pages, reserved, granule) > ledger.free:
-        pages = max(least, (ledger.free - fullest.pools * granule) // fullest.page)  # of pools with room for more
-    ledger.reserve("kv", _kv_bytes(fullest, pages, reserved, granule))
+    if granule:
+        segments: tuple[int, ...] = (reserved,)
+        if config.kv_pages is None and _kv_bytes(fullest, pages, segments, granule) > ledger.free:
+            pages = max(least, (ledger.free - fullest.pools * granule) // fullest.page)  # of pools with room for more
+    else:  # no more than may ever fit
+        most = min((ledger.free + extra) // stage.page for stage, extra in zip(stages, spare, strict=True))
+        segments = segments_for(pages, max(pages, min(reserved, most)))
+    ledger.reserve("kv", _kv_bytes(fullest, pages, segments, granule))
     max_len = min(wanted_len, (pages - 1) * size)
     if config.max_model_len is not None and max_len < wanted_len:
         raise ConfigError(f"{pages - 1} KV pages of {size} tokens hold {max_len} tokens, max_model_len is {wanted_len}")
     if max_len < wanted_len:
         log.warning("max_model_len is lowered from %d to the %d tokens that the memory holds", wanted_len, max_len)
-    return pages, reserved, max_len
+    return pages, segments, max_len
 
 
 def _check_room(ledger: Ledger, needs: Mapping[str, int]) -> None:
@@ -198,9 +209,10 @@ def _check_room(ledger: Ledger, needs: Mapping[str, int]) -> None:
         )
 
 
-def _kv_bytes(memory: StageMemory, pages: int, reserved: int, granule: int) -> int:
-    room = reserved * memory.page
-    return min(pages * memory.page + memory.pools * granule, room) if granule else room
+def _kv_bytes(memory: StageMemory, pages: int, segments: tuple[int, ...], granule: int) -> int:
+    if not granule:
+        return covered(segments, pages) * memory.page
+    return min(pages * memory.page + memory.pools * granule, sum(segments) * memory.page)
 
 
 def _spare(plan: Plan, sizes: Mapping[tuple[str, str], int]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ of one kv head for one or more tokens, so that keys and values are read once for
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxserve.kernels.segments import Pool, starts_of
 from pallas_kernels.blocks import AttentionBlocks
 from pallas_kernels.mosaic import WARPGROUP_ROWS, launch, tiles, transposed
 
@@ -23,7 +25,7 @@ MASKED = -1e30  # a score of what is not seen: finite, so that differences of tw
 
 def flash(
     q: Array,
-    pool: Array,
+    pool: Pool,
     pages: Array,
     starts: Array,
     lengths: Array,
@@ -35,7 +37,7 @@ def flash(
     blocks: AttentionBlocks,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """Attention of q [N, K, R, D] over pool [P, K, 2, S, D]; row r of tile n is a query of its token r // group.
+    """Attention of q [N, K, R, D] over segments [P, K, 2, S, D]; row r of tile n is a query of its token r // group.
 
     Returns (out [splits, N, K, R, D], logarithms to base 2 of the sums of exponentials f32 [splits, N, K, R]): each
     split has seen a share of the keys. Rows that see nothing get zeros, and MASKED or less.
@@ -45,9 +47,10 @@ def flash(
     rows = min(r, WARPGROUP_ROWS)
     assert r % rows == rows % 8 == 0, r
     body = partial(
-        _kernel, rows=rows, group=group, scale=scale * math.log2(math.e), window=window, splits=splits, blocks=blocks
-    )
-    pages_per_tile = max(1, blocks.keys // pool.shape[3])
+        _kernel, firsts=starts_of(pool), rows=rows, group=group, scale=scale * math.log2(math.e), window=window,
+        splits=splits, blocks=blocks,
+    )  # fmt: skip
+    pages_per_tile = max(1, blocks.keys // pool[0].shape[3])
     swizzled = tiles(head_dim, q.dtype)
     kv = plgpu.SMEM((blocks.stages, blocks.keys, head_dim), q.dtype, transforms=swizzled)
     arrived = plgpu.Barrier(num_arrivals=pages_per_tile, num_barriers=blocks.stages)
@@ -69,20 +72,25 @@ def flash(
             "v_arrived": arrived,
         },
         interpret=interpret,
-    )(q, pool, pages, starts, lengths)
+    )(pages, starts, lengths, q, *pool)
 
 
 def _kernel(
-    q_g, pool_g, pages_g, starts_g, lengths_g, out_g, sums_g,
+    pages_g, starts_g, lengths_g, q_g, *segments_and_out,
     q_s, k_s, v_s, p_s, sums_s, q_arrived, k_arrived, v_arrived,
-    *, rows: int, group: int, scale: float, window: int | None, splits: int, blocks: AttentionBlocks,
+    firsts: Sequence[int], rows: int, group: int, scale: float, window: int | None, splits: int,
+    blocks: AttentionBlocks,
 ):  # fmt: skip
-    """One program. Names end in _g for global memory, _s for shared memory; everything else is in registers."""
+    """One program. Names end in _g for global memory, _s for shared memory; everything else is in registers.
+
+    The segments of the pool and the two outputs come last; `firsts` are the ids of the segments' first pages.
+    """
+    *pool_g, out_g, sums_g = segments_and_out
     split, tile, head = (lax.axis_index(name) for name in ("split", "tile", "head"))
     row = lax.axis_index("block") * rows
     start, length = starts_g[tile], lengths_g[tile]
     keys, head_dim, dtype = blocks.keys, q_g.shape[3], q_g.dtype
-    page_size, width = pool_g.shape[3], pages_g.shape[1]
+    page_size, width = pool_g[0].shape[3], pages_g.shape[1]
 
     # What the block sees: positions in [begin, end), the same for all of its rows but for the ends.
     token = lax.div(row, group)
@@ -94,6 +102,10 @@ def _kernel(
     first = first + split * share
     after = jnp.minimum(first + share, after)
 
+    def fetch_page(segment_g, page: Array, source, slot: Array, target) -> None:
+        plgpu.copy_gmem_to_smem(segment_g.at[page, head, 0, source], k_s.at[slot, target], k_arrived.at[slot])
+        plgpu.copy_gmem_to_smem(segment_g.at[page, head, 1, source], v_s.at[slot, target], v_arrived.at[slot])
+
     def fetch(i: Array) -> None:
         slot = lax.rem(i - first, blocks.stages)
         for j in range(max(1, keys // page_size)):
@@ -103,8 +115,13 @@ def _kernel(
             source, target = pl.ds(lax.rem(at, page_size), length), pl.ds(j * page_size, length)
             if length == page_size:
                 source = slice(None)
-            plgpu.copy_gmem_to_smem(pool_g.at[page, head, 0, source], k_s.at[slot, target], k_arrived.at[slot])
-            plgpu.copy_gmem_to_smem(pool_g.at[page, head, 1, source], v_s.at[slot, target], v_arrived.at[slot])
+            for first_page, after_page, segment_g in zip(firsts, (*firsts[1:], None), pool_g, strict=True):
+                copy = partial(fetch_page, segment_g, page - first_page, source, slot, target)
+                if first_page == 0 and after_page is None:
+                    copy()  # the only segment
+                else:
+                    inside = page >= first_page
+                    pl.when(inside if after_page is None else inside & (page < after_page))(copy)
 
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, m, l = carry

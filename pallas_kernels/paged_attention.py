@@ -6,17 +6,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.kernels.meta import AttentionMeta
+from jaxserve.kernels.segments import Pool
 from pallas_kernels.blocks import HOPPER, AttentionBlocks, DeviceBlocks
 from pallas_kernels.flash import flash
 
 ROWS = 64  # of a program
 
 
-def supports(q: Array, pool: Array) -> bool:
-    """Whether the kernel takes q [T, K, G, D] and pool [P, K, 2, S, D]."""
-    page_size, head_dim = pool.shape[3:]
+def supports(q: Array, pool: Pool) -> bool:
+    """Whether the kernel takes q [T, K, G, D] and a pool of segments [P, K, 2, S, D]."""
+    page_size, head_dim = pool[0].shape[3:]
     return (
-        q.dtype == pool.dtype
+        q.dtype == pool[0].dtype
         and q.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim in (64, 128, 256)
         and page_size >= 8
@@ -27,7 +28,7 @@ def supports(q: Array, pool: Array) -> bool:
 
 def paged_attention(
     q: Array,
-    pool: Array,
+    pool: Pool,
     meta: AttentionMeta,
     *,
     scale: float,
@@ -35,7 +36,7 @@ def paged_attention(
     blocks: DeviceBlocks = HOPPER,
     interpret: Any = False,
 ) -> Array:
-    """Attention of q [T, K, G, D] over pool [P, K, 2, S, D]; the contract is that of `jaxserve.kernels`.
+    """Attention of q [T, K, G, D] over a pool of segments [P, K, 2, S, D]; the contract is that of `jaxserve.kernels`.
 
     The sum over a tile's keys is of products of 16-bit operands, as in the reference, but probabilities are rounded
     before they are divided by their sum.
@@ -46,7 +47,7 @@ def paged_attention(
     parts = []
     if rows:  # tiles of one token
         starts, lengths = jnp.maximum(meta.decode_lengths - 1, 0), jnp.minimum(meta.decode_lengths, 1)
-        splits = splits_for(rows * q.shape[1], meta.decode_pages.shape[1] * pool.shape[3], blocks)
+        splits = splits_for(rows * q.shape[1], meta.decode_pages.shape[1] * pool[0].shape[3], blocks)
         parts.append(
             attend(
                 q[:rows, None], pool, meta.decode_pages, starts, lengths, splits=splits, blocks=blocks.decode, **kwargs
@@ -66,7 +67,7 @@ def splits_for(programs: int, keys: int, blocks: DeviceBlocks) -> int:
 
 def attend(
     q: Array,
-    pool: Array,
+    pool: Pool,
     pages: Array,
     starts: Array,
     lengths: Array,

@@ -20,7 +20,8 @@ from bench.gpu_parts.costs import WORD, Cost, seen
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.gpu_parts.timing import seconds_per_call, timed_row
 from jaxserve.core.config import KernelBackend
-from jaxserve.kernels import AttentionMeta, grouped_matmul, kv_pool, kv_write, matmul, paged_attention
+from jaxserve.core.segments import GROWTH_SEGMENTS
+from jaxserve.kernels import AttentionMeta, Pool, grouped_matmul, kv_pool, kv_write, matmul, paged_attention
 from jaxserve.kernels.backend import uses_pallas
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import packed_bytes
@@ -81,6 +82,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             yield from quantised(model, gpu)
             for n, context in model.decodes:
                 yield decode_attention(model, n, context, gpu)
+            yield decode_attention(model, *model.decodes[-1], gpu, segments=1 + GROWTH_SEGMENTS)
             yield prefill_attention(model, sizes.prefill_tokens, sizes.tile, gpu)
         for tokens in sizes.write_tokens:
             yield write(model, tokens)
@@ -166,8 +168,8 @@ def experts(sizes: Sizes, n: int) -> Case:
     return Case("grouped_matmul", f"{count} experts, {n} rows", inputs, grouped_matmul, cost)
 
 
-def decode_attention(model: Model, n: int, context: int, gpu: KernelBackend) -> Case:
-    """One token of each of n sequences, whose pages lie scattered over the pool."""
+def decode_attention(model: Model, n: int, context: int, gpu: KernelBackend, segments: int = 1) -> Case:
+    """One token of each of n sequences, whose pages lie scattered over the pool, which may be in several segments."""
     s = model.shape
     width = -(-context // PAGE)
     none = np.zeros(0, np.int32)
@@ -175,12 +177,14 @@ def decode_attention(model: Model, n: int, context: int, gpu: KernelBackend) -> 
     def inputs(key: Array) -> Inputs:
         table = 1 + np.random.default_rng(0).permutation(n * width).astype(np.int32).reshape(n, width)
         meta = AttentionMeta(table, np.full(n, context, np.int32), none.reshape(0, width), none, none)
-        return attention_inputs(key, model, n, n * width, meta)
+        q, (pool,), meta = attention_inputs(key, model, n, n * width, meta)
+        return q, tuple(jnp.array_split(pool, segments)), meta
 
     flops = 4 * n * context * s.heads * s.head_dim
     moved = n * context * 2 * s.kv_heads * s.head_dim + 2 * n * s.heads * s.head_dim
     call = partial(paged_attention, scale=s.head_dim**-0.5, backend=gpu)
-    name = name_of(f"{model.name} decode, {n} x {context}", gpu)
+    cut = f", pool in {segments}" if segments > 1 else ""
+    name = name_of(f"{model.name} decode, {n} x {context}{cut}", gpu)
     return Case("paged_attention", name, inputs, call, Cost(WORD * moved, flops))
 
 
@@ -212,7 +216,7 @@ def attention_inputs(key: Array, model: Model, tokens: int, pages: int, meta: At
     return q, filled_pool(for_pool, model, pages), jax.tree.map(jnp.asarray, meta)
 
 
-def filled_pool(key: Array, model: Model, pages: int) -> Array:
+def filled_pool(key: Array, model: Model, pages: int) -> Pool:
     """A pool of random values, the null page's included."""
     s = model.shape
     pool = kv_pool(pages + 1, s.kv_heads, PAGE, s.head_dim, jnp.bfloat16)
@@ -227,7 +231,7 @@ def write(model: Model, tokens: int) -> Case:
     def inputs(key: Array) -> Inputs:
         k, v = (random(one, (tokens, s.kv_heads, s.head_dim), jnp.bfloat16) for one in jax.random.split(key))
         pool = kv_pool(100 * -(-tokens // PAGE) + 1, s.kv_heads, PAGE, s.head_dim, jnp.bfloat16)
-        slots = np.random.default_rng(0).permutation(np.arange(PAGE, pool.shape[0] * PAGE, dtype=np.int32))[:tokens]
+        slots = np.random.default_rng(0).permutation(np.arange(PAGE, pool[0].shape[0] * PAGE, dtype=np.int32))[:tokens]
         return pool, k, v, jnp.asarray(slots)
 
     moved = 2 * 2 * tokens * s.kv_heads * s.head_dim  # keys and values, read and written

@@ -24,6 +24,7 @@ from jaxserve.core.precision import mixture_name
 from jaxserve.engine.loop import StepLoop
 from jaxserve.executor.blocks import Row
 from jaxserve.executor.executor import BlockExecutor
+from jaxserve.executor.pools import Growth, free
 from jaxserve.telemetry import EngineMetrics, Snapshot
 
 log = logging.getLogger(__name__)
@@ -135,8 +136,7 @@ class PlanActuator:
             case SwapPrecision():
                 self._exchange(instance, transition, after)
             case ResizeKVPool() if transition.after >= transition.before:
-                self._ledger.check(self._entries(after))
-                self._between_steps(instance, lambda done: self._grow(instance, transition, after, done))
+                self._extend(instance, transition, after)
             case ResizeKVPool():
                 self._between_steps(instance, lambda done: self._shrink(instance, transition, after, done))
 
@@ -154,6 +154,18 @@ class PlanActuator:
         except BaseException:
             if row is not None and all(other is not row for other in instance.executor.rows):
                 row.free()
+            self._ledger.update(self._entries(self._plan))
+            raise
+
+    def _extend(self, instance: Instance, transition: ResizeKVPool, after: Plan) -> None:
+        """Makes what pools of so many pages need beside what they have, and puts it behind that."""
+        self._ledger.update(self._entries(after))
+        growth: Growth = []
+        try:
+            growth = instance.executor.pools.prepare(transition.after)
+            self._between_steps(instance, lambda done: self._grow(instance, transition, growth, after, done))
+        except BaseException:
+            free(growth)
             self._ledger.update(self._entries(self._plan))
             raise
 
@@ -198,9 +210,11 @@ class PlanActuator:
         self._put_in_force(instance, transition.instance, after)
         instance.steps.after_dispatched(retire)
 
-    def _grow(self, instance: Instance, transition: ResizeKVPool, after: Plan, done: Future[None]) -> None:
+    def _grow(
+        self, instance: Instance, transition: ResizeKVPool, growth: Growth, after: Plan, done: Future[None]
+    ) -> None:
         instance.steps.core.scheduler.grow(transition.after - transition.before)
-        self._ledger.update(self._entries(after))
+        instance.executor.pools.extend(growth)
         self._put_in_force(instance, transition.instance, after)
         done.set_result(None)
 

@@ -74,8 +74,9 @@ def _swaps(number: int, before: InstancePlan, after: InstancePlan, resources: Re
 
 
 def _resizes(number: int, before: InstancePlan, after: InstancePlan, resources: Resources) -> Iterator[ResizeKVPool]:
-    change = (after.kv_pages - before.kv_pages) * max(resources.page_bytes)
-    if change:
+    if before.kv_pages != after.kv_pages:
+        taken = resources.pages_taken(after.kv_pages) - resources.pages_taken(before.kv_pages)
+        change = taken * max(resources.page_bytes)
         yield ResizeKVPool(
             number,
             before.kv_pages,

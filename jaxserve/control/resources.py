@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jaxserve.control.plan import InstancePlan, StagePlan
 from jaxserve.core.errors import PlanError
+from jaxserve.core.segments import covered, filled
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Resources:
     least_pages: int  # the null page included, here and below
     most_pages: int  # that the pools have room for
     copy_rate: float  # bytes/s that are copied from host memory while steps go on
+    segments: tuple[int, ...] = ()  # pages of each one in which pools take memory; () where they take it page by page
 
     def precisions(self, block: str) -> tuple[str, ...]:
         """Those that a decoder layer may have, the largest first; () for a block that is no decoder layer."""
@@ -43,7 +45,9 @@ class Resources:
 
     def stage_bytes(self, number: int, stage: StagePlan) -> int:
         """All that stage `number` of an instance takes. Raises `PlanError` for a precision that there is not."""
-        return self.fixed[number] + self.weight_bytes(stage) + self.page_bytes[number] * stage.kv_pages
+        return (
+            self.fixed[number] + self.weight_bytes(stage) + self.page_bytes[number] * self.pages_taken(stage.kv_pages)
+        )
 
     def kv_capacity(self, instance: InstancePlan) -> int:
         """The most KV pages that fit beside an instance's layers, and that its pools have room for."""
@@ -51,4 +55,9 @@ class Resources:
             (self.budget - self.fixed[number] - self.weight_bytes(stage)) // self.page_bytes[number]
             for number, stage in enumerate(instance.stages)
         )
-        return max(0, min(self.most_pages, *fitting))
+        pages = max(0, min(self.most_pages, *fitting))
+        return filled(self.segments, pages) if self.segments else pages
+
+    def pages_taken(self, pages: int) -> int:
+        """How many take memory while so many may be in use."""
+        return covered(self.segments, pages) if self.segments else pages

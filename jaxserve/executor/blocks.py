@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.core.config import ModelConfig
 from jaxserve.executor.batch import attention_meta, unpack
 from jaxserve.executor.shapes import StepShape
-from jaxserve.kernels import AttentionMeta, kv_write, paged_attention
+from jaxserve.kernels import AttentionMeta, Pool, kv_write, paged_attention
 from jaxserve.models import abstract_block, block_state, rope_cos_sin, share_state
 from jaxserve.parallel.placement import POOL_AXES, TP, Placement, spec
 from jaxserve.quantization import QArray
@@ -144,8 +144,8 @@ class BlockBuilder:
         total = partial(jax.lax.psum, axis_name=TP) if len(placement.devices) > 1 else None
 
         def layer(
-            x: Array, cos: Array, sin: Array, slots: Array, meta: AttentionMeta, pool: Array, *leaves: Array
-        ) -> tuple[Array, Array]:
+            x: Array, cos: Array, sin: Array, slots: Array, meta: AttentionMeta, pool: Pool, *leaves: Array
+        ) -> tuple[Array, Pool]:
             def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal pool
                 pool = kv_write(pool, k, v, slots)

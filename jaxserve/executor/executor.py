@@ -16,11 +16,12 @@ from jax import Array, lax
 
 from jaxserve.core.request import Sequence
 from jaxserve.core.work import Chunk, StepOutput, Work
+from jaxserve.executor.ahead import CompiledAhead
 from jaxserve.executor.batch import pack
 from jaxserve.executor.blocks import BlockBuilder, Executable, Parameter, Row, RowOutline
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.fused import FusedTier, Key
-from jaxserve.executor.pools import PoolResizer
+from jaxserve.executor.pools import Pools
 from jaxserve.executor.sampler import Logprobs, logprobs_of
 from jaxserve.executor.sampling import DeviceSampler, Sampled
 from jaxserve.executor.shapes import StepShape
@@ -67,7 +68,7 @@ class BlockExecutor:
     def __init__(
         self,
         rows: SequenceOf[Row],
-        pools: SequenceOf[Array],
+        pools: Pools,
         builder: BlockBuilder,
         sampler: DeviceSampler,
         buckets: Buckets,
@@ -75,16 +76,16 @@ class BlockExecutor:
         page_size: int,
         fused: FusedTier | None = None,
     ):
-        """`rows` are the blocks in order, `pools` the KV pools of the decoder layers in order; `fused`: see there."""
+        """`rows` are the blocks in order, `pools` the KV pools of their decoder layers; `fused`: see there."""
         self.rows = list(rows)
-        self.pools = list(pools)
+        self.pools = pools
         self.sampler = sampler
         self.buckets = buckets
         self.table = table
         self.page_size = page_size
         self._fused = fused
+        self._ahead = CompiledAhead()
         self._builder = builder
-        self._resizer = PoolResizer(self.pools)
         self._stages = stages_of(rows)
         self._inputs = {stage.placement: builder.step_inputs(stage.placement) for stage in self._stages}
         self._tile_of = jax.jit(partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile))
@@ -115,19 +116,23 @@ class BlockExecutor:
                 self._normalize(out.hidden)
             if shape.tiles:
                 self._score_tile(out, 0, np.zeros(shape.tile, np.int32))
-        self._resizer.warm(self.pools)
-        jax.block_until_ready(self.pools)
+        for stage in self._stages:
+            if stage.layers:
+                self.pools.warm(stage.first_layer)
+        self.wait_for_pools()
         self.fuse_decodes([row.outline() for stage in self._stages for row in stage.layers])
+        for row in {row.executable: row for stage in self._stages for row in stage.layers}.values():
+            self._compile_for_growth(row)
 
     def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
         """Between two steps: each key's page of every KV pool moves to its value, then memory from `pages` on is given
         back where the platform can. Steps that were dispatched use pages as they were. Mutates.
         """
-        self._resizer.shrink(self.pools, moves, pages)
+        self.pools.shrink(moves, pages)
 
     def wait_for_pools(self) -> None:
         """Waits until nothing that was dispatched changes the KV pools any more."""
-        jax.block_until_ready(self.pools)
+        jax.block_until_ready(self.pools[:])
 
     def fuse(self, tier: FusedTier | None) -> None:
         """From the next step on runs with this fused tier, or with none. Mutates; the tier before is the caller's."""
@@ -135,6 +140,8 @@ class BlockExecutor:
 
     def settle(self) -> None:
         """Waits for executables that are being compiled in the background."""
+        self.pools.settle()
+        self._ahead.wait()
         if self._fused is not None:
             self._fused.wait()
 
@@ -169,12 +176,13 @@ class BlockExecutor:
         """Compiles the executable of a decoder layer's row that is not in the table, by running it on padding. Mutates
         the null page alone.
         """
-        stage = next(stage for stage in self._stages if stage.placement == row.placement and stage.layers)
-        pool = stage.first_layer
+        stage = self._stage_of(row)
+        layer = stage.first_layer
         for shape in self.buckets.all():
             x, context = self._padding(stage, shape)
-            _, self.pools[pool] = row.executable(x, *context, self.pools[pool], *row.leaves)
-        jax.block_until_ready(self.pools[pool])
+            _, self.pools[layer] = row.executable(x, *context, self.pools[layer], *row.leaves)
+        jax.block_until_ready(self.pools[layer])
+        self._compile_for_growth(row)
 
     def fuse_decodes(self, layers: SequenceOf[RowOutline]) -> None:
         """Compiles the shapes of steps that only decode for such decoder layers, if the fused tier is to be warmed."""
@@ -185,7 +193,7 @@ class BlockExecutor:
             for shape in self.buckets.all() if rows else ():
                 if not shape.tiles:
                     x, context = self._padding(stage, shape)
-                    key = (number, shape, tuple(row.executable for row in rows))
+                    key = (number, shape, tuple(row.executable for row in rows), self.pools.segments)
                     self._fused.compile(key, rows, x, context, self.pools[stage.pools])
         self._fused.wait()
 
@@ -193,9 +201,21 @@ class BlockExecutor:
         """Frees the device: parameters, pools and the sampler's state. The executor cannot be used afterwards."""
         if self._fused is not None:
             self._fused.close()
-        for array in {id(a): a for a in (*self.pools, *(leaf for row in self.rows for leaf in row.leaves))}.values():
+        for array in {id(leaf): leaf for row in self.rows for leaf in row.leaves}.values():
             array.delete()
+        self.pools.close()
         self.sampler.close()
+
+    def _compile_for_growth(self, row: Row) -> None:
+        """Starts to compile what a decoder layer's row runs for all numbers of segments that pools may grow to."""
+        stage = self._stage_of(row)
+        for shape in self.buckets.all():
+            x, context = self._padding(stage, shape)
+            for pool in self.pools.grown(stage.first_layer):
+                self._ahead.compile((row.executable, shape, len(pool)), row.executable, x, *context, pool, *row.leaves)
+
+    def _stage_of(self, row: Row) -> Stage:
+        return next(stage for stage in self._stages if stage.placement == row.placement and stage.layers)
 
     def _padding(self, stage: Stage, shape: StepShape) -> tuple[Array, list]:
         """What a decoder layer of the stage is called with, before its pool and leaves, in a step of nothing."""
@@ -220,7 +240,7 @@ class BlockExecutor:
                 x = stage.embed.executable(tokens, self._newest_tokens(stage), *stage.embed.leaves)
             else:
                 x = jax.device_put(x, stage.placement.sharding())
-            x = self._run_layers((number, shape, stage.executables), stage, x, context)
+            x = self._run_layers((number, shape, stage.executables, self.pools.segments), stage, x, context)
             if stage.head is not None:
                 hidden, logits = stage.head.executable(x, row_ids, *stage.head.leaves)
                 return Forwarded(x, hidden, logits)
@@ -234,8 +254,12 @@ class BlockExecutor:
                 x, self.pools[stage.pools] = fused(x, tuple(context), tuple(self.pools[stage.pools]), leaves)
                 return x
             self._fused.used(key, stage.layers, x, context, self.pools[stage.pools])
+        _, shape, _, segments = key
         for layer, row in enumerate(stage.layers, stage.first_layer):
-            x, self.pools[layer] = row.executable(x, *context, self.pools[layer], *row.leaves)
+            run = row.executable
+            if segments > 1:
+                run = self._ahead.find((run, shape, segments)) or run
+            x, self.pools[layer] = run(x, *context, self.pools[layer], *row.leaves)
         return x
 
     def _newest_tokens(self, stage: Stage) -> Array:

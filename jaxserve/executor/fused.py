@@ -18,18 +18,19 @@ from jax import Array
 from jaxserve.executor.blocks import Executable, Row, RowOutline, abstract
 from jaxserve.executor.compilation import CompileCounter
 from jaxserve.executor.shapes import StepShape
+from jaxserve.kernels import Pool
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 32  # uses of a shape before it is worth fusing in the background
 KEPT = 256  # executables
 
-Key = tuple[int, StepShape, tuple[Executable, ...]]  # stage number, shape, what its layers run
-Fused = Callable[..., tuple[Array, tuple[Array, ...]]]
+Key = tuple[int, StepShape, tuple[Executable, ...], int]  # stage number, shape, what its layers run, segments of pools
+Fused = Callable[..., tuple[Array, tuple[Pool, ...]]]
 
 
 class FusedTier:
-    """Fused executables by stage, step shape and the executables of the layers."""
+    """Fused executables by stage, step shape, the executables of the layers and the segments of their pools."""
 
     def __init__(self, counter: CompileCounter, *, patience: int | None = PATIENCE, at_warmup: bool = False):
         """`patience`: uses after which a shape is compiled in the background; None: never. `at_warmup`: whether the
@@ -49,7 +50,7 @@ class FusedTier:
             return None
         return future.result()
 
-    def used(self, key: Key, rows: Sequence[Row], x: Array, context: Sequence[object], pools: Sequence[Array]) -> None:
+    def used(self, key: Key, rows: Sequence[Row], x: Array, context: Sequence[object], pools: Sequence[Pool]) -> None:
         """Notes that a step ran block by block; starts to compile the shape when it has done so often, and
         the oldest give way. Mutates.
         """
@@ -62,7 +63,7 @@ class FusedTier:
                 self._compiled.pop(next(iter(self._compiled))).cancel()
 
     def compile(
-        self, key: Key, rows: Sequence[RowOutline], x: Array, context: Sequence[object], pools: Sequence[Array]
+        self, key: Key, rows: Sequence[RowOutline], x: Array, context: Sequence[object], pools: Sequence[Pool]
     ) -> None:
         """Starts to compile a shape for such rows and arguments, unless it has been. Mutates."""
         if key in self._compiled:
@@ -91,7 +92,7 @@ class FusedTier:
 
 
 def _compile(executables: Sequence[Callable], x, context, pools, leaves) -> Fused:
-    def fused(x: Array, context: tuple, pools: tuple[Array, ...], leaves: tuple[tuple[Array, ...], ...]):
+    def fused(x: Array, context: tuple, pools: tuple[Pool, ...], leaves: tuple[tuple[Array, ...], ...]):
         written = []
         for executable, pool, own in zip(executables, pools, leaves, strict=True):
             x, pool = executable(x, *context, pool, *own)

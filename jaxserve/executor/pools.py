@@ -1,58 +1,147 @@
-"""KV pools while the number of pages in use changes: pages move out of the tail, and the tail's memory goes back.
+"""KV pools while the number of pages changes: segments come, pages move out of the tail, the tail's memory goes back.
 
-Growing needs nothing of the device: pools have room for all the pages that there may ever be.
+An elastic pool has room for all the pages that there may ever be, and growing it needs nothing of the device. Others
+take memory segment by segment (`kernels.segments`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxserve.core.segments import covering
+from jaxserve.executor.ahead import CompiledAhead
+from jaxserve.executor.blocks import abstract
 from jaxserve.executor.buckets import at_least
-from jaxserve.kernels import move_pages, release_pages
+from jaxserve.kernels import Pool, move_pages, release_pages
 
 MOVES = (16, 128)  # pages that one call moves, and reads into temporary memory; padded with moves of the null page
 
+Growth = list[Pool]  # the segments that each layer's pool is to be extended by
+PoolOutline = tuple[jax.ShapeDtypeStruct, ...]
 
-class PoolResizer:
-    """The executables that shrink KV pools in place, one of each kind per sharding; called between two steps."""
 
-    def __init__(self, pools: Sequence[Array]):
-        shardings = {pool.sharding for pool in pools}
+class Pools:
+    """The KV pools of an instance's decoder layers, in order, and the executables that shrink them in place.
+
+    All have the same segments. What changes them is called between two steps and only dispatches: steps that were
+    dispatched before use pages as they were.
+    """
+
+    def __init__(self, make: Sequence[Callable[[int], Pool]], sizes: Sequence[int]):
+        """`make[layer](pages)` gives a layer's segment of so many pages; `sizes` are the pages of all segments that
+        there may be, of which the first is there from the start.
+        """
+        self._make, self.sizes = tuple(make), tuple(sizes)
+        self._pools = [make(self.sizes[0]) for make in self._make]
+        shardings = {pool[0].sharding for pool in self._pools}
         self._move = {sharding: _on_each_device(move_pages, sharding, 2) for sharding in shardings}
+        self._ahead = CompiledAhead()
         self._release = {sharding: _on_each_device(release_pages, sharding, 1) for sharding in shardings}
 
-    def warm(self, pools: list[Array]) -> None:
-        """Compiles everything for pools of these shapes by moving the null page and releasing none. Mutates."""
-        first = {(pool.sharding, pool.shape): number for number, pool in enumerate(pools)}
-        for number in first.values():
-            for size in MOVES:
-                pools[number] = self._move_batch(pools[number], [(0, 0)] * size)
-            pools[number] = self._release_from(pools[number], pools[number].shape[0])
+    def __len__(self) -> int:
+        return len(self._pools)
 
-    def shrink(self, pools: list[Array], moves: Mapping[int, int], pages: int) -> None:
-        """Copies each page that is a key of `moves` to its value, then gives back the memory of all from `pages` on.
+    def __getitem__(self, layer):
+        return self._pools[layer]
 
-        Dispatches only: steps dispatched before use pages as they were. Mutates.
+    def __setitem__(self, layer, pool) -> None:
+        self._pools[layer] = pool
+
+    @property
+    def segments(self) -> int:
+        """How many there are of each pool now."""
+        return len(self._pools[0]) if self._pools else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of all segments that there are, on each device, summed over devices."""
+        segments = chain.from_iterable(self._pools)
+        return sum(shard.data.nbytes for segment in segments for shard in segment.addressable_shards)
+
+    def prepare(self, pages: int) -> Growth:
+        """The segments that pools of so many pages need beside those that there are. From any thread."""
+        sizes = self.sizes[self.segments : covering(self.sizes, pages)]
+        growth: Growth = []
+        try:
+            for layer in range(len(self)):
+                growth.append(())
+                for size in sizes:
+                    growth[layer] += self._make[layer](size)
+            jax.block_until_ready(growth)
+        except BaseException:
+            free(growth)
+            raise
+        return growth
+
+    def extend(self, growth: Growth) -> None:
+        """Puts what was prepared behind what there is. Mutates both: the growth is empty afterwards."""
+        self._pools = [pool + more for pool, more in zip(self._pools, growth, strict=True)]
+        growth.clear()
+
+    def shrink(self, moves: Mapping[int, int], pages: int) -> None:
+        """Copies each page that is a key of `moves` to its value, then gives back the memory of all from `pages` on:
+        page by page where pools are elastic, else whole segments. Mutates.
         """
-        pairs, most = list(moves.items()), MOVES[-1]
-        for number, pool in enumerate(pools):
+        pairs, most, kept = list(moves.items()), MOVES[-1], covering(self.sizes, pages)
+        for layer, pool in enumerate(self._pools):
             for start in range(0, len(pairs), most):
                 pool = self._move_batch(pool, pairs[start : start + most])
-            pools[number] = self._release_from(pool, pages)
+            free([pool[kept:]])
+            self._pools[layer] = self._release_from(pool[:kept], pages)
 
-    def _move_batch(self, pool: Array, pairs: list[tuple[int, int]]) -> Array:
-        ids = np.zeros((2, at_least(MOVES, len(pairs))), np.int32)
+    def warm(self, layer: int) -> None:
+        """Compiles everything for a layer's pool as it is, by moving the null page and releasing none, and starts to
+        compile what it needs when it has grown. Mutates.
+        """
+        pool = self._pools[layer]
+        for size in MOVES:
+            pool = self._move_batch(pool, [(0, 0)] * size)
+            ids = jax.eval_shape(partial(jnp.zeros, size, np.int32))
+            for grown in self.grown(layer):
+                self._ahead.compile((pool[0].sharding, len(grown), size), self._move[pool[0].sharding], grown, ids, ids)
+        self._pools[layer] = self._release_from(pool, pool[0].shape[0])
+        for size in set(self.sizes[1:]):
+            free([self._make[layer](size)])
+
+    def grown(self, layer: int) -> list[PoolOutline]:
+        """A layer's pool as it will be with two segments, with three, and so on."""
+        first = abstract(self._pools[layer][0])
+        segments = tuple(
+            jax.ShapeDtypeStruct((size, *first.shape[1:]), first.dtype, sharding=first.sharding) for size in self.sizes
+        )
+        return [segments[:count] for count in range(2, len(segments) + 1)]
+
+    def settle(self) -> None:
+        """Waits for what is being compiled."""
+        self._ahead.wait()
+
+    def close(self) -> None:
+        """Frees the device."""
+        free(self._pools)
+
+    def _move_batch(self, pool: Pool, pairs: list[tuple[int, int]]) -> Pool:
+        sharding, size = pool[0].sharding, at_least(MOVES, len(pairs))
+        ids = np.zeros((2, size), np.int32)
         ids[:, : len(pairs)] = np.transpose(pairs)
-        return self._move[pool.sharding](pool, *ids)
+        move = self._ahead.find((sharding, len(pool), size)) or self._move[sharding]
+        return move(pool, *ids)
 
-    def _release_from(self, pool: Array, pages: int) -> Array:
-        return self._release[pool.sharding](pool, np.array([pages, pool.shape[0]], np.int32))
+    def _release_from(self, pool: Pool, pages: int) -> Pool:
+        return self._release[pool[0].sharding](pool, np.array([pages, pool[0].shape[0]], np.int32))
 
 
-def _on_each_device(operation: Callable[..., Array], sharding: NamedSharding, operands: int) -> Callable[..., Array]:
+def free(pools: Iterable[Pool]) -> None:
+    """Gives the memory of segments back, once what was dispatched for them has run."""
+    for segment in chain.from_iterable(pools):
+        segment.delete()
+
+
+def _on_each_device(operation: Callable[..., Pool], sharding: NamedSharding, operands: int) -> Callable[..., Pool]:
     """(pool, operands) -> pool, in place, each device working on its own part of the pool."""
     if sharding.mesh.size > 1:
         whole = (PartitionSpec(),) * operands

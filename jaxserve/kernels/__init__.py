@@ -11,9 +11,10 @@ from jaxserve.kernels.grouped_matmul import grouped_matmul
 from jaxserve.kernels.kv import kv_pool, kv_write, page_bytes, storage_dtype
 from jaxserve.kernels.matmul import Total, matmul
 from jaxserve.kernels.rows import Gated, Normed, Rows, value_of
+from jaxserve.kernels.segments import Pool
 
 __all__ = [
-    "GRANULE", "AttentionMeta", "Gated", "Normed", "Rows", "Total", "committed_bytes", "grouped_matmul", "is_elastic",
-    "kv_pool", "kv_write", "matmul", "move_pages", "page_bytes", "paged_attention", "release_pages", "storage_dtype",
-    "value_of",
+    "GRANULE", "AttentionMeta", "Gated", "Normed", "Pool", "Rows", "Total", "committed_bytes", "grouped_matmul",
+    "is_elastic", "kv_pool", "kv_write", "matmul", "move_pages", "page_bytes", "paged_attention", "release_pages",
+    "storage_dtype", "value_of",
 ]  # fmt: skip

@@ -9,20 +9,21 @@ from jaxserve.kernels import reference, xla_cpu
 from jaxserve.kernels.backend import device_kind, uses_native, uses_pallas
 from jaxserve.kernels.meta import AttentionMeta
 from jaxserve.kernels.native import attention as native
+from jaxserve.kernels.segments import Pool
 
 __all__ = ["AttentionMeta", "paged_attention"]
 
 
 def paged_attention(
     q: Array,
-    pool: Array,
+    pool: Pool,
     meta: AttentionMeta,
     *,
     scale: float,
     window: int | None = None,
     backend: KernelBackend = "auto",
 ) -> Array:
-    """Attention of a step's tokens q [T, K, G, D] over the pages of a pool [P, K, 2, S, R]; returns [T, K, G, D].
+    """Attention of a step's tokens q [T, K, G, D] over the pages of a pool (`kernels.kv`); returns [T, K, G, D].
 
     T = B + N*Q: first B decode rows of one token each, then N prefill tiles of Q tokens, as `meta` describes. The
     tokens' own keys and values are already in the pool. A token at position p sees positions <= p of its own sequence

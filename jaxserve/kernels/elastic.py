@@ -5,7 +5,8 @@ committed when the page is first written, and `release_pages` gives it back; the
 so that nothing is copied or compiled again. Elsewhere the same functions work, reserving is allocating, and releasing
 does nothing. Elastic today: CPU on Linux, with the native kernels.
 
-The shape of a pool is [P, ...]: pages come first and are contiguous in memory, on each device of a sharding too.
+Pools are segments [P, ...] (`kernels.segments`): pages come first and are contiguous in memory, on each device of a
+sharding too. An elastic pool has one.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxserve.kernels.native import pool as native
+from jaxserve.kernels.segments import Pool, own_pages, take_pages
 
 GRANULE = 2 << 20  # bytes: what an elastic pool takes or keeps of memory at once, at most
 
@@ -44,30 +46,33 @@ def reserve(shape: Sequence[int], dtype: DTypeLike, device: jax.Device | Shardin
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
 
 
-def release_pages(pool: Array, pages: Array) -> Array:
+def release_pages(pool: Pool, pages: Array) -> Pool:
     """The pool without the memory of pages[0] to pages[1] - 1 (i32[2]); their contents are undefined afterwards.
 
     In place when the caller donates the pool, and ordered by it: what was dispatched before still reads them. Only
     whole pages of the operating system are given back, so that neighbours keep their contents. Does nothing where the
     platform is not elastic. Of a sharded pool, each device is given its own part (`jax.shard_map`).
     """
-    on_cpu = native.release_pages if native.supported() else _keep
-    return lax.platform_dependent(pool, pages, cpu=on_cpu, default=_keep)
+    if len(pool) > 1 or not native.supported():
+        return pool
+    return (lax.platform_dependent(*pool, pages, cpu=native.release_pages, default=_keep),)
 
 
-def move_pages(pool: Array, source: Array, target: Array) -> Array:
-    """The pool [P, ...] with the contents of pages `source` i32[N] in `target` i32[N] too.
+def move_pages(pool: Pool, source: Array, target: Array) -> Pool:
+    """The pool with the contents of pages `source` i32[N] in `target` i32[N] too.
 
     In place when the caller donates the pool. All are read before any is written. Targets are distinct, except that
     padding moves the null page to itself.
     """
-    pages = pool.at[source].get(mode="promise_in_bounds")
-    return pool.at[target].set(pages, mode="promise_in_bounds")
+    pages = take_pages(pool, source)
+    own = zip(pool, own_pages(pool, target), strict=True)
+    return tuple(segment.at[ids].set(pages, mode="drop") for segment, ids in own)
 
 
-def committed_bytes(pool: Array) -> int:
+def committed_bytes(pool: Pool) -> int:
     """Physical memory behind a pool now. Waits for the pool."""
-    return native.committed_bytes(pool) if is_elastic(platform_of(pool.sharding)) else pool.nbytes
+    elastic = is_elastic(platform_of(pool[0].sharding))
+    return sum(native.committed_bytes(segment) if elastic else segment.nbytes for segment in pool)
 
 
 def platform_of(device: jax.Device | Sharding | None) -> str:

@@ -1,4 +1,4 @@
-"""The KV pool of one layer: [P, K, 2, S, R] = page, kv head, key or value, token of the page, row.
+"""The KV pool of one layer, segments [P, K, 2, S, R] = page, kv head, key or value, token of the page, row.
 
 Page 0 is the null page: padding tokens write there and nothing that is read from it may reach an output.
 
@@ -10,7 +10,7 @@ In a pool of int8 a row is D codes, then their scale in the 4 bytes of a float32
 
     scale = max |x| / 127        code = round(x / scale)        x ~ code * scale
 
-The scale lies in the row, and not in an array of its own, so that a pool stays one array whatever it holds: a page is
+The scale lies in the row, and not in an array of its own, so that a pool is alike whatever it holds: a page is
 written, moved or given to another device in one operation, is cut by head like any other, and a head's page is one
 contiguous piece. Since pools are equal up to the length of a row, only this module knows how a row is made.
 """
@@ -22,6 +22,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxserve.kernels.elastic import platform_of, reserve
+from jaxserve.kernels.segments import Pool, own_pages
 
 SCALE_BYTES = 4
 MAX_CODE = 127
@@ -50,14 +51,14 @@ def kv_pool(
     head_dim: int,
     dtype: DTypeLike,
     device: jax.Device | Sharding | None = None,
-) -> Array:
-    """A zeroed pool [P, K, 2, S, R] on a device or sharding (None: JAX's default device).
+) -> Pool:
+    """A zeroed pool of one segment [P, K, 2, S, R] on a device or sharding (None: JAX's default device).
 
     It is for `dtype` values: those of the activations, or int8. On an elastic platform a page takes memory once it is
     written.
     """
     shape = (pages, kv_heads, 2, page_size, row_size(head_dim, dtype))
-    return reserve(shape, storage_dtype(dtype, platform_of(device)), device)
+    return (reserve(shape, storage_dtype(dtype, platform_of(device)), device),)
 
 
 def to_storage(x: Array, dtype: DTypeLike) -> Array:
@@ -77,14 +78,15 @@ def from_storage(rows: Array, dtype: DTypeLike, compute_dtype: DTypeLike) -> Arr
     return values.astype(compute_dtype)
 
 
-def kv_write(pool: Array, k: Array, v: Array, slots: Array) -> Array:
-    """Writes keys and values [T, K, D] into the pool [P, K, 2, S, R] at `slots` i32[T] (page * S + offset).
+def kv_write(pool: Pool, k: Array, v: Array, slots: Array) -> Pool:
+    """Writes keys and values [T, K, D] into the pool at `slots` i32[T] (page * S + offset).
 
     In place when the caller donates the pool. Slots are distinct, except that padding rows share page 0.
     """
-    page_size = pool.shape[3]
-    rows = to_storage(jnp.stack([k, v], axis=2), pool.dtype)  # [T, K, 2, R]
-    return pool.at[slots // page_size, :, :, slots % page_size].set(rows, mode="drop")
+    page_size, dtype = pool[0].shape[3], pool[0].dtype
+    rows = to_storage(jnp.stack([k, v], axis=2), dtype)  # [T, K, 2, R]
+    own = zip(pool, own_pages(pool, slots // page_size), strict=True)
+    return tuple(segment.at[ids, :, :, slots % page_size].set(rows, mode="drop") for segment, ids in own)
 
 
 def _quantize(x: Array) -> Array:

@@ -10,11 +10,12 @@ from jax.typing import DTypeLike
 
 from jaxserve.kernels.kv import from_storage
 from jaxserve.kernels.meta import AttentionMeta
+from jaxserve.kernels.segments import Pool, take_pages
 
 
 def paged_attention(
     q: Array,
-    pool: Array,
+    pool: Pool,
     meta: AttentionMeta,
     *,
     scale: float,
@@ -38,7 +39,7 @@ def paged_attention(
 
 def attend(
     q: Array,
-    pool: Array,
+    pool: Pool,
     pages: Array,
     starts: Array,
     lengths: Array,
@@ -53,8 +54,8 @@ def attend(
     from lengths[n] on are padding and get zeros.
     """
     n, tokens, kv_heads, _, head_dim = q.shape
-    kv = from_storage(pool[pages], q.dtype, compute_dtype)  # [N, W, K, 2, S, D]
-    kv = jnp.moveaxis(kv, 1, 3).reshape(n, kv_heads, 2, pages.shape[1] * pool.shape[3], head_dim)
+    kv = from_storage(take_pages(pool, pages), q.dtype, compute_dtype)  # [N, W, K, 2, S, D]
+    kv = jnp.moveaxis(kv, 1, 3).reshape(n, kv_heads, 2, pages.shape[1] * pool[0].shape[3], head_dim)
     token, key = jnp.arange(tokens), jnp.arange(kv.shape[3])
     query = (starts[:, None] + token)[..., None]
     seen = (key <= query) & (token < lengths[:, None])[..., None]  # [N, Q, keys]

@@ -10,13 +10,14 @@ from jax import Array, lax
 
 from jaxserve.kernels.kv import from_storage
 from jaxserve.kernels.meta import AttentionMeta
+from jaxserve.kernels.segments import Pool, take_pages
 
 CHUNK_TOKENS = 128  # keys and values of all heads of a chunk in float32 fit in L2
 MIN_ROWS = 4  # a product with fewer rows takes XLA's slow matrix-vector path
 LOWEST = -1e30  # instead of -inf: the difference of two is then 0 and not NaN
 
 
-def paged_attention(q: Array, pool: Array, meta: AttentionMeta, *, scale: float, window: int | None = None) -> Array:
+def paged_attention(q: Array, pool: Pool, meta: AttentionMeta, *, scale: float, window: int | None = None) -> Array:
     """Attention of q [T, K, G, D] over pages; see `kernels.attention.paged_attention` for the contract."""
     rows, tiles = meta.decode_lengths.shape[0], meta.tile_starts.shape[0]
     outputs = []
@@ -31,11 +32,11 @@ def paged_attention(q: Array, pool: Array, meta: AttentionMeta, *, scale: float,
 
 
 def _attend(
-    q: Array, pool: Array, pages: Array, starts: Array, lengths: Array, scale: float, window: int | None
+    q: Array, pool: Pool, pages: Array, starts: Array, lengths: Array, scale: float, window: int | None
 ) -> Array:
     """Attention of tiles q [N, Q, K, G, D], one after the other."""
     n, tokens, kv_heads, groups, head_dim = q.shape
-    chunk = max(1, CHUNK_TOKENS // pool.shape[3])
+    chunk = max(1, CHUNK_TOKENS // pool[0].shape[3])
     pages = jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % chunk)))
     rows = q.transpose(0, 2, 1, 3, 4).reshape(n, kv_heads, tokens * groups, head_dim)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, max(0, MIN_ROWS - tokens * groups)), (0, 0)))
@@ -52,7 +53,7 @@ def _attend_tile(
     pages: Array,
     start: Array,
     length: Array,
-    pool: Array,
+    pool: Pool,
     chunk: int,
     groups: int,
     scale: float,
@@ -60,7 +61,7 @@ def _attend_tile(
 ) -> Array:
     """Online softmax of the rows q [K, R, D] of one tile over its pages [W], `chunk` pages at a time."""
     kv_heads, rows, head_dim = q.shape
-    page_size = pool.shape[3]
+    page_size = pool[0].shape[3]
     span = chunk * page_size
     token = jnp.arange(rows) // groups
     query = jnp.where(token < length, start + token, -1)  # padding rows see no position
@@ -68,7 +69,7 @@ def _attend_tile(
 
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = carry
-        kv = pool[lax.dynamic_slice(pages, (i * chunk,), (chunk,))]  # [chunk, K, 2, S, R]
+        kv = take_pages(pool, lax.dynamic_slice(pages, (i * chunk,), (chunk,)))  # [chunk, K, 2, S, R]
         kv = jnp.moveaxis(from_storage(kv, q.dtype, jnp.float32), 0, 2).reshape(kv_heads, 2, span, head_dim)
         key = i * span + jnp.arange(span)
         seen = key <= query[:, None]

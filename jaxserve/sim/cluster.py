@@ -55,7 +55,8 @@ def resolve_cluster(
 ) -> Cluster:
     """Decides everything: dp instances, `config.memory_gb` on each device.
 
-    `elastic`: whether KV pools may grow while serving; None: as the engine's do on the platform, which is on CPU alone.
+    `elastic`: whether KV pools take memory page by page and not in segments; None: as the engine's do on the platform,
+    which is on CPU alone.
     Raises `ConfigError` or `MemoryBudgetError`.
     """
     check(config)

@@ -52,7 +52,8 @@ class ClusterOptions:
     elastic_kv: Annotated[
         bool | None,
         option(
-            "Memory", "KV pools may grow while serving; default: as jaxserve's, which do on CPU and not yet on GPU."
+            "Memory",
+            "KV pools grow page by page and not in segments; default: as jaxserve's, which do so on CPU alone.",
         ),
     ] = None
     prefix_caching: Annotated[

@@ -72,6 +72,8 @@ class Adapted:
                 for device in stage.devices:
                     held[self.built.resolved.devices[device]] += self.built.resolved.kv_bytes(memory, stage.kv_pages)
         assert ledger.used <= ledger.budget
+        if not self.built.resolved.granule:
+            assert executor.pools.nbytes <= ledger.entries["kv"] * len(held)
         assert max(held.values()) <= sum(ledger.entries[name] for name in ("weights", "kv", "exchange"))
         assert self.steps.core.scheduler.pages.num_pages == self.plan.instances[0].kv_pages
         return self._execute(work)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.executor.blocks import Row
 from jaxserve.factory import Built, build
+from jaxserve.kernels import Pool
+from jaxserve.kernels.native import pool as native
 from jaxserve.resolution import resolve
 from tests.actuator.adapted import Adapted
 from tests.actuator.mixed import MixedReference
@@ -43,18 +46,34 @@ def mixture(plan: Plan, precisions: tuple[str, ...]) -> Plan:
     return plan.with_precisions(0, {f"layers.{layer}": precision for layer, precision in enumerate(precisions)})
 
 
+@contextmanager
+def pools_of(kind: str) -> Iterator[None]:
+    """Pools that take memory page by page, where the machine has such, or in segments, as on GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "segments":
+            patch.setattr(native, "supported", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="module", params=["elastic", "segments"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def built(tiny_model: Path) -> Iterator[Built]:
-    built = build(EngineConfig(model=tiny_model, **OPTIONS))
+def built(tiny_model: Path, kind: str) -> Iterator[Built]:
+    with pools_of(kind):
+        built = build(EngineConfig(model=tiny_model, **OPTIONS))
     yield built
     built.close()
 
 
 @pytest.fixture
-def adapted(built: Built) -> Iterator[Adapted]:
-    adapted = Adapted(built)
-    yield adapted
-    adapted.close()
+def adapted(built: Built, kind: str) -> Iterator[Adapted]:
+    with pools_of(kind):
+        adapted = Adapted(built)
+        yield adapted
+        adapted.close()
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +124,8 @@ def test_any_sequence_of_plans_under_load(
     adapted.run(tokens, plans)
     for request, p in prompts.items():
         check_tokens(adapted, mixed, p, request, tokens[request])
+    errors = {outcome.error for outcome in adapted.outcomes if outcome.error}
+    assert all("pages" in error or "budget" in error for error in errors), errors  # in use; beyond the budget
     scheduler = adapted.steps.core.scheduler
     assert scheduler.pages.used == 0
     assert scheduler.idle
@@ -171,6 +192,34 @@ def test_what_fails_leaves_the_plan_before_it_in_force(
     monkeypatch.undo()
     adapted.change(wanted)
     assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
+
+
+def test_segments_that_cannot_be_made_leave_nothing_behind(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pools_of("segments"):
+        built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+        adapted = Adapted(built)
+        pools, entries, made = adapted.steps.executor.pools, dict(built.resolved.ledger.entries), []
+        first, second, third = pools._make
+        bytes_held = pools.nbytes
+
+        def failing(pages: int) -> Pool:
+            made.append(second(pages))
+            if len(made) > 1:
+                raise MemoryError("none left")
+            return made[-1]
+
+        monkeypatch.setattr(pools, "_make", (first, failing, third))
+        adapted.change(adapted.plan.with_kv_pages(0, 81))
+        assert "none left" in (adapted.outcomes[-1].error or "")
+        assert adapted.plan == adapted.start
+        assert (pools.nbytes, built.resolved.ledger.entries) == (bytes_held, entries)
+        assert made[0][0].is_deleted()
+        monkeypatch.undo()
+        adapted.change(adapted.plan.with_kv_pages(0, 81))
+        assert pools.nbytes == 81 * built.resolved.stages[0].page
+        adapted.close()
+        assert pools.nbytes == bytes_held
+        built.close()
 
 
 def test_a_plan_that_the_ledger_has_no_room_for_is_not_begun(adapted: Adapted) -> None:

@@ -77,6 +77,28 @@ def test_a_long_queue_takes_the_first_layers_of_the_order_and_gives_their_memory
     assert driver.reasons == ["queue delay 240 ms > 100 ms: layers 3, 7 to int4, KV 401 -> 461 pages"]
 
 
+def test_where_pools_grow_by_segments_as_many_layers_change_as_the_next_one_needs() -> None:
+    """A layer frees 30 pages."""
+    driver = Driver(resources=machine(most_pages=761, segments=(401, 100, 130, 130)))
+    assert driver.see_for(0, 0.5, kv_pages_used=390) == [0.2]
+    assert int4(driver.plan) == sorted(ORDER[:4]), "two would be too few"
+    assert driver.plan.instances[0].kv_pages == 501
+    assert driver.see_for(1, 0.5, kv_pages_used=490) != []
+    assert (len(int4(driver.plan)), driver.plan.instances[0].kv_pages) == (8, 631)
+    assert driver.see_for(2, 0.5, kv_pages_used=620) != []
+    assert (len(int4(driver.plan)), driver.plan.instances[0].kv_pages) == (12, 761), "which is all that the mode allows"
+    assert driver.see_for(3, 5, kv_pages_used=750) == []
+    assert driver.see_for(10, 30, kv_pages_used=0) != []
+    assert driver.plan.instances == HOME.instances
+
+
+def test_where_no_segment_can_be_had_only_a_queue_is_a_reason() -> None:
+    driver = Driver(resources=machine(most_pages=901, segments=(401, 500)))
+    assert driver.see_for(0, 5, kv_pages_used=390) == []
+    assert driver.see_for(5, 0.5, kv_pages_used=390, num_waiting=3, oldest_wait=0.2) != []
+    assert (len(int4(driver.plan)), driver.plan.instances[0].kv_pages) == (2, 401)
+
+
 def test_a_full_cache_does_too() -> None:
     driver = Driver()
     assert not driver.see_for(0, 5, kv_pages_used=340), "85 % is not more than 85 %"

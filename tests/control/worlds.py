@@ -13,7 +13,9 @@ LAYER = {"bfloat16": 20 * MB, "int8": 10 * MB, "int4": 5 * MB}
 PAGE = MB // 2  # of all layers
 
 
-def machine(layers: int = 16, *, home_pages: int = 401, most_pages: int = 2000, pp: int = 1) -> Resources:
+def machine(
+    layers: int = 16, *, home_pages: int = 401, most_pages: int = 2000, pp: int = 1, segments: tuple[int, ...] = ()
+) -> Resources:
     """Devices on which that many pages fit beside layers in full precision; layers are spread evenly."""
     each = layers // pp
     return Resources(
@@ -24,6 +26,7 @@ def machine(layers: int = 16, *, home_pages: int = 401, most_pages: int = 2000, 
         least_pages=17,
         most_pages=most_pages,
         copy_rate=1000 * MB,
+        segments=segments,
     )
 
 

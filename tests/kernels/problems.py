@@ -1,12 +1,12 @@
 """Random paged attention problems, and what is right about them said a second time, token by token in numpy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.kernels import AttentionMeta, storage_dtype
+from jaxserve.kernels import AttentionMeta, Pool, storage_dtype
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Problem:
     """Inputs of paged_attention. Whatever no token may see is NaN: unused pages, the null page, the rest of a page."""
 
     q: Array  # [T, K, G, D]
-    pool: Array  # [P, K, 2, S, R]
+    pool: Pool  # of one segment [P, K, 2, S, R]
     meta: AttentionMeta
     contexts: list[tuple[np.ndarray, np.ndarray]]  # keys and values [length, K, D] of every row, then of every tile
 
@@ -78,10 +78,17 @@ def make_problem(shape: Shape, seed: int) -> Problem:
     meta = (jnp.asarray(x.astype(np.int32)) for x in meta)
     return Problem(
         q=jnp.asarray(rng.normal(size=(s.B + s.N * s.Q, s.K, s.G, s.D)).astype(dtype)),
-        pool=jnp.asarray(pool),
+        pool=(jnp.asarray(pool),),
         meta=AttentionMeta(*meta),
         contexts=contexts,
     )
+
+
+def in_segments(problem: Problem, *shares: float) -> Problem:
+    """The same problem with its pool cut behind these shares of its pages."""
+    (pool,) = problem.pool
+    ends = [int(share * len(pool)) for share in shares]
+    return replace(problem, pool=tuple(pool[a:b] for a, b in zip((0, *ends), (*ends, len(pool)), strict=True)))
 
 
 def dense_answer(problem: Problem, scale: float, window: int | None) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, native, paged_attention, reference, xla_cpu
-from tests.kernels.problems import Shape, dense_answer, make_problem
+from tests.kernels.problems import Shape, dense_answer, in_segments, make_problem
 
 SHAPES = {
     "gqa": Shape(),
@@ -98,13 +98,25 @@ def test_dispatcher_is_dense_attention(dtype):
     check(paged_attention, Shape(dtype=dtype, D=24))  # no native path for this head_dim
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize(
+    ("attention", "rounding"), [(reference.paged_attention, 0), (xla_cpu.paged_attention, 0), (paged_attention, 1e-5)]
+)
+def test_segments_of_the_pool_change_nothing(attention, rounding, kv_dtype):
+    """What is dispatched runs natively if the pool is one array, and else not."""
+    whole = make_problem(Shape(kv_dtype=kv_dtype), 0)
+    cut = in_segments(whole, 0.2, 0.5, 0.6)
+    outputs = [attention(problem.q, problem.pool, problem.meta, scale=SCALE) for problem in (cut, whole)]
+    np.testing.assert_allclose(*outputs, atol=rounding, rtol=0)
+
+
 @pytest.mark.parametrize(("dtype", "stored"), [("float32", "float32"), ("bfloat16", "uint16")])
 def test_each_platform_gets_its_own_path(native_kernels, dtype, stored):
     problem = make_problem(Shape(dtype=dtype), 0)
     pool = {"cpu": stored, "cuda": dtype}
 
     def lowered(platform):
-        arguments = (problem.q, jax.ShapeDtypeStruct(problem.pool.shape, pool[platform]), problem.meta)
+        arguments = (problem.q, (jax.ShapeDtypeStruct(problem.pool[0].shape, pool[platform]),), problem.meta)
         trace = jax.jit(partial(paged_attention, scale=SCALE)).trace(*arguments)
         return trace.lower(lowering_platforms=(platform,)).as_text()
 
@@ -202,7 +214,7 @@ def test_what_is_not_finite_in_an_int8_page_is_not_hidden(native_kernels, dtype,
     shape = Shape(B=1, N=0, kv_dtype="int8", dtype=dtype)
     problem = make_problem(shape, 0)
     page = int(problem.meta.decode_pages[0, 0])
-    pool = problem.pool.at[page, 0, half, 0, shape.D :].set(-1)  # the scale's bytes: NaN
+    pool = (problem.pool[0].at[page, 0, half, 0, shape.D :].set(-1),)  # the scale's bytes: NaN
     for attention in (xla_cpu.paged_attention, native_kernels.paged_attention):
         out = attention(problem.q, pool, problem.meta, scale=SCALE)
         assert jnp.isnan(out[0, 0]).all()

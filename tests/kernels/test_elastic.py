@@ -33,7 +33,7 @@ def span(first: int, last: int) -> np.ndarray:
 def test_an_untouched_pool_takes_no_memory(elastic_cpu) -> None:
     pool = reserve((1 << 19, *PAGE), DTYPE)
     assert pool.nbytes == 1 << 32
-    assert committed_bytes(pool) <= 2 * GRANULE  # its ends
+    assert committed_bytes((pool,)) <= 2 * GRANULE  # its ends
 
 
 @pytest.mark.parametrize("size", [1, 63, 1024, 5000, 100_000, 3_000_000])
@@ -48,13 +48,13 @@ def test_a_pool_is_zero_even_where_others_left_their_contents(elastic_cpu, size:
 def test_memory_comes_with_writing_and_goes_with_release(elastic_cpu) -> None:
     def committed(pages: int, ranges: int) -> bool:
         """Whether it is the memory of so many pages, in so many ranges whose ends may take a granule each."""
-        return 0 <= committed_bytes(pool) - pages * PAGE_BYTES <= 2 * ranges * GRANULE
+        return 0 <= committed_bytes((pool,)) - pages * PAGE_BYTES <= 2 * ranges * GRANULE
 
     pool = reserve((50_000, *PAGE), DTYPE)
     pool = write(pool, np.arange(10_000, 20_000), 7)
     assert committed(10_000, ranges=1)
     at = pool.unsafe_buffer_pointer()
-    pool = release(pool, span(12_000, 20_000))
+    (pool,) = release((pool,), span(12_000, 20_000))
     assert pool.unsafe_buffer_pointer() == at
     assert committed(2_000, ranges=1)
     assert (pool[10_000:12_000] == 7).all()
@@ -68,7 +68,8 @@ def test_memory_comes_with_writing_and_goes_with_release(elastic_cpu) -> None:
 def test_release_leaves_all_other_pages_as_they_were(first: int, count: int, page_bytes: int) -> None:
     last = min(first + count, 40)
     first = min(first, last)
-    pool = release(jnp.full((40, page_bytes), 5, jnp.uint8), span(first, last))  # pages smaller than the system's
+    whole = jnp.full((40, page_bytes), 5, jnp.uint8)
+    (pool,) = release((whole,), span(first, last))  # pages smaller than the system's
     others = np.delete(np.asarray(pool), np.arange(first, last), axis=0)
     assert (others == 5).all()
 
@@ -76,7 +77,7 @@ def test_release_leaves_all_other_pages_as_they_were(first: int, count: int, pag
 @pytest.mark.parametrize(("first", "last"), [(-1, 2), (3, 2), (2, 6)])
 def test_a_range_outside_the_pool_is_refused(elastic_cpu, first: int, last: int) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"pages {first} to {last} of a pool of 5 pages"):
-        release(reserve((5, *PAGE), DTYPE), span(first, last)).block_until_ready()
+        jax.block_until_ready(release((reserve((5, *PAGE), DTYPE),), span(first, last)))
 
 
 def test_without_the_library_pools_are_ordinary_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +85,8 @@ def test_without_the_library_pools_are_ordinary_arrays(monkeypatch: pytest.Monke
     assert not elastic.is_elastic("cpu")
     pool = reserve((4, *PAGE), DTYPE)
     assert not pool.any()
-    assert committed_bytes(pool) == pool.nbytes
-    pool = jax.jit(lambda *args: release_pages(*args), donate_argnums=0)(pool.at[:].set(3), span(1, 4))
+    assert committed_bytes((pool,)) == pool.nbytes
+    (pool,) = jax.jit(lambda *args: release_pages(*args), donate_argnums=0)((pool.at[:].set(3),), span(1, 4))
     assert (pool == 3).all()
 
 
@@ -95,17 +96,18 @@ def test_other_platforms_are_not_elastic() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), st.sampled_from(["uint16", "float32", "int8", "bfloat16"]))
-def test_moves_read_all_pages_before_they_write_any(data: st.DataObject, dtype: str) -> None:
+@given(st.data(), st.sampled_from(["uint16", "float32", "int8", "bfloat16"]), st.sampled_from([(), (5,), (3, 4, 10)]))
+def test_moves_read_all_pages_before_they_write_any(data: st.DataObject, dtype: str, cuts: tuple[int, ...]) -> None:
     pages, count = 12, 8
     pool = np.random.default_rng(0).integers(0, 100, (pages, 3, 4)).astype(jnp.dtype(dtype))
     live = data.draw(st.lists(st.integers(1, pages - 1), max_size=count))
     targets = data.draw(st.permutations(range(1, pages)))[: len(live)]
     padding = [0] * (count - len(live))
-    moved = move(jnp.asarray(pool), np.array(live + padding, np.int32), np.array(targets + padding, np.int32))
+    segments = tuple(jnp.asarray(pool[a:b]) for a, b in zip((0, *cuts), (*cuts, pages), strict=True))
+    moved = move(segments, np.array(live + padding, np.int32), np.array(targets + padding, np.int32))
     expected = pool.copy()
     expected[targets] = pool[live]
-    np.testing.assert_array_equal(np.asarray(moved), expected)
+    np.testing.assert_array_equal(np.concatenate(moved), expected)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "float32", "int8"])
@@ -113,11 +115,11 @@ def test_moves_read_all_pages_before_they_write_any(data: st.DataObject, dtype: 
 def test_both_are_in_place_at_any_size(operation: str, dtype: str) -> None:
     sizes = []
     for pages in (4096, 65_536):
-        pool = jax.ShapeDtypeStruct((pages, *PAGE), dtype)
+        segment = jax.ShapeDtypeStruct((pages, *PAGE), dtype)
         ids = jax.ShapeDtypeStruct((16,) if operation == "move" else (2,), jnp.int32)
-        lowered = move.lower(pool, ids, ids) if operation == "move" else release.lower(pool, ids)
+        lowered = move.lower((segment,), ids, ids) if operation == "move" else release.lower((segment,), ids)
         memory = lowered.compile().memory_analysis()
-        assert memory.alias_size_in_bytes == pool.size * pool.dtype.itemsize
+        assert memory.alias_size_in_bytes == segment.size * segment.dtype.itemsize
         sizes.append(memory.temp_size_in_bytes)
     moved = 16 * PAGE_BYTES * 2 if operation == "move" else 0
     assert max(sizes) <= moved + 4096

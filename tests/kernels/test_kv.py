@@ -13,11 +13,11 @@ def test_16_bit_floats_are_stored_as_uint16_on_cpu_only():
     assert storage_dtype("float16", "cpu") == jnp.uint16
     assert storage_dtype("float32", "cpu") == jnp.float32
     assert storage_dtype("bfloat16", "gpu") == jnp.bfloat16
-    assert kv_pool(3, 2, 4, 8, jnp.bfloat16, jax.devices("cpu")[0]).dtype == jnp.uint16
+    assert kv_pool(3, 2, 4, 8, jnp.bfloat16, jax.devices("cpu")[0])[0].dtype == jnp.uint16
 
 
 def test_a_pool_is_zero_and_page_first():
-    pool = kv_pool(5, 2, 4, 8, jnp.float32)
+    (pool,) = kv_pool(5, 2, 4, 8, jnp.float32)
     assert pool.shape == (5, 2, 2, 4, 8)
     assert not pool.any()
 
@@ -26,42 +26,43 @@ def test_a_pool_is_zero_and_page_first():
     ("written", "dtype"),
     [("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("float32", "int8"), ("bfloat16", "int8")],
 )
-def test_every_token_lands_in_its_slot_and_nothing_else_changes(written, dtype):
+@pytest.mark.parametrize("sizes", [(6,), (2, 1, 3)])
+def test_every_token_lands_in_its_slot_and_nothing_else_changes(written, dtype, sizes):
     pages, K, S, D, tokens = 6, 3, 4, 8, 9
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(tokens, K, D)), written) for _ in range(2))
     slots = rng.permutation(np.arange(S, pages * S))[:tokens]
-    pool = kv_pool(pages, K, S, D, dtype)
-    pool = pool.at[:].set(7)
+    pool = tuple(segment.at[:].set(7) for size in sizes for segment in kv_pool(size, K, S, D, dtype))
     written = kv_write(pool, k, v, jnp.asarray(slots, jnp.int32))
-    expected = np.array(pool)
+    expected = np.concatenate(pool)
     for token, slot in enumerate(slots):
         kv = np.stack([k[token], v[token]], axis=1).astype(np.float32)
         expected[slot // S, :, :, slot % S] = stored(kv, jnp.dtype(dtype))[0]
-    np.testing.assert_array_equal(written, expected)
+    np.testing.assert_array_equal(np.concatenate(written), expected)
 
 
 def test_padding_rows_touch_only_the_null_page():
     pool = kv_pool(4, 1, 2, 8, jnp.bfloat16)
     k = jnp.ones((5, 1, 8), jnp.bfloat16)
-    written = kv_write(pool, k, k, jnp.zeros(5, jnp.int32))
+    (written,) = kv_write(pool, k, k, jnp.zeros(5, jnp.int32))
     assert not written[1:].any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_a_donated_pool_is_written_in_place(dtype):
-    pool = jax.eval_shape(lambda: kv_pool(512, 4, 16, 64, dtype))
+@pytest.mark.parametrize("sizes", [(512,), (256, 128, 128)])
+def test_a_donated_pool_is_written_in_place(dtype, sizes):
+    pool = jax.eval_shape(lambda: tuple(segment for size in sizes for segment in kv_pool(size, 4, 16, 64, dtype)))
     k = jax.ShapeDtypeStruct((32, 4, 64), "float32" if dtype == "float32" else "bfloat16")
     slots = jax.ShapeDtypeStruct((32,), jnp.int32)
     memory = jax.jit(kv_write, donate_argnums=0).lower(pool, k, k, slots).compile().memory_analysis()
-    pool_bytes = pool.size * pool.dtype.itemsize
+    pool_bytes = sum(segment.size * segment.dtype.itemsize for segment in pool)
     assert memory.alias_size_in_bytes == pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 10
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_bytes_of_a_page_are_those_of_the_pool(dtype):
-    assert kv_pool(5, 2, 4, 8, dtype).nbytes == 5 * page_bytes(2, 4, 8, dtype)
+    assert kv_pool(5, 2, 4, 8, dtype)[0].nbytes == 5 * page_bytes(2, 4, 8, dtype)
 
 
 def test_an_int8_page_takes_a_byte_for_each_number_and_four_for_each_token_and_head():

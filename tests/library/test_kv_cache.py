@@ -48,7 +48,7 @@ def check(outputs: list[RequestOutput], reference: Reference, tolerance: float) 
 
 
 def test_pools_hold_codes_and_scales(llm: LLM) -> None:
-    for pool in llm._engine.instances[0].executor.pools:
+    for (pool,) in llm._engine.instances[0].executor.pools:
         assert (pool.dtype, pool.shape[1:]) == ("int8", (2, 2, 16, 16 + 4))
 
 
@@ -82,7 +82,7 @@ def test_preempted_requests_are_computed_again(tiny_model: Path, in_int8: Refere
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
 def test_heads_and_layers_on_several_devices(tiny_model: Path, in_int8: Reference, tp: int, pp: int) -> None:
     with LLM(tiny_model, warmup=False, tp=tp, pp=pp, **(OPTIONS | {"memory_gb": 8})) as llm:
-        for pool in llm._engine.instances[0].executor.pools:
+        for (pool,) in llm._engine.instances[0].executor.pools:
             assert len(pool.addressable_shards) == tp
             assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}
         check(llm.generate(PROMPTS, PARAMS, use_tqdm=False), in_int8, SAME)
@@ -117,7 +117,7 @@ def test_pages_follow_from_their_bytes(tiny_model: Path) -> None:
 
 def test_the_ledger_counts_what_is_really_there(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
-    assert built.resolved.ledger.entries["kv"] == sum(pool.nbytes for pool in built.instances[0].executor.pools)
+    assert built.resolved.ledger.entries["kv"] == built.instances[0].executor.pools.nbytes
     assert built.instances[0].core.static.kv_bytes == built.resolved.ledger.entries["kv"]
     built.close()
 

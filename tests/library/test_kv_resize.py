@@ -39,6 +39,7 @@ class Resized:
         change = pages - self.pages.num_pages
         if change >= 0:
             self.scheduler.grow(change)
+            self.executor.pools.extend(self.executor.pools.prepare(pages))
         else:
             self.scheduler.shrink(-change, lambda moves: self.move(moves, pages))
 
@@ -66,6 +67,12 @@ class Resized:
         return list(tokens.values())
 
 
+@pytest.fixture
+def not_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools take memory in segments, as on GPU."""
+    monkeypatch.setattr(native, "supported", lambda: False)
+
+
 @pytest.mark.parametrize("options", [{}, {"tp": 2, "pp": 2}, {"kv_cache_dtype": "int8"}, {"prefix_caching": False}])
 def test_tokens_are_those_of_pools_that_never_change_and_nothing_is_compiled(tiny_model: Path, options: dict) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, **(OPTIONS | options))
@@ -74,12 +81,31 @@ def test_tokens_are_those_of_pools_that_never_change_and_nothing_is_compiled(tin
     resized = Resized(built)
     expected = resized.run()
     resized.pages.clear_cache()
-    pools = [pool.unsafe_buffer_pointer() for pool in resized.executor.pools] if "tp" not in options else []
+    pools = [] if "tp" in options else [pool.unsafe_buffer_pointer() for (pool,) in resized.executor.pools]
     assert resized.run(resizing=True) == expected
     assert resized.moved > 30
     assert built.compilations.counts == compiled
-    assert [pool.unsafe_buffer_pointer() for pool in resized.executor.pools[: len(pools)]] == pools
+    assert pools == [pool.unsafe_buffer_pointer() for (pool,) in resized.executor.pools[: len(pools)]]
     assert resized.pages.used == 0
+    built.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"kv_cache_dtype": "int8"}])
+def test_where_pools_take_memory_in_segments_the_same_holds(tiny_model: Path, not_elastic: None, options: dict) -> None:
+    config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, kernel_backend="xla", **(OPTIONS | options))
+    built = build(config)
+    compiled, resized = dict(built.compilations.counts), Resized(built)
+    pools, (stage,) = resized.executor.pools, built.resolved.stages
+    assert pools.sizes == (81, 20, 20, 20, 20)
+    expected = resized.run()
+    resized.pages.clear_cache()
+    assert resized.run(resizing=True) == expected
+    assert resized.moved > 30
+    assert built.compilations.counts == compiled
+    for pages, taken in ((161, 161), (102, 121), (101, 101), (50, 81)):
+        resized.resize(pages)
+        assert pools.nbytes == taken * stage.page * config.tp
+        assert built.resolved.kv_bytes(stage, pages) == taken * stage.page
     built.close()
 
 
@@ -105,7 +131,7 @@ def test_the_ledger_counts_pages_in_use_and_the_pools_never_hold_more(tiny_model
     built = build(EngineConfig(model=tiny_model, kv_pages=200, max_kv_pages=100_000, warmup=False, **OPTIONS))
     resized, page = Resized(built), built.resolved.stages[0].page
     pools = resized.executor.pools
-    assert sum(pool.nbytes for pool in pools) == 100_001 * page
+    assert pools.nbytes == 100_001 * page
     assert built.resolved.ledger.entries["kv"] == 201 * page + len(pools) * GRANULE
     resized.run()
     held = sum(committed_bytes(pool) for pool in pools)
@@ -115,15 +141,16 @@ def test_the_ledger_counts_pages_in_use_and_the_pools_never_hold_more(tiny_model
     built.close()
 
 
-def test_where_pools_are_not_elastic_all_that_they_may_grow_to_is_counted(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "supported", lambda: False)
+def test_the_ledger_counts_segments(tiny_model: Path, not_elastic: None) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=20, max_kv_pages=60, max_model_len=128, **OPTIONS)
     resolved = resolve(config)
-    assert resolved.ledger.entries["kv"] == 61 * resolved.stages[0].page
+    assert resolved.segments == (21, 10, 10, 10, 10)
+    assert resolved.ledger.entries["kv"] == 21 * resolved.stages[0].page
+    most = resolve(EngineConfig(model=tiny_model, kv_pages=20, max_kv_pages=10_000_000, max_model_len=128, **OPTIONS))
+    room = most.ledger.free + most.ledger.entries["kv"]
+    assert most.reserved_kv_pages == room // most.stages[0].page, "no more than may ever fit"
     with pytest.raises(MemoryBudgetError, match="kv needs"):
-        resolve(EngineConfig(model=tiny_model, kv_pages=20, max_kv_pages=10_000_000, max_model_len=128, **OPTIONS))
+        resolve(EngineConfig(model=tiny_model, kv_pages=10_000_000, max_model_len=128, **OPTIONS))
 
 
 def test_how_many_pages_there_are_at_first_and_at_most(tiny_model: Path) -> None:
@@ -139,7 +166,7 @@ def test_how_many_pages_there_are_at_first_and_at_most(tiny_model: Path) -> None
 def test_moving_pages_fits_into_the_workspace(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     executor, workspace = built.instances[0].executor, built.resolved.ledger.entries["workspace"]
-    (move,) = executor._resizer._move.values()
+    (move,) = executor.pools._move.values()
     ids = np.zeros(128, np.int32)
     assert move.lower(executor.pools[0], ids, ids).compile().memory_analysis().temp_size_in_bytes < workspace
     built.close()

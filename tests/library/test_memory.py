@@ -31,7 +31,7 @@ def test_the_ledger_counts_what_is_really_there(tiny_model: Path) -> None:
     executor, entries = built.instances[0].executor, built.resolved.ledger.entries
     leaves = {id(leaf): leaf for row in executor.rows for leaf in row.leaves}.values()
     assert entries["weights"] == sum(leaf.nbytes for leaf in leaves)
-    assert entries["kv"] == sum(pool.nbytes for pool in executor.pools)
+    assert entries["kv"] == executor.pools.nbytes
     built.close()
 
 
@@ -63,10 +63,10 @@ def test_pools_are_updated_in_place(tiny_model: Path, kv: str) -> None:
     stage, shape = executor._stages[0], executor.buckets.all()[0]
     tokens, _, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)
     x = stage.embed.executable(tokens, executor.sampler.newest, *stage.embed.leaves)
-    pool, temporaries = executor.pools[0], []
+    (pool,), temporaries = executor.pools[0], []
     for pages in (pool.shape[0], 8 * pool.shape[0]):
         larger = jax.ShapeDtypeStruct((pages, *pool.shape[1:]), pool.dtype, sharding=pool.sharding)
-        layer = stage.layers[0].executable.lower(x, *context, larger, *stage.layers[0].leaves).compile()
+        layer = stage.layers[0].executable.lower(x, *context, (larger,), *stage.layers[0].leaves).compile()
         stats = layer.memory_analysis()
         assert stats.alias_size_in_bytes >= pool.nbytes * pages // pool.shape[0]
         temporaries.append(stats.temp_size_in_bytes)

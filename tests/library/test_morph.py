@@ -13,6 +13,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.factory import build_async_engine
+from jaxserve.kernels.native import pool as native
 from tests.library.adapting import OPTIONS, QUICK, burst_until, until
 
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -36,7 +37,11 @@ async def answer(engine: AsyncEngine, seed: int) -> tuple[int, ...]:
     return tokens
 
 
-def test_a_burst_comes_and_goes(tiny_model: Path, policy: Path) -> None:
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_burst_comes_and_goes(tiny_model: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, elastic: bool) -> None:
+    if not elastic:  # pools take memory in segments, as on GPU
+        monkeypatch.setattr(native, "supported", lambda: False)
+
     async def scenario() -> None:
         engine = build_async_engine(EngineConfig(model=tiny_model, policy=str(policy), **OPTIONS))
         assert engine.control is not None
@@ -52,6 +57,7 @@ def test_a_burst_comes_and_goes(tiny_model: Path, policy: Path) -> None:
         assert {len(tokens) for tokens in await asyncio.gather(*burst)} == {100}
         most = max(decision["target_version"] for decision in engine.control.decisions(100))
         assert most > full["plan_version"]
+        assert any("KV 21 ->" in decision["reason"] for decision in engine.control.decisions(100))
         await until(lambda: engine.control.status()["layers"] == full["layers"] and not engine.control.status()["busy"])
         after = engine.control.status()
         assert after["kv_pages"] == full["kv_pages"]

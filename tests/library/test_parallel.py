@@ -93,7 +93,7 @@ def test_a_share_that_is_no_whole_number_of_units_is_refused() -> None:
 def test_each_device_holds_its_share(tiny_model: Path) -> None:
     with LLM(tiny_model, tp=2, **OPTIONS) as llm:
         executor = llm._engine.instances[0].executor
-        for pool in executor.pools:
+        for (pool,) in executor.pools:
             assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}  # one of two kv heads
         layer = executor.rows[1]
         whole = sum(leaf.nbytes for leaf in layer.leaves)

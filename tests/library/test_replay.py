@@ -37,7 +37,7 @@ def recorded(model: Path, folder: Path) -> Recording:
         for seed in range(3):
             await answer(engine, seed)
         await asyncio.gather(
-            *await burst_until(lambda: control.status()["layers"] != full, lambda seed: answer(engine, seed))
+            *await burst_until(lambda: control.status()["layers"] != full, lambda seed: answer(engine, 3 + seed))
         )
         await until(lambda: control.status()["layers"] == full and not control.status()["busy"])
         await asyncio.sleep(0.5)

@@ -215,7 +215,7 @@ def test_where_a_policy_may_stay_is_fused_at_warm_up(tiny_model: Path, split: di
     def ready() -> set:
         """Stages and shapes for which there is an executable of the mixture as it is."""
         stages = swapped.executor._stages
-        return {at for at in decodes if fused.find((*at, stages[at[0]].executables)) is not None}
+        return {at for at in decodes if fused.find((*at, stages[at[0]].executables, 1)) is not None}
 
     assert ready() == decodes
     swapped.swap(1, "int4")

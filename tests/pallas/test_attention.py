@@ -9,7 +9,7 @@ import pytest
 from jaxserve.kernels import AttentionMeta, kv_write, paged_attention as dispatched
 from pallas_kernels.blocks import HOPPER, AttentionBlocks
 from pallas_kernels.paged_attention import attend, merge, paged_attention, splits_for, supports
-from tests.kernels.problems import Shape, dense_answer, make_problem
+from tests.kernels.problems import Shape, dense_answer, in_segments, make_problem
 from tests.pallas.conftest import lowered
 
 SMALL = Shape(B=2, N=1, Q=8, K=1, G=4, D=64, S=16, W=9, dtype="bfloat16")
@@ -34,7 +34,7 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 def problem_on_gpu(shape, seed=0):
     """With the pool as it is stored on a GPU."""
     problem = make_problem(shape, seed)
-    return replace(problem, pool=problem.pool.view(shape.dtype))
+    return replace(problem, pool=(problem.pool[0].view(shape.dtype),))
 
 
 def check(shape, seed=0, **kwargs):
@@ -53,6 +53,13 @@ def test_it_is_dense_attention(interpret, shape):
 @pytest.mark.parametrize("sizes", [AttentionBlocks(64, 3), AttentionBlocks(128, 2)], ids=str)
 def test_block_sizes_change_nothing(interpret, sizes):
     check(replace(SMALL, W=20), blocks=replace(HOPPER, decode=sizes, prefill=sizes), interpret=interpret)
+
+
+@pytest.mark.parametrize("shape", [SMALL, replace(SMALL, S=128, W=2)], ids=["small pages", "large pages"])
+def test_segments_of_the_pool_change_nothing(interpret, shape):
+    problem = in_segments(problem_on_gpu(shape), 0.2, 0.5, 0.7)
+    out = paged_attention(problem.q, problem.pool, problem.meta, scale=SCALE, interpret=interpret)
+    np.testing.assert_allclose(out.astype(jnp.float32), dense_answer(problem, SCALE, None), atol=2e-2, rtol=0)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -95,12 +102,12 @@ REAL = {
 }
 
 
-def arguments(B, N, Q, K, G, D, S, W):
+def arguments(B, N, Q, K, G, D, S, W, segments=1):
     def ids(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     q = jax.ShapeDtypeStruct((B + N * Q, K, G, D), jnp.bfloat16)
-    pool = jax.ShapeDtypeStruct((4096, K, 2, S, D), jnp.bfloat16)
+    pool = (jax.ShapeDtypeStruct((4096, K, 2, S, D), jnp.bfloat16),) * segments
     return q, pool, AttentionMeta(ids(B, W), ids(B), ids(N, W), ids(N), ids(N))
 
 
@@ -115,11 +122,12 @@ def test_it_lowers_for_cuda(shape):
 def test_it_compiles_for_h200(compile_for_h200, shape):
     q, pool, meta = arguments(*shape)
     stats = compile_for_h200(partial(paged_attention, scale=0.1, window=1024), q, pool, meta).memory_analysis()
-    assert stats.temp_size_in_bytes < pool.size * pool.dtype.itemsize / 10
+    assert stats.temp_size_in_bytes < pool[0].size * pool[0].dtype.itemsize / 10
 
 
-def test_a_layers_write_and_read_leave_the_pool_where_it_is(compile_for_h200):
-    q, pool, meta = arguments(*REAL["both"])
+@pytest.mark.parametrize("segments", [1, 2, 5])
+def test_a_layers_write_and_read_leave_the_pool_where_it_is(compile_for_h200, segments):
+    q, pool, meta = arguments(*REAL["both"], segments)
     kv = jax.ShapeDtypeStruct((q.shape[0], q.shape[1], q.shape[3]), q.dtype)
     slots = jax.ShapeDtypeStruct((q.shape[0],), jnp.int32)
 
@@ -130,7 +138,7 @@ def test_a_layers_write_and_read_leave_the_pool_where_it_is(compile_for_h200):
     compiled = compile_for_h200(step, pool, q, kv, kv, slots, meta, donate=(0,))
     stats = compiled.memory_analysis()
     assert "mosaic_gpu" in compiled.as_text()
-    assert stats.alias_size_in_bytes == pool.size * pool.dtype.itemsize
+    assert stats.alias_size_in_bytes == sum(segment.size * segment.dtype.itemsize for segment in pool)
     assert stats.temp_size_in_bytes < stats.alias_size_in_bytes / 10
 
 

@@ -150,14 +150,29 @@ class MorphPolicy:
         if view.snapshot.oldest_wait >= urgent_after:
             count = max(count, settings.urgent_layers)
             pressure = [*pressure, f"near the SLO (from {_ms(urgent_after)})"]
-        blocks = self._next_blocks(instance, state.home, count)
-        plan = self._swapped(view, state.home, dict.fromkeys(blocks, settings.precision))
+        blocks, plan = self._entered(view, state.home, count)
         pages = plan.instances[view.number].kv_pages
         faster = bool(blocks) and view.snapshot.oldest_wait > settings.queue_delay and pages == instance.kv_pages
         if pages <= instance.kv_pages and not faster:  # with no more pages to be had, only a queue is a reason
             return view.plan, state, ""
         state = replace(state, last_entry=now, returned=now if state.returned is None else state.returned)
         return plan, state, f"{', '.join(pressure)}: {_change(blocks, settings.precision, instance, pages)}"
+
+    def _entered(self, view: _View, home: InstancePlan, count: int) -> tuple[list[str], Plan]:
+        """The next layers of the order, and the plan with them swapped: so many, or, where pools grow by segments, as
+        many more as the next segment needs, if it can be had.
+        """
+        blocks, before = self._next_blocks(view.instance, home, len(self._order)), view.instance.kv_pages
+
+        def swapped(count: int) -> Plan:
+            return self._swapped(view, home, dict.fromkeys(blocks[:count], self.settings.precision))
+
+        count = min(count, len(blocks))
+        if self._resources.segments:
+            counts = range(count, len(blocks) + 1)
+            more = bisect_left(counts, True, key=lambda count: swapped(count).instances[view.number].kv_pages > before)
+            count = counts[more] if more < len(counts) else count
+        return blocks[:count], swapped(count)
 
     def _next_blocks(self, instance: InstancePlan, home: InstancePlan, count: int) -> list[str]:
         """The next layers of the swap order, as many as the mode allows."""

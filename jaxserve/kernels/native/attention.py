@@ -7,21 +7,27 @@ from jax import Array
 
 from jaxserve.kernels.meta import AttentionMeta
 from jaxserve.kernels.native.library import ATTENTION, targets
+from jaxserve.kernels.segments import Pool
 
 UNLIMITED = 2**62  # a window that no context fills
 MAX_LANES = 16  # floats of the widest vector
 DIM_MULTIPLE = 16  # so that at least AVX2 can be used, whose unit is two vectors of 8
 
 
-def supports(q: Array, pool: Array) -> bool:
-    """Whether the kernel is there, and has a path for these dtypes and this head_dim."""
+def supports(q: Array, pool: Pool) -> bool:
+    """Whether the kernel is there, and has a path for these dtypes, this head_dim and pools of one segment."""
     pools = {"bfloat16": (jnp.uint16, jnp.int8), "float32": (jnp.float32, jnp.int8)}
-    return pool.dtype in pools.get(q.dtype.name, ()) and q.shape[-1] % DIM_MULTIPLE == 0 and ATTENTION in targets()
+    return (
+        len(pool) == 1
+        and pool[0].dtype in pools.get(q.dtype.name, ())
+        and q.shape[-1] % DIM_MULTIPLE == 0
+        and ATTENTION in targets()
+    )
 
 
 def paged_attention(
     q: Array,
-    pool: Array,
+    pool: Pool,
     meta: AttentionMeta,
     *,
     scale: float,
@@ -38,4 +44,4 @@ def paged_attention(
     call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
     limits = {"window": np.int64(UNLIMITED if window is None else window), "max_lanes": np.int64(max_lanes)}
     limits |= {"matrix_unit": matrix_unit and max_lanes == MAX_LANES}
-    return call(q, pool, *meta, scale=np.float32(scale), **limits)
+    return call(q, *pool, *meta, scale=np.float32(scale), **limits)

@@ -1,0 +1,33 @@
+"""Pages of pools that take memory in segments."""
+
+from hypothesis import given, strategies as st
+
+from jaxserve.core.segments import GROWTH_SEGMENTS, covered, covering, filled, segments_for
+
+pages = st.integers(1, 10_000)
+
+
+@given(pages, pages)
+def test_segments_of_growth_are_equal_and_make_up_the_most(first: int, more: int) -> None:
+    sizes = segments_for(first, first + more)
+    assert (sizes[0], sum(sizes)) == (first, first + more)
+    assert len(sizes) == 1 + min(more, GROWTH_SEGMENTS)
+    assert max(sizes[1:]) - min(sizes[1:]) <= 1
+
+
+def test_pools_that_do_not_grow_have_one() -> None:
+    assert segments_for(7, 7) == (7,)
+
+
+@given(pages, pages, st.data())
+def test_what_is_covered_is_the_least_that_holds_the_pages(first: int, more: int, data: st.DataObject) -> None:
+    sizes = segments_for(first, first + more)
+    wanted = data.draw(st.integers(1, first + more))
+    count = covering(sizes, wanted)
+    assert sum(sizes[: count - 1]) < wanted <= sum(sizes[:count]) == covered(sizes, wanted)
+    assert covered(sizes, filled(sizes, wanted)) == max(filled(sizes, wanted), first) <= max(wanted, first)
+    assert (
+        filled(sizes, wanted) == wanted
+        if wanted < first
+        else covered(sizes, wanted + 1) > wanted or wanted == sum(sizes)
+    )
