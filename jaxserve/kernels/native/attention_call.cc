@@ -37,6 +37,15 @@ Attend best_attend(int64_t max_lanes, const Attention& a) {
   return fits(4) ? attend_baseline : nullptr;
 }
 
+// What computes rows that decode, which bring few query rows to each key; `best` otherwise.
+Attend decode_attend([[maybe_unused]] int64_t max_lanes, [[maybe_unused]] const Attention& a, Attend best) {
+#if defined(__x86_64__)
+  const bool fits = max_lanes >= kMaxLanes && a.head_dim % 32 == 0 && a.head_dim <= 256;
+  if (best == attend_avx512 && fits && a.bfloat16 && !a.int8 && __builtin_cpu_supports("avx512bf16")) return attend_decode;
+#endif
+  return best;
+}
+
 // What computes the tiles of prompts: on the matrix unit, where there is one, as fast as it has rows; `best` otherwise. It
 // does not depend on a tile's length, so that a token's result is the same in whatever pieces its prompt comes.
 Attend chunk_attend([[maybe_unused]] bool matrix_unit, [[maybe_unused]] const Attention& a, Attend best) {
@@ -50,7 +59,7 @@ Attend chunk_attend([[maybe_unused]] bool matrix_unit, [[maybe_unused]] const At
 // A call's tiles, heavy ones first, those of prompts before those that decode; an item is a tile and a kv head.
 struct Job final : Shared {
   Attention attention;
-  Attend attend, chunk_attend;
+  Attend decode_attend, chunk_attend;
   std::vector<Tile> tiles;
   int64_t chunks = 0;  // tiles of prompts
   int64_t max_tokens = 0;
@@ -62,7 +71,7 @@ struct Job final : Shared {
     auto* scratch = static_cast<float*>(memory.get());
     for (; mine.more(); mine.advance()) {
       const Tile tile = tile_of(mine.now()), after = mine.knows_after() ? tile_of(mine.after()) : Tile{};
-      const Attend attend_tile = mine.now() / attention.kv_heads < chunks ? chunk_attend : attend;
+      const Attend attend_tile = mine.now() / attention.kv_heads < chunks ? chunk_attend : decode_attend;
       attend_tile(attention, tile, mine.knows_after() ? &after : nullptr, scratch);
     }
   }
@@ -109,9 +118,10 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_p
   const bool int8 = pool.element_type() == ffi::S8;
   job->attention = {q.untyped_data(), pool.untyped_data(), out->untyped_data(), bfloat16, int8, shape[1], shape[2],
                     shape[3],         pool_shape[3],       pool_shape[4],       scale,    window};
-  job->attend = best_attend(max_lanes, job->attention);
-  job->chunk_attend = chunk_attend(matrix_unit, job->attention, job->attend);
-  if (job->attend == nullptr) {
+  const Attend best = best_attend(max_lanes, job->attention);
+  job->decode_attend = decode_attend(max_lanes, job->attention, best);
+  job->chunk_attend = chunk_attend(matrix_unit, job->attention, best);
+  if (best == nullptr) {
     return ffi::Error::InvalidArgument("paged_attention: no kernel for head_dim " + std::to_string(shape[3]));
   }
   const int64_t rows = decode_lengths.element_count(), tiles = tile_starts.element_count();
