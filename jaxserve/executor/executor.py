@@ -20,7 +20,7 @@ from jaxserve.executor.ahead import CompiledAhead
 from jaxserve.executor.batch import pack
 from jaxserve.executor.blocks import BlockBuilder, Executable, Parameter, Row, RowOutline
 from jaxserve.executor.buckets import Buckets
-from jaxserve.executor.fused import FusedTier, Key
+from jaxserve.executor.fused import FusedTier, StageProgram
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.sampler import Logprobs, logprobs_of
 from jaxserve.executor.sampling import DeviceSampler, Sampled
@@ -46,6 +46,11 @@ class Stage:
     def executables(self) -> tuple[Executable, ...]:
         """What the decoder layers run."""
         return tuple(row.executable for row in self.layers)
+
+    @cached_property
+    def leaves(self) -> tuple[tuple[Array, ...], ...]:
+        """The parameters of every block, in order."""
+        return tuple(row.leaves for row in (self.embed, *self.layers, self.head) if row is not None)
 
     @property
     def pools(self) -> slice:
@@ -189,12 +194,9 @@ class BlockExecutor:
         if self._fused is None or not self._fused.at_warmup:
             return
         for number, stage in enumerate(self._stages):
-            rows = layers[stage.pools]
-            for shape in self.buckets.all() if rows else ():
+            for shape in self.buckets.all():
                 if not shape.tiles:
-                    x, context = self._padding(stage, shape)
-                    key = (number, shape, tuple(row.executable for row in rows), self.pools.segments)
-                    self._fused.compile(key, rows, x, context, self.pools[stage.pools])
+                    self._fuse(number, stage, shape, layers[stage.pools])
         self._fused.wait()
 
     def close(self) -> None:
@@ -235,32 +237,50 @@ class BlockExecutor:
     def _forward(self, packed: np.ndarray, shape: StepShape) -> Forwarded:
         x: Array | None = None
         for number, stage in enumerate(self._stages):
-            tokens, row_ids, *context = self._inputs[stage.placement](packed, shape)
             if stage.embed is not None:
-                x = stage.embed.executable(tokens, self._newest_tokens(stage), *stage.embed.leaves)
+                carried = self._newest_tokens(stage)
             else:
-                x = jax.device_put(x, stage.placement.sharding())
-            x = self._run_layers((number, shape, stage.executables, self.pools.segments), stage, x, context)
-            if stage.head is not None:
-                hidden, logits = stage.head.executable(x, row_ids, *stage.head.leaves)
-                return Forwarded(x, hidden, logits)
+                carried = jax.device_put(x, stage.placement.sharding())
+            x, results = self._run_stage(number, stage, shape, packed, carried)
+            if results:
+                return Forwarded(x, *results)
         raise AssertionError("the plan has no head")
 
-    def _run_layers(self, key: Key, stage: Stage, x: Array, context: list) -> Array:
+    def _run_stage(
+        self, number: int, stage: Stage, shape: StepShape, packed: np.ndarray, carried: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """As `StageProgram`: fused where that is ready, else block by block."""
+        segments = self.pools.segments
         if self._fused is not None:
+            key = (number, shape, stage.executables, segments)
             fused = self._fused.find(key)
             if fused is not None:
-                leaves = tuple(row.leaves for row in stage.layers)
-                x, self.pools[stage.pools] = fused(x, tuple(context), tuple(self.pools[stage.pools]), leaves)
-                return x
-            self._fused.used(key, stage.layers, x, context, self.pools[stage.pools])
-        _, shape, _, segments = key
+                x, results, self.pools[stage.pools] = fused(packed, carried, tuple(self.pools[stage.pools]), stage.leaves)
+                return x, results
+            if self._fused.used(key):
+                self._fuse(number, stage, shape, [row.outline() for row in stage.layers])
+        tokens, rows, *context = self._inputs[stage.placement](packed, shape)
+        x = carried if stage.embed is None else stage.embed.executable(tokens, carried, *stage.embed.leaves)
         for layer, row in enumerate(stage.layers, stage.first_layer):
             run = row.executable
             if segments > 1:
                 run = self._ahead.find((run, shape, segments)) or run
             x, self.pools[layer] = run(x, *context, self.pools[layer], *row.leaves)
-        return x
+        return x, () if stage.head is None else stage.head.executable(x, rows, *stage.head.leaves)
+
+    def _fuse(self, number: int, stage: Stage, shape: StepShape, layers: SequenceOf[RowOutline]) -> None:
+        """Starts to compile a stage with such decoder layers as one program."""
+        assert self._fused is not None
+        sharding = stage.placement.sharding()
+        embed, head = (None if row is None else row.executable for row in (stage.embed, stage.head))
+        executables = tuple(layer.executable for layer in layers)
+        program = StageProgram(self._inputs[stage.placement], shape, embed, executables, head)
+        packed = jax.ShapeDtypeStruct((shape.size,), np.int32, sharding=sharding)
+        carried = self._padding(stage, shape)[0] if embed is None else self._newest_tokens(stage)
+        blocks = (stage.embed and stage.embed.outline(), *layers, stage.head and stage.head.outline())
+        leaves = tuple(block.leaves for block in blocks if block is not None)
+        key = (number, shape, executables, self.pools.segments)
+        self._fused.compile(key, program, packed, carried, tuple(self.pools[stage.pools]), leaves)
 
     def _newest_tokens(self, stage: Stage) -> Array:
         """The sampler's newest tokens where the embedding can read them."""

@@ -1,4 +1,4 @@
-"""The fused tier: the decoder layers of a stage as one executable.
+"""The fused tier: what a stage does in a step as one executable, from the step's packed inputs to the logits.
 
 An optimisation that may be absent at any time: steps go block by block where there is none. An executable belongs to a
 step shape and to what the layers run, so it is found again when a mixture of precisions returns. For steps that only
@@ -9,13 +9,15 @@ change of the block table.
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax import Array
 
-from jaxserve.executor.blocks import Executable, Row, RowOutline, abstract
+from jaxserve.executor.blocks import Executable, abstract
 from jaxserve.executor.compilation import CompileCounter
 from jaxserve.executor.shapes import StepShape
 from jaxserve.kernels import Pool
@@ -26,7 +28,36 @@ PATIENCE = 32  # uses of a shape before it is worth fusing in the background
 KEPT = 256  # executables
 
 Key = tuple[int, StepShape, tuple[Executable, ...], int]  # stage number, shape, what its layers run, segments of pools
-Fused = Callable[..., tuple[Array, tuple[Pool, ...]]]
+Fused = Callable[..., tuple[Array, tuple[Array, ...], tuple[Pool, ...]]]
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """What a stage runs in a step of one shape: the executables of its blocks, one after the other."""
+
+    inputs: Callable[[Array, StepShape], tuple]  # `BlockBuilder.step_inputs`
+    shape: StepShape
+    embed: Executable | None
+    layers: tuple[Executable, ...]
+    head: Executable | None
+
+    def __call__(
+        self, packed: Array, carried: Array, pools: tuple[Pool, ...], leaves: tuple[tuple[Array, ...], ...]
+    ) -> tuple[Array, tuple[Array, ...], tuple[Pool, ...]]:
+        """x [T, E], the head's results (none without a head), and the pools.
+
+        `carried` are the newest tokens i32[slots] for the embedding, or x of the stage before; `leaves` those of every
+        block in order.
+        """
+        tokens, rows, *context = self.inputs(packed, self.shape)
+        of_blocks = iter(leaves)
+        x = carried if self.embed is None else self.embed(tokens, carried, *next(of_blocks))
+        written = []
+        for layer, pool in zip(self.layers, pools, strict=True):
+            x, pool = layer(x, *context, pool, *next(of_blocks))
+            written.append(pool)
+        results = () if self.head is None else self.head(x, rows, *next(of_blocks))
+        return x, results, tuple(written)
 
 
 class FusedTier:
@@ -44,33 +75,25 @@ class FusedTier:
         self._pool = ThreadPoolExecutor(1, "jaxserve-fuse", initializer=self._mark_thread)
 
     def find(self, key: Key) -> Fused | None:
-        """The executable (x, context, pools, leaves of each row) -> (x, pools), if it is ready. Never waits."""
+        """The executable of a `StageProgram`, if it is ready. Never waits."""
         future = self._compiled.get(key)
         if future is None or not future.done() or future.exception() is not None:
             return None
         return future.result()
 
-    def used(self, key: Key, rows: Sequence[Row], x: Array, context: Sequence[object], pools: Sequence[Pool]) -> None:
-        """Notes that a step ran block by block; starts to compile the shape when it has done so often, and
-        the oldest give way. Mutates.
-        """
+    def used(self, key: Key) -> bool:
+        """Notes that a step ran block by block. Whether it has done so often enough to be compiled now. Mutates."""
         if self._patience is None:
-            return
+            return False
         self._uses[key] += 1
-        if self._uses[key] == self._patience:
-            self.compile(key, [row.outline() for row in rows], x, context, pools)
-            while len(self._compiled) > KEPT:
-                self._compiled.pop(next(iter(self._compiled))).cancel()
+        return self._uses[key] == self._patience
 
-    def compile(
-        self, key: Key, rows: Sequence[RowOutline], x: Array, context: Sequence[object], pools: Sequence[Pool]
-    ) -> None:
-        """Starts to compile a shape for such rows and arguments, unless it has been. Mutates."""
-        if key in self._compiled:
-            return
-        shapes = jax.tree.map(abstract, (x, tuple(context), tuple(pools)))
-        leaves = tuple(row.leaves for row in rows)
-        self._compiled[key] = self._pool.submit(_compile, tuple(row.executable for row in rows), *shapes, leaves)
+    def compile(self, key: Key, program: StageProgram, *arguments: Any) -> None:
+        """Starts to compile a stage's program for such arguments, unless it has been; the oldest give way. Mutates."""
+        if key not in self._compiled:
+            self._compiled[key] = self._pool.submit(_compile, program, *jax.tree.map(abstract, arguments))
+            while self._patience is not None and len(self._compiled) > KEPT:
+                self._compiled.pop(next(iter(self._compiled))).cancel()
 
     def table_changed(self) -> None:
         """Begins to count anew; what has not begun to compile may never be needed. Mutates."""
@@ -91,17 +114,12 @@ class FusedTier:
         self._counter.fusing_threads.add(threading.get_ident())
 
 
-def _compile(executables: Sequence[Callable], x, context, pools, leaves) -> Fused:
-    def fused(x: Array, context: tuple, pools: tuple[Pool, ...], leaves: tuple[tuple[Array, ...], ...]):
-        written = []
-        for executable, pool, own in zip(executables, pools, leaves, strict=True):
-            x, pool = executable(x, *context, pool, *own)
-            written.append(pool)
-        return x, tuple(written)
-
-    placed = jax.tree.map(lambda array: array.sharding, (x, pools))  # results lie as the arguments do
+def _compile(program: StageProgram, packed, carried, pools, leaves) -> Fused:
+    placed = jax.tree.map(lambda array: array.sharding, pools)  # results lie as the arguments do
+    shardings = (packed.sharding, packed.sharding, placed)
     try:
-        return jax.jit(fused, donate_argnums=2, out_shardings=placed).lower(x, context, pools, leaves).compile()
+        jitted = jax.jit(program.__call__, donate_argnums=2, out_shardings=shardings)
+        return jitted.lower(packed, carried, pools, leaves).compile()
     except Exception:
         log.exception("fusing failed; steps go on block by block")
         raise

@@ -5,7 +5,7 @@ the decode rows, then one row per chunk.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -26,22 +26,10 @@ class StepShape:
         """T."""
         return self.decodes + self.tiles * self.tile
 
-    @cached_property
+    @property
     def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Name -> (offset, shape) in the packed vector."""
-        shapes = {
-            "tokens": (self.tokens,),
-            "positions": (self.tokens,),
-            "slots": (self.tokens,),
-            "rows": (self.rows,),
-            "decode_pages": (self.decodes, self.width),
-            "decode_lengths": (self.decodes,),
-            "tile_pages": (self.tiles, self.width),
-            "tile_starts": (self.tiles,),
-            "tile_lengths": (self.tiles,),
-        }
-        offsets = np.cumsum([0, *(prod(shape) for shape in shapes.values())])
-        return {name: (int(at), shape) for at, (name, shape) in zip(offsets, shapes.items(), strict=False)}
+        return _fields(self)
 
     @property
     def size(self) -> int:
@@ -52,3 +40,20 @@ class StepShape:
     def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
         """Writable views of the fields of a packed numpy vector."""
         return {name: packed[at : at + prod(shape)].reshape(shape) for name, (at, shape) in self.fields.items()}
+
+
+@cache  # every step asks, and each has a shape of its own that equals others
+def _fields(shape: StepShape) -> dict[str, tuple[int, tuple[int, ...]]]:
+    sizes = {
+        "tokens": (shape.tokens,),
+        "positions": (shape.tokens,),
+        "slots": (shape.tokens,),
+        "rows": (shape.rows,),
+        "decode_pages": (shape.decodes, shape.width),
+        "decode_lengths": (shape.decodes,),
+        "tile_pages": (shape.tiles, shape.width),
+        "tile_starts": (shape.tiles,),
+        "tile_lengths": (shape.tiles,),
+    }
+    offsets = np.cumsum([0, *(prod(size) for size in sizes.values())])
+    return {name: (int(at), size) for at, (name, size) in zip(offsets, sizes.items(), strict=False)}
