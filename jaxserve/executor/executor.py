@@ -252,10 +252,10 @@ class BlockExecutor:
         """As `StageProgram`: fused where that is ready, else block by block."""
         segments = self.pools.segments
         if self._fused is not None:
-            key = (number, shape, stage.executables, segments)
+            key, pools = (number, shape, stage.executables, segments), tuple(self.pools[stage.pools])
             fused = self._fused.find(key)
             if fused is not None:
-                x, results, self.pools[stage.pools] = fused(packed, carried, tuple(self.pools[stage.pools]), stage.leaves)
+                x, results, self.pools[stage.pools] = fused(packed, carried, pools, stage.leaves)
                 return x, results
             if self._fused.used(key):
                 self._fuse(number, stage, shape, [row.outline() for row in stage.layers])
