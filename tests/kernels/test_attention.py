@@ -34,6 +34,10 @@ SHAPES = {
     "bf16 D=128 long": Shape(dtype="bfloat16", D=128, K=1, G=4, B=0, Q=32, S=16, W=40),
     "bf16 D=256": Shape(dtype="bfloat16", D=256, K=1, G=1, Q=32),
     "bf16 window of one": Shape(dtype="bfloat16", window=1, N=4),
+    "bf16 wide groups": Shape(dtype="bfloat16", K=1, G=8, N=0, S=16, W=20),
+    "bf16 seven rows": Shape(dtype="bfloat16", G=7, N=0, D=128),
+    "bf16 D=160": Shape(dtype="bfloat16", D=160, N=0),
+    "bf16 D=224": Shape(dtype="bfloat16", D=224, K=1, N=0),
     "bf16 D=80": Shape(dtype="bfloat16", D=80, K=4, G=1),
     "f16": Shape(dtype="float16"),
     "int8": Shape(kv_dtype="int8"),
@@ -184,7 +188,13 @@ def test_a_token_gets_the_same_in_whatever_pieces_its_prompt_comes(native_kernel
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(B=1, N=0), Shape(B=1, N=0, dtype="bfloat16", kv_dtype="int8"), Shape(B=0, N=1, dtype="bfloat16")]
+    "shape",
+    [
+        Shape(B=1, N=0),
+        Shape(B=1, N=0, dtype="bfloat16"),
+        Shape(B=1, N=0, dtype="bfloat16", kv_dtype="int8"),
+        Shape(B=0, N=1, dtype="bfloat16"),
+    ],
 )
 def test_a_nan_query_is_not_hidden(native_kernels, shape):
     problem = make_problem(shape, 0)
@@ -193,6 +203,15 @@ def test_a_nan_query_is_not_hidden(native_kernels, shape):
         out = attention(q, problem.pool, problem.meta, scale=SCALE)
         assert jnp.isnan(out[0, 0, 0]).all()
         assert not jnp.isnan(out[0, 0, 1:]).any()
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize("shape", [Shape(W=60), Shape(D=128, G=7), Shape(D=224, G=2)], ids=str)
+def test_what_is_decoded_is_the_exact_answer_rounded(native_kernels, shape, lanes):
+    shape = replace(shape, dtype="bfloat16", N=0, B=16)
+    problem, answer = solved(shape, 0)
+    out = native_kernels.paged_attention(problem.q, problem.pool, problem.meta, scale=SCALE, max_lanes=lanes)
+    assert np.mean(np.asarray(out) == answer.astype(jnp.bfloat16)) > 0.998
 
 
 @pytest.mark.parametrize("lanes", [8, 16])
