@@ -2,7 +2,8 @@
 
     python -m bench.sim.windows [--traces FOLDER]
 
-Full precision, int4, and morph in both modes, in the same memory. Windows are slowed, and lengths multiplied, so that full precision saturates in their peaks.
+Full precision, int4, and morph in both modes, in the same memory. Windows are slowed, and lengths multiplied, so that
+full precision saturates in their peaks.
 """
 
 import numpy as np
