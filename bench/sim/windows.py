@@ -38,9 +38,7 @@ def main() -> None:
         else:
             trace = TraceOptions(synthetic=profile, duration=72.0, rate=rate, **shape)
         for name, chosen in SYSTEMS.items():
-            cluster = ClusterOptions(
-                model="llama-3-8b", hardware="l4", max_model_len=8192, slo_ttft=SLO, **chosen
-            )
+            cluster = ClusterOptions(model="llama-3-8b", hardware="l4", max_model_len=8192, slo_ttft=SLO, **chosen)
             result = simulated(cluster, trace, label=name, slo_s=SLO)
             violations[window, name] = 100 * result["slo_violation_rate"]
             pages, restored = result["server"]["kv_pages_total"], result.get("restored_after_s")
