@@ -35,7 +35,7 @@ from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.kernels import Pool, kv_pool
-from jaxserve.memory_plan import COPY_RATES
+from jaxserve.memory_plan import COPY_RATES, COPY_SHARES
 from jaxserve.outline import STATIC
 from jaxserve.parallel.placement import POOL_AXES, Placement
 from jaxserve.quantization.sensitivity.order import swap_order
@@ -154,6 +154,7 @@ def _actuator(
         entries=resolved.ledger_entries,
         describe=resolved.describe,
         copy_rate=_copy_rate(resolved),
+        copy_share=COPY_SHARES[resolved.devices[0].platform],
     )
 
 

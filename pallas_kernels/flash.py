@@ -51,7 +51,7 @@ def flash(
         splits=splits, blocks=blocks,
     )  # fmt: skip
     pages_per_tile = max(1, blocks.keys // pool[0].shape[3])
-    swizzled = tiles(head_dim, q.dtype)
+    swizzled = tiles(head_dim, q.dtype)  # one for all: the operands of a product share theirs
     kv = plgpu.SMEM((blocks.stages, blocks.keys, head_dim), q.dtype, transforms=swizzled)
     arrived = plgpu.Barrier(num_arrivals=pages_per_tile, num_barriers=blocks.stages)
     return launch(
@@ -65,7 +65,7 @@ def flash(
             "q_s": plgpu.SMEM((WARPGROUP_ROWS, head_dim), q.dtype, transforms=swizzled),
             "k_s": kv,
             "v_s": kv,
-            "p_s": plgpu.SMEM((WARPGROUP_ROWS, blocks.keys), q.dtype, transforms=tiles(blocks.keys, q.dtype)),
+            "p_s": plgpu.SMEM((WARPGROUP_ROWS, blocks.keys), q.dtype, transforms=swizzled),
             "sums_s": plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
             "q_arrived": plgpu.Barrier(),
             "k_arrived": arrived,

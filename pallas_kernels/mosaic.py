@@ -8,6 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 WARPGROUP_ROWS = 64  # of the first operand of a warpgroup's product
+SWIZZLES = (128, 64, 32)  # bytes of a row
 CAN_INTERPRET = hasattr(plgpu, "InterpretGPUParams")  # jax 0.11 and later
 
 
@@ -24,14 +25,15 @@ def load(ref: Any, index: tuple[Any, ...], layout: Any) -> Any:
 
 
 def tiles(width: int, dtype: Any) -> tuple[Any, ...]:
-    """How a matrix [..., width] lies in shared memory: tiles of 8 rows, swizzled against bank conflicts."""
+    """How a matrix [..., width] lies in shared memory: tiles of 8 rows, swizzled against bank conflicts.
+
+    The widest of the swizzles that divide a row.
+    """
     itemsize = jnp.dtype(dtype).itemsize
-    row = min(128, width * itemsize)
-    if row not in (32, 64, 128):
-        raise ValueError(
-            f"rows of {row} bytes cannot be swizzled, only those of 32, 64 or whole multiples of 128 bytes"
-        )
-    return plgpu.TilingTransform((8, row // itemsize)), plgpu.SwizzleTransform(row)
+    for tile in SWIZZLES:
+        if width * itemsize % tile == 0:
+            return plgpu.TilingTransform((8, tile // itemsize)), plgpu.SwizzleTransform(tile)
+    raise ValueError(f"rows of {width * itemsize} bytes cannot be swizzled, only whole multiples of {SWIZZLES[-1]}")
 
 
 def launch(

@@ -11,6 +11,7 @@ from pallas_kernels.blocks import HOPPER, AttentionBlocks, DeviceBlocks
 from pallas_kernels.flash import flash
 
 ROWS = 64  # of a program
+HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 def supports(q: Array, pool: Pool) -> bool:
@@ -19,7 +20,7 @@ def supports(q: Array, pool: Pool) -> bool:
     return (
         q.dtype == pool[0].dtype
         and q.dtype in (jnp.bfloat16, jnp.float16)
-        and head_dim in (64, 128, 256)
+        and head_dim in HEAD_DIMS
         and page_size >= 8
         and page_size & (page_size - 1) == 0
         and q.shape[2] <= ROWS

@@ -58,13 +58,16 @@ class PlanActuator:
         entries: Callable[[Plan], Mapping[str, int]],
         describe: Callable[[Plan, int], Snapshot],
         copy_rate: float,
+        copy_share: float,
     ):
         """`plan` is the one in force. `entries` are the bytes of a plan in the ledger, by name; `describe` gives the
-        fields of an instance's snapshots that follow from a plan. Copies beside running steps take `copy_rate` bytes/s.
+        fields of an instance's snapshots that follow from a plan. Copies beside running steps take `copy_rate` bytes/s
+        and `copy_share` of a core, at most.
         """
         self._plan = plan
         self._instances = tuple(instances)
-        self._source, self._metrics, self._copy_rate = source, metrics, copy_rate
+        self._source, self._metrics = source, metrics
+        self._copy_rate, self._copy_share = copy_rate, copy_share
         self._ledger, self._entries, self._describe = ledger, entries, describe
         self._waiting: queue.SimpleQueue[Sequence[Transition] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -171,7 +174,8 @@ class PlanActuator:
 
     def _prepare(self, instance: Instance, block: str, precision: str) -> Row:
         """Copies a layer's variant to the devices beside the row in use."""
-        throttle = Throttle(self._copy_rate, lambda: not instance.steps.idle, self._closing.wait)
+        steps = instance.steps
+        throttle = Throttle(self._copy_rate, self._copy_share, lambda: not steps.idle, self._closing.wait)
         return instance.executor.prepare(
             block, self._source.parameters(block, precision), precision, copied=throttle.copied
         )

@@ -47,18 +47,23 @@ class LayerSource:
 
 
 class Throttle:
-    """Spreads a copy over time, so that steps keep the memory's bandwidth and, on CPU, the cores.
+    """Spreads a copy over time, so that steps keep the memory's bandwidth and the cores. For one thread.
 
-    While `busy`, a copy takes at least its bytes over `rate` (bytes/s); otherwise it goes as fast as it can.
+    While `busy`, a copy takes at least its bytes over `rate` (bytes/s), and its thread at most `share` of a core, which
+    is the narrower bound for small arrays; otherwise it goes as fast as it can.
     """
 
-    def __init__(self, rate: float, busy: Callable[[], bool], wait: Callable[[float], object]):
-        self._rate, self._busy, self._wait = rate, busy, wait
-        self._since = time.monotonic()
+    def __init__(self, rate: float, share: float, busy: Callable[[], bool], wait: Callable[[float], object]):
+        self._rate, self._share, self._busy, self._wait = rate, share, busy, wait
+        self._begin()
 
     def copied(self, size: int) -> None:
         """Waits for what is left of the time that `size` bytes are to take, counted from the call before. Mutates."""
-        left = size / self._rate - (time.monotonic() - self._since)
+        least = max(size / self._rate, (time.thread_time() - self._worked) / self._share)
+        left = least - (time.monotonic() - self._since)
         if left > 0 and self._busy():
             self._wait(left)
-        self._since = time.monotonic()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._since, self._worked = time.monotonic(), time.thread_time()

@@ -19,7 +19,7 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.executor.batch import attention_meta, unpack
 from jaxserve.executor.shapes import StepShape
 from jaxserve.kernels import AttentionMeta, Pool, kv_write, paged_attention
-from jaxserve.models import abstract_block, block_state, rope_cos_sin, share_state
+from jaxserve.models import abstract_block, alike, check_parameters, rope_cos_sin, share_state
 from jaxserve.parallel.placement import POOL_AXES, TP, Placement, spec
 from jaxserve.quantization import QArray
 
@@ -102,30 +102,38 @@ class BlockBuilder:
         embeddings) is shared, not copied; `copied`, if given, is told the bytes of every other once it is there.
         Compiles nothing: what is compiled at its first use is the executable.
         """
-        graphdef, variables = abstract_block(self.config, block, precision)
-        block_state(variables, tensors)  # checks shapes
+        _, variables = abstract_block(self.config, block, precision)
+        check_parameters(variables, tensors)
         leaves: list[Array] = []
-        specs: list[PartitionSpec] = []
         for name, variable in variables.items():
             sharding = placement.sharding(variable.axes)
             parts = jax.tree.leaves(tensors[name])
             leaves += [part if isinstance(part, Array) else _copy(part, sharding, copied) for part in parts]
-            specs += [sharding.spec] * len(parts)
-        shares = {name: _share(tensors[name], variable.axes, placement) for name, variable in variables.items()}
-        module = Shares(graphdef, jax.tree.structure(share_state(variables, shares)), tuple(specs))
-        return Row(block, self._executable(block, module, placement), tuple(leaves), placement, precision)
+        return Row(block, self._executable(block, tensors, placement, precision), tuple(leaves), placement, precision)
 
-    def _executable(self, block: str, module: Shares, placement: Placement) -> Executable:
+    def _executable(
+        self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str
+    ) -> Executable:
         kind, _, number = block.partition(".")
         window = self.config.window(int(number)) if number else None
-        signature = (kind, module, window, placement)
-        if signature not in self._executables:
+        structures = tuple(jax.tree.structure(tensors[name]) for name in sorted(tensors))  # QArrays differ in theirs
+        signature = (alike(self.config, block), precision, window, placement, structures)
+        if signature not in self._executables:  # a graph definition takes long to compare
+            module = self._shares(block, tensors, placement, precision)
             self._executables[signature] = {
                 "embed": self._embed,
                 "layers": partial(self._layer, window=window),
                 "head": self._head,
             }[kind](module, placement)
         return self._executables[signature]
+
+    def _shares(self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str) -> Shares:
+        graphdef, variables = abstract_block(self.config, block, precision)
+        specs: list[PartitionSpec] = []
+        for name, variable in variables.items():
+            specs += [spec(variable.axes)] * len(jax.tree.leaves(tensors[name]))
+        shares = {name: _share(tensors[name], variable.axes, placement) for name, variable in variables.items()}
+        return Shares(graphdef, jax.tree.structure(share_state(variables, shares)), tuple(specs))
 
     def _embed(self, module: Shares, placement: Placement) -> Executable:
         """(tokens i32[T], newest tokens i32[slots], leaves) -> x [T, E]. A token of -1 - slot is that slot's newest."""

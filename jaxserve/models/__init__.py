@@ -3,8 +3,10 @@
 from jaxserve.models.layers import Attend as Attend, DecoderLayer as DecoderLayer, Embed as Embed, Head as Head
 from jaxserve.models.registry import (
     abstract_block as abstract_block,
+    alike as alike,
     block_state as block_state,
     build_block as build_block,
+    check_parameters as check_parameters,
     config_from_hf as config_from_hf,
     share_state as share_state,
 )

@@ -58,11 +58,15 @@ def abstract_block(
 
     Layers of the same kind share them: do not change them.
     """
-    alike = block_id
-    if block_id.startswith("layers.") and block_id in config.block_ids:
-        sparse = config.is_sparse(int(block_id.removeprefix("layers.")))
-        alike = next(f"layers.{layer}" for layer in range(config.num_layers) if config.is_sparse(layer) == sparse)
-    return _abstract_block(config, alike, precision or config.dtype)
+    return _abstract_block(config, alike(config, block_id), precision or config.dtype)
+
+
+def alike(config: ModelConfig, block_id: str) -> str:
+    """The first block of the same kind: the same for all that have the same graph definition in a precision."""
+    if block_id not in config.block_ids or not block_id.startswith("layers."):
+        return block_id
+    sparse = config.is_sparse(int(block_id.removeprefix("layers.")))
+    return next(f"layers.{layer}" for layer in range(config.num_layers) if config.is_sparse(layer) == sparse)
 
 
 @lru_cache(maxsize=64)
@@ -75,12 +79,17 @@ def _abstract_block(
     return graphdef, {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
-def block_state(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> nnx.State:
-    """The state of a block with these parameters: arrays, or QArrays of whatever group where one is expected."""
+def check_parameters(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> None:
+    """Asserts that a block has these parameters: arrays, or QArrays of whatever group where one is expected."""
     for name, variable in variables.items():
         expected, value = variable.get_value(), values[name]
         assert value.shape == expected.shape, (name, value.shape, expected.shape)
         assert isinstance(value, QArray) == isinstance(expected, QArray), (name, type(value))
+
+
+def block_state(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> nnx.State:
+    """The state of a block with these parameters, as `check_parameters` wants them."""
+    check_parameters(variables, values)
     return share_state(variables, values)
 
 

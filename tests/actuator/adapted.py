@@ -88,8 +88,12 @@ class Adapted:
         return not self.actuator.busy
 
     def change(self, target: Plan) -> None:
-        """Goes to a plan while nothing runs."""
+        """Goes to a plan while nothing runs, after what is still under way."""
+        self._wait()
         self.begin(target)
+        self._wait()
+
+    def _wait(self) -> None:
         end = time.monotonic() + PATIENCE
         while not self.settled():
             assert time.monotonic() < end, "the actuator makes no progress"

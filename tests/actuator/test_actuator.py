@@ -19,6 +19,7 @@ from jaxserve.executor.blocks import Row
 from jaxserve.factory import Built, build
 from jaxserve.kernels import Pool
 from jaxserve.kernels.native import pool as native
+from jaxserve.memory_plan import COPY_SHARES
 from jaxserve.resolution import resolve
 from tests.actuator.adapted import Adapted
 from tests.actuator.mixed import MixedReference
@@ -52,6 +53,13 @@ def pools_of(kind: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if kind == "segments":
             patch.setattr(native, "supported", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def many_transitions_in_an_answer() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(COPY_SHARES, "cpu", 1.0)
         yield
 
 
