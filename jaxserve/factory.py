@@ -133,6 +133,7 @@ def build(config: EngineConfig, *, controlled: bool = False) -> Built:
         compilations.close()
         for executor in executors:
             executor.close()
+        source.close()
 
     return Built(
         tuple(instances), resolved.info, tokenizer, metrics, clock, control, actuator, close, resolved, compilations
@@ -142,9 +143,14 @@ def build(config: EngineConfig, *, controlled: bool = False) -> Built:
 def _actuator(
     resolved: Resolved, instances: Sequence[Instance], source: LayerSource, metrics: EngineMetrics
 ) -> PlanActuator:
-    """What carries changes of the plan out, with every variant in the host's memory if there is more than one."""
+    """What carries changes of the plan out, with every variant in the host's memory if there is more than one.
+
+    Where the host is the device, and has one instance, rows use what is kept there: no copy for such a layer.
+    """
+    on_host = resolved.devices[0].platform == "cpu" and len(instances) == 1
+    place = instances[0].executor.place if on_host else None
     for block, precision in resolved.layer_bytes if resolved.variants else ():
-        source.load(block, precision)
+        source.load(block, precision, place)
     return PlanActuator(
         resolved.plan,
         instances,

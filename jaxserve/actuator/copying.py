@@ -11,6 +11,8 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.core.precision import BITS
 from jaxserve.executor.blocks import Parameter
 
+Place = Callable[[str, Mapping[str, Parameter], str], Mapping[str, Parameter]]  # block, parameters, precision
+
 
 class LayerSource:
     """Variants of decoder layers in host memory, shared by all instances. Thread-safe.
@@ -25,15 +27,18 @@ class LayerSource:
         self._kept: dict[tuple[str, str], Mapping[str, Parameter]] = {}
         self._lock = threading.Lock()
 
-    def load(self, block: str, precision: str) -> None:
-        """Takes a variant into memory, if it is one that is kept. Mutates."""
+    def load(self, block: str, precision: str, place: Place | None = None) -> None:
+        """Takes a variant into memory, if it is one that is kept. `place`, where the host is the device, makes what is
+        kept the arrays that a row uses. Mutates.
+        """
         if precision in BITS or self._keep_full:
             with self._lock:
                 if (block, precision) not in self._kept:
-                    self._kept[block, precision] = self._read(block, precision)
+                    parameters = self._read(block, precision)
+                    self._kept[block, precision] = place(block, parameters, precision) if place else parameters
 
     def parameters(self, block: str, precision: str) -> Mapping[str, Parameter]:
-        """A variant's parameters by their dotted paths: arrays of the host, read-only."""
+        """A variant's parameters by their dotted paths: arrays of the host, read-only, or what `load` has placed."""
         kept = self._kept.get((block, precision))
         return self._read(block, precision) if kept is None else kept
 
@@ -41,6 +46,14 @@ class LayerSource:
     def nbytes(self) -> int:
         """Host memory of what is kept."""
         return sum(leaf.nbytes for variant in self._kept.values() for leaf in jax.tree.leaves(dict(variant)))
+
+    def close(self) -> None:
+        """Frees what has been placed; nothing may be in use. Mutates."""
+        with self._lock:
+            for leaf in jax.tree.leaves([dict(variant) for variant in self._kept.values()]):
+                if isinstance(leaf, jax.Array):
+                    leaf.delete()
+            self._kept.clear()
 
     def _read(self, block: str, precision: str) -> Mapping[str, Parameter]:
         return self._checkpoint.variant(block, precision, self._physical)

@@ -51,6 +51,7 @@ class Row:
     leaves: tuple[Array, ...]
     placement: Placement
     precision: str
+    owned: tuple[Array, ...]  # leaves that nobody else has
 
     @property
     def nbytes(self) -> int:
@@ -62,8 +63,8 @@ class Row:
         return RowOutline(self.executable, jax.tree.map(abstract, self.leaves))
 
     def free(self) -> None:
-        """Gives the parameters' memory back: for a row that is in no table and shares them with none."""
-        for leaf in self.leaves:
+        """Gives the memory of the parameters that it owns back: for a row that is in no table."""
+        for leaf in self.owned:
             leaf.delete()
 
 
@@ -96,20 +97,40 @@ class BlockBuilder:
         precision: str,
         copied: Callable[[int], None] | None = None,
     ) -> Row:
-        """A row for a block with these parameters, keyed by their dotted paths in the module.
+        """A row for a block with these parameters, keyed by their dotted paths in the module, where `place` puts them.
 
-        In a quantised precision some are QArrays, of whatever group. A parameter that is a device array already (tied
-        embeddings) is shared, not copied; `copied`, if given, is told the bytes of every other once it is there.
         Compiles nothing: what is compiled at its first use is the executable.
+        """
+        placed = self.place(block, tensors, placement, precision, copied)
+        _, variables = abstract_block(self.config, block, precision)
+        leaves = tuple(leaf for name in variables for leaf in jax.tree.leaves(placed[name]))
+        shared = {id(part) for tensor in tensors.values() for part in jax.tree.leaves(tensor)}
+        owned = tuple(leaf for leaf in leaves if id(leaf) not in shared)
+        return Row(block, self._executable(block, tensors, placement, precision), leaves, placement, precision, owned)
+
+    def place(
+        self,
+        block: str,
+        tensors: Mapping[str, Parameter],
+        placement: Placement,
+        precision: str,
+        copied: Callable[[int], None] | None = None,
+    ) -> dict[str, Parameter]:
+        """A block's parameters as device arrays. In a quantised precision some are QArrays, of whatever group.
+
+        What is a device array already (tied embeddings, what has been placed before) is shared, not copied. `copied`,
+        if given, is told the bytes of every other array once it is there.
         """
         _, variables = abstract_block(self.config, block, precision)
         check_parameters(variables, tensors)
-        leaves: list[Array] = []
+        placed = {}
         for name, variable in variables.items():
             sharding = placement.sharding(variable.axes)
-            parts = jax.tree.leaves(tensors[name])
-            leaves += [part if isinstance(part, Array) else _copy(part, sharding, copied) for part in parts]
-        return Row(block, self._executable(block, tensors, placement, precision), tuple(leaves), placement, precision)
+            put = partial(_copy, sharding=sharding, copied=copied)
+            placed[name] = jax.tree.map(
+                lambda part, put=put: part if isinstance(part, Array) else put(part), tensors[name]
+            )
+        return placed
 
     def _executable(
         self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str

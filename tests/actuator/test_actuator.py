@@ -150,6 +150,19 @@ def test_tokens_do_not_change_where_only_pages_do(adapted: Adapted) -> None:
     assert [moving[i] for i in others] == [still[i] for i in ids]
 
 
+def test_a_quantised_layer_is_used_where_it_is_kept(adapted: Adapted) -> None:
+    """The host is the device: nothing is copied, and what a layer leaves behind is there for the next time."""
+    executor, used = adapted.steps.executor, []
+    for _ in range(2):
+        adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
+        used.append(executor.rows[2])
+        adapted.change(adapted.start)
+    assert [row.owned for row in used] == [(), ()]
+    assert [id(leaf) for leaf in used[0].leaves] == [id(leaf) for leaf in used[1].leaves]
+    assert not any(leaf.is_deleted() for leaf in used[0].leaves)
+    assert executor.rows[2].owned
+
+
 def test_snapshots_and_the_ledger_follow_the_plan(adapted: Adapted) -> None:
     core, ledger = adapted.steps.core, adapted.built.resolved.ledger
     full = dict(ledger.entries)
