@@ -7,6 +7,7 @@ of one kv head for one or more tokens, so that keys and values are read once for
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,6 @@ def _kernel(
     row = lax.axis_index("block") * rows
     start, length = starts_g[tile], lengths_g[tile]
     keys, head_dim, dtype = blocks.keys, q_g.shape[3], q_g.dtype
-    page_size, width = pool_g[0].shape[3], pages_g.shape[1]
 
     # What the block sees: positions in [begin, end), the same for all of its rows but for the ends.
     token = lax.div(row, group)
@@ -102,31 +102,11 @@ def _kernel(
     first = first + split * share
     after = jnp.minimum(first + share, after)
 
-    def fetch_page(segment_g, page: Array, source, slot: Array, target) -> None:
-        plgpu.copy_gmem_to_smem(segment_g.at[page, head, 0, source], k_s.at[slot, target], k_arrived.at[slot])
-        plgpu.copy_gmem_to_smem(segment_g.at[page, head, 1, source], v_s.at[slot, target], v_arrived.at[slot])
-
-    def fetch(i: Array) -> None:
-        slot = lax.rem(i - first, blocks.stages)
-        for j in range(max(1, keys // page_size)):
-            at = i * keys + j * page_size
-            page = pages_g[tile, jnp.minimum(lax.div(at, page_size), width - 1)]
-            length = min(keys, page_size)
-            source, target = pl.ds(lax.rem(at, page_size), length), pl.ds(j * page_size, length)
-            if length == page_size:
-                source = slice(None)
-            for first_page, after_page, segment_g in zip(firsts, (*firsts[1:], None), pool_g, strict=True):
-                copy = partial(fetch_page, segment_g, page - first_page, source, slot, target)
-                if first_page == 0 and after_page is None:
-                    copy()  # the only segment
-                else:
-                    inside = page >= first_page
-                    pl.when(inside if after_page is None else inside & (page < after_page))(copy)
+    context = _Context(pool_g, firsts, pages_g, tile, head, k_s, v_s, k_arrived, v_arrived)
 
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, m, l = carry
-        slot = lax.rem(i - first, blocks.stages)
-        at = i * keys
+        slot, at = lax.rem(i - first, blocks.stages), i * keys
         plgpu.barrier_wait(k_arrived.at[slot])
         s = _product((WARPGROUP_ROWS, keys), q_s, transposed(k_s.at[slot])) * scale
         key = at + _iota((WARPGROUP_ROWS, keys), 1)
@@ -153,12 +133,12 @@ def _kernel(
 
         @pl.when(i + blocks.stages < after)
         def _() -> None:
-            fetch(i + blocks.stages)
+            context.fetch(i + blocks.stages, slot)
 
         return acc, m_new, l * shrink + p.sum(axis=1)
 
     for ahead in range(blocks.stages):
-        pl.when(first + ahead < after)(partial(fetch, first + ahead))
+        pl.when(first + ahead < after)(partial(context.fetch, first + ahead, ahead))
     plgpu.copy_gmem_to_smem(q_g.at[tile, head, pl.ds(row, rows)], q_s.at[pl.ds(0, rows)], q_arrived)
     plgpu.barrier_wait(q_arrived)
     by_row = plgpu.Layout.WGMMA.reduce(1)
@@ -177,6 +157,46 @@ def _kernel(
     plgpu.copy_smem_to_gmem(q_s.at[pl.ds(0, rows)], out_g.at[split, tile, head, pl.ds(row, rows)])
     plgpu.copy_smem_to_gmem(sums_s.at[pl.ds(0, rows)], sums_g.at[split, tile, head, pl.ds(row, rows)])
     plgpu.wait_smem_to_gmem(0)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Keys and values of one kv head of a sequence: where its pages lie, and the slots of shared memory they come to."""
+
+    pool_g: Sequence[Any]  # segments
+    firsts: Sequence[int]  # ids of their first pages
+    pages_g: Any
+    tile: Array  # the row of the page table
+    head: Array
+    k_s: Any  # [slots, keys, D]
+    v_s: Any
+    k_arrived: Any
+    v_arrived: Any
+
+    def fetch(self, i: Array, slot: Array | int) -> None:
+        """Asks for tile i of the keys and values; the barriers of the slot tell when they are there."""
+        keys, page_size, width = self.k_s.shape[1], self.pool_g[0].shape[3], self.pages_g.shape[1]
+        length = min(keys, page_size)
+        for j in range(keys // length):
+            at = i * keys + j * page_size
+            page = self.pages_g[self.tile, jnp.minimum(lax.div(at, page_size), width - 1)]
+            source = slice(None) if length == page_size else pl.ds(lax.rem(at, page_size), length)
+            self._copy_page(page, source, slot, pl.ds(j * page_size, length))
+
+    def _copy_page(self, page: Array, source: Any, slot: Array | int, target: Any) -> None:
+        """From the segment that the page lies in."""
+        for first, after, segment_g in zip(self.firsts, (*self.firsts[1:], None), self.pool_g, strict=True):
+            copy = partial(self._copy, segment_g, page - first, source, slot, target)
+            if first == 0 and after is None:
+                copy()  # the only segment
+            else:
+                inside = page >= first
+                pl.when(inside if after is None else inside & (page < after))(copy)
+
+    def _copy(self, segment_g: Any, page: Array, source: Any, slot: Array | int, target: Any) -> None:
+        k, v = (segment_g.at[page, self.head, half, source] for half in (0, 1))
+        plgpu.copy_gmem_to_smem(k, self.k_s.at[slot, target], self.k_arrived.at[slot])
+        plgpu.copy_gmem_to_smem(v, self.v_s.at[slot, target], self.v_arrived.at[slot])
 
 
 def _product(shape: tuple[int, int], x, y) -> Array:

@@ -7,6 +7,7 @@ take memory segment by segment (`kernels.segments`).
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +47,20 @@ class Pools:
     def __len__(self) -> int:
         return len(self._pools)
 
-    def __getitem__(self, layer):
+    @overload
+    def __getitem__(self, layer: int) -> Pool: ...
+    @overload
+    def __getitem__(self, layer: slice) -> list[Pool]: ...
+    def __getitem__(self, layer: int | slice) -> Pool | list[Pool]:
+        """The pool of a decoder layer, or those of several."""
         return self._pools[layer]
 
-    def __setitem__(self, layer, pool) -> None:
+    @overload
+    def __setitem__(self, layer: int, pool: Pool) -> None: ...
+    @overload
+    def __setitem__(self, layer: slice, pool: Iterable[Pool]) -> None: ...
+    def __setitem__(self, layer: int | slice, pool: Any) -> None:
+        """Takes what a step has made of it."""
         self._pools[layer] = pool
 
     @property

@@ -1,5 +1,5 @@
-// Paged attention of one tile, compiled once per instruction set (attention.cc,
-// attention_vnni.cc, attention_amx.cc) and chosen at run time (attention_call.cc).
+// Paged attention of one tile, compiled once per instruction set (attention.cc, attention_decode.cc, attention_vnni.cc,
+// attention_amx.cc) and chosen at run time (attention_call.cc).
 
 #pragma once
 
