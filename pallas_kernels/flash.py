@@ -161,7 +161,7 @@ def _kernel(
 
 @dataclass(frozen=True)
 class _Context:
-    """Keys and values of one kv head of a sequence: where its pages lie, and the slots of shared memory they come to."""
+    """Keys and values of one kv head of a sequence: where its pages lie, and where in shared memory they go."""
 
     pool_g: Sequence[Any]  # segments
     firsts: Sequence[int]  # ids of their first pages
