@@ -32,5 +32,5 @@ def validate(plan: Plan, resources: Resources) -> None:
             if needed > resources.budget:
                 raise PlanError(
                     f"{where} needs {needed / 1e9:.3f} GB per device, the budget is {resources.budget / 1e9:.3f} GB; "
-                    f"beside its layers {resources.kv_capacity(instance)} KV pages fit (memory_gb)"
+                    f"beside its layers {resources.kv_capacity(instance) or 'no'} KV pages fit (memory_gb)"
                 )
