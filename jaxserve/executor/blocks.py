@@ -123,14 +123,10 @@ class BlockBuilder:
         """
         _, variables = abstract_block(self.config, block, precision)
         check_parameters(variables, tensors)
-        placed = {}
-        for name, variable in variables.items():
-            sharding = placement.sharding(variable.axes)
-            put = partial(_copy, sharding=sharding, copied=copied)
-            placed[name] = jax.tree.map(
-                lambda part, put=put: part if isinstance(part, Array) else put(part), tensors[name]
-            )
-        return placed
+        return {
+            name: jax.tree.map(partial(_put, sharding=placement.sharding(v.axes), copied=copied), tensors[name])
+            for name, v in variables.items()
+        }
 
     def _executable(
         self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str
@@ -211,7 +207,9 @@ class BlockBuilder:
         return jax.jit(inputs, static_argnums=1, out_shardings=placement.sharding())
 
 
-def _copy(part: np.ndarray, sharding: NamedSharding, copied: Callable[[int], None] | None) -> Array:
+def _put(part: np.ndarray | Array, sharding: NamedSharding, copied: Callable[[int], None] | None) -> Array:
+    if isinstance(part, Array):
+        return part
     if copied is None:
         return jax.device_put(part, sharding)
     if [device.platform for device in sharding.device_set] == ["cpu"]:
