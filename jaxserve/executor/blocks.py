@@ -173,7 +173,7 @@ class BlockBuilder:
         ) -> tuple[Array, Pool]:
             def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal pool
-                pool = kv_write(pool, k, v, slots)
+                pool = kv_write(pool, k, v, slots, backend=self.config.kernel_backend)
                 return attention(q, pool, meta)
 
             x = module.merge(leaves)(x, cos, sin, attend, total)

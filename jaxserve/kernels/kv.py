@@ -21,7 +21,10 @@ from jax import Array, lax
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
+from jaxserve.core.config import KernelBackend
+from jaxserve.kernels.backend import uses_native
 from jaxserve.kernels.elastic import platform_of, reserve
+from jaxserve.kernels.native import kv as native
 from jaxserve.kernels.segments import Pool, own_pages
 
 SCALE_BYTES = 4
@@ -78,13 +81,22 @@ def from_storage(rows: Array, dtype: DTypeLike, compute_dtype: DTypeLike) -> Arr
     return values.astype(compute_dtype)
 
 
-def kv_write(pool: Pool, k: Array, v: Array, slots: Array) -> Pool:
+def kv_write(pool: Pool, k: Array, v: Array, slots: Array, *, backend: KernelBackend = "auto") -> Pool:
     """Writes keys and values [T, K, D] into the pool at `slots` i32[T] (page * S + offset).
 
-    In place when the caller donates the pool. Slots are distinct, except that padding rows share page 0.
+    In place when the caller donates the pool. Slots are distinct, except that padding rows share page 0. `backend` says
+    what may run it.
     """
-    page_size, dtype = pool[0].shape[3], pool[0].dtype
-    rows = to_storage(jnp.stack([k, v], axis=2), dtype)  # [T, K, 2, R]
+    kv = jnp.stack([k, v], axis=2)
+    if uses_native(backend) and native.supports(kv, pool):
+        return lax.platform_dependent(pool, kv, slots, cpu=native.kv_write, default=_scatter)
+    return _scatter(pool, kv, slots)
+
+
+def _scatter(pool: Pool, kv: Array, slots: Array) -> Pool:
+    """Writes keys and values [T, K, 2, D]."""
+    page_size = pool[0].shape[3]
+    rows = to_storage(kv, pool[0].dtype)
     own = zip(pool, own_pages(pool, slots // page_size), strict=True)
     return tuple(segment.at[ids, :, :, slots % page_size].set(rows, mode="drop") for segment, ids in own)
 

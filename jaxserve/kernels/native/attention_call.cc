@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "machine.h"
 #include "matmul.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
@@ -25,14 +26,12 @@ constexpr int64_t kMaxLanes = 16;
 Attend best_attend(int64_t max_lanes, const Attention& a) {
   const auto fits = [&](int64_t lanes) { return lanes <= max_lanes && a.head_dim % (2 * lanes) == 0; };
 #if defined(__x86_64__)
-  const bool avx512 = max_lanes >= kMaxLanes && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
+  const bool avx512 = max_lanes >= kMaxLanes && has_avx512();
   if (avx512 && a.bfloat16 && a.int8 && a.head_dim % 16 == 0 && __builtin_cpu_supports("avx512vnni")) {
     return attend_vnni;
   }
   if (avx512 && fits(16)) return attend_avx512;
-  if (fits(8) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return attend_avx2;
+  if (fits(8) && has_avx2()) return attend_avx2;
 #endif
   return fits(4) ? attend_baseline : nullptr;
 }

@@ -24,7 +24,7 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mpre
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 VNNI = [*AVX512, "-mavx512vnni", "-mavx512bf16", *QUIET]
 AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", *QUIET]
-CALLS = ("attention_call.cc", "matmul_call.cc", "pool_call.cc")  # these choose at run time
+CALLS = ("attention_call.cc", "kv_call.cc", "matmul_call.cc", "pool_call.cc")  # these choose at run time
 # Kernels and the instruction sets that each is compiled for.
 X86_64 = (
     *(("attention.cc", flags) for flags in ([], AVX2, AVX512)),

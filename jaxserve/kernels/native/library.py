@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import jaxlib
 
-ATTENTION, MATMUL = "jaxserve_paged_attention", "jaxserve_matmul"
+ATTENTION, KV_WRITE, MATMUL = "jaxserve_paged_attention", "jaxserve_kv_write", "jaxserve_matmul"
 RESERVE_POOL, RELEASE_PAGES = "jaxserve_reserve_pool", "jaxserve_release_pages"
-CALLS = (ATTENTION, MATMUL, RESERVE_POOL, RELEASE_PAGES)
+CALLS = (ATTENTION, KV_WRITE, MATMUL, RESERVE_POOL, RELEASE_PAGES)
 VARIANTS = ("amx", "vnni", "avx512bf16", "avx512", "avx2", "portable")  # of the product, fastest first
 HERE = Path(__file__).resolve().parent
 

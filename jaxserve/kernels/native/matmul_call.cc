@@ -6,24 +6,15 @@
 #include <string>
 #include <string_view>
 
+#include "machine.h"
 #include "matmul.h"
 #include "parallel.h"
-#include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace jaxserve {
 namespace {
-
-#if defined(__x86_64__)
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-#endif
 
 constexpr int64_t kVnniCodes = 4, kVnniNumbers = 8;  // rows up to which each weight is fastest read as it lies
 
@@ -64,14 +55,6 @@ struct Prologue {
     if (kind == kSwiglu) functions.swiglu(from, from + bytes, m.w.inner, m.x_bfloat16, to);
   }
 };
-
-const RowFunctions& row_functions() {
-#if defined(__x86_64__)
-  if (has_avx512()) return kRowsAvx512;
-  if (has_avx2()) return kRowsAvx2;
-#endif
-  return kRowsBaseline;
-}
 
 // Prepares x: an item is kPackRows rows.
 struct Packing final : Shared {

@@ -16,6 +16,7 @@ namespace jaxserve {
 namespace {
 
 constexpr int64_t kPair = 2 * LANES;
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 // The last numbers of a row, filled up with zeros.
 template <typename T>
@@ -71,6 +72,42 @@ void swiglu(const T* gate, const T* up, int64_t size, T* to) {
   });
 }
 
+inline Floats size_of(Floats x) { return x < 0 ? -x : x; }
+
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer, or the even one of two, in the low bits
+
+// Pairs of integers between -128 and 127, as the low bytes of their bits.
+inline void put_bytes(const float*, Bits first, Bits second, int8_t* to) {
+  const Bytes bytes[] = {convert<Bytes>(first), convert<Bytes>(second)};
+  memcpy(to, bytes, sizeof(bytes));
+}
+
+inline void put_bytes(const uint16_t*, Bits even, Bits odd, int8_t* to) {
+  const Shorts bytes = convert<Shorts>((even & 255) | (odd & 255) << 8);
+  memcpy(to, &bytes, sizeof(bytes));
+}
+
+// A number that is not finite makes the scale NaN, and so the row.
+template <typename T>
+void quantize(const T* x, int64_t size, int8_t* to) {
+  constexpr float kMost = 127;
+  Floats largest = {}, poison = {};
+  for_pairs(x, size, [&](int64_t, Pair p) {
+    const Floats first = size_of(p.first), second = size_of(p.second), larger = first > second ? first : second;
+    largest = larger > largest ? larger : largest;
+    poison += (p.first + p.second) * 0.0f;
+  });
+  float top = 0;
+  for (int i = 0; i < LANES; ++i) top = largest[i] > top ? largest[i] : top;
+  const float scale = top * (1 / kMost) + sum(poison), divisor = scale == 0 ? 1 : scale;
+  for_pairs(x, size, [&](int64_t i, Pair p) {
+    int8_t codes[kPair];
+    put_bytes(x, (Bits)(p.first / divisor + kMagic), (Bits)(p.second / divisor + kMagic), codes);
+    memcpy(to + i, codes, static_cast<size_t>(size - i < kPair ? size - i : kPair));
+  });
+  memcpy(to + size, &scale, sizeof(scale));
+}
+
 void norm_row(const void* x, const void* weight, float eps, int64_t size, bool bfloat16, void* to) {
   using F = float;
   using B = uint16_t;
@@ -85,8 +122,14 @@ void swiglu_row(const void* gate, const void* up, int64_t size, bool bfloat16, v
   swiglu(static_cast<const F*>(gate), static_cast<const F*>(up), size, static_cast<F*>(to));
 }
 
+void quantize_row(const void* x, int64_t size, bool bfloat16, void* to) {
+  auto* codes = static_cast<int8_t*>(to);
+  if (bfloat16) return quantize(static_cast<const uint16_t*>(x), size, codes);
+  quantize(static_cast<const float*>(x), size, codes);
+}
+
 }  // namespace
 
-extern const RowFunctions FUNCTIONS = {norm_row, swiglu_row};
+extern const RowFunctions FUNCTIONS = {norm_row, swiglu_row, quantize_row};
 
 }  // namespace jaxserve

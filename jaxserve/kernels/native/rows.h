@@ -1,4 +1,4 @@
-// What a product may do to the rows of x on their way (rows.cc), chosen at run time (matmul_call.cc).
+// Functions of rows (rows.cc), chosen at run time (machine.h).
 
 #pragma once
 
@@ -12,6 +12,8 @@ struct RowFunctions {
   void (*norm)(const void* x, const void* weight, float eps, int64_t size, bool bfloat16, void* to);
   // to [size] = silu(gate) * up.
   void (*swiglu)(const void* gate, const void* up, int64_t size, bool bfloat16, void* to);
+  // to = x [size] in int8 codes, and their scale, a float32: a row of a KV pool (kernels/kv.py).
+  void (*quantize)(const void* x, int64_t size, bool bfloat16, void* to);
 };
 
 extern const RowFunctions kRowsAvx512, kRowsAvx2, kRowsBaseline;
