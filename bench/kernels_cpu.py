@@ -180,7 +180,7 @@ def report_attention(repeats: int, pages: int, width: int, kv_dtypes: Sequence[s
         timed = partial(time_attention, attention, kv_dtype=kv, groups=groups, pages=pages, repeats=repeats)
         for rows, context in DECODES:
             least, median = timed(decode_meta(rows, context, pages, width))
-            rate = 1e-6 * rows * context / PAGE_SIZE * page_bytes(KV_HEADS, PAGE_SIZE, HEAD_DIM, kv) / least
+            rate = 1e-6 * rows * context / PAGE_SIZE * page_bytes(KV_HEADS, PAGE_SIZE, HEAD_DIM, kv, "cpu") / least
             case = f"decode  B={rows:<3} context={context:<5}"
             print(f"{model} {path:6} {kv:8} {case} {least:7.3f} {median:7.3f} {rate:5.1f} GB/s", flush=True)
         for tile in TILES:
@@ -192,7 +192,7 @@ def report_kv_write(repeats: int, kv_dtypes: Sequence[str]) -> None:
     """Prints the write alone, into a small and a large pool."""
     write = jax.jit(kv_write, donate_argnums=0)
     for kv, megabytes in itertools.product(kv_dtypes, (8, 1024)):
-        pages = (megabytes << 20) // page_bytes(KV_HEADS, PAGE_SIZE, HEAD_DIM, kv)
+        pages = (megabytes << 20) // page_bytes(KV_HEADS, PAGE_SIZE, HEAD_DIM, kv, "cpu")
         pool = kv_pool(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, kv)
         for tokens in (1, 32, 512):
             k, where = jnp.ones((tokens, KV_HEADS, HEAD_DIM), jnp.bfloat16), jnp.arange(tokens) + PAGE_SIZE

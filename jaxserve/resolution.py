@@ -62,7 +62,7 @@ def resolve(config: EngineConfig) -> Resolved:
     physical = physical_config(model, config.tp, split_unit(outline.precisions) if config.tp > 1 else 1)
     physical = replace(physical, kernel_backend=_kernel_backend(config, platform))
     layout = partial(stored_layout, checkpoint, physical)
-    sizes = LoadedSizes(physical, config.tp, config.page_size, outline.kv_dtype, layout)
+    sizes = LoadedSizes(physical, config.tp, config.page_size, outline.kv_dtype, platform, layout)
     granule = GRANULE if is_elastic(platform) else 0
     memory = plan_memory(outline, physical, sizes, _ledger(config, devices), granule)
     info = _info(config, checkpoint, path, memory.max_model_len)

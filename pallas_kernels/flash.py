@@ -7,7 +7,6 @@ of one kv head for one or more tokens, so that keys and values are read once for
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,8 @@ from jax.experimental import pallas as pl
 
 from jaxserve.kernels.segments import Pool, starts_of
 from pallas_kernels.blocks import AttentionBlocks
-from pallas_kernels.mosaic import WARPGROUP_ROWS, launch, tiles, transposed
+from pallas_kernels.context import Context, PoolKind, kind_of
+from pallas_kernels.mosaic import WARPGROUP_ROWS, launch, transposed
 
 MASKED = -1e30  # a score of what is not seen: finite, so that differences of two are numbers
 
@@ -38,24 +38,22 @@ def flash(
     blocks: AttentionBlocks,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """Attention of q [N, K, R, D] over segments [P, K, 2, S, D]; row r of tile n is a query of its token r // group.
+    """Attention of q [N, K, R, D] over segments [P, K, 2, S, ...]; row r of tile n is a query of its token r // group.
 
     Returns (out [splits, N, K, R, D], logarithms to base 2 of the sums of exponentials f32 [splits, N, K, R]): each
     split has seen a share of the keys. Rows that see nothing get zeros, and MASKED or less.
     R is at most 64 and a multiple of 8, or a multiple of 64.
     """
-    n, kv_heads, r, head_dim = q.shape
-    rows = min(r, WARPGROUP_ROWS)
-    assert r % rows == rows % 8 == 0, r
+    rows, page_size = min(q.shape[2], WARPGROUP_ROWS), pool[0].shape[3]
+    assert q.shape[2] % rows == rows % 8 == 0, q.shape
+    kind = kind_of(pool, q.shape[3], q.dtype)
+    q, segments = kind.operands(q, pool)
+    n, kv_heads, r, _ = q.shape
     body = partial(
-        _kernel, firsts=starts_of(pool), rows=rows, group=group, scale=scale * math.log2(math.e), window=window,
-        splits=splits, blocks=blocks,
+        _kernel, kind=kind, firsts=starts_of(pool), page_size=page_size, rows=rows, group=group,
+        scale=scale * math.log2(math.e), window=window, splits=splits, blocks=blocks,
     )  # fmt: skip
-    pages_per_tile = max(1, blocks.keys // pool[0].shape[3])
-    swizzled = tiles(head_dim, q.dtype)  # one for all: the operands of a product share theirs
-    kv = plgpu.SMEM((blocks.stages, blocks.keys, head_dim), q.dtype, transforms=swizzled)
-    arrived = plgpu.Barrier(num_arrivals=pages_per_tile, num_barriers=blocks.stages)
-    return launch(
+    out, sums = launch(
         body,
         out=(
             jax.ShapeDtypeStruct((splits, *q.shape), q.dtype),
@@ -63,34 +61,32 @@ def flash(
         ),
         grid={"split": splits, "tile": n, "head": kv_heads, "block": r // rows},
         scratch={
-            "q_s": plgpu.SMEM((WARPGROUP_ROWS, head_dim), q.dtype, transforms=swizzled),
-            "k_s": kv,
-            "v_s": kv,
-            "p_s": plgpu.SMEM((WARPGROUP_ROWS, blocks.keys), q.dtype, transforms=swizzled),
+            "q_s": plgpu.SMEM((WARPGROUP_ROWS, kind.width), q.dtype, transforms=kind.swizzled),
+            "p_s": plgpu.SMEM((WARPGROUP_ROWS, blocks.keys), q.dtype, transforms=kind.swizzled),
             "sums_s": plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
             "q_arrived": plgpu.Barrier(),
-            "k_arrived": arrived,
-            "v_arrived": arrived,
+            **kind.scratch(max(1, blocks.keys // page_size), blocks),
         },
         interpret=interpret,
-    )(pages, starts, lengths, q, *pool)
+    )(pages, starts, lengths, q, *segments)
+    return kind.result(out), sums
 
 
 def _kernel(
     pages_g, starts_g, lengths_g, q_g, *segments_and_out,
-    q_s, k_s, v_s, p_s, sums_s, q_arrived, k_arrived, v_arrived,
-    firsts: Sequence[int], rows: int, group: int, scale: float, window: int | None, splits: int,
-    blocks: AttentionBlocks,
+    q_s, p_s, sums_s, q_arrived, kind: PoolKind, firsts: Sequence[int], page_size: int, rows: int, group: int,
+    scale: float, window: int | None, splits: int, blocks: AttentionBlocks, **kv_s: Any,
 ):  # fmt: skip
     """One program. Names end in _g for global memory, _s for shared memory; everything else is in registers.
 
-    The segments of the pool and the two outputs come last; `firsts` are the ids of the segments' first pages.
+    Segments of the pool and the two outputs come last; `firsts` are the ids of the segments' first pages, `kv_s` the
+    fields of the buffers.
     """
     *pool_g, out_g, sums_g = segments_and_out
     split, tile, head = (lax.axis_index(name) for name in ("split", "tile", "head"))
     row = lax.axis_index("block") * rows
     start, length = starts_g[tile], lengths_g[tile]
-    keys, head_dim, dtype = blocks.keys, q_g.shape[3], q_g.dtype
+    keys, width, dtype = blocks.keys, kind.width, q_g.dtype
 
     # What the block sees: positions in [begin, end), the same for all of its rows but for the ends.
     token = lax.div(row, group)
@@ -102,13 +98,13 @@ def _kernel(
     first = first + split * share
     after = jnp.minimum(first + share, after)
 
-    context = _Context(pool_g, firsts, pages_g, tile, head, k_s, v_s, k_arrived, v_arrived)
+    kv = kind.buffers(**kv_s)
+    context = Context(pool_g, firsts, page_size, pages_g, tile, head, kv, keys)
 
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, m, l = carry
         slot, at = lax.rem(i - first, blocks.stages), i * keys
-        plgpu.barrier_wait(k_arrived.at[slot])
-        s = _product((WARPGROUP_ROWS, keys), q_s, transposed(k_s.at[slot])) * scale
+        s = _product((WARPGROUP_ROWS, keys), q_s, transposed(kv.keys(slot))) * scale
         key = at + _iota((WARPGROUP_ROWS, keys), 1)
         query = start + lax.div(row + _iota((WARPGROUP_ROWS, keys), 0), group)
         seen = key <= jnp.minimum(query, end - 1)
@@ -120,16 +116,9 @@ def _kernel(
         shrink = jnp.exp2(m - m_new)
         p_s[...] = p.astype(dtype)
 
-        plgpu.barrier_wait(v_arrived.at[slot])
-
-        @pl.when((at < begin) | (at + keys > end))
-        def _() -> None:  # 0 * NaN is NaN: values that nobody sees may be stale memory
-            position = at + _iota((keys, head_dim), 0)
-            v = plgpu.layout_cast(v_s[slot], plgpu.Layout.WGMMA)
-            v_s[slot] = jnp.where((position >= begin) & (position < end), v, 0)
-
+        values_s = kv.values(slot, (begin - at, end - at))
         plgpu.commit_smem()
-        acc = acc * _columns(shrink, acc) + _product((WARPGROUP_ROWS, head_dim), p_s, v_s.at[slot])
+        acc = acc * _columns(shrink, acc) + _product((WARPGROUP_ROWS, width), p_s, values_s)
 
         @pl.when(i + blocks.stages < after)
         def _() -> None:
@@ -143,13 +132,13 @@ def _kernel(
     plgpu.barrier_wait(q_arrived)
     by_row = plgpu.Layout.WGMMA.reduce(1)
     start_values = (
-        _full((WARPGROUP_ROWS, head_dim), 0.0, plgpu.Layout.WGMMA),
+        _full((WARPGROUP_ROWS, width), 0.0, plgpu.Layout.WGMMA),
         _full((WARPGROUP_ROWS,), MASKED, by_row),
         _full((WARPGROUP_ROWS,), 0.0, by_row),
     )
     acc, m, l = lax.fori_loop(first, after, step, start_values)
 
-    valid = lax.div(row + _iota((WARPGROUP_ROWS, head_dim), 0), group) < length
+    valid = lax.div(row + _iota((WARPGROUP_ROWS, width), 0), group) < length
     l = jnp.where(l == 0, 1.0, l)
     q_s[...] = jnp.where(valid, acc / _columns(l, acc), 0).astype(dtype)
     sums_s[...] = m + jnp.log2(l)
@@ -157,46 +146,6 @@ def _kernel(
     plgpu.copy_smem_to_gmem(q_s.at[pl.ds(0, rows)], out_g.at[split, tile, head, pl.ds(row, rows)])
     plgpu.copy_smem_to_gmem(sums_s.at[pl.ds(0, rows)], sums_g.at[split, tile, head, pl.ds(row, rows)])
     plgpu.wait_smem_to_gmem(0)
-
-
-@dataclass(frozen=True)
-class _Context:
-    """Keys and values of one kv head of a sequence: where its pages lie, and where in shared memory they go."""
-
-    pool_g: Sequence[Any]  # segments
-    firsts: Sequence[int]  # ids of their first pages
-    pages_g: Any
-    tile: Array  # the row of the page table
-    head: Array
-    k_s: Any  # [slots, keys, D]
-    v_s: Any
-    k_arrived: Any
-    v_arrived: Any
-
-    def fetch(self, i: Array, slot: Array | int) -> None:
-        """Asks for tile i of the keys and values; the barriers of the slot tell when they are there."""
-        keys, page_size, width = self.k_s.shape[1], self.pool_g[0].shape[3], self.pages_g.shape[1]
-        length = min(keys, page_size)
-        for j in range(keys // length):
-            at = i * keys + j * page_size
-            page = self.pages_g[self.tile, jnp.minimum(lax.div(at, page_size), width - 1)]
-            source = slice(None) if length == page_size else pl.ds(lax.rem(at, page_size), length)
-            self._copy_page(page, source, slot, pl.ds(j * page_size, length))
-
-    def _copy_page(self, page: Array, source: Any, slot: Array | int, target: Any) -> None:
-        """From the segment that the page lies in."""
-        for first, after, segment_g in zip(self.firsts, (*self.firsts[1:], None), self.pool_g, strict=True):
-            copy = partial(self._copy, segment_g, page - first, source, slot, target)
-            if first == 0 and after is None:
-                copy()  # the only segment
-            else:
-                inside = page >= first
-                pl.when(inside if after is None else inside & (page < after))(copy)
-
-    def _copy(self, segment_g: Any, page: Array, source: Any, slot: Array | int, target: Any) -> None:
-        k, v = (segment_g.at[page, self.head, half, source] for half in (0, 1))
-        plgpu.copy_gmem_to_smem(k, self.k_s.at[slot, target], self.k_arrived.at[slot])
-        plgpu.copy_gmem_to_smem(v, self.v_s.at[slot, target], self.v_arrived.at[slot])
 
 
 def _product(shape: tuple[int, int], x, y) -> Array:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import Array, lax
 
 WARPGROUP_ROWS = 64  # of the first operand of a warpgroup's product
 SWIZZLES = (128, 64, 32)  # bytes of a row
@@ -34,6 +35,23 @@ def tiles(width: int, dtype: Any) -> tuple[Any, ...]:
         if width * itemsize % tile == 0:
             return plgpu.TilingTransform((8, tile // itemsize)), plgpu.SwizzleTransform(tile)
     raise ValueError(f"rows of {width * itemsize} bytes cannot be swizzled, only whole multiples of {SWIZZLES[-1]}")
+
+
+def from_codes(codes: Array, bits: int) -> Array:
+    """The numbers u - 2**(bits - 1) of 4 or 8-bit codes u in the lowest bits of words of 16, as bfloat16, exactly.
+
+    Without a conversion: a code's bits become the lowest of the mantissa of 128.0, whose last place is 1, and 128 and
+    half of the code's range are subtracted.
+    """
+    one_is_last_place = jnp.uint16(0x4300)  # 128.0
+    if bits == 4:
+        return _as_float((codes & jnp.uint16(15)) | one_is_last_place) - jnp.bfloat16(136)
+    low = _as_float((codes & jnp.uint16(127)) | one_is_last_place)
+    return low - _as_float((codes & jnp.uint16(128)) ^ jnp.uint16(0x4380))  # 128.0 with the highest bit, else 256.0
+
+
+def _as_float(bits: Array) -> Array:
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
 def launch(

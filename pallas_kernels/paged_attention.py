@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve.kernels.kv import row_size
 from jaxserve.kernels.meta import AttentionMeta
 from jaxserve.kernels.segments import Pool
 from pallas_kernels.blocks import HOPPER, AttentionBlocks, DeviceBlocks
@@ -15,11 +16,12 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 def supports(q: Array, pool: Pool) -> bool:
-    """Whether the kernel takes q [T, K, G, D] and a pool of segments [P, K, 2, S, D]."""
-    page_size, head_dim = pool[0].shape[3:]
+    """Whether the kernel takes q [T, K, G, D] and a pool of segments [P, K, 2, S, R]."""
+    page_size, head_dim = pool[0].shape[3], q.shape[3]
     return (
-        q.dtype == pool[0].dtype
-        and q.dtype in (jnp.bfloat16, jnp.float16)
+        q.dtype in ((jnp.bfloat16,) if pool[0].dtype == jnp.int8 else (jnp.bfloat16, jnp.float16))
+        and pool[0].dtype in (q.dtype, jnp.int8)
+        and pool[0].shape[4] == row_size(head_dim, pool[0].dtype, "gpu")
         and head_dim in HEAD_DIMS
         and page_size >= 8
         and page_size & (page_size - 1) == 0
@@ -37,7 +39,7 @@ def paged_attention(
     blocks: DeviceBlocks = HOPPER,
     interpret: Any = False,
 ) -> Array:
-    """Attention of q [T, K, G, D] over a pool of segments [P, K, 2, S, D]; the contract is that of `jaxserve.kernels`.
+    """Attention of q [T, K, G, D] over a pool of segments [P, K, 2, S, R]; the contract is that of `jaxserve.kernels`.
 
     The sum over a tile's keys is of products of 16-bit operands, as in the reference, but probabilities are rounded
     before they are divided by their sum.

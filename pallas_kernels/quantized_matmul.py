@@ -3,9 +3,6 @@
 Codes arrive in shared memory by the bulk copy engine, several blocks ahead; they become 16-bit floats in registers, go
 back to shared memory, and the tensor cores take them from there as their first operand, so that even a single row
 leaves none of them idle for want of outputs. The rows are the second operand.
-
-A code is turned into a bfloat16 without a conversion: its bits become the lowest of the mantissa of 128.0, whose last
-place is 1, and 128 and half of the code's range are subtracted, all of it exact.
 """
 
 import math
@@ -21,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.quantization import QArray
 from pallas_kernels.blocks import HOPPER, DeviceBlocks
-from pallas_kernels.mosaic import launch, load, tiles, transposed
+from pallas_kernels.mosaic import from_codes, launch, load, tiles, transposed
 
 WORDS = 32  # of 16 bits that are unpacked at once, 16 // bits codes in each
 MAX_ROWS = 256  # above, XLA's dequantisation costs less than reading x for every block of outputs
@@ -122,7 +119,7 @@ def _kernel(
         words = plgpu.layout_cast(codes_s[slot], plgpu.Layout.WGMMA)
         for plane in range(16 // bits):
             at = plane * len(group_starts) * bits // 16
-            numbers = _numbers(lax.shift_right_logical(words, jnp.uint16(plane * bits)), bits)
+            numbers = from_codes(lax.shift_right_logical(words, jnp.uint16(plane * bits)), bits)
             scale, *zero = (lax.broadcast_in_dim(values[at], numbers.shape, [0]) for values in by_group)
             if zero:
                 numbers = (numbers.astype(zero[0].dtype) - zero[0]).astype(numbers.dtype)
@@ -149,16 +146,3 @@ def _kernel(
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(y_s, y_g.at[split, pl.ds(out, outs), pl.ds(row, chunk)])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _numbers(codes: Array, bits: int) -> Array:
-    """The numbers of codes in the lowest bits of words of 16: u - 2**(bits - 1), as bfloat16."""
-    one_is_last_place = jnp.uint16(0x4300)  # 128.0
-    if bits == 4:
-        return _as_float((codes & jnp.uint16(15)) | one_is_last_place) - jnp.bfloat16(136)
-    low = _as_float((codes & jnp.uint16(127)) | one_is_last_place)
-    return low - _as_float((codes & jnp.uint16(128)) ^ jnp.uint16(0x4380))  # 128.0 with the highest bit, else 256.0
-
-
-def _as_float(bits: Array) -> Array:
-    return lax.bitcast_convert_type(bits, jnp.bfloat16)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.loader import LoadFormat
 from jaxserve.core.config import ModelConfig
+from jaxserve.core.kv_rows import int8_row
 from jaxserve.kernels.kv import from_storage, to_storage
 from jaxserve.models import rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
@@ -83,7 +84,8 @@ class Reference:
         """Attention to what is left of keys and values in the cache."""
 
         def read_back(x: jax.Array) -> jax.Array:
-            return from_storage(to_storage(x, jnp.dtype(self.kv_dtype)), x.dtype, x.dtype)
+            rows = to_storage(x, jnp.dtype(self.kv_dtype), int8_row(x.shape[-1], "cpu"))
+            return from_storage(rows, x.shape[-1], x.dtype, x.dtype)
 
         return lambda q, k, v: attend(q, read_back(k), read_back(v))
 

@@ -24,6 +24,7 @@ class LoadedSizes:
     tp: int
     page_size: int
     kv_dtype: str  # of the KV pools
+    platform: str
     layout: Callable[[str, str], Layout | None]  # (block, precision) -> that of quantised weights, if not the modules'
 
     def block(self, block: str, precision: str) -> int:
@@ -35,7 +36,7 @@ class LoadedSizes:
     @property
     def page(self) -> int:
         heads = self.config.num_kv_heads // self.tp
-        return page_bytes(heads, self.page_size, self.config.head_dim, self.kv_dtype)
+        return page_bytes(heads, self.page_size, self.config.head_dim, self.kv_dtype, self.platform)
 
 
 def block_bytes(config: ModelConfig, block: str, precision: str, tp: int, layout: Layout | None = None) -> int:

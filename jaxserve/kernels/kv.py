@@ -6,9 +6,11 @@ A row is a token's key or value of one head. In a pool of floats it is its D = h
 stored as uint16 on CPU, where XLA widens a bfloat16 scatter to float32 and so copies the whole pool at every step; the
 bits are the same, and only the values written and gathered are ever bitcast.
 
-In a pool of int8 a row is D codes, then their scale in the 4 bytes of a float32 (R = D + 4):
+In a pool of int8 a row is D codes, then their scale in the 4 bytes of a float32:
 
     scale = max |x| / 127        code = round(x / scale)        x ~ code * scale
+
+R is D + 4 on CPU, elsewhere the next multiple of 16 (`core.kv_rows`).
 
 The scale lies in the row, and not in an array of its own, so that a pool is alike whatever it holds: a page is
 written, moved or given to another device in one operation, is cut by head like any other, and a head's page is one
@@ -22,23 +24,23 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxserve.core.config import KernelBackend
+from jaxserve.core.kv_rows import SCALE_BYTES, int8_row
 from jaxserve.kernels.backend import uses_native
 from jaxserve.kernels.elastic import platform_of, reserve
 from jaxserve.kernels.native import kv as native
 from jaxserve.kernels.segments import Pool, own_pages
 
-SCALE_BYTES = 4
 MAX_CODE = 127
 
 
-def row_size(head_dim: int, dtype: DTypeLike) -> int:
-    """Entries of a row: R of a pool for `dtype` values."""
-    return head_dim + SCALE_BYTES if jnp.dtype(dtype) == jnp.int8 else head_dim
+def row_size(head_dim: int, dtype: DTypeLike, platform: str) -> int:
+    """Entries of a row: R of a pool for `dtype` values on a platform ("cpu", "gpu", ...)."""
+    return int8_row(head_dim, platform) if jnp.dtype(dtype) == jnp.int8 else head_dim
 
 
-def page_bytes(kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike) -> int:
-    """Bytes of a page in a layer's pool for `dtype` values."""
-    return kv_heads * 2 * page_size * row_size(head_dim, dtype) * jnp.dtype(dtype).itemsize
+def page_bytes(kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, platform: str) -> int:
+    """Bytes of a page in a layer's pool for `dtype` values on a platform."""
+    return kv_heads * 2 * page_size * row_size(head_dim, dtype, platform) * jnp.dtype(dtype).itemsize
 
 
 def storage_dtype(dtype: DTypeLike, platform: str) -> jnp.dtype:
@@ -60,23 +62,24 @@ def kv_pool(
     It is for `dtype` values: those of the activations, or int8. On an elastic platform a page takes memory once it is
     written.
     """
-    shape = (pages, kv_heads, 2, page_size, row_size(head_dim, dtype))
-    return (reserve(shape, storage_dtype(dtype, platform_of(device)), device),)
+    platform = platform_of(device)
+    shape = (pages, kv_heads, 2, page_size, row_size(head_dim, dtype, platform))
+    return (reserve(shape, storage_dtype(dtype, platform), device),)
 
 
-def to_storage(x: Array, dtype: DTypeLike) -> Array:
-    """Vectors [..., D] as rows [..., R] of a pool that holds `dtype`."""
+def to_storage(x: Array, dtype: DTypeLike, row: int) -> Array:
+    """Vectors [..., D] as rows [..., R = row] of a pool that holds `dtype`."""
     if dtype == jnp.int8:
-        return _quantize(x)
+        rows = _quantize(x)
+        return jnp.pad(rows, [(0, 0)] * (x.ndim - 1) + [(0, row - rows.shape[-1])])
     return lax.bitcast_convert_type(x, jnp.uint16) if dtype == jnp.uint16 else x.astype(dtype)
 
 
-def from_storage(rows: Array, dtype: DTypeLike, compute_dtype: DTypeLike) -> Array:
+def from_storage(rows: Array, head_dim: int, dtype: DTypeLike, compute_dtype: DTypeLike) -> Array:
     """Rows [..., R] of a pool as vectors [..., D] of `compute_dtype`; `dtype` is the one they were written with."""
     if rows.dtype == jnp.int8:
-        codes, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
-        scale = lax.bitcast_convert_type(scale, jnp.float32)[..., None]
-        return (codes.astype(jnp.float32) * scale).astype(compute_dtype)
+        scale = lax.bitcast_convert_type(rows[..., head_dim : head_dim + SCALE_BYTES], jnp.float32)[..., None]
+        return (rows[..., :head_dim].astype(jnp.float32) * scale).astype(compute_dtype)
     values = lax.bitcast_convert_type(rows, dtype) if rows.dtype == jnp.uint16 else rows
     return values.astype(compute_dtype)
 
@@ -95,8 +98,8 @@ def kv_write(pool: Pool, k: Array, v: Array, slots: Array, *, backend: KernelBac
 
 def _scatter(pool: Pool, kv: Array, slots: Array) -> Pool:
     """Writes keys and values [T, K, 2, D]."""
-    page_size = pool[0].shape[3]
-    rows = to_storage(kv, pool[0].dtype)
+    page_size, row = pool[0].shape[3:]
+    rows = to_storage(kv, pool[0].dtype, row)
     own = zip(pool, own_pages(pool, slots // page_size), strict=True)
     return tuple(segment.at[ids, :, :, slots % page_size].set(rows, mode="drop") for segment, ids in own)
 

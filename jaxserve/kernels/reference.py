@@ -54,7 +54,7 @@ def attend(
     from lengths[n] on are padding and get zeros.
     """
     n, tokens, kv_heads, _, head_dim = q.shape
-    kv = from_storage(take_pages(pool, pages), q.dtype, compute_dtype)  # [N, W, K, 2, S, D]
+    kv = from_storage(take_pages(pool, pages), head_dim, q.dtype, compute_dtype)  # [N, W, K, 2, S, D]
     kv = jnp.moveaxis(kv, 1, 3).reshape(n, kv_heads, 2, pages.shape[1] * pool[0].shape[3], head_dim)
     token, key = jnp.arange(tokens), jnp.arange(kv.shape[3])
     query = (starts[:, None] + token)[..., None]

@@ -70,7 +70,7 @@ def _attend_tile(
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = carry
         kv = take_pages(pool, lax.dynamic_slice(pages, (i * chunk,), (chunk,)))  # [chunk, K, 2, S, R]
-        kv = jnp.moveaxis(from_storage(kv, q.dtype, jnp.float32), 0, 2).reshape(kv_heads, 2, span, head_dim)
+        kv = jnp.moveaxis(from_storage(kv, head_dim, q.dtype, jnp.float32), 0, 2).reshape(kv_heads, 2, span, head_dim)
         key = i * span + jnp.arange(span)
         seen = key <= query[:, None]
         if window is not None:

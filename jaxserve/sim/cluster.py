@@ -70,7 +70,7 @@ def resolve_cluster(
     ledger = Ledger(int(hardware.memory * fraction if config.memory_gb is None else config.memory_gb * 1e9))
     if platform == "cpu":
         ledger.reserve("runtime", RUNTIME)
-    sizes = ShapeSizes(padded, config.tp, config.page_size, config.kv_cache_dtype)
+    sizes = ShapeSizes(padded, config.tp, config.page_size, config.kv_cache_dtype, platform)
     elastic = platform == "cpu" if elastic is None else elastic
     memory = plan_memory(outline, physical, sizes, ledger, GRANULE if elastic else 0)
     info = ModelInfo(
@@ -109,6 +109,7 @@ class ShapeSizes:
     tp: int
     page_size: int
     kv_cache_dtype: str
+    platform: str
 
     def block(self, block: str, precision: str) -> int:
         if block == "embed":
@@ -127,7 +128,7 @@ class ShapeSizes:
 
     @property
     def page(self) -> int:
-        return self.page_size * self.shape.kv_bytes_per_token(self.tp, self.kv_cache_dtype)
+        return self.page_size * self.shape.kv_bytes_per_token(self.tp, self.kv_cache_dtype, self.platform)
 
 
 def _model_config(shape: ModelShape) -> ModelConfig:

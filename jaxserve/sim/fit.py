@@ -154,7 +154,7 @@ class _Terms:
                 for precision in {step.head for step in steps}
             }
             named["head", size] = np.array([rooflines[step.head] for step in steps]) * (rows == size)
-        read = shape.kv_bytes_per_token(1, kv_dtype) / hardware.bandwidth
+        read = shape.kv_bytes_per_token(1, kv_dtype, hardware.platform) / hardware.bandwidth
         named["attention", 0] = count * [load.context * read for load in loads]
         pair = shape.attention_ops() / hardware.rate(shape.dtype)
         named["prefill", 0] = count * [load.prefill * pair for load in loads]

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.control.plan import StagePlan
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.kv_rows import int8_row
 from jaxserve.core.precision import BITS
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -18,7 +19,6 @@ ITEMSIZE: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 GROUP = 128  # inputs that share a scale
 SCALE = 2  # bytes
 UNIT = {8: 1, 4: 128, 3: 256}  # codes that are packed together, by bits
-KV_SCALE = 4  # bytes beside each row of a KV pool in int8
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class ModelShape:
                 total += self.embed_bytes(stage.tp, block.precision)
         return total
 
-    def kv_bytes_per_token(self, tp: int = 1, dtype: str = "auto") -> int:
+    def kv_bytes_per_token(self, tp: int = 1, dtype: str = "auto", platform: str = "gpu") -> int:
         """Of a token's key and value in one layer's pool. `dtype`: "auto" is the activations', or "int8"."""
-        row = self.head_dim + KV_SCALE if dtype == "int8" else self.head_dim * self.itemsize
+        row = int8_row(self.head_dim, platform) if dtype == "int8" else self.head_dim * self.itemsize
         return 2 * self._kv_heads(tp) * row
 
     @property

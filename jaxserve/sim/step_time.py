@@ -84,7 +84,7 @@ class _Stage:
                 self._head = block.precision
         self._link = _slowest(self._hardware, stage.devices)
         count, hardware = sum(self._layers.values()), self._hardware
-        read = self._shape.kv_bytes_per_token(self._tp, model.kv_dtype)
+        read = self._shape.kv_bytes_per_token(self._tp, model.kv_dtype, self._hardware.platform)
         self.per_context = count * read / (hardware.bandwidth * hardware.decode_share)
         rate = hardware.rate(self._shape.dtype)
         self.per_prefill = count * self._shape.attention_ops(self._tp) / (rate * hardware.prefill_share)

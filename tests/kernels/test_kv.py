@@ -86,18 +86,33 @@ def test_a_donated_pool_is_written_in_place(dtype, sizes):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_bytes_of_a_page_are_those_of_the_pool(dtype):
-    assert kv_pool(5, 2, 4, 8, dtype)[0].nbytes == 5 * page_bytes(2, 4, 8, dtype)
+    assert kv_pool(5, 2, 4, 8, dtype)[0].nbytes == 5 * page_bytes(2, 4, 8, dtype, "cpu")
+
+
+def test_an_int8_row_on_gpu_fills_whole_copies():
+    assert page_bytes(4, 16, 64, "int8", "gpu") == 4 * 2 * 16 * 80
+    assert page_bytes(4, 16, 80, "int8", "gpu") == 4 * 2 * 16 * 96
+    assert page_bytes(4, 16, 64, "bfloat16", "gpu") == 4 * 2 * 16 * 128
+
+
+@pytest.mark.parametrize("row", [12, 16])
+def test_what_lies_behind_a_scale_is_not_read(row):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 8)), jnp.float32)
+    rows = to_storage(x, jnp.int8, row)
+    assert rows.shape == (5, row)
+    filled = rows.at[:, 12:].set(99)
+    np.testing.assert_array_equal(*(from_storage(r, 8, jnp.float32, jnp.float32) for r in (rows, filled)))
 
 
 def test_an_int8_page_takes_a_byte_for_each_number_and_four_for_each_token_and_head():
-    assert page_bytes(4, 16, 64, "int8") == 4 * 2 * 16 * (64 + 4)
-    assert page_bytes(4, 16, 128, "bfloat16") / page_bytes(4, 16, 128, "int8") > 1.93
+    assert page_bytes(4, 16, 64, "int8", "cpu") == 4 * 2 * 16 * (64 + 4)
+    assert page_bytes(4, 16, 128, "bfloat16", "cpu") / page_bytes(4, 16, 128, "int8", "cpu") > 1.93
 
 
 def test_a_code_is_the_nearest_and_the_largest_number_is_exact():
     x = np.random.default_rng(0).normal(size=(50, 3, 64)).astype(np.float32) * np.logspace(-20, 20, 50)[:, None, None]
     x = jnp.asarray(x, jnp.float32)
-    back = from_storage(to_storage(x, jnp.int8), jnp.float32, jnp.float32)
+    back = from_storage(to_storage(x, jnp.int8, 68), 64, jnp.float32, jnp.float32)
     largest = jnp.abs(x).max(-1, keepdims=True)
     assert (jnp.abs(back - x) <= largest / 127 * 0.5001).all()
     np.testing.assert_allclose(jnp.abs(back).max(-1, keepdims=True), largest, rtol=1e-6)
@@ -105,7 +120,7 @@ def test_a_code_is_the_nearest_and_the_largest_number_is_exact():
 
 @pytest.mark.parametrize("value", [0.0, 1e-37, 1e-40])
 def test_vectors_of_zeros_and_of_next_to_nothing_stay_so(value):
-    back = from_storage(to_storage(jnp.full((2, 8), value, jnp.float32), jnp.int8), jnp.float32, jnp.float32)
+    back = from_storage(to_storage(jnp.full((2, 8), value, jnp.float32), jnp.int8, 12), 8, jnp.float32, jnp.float32)
     assert (jnp.abs(back) <= 2 * value).all()
 
 
@@ -114,6 +129,6 @@ def test_vectors_of_zeros_and_of_next_to_nothing_stay_so(value):
 def test_what_is_not_finite_is_not_hidden(value, backend):
     x = jnp.ones((2, 1, 8)).at[0, 0, 3].set(value)
     (pool,) = kv_write(kv_pool(1, 1, 2, 8, "int8"), x, x, jnp.arange(2), backend=backend)
-    back = from_storage(pool, jnp.float32, jnp.float32)
+    back = from_storage(pool, 8, jnp.float32, jnp.float32)
     assert not jnp.isfinite(back[:, :, :, 0]).any()
     assert (back[:, :, :, 1] == 1).all()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels import AttentionMeta, kv_write, paged_attention as dispatched
+from jaxserve.kernels.kv import row_size
 from pallas_kernels.blocks import HOPPER, AttentionBlocks
 from pallas_kernels.paged_attention import attend, merge, paged_attention, splits_for, supports
 from tests.kernels.problems import Shape, dense_answer, in_segments, make_problem
@@ -28,6 +29,12 @@ SHAPES = {
     "window": replace(SMALL, window=70),
     "window of one": replace(SMALL, window=1),
     "f16": replace(SMALL, dtype="float16"),
+    "int8": replace(SMALL, kv_dtype="int8"),
+    "int8, D=80": replace(SMALL, D=80, kv_dtype="int8"),
+    "int8, D=96": replace(SMALL, D=96, kv_dtype="int8"),
+    "int8, D=128, window": replace(SMALL, D=128, kv_dtype="int8", window=70),
+    "int8, pages of 8": replace(SMALL, S=8, W=19, kv_dtype="int8"),
+    "int8, pages larger than a tile": replace(SMALL, S=128, W=2, kv_dtype="int8"),
 }
 SCALE = 0.3
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
@@ -36,7 +43,11 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 def problem_on_gpu(shape, seed=0):
     """With the pool as it is stored on a GPU."""
     problem = make_problem(shape, seed)
-    return replace(problem, pool=(problem.pool[0].view(shape.dtype),))
+    (pool,) = problem.pool
+    if shape.kv_dtype == "int8":
+        fill = row_size(shape.D, "int8", "gpu") - pool.shape[-1]
+        return replace(problem, pool=(jnp.pad(pool, [(0, 0)] * 4 + [(0, fill)], constant_values=-1),))
+    return replace(problem, pool=(pool.view(shape.dtype),))
 
 
 def check(shape, seed=0, **kwargs):
@@ -104,34 +115,38 @@ REAL = {
     "D=96": (32, 4, 64, 8, 4, 96, 16, 64),
     "D=256": (4, 2, 64, 4, 2, 256, 16, 32),
 }
+KV_DTYPES = ("bfloat16", "int8")
 
 
-def arguments(B, N, Q, K, G, D, S, W, segments=1):
+def arguments(B, N, Q, K, G, D, S, W, segments=1, kv_dtype="bfloat16"):
     def ids(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     q = jax.ShapeDtypeStruct((B + N * Q, K, G, D), jnp.bfloat16)
-    pool = (jax.ShapeDtypeStruct((4096, K, 2, S, D), jnp.bfloat16),) * segments
+    pool = (jax.ShapeDtypeStruct((4096, K, 2, S, row_size(D, kv_dtype, "gpu")), jnp.dtype(kv_dtype)),) * segments
     return q, pool, AttentionMeta(ids(B, W), ids(B), ids(N, W), ids(N), ids(N))
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
-def test_it_lowers_for_cuda(shape):
-    q, pool, meta = arguments(*shape)
+def test_it_lowers_for_cuda(shape, kv_dtype):
+    q, pool, meta = arguments(*shape, kv_dtype=kv_dtype)
     assert supports(q, pool)
     assert "mosaic_gpu" in lowered(partial(paged_attention, scale=0.1), q, pool, meta)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
-def test_it_compiles_for_h200(compile_for_h200, shape):
-    q, pool, meta = arguments(*shape)
+def test_it_compiles_for_h200(compile_for_h200, shape, kv_dtype):
+    q, pool, meta = arguments(*shape, kv_dtype=kv_dtype)
     stats = compile_for_h200(partial(paged_attention, scale=0.1, window=1024), q, pool, meta).memory_analysis()
-    assert stats.temp_size_in_bytes < pool[0].size * pool[0].dtype.itemsize / 10
+    assert stats.temp_size_in_bytes < pool[0].size * pool[0].dtype.itemsize / 5
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("segments", [1, 2, 5])
-def test_a_layers_write_and_read_leave_the_pool_where_it_is(compile_for_h200, segments):
-    q, pool, meta = arguments(*REAL["both"], segments)
+def test_a_layers_write_and_read_leave_the_pool_where_it_is(compile_for_h200, segments, kv_dtype):
+    q, pool, meta = arguments(*REAL["both"], segments, kv_dtype)
     kv = jax.ShapeDtypeStruct((q.shape[0], q.shape[1], q.shape[3]), q.dtype)
     slots = jax.ShapeDtypeStruct((q.shape[0],), jnp.int32)
 

@@ -96,7 +96,8 @@ def test_a_kv_head_is_copied_and_not_cut():
 
 def test_a_kv_cache_in_int8_has_a_scale_for_each_row(bundled: ModelShape):
     assert bundled.kv_bytes_per_token() == 2 * 2 * 64 * 2
-    assert bundled.kv_bytes_per_token(dtype="int8") == 2 * 2 * (64 + 4)
+    assert bundled.kv_bytes_per_token(dtype="int8", platform="cpu") == 2 * 2 * (64 + 4)
+    assert bundled.kv_bytes_per_token(dtype="int8", platform="gpu") == 2 * 2 * (64 + 16)
 
 
 def test_operations_are_two_for_each_weight():

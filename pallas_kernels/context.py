@@ -1,0 +1,257 @@
+"""Keys and values on their way from the pages of a pool to the tensor cores, tile by tile.
+
+Names end in _g for global memory, _s for shared memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from jaxserve.kernels.kv import row_size
+from jaxserve.kernels.segments import Pool
+from pallas_kernels.blocks import AttentionBlocks
+from pallas_kernels.mosaic import from_codes, load, tiles
+
+Seen = tuple[Array, Array]
+"""The positions of a tile that are in the context, [from, to). The others may be stale memory."""
+
+
+class Buffers(Protocol):
+    """Holds tiles of keys and values in shared memory, in slots, and brings them into a form to multiply by."""
+
+    def copy(self, segment_g: Any, at: tuple[Any, ...], slot: Array | int, target: Any) -> None:
+        """Asks for keys and values of a segment at (page, head, positions)."""
+
+    def keys(self, slot: Array) -> Any:
+        """Waits for a tile's keys [keys, D]."""
+
+    def values(self, slot: Array, seen: Seen) -> Any:
+        """Waits for its values [keys, D], once its keys have been used; zeros where there may be stale memory.
+        `commit_smem` must follow.
+        """
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Buffers for a pool of 16-bit floats: the tensor cores take them as they arrive."""
+
+    k_s: Any  # [slots, keys, D]
+    v_s: Any
+    k_arrived: Any
+    v_arrived: Any
+
+    def copy(self, segment_g: Any, at: tuple[Any, ...], slot: Array | int, target: Any) -> None:
+        _copy(self, segment_g, at, slot, target)
+
+    def keys(self, slot: Array) -> Any:
+        plgpu.barrier_wait(self.k_arrived.at[slot])
+        return self.k_s.at[slot]
+
+    def values(self, slot: Array, seen: Seen) -> Any:
+        plgpu.barrier_wait(self.v_arrived.at[slot])
+
+        @pl.when((seen[0] > 0) | (seen[1] < self.v_s.shape[1]))
+        def _() -> None:
+            self.v_s[slot] = _only(seen, plgpu.layout_cast(self.v_s[slot], plgpu.Layout.WGMMA))
+
+        return self.v_s.at[slot]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Buffers for a pool of int8: rows arrive as words of two codes, which in registers become numbers.
+
+    The first codes of all words come before the second ones, as in queries that are `parted`.
+    """
+
+    head_dim: int
+    k_s: Any  # u16 [slots, keys, R / 2]
+    v_s: Any
+    numbers_s: Any  # [keys, 2 W]: of the keys, then of the values
+    k_arrived: Any
+    v_arrived: Any
+
+    def copy(self, segment_g: Any, at: tuple[Any, ...], slot: Array | int, target: Any) -> None:
+        _copy(self, segment_g, at, slot, target)
+
+    def keys(self, slot: Array) -> Any:
+        plgpu.barrier_wait(self.k_arrived.at[slot])
+        self._unpack(self.k_s, slot, None)
+        plgpu.commit_smem()
+        return self.numbers_s
+
+    def values(self, slot: Array, seen: Seen) -> Any:
+        plgpu.barrier_wait(self.v_arrived.at[slot])
+        self._unpack(self.v_s, slot, seen)
+        return self.numbers_s
+
+    def _unpack(self, rows_s: Any, slot: Array, seen: Seen | None) -> None:
+        row = load(rows_s, (slot,), plgpu.Layout.WGMMA)
+        keys, width = rows_s.shape[1], self.numbers_s.shape[1] // 2
+        words = row[:, :width] ^ jnp.uint16(0x8080)  # codes counted from 0
+        scale = lax.broadcast_in_dim(_scales(row[:, self.head_dim // 2 : self.head_dim // 2 + 8]), (keys, width), [0])
+        for half in (0, 1):
+            codes = from_codes(lax.shift_right_logical(words, jnp.uint16(8 * half)), 8)
+            numbers = (codes.astype(jnp.float32) * scale).astype(self.numbers_s.dtype)
+            self.numbers_s[:, pl.ds(half * width, width)] = numbers if seen is None else _only(seen, numbers)
+
+
+def _scales(words: Array) -> Array:
+    """f32 [keys] of the first two words [keys, 8], brought out of their columns by sums."""
+    column = plgpu.broadcasted_iota(jnp.int32, words.shape, 1, layout=plgpu.Layout.WGMMA)
+    numbers = words.astype(jnp.float32)
+    low, high = (jnp.where(column == i, numbers, 0).sum(axis=1).astype(jnp.uint32) for i in (0, 1))
+    return lax.bitcast_convert_type(low | high << jnp.uint32(16), jnp.float32)
+
+
+def _copy(buffers: Any, segment_g: Any, at: tuple[Any, ...], slot: Array | int, target: Any) -> None:
+    page, head, source = at
+    k, v = (segment_g.at[page, head, half, source] for half in (0, 1))
+    plgpu.copy_gmem_to_smem(k, buffers.k_s.at[slot, target], buffers.k_arrived.at[slot])
+    plgpu.copy_gmem_to_smem(v, buffers.v_s.at[slot, target], buffers.v_arrived.at[slot])
+
+
+def _only(seen: Seen, values: Array) -> Array:
+    """Zeros in place of other positions' values: 0 * NaN is NaN."""
+    position = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+    return jnp.where((position >= seen[0]) & (position < seen[1]), values, 0)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The pages of one kv head of a sequence, and the buffers that their tiles go to."""
+
+    segments_g: Sequence[Any]  # of the pool
+    firsts: Sequence[int]  # ids of their first pages
+    page_size: int
+    pages_g: Any
+    tile: Array  # the row of the page table
+    head: Array
+    buffers: Buffers
+    keys: int  # of a tile
+
+    def fetch(self, i: Array, slot: Array | int) -> None:
+        """Asks for tile i."""
+        width, length = self.pages_g.shape[1], min(self.keys, self.page_size)
+        for j in range(self.keys // length):
+            at = i * self.keys + j * self.page_size
+            page = self.pages_g[self.tile, jnp.minimum(lax.div(at, self.page_size), width - 1)]
+            source = pl.ds(0 if length == self.page_size else lax.rem(at, self.page_size), length)
+            self._copy_page(page, source, slot, pl.ds(j * self.page_size, length))
+
+    def _copy_page(self, page: Array, source: Any, slot: Array | int, target: Any) -> None:
+        """From the segment that the page lies in."""
+        for first, after, segment_g in zip(self.firsts, (*self.firsts[1:], None), self.segments_g, strict=True):
+            copy = partial(self.buffers.copy, segment_g, (page - first, self.head, source), slot, target)
+            if first == 0 and after is None:
+                copy()  # the only segment
+            else:
+                inside = page >= first
+                pl.when(inside if after is None else inside & (page < after))(copy)
+
+
+class PoolKind(Protocol):
+    """What depends on what a pool holds."""
+
+    width: int  # of queries, keys and values in the kernel
+    swizzled: tuple[Any, ...]  # how they lie in shared memory: the operands of a product share it
+
+    def operands(self, q: Array, pool: Pool) -> tuple[Array, list[Array]]:
+        """Queries and the pool as the kernel takes them."""
+
+    def result(self, out: Array) -> Array:
+        """The kernel's output [..., width] as [..., D]."""
+
+    def scratch(self, pages: int, blocks: AttentionBlocks) -> Mapping[str, Any]:
+        """The fields of the buffers, for tiles of so many pages."""
+
+    def buffers(self, **fields: Any) -> Buffers:
+        """The buffers of these fields."""
+
+
+@dataclass(frozen=True)
+class NumbersPool:
+    """Of 16-bit floats [P, K, 2, S, D]."""
+
+    head_dim: int
+    dtype: DTypeLike
+
+    @property
+    def width(self) -> int:
+        return self.head_dim
+
+    @property
+    def swizzled(self) -> tuple[Any, ...]:
+        return tiles(self.head_dim, self.dtype)
+
+    def operands(self, q: Array, pool: Pool) -> tuple[Array, list[Array]]:
+        return q, list(pool)
+
+    def result(self, out: Array) -> Array:
+        return out
+
+    def scratch(self, pages: int, blocks: AttentionBlocks) -> Mapping[str, Any]:
+        kv = plgpu.SMEM((blocks.stages, blocks.keys, self.head_dim), self.dtype, transforms=self.swizzled)
+        arrived = plgpu.Barrier(num_arrivals=pages, num_barriers=blocks.stages)
+        return {"k_s": kv, "v_s": kv, "k_arrived": arrived, "v_arrived": arrived}
+
+    def buffers(self, **fields: Any) -> Numbers:
+        return Numbers(**fields)
+
+
+@dataclass(frozen=True)
+class CodesPool:
+    """Of int8 [P, K, 2, S, R]. W words of a row are in the kernel: its codes, and what follows up to whole tiles."""
+
+    head_dim: int
+    dtype: DTypeLike  # of the queries
+
+    @property
+    def words(self) -> int:
+        """W."""
+        return -(-self.head_dim // 32) * 16
+
+    @property
+    def width(self) -> int:
+        return 2 * self.words
+
+    @property
+    def swizzled(self) -> tuple[Any, ...]:
+        return tiles(self.words, self.dtype)
+
+    def operands(self, q: Array, pool: Pool) -> tuple[Array, list[Array]]:
+        """Queries `parted`, segments as words."""
+        pairs = (segment.reshape(*segment.shape[:-1], -1, 2) for segment in pool)
+        return self.parted(q), [lax.bitcast_convert_type(pair, jnp.uint16) for pair in pairs]
+
+    def parted(self, x: Array) -> Array:
+        """x [..., D] with the even numbers before the odd ones and zeros behind both, [..., 2 W]."""
+        fill = [(0, 0)] * (x.ndim - 1) + [(0, self.words - self.head_dim // 2)]
+        return jnp.concatenate([jnp.pad(x[..., half::2], fill) for half in (0, 1)], axis=-1)
+
+    def result(self, out: Array) -> Array:
+        """What `parted` would make of it."""
+        halves = [half[..., : self.head_dim // 2] for half in jnp.split(out, 2, axis=-1)]
+        return jnp.stack(halves, axis=-1).reshape(*out.shape[:-1], self.head_dim)
+
+    def scratch(self, pages: int, blocks: AttentionBlocks) -> Mapping[str, Any]:
+        row = row_size(self.head_dim, jnp.int8, "gpu") // 2
+        kv = plgpu.SMEM((blocks.stages, blocks.keys, row), jnp.uint16)  # 16 bytes more than lines: no bank conflicts
+        numbers_s = plgpu.SMEM((blocks.keys, self.width), self.dtype, transforms=self.swizzled)
+        arrived = plgpu.Barrier(num_arrivals=pages, num_barriers=blocks.stages)
+        return {"k_s": kv, "v_s": kv, "numbers_s": numbers_s, "k_arrived": arrived, "v_arrived": arrived}
+
+    def buffers(self, **fields: Any) -> Codes:
+        return Codes(self.head_dim, **fields)
+
+
+def kind_of(pool: Pool, head_dim: int, dtype: DTypeLike) -> PoolKind:
+    """What kind of pool it is, for queries of a dtype."""
+    return (CodesPool if pool[0].dtype == jnp.int8 else NumbersPool)(head_dim, dtype)
