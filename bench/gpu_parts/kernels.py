@@ -21,7 +21,7 @@ from bench.gpu_parts.sizes import Model, Sizes
 from bench.gpu_parts.timing import seconds_per_call, timed_row
 from jaxserve.core.config import KernelBackend
 from jaxserve.core.segments import GROWTH_SEGMENTS
-from jaxserve.kernels import AttentionMeta, Pool, grouped_matmul, kv_pool, kv_write, matmul, paged_attention
+from jaxserve.kernels import AttentionMeta, Pool, grouped_matmul, kv_pool, kv_write, matmul, page_bytes, paged_attention
 from jaxserve.kernels.backend import uses_pallas
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import packed_bytes
@@ -83,6 +83,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             for n, context in model.decodes:
                 yield decode_attention(model, n, context, gpu)
             yield decode_attention(model, *model.decodes[-1], gpu, segments=1 + GROWTH_SEGMENTS)
+            yield decode_attention(model, *model.decodes[-1], gpu, kv_dtype="int8")
             yield prefill_attention(model, sizes.prefill_tokens, sizes.tile, gpu)
         for tokens in sizes.write_tokens:
             yield write(model, tokens)
@@ -168,7 +169,9 @@ def experts(sizes: Sizes, n: int) -> Case:
     return Case("grouped_matmul", f"{count} experts, {n} rows", inputs, grouped_matmul, cost)
 
 
-def decode_attention(model: Model, n: int, context: int, gpu: KernelBackend, segments: int = 1) -> Case:
+def decode_attention(
+    model: Model, n: int, context: int, gpu: KernelBackend, segments: int = 1, kv_dtype: str = "bfloat16"
+) -> Case:
     """One token of each of n sequences, whose pages lie scattered over the pool, which may be in several segments."""
     s = model.shape
     width = -(-context // PAGE)
@@ -177,15 +180,15 @@ def decode_attention(model: Model, n: int, context: int, gpu: KernelBackend, seg
     def inputs(key: Array) -> Inputs:
         table = 1 + np.random.default_rng(0).permutation(n * width).astype(np.int32).reshape(n, width)
         meta = AttentionMeta(table, np.full(n, context, np.int32), none.reshape(0, width), none, none)
-        q, (pool,), meta = attention_inputs(key, model, n, n * width, meta)
+        q, (pool,), meta = attention_inputs(key, model, n, n * width, meta, kv_dtype)
         return q, tuple(jnp.array_split(pool, segments)), meta
 
     flops = 4 * n * context * s.heads * s.head_dim
-    moved = n * context * 2 * s.kv_heads * s.head_dim + 2 * n * s.heads * s.head_dim
+    moved = n * context * page_bytes(s.kv_heads, 1, s.head_dim, kv_dtype, "gpu") + WORD * 2 * n * s.heads * s.head_dim
     call = partial(paged_attention, scale=s.head_dim**-0.5, backend=gpu)
-    cut = f", pool in {segments}" if segments > 1 else ""
-    name = name_of(f"{model.name} decode, {n} x {context}{cut}", gpu)
-    return Case("paged_attention", name, inputs, call, Cost(WORD * moved, flops))
+    form = (f", pool in {segments}" if segments > 1 else "") + (f", {kv_dtype}" if kv_dtype == "int8" else "")
+    name = name_of(f"{model.name} decode, {n} x {context}{form}", gpu)
+    return Case("paged_attention", name, inputs, call, Cost(moved, flops))
 
 
 def prefill_attention(model: Model, tokens: int, tile: int, gpu: KernelBackend) -> Case:
@@ -208,18 +211,20 @@ def prefill_attention(model: Model, tokens: int, tile: int, gpu: KernelBackend) 
     return Case("paged_attention", name, inputs, call, Cost(WORD * moved, flops))
 
 
-def attention_inputs(key: Array, model: Model, tokens: int, pages: int, meta: AttentionMeta) -> Inputs:
+def attention_inputs(
+    key: Array, model: Model, tokens: int, pages: int, meta: AttentionMeta, kv_dtype: str = "bfloat16"
+) -> Inputs:
     """Queries, a pool that is full, and where everything is."""
     s = model.shape
     for_q, for_pool = jax.random.split(key)
     q = random(for_q, (tokens, s.kv_heads, s.heads // s.kv_heads, s.head_dim), jnp.bfloat16)
-    return q, filled_pool(for_pool, model, pages), jax.tree.map(jnp.asarray, meta)
+    return q, filled_pool(for_pool, model, pages, kv_dtype), jax.tree.map(jnp.asarray, meta)
 
 
-def filled_pool(key: Array, model: Model, pages: int) -> Pool:
+def filled_pool(key: Array, model: Model, pages: int, kv_dtype: str) -> Pool:
     """A pool of random values, the null page's included."""
     s = model.shape
-    pool = kv_pool(pages + 1, s.kv_heads, PAGE, s.head_dim, jnp.bfloat16)
+    pool = kv_pool(pages + 1, s.kv_heads, PAGE, s.head_dim, kv_dtype)
     k, v = (random(k, ((pages + 1) * PAGE, s.kv_heads, s.head_dim), jnp.bfloat16) for k in jax.random.split(key))
     return jax.jit(kv_write, donate_argnums=0)(pool, k, v, jnp.arange((pages + 1) * PAGE))
 

@@ -4,19 +4,21 @@ A step is a host loop over the block table that only dispatches; nothing waits f
 are fetched, which the engine does one step later.
 """
 
-from collections.abc import Callable, Mapping, Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import Sharding
 
 from jaxserve.core.request import Sequence
 from jaxserve.core.work import Chunk, StepOutput, Work
-from jaxserve.executor.ahead import CompiledAhead
+from jaxserve.executor.ahead import Call, CompiledAhead, compile_all
 from jaxserve.executor.batch import pack
 from jaxserve.executor.blocks import BlockBuilder, Executable, Parameter, Row, RowOutline
 from jaxserve.executor.buckets import Buckets
@@ -111,7 +113,8 @@ class BlockExecutor:
         return DispatchedStep(work, sampled, scores, self._normalize(out.hidden) if embeds else None)
 
     def warm(self) -> None:
-        """Compiles every executable of every shape by running it once on padding."""
+        """Compiles every executable of every shape, and runs it once on padding."""
+        compile_all(call for shape in self.buckets.all() for call in self._calls(shape))
         rows = set()
         for shape in self.buckets.all():
             out = self._forward(np.zeros(shape.size, np.int32), shape)
@@ -182,14 +185,16 @@ class BlockExecutor:
         return old
 
     def warm_layer(self, row: Row) -> None:
-        """Compiles the executable of a decoder layer's row that is not in the table, by running it on padding. Mutates
-        the null page alone.
+        """Compiles the executable of a decoder layer's row that is not in the table, and runs it on padding.
+
+        Mutates the null page alone.
         """
         stage = self._stage_of(row)
         layer = stage.first_layer
-        for shape in self.buckets.all():
-            x, context = self._padding(stage, shape)
-            _, self.pools[layer] = row.executable(x, *context, self.pools[layer], *row.leaves)
+        inputs = [self._layer_inputs(stage, shape) for shape in self.buckets.all()]
+        compile_all((row.executable, (*some, self.pools[layer], *row.leaves)) for some in inputs)
+        for some in inputs:
+            _, self.pools[layer] = row.executable(*jax.tree.map(zeros, some), self.pools[layer], *row.leaves)
         jax.block_until_ready(self.pools[layer])
         self._compile_for_growth(row)
 
@@ -216,27 +221,41 @@ class BlockExecutor:
         """Starts to compile what a decoder layer's row runs for all numbers of segments that pools may grow to."""
         stage = self._stage_of(row)
         for shape in self.buckets.all():
-            x, context = self._padding(stage, shape)
+            inputs = self._layer_inputs(stage, shape)
             for pool in self.pools.grown(stage.first_layer):
-                self._ahead.compile((row.executable, shape, len(pool)), row.executable, x, *context, pool, *row.leaves)
+                self._ahead.compile((row.executable, shape, len(pool)), row.executable, *inputs, pool, *row.leaves)
 
     def _stage_of(self, row: Row) -> Stage:
         return next(stage for stage in self._stages if stage.placement == row.placement and stage.layers)
 
-    def _padding(self, stage: Stage, shape: StepShape) -> tuple[Array, list]:
-        """What a decoder layer of the stage is called with, before its pool and leaves, in a step of nothing."""
+    def _calls(self, shape: StepShape) -> Iterator[Call]:
+        """What a step of this shape calls, each executable once."""
         packed = np.zeros(shape.size, np.int32)
-        _, _, *context = self._inputs[stage.placement](packed, shape)
-        return jax.device_put(self._embed(packed, shape), stage.placement.sharding()), context
+        for stage in self._stages:
+            inputs, sharding = self._inputs[stage.placement], stage.placement.sharding()
+            yield inputs, (packed, shape)
+            tokens, rows, *_ = placed(sharding, inputs.eval_shape(packed, shape))
+            if stage.embed is not None:
+                yield stage.embed.executable, (tokens, self._newest_tokens(stage), *stage.embed.leaves)
+            x, *context = self._layer_inputs(stage, shape)
+            for row in {row.executable: row for row in stage.layers}.values():
+                yield row.executable, (x, *context, self.pools[stage.first_layer], *row.leaves)
+            if stage.head is not None:
+                arguments = (x, rows, *stage.head.leaves)
+                yield stage.head.executable, arguments
+                hidden, logits = placed(sharding, stage.head.executable.eval_shape(*arguments))
+                yield self._normalize, (hidden,)
+                yield from self.sampler.calls(logits)
+
+    def _layer_inputs(self, stage: Stage, shape: StepShape) -> tuple:
+        """What a decoder layer of the stage is called with before its pool and leaves, without values."""
+        tokens, _, *context = self._inputs[stage.placement].eval_shape(np.zeros(shape.size, np.int32), shape)
+        config = self._builder.config
+        x = jax.ShapeDtypeStruct((tokens.shape[0], config.hidden_size), config.dtype)
+        return placed(stage.placement.sharding(), (x, *context))
 
     def _index(self, block: str) -> int:
         return next(index for index, row in enumerate(self.rows) if row.block == block)
-
-    def _embed(self, packed: np.ndarray, shape: StepShape) -> Array:
-        stage = self._stages[0]
-        assert stage.embed is not None
-        tokens, *_ = self._inputs[stage.placement](packed, shape)
-        return stage.embed.executable(tokens, self._newest_tokens(stage), *stage.embed.leaves)
 
     def _forward(self, packed: np.ndarray, shape: StepShape) -> Forwarded:
         x: Array | None = None
@@ -280,7 +299,7 @@ class BlockExecutor:
         executables = tuple(layer.executable for layer in layers)
         program = StageProgram(self._inputs[stage.placement], shape, embed, executables, head)
         packed = jax.ShapeDtypeStruct((shape.size,), np.int32, sharding=sharding)
-        carried = self._padding(stage, shape)[0] if embed is None else self._newest_tokens(stage)
+        carried = self._layer_inputs(stage, shape)[0] if embed is None else self._newest_tokens(stage)
         blocks = (stage.embed and stage.embed.outline(), *layers, stage.head and stage.head.outline())
         leaves = tuple(block.leaves for block in blocks if block is not None)
         key = (number, shape, executables, self.pools.segments)
@@ -348,6 +367,16 @@ class DispatchedStep:
             return None
         first, values = len(self.work.decodes), np.asarray(self.embeddings)
         return {i: values[first + i] for i, c in enumerate(self.work.chunks) if c.last and c.sequence.request.embed}
+
+
+def placed(sharding: Sharding, outlines: Any) -> Any:
+    """Arrays without values, of which nobody had said where they lie."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), outlines)
+
+
+def zeros(outline: jax.ShapeDtypeStruct) -> Array:
+    """An array of a shape, where that says."""
+    return jax.device_put(np.zeros(outline.shape, outline.dtype), outline.sharding)
 
 
 def stages_of(rows: SequenceOf[Row]) -> tuple[Stage, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from jaxserve.executor.ahead import compile_threads
 from jaxserve.executor.blocks import Executable, abstract
 from jaxserve.executor.compilation import CompileCounter
 from jaxserve.executor.shapes import StepShape
@@ -72,7 +73,8 @@ class FusedTier:
         self._patience = patience
         self._uses: Counter[Key] = Counter()
         self._compiled: dict[Key, Future[Fused]] = {}
-        self._pool = ThreadPoolExecutor(1, "jaxserve-fuse", initializer=self._mark_thread)
+        threads = compile_threads() if patience is None else 1  # while the engine serves, steps need the cores
+        self._pool = ThreadPoolExecutor(threads, "jaxserve-fuse", initializer=self._mark_thread)
 
     def find(self, key: Key) -> Fused | None:
         """The executable of a `StageProgram`, if it is ready. Never waits."""

@@ -10,6 +10,7 @@ from jax import Array
 
 from jaxserve.core.request import Sequence
 from jaxserve.executor import sampler
+from jaxserve.executor.ahead import Call
 from jaxserve.parallel.placement import Placement
 
 
@@ -54,14 +55,22 @@ class DeviceSampler:
         tokens, self.newest = kind(logits, packed, self.newest)
         return Sampled(tokens)
 
-    def warm(self, logits: Array) -> None:
-        """Compiles all executables for this shape of logits."""
+    def calls(self, logits: Array | jax.ShapeDtypeStruct) -> list[Call]:
+        """Of all executables, for this shape of logits and rows that sample nothing."""
         rows = logits.shape[0]
-        packed = self._pack([], rows)
-        self._greedy(logits, packed, self.newest)
-        self._random(logits, packed, self.newest)
-        ids, biases = sampler.sparse_biases([], rows)
-        _, _, self._history, _ = self._full(logits, packed, self.newest, self._history, ids, biases)
+        least = (logits, self._pack([], rows), self.newest)
+        return [
+            (self._greedy, least),
+            (self._random, least),
+            (self._full, (*least, self._history, *sampler.sparse_biases([], rows))),
+        ]
+
+    def warm(self, logits: Array) -> None:
+        """Compiles all executables for this shape of logits, and runs them."""
+        for function, arguments in self.calls(logits):
+            _, _, *history = function(*arguments)
+            if history:
+                self._history = history[0]
         self._set_history(self.slots, [], 0)
 
     def close(self) -> None:

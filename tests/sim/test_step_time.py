@@ -79,7 +79,7 @@ def test_decoding_reads_the_keys_and_values_of_its_context():
     assert time_of().per_context == pytest.approx(LAYERS * 4096 / IDEAL.bandwidth)  # 2 x 8 heads x 128 x 2 bytes
     halved = replace(IDEAL, efficiency={**IDEAL.efficiency, "attention": Curve(((1, 0.5),))})
     assert time_of(halved).per_context == pytest.approx(2 * time_of().per_context)
-    assert time_of(kv_dtype="int8").per_context == pytest.approx(time_of().per_context * 132 / 256)
+    assert time_of(kv_dtype="int8").per_context == pytest.approx(time_of().per_context * 144 / 256)
 
 
 def test_prompts_multiply_pairs_at_a_share_of_their_own():
