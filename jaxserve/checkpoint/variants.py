@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 FOLDER = "variants"
 MANIFEST = "variants.json"
 FORMAT = 1
+FINGERPRINT_ROWS = 16  # of a tensor
 SPLIT_INPUTS = ("attention.o", "mlp.down", "mlp.experts_down")  # by tensor parallelism
 Variant = dict[str, np.ndarray | QArray]
 
@@ -68,6 +69,8 @@ class VariantStore:
         manifest = read_json(path / MANIFEST)
         if manifest.get("format") != FORMAT:
             raise CheckpointError(f"{path / MANIFEST}: format {manifest.get('format')!r} is unknown; known: {FORMAT}")
+        if missing := [key for key in ("model", "num_layers", "precisions") if key not in manifest]:
+            raise CheckpointError(f"{path / MANIFEST}: has no {', '.join(missing)}")
         return cls(path, manifest)
 
     @property
@@ -123,9 +126,12 @@ class VariantWriter:
     """
 
     def __init__(self, path: str | Path, checkpoint: "Checkpoint", methods: Mapping[str, Method]):
-        """`methods`: the precisions that will be written."""
+        """`methods`: the precisions that will be written. Raises `CheckpointError` if the folder cannot be made."""
         self.path = Path(path).resolve()
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: variants cannot be written there ({error.strerror})") from error
         self._methods = methods
         self._layers: dict[str, dict[int, Any]] = {precision: {} for precision in methods}
         self._manifest: dict[str, Any] = {
@@ -207,7 +213,10 @@ def fitted(leaves: Variant, config: ModelConfig, physical: ModelConfig) -> Varia
 
 
 def fingerprint(checkpoint: "Checkpoint") -> str:
-    """SHA-256 of the model's shape and of a few rows of every layer: changes with the weights, costs little."""
+    """SHA-256 of the model's shape and of a few rows of each of its layers' tensors, which lie evenly over it.
+
+    Changes with the weights, unless only other rows do, and reads little of them.
+    """
     config = checkpoint.config
     shape = (config.architecture, config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim)
     digest = hashlib.sha256(repr(shape).encode())
@@ -215,8 +224,9 @@ def fingerprint(checkpoint: "Checkpoint") -> str:
         stacked = stacked_name(block_id) in checkpoint.store
         for name, shape in tensor_shapes(config, block_id, stacked_experts=stacked).items():
             digest.update(f"{name}{shape}".encode())
-            row = checkpoint.store.get(name, shape).reshape(-1)[: shape[-1]]
-            digest.update(np.ascontiguousarray(row, np.float32).tobytes())
+            rows = checkpoint.store.get(name, shape).reshape(-1, shape[-1])
+            some = rows[np.linspace(0, len(rows) - 1, min(len(rows), FINGERPRINT_ROWS)).astype(int)]
+            digest.update(np.ascontiguousarray(some, np.float32).tobytes())
     return digest.hexdigest()
 
 

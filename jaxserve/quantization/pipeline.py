@@ -39,6 +39,11 @@ class Settings:
             groups = ", ".join(map(str, sorted(GROUPS)))
             raise ConfigError(f"groups of {self.group} inputs are not supported; supported: {groups}, 0 for all inputs")
 
+    def check(self, *, calibrated: bool) -> None:
+        """Raises `ConfigError` if the method needs calibration text and there is none."""
+        if self.method != "rtn" and not calibrated:
+            raise ConfigError(f"method {self.method!r} needs calibration text (--calib FILE); only rtn does without")
+
 
 class Variant(NamedTuple):
     """A layer in one of the precisions asked for."""
@@ -53,7 +58,8 @@ def quantize_layers(checkpoint: Checkpoint, settings: Settings, tokens: np.ndarr
 
     `tokens`: calibration text, int32 [sequences, length]; only "rtn" does without. Raises `ConfigError` if it lacks.
     """
-    if settings.method == "rtn":
+    settings.check(calibrated=tokens is not None)
+    if tokens is None or settings.method == "rtn":
         for index in range(checkpoint.config.num_layers):
             leaves = checkpoint.block(f"layers.{index}")
             for precision in settings.precisions:
@@ -61,8 +67,6 @@ def quantize_layers(checkpoint: Checkpoint, settings: Settings, tokens: np.ndarr
                 rounded = round_layer(leaves, bits, group=settings.group, symmetric=settings.symmetric)
                 yield Variant(index, precision, rounded)
         return
-    if tokens is None:
-        raise ConfigError(f"method {settings.method!r} needs calibration text (--calib FILE); only rtn does without")
     make = {"awq": awq_layer, "gptq": gptq_layer}[settings.method]
     dtype = numpy_dtype(checkpoint.config)
     for index, leaves, inputs in calibrate(checkpoint, tokens, gram=settings.method == "gptq"):

@@ -1,7 +1,6 @@
 """What `jaxserve quantize` does: reads the calibration text, quantises, writes the store, shows progress."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from jaxserve.checkpoint.variants import FOLDER, Method, VariantStore, VariantWr
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.quantization.pipeline import Settings, quantize_layers
+from jaxserve.quantization.texts import read_texts
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,8 @@ class CalibrationText:
 
     def tokens(self, tokenizer: Tokenizer) -> np.ndarray:
         """int32 [sequences, length]. Raises `ConfigError` where the file cannot be read or is too short."""
-        try:
-            text = self.path.read_text(encoding="utf-8")
-            texts = [json.loads(line)["text"] for line in text.splitlines()] if self.path.suffix == ".jsonl" else [text]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.path}: cannot be read as calibration text ({error})") from error
-        ids = np.concatenate(
-            [np.asarray(tokenizer.encode(text), np.int32) for text in texts] or [np.zeros(0, np.int32)]
-        )
+        pieces = [np.asarray(tokenizer.encode(text), np.int32) for text in read_texts(self.path)]
+        ids = np.concatenate([*pieces, np.zeros(0, np.int32)])
         if len(ids) < self.length:
             raise ConfigError(f"{self.path}: has {len(ids)} tokens, one piece takes {self.length} (--calib-length)")
         pieces = ids[: len(ids) // self.length * self.length].reshape(-1, self.length)
@@ -42,6 +36,7 @@ class CalibrationText:
 def run(model: Path, settings: Settings, text: CalibrationText | None = None, out: Path | None = None) -> VariantStore:
     """Writes the model's variants to `out` (by default beside it) and opens them. Progress goes to standard error."""
     checkpoint = open_checkpoint(model, prepared=False)
+    settings.check(calibrated=text is not None)
     tokens = None if text is None else text.tokens(Tokenizer.load(model))
     digest = None if tokens is None or settings.method == "rtn" else hashlib.sha256(tokens.tobytes()).hexdigest()
     method = Method(settings.method, settings.group, settings.symmetric, digest)

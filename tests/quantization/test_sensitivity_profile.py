@@ -141,7 +141,7 @@ def test_lines_of_json_are_read_as_texts(tmp_path):
     [
         ("short.txt", b"def", r"short\.txt: \d tokens are to be had, 2 rows of 15 need 3\d"),
         ("text.txt", b"\xff\xfe", r"text\.txt: cannot be read as text"),
-        ("text.jsonl", b'{"words": 1}', r'text\.jsonl: a line is no JSON object with a "text"'),
+        ("text.jsonl", b'{"words": 1}', r'text\.jsonl: line 1 is no JSON object with a "text"'),
     ],
 )
 def test_a_text_that_does_not_do_is_told(tmp_path, name, content, message):

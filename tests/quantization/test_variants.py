@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.checkpoint.variants import MANIFEST, Method, VariantStore, VariantWriter, fitted
+from jaxserve.checkpoint.variants import MANIFEST, Method, VariantStore, VariantWriter, fingerprint, fitted
 from jaxserve.cli import app
 from jaxserve.core.errors import CheckpointError
 from jaxserve.quantization import QArray
@@ -144,6 +144,29 @@ def test_variants_of_older_weights_are_refused_and_replaced(prepared, tmp_path):
     assert open_checkpoint(prepared).prepared is not None
 
 
+def test_the_fingerprint_is_of_rows_all_over_a_tensor(prepared):
+    before = fingerprint(open_checkpoint(prepared))
+    file, name = prepared / "model.safetensors", "model.layers.2.self_attn.q_proj.weight"
+    tensors = load_file(file)
+    tensors[name] = np.concatenate([tensors[name][:1], tensors[name][:0:-1]])
+    save_file(tensors, file)
+    assert fingerprint(open_checkpoint(prepared, prepared=False)) != before
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    command = ["quantize", str(MODEL), "--method", "rtn", "--out", str(tmp_path / "file")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "cannot be written there" in done.output.replace("\n", " ")
+
+
+def test_what_is_refused_leaves_no_folder(tmp_path):
+    done = CliRunner().invoke(app, ["quantize", str(MODEL), "--out", str(tmp_path / "variants")])
+    assert done.exit_code == 1
+    assert not (tmp_path / "variants").exists()
+
+
 def test_variants_of_another_model_are_refused(store, tiny_model):
     with pytest.raises(CheckpointError, match="another model"):
         VariantStore.open(store).check(open_checkpoint(tiny_model, "dummy"))
@@ -159,6 +182,9 @@ def test_what_is_not_there_is_named(store, tmp_path):
         VariantStore.open(tmp_path)
     (tmp_path / MANIFEST).write_text(json.dumps({"format": 99}))
     with pytest.raises(CheckpointError, match="format 99 is unknown"):
+        VariantStore.open(tmp_path)
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": 1, "num_layers": 8}))
+    with pytest.raises(CheckpointError, match="has no model, precisions"):
         VariantStore.open(tmp_path)
 
 

@@ -68,6 +68,8 @@ def profile(
         for file in (path, picture):
             if not os.access(file.parent, os.W_OK):
                 raise ConfigError(f"{file.parent}: is no directory that can be written to (--out, --plot)")
+            if file.is_dir():
+                raise ConfigError(f"{file}: is a directory, and no file (--out, --plot)")
         options = Options(
             chosen, length, calib_tokens, held_out_tokens, of_scores, positions, seeds, variants=variants, dtype=dtype
         )

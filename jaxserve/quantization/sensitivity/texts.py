@@ -1,7 +1,6 @@
 """Files of text as rows of tokens."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from jaxtyping import Int
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.quantization.sensitivity.profile import Text
+from jaxserve.quantization.texts import read_texts
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ def read_rows(
     """
     front = tokenizer.encode("")
     body = length + 1 - len(front)
-    tokens = np.array(_tokens(path, tokenizer), np.int32)
+    texts = (tokenizer.encode(text, add_special_tokens=False) for text in read_texts(path))
+    tokens = np.array([token for text in texts for token in text], np.int32)
     stream = tokens[slice(*(round(share * len(tokens)) for share in part))]
     if len(stream) < body * count:
         raise ConfigError(
@@ -42,20 +43,6 @@ def read_rows(
     rows = stream[starts[:, None] + np.arange(body)]
     rows = np.concatenate([np.tile(np.array(front, np.int32), (count, 1)), rows], axis=1)
     return Rows(rows, Text(path.name, _sha256(path), part, count, length))
-
-
-def _tokens(path: Path, tokenizer: Tokenizer) -> list[int]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as text ({error})") from error
-    if path.suffix != ".jsonl":
-        return tokenizer.encode(text, add_special_tokens=False)
-    try:
-        texts = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'{path}: a line is no JSON object with a "text" ({error!r})') from error
-    return [token for each in texts for token in tokenizer.encode(each, add_special_tokens=False)]
 
 
 def _sha256(path: Path) -> str:
