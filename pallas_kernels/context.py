@@ -68,13 +68,15 @@ class Numbers:
 class Codes:
     """Buffers for a pool of int8: rows arrive as words of two codes, which in registers become numbers.
 
-    The first codes of all words come before the second ones, as in queries that are `parted`.
+    The first codes of all words come before the second ones, as in queries that are `parted`. Keys and values have
+    numbers of their own: between a product with some and the next in their place all warps meet in a `commit_smem`.
     """
 
     head_dim: int
     k_s: Any  # u16 [slots, keys, R / 2]
     v_s: Any
-    numbers_s: Any  # [keys, 2 W]: of the keys, then of the values
+    k_numbers_s: Any  # [keys, 2 W]
+    v_numbers_s: Any
     k_arrived: Any
     v_arrived: Any
 
@@ -83,24 +85,24 @@ class Codes:
 
     def keys(self, slot: Array) -> Any:
         plgpu.barrier_wait(self.k_arrived.at[slot])
-        self._unpack(self.k_s, slot, None)
+        self._unpack(self.k_s, slot, self.k_numbers_s, None)
         plgpu.commit_smem()
-        return self.numbers_s
+        return self.k_numbers_s
 
     def values(self, slot: Array, seen: Seen) -> Any:
         plgpu.barrier_wait(self.v_arrived.at[slot])
-        self._unpack(self.v_s, slot, seen)
-        return self.numbers_s
+        self._unpack(self.v_s, slot, self.v_numbers_s, seen)
+        return self.v_numbers_s
 
-    def _unpack(self, rows_s: Any, slot: Array, seen: Seen | None) -> None:
+    def _unpack(self, rows_s: Any, slot: Array, numbers_s: Any, seen: Seen | None) -> None:
         row = load(rows_s, (slot,), plgpu.Layout.WGMMA)
-        keys, width = rows_s.shape[1], self.numbers_s.shape[1] // 2
+        keys, width = rows_s.shape[1], numbers_s.shape[1] // 2
         words = row[:, :width] ^ jnp.uint16(0x8080)  # codes counted from 0
         scale = lax.broadcast_in_dim(_scales(row[:, self.head_dim // 2 : self.head_dim // 2 + 8]), (keys, width), [0])
         for half in (0, 1):
             codes = from_codes(lax.shift_right_logical(words, jnp.uint16(8 * half)), 8)
-            numbers = (codes.astype(jnp.float32) * scale).astype(self.numbers_s.dtype)
-            self.numbers_s[:, pl.ds(half * width, width)] = numbers if seen is None else _only(seen, numbers)
+            numbers = (codes.astype(jnp.float32) * scale).astype(numbers_s.dtype)
+            numbers_s[:, pl.ds(half * width, width)] = numbers if seen is None else _only(seen, numbers)
 
 
 def _scales(words: Array) -> Array:
@@ -244,9 +246,12 @@ class CodesPool:
     def scratch(self, pages: int, blocks: AttentionBlocks) -> Mapping[str, Any]:
         row = row_size(self.head_dim, jnp.int8, "gpu") // 2
         kv = plgpu.SMEM((blocks.stages, blocks.keys, row), jnp.uint16)  # 16 bytes more than lines: no bank conflicts
-        numbers_s = plgpu.SMEM((blocks.keys, self.width), self.dtype, transforms=self.swizzled)
+        numbers = plgpu.SMEM((blocks.keys, self.width), self.dtype, transforms=self.swizzled)
         arrived = plgpu.Barrier(num_arrivals=pages, num_barriers=blocks.stages)
-        return {"k_s": kv, "v_s": kv, "numbers_s": numbers_s, "k_arrived": arrived, "v_arrived": arrived}
+        return {
+            "k_s": kv, "v_s": kv, "k_numbers_s": numbers, "v_numbers_s": numbers, "k_arrived": arrived,
+            "v_arrived": arrived,
+        }  # fmt: skip
 
     def buffers(self, **fields: Any) -> Codes:
         return Codes(self.head_dim, **fields)
