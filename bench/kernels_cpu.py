@@ -189,15 +189,16 @@ def report_attention(repeats: int, pages: int, width: int, kv_dtypes: Sequence[s
 
 
 def report_kv_write(repeats: int, kv_dtypes: Sequence[str]) -> None:
-    """Prints the write alone, into a small and a large pool."""
-    write = jax.jit(kv_write, donate_argnums=0)
-    for kv, megabytes in itertools.product(kv_dtypes, (8, 1024)):
+    """Prints the write alone, into a small and a large pool. Of floats the native path is XLA's too."""
+    for kv, megabytes, path in itertools.product(kv_dtypes, (8, 1024), ("native", "xla")):
+        write = jax.jit(partial(kv_write, backend=path), donate_argnums=0)
         pages = (megabytes << 20) // page_bytes(KV_HEADS, PAGE_SIZE, HEAD_DIM, kv, "cpu")
         pool = kv_pool(pages, KV_HEADS, PAGE_SIZE, HEAD_DIM, kv)
         for tokens in (1, 32, 512):
             k, where = jnp.ones((tokens, KV_HEADS, HEAD_DIM), jnp.bfloat16), jnp.arange(tokens) + PAGE_SIZE
             least, median = milliseconds(partial(write, k=k, v=k, slots=where), (pool[0] + 0,), repeats)
-            print(f"kv_write {kv:8} {tokens:3} tokens, pool of {megabytes:4} MB {least:7.3f} {median:7.3f}", flush=True)
+            times = f"{least:7.3f} {median:7.3f}"
+            print(f"kv_write {path:6} {kv:8} {tokens:3} tokens, pool of {megabytes:4} MB {times}", flush=True)
 
 
 def main() -> None:
@@ -206,14 +207,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--pages", type=int, default=4608)
     parser.add_argument("--width", type=int, default=1024, help="pages a page table has room for")
-    parser.add_argument("--only", choices=["matmul", "attention"], help="one part")
+    parser.add_argument("--only", choices=["matmul", "attention", "kv_write"], help="one part")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, help="one of them")
     args = parser.parse_args()
-    if args.only != "attention":
+    kv_dtypes = [args.kv_cache_dtype] if args.kv_cache_dtype else KV_DTYPES
+    if args.only in (None, "matmul"):
         report_matmul(args.repeats)
-    if args.only != "matmul":
-        kv_dtypes = [args.kv_cache_dtype] if args.kv_cache_dtype else KV_DTYPES
+    if args.only in (None, "attention"):
         report_attention(args.repeats, args.pages, args.width, kv_dtypes)
+    if args.only in (None, "kv_write"):
         report_kv_write(args.repeats, kv_dtypes)
 
 

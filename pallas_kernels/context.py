@@ -26,8 +26,10 @@ Seen = tuple[Array, Array]
 class Buffers(Protocol):
     """Holds tiles of keys and values in shared memory, in slots, and brings them into a form to multiply by."""
 
-    def copy(self, segment_g: Any, at: tuple[Any, ...], slot: Array | int, target: Any) -> None:
-        """Asks for keys and values of a segment at (page, head, positions)."""
+    k_s: Any  # [slots, keys, ...]: rows as they arrive
+    v_s: Any
+    k_arrived: Any
+    v_arrived: Any
 
     def keys(self, slot: Array) -> Any:
         """Waits for a tile's keys [keys, D]."""
@@ -46,9 +48,6 @@ class Numbers:
     v_s: Any
     k_arrived: Any
     v_arrived: Any
-
-    def copy(self, segment_g: Any, at: tuple[Any, ...], slot: Array | int, target: Any) -> None:
-        _copy(self, segment_g, at, slot, target)
 
     def keys(self, slot: Array) -> Any:
         plgpu.barrier_wait(self.k_arrived.at[slot])
@@ -80,9 +79,6 @@ class Codes:
     k_arrived: Any
     v_arrived: Any
 
-    def copy(self, segment_g: Any, at: tuple[Any, ...], slot: Array | int, target: Any) -> None:
-        _copy(self, segment_g, at, slot, target)
-
     def keys(self, slot: Array) -> Any:
         plgpu.barrier_wait(self.k_arrived.at[slot])
         self._unpack(self.k_s, slot, self.k_numbers_s, None)
@@ -113,13 +109,6 @@ def _scales(words: Array) -> Array:
     return lax.bitcast_convert_type(low | high << jnp.uint32(16), jnp.float32)
 
 
-def _copy(buffers: Any, segment_g: Any, at: tuple[Any, ...], slot: Array | int, target: Any) -> None:
-    page, head, source = at
-    k, v = (segment_g.at[page, head, half, source] for half in (0, 1))
-    plgpu.copy_gmem_to_smem(k, buffers.k_s.at[slot, target], buffers.k_arrived.at[slot])
-    plgpu.copy_gmem_to_smem(v, buffers.v_s.at[slot, target], buffers.v_arrived.at[slot])
-
-
 def _only(seen: Seen, values: Array) -> Array:
     """Zeros in place of other positions' values: 0 * NaN is NaN."""
     position = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -132,31 +121,36 @@ class Context:
 
     segments_g: Sequence[Any]  # of the pool
     firsts: Sequence[int]  # ids of their first pages
-    page_size: int
     pages_g: Any
     tile: Array  # the row of the page table
     head: Array
     buffers: Buffers
-    keys: int  # of a tile
 
     def fetch(self, i: Array, slot: Array | int) -> None:
-        """Asks for tile i."""
-        width, length = self.pages_g.shape[1], min(self.keys, self.page_size)
-        for j in range(self.keys // length):
-            at = i * self.keys + j * self.page_size
-            page = self.pages_g[self.tile, jnp.minimum(lax.div(at, self.page_size), width - 1)]
-            source = pl.ds(0 if length == self.page_size else lax.rem(at, self.page_size), length)
-            self._copy_page(page, source, slot, pl.ds(j * self.page_size, length))
+        """Asks for tile i of the keys and values; the barriers of the slot tell when they are there."""
+        keys, page_size, width = self.buffers.k_s.shape[1], self.segments_g[0].shape[3], self.pages_g.shape[1]
+        length = min(keys, page_size)
+        for j in range(keys // length):
+            at = i * keys + j * page_size
+            page = self.pages_g[self.tile, jnp.minimum(lax.div(at, page_size), width - 1)]
+            source = slice(None) if length == page_size else pl.ds(lax.rem(at, page_size), length)
+            self._copy_page(page, source, slot, pl.ds(j * page_size, length))
 
     def _copy_page(self, page: Array, source: Any, slot: Array | int, target: Any) -> None:
         """From the segment that the page lies in."""
         for first, after, segment_g in zip(self.firsts, (*self.firsts[1:], None), self.segments_g, strict=True):
-            copy = partial(self.buffers.copy, segment_g, (page - first, self.head, source), slot, target)
+            copy = partial(self._copy, segment_g, page - first, source, slot, target)
             if first == 0 and after is None:
                 copy()  # the only segment
             else:
                 inside = page >= first
                 pl.when(inside if after is None else inside & (page < after))(copy)
+
+    def _copy(self, segment_g: Any, page: Array, source: Any, slot: Array | int, target: Any) -> None:
+        to = self.buffers
+        k, v = (segment_g.at[page, self.head, half, source] for half in (0, 1))
+        plgpu.copy_gmem_to_smem(k, to.k_s.at[slot, target], to.k_arrived.at[slot])
+        plgpu.copy_gmem_to_smem(v, to.v_s.at[slot, target], to.v_arrived.at[slot])
 
 
 class PoolKind(Protocol):

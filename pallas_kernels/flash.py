@@ -44,14 +44,14 @@ def flash(
     split has seen a share of the keys. Rows that see nothing get zeros, and MASKED or less.
     R is at most 64 and a multiple of 8, or a multiple of 64.
     """
-    rows, page_size = min(q.shape[2], WARPGROUP_ROWS), pool[0].shape[3]
+    rows = min(q.shape[2], WARPGROUP_ROWS)
     assert q.shape[2] % rows == rows % 8 == 0, q.shape
     kind = kind_of(pool, q.shape[3], q.dtype)
     q, segments = kind.operands(q, pool)
     n, kv_heads, r, _ = q.shape
     body = partial(
-        _kernel, kind=kind, firsts=starts_of(pool), page_size=page_size, rows=rows, group=group,
-        scale=scale * math.log2(math.e), window=window, splits=splits, blocks=blocks,
+        _kernel, kind=kind, firsts=starts_of(pool), rows=rows, group=group, scale=scale * math.log2(math.e),
+        window=window, splits=splits, blocks=blocks,
     )  # fmt: skip
     out, sums = launch(
         body,
@@ -65,7 +65,7 @@ def flash(
             "p_s": plgpu.SMEM((WARPGROUP_ROWS, blocks.keys), q.dtype, transforms=kind.swizzled),
             "sums_s": plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
             "q_arrived": plgpu.Barrier(),
-            **kind.scratch(max(1, blocks.keys // page_size), blocks),
+            **kind.scratch(max(1, blocks.keys // pool[0].shape[3]), blocks),
         },
         interpret=interpret,
     )(pages, starts, lengths, q, *segments)
@@ -74,8 +74,8 @@ def flash(
 
 def _kernel(
     pages_g, starts_g, lengths_g, q_g, *segments_and_out,
-    q_s, p_s, sums_s, q_arrived, kind: PoolKind, firsts: Sequence[int], page_size: int, rows: int, group: int,
-    scale: float, window: int | None, splits: int, blocks: AttentionBlocks, **kv_s: Any,
+    q_s, p_s, sums_s, q_arrived, kind: PoolKind, firsts: Sequence[int], rows: int, group: int, scale: float,
+    window: int | None, splits: int, blocks: AttentionBlocks, **kv_s: Any,
 ):  # fmt: skip
     """One program. Names end in _g for global memory, _s for shared memory; everything else is in registers.
 
@@ -99,7 +99,7 @@ def _kernel(
     after = jnp.minimum(first + share, after)
 
     kv = kind.buffers(**kv_s)
-    context = Context(pool_g, firsts, page_size, pages_g, tile, head, kv, keys)
+    context = Context(pool_g, firsts, pages_g, tile, head, kv)
 
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, m, l = carry
