@@ -12,12 +12,19 @@ from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.loader import LoadFormat
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.kv_rows import int8_row
+from jaxserve.kernels import Rotated
 from jaxserve.kernels.kv import from_storage, to_storage
 from jaxserve.models import rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
 from jaxserve.models.layers import Attend, Head
 
 LENGTH = 256  # every sequence is padded to this, so that one compilation serves all
+
+
+def turned(q: jax.Array, k: jax.Array, v: jax.Array) -> Rotated:
+    """Queries [T, K, G, D], keys and values [T, K, D] that have been rotated: by no angle any more."""
+    zeros = jnp.zeros((len(q), q.shape[-1] // 2), jnp.float32)
+    return Rotated(jnp.concatenate((q, k[:, :, None], v[:, :, None]), axis=2), zeros + 1, zeros)
 
 
 class Reference:
@@ -87,7 +94,11 @@ class Reference:
             rows = to_storage(x, jnp.dtype(self.kv_dtype), int8_row(x.shape[-1], "cpu"))
             return from_storage(rows, x.shape[-1], x.dtype, x.dtype)
 
-        return lambda q, k, v: attend(q, read_back(k), read_back(v))
+        def attend_to_stored(qkv: Rotated) -> jax.Array:
+            q, k, v = qkv.value()
+            return attend(turned(q, read_back(k), read_back(v)))
+
+        return attend_to_stored
 
     def _norm(self, x: jax.Array) -> jax.Array:
         head = self.blocks["head"]

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
+from jaxserve.kernels import Rotated
 from jaxserve.models import Attend, rope_cos_sin
 from jaxserve.models.dense import build_blocks
 
@@ -37,7 +38,8 @@ def causal_attend(batch: int, length: int, head_dim: int) -> Attend:
     """Dense causal attention over `batch` sequences of `length` tokens that lie end to end in T = batch * length."""
     step = max(QUERY_BLOCK, length // 8)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(qkv: Rotated) -> jax.Array:
+        q, k, v = qkv.value()
         _, heads, group, _ = q.shape
         q = q.reshape(batch, length, heads, group, head_dim).transpose(0, 2, 3, 1, 4)  # [batch, K, G, length, D]
         k, v = (x.reshape(batch, length, heads, head_dim).transpose(0, 2, 1, 3) for x in (k, v))

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.core.config import ModelConfig
 from jaxserve.executor.batch import attention_meta, unpack
 from jaxserve.executor.shapes import StepShape
-from jaxserve.kernels import AttentionMeta, Pool, kv_write, paged_attention
+from jaxserve.kernels import AttentionMeta, Pool, Rotated, write_and_attend
 from jaxserve.models import abstract_block, alike, check_parameters, rope_cos_sin, share_state
 from jaxserve.parallel.placement import POOL_AXES, TP, Placement, spec
 from jaxserve.quantization import QArray
@@ -164,17 +164,17 @@ class BlockBuilder:
     def _layer(self, module: Shares, placement: Placement, window: int | None) -> Executable:
         """(x [T, E], cos, sin [T, D/2], slots i32[T], meta, pool, leaves) -> (x, pool); the pool is donated."""
         attention = partial(
-            paged_attention, scale=self.config.head_dim**-0.5, window=window, backend=self.config.kernel_backend
+            write_and_attend, scale=self.config.head_dim**-0.5, window=window, backend=self.config.kernel_backend
         )
         total = partial(jax.lax.psum, axis_name=TP) if len(placement.devices) > 1 else None
 
         def layer(
             x: Array, cos: Array, sin: Array, slots: Array, meta: AttentionMeta, pool: Pool, *leaves: Array
         ) -> tuple[Array, Pool]:
-            def attend(q: Array, k: Array, v: Array) -> Array:
+            def attend(qkv: Rotated) -> Array:
                 nonlocal pool
-                pool = kv_write(pool, k, v, slots, backend=self.config.kernel_backend)
-                return attention(q, pool, meta)
+                out, pool = attention(qkv, pool, slots, meta)
+                return out
 
             x = module.merge(leaves)(x, cos, sin, attend, total)
             return x, pool

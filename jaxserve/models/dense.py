@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
+from jaxserve.kernels import Rotated
 from jaxserve.models.layers import Attend
 from jaxserve.models.registry import abstract_block, block_state, build_block
 from jaxserve.models.rope import rope_cos_sin
@@ -30,9 +31,8 @@ def dense_causal_attend(
     if segments is not None:
         visible &= segments[:, None] == segments[None, :]
 
-    def attend(
-        q: Float[Array, "T K G D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"]
-    ) -> Float[Array, "T K G D"]:
+    def attend(qkv: Rotated) -> Float[Array, "T K G D"]:
+        q, k, v = qkv.value()
         scores = jnp.einsum("tkgd,skd->kgts", q, k, preferred_element_type=jnp.float32) * scale
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v.dtype)
         return jnp.einsum("kgts,skd->tkgd", weights, v, preferred_element_type=jnp.float32).astype(q.dtype)

@@ -19,13 +19,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import Gated, Normed, Rows, Total, matmul
+from jaxserve.kernels import Gated, Normed, Rotated, Rows, Total, matmul
 from jaxserve.models.quantized import random_qarray
-from jaxserve.models.rope import apply_rope
 from jaxserve.quantization import QArray
 
-Attend = Callable[[Float[Array, "T K G D"], Float[Array, "T K D"], Float[Array, "T K D"]], Float[Array, "T K G D"]]
-"""(queries, keys, values) -> outputs: how the tokens attend to each other is the caller's."""
+Attend = Callable[[Rotated], Float[Array, "T K G D"]]
+"""Queries, keys and values -> outputs: how the tokens attend to each other is the caller's."""
 
 INIT_STDDEV = 0.02
 
@@ -101,10 +100,10 @@ class Attention(nnx.Module):
         qkv = matmul(x, self.qkv[...], backend=self.backend)
         if self.qkv_bias is not None:
             qkv += self.qkv_bias[...]
-        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+            q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
+            qkv = jnp.concatenate((self.q_norm(q), self.k_norm(k), v), axis=2)
+        out = attend(Rotated(qkv, cos, sin))
         out = matmul(out, self.o[...], contract=3, total=total, backend=self.backend)
         return out if self.o_bias is None else out + self.o_bias[...]
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: default, linear, llama3 and yarn, in the rotate-half convention of Hugging Face."""
+"""The angles of rotary position embedding: default, linear, llama3 and yarn."""
 
 import math
 
@@ -16,16 +16,6 @@ def rope_cos_sin(
     frequencies, scale = rope_frequencies(config.rope, config.head_dim)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
-
-
-def apply_rope(
-    x: Float[Array, "T *heads D"], cos: Float[Array, "T D//2"], sin: Float[Array, "T D//2"]
-) -> Float[Array, "T *heads D"]:
-    """Rotates every head of a token by its position; computed in float32, returned in the dtype of `x`."""
-    middle = (1,) * (x.ndim - 2)
-    cos, sin = cos.reshape(len(cos), *middle, -1), sin.reshape(len(sin), *middle, -1)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1).astype(x.dtype)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.float32]:

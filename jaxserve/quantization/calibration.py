@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.checkpoint.loader import Checkpoint
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import Gated, matmul
+from jaxserve.kernels import Gated, Rotated, matmul
 from jaxserve.models import DecoderLayer, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
 from jaxserve.models.layers import MLP
@@ -122,9 +122,9 @@ def _with_inputs(
     """`DecoderLayer.__call__`, and the inputs of its weights."""
     attended = None
 
-    def spy(*qkv: Array) -> Array:
+    def spy(qkv: Rotated) -> Array:
         nonlocal attended
-        attended = attend(*qkv)
+        attended = attend(qkv)
         return attended
 
     normed = layer.input_norm(x)

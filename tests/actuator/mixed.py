@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.checkpoint import open_checkpoint
+from jaxserve.kernels import Rotated
 from jaxserve.models import rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
+from tests.reference import turned
 
 LENGTH = 256  # every sequence is padded to this, so that one compilation serves all
 
@@ -55,14 +57,14 @@ class MixedReference:
         for layer, variants in enumerate(self._layers):
             parts: list[tuple[jax.Array, ...]] = []
 
-            def note(q: jax.Array, k: jax.Array, v: jax.Array, parts: list = parts) -> jax.Array:
-                parts.append((q, k, v))
-                return jnp.zeros_like(q)
+            def note(qkv: Rotated, parts: list = parts) -> jax.Array:
+                parts.append(qkv.value())
+                return jnp.zeros_like(parts[-1][0])
 
             for variant in variants:
                 variant(x, cos, sin, note)
             q, k, v = (self._choose(chosen[layer], [part[i] for part in parts]) for i in range(3))
-            out = attend(q, k, v)
+            out = attend(turned(q, k, v))
             x = self._choose(chosen[layer], [variant(x, cos, sin, lambda *_, out=out: out) for variant in variants])
         return self._head(x)
 

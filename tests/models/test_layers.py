@@ -12,6 +12,7 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.models import build_block, config_from_hf
 from jaxserve.models.dense import build_blocks, dense_causal_attend, forward
 from tests.golden.cases import CASES, llama, qwen3_moe
+from tests.reference import turned
 
 AXES = {"kv_heads", "mlp", "vocab", "experts", "embed", None}
 
@@ -79,7 +80,7 @@ def test_a_window_counts_the_token_itself(window: int):
     positions = jnp.arange(6)
     attend = dense_causal_attend(positions, window=window, scale=1.0)
     values = jnp.eye(6)[:, None]  # token t's value is the unit vector t: the output shows who was seen
-    seen = attend(jnp.zeros((6, 1, 2, 6)), jnp.zeros((6, 1, 6)), values)[:, 0, 0]
+    seen = attend(turned(jnp.zeros((6, 1, 2, 6)), jnp.zeros((6, 1, 6)), values))[:, 0, 0]
     counts = np.minimum(np.arange(6) + 1, window)
     np.testing.assert_allclose(seen.sum(axis=-1), 1, atol=1e-6)
     np.testing.assert_array_equal((np.asarray(seen) > 0).sum(axis=-1), counts)

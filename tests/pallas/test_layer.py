@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import kv_write, paged_attention
+from jaxserve.kernels import write_and_attend
 from jaxserve.models import rope_cos_sin
 from jaxserve.models.registry import abstract_block, block_state
 from tests.pallas.test_attention import arguments
@@ -22,10 +22,10 @@ def test_it_compiles_with_all_its_kernels(compile_for_h200, precision, kernels):
     q, pool, meta = arguments(32, 0, 64, 8, 4, 128, 16, 64)
 
     def layer(state, x, positions, slots, meta, pool):
-        def attend(q, k, v):
+        def attend(qkv):
             nonlocal pool
-            pool = kv_write(pool, k, v, slots)
-            return paged_attention(q, pool, meta, scale=0.1, backend=CONFIG.kernel_backend)
+            out, pool = write_and_attend(qkv, pool, slots, meta, scale=0.1, backend=CONFIG.kernel_backend)
+            return out
 
         x = nnx.merge(graphdef, state)(x, *rope_cos_sin(CONFIG, positions), attend)
         return x, pool

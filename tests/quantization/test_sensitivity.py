@@ -14,6 +14,7 @@ from jaxserve.quantization.sensitivity.curves import curves, orders, points, qua
 from jaxserve.quantization.sensitivity.greedy import rank
 from jaxserve.quantization.sensitivity.measures import Measures, cosine
 from jaxserve.quantization.sensitivity.profile import BACK, FRONT, LIS, RANDOM, Curve
+from tests.reference import turned
 
 ROWS = np.random.default_rng(0).integers(0, 500, (3, 25), dtype=np.int32)
 TOKENS = ROWS[:, :-1]
@@ -74,8 +75,8 @@ def test_a_chain_of_layers_is_the_model(checkpoint, chain):
 
 def test_sequences_of_a_batch_do_not_see_each_other():
     q, k, v = (jnp.asarray(np.random.default_rng(n).normal(size=(6, 2, 4)), jnp.float32) for n in range(3))
-    together = rows_attend(2, 3, None, 4)(q[:, :, None], k, v)
-    alone = rows_attend(1, 3, None, 4)(q[3:, :, None], k[3:], v[3:])
+    together = rows_attend(2, 3, None, 4)(turned(q[:, :, None], k, v))
+    alone = rows_attend(1, 3, None, 4)(turned(q[3:, :, None], k[3:], v[3:]))
     np.testing.assert_allclose(together[3:], alone, rtol=1e-5)
 
 

@@ -1,7 +1,7 @@
 """Native CPU kernels behind XLA custom calls. Built by `python -m jaxserve.kernels.native.build`; absent otherwise."""
 
-from jaxserve.kernels.native.attention import paged_attention
+from jaxserve.kernels.native.attention import paged_attention, write_and_attend
 from jaxserve.kernels.native.kv import kv_write
 from jaxserve.kernels.native.library import multiplies_all, targets, variants
 
-__all__ = ["kv_write", "multiplies_all", "paged_attention", "targets", "variants"]
+__all__ = ["kv_write", "multiplies_all", "paged_attention", "targets", "variants", "write_and_attend"]

@@ -1,12 +1,15 @@
-"""Paged attention as a custom call; attention*.cc are the kernels and attention_call.cc the call."""
+"""Paged attention as custom calls; attention*.cc are the kernels and attention_call.cc the calls."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxserve.kernels.meta import AttentionMeta
-from jaxserve.kernels.native.library import ATTENTION, targets
+from jaxserve.kernels.native import kv
+from jaxserve.kernels.native.library import ATTENTION, WRITE_AND_ATTEND
+from jaxserve.kernels.rotated import Rotated
 from jaxserve.kernels.segments import Pool
 
 UNLIMITED = 2**62  # a window that no context fills
@@ -14,15 +17,9 @@ MAX_LANES = 16  # floats of the widest vector
 DIM_MULTIPLE = 16  # so that at least AVX2 can be used, whose unit is two vectors of 8
 
 
-def supports(q: Array, pool: Pool) -> bool:
-    """Whether the kernel is there, and has a path for these dtypes, this head_dim and pools of one segment."""
-    pools = {"bfloat16": (jnp.uint16, jnp.int8), "float32": (jnp.float32, jnp.int8)}
-    return (
-        len(pool) == 1
-        and pool[0].dtype in pools.get(q.dtype.name, ())
-        and q.shape[-1] % DIM_MULTIPLE == 0
-        and ATTENTION in targets()
-    )
+def supports(dtype: DTypeLike, head_dim: int, pool: Pool) -> bool:
+    """Whether the kernels are there, and have a path for queries of this dtype and pools of one segment."""
+    return kv.supports(dtype, pool) and head_dim % DIM_MULTIPLE == 0
 
 
 def paged_attention(
@@ -42,6 +39,38 @@ def paged_attention(
     Page ids outside the pool and positions outside the page table are an error when the step runs.
     """
     call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
-    limits = {"window": np.int64(UNLIMITED if window is None else window), "max_lanes": np.int64(max_lanes)}
-    limits |= {"matrix_unit": matrix_unit and max_lanes == MAX_LANES}
-    return call(q, *pool, *meta, scale=np.float32(scale), **limits)
+    return call(q, *pool, *meta, **_attributes(scale, window, max_lanes, matrix_unit))
+
+
+def write_and_attend(
+    qkv: Rotated,
+    pool: Pool,
+    slots: Array,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int | None = None,
+    max_lanes: int = MAX_LANES,
+    matrix_unit: bool = True,
+) -> tuple[Array, Pool]:
+    """Rotation, `kv_write` and attention in one; see `kernels.attention.write_and_attend` for the contract.
+
+    `max_lanes` and `matrix_unit` as above, for attention. Slots outside the pool are an error too.
+    """
+    (segment,) = pool
+    tokens, heads, parts, head_dim = qkv.parts.shape
+    out = jax.ShapeDtypeStruct((tokens, heads, parts - 2, head_dim), qkv.parts.dtype)
+    written = jax.ShapeDtypeStruct(segment.shape, segment.dtype)
+    call = jax.ffi.ffi_call(WRITE_AND_ATTEND, (out, written), input_output_aliases={4: 1})
+    operands = (qkv.parts, qkv.cos, qkv.sin, slots, segment, *meta)
+    out, written = call(*operands, **_attributes(scale, window, max_lanes, matrix_unit))
+    return out, (written,)
+
+
+def _attributes(scale: float, window: int | None, max_lanes: int, matrix_unit: bool) -> dict[str, np.generic | bool]:
+    return {
+        "scale": np.float32(scale),
+        "window": np.int64(UNLIMITED if window is None else window),
+        "max_lanes": np.int64(max_lanes),
+        "matrix_unit": matrix_unit and max_lanes == MAX_LANES,
+    }

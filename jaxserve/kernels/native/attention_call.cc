@@ -1,4 +1,4 @@
-// The XLA custom call around attention.cc: checks, the choice of instruction set, and the division into tiles.
+// The XLA custom calls around attention*.cc: checks, the choice of instruction set, and the division into tiles.
 
 #include <algorithm>
 #include <cstring>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "kv.h"
 #include "machine.h"
 #include "matmul.h"
 #include "parallel.h"
@@ -107,51 +108,97 @@ ffi::Error add_tile(Job& job, const Table& table, int64_t index, int64_t pages, 
   return ffi::Error::Success();
 }
 
-ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_pages,
-                           Vector decode_lengths, Table tile_pages, Vector tile_starts, Vector tile_lengths,
-                           ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window,
-                           int64_t max_lanes, bool matrix_unit) {
-  const auto shape = q.dimensions(), pool_shape = pool.dimensions();
+// Which tokens attend to what: AttentionMeta of jaxserve/kernels/meta.py.
+struct Meta {
+  const Table &decode_pages;
+  const Vector &decode_lengths;
+  const Table &tile_pages;
+  const Vector &tile_starts, &tile_lengths;
+};
+
+// What may compute.
+struct Limits {
+  int64_t max_lanes;
+  bool matrix_unit;
+};
+
+// Attention of `tokens` tokens over a pool of `pages` pages.
+ffi::Error attend(const Attention& attention, int64_t all_tokens, int64_t pages, const Meta& meta, Limits limits) {
   auto job = std::make_shared<Job>();
-  const bool bfloat16 = q.element_type() == ffi::BF16;
-  const bool int8 = pool.element_type() == ffi::S8;
-  job->attention = {q.untyped_data(), pool.untyped_data(), out->untyped_data(), bfloat16, int8, shape[1], shape[2],
-                    shape[3],         pool_shape[3],       pool_shape[4],       scale,    window};
-  const Attend best = best_attend(max_lanes, job->attention);
-  job->decode_attend = decode_attend(max_lanes, job->attention, best);
-  job->chunk_attend = chunk_attend(matrix_unit, job->attention, best);
+  job->attention = attention;
+  const Attend best = best_attend(limits.max_lanes, attention);
+  job->decode_attend = decode_attend(limits.max_lanes, attention, best);
+  job->chunk_attend = chunk_attend(limits.matrix_unit, attention, best);
   if (best == nullptr) {
-    return ffi::Error::InvalidArgument("paged_attention: no kernel for head_dim " + std::to_string(shape[3]));
+    return ffi::Error::InvalidArgument("paged_attention: no kernel for head_dim " + std::to_string(attention.head_dim));
   }
-  const int64_t rows = decode_lengths.element_count(), tiles = tile_starts.element_count();
-  const int64_t tokens = tiles ? (shape[0] - rows) / tiles : 0;
-  const int64_t token_bytes = shape[1] * shape[2] * shape[3] * (bfloat16 ? 2 : 4);
+  const int64_t rows = meta.decode_lengths.element_count(), tiles = meta.tile_starts.element_count();
+  const int64_t tokens = tiles ? (all_tokens - rows) / tiles : 0;
+  const int64_t token_bytes = attention.kv_heads * attention.groups * attention.head_dim * (attention.bfloat16 ? 2 : 4);
   const auto clear = [&](int64_t row, int64_t count) {  // padding
-    memset(static_cast<char*>(out->untyped_data()) + row * token_bytes, 0, count * token_bytes);
+    memset(static_cast<char*>(attention.out) + row * token_bytes, 0, count * token_bytes);
   };
   int64_t work = 0;
   job->tiles.reserve(rows + tiles);
   for (int64_t i = tiles - 1; i >= 0; --i) {  // later tiles of a sequence see more
-    const int64_t length = tile_lengths.typed_data()[i], row = rows + i * tokens;
+    const int64_t length = meta.tile_lengths.typed_data()[i], row = rows + i * tokens;
     if (length < 0 || length > tokens) return ffi::Error::InvalidArgument("paged_attention: tile length out of range");
     clear(row + length, tokens - length);
     if (length == 0) continue;
-    auto error = add_tile(*job, tile_pages, i, pool_shape[0], {row, tile_starts.typed_data()[i], length, nullptr, 0}, work);
+    auto error = add_tile(*job, meta.tile_pages, i, pages, {row, meta.tile_starts.typed_data()[i], length, nullptr, 0}, work);
     if (error.failure()) return error;
   }
   job->chunks = static_cast<int64_t>(job->tiles.size());
   for (int64_t i = 0; i < rows; ++i) {
-    const int64_t length = decode_lengths.typed_data()[i];
+    const int64_t length = meta.decode_lengths.typed_data()[i];
     if (length == 0) {
       clear(i, 1);
       continue;
     }
-    auto error = add_tile(*job, decode_pages, i, pool_shape[0], {i, length - 1, 1, nullptr, 0}, work);
+    auto error = add_tile(*job, meta.decode_pages, i, pages, {i, length - 1, 1, nullptr, 0}, work);
     if (error.failure()) return error;
   }
   job->items = static_cast<int64_t>(job->tiles.size()) * job->attention.kv_heads;
   run(job, work);
   return ffi::Error::Success();
+}
+
+ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_pages, Vector decode_lengths,
+                           Table tile_pages, Vector tile_starts, Vector tile_lengths, ffi::Result<ffi::AnyBuffer> out,
+                           float scale, int64_t window, int64_t max_lanes, bool matrix_unit) {
+  const auto shape = q.dimensions(), pool_shape = pool.dimensions();
+  const bool bfloat16 = q.element_type() == ffi::BF16, int8 = pool.element_type() == ffi::S8;
+  const Attention attention = {q.untyped_data(), pool.untyped_data(), out->untyped_data(), bfloat16,      int8, shape[1],
+                               shape[2],         shape[3],            pool_shape[3],       pool_shape[4], scale, window};
+  return attend(attention, shape[0], pool_shape[0], {decode_pages, decode_lengths, tile_pages, tile_starts, tile_lengths},
+                {max_lanes, matrix_unit});
+}
+
+using Angles = ffi::Buffer<ffi::F32, 2>;
+
+// Queries, keys and values [T, K, G + 2, D]: queries and keys are rotated, keys and values written, and then the queries
+// attend. They wait for that where the outputs will be, since every kernel reads a tile's queries before it writes there.
+ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots slots, ffi::AnyBuffer pool,
+                            Table decode_pages, Vector decode_lengths, Table tile_pages, Vector tile_starts,
+                            Vector tile_lengths, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> written,
+                            float scale, int64_t window, int64_t max_lanes, bool matrix_unit) {
+  auto writing = std::make_shared<Writing>();
+  auto error = prepare_writing(*writing, qkv, slots, pool, written->untyped_data());
+  if (error.failure()) return error;
+  const int64_t angles = writing->tokens * (writing->dims / 2);
+  if (writing->dims % 2 || static_cast<int64_t>(cos.element_count()) != angles ||
+      static_cast<int64_t>(sin.element_count()) != angles) {
+    return ffi::Error::InvalidArgument("write_and_attend: there are angles [T, D / 2]");
+  }
+  writing->cos = cos.typed_data();
+  writing->sin = sin.typed_data();
+  writing->queries = static_cast<char*>(out->untyped_data());
+  Writing::run(writing);
+  const Attention attention = {out->untyped_data(), pool.untyped_data(), out->untyped_data(), writing->bfloat16,
+                               writing->int8,       writing->heads,      writing->groups,     writing->dims,
+                               writing->page_tokens, pool.dimensions()[4], scale,             window};
+  return attend(attention, writing->tokens, pool.dimensions()[0],
+                {decode_pages, decode_lengths, tile_pages, tile_starts, tile_lengths}, {max_lanes, matrix_unit});
 }
 
 }  // namespace
@@ -178,4 +225,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::paged_attentio
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("max_lanes")
-                              .Attr<bool>("matrix_unit"));
+                                  .Attr<bool>("matrix_unit"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_write_and_attend, jaxserve::write_and_attend,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<jaxserve::Angles>()
+                                  .Arg<jaxserve::Angles>()
+                                  .Arg<jaxserve::Slots>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<jaxserve::Table>()
+                                  .Arg<jaxserve::Vector>()
+                                  .Arg<jaxserve::Table>()
+                                  .Arg<jaxserve::Vector>()
+                                  .Arg<jaxserve::Vector>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("max_lanes")
+                                  .Attr<bool>("matrix_unit"));

@@ -1,17 +1,21 @@
-"""Writing into KV pools of int8 as a custom call; rows.cc makes codes of numbers and kv_call.cc is the call."""
+"""Writing into KV pools as a custom call; kv.h says how and kv_call.cc is the call."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxserve.kernels.native.library import KV_WRITE, targets
 from jaxserve.kernels.segments import Pool
 
 
-def supports(kv: Array, pool: Pool) -> bool:
-    """Whether the call is there, and takes these dtypes and pools of one segment."""
-    is_kind = pool[0].dtype == jnp.int8 and kv.dtype in (jnp.bfloat16, jnp.float32)
-    return len(pool) == 1 and is_kind and KV_WRITE in targets()
+POOLS = {"bfloat16": (jnp.uint16, jnp.int8), "float32": (jnp.float32, jnp.int8)}
+"""By the dtype of keys and values."""
+
+
+def supports(dtype: DTypeLike, pool: Pool) -> bool:
+    """Whether the call is there, and takes keys and values of this dtype and pools of one segment."""
+    return len(pool) == 1 and pool[0].dtype in POOLS.get(jnp.dtype(dtype).name, ()) and KV_WRITE in targets()
 
 
 def kv_write(pool: Pool, kv: Array, slots: Array) -> Pool:

@@ -13,9 +13,10 @@ from pathlib import Path
 import jax
 import jaxlib
 
-ATTENTION, KV_WRITE, MATMUL = "jaxserve_paged_attention", "jaxserve_kv_write", "jaxserve_matmul"
+ATTENTION, WRITE_AND_ATTEND = "jaxserve_paged_attention", "jaxserve_write_and_attend"
+KV_WRITE, MATMUL = "jaxserve_kv_write", "jaxserve_matmul"
 RESERVE_POOL, RELEASE_PAGES = "jaxserve_reserve_pool", "jaxserve_release_pages"
-CALLS = (ATTENTION, KV_WRITE, MATMUL, RESERVE_POOL, RELEASE_PAGES)
+CALLS = (ATTENTION, WRITE_AND_ATTEND, KV_WRITE, MATMUL, RESERVE_POOL, RELEASE_PAGES)
 VARIANTS = ("amx", "vnni", "avx512bf16", "avx512", "avx2", "portable")  # of the product, fastest first
 HERE = Path(__file__).resolve().parent
 

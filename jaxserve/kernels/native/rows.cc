@@ -72,6 +72,26 @@ void swiglu(const T* gate, const T* up, int64_t size, T* to) {
   });
 }
 
+// LANES numbers of either half.
+template <typename T>
+inline void turn(const T* first, const T* second, const float* cos, const float* sin, T* to_first, T* to_second) {
+  const Floats a = load_in_order(first), b = load_in_order(second), c = load(cos), s = load(sin);
+  store_in_order(to_first, a * c - b * s);
+  store_in_order(to_second, b * c + a * s);
+}
+
+template <typename T>
+void rotate(const T* x, const float* cos, const float* sin, int64_t half, T* to) {
+  int64_t i = 0;
+  for (; i + LANES <= half; i += LANES) turn(x + i, x + half + i, cos + i, sin + i, to + i, to + half + i);
+  if (i == half) return;
+  const Rest<T> first(x + i, half - i), second(x + half + i, half - i);
+  const Rest<float> c(cos + i, half - i), s(sin + i, half - i);
+  T turned[2][LANES];
+  turn(first.numbers, second.numbers, c.numbers, s.numbers, turned[0], turned[1]);
+  for (int part = 0; part < 2; ++part) memcpy(to + part * half + i, turned[part], static_cast<size_t>(half - i) * sizeof(T));
+}
+
 inline Floats size_of(Floats x) { return x < 0 ? -x : x; }
 
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer, or the even one of two, in the low bits
@@ -122,6 +142,11 @@ void swiglu_row(const void* gate, const void* up, int64_t size, bool bfloat16, v
   swiglu(static_cast<const F*>(gate), static_cast<const F*>(up), size, static_cast<F*>(to));
 }
 
+void rotate_row(const void* x, const float* cos, const float* sin, int64_t half, bool bfloat16, void* to) {
+  if (bfloat16) return rotate(static_cast<const uint16_t*>(x), cos, sin, half, static_cast<uint16_t*>(to));
+  rotate(static_cast<const float*>(x), cos, sin, half, static_cast<float*>(to));
+}
+
 void quantize_row(const void* x, int64_t size, bool bfloat16, void* to) {
   auto* codes = static_cast<int8_t*>(to);
   if (bfloat16) return quantize(static_cast<const uint16_t*>(x), size, codes);
@@ -130,6 +155,6 @@ void quantize_row(const void* x, int64_t size, bool bfloat16, void* to) {
 
 }  // namespace
 
-extern const RowFunctions FUNCTIONS = {norm_row, swiglu_row, quantize_row};
+extern const RowFunctions FUNCTIONS = {norm_row, swiglu_row, rotate_row, quantize_row};
 
 }  // namespace jaxserve

@@ -29,6 +29,7 @@ typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
 typedef int16_t Shorts __attribute__((vector_size(LANES * 2)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -86,6 +87,22 @@ inline Bits round_to_bfloat16(Floats x) {  // in the upper half; to nearest even
 inline void store_pair(uint16_t* p, Pair x) {
   Bits pair = round_to_bfloat16(x.first) >> 16 | (round_to_bfloat16(x.second) & 0xffff0000u);
   memcpy(p, &pair, sizeof(pair));
+}
+
+// LANES consecutive values in their order.
+inline Floats load_in_order(const float* p) { return load(p); }
+
+inline Floats load_in_order(const uint16_t* p) {
+  Halves x;
+  memcpy(&x, p, sizeof(x));
+  return (Floats)(convert<Bits>(x) << 16);
+}
+
+inline void store_in_order(float* p, Floats x) { store(p, x); }
+
+inline void store_in_order(uint16_t* p, Floats x) {
+  const Halves upper = convert<Halves>(round_to_bfloat16(x) >> 16);
+  memcpy(p, &upper, sizeof(upper));
 }
 
 // 2^x for x <= 0, to 2e-7 relative: a polynomial on [-1/2, 1/2] and the exponent's bits. 0 below 2^-126.

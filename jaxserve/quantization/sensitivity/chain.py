@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.core.config import ModelConfig
+from jaxserve.kernels import Rotated
 from jaxserve.models import Attend, abstract_block, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
 from jaxserve.quantization.qarray import QArray
@@ -93,8 +94,8 @@ def rows_attend(rows: int, length: int, window: int | None, head_dim: int) -> At
     """Dense causal attention inside each of the sequences that lie end to end in T = rows * length tokens."""
     attend = jax.vmap(dense_causal_attend(jnp.arange(length), window=window, scale=head_dim**-0.5))
 
-    def each(*qkv: jax.Array) -> jax.Array:
-        out = attend(*(x.reshape(rows, length, *x.shape[1:]) for x in qkv))
+    def each(qkv: Rotated) -> jax.Array:
+        out = attend(jax.tree.map(lambda x: x.reshape(rows, length, *x.shape[1:]), qkv))
         return out.reshape(rows * length, *out.shape[2:])
 
     return each

@@ -1,0 +1,114 @@
+// Writing into KV pools, as a custom call of its own (kv_call.cc) and on the way into attention (attention_call.cc).
+
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "machine.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxserve {
+
+using Slots = xla::ffi::Buffer<xla::ffi::S32, 1>;
+
+// Writes what a step's tokens bring: their keys and values into a pool where it lies, their queries beside it. An item is
+// kTokens tokens.
+struct Writing final : Shared {
+  static constexpr int64_t kTokens = 16;
+  static constexpr int64_t kWorkPerNumber = 4;  // as multiplications are counted
+
+  const char* numbers = nullptr;  // [tokens, heads, groups + 2, dims]: queries, key and value of each kv head
+  const float *cos = nullptr, *sin = nullptr;  // [tokens, dims / 2]: queries and keys are rotated; null: they are not
+  const int32_t* slots = nullptr;              // [tokens]: page * page_tokens + offset
+  char* queries = nullptr;                     // [tokens, heads, groups, dims]
+  char* pool = nullptr;                        // [pages, heads, 2, page_tokens, row]
+  int64_t tokens = 0, heads = 0, groups = 0, dims = 0, page_tokens = 0;
+  bool bfloat16 = false;  // the numbers; otherwise float32
+  bool int8 = false;      // the pool: a row is dims codes and their scale; otherwise as the numbers
+
+  void work() override {
+    const RowFunctions& functions = row_functions();
+    const Scratch rotated(static_cast<size_t>(bytes()));
+    for (Items mine(*this); mine.more(); mine.advance()) {
+      const int64_t first = mine.now() * kTokens, end = std::min(first + kTokens, tokens);
+      for (int64_t token = first; token < end; ++token) write(functions, token, rotated.get());
+    }
+  }
+
+  static void run(const std::shared_ptr<Writing>& writing) {
+    writing->items = (writing->tokens + kTokens - 1) / kTokens;
+    jaxserve::run(writing, writing->tokens * writing->heads * (writing->groups + 2) * writing->dims * kWorkPerNumber);
+  }
+
+ private:
+  int64_t bytes() const { return dims * (bfloat16 ? 2 : 4); }  // of a vector
+
+  void write(const RowFunctions& functions, int64_t token, void* rotated) const {
+    const int64_t size = bytes(), row_bytes = int8 ? dims + 4 : size;
+    const int64_t page = slots[token] / page_tokens, offset = slots[token] % page_tokens;
+    for (int64_t head = token * heads; head < (token + 1) * heads; ++head) {
+      const char* from = numbers + head * (groups + 2) * size;
+      for (int64_t i = head * groups; i < (head + 1) * groups; ++i, from += size) {
+        rotate(functions, token, from, queries + i * size);
+      }
+      const int64_t row = ((page * heads + head - token * heads) * 2) * page_tokens + offset;
+      char *const key = pool + row * row_bytes, *const value = key + page_tokens * row_bytes;
+      if (int8) {
+        rotate(functions, token, from, rotated);
+        functions.quantize(rotated, dims, bfloat16, key);
+        functions.quantize(from + size, dims, bfloat16, value);
+      } else {
+        rotate(functions, token, from, key);
+        memcpy(value, from + size, static_cast<size_t>(size));
+      }
+    }
+  }
+
+  void rotate(const RowFunctions& functions, int64_t token, const char* from, void* to) const {
+    const int64_t half = dims / 2;
+    if (cos == nullptr) {
+      memcpy(to, from, static_cast<size_t>(bytes()));
+    } else {
+      functions.rotate(from, cos + token * half, sin + token * half, half, bfloat16, to);
+    }
+  }
+};
+
+// What the writing of numbers [T, K, G + 2, D] at slots (page * S + offset, distinct but for those of page 0) into a pool
+// [P, K, 2, S, R] is made of; or what is wrong with it. Rotations and queries are the caller's to add.
+inline xla::ffi::Error prepare_writing(Writing& w, xla::ffi::AnyBuffer numbers, Slots slots, xla::ffi::AnyBuffer pool,
+                                       void* written) {
+  namespace ffi = xla::ffi;
+  const auto invalid = [](const std::string& what) { return ffi::Error::InvalidArgument("kv_write: " + what); };
+  if (pool.untyped_data() != written) return ffi::Error::Internal("kv_write: the pool was copied");
+  const auto shape = pool.dimensions(), brought = numbers.dimensions();
+  w.bfloat16 = numbers.element_type() == ffi::BF16;
+  w.int8 = pool.element_type() == ffi::S8;
+  if (!w.bfloat16 && numbers.element_type() != ffi::F32) return invalid("bfloat16 or float32 is written");
+  if (!w.int8 && pool.element_type() != (w.bfloat16 ? ffi::U16 : ffi::F32)) return invalid("the pool has another dtype");
+  if (shape.size() != 5 || brought.size() != 4 || brought[1] != shape[1] || brought[2] < 2 || shape[2] != 2 ||
+      shape[4] != brought[3] + (w.int8 ? 4 : 0)) {
+    return invalid("the pool is [P, K, 2, S, D], or D + 4 in int8, and what is written [T, K, G + 2, D]");
+  }
+  if (static_cast<int64_t>(slots.element_count()) != brought[0]) return invalid("there is a slot for each token");
+  for (int64_t token = 0; token < brought[0]; ++token) {
+    const int32_t slot = slots.typed_data()[token];
+    if (slot < 0 || slot >= shape[0] * shape[3]) {
+      return invalid("slot " + std::to_string(slot) + " of a pool of " + std::to_string(shape[0]) + " pages");
+    }
+  }
+  w.numbers = static_cast<const char*>(numbers.untyped_data());
+  w.slots = slots.typed_data();
+  w.pool = static_cast<char*>(written);
+  w.tokens = brought[0];
+  w.heads = brought[1];
+  w.groups = brought[2] - 2;
+  w.dims = brought[3];
+  w.page_tokens = shape[3];
+  return ffi::Error::Success();
+}
+
+}  // namespace jaxserve

@@ -1,0 +1,114 @@
+"""Rotation, writing and attention in one call, and one after the other."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from jaxserve.kernels import AttentionMeta, Pool, Rotated, kv_pool, write_and_attend
+from jaxserve.kernels.kv import from_storage
+from tests.kernels.problems import Problem, Shape, make_problem
+
+SHAPES = {
+    "gqa": Shape(),
+    "mha": Shape(K=3, G=1),
+    "wide groups": Shape(K=1, G=8),
+    "D=16": Shape(D=16),
+    "D=80": Shape(D=80),
+    "D=96": Shape(D=96, G=2),
+    "D=256": Shape(D=256, K=1),
+    "page of one token": Shape(S=1, W=50),
+    "no decode rows": Shape(B=0),
+    "no tiles": Shape(N=0),
+    "one row": Shape(B=1, N=0),
+    "nothing": Shape(B=0, N=0),
+    "many": Shape(B=20, N=5, Q=64, S=16, W=12, K=4),
+    "window": Shape(window=5),
+    "bf16": Shape(dtype="bfloat16"),
+    "bf16 D=80": Shape(dtype="bfloat16", D=80, K=4, G=1),
+    "bf16 D=128": Shape(dtype="bfloat16", D=128, N=5, Q=64, S=16),
+    "bf16 decode": Shape(dtype="bfloat16", B=9, N=0),
+    "int8": Shape(kv_dtype="int8"),
+    "int8 bf16": Shape(kv_dtype="int8", dtype="bfloat16"),
+    "int8 bf16 D=80": Shape(kv_dtype="int8", dtype="bfloat16", D=80, G=2),
+}
+SCALE = 0.3
+TOLERANCE = {"float32": 3e-5, "bfloat16": 2e-2}
+
+
+def slots_of(meta: AttentionMeta, page_size: int, tokens: int) -> np.ndarray:
+    """Where a step's tokens belong in the pool; padding in the null page."""
+    slots = []
+    for pages, length in zip(meta.decode_pages, meta.decode_lengths, strict=True):
+        slots.append(pages[(length - 1) // page_size] * page_size + (length - 1) % page_size if length else 0)
+    tile = (tokens - len(slots)) // max(1, len(meta.tile_starts))
+    for pages, start, length in zip(meta.tile_pages, meta.tile_starts, meta.tile_lengths, strict=True):
+        positions = np.arange(start, start + length)
+        slots += [*np.asarray(pages)[positions // page_size] * page_size + positions % page_size]
+        slots += [0] * (tile - int(length))
+    return np.array(slots, np.int32)
+
+
+def projected(shape: Shape, tokens: int) -> Rotated:
+    rng = np.random.default_rng(tokens)
+    angles = rng.uniform(-np.pi, np.pi, (tokens, shape.D // 2)).astype(np.float32)
+    parts = rng.normal(size=(tokens, shape.K, shape.G + 2, shape.D))
+    return Rotated(jnp.asarray(parts, shape.dtype), jnp.cos(angles), jnp.sin(angles))
+
+
+def rows_at(pool: Pool, slots: np.ndarray, shape: Shape) -> Array:
+    """Keys and values f32 [T, K, 2, D] at slots."""
+    (segment,) = pool
+    rows = segment[slots // shape.S, :, :, slots % shape.S]
+    return from_storage(rows, shape.D, shape.dtype, jnp.float32)
+
+
+def problem_of(shape: Shape) -> tuple[Problem, Rotated, np.ndarray]:
+    problem = make_problem(shape, seed=3)
+    slots = slots_of(problem.meta, shape.S, len(problem.q))
+    return problem, projected(shape, len(problem.q)), slots
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_call_does_what_three_operations_do(native_kernels, name):
+    shape = SHAPES[name]
+    problem, qkv, slots = problem_of(shape)
+    arguments = (qkv, problem.pool, jnp.asarray(slots), problem.meta)
+    run = {b: jax.jit(partial(write_and_attend, scale=SCALE, window=shape.window, backend=b)) for b in ("native", "xla")}
+    assert "jaxserve_write_and_attend" in run["native"].lower(*arguments).as_text()
+    (out, pool), (expected, expected_pool) = (run[backend](*arguments) for backend in ("native", "xla"))
+    as_float = partial(np.asarray, dtype=np.float32)
+    np.testing.assert_allclose(as_float(out), as_float(expected), atol=TOLERANCE[shape.dtype])
+
+    own = slots[slots > 0]
+    written, expected_rows = rows_at(pool, own, shape), rows_at(expected_pool, own, shape)
+    step = 2**-8 if shape.dtype == "bfloat16" else 2**-22  # of the last bit, which a fused multiplication may change
+    if shape.kv_dtype == "int8":
+        step = 1 / 127  # of the largest number of a row, if the tie is broken the other way
+    np.testing.assert_allclose(written, expected_rows, rtol=0, atol=step * np.abs(expected_rows).max(initial=0))
+    others = np.ones((len(pool[0]), shape.S), bool)
+    others[0] = others[own // shape.S, own % shape.S] = False
+    before, after = (np.asarray(p[0]).swapaxes(1, 3)[others].view(np.uint8) for p in (problem.pool, pool))
+    np.testing.assert_array_equal(after, before)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_pool_is_written_in_place(native_kernels, dtype):
+    shape = Shape(dtype="bfloat16", kv_dtype=dtype, B=4, N=0)
+    _, qkv, slots = problem_of(shape)
+    meta = make_problem(shape, seed=3).meta
+    pool = jax.eval_shape(lambda: kv_pool(4096, shape.K, shape.S, shape.D, dtype))
+    step = jax.jit(partial(write_and_attend, scale=SCALE), donate_argnums=1)
+    memory = step.lower(qkv, pool, slots, meta).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == pool[0].size * pool[0].dtype.itemsize
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 10
+
+
+def test_a_slot_outside_the_pool_is_an_error(native_kernels):
+    problem, qkv, slots = problem_of(Shape(B=1, N=0))
+    slots[0] = len(problem.pool[0]) * Shape.S
+    with pytest.raises(jax.errors.JaxRuntimeError, match="slot"):
+        jax.block_until_ready(write_and_attend(qkv, problem.pool, jnp.asarray(slots), problem.meta, scale=SCALE))
