@@ -5,6 +5,7 @@ Order of operations as in vLLM: log-probabilities are taken from the raw logits;
 min_p, top_k, top_p, and one uniform number per row.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ class RowParams(NamedTuple):
     seed: Array  # u32 [R, 2]
     temperature: Array  # f32, 0 = greedy
     top_k: Array  # i32, vocabulary size = off
+    logprobs: Array  # i32: whether they are wanted
     top_p: Array  # f32, 1 = off
     min_p: Array  # f32, 0 = off
     presence: Array  # f32
@@ -55,38 +57,41 @@ def empty_history(slots: int, vocab: int) -> History:
     return History(jnp.zeros((slots + 1, vocab), bool), jnp.zeros((slots + 1, vocab), jnp.int32))
 
 
-NUM_FIELDS = 11  # int32 words of a packed row
+NUM_FIELDS = 12  # int32 words of a packed row
 SLOT, POSITION = 0, 1
 
 
 def idle_row(spare: int, vocab: int) -> np.ndarray:
-    """The packed parameters i32[11] of a row that samples nothing: greedy, into the spare slot."""
+    """The packed parameters i32[12] of a row that samples nothing: greedy, into the spare slot."""
     row = np.zeros(NUM_FIELDS, np.int32)
     row[SLOT], row[4] = spare, vocab
-    row[5:].view(np.float32)[:] = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+    row[6:].view(np.float32)[:] = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
     return row
 
 
 def pack_row(sequence: Sequence, vocab: int) -> np.ndarray:
-    """A sequence's packed parameters i32[11], but for the position (floats by their bits)."""
+    """A sequence's packed parameters i32[12], but for the position (floats by their bits)."""
     p = sequence.params
     row = np.zeros(NUM_FIELDS, np.int32)
     row[SLOT] = sequence.slot
     row[2:4] = np.uint64(sequence.seed).reshape(1).view(np.int32)
     row[4] = min(p.top_k, vocab) if p.top_k > 0 else vocab
+    row[5] = p.logprobs is not None
     temperature = 0.0 if p.greedy else p.temperature
-    row[5:].view(np.float32)[:] = (
+    row[6:].view(np.float32)[:] = (
         p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty, temperature,
     )  # fmt: skip
     return row
 
 
 def unpack_rows(packed: Array) -> RowParams:
-    """The parameters of packed rows i32[11, R], on the device."""
-    floats = lax.bitcast_convert_type(packed[5:], jnp.float32)
+    """The parameters of packed rows i32[12, R], on the device."""
+    floats = lax.bitcast_convert_type(packed[6:], jnp.float32)
     top_p, min_p, presence, frequency, repetition, temperature = floats
     seed = lax.bitcast_convert_type(packed[2:4], jnp.uint32).T
-    return RowParams(packed[0], packed[1], seed, temperature, packed[4], top_p, min_p, presence, frequency, repetition)
+    return RowParams(
+        packed[0], packed[1], seed, temperature, packed[4], packed[5], top_p, min_p, presence, frequency, repetition
+    )
 
 
 def sample_greedy(logits: Array, packed: Array, newest: Array) -> tuple[Array, Array]:
@@ -112,14 +117,20 @@ def sample_full(
     *,
     top_logprobs: int,
 ) -> tuple[Array, Array, History, Logprobs]:
-    """As `sample_random`, with penalties, sparse biases (i32[R, M] ids, NO_TOKEN = none; f32[R, M]) and logprobs."""
+    """As `sample_random`, with penalties, sparse biases (i32[R, M] ids, NO_TOKEN = none; f32[R, M]) and logprobs.
+
+    What no row asks for is not computed; logprobs are zeros then.
+    """
     rows = unpack_rows(packed)
-    row = jnp.arange(logits.shape[0])[:, None]
-    ids = jnp.where(bias_ids == NO_TOKEN, logits.shape[1], bias_ids)
-    adjusted = penalize(logits, rows, history).at[row, ids].add(biases, mode="drop")
+    adjusted = lax.cond(_any_penalized(rows), partial(penalize, rows=rows, history=history), lambda x: x, logits)
+    is_biased = jnp.any(bias_ids != NO_TOKEN)
+    adjusted = lax.cond(is_biased, partial(_add_biases, ids=bias_ids, biases=biases), lambda x: x, adjusted)
     tokens = draw(adjusted, rows)
     history = history._replace(counts=history.counts.at[rows.slot, tokens].add(1))
-    return tokens, newest.at[rows.slot].set(tokens), history, logprobs_of(logits, tokens, top_logprobs)
+    of_tokens = partial(logprobs_of, top=top_logprobs)
+    none = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(of_tokens, logits, tokens))
+    logprobs = lax.cond(jnp.any(rows.logprobs != 0), of_tokens, lambda *_: none, logits, tokens)
+    return tokens, newest.at[rows.slot].set(tokens), history, logprobs
 
 
 def load_history(history: History, slot: Array, tokens: Array, prompt: Array, total: Array) -> History:
@@ -131,6 +142,15 @@ def load_history(history: History, slot: Array, tokens: Array, prompt: Array, to
     seen = jnp.zeros(vocab, bool).at[given].set(True, mode="drop")
     counts = jnp.zeros(vocab, jnp.int32).at[generated].add(1, mode="drop")
     return History(history.seen.at[slot].set(seen), history.counts.at[slot].set(counts))
+
+
+def _any_penalized(rows: RowParams) -> Array:
+    return jnp.any((rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0))
+
+
+def _add_biases(logits: Array, ids: Array, biases: Array) -> Array:
+    row = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[row, jnp.where(ids == NO_TOKEN, logits.shape[1], ids)].add(biases, mode="drop")
 
 
 def penalize(logits: Array, rows: RowParams, history: History) -> Array:
@@ -160,6 +180,10 @@ def _blocks(x: Array, padding: float) -> Array:
 
 def draw(logits: Array, rows: RowParams) -> Array:
     """One token per row of logits f32[R, V], i32[R]."""
+    return lax.cond(jnp.any(rows.temperature > 0), _draw, lambda logits, _: most_likely(logits), logits, rows)
+
+
+def _draw(logits: Array, rows: RowParams) -> Array:
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     weights = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))  # the most likely token weighs 1
     weights = jnp.where(weights >= rows.min_p[:, None], weights, 0.0)
@@ -263,7 +287,10 @@ def banned_tokens(sequence: Sequence) -> set[int]:
 def needs_full(sequence: Sequence) -> bool:
     """Whether a row needs `sample_full`."""
     p = sequence.params
-    return bool(
-        p.logprobs is not None or p.penalized or p.logit_bias or sequence.bad_words
-        or sequence.num_computed - sequence.num_prompt < p.min_tokens
-    )  # fmt: skip
+    return p.logprobs is not None or p.penalized or is_biased(sequence)
+
+
+def is_biased(sequence: Sequence) -> bool:
+    """Whether a row may have entries in `sparse_biases`."""
+    p = sequence.params
+    return bool(p.logit_bias or sequence.bad_words or sequence.num_computed - sequence.num_prompt < p.min_tokens)

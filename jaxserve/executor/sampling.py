@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,11 @@ class DeviceSampler:
     def __init__(self, placement: Placement, *, slots: int, vocab: int, max_len: int, top_logprobs: int):
         """`vocab` counts padding; `top_logprobs` is how many are returned at most."""
         self.slots, self.vocab, self.max_len, self.top_logprobs = slots, vocab, max_len, top_logprobs
-        sharding = placement.sharding()
+        self._sharding = sharding = placement.sharding()
         self.newest = jax.device_put(jnp.zeros(slots + 1, jnp.int32), sharding)
         self._history = jax.device_put(sampler.empty_history(slots, vocab), sharding)
         self._rows = np.tile(sampler.idle_row(slots, vocab), (slots + 1, 1))  # by slot; the last one stays idle
+        self._unbiased_rows: dict[int, tuple[Array, Array]] = {}
         self._owners: list[tuple[Sequence, int] | None] = [None] * slots  # whose row a slot has, and which stay
         jit = partial(jax.jit, out_shardings=sharding)
         self._greedy = jit(sampler.sample_greedy)
@@ -46,9 +48,9 @@ class DeviceSampler:
         self._welcome(present)
         packed = self._pack(sequences, rows)
         if any(map(sampler.needs_full, present)):
-            ids, biases = sampler.sparse_biases(sequences, rows)
+            biases = self._biases(sequences, rows) if any(map(sampler.is_biased, present)) else self._unbiased(rows)
             tokens, self.newest, self._history, logprobs = self._full(
-                logits, packed, self.newest, self._history, ids, biases
+                logits, packed, self.newest, self._history, *biases
             )
             return Sampled(tokens, logprobs)
         kind = self._greedy if all(s.params.greedy for s in present) else self._random
@@ -62,7 +64,7 @@ class DeviceSampler:
         return [
             (self._greedy, least),
             (self._random, least),
-            (self._full, (*least, self._history, *sampler.sparse_biases([], rows))),
+            (self._full, (*least, self._history, *self._unbiased(rows))),
         ]
 
     def warm(self, logits: Array) -> None:
@@ -75,8 +77,17 @@ class DeviceSampler:
 
     def close(self) -> None:
         """Frees what the sampler keeps on the device."""
-        for array in (self.newest, *self._history):
+        for array in (self.newest, *self._history, *chain.from_iterable(self._unbiased_rows.values())):
             array.delete()
+
+    def _biases(self, sequences: list[Sequence | None], rows: int) -> tuple[Array, Array]:
+        return jax.device_put(sampler.sparse_biases(sequences, rows), self._sharding)
+
+    def _unbiased(self, rows: int) -> tuple[Array, Array]:
+        """The sparse biases of so many rows that have none: once on the device."""
+        if rows not in self._unbiased_rows:
+            self._unbiased_rows[rows] = self._biases([], rows)
+        return self._unbiased_rows[rows]
 
     def _welcome(self, sequences: list[Sequence]) -> None:
         """Notes the parameters and the history of sequences that have (re)entered the batch. Mutates."""
@@ -89,7 +100,7 @@ class DeviceSampler:
                     self._set_history(sequence.slot, sequence.tokens, sequence.num_prompt)
 
     def _pack(self, sequences: list[Sequence | None], rows: int) -> np.ndarray:
-        """The parameters of the sampled rows i32[11, R]. After scheduling, a sequence's number of computed tokens is
+        """The parameters of the sampled rows i32[12, R]. After scheduling, a sequence's number of computed tokens is
         the position of the token to be sampled.
         """
         slots = np.full(rows, self.slots)
