@@ -19,7 +19,8 @@
 namespace jaxserve {
 
 constexpr int64_t kWorkPerThread = 100'000;  // multiplications; below it sharing costs more than it saves
-constexpr std::chrono::microseconds kLinger{1000};  // longer than the pauses between the calls of a busy server
+constexpr std::chrono::microseconds kLinger{200};  // longer than the pauses between a step's calls
+constexpr int kPatience = 20;  // microseconds or so that a caller keeps its processor while the last items are computed
 
 // Work of one call in items that threads share out through counters. A thread may come late and outlive the call, so
 // all own this together and touch nothing else once the items have run out.
@@ -31,8 +32,8 @@ struct Shared {
   std::atomic<int64_t> next{0}, done{0};
 };
 
-// A microsecond or so in which other threads may run.
-inline void rest() {
+// A microsecond or so.
+inline void pause() {
   for (int i = 0; i < 32; ++i) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -40,7 +41,6 @@ inline void rest() {
     __asm__ volatile("yield");
 #endif
   }
-  std::this_thread::yield();
 }
 
 // How many threads may compute at once: the processors that this process may use.
@@ -121,7 +121,8 @@ class Helpers {
       const auto since = std::chrono::steady_clock::now();
       while (offered_.load(std::memory_order_acquire) == seen) {
         if (std::chrono::steady_clock::now() - since > kLinger) sleep();
-        rest();
+        pause();
+        std::this_thread::yield();
       }
     }
   }
@@ -149,7 +150,10 @@ inline void run(const std::shared_ptr<Shared>& job, int64_t work) {
   if (threads > 1) Helpers::all().offer(job, threads - 1);
   job->work();
   if (threads > 1) Helpers::all().withdraw(job.get());
-  while (job->done.load(std::memory_order_acquire) < job->items) rest();
+  for (int waited = 1; job->done.load(std::memory_order_acquire) < job->items; ++waited) {
+    pause();
+    if (waited % kPatience == 0) std::this_thread::yield();  // a helper may wait for this very processor
+  }
 }
 
 // Uninitialised memory on a cache line.
