@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.executor.blocks import BlockBuilder
 from jaxserve.kernels import AttentionMeta, kv_pool, native
-from jaxserve.kernels.native.library import ATTENTION, MATMUL
+from jaxserve.kernels.native.library import MATMUL, WRITE_AND_ATTEND
 from jaxserve.models import abstract_block, config_from_hf
 from jaxserve.parallel.padding import physical_config
 from jaxserve.parallel.placement import POOL_AXES, Placement
@@ -57,4 +57,4 @@ def test_a_split_head_joins_its_logits() -> None:
 def test_native_kernels_run_on_every_devices_share(precision: str) -> None:
     program = lowered("layers.0", precision).as_text()
     assert program.count(f"@{MATMUL}") >= 4
-    assert f"@{ATTENTION}" in program
+    assert f"@{WRITE_AND_ATTEND}" in program
