@@ -5,8 +5,9 @@ Order of operations as in vLLM: log-probabilities are taken from the raw logits;
 min_p, top_k, top_p, and one uniform number per row.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,17 +120,17 @@ def sample_full(
 ) -> tuple[Array, Array, History, Logprobs]:
     """As `sample_random`, with penalties, sparse biases (i32[R, M] ids, NO_TOKEN = none; f32[R, M]) and logprobs.
 
-    What no row asks for is not computed; logprobs are zeros then.
+    Logprobs that no row asks for may be zeros.
     """
     rows = unpack_rows(packed)
-    adjusted = lax.cond(_any_penalized(rows), partial(penalize, rows=rows, history=history), lambda x: x, logits)
-    is_biased = jnp.any(bias_ids != NO_TOKEN)
-    adjusted = lax.cond(is_biased, partial(_add_biases, ids=bias_ids, biases=biases), lambda x: x, adjusted)
+    penalized = jnp.any((rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0))
+    adjusted = _if_asked(penalized, penalize, lambda x, *_: x, logits, rows, history)
+    adjusted = _if_asked(jnp.any(bias_ids != NO_TOKEN), _add_biases, lambda x, *_: x, adjusted, bias_ids, biases)
     tokens = draw(adjusted, rows)
     history = history._replace(counts=history.counts.at[rows.slot, tokens].add(1))
     of_tokens = partial(logprobs_of, top=top_logprobs)
     none = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(of_tokens, logits, tokens))
-    logprobs = lax.cond(jnp.any(rows.logprobs != 0), of_tokens, lambda *_: none, logits, tokens)
+    logprobs = _if_asked(jnp.any(rows.logprobs != 0), of_tokens, lambda *_: none, logits, tokens)
     return tokens, newest.at[rows.slot].set(tokens), history, logprobs
 
 
@@ -144,8 +145,16 @@ def load_history(history: History, slot: Array, tokens: Array, prompt: Array, to
     return History(history.seen.at[slot].set(seen), history.counts.at[slot].set(counts))
 
 
-def _any_penalized(rows: RowParams) -> Array:
-    return jnp.any((rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0))
+def _if_asked(asked: Array, compute: Callable, otherwise: Callable, *operands: Any) -> Any:
+    """compute(*operands), or otherwise(*operands) where that will do as well.
+
+    Elsewhere than on CPU it is computed in any case: the host would wait for the device to say whether to.
+    """
+
+    def ask(asked: Array, *operands: Any) -> Any:
+        return lax.cond(asked, compute, otherwise, *operands)
+
+    return lax.platform_dependent(asked, *operands, cpu=ask, default=lambda _, *operands: compute(*operands))
 
 
 def _add_biases(logits: Array, ids: Array, biases: Array) -> Array:
@@ -180,7 +189,7 @@ def _blocks(x: Array, padding: float) -> Array:
 
 def draw(logits: Array, rows: RowParams) -> Array:
     """One token per row of logits f32[R, V], i32[R]."""
-    return lax.cond(jnp.any(rows.temperature > 0), _draw, lambda logits, _: most_likely(logits), logits, rows)
+    return _if_asked(jnp.any(rows.temperature > 0), _draw, lambda logits, _: most_likely(logits), logits, rows)
 
 
 def _draw(logits: Array, rows: RowParams) -> Array:
@@ -189,7 +198,7 @@ def _draw(logits: Array, rows: RowParams) -> Array:
     weights = jnp.where(weights >= rows.min_p[:, None], weights, 0.0)
     vocab = logits.shape[1]
     filtered = jnp.any((rows.temperature > 0) & ((rows.top_k < vocab) | (rows.top_p < 1)))
-    weights = lax.cond(filtered, lambda w: top_p_mask(top_k_mask(w, rows.top_k), rows.top_p), lambda w: w, weights)
+    weights = _if_asked(filtered, lambda w: top_p_mask(top_k_mask(w, rows.top_k), rows.top_p), lambda w: w, weights)
     uniform = jax.vmap(_uniform)(rows.seed, rows.position)
     drawn = inverse_transform(weights, uniform)
     return jnp.where(rows.temperature > 0, drawn, most_likely(logits))

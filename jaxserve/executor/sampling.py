@@ -52,7 +52,7 @@ class DeviceSampler:
             tokens, self.newest, self._history, logprobs = self._full(
                 logits, packed, self.newest, self._history, *biases
             )
-            return Sampled(tokens, logprobs)
+            return Sampled(tokens, logprobs if any(s.params.logprobs is not None for s in present) else None)
         kind = self._greedy if all(s.params.greedy for s in present) else self._random
         tokens, self.newest = kind(logits, packed, self.newest)
         return Sampled(tokens)

@@ -56,7 +56,7 @@ def write_and_attend(
 ) -> tuple[Array, Pool]:
     """What a layer does with the queries, keys and values of a step's tokens: (outputs [T, K, G, D], pool).
 
-    They are rotated, keys and values written at `slots` as by `kv_write`, and the queries attend as in
+    They are normalised and rotated, keys and values written at `slots` as by `kv_write`, and the queries attend as in
     `paged_attention`. On CPU this is one call, since whatever XLA does between calls takes longer than its arithmetic.
     """
 
@@ -65,7 +65,9 @@ def write_and_attend(
         pool = kv_write(pool, k, v, slots, backend=backend)
         return paged_attention(q, pool, meta, scale=scale, window=window, backend=backend), pool
 
-    if not (uses_native(backend) and native.supports(qkv.parts.dtype, qkv.parts.shape[-1], pool)):
+    parts = qkv.parts
+    alike = qkv.norms is None or qkv.norms.q.dtype == qkv.norms.k.dtype == parts.dtype
+    if not (uses_native(backend) and alike and native.supports(parts.dtype, parts.shape[-1], pool)):
         return one_by_one(qkv, pool, slots, meta)
     at_once = partial(native.write_and_attend, scale=scale, window=window)
     return lax.platform_dependent(qkv, pool, slots, meta, cpu=at_once, default=one_by_one)

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import Gated, Normed, Rotated, Rows, Total, matmul
+from jaxserve.kernels import Gated, HeadNorms, Normed, Rotated, Rows, Total, matmul
 from jaxserve.models.quantized import random_qarray
 from jaxserve.quantization import QArray
 
@@ -100,10 +100,10 @@ class Attention(nnx.Module):
         qkv = matmul(x, self.qkv[...], backend=self.backend)
         if self.qkv_bias is not None:
             qkv += self.qkv_bias[...]
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
-            qkv = jnp.concatenate((self.q_norm(q), self.k_norm(k), v), axis=2)
-        out = attend(Rotated(qkv, cos, sin))
+            norms = HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps)
+        out = attend(Rotated(qkv, cos, sin, norms))
         out = matmul(out, self.o[...], contract=3, total=total, backend=self.backend)
         return out if self.o_bias is None else out + self.o_bias[...]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxserve.kernels import AttentionMeta, Pool, Rotated, kv_pool, write_and_attend
+from jaxserve.kernels import AttentionMeta, HeadNorms, Pool, Rotated, kv_pool, write_and_attend
 from jaxserve.kernels.kv import from_storage
 from tests.kernels.problems import Problem, Shape, make_problem
 
@@ -52,11 +52,12 @@ def slots_of(meta: AttentionMeta, page_size: int, tokens: int) -> np.ndarray:
     return np.array(slots, np.int32)
 
 
-def projected(shape: Shape, tokens: int) -> Rotated:
+def projected(shape: Shape, tokens: int, normed: bool) -> Rotated:
     rng = np.random.default_rng(tokens)
     angles = rng.uniform(-np.pi, np.pi, (tokens, shape.D // 2)).astype(np.float32)
     parts = rng.normal(size=(tokens, shape.K, shape.G + 2, shape.D))
-    return Rotated(jnp.asarray(parts, shape.dtype), jnp.cos(angles), jnp.sin(angles))
+    norms = HeadNorms(*(jnp.asarray(rng.normal(1, 0.2, shape.D), shape.dtype) for _ in range(2)), eps=1e-5)
+    return Rotated(jnp.asarray(parts, shape.dtype), jnp.cos(angles), jnp.sin(angles), norms if normed else None)
 
 
 def rows_at(pool: Pool, slots: np.ndarray, shape: Shape) -> Array:
@@ -66,16 +67,17 @@ def rows_at(pool: Pool, slots: np.ndarray, shape: Shape) -> Array:
     return from_storage(rows, shape.D, shape.dtype, jnp.float32)
 
 
-def problem_of(shape: Shape) -> tuple[Problem, Rotated, np.ndarray]:
+def problem_of(shape: Shape, normed: bool = False) -> tuple[Problem, Rotated, np.ndarray]:
     problem = make_problem(shape, seed=3)
     slots = slots_of(problem.meta, shape.S, len(problem.q))
-    return problem, projected(shape, len(problem.q)), slots
+    return problem, projected(shape, len(problem.q), normed), slots
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_one_call_does_what_three_operations_do(native_kernels, name):
+def test_one_call_does_what_the_operations_do(native_kernels, name, normed):
     shape = SHAPES[name]
-    problem, qkv, slots = problem_of(shape)
+    problem, qkv, slots = problem_of(shape, normed)
     arguments = (qkv, problem.pool, jnp.asarray(slots), problem.meta)
     run = {b: jax.jit(partial(write_and_attend, scale=SCALE, window=shape.window, backend=b)) for b in ("native", "xla")}
     assert "jaxserve_write_and_attend" in run["native"].lower(*arguments).as_text()

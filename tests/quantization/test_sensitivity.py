@@ -1,6 +1,7 @@
 """The measures of sensitivity and the greedy order, against cosines known by hand and brute force."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint import open_checkpoint
+from jaxserve.kernels import HeadNorms
 from jaxserve.models.dense import forward, restore_block
 from jaxserve.quantization.sensitivity.chain import LayerChain, rows_attend
 from jaxserve.quantization.sensitivity.curves import curves, orders, points, qualities
@@ -73,10 +75,11 @@ def test_a_chain_of_layers_is_the_model(checkpoint, chain):
     np.testing.assert_allclose(np.stack([head(row) for row in x]), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_sequences_of_a_batch_do_not_see_each_other():
+@pytest.mark.parametrize("norms", [None, HeadNorms(jnp.ones(4), jnp.ones(4), 1e-6)])
+def test_sequences_of_a_batch_do_not_see_each_other(norms):
     q, k, v = (jnp.asarray(np.random.default_rng(n).normal(size=(6, 2, 4)), jnp.float32) for n in range(3))
-    together = rows_attend(2, 3, None, 4)(turned(q[:, :, None], k, v))
-    alone = rows_attend(1, 3, None, 4)(turned(q[3:, :, None], k[3:], v[3:]))
+    together = rows_attend(2, 3, None, 4)(replace(turned(q[:, :, None], k, v), norms=norms))
+    alone = rows_attend(1, 3, None, 4)(replace(turned(q[3:, :, None], k[3:], v[3:]), norms=norms))
     np.testing.assert_allclose(together[3:], alone, rtol=1e-5)
 
 

@@ -53,7 +53,7 @@ def write_and_attend(
     max_lanes: int = MAX_LANES,
     matrix_unit: bool = True,
 ) -> tuple[Array, Pool]:
-    """Rotation, `kv_write` and attention in one; see `kernels.attention.write_and_attend` for the contract.
+    """Norms, rotation, `kv_write` and attention in one; see `kernels.attention.write_and_attend` for the contract.
 
     `max_lanes` and `matrix_unit` as above, for attention. Slots outside the pool are an error too.
     """
@@ -62,8 +62,9 @@ def write_and_attend(
     out = jax.ShapeDtypeStruct((tokens, heads, parts - 2, head_dim), qkv.parts.dtype)
     written = jax.ShapeDtypeStruct(segment.shape, segment.dtype)
     call = jax.ffi.ffi_call(WRITE_AND_ATTEND, (out, written), input_output_aliases={4: 1})
-    operands = (qkv.parts, qkv.cos, qkv.sin, slots, segment, *meta)
-    out, written = call(*operands, **_attributes(scale, window, max_lanes, matrix_unit))
+    norms, eps = ((), 0) if qkv.norms is None else ((qkv.norms.q, qkv.norms.k), qkv.norms.eps)
+    operands = (qkv.parts, qkv.cos, qkv.sin, slots, segment, *meta, *norms)
+    out, written = call(*operands, eps=np.float32(eps), **_attributes(scale, window, max_lanes, matrix_unit))
     return out, (written,)
 
 

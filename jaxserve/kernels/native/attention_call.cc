@@ -176,12 +176,14 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_p
 
 using Angles = ffi::Buffer<ffi::F32, 2>;
 
-// Queries, keys and values [T, K, G + 2, D]: queries and keys are rotated, keys and values written, and then the queries
-// attend. They wait for that where the outputs will be, since every kernel reads a tile's queries before it writes there.
+// Queries, keys and values [T, K, G + 2, D]: queries and keys are normalised, if the rest are two weights, and rotated, keys
+// and values written, and then the queries attend. They wait for that where the outputs will be, since every kernel reads
+// a tile's queries before it writes there.
 ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots slots, ffi::AnyBuffer pool,
                             Table decode_pages, Vector decode_lengths, Table tile_pages, Vector tile_starts,
-                            Vector tile_lengths, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> written,
-                            float scale, int64_t window, int64_t max_lanes, bool matrix_unit) {
+                            Vector tile_lengths, ffi::RemainingArgs norms, ffi::Result<ffi::AnyBuffer> out,
+                            ffi::Result<ffi::AnyBuffer> written, float scale, int64_t window, int64_t max_lanes,
+                            bool matrix_unit, float eps) {
   auto writing = std::make_shared<Writing>();
   auto error = prepare_writing(*writing, qkv, slots, pool, written->untyped_data());
   if (error.failure()) return error;
@@ -190,6 +192,15 @@ ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots sl
       static_cast<int64_t>(sin.element_count()) != angles) {
     return ffi::Error::InvalidArgument("write_and_attend: there are angles [T, D / 2]");
   }
+  for (size_t i = 0; i < norms.size(); ++i) {
+    const auto weight = norms.get<ffi::AnyBuffer>(i);
+    if (norms.size() != 2 || !weight.has_value() || weight->element_type() != qkv.element_type() ||
+        static_cast<int64_t>(weight->element_count()) != writing->dims) {
+      return ffi::Error::InvalidArgument("write_and_attend: norms have two weights [D] of the dtype of queries and keys");
+    }
+    (i ? writing->key_norm : writing->query_norm) = weight->untyped_data();
+  }
+  writing->eps = eps;
   writing->cos = cos.typed_data();
   writing->sin = sin.typed_data();
   writing->queries = static_cast<char*>(out->untyped_data());
@@ -239,9 +250,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_write_and_attend, jaxserve::write_and_att
                                   .Arg<jaxserve::Table>()
                                   .Arg<jaxserve::Vector>()
                                   .Arg<jaxserve::Vector>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("max_lanes")
-                                  .Attr<bool>("matrix_unit"));
+                                  .Attr<bool>("matrix_unit")
+                                  .Attr<float>("eps"));

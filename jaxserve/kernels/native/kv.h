@@ -21,6 +21,8 @@ struct Writing final : Shared {
   static constexpr int64_t kWorkPerNumber = 4;  // as multiplications are counted
 
   const char* numbers = nullptr;  // [tokens, heads, groups + 2, dims]: queries, key and value of each kv head
+  const void *query_norm = nullptr, *key_norm = nullptr;  // [dims], weights; null: there are no norms
+  float eps = 0;                                          // of the norms
   const float *cos = nullptr, *sin = nullptr;  // [tokens, dims / 2]: queries and keys are rotated; null: they are not
   const int32_t* slots = nullptr;              // [tokens]: page * page_tokens + offset
   char* queries = nullptr;                     // [tokens, heads, groups, dims]
@@ -31,10 +33,10 @@ struct Writing final : Shared {
 
   void work() override {
     const RowFunctions& functions = row_functions();
-    const Scratch rotated(static_cast<size_t>(bytes()));
+    const Scratch normed(static_cast<size_t>(bytes())), turned(static_cast<size_t>(bytes()));
     for (Items mine(*this); mine.more(); mine.advance()) {
       const int64_t first = mine.now() * kTokens, end = std::min(first + kTokens, tokens);
-      for (int64_t token = first; token < end; ++token) write(functions, token, rotated.get());
+      for (int64_t token = first; token < end; ++token) write(functions, token, normed.get(), turned.get());
     }
   }
 
@@ -46,28 +48,34 @@ struct Writing final : Shared {
  private:
   int64_t bytes() const { return dims * (bfloat16 ? 2 : 4); }  // of a vector
 
-  void write(const RowFunctions& functions, int64_t token, void* rotated) const {
+  void write(const RowFunctions& functions, int64_t token, void* normed, void* turned) const {
     const int64_t size = bytes(), row_bytes = int8 ? dims + 4 : size;
     const int64_t page = slots[token] / page_tokens, offset = slots[token] % page_tokens;
     for (int64_t head = token * heads; head < (token + 1) * heads; ++head) {
       const char* from = numbers + head * (groups + 2) * size;
       for (int64_t i = head * groups; i < (head + 1) * groups; ++i, from += size) {
-        rotate(functions, token, from, queries + i * size);
+        rotate(functions, token, norm(functions, from, query_norm, normed), queries + i * size);
       }
       const int64_t row = ((page * heads + head - token * heads) * 2) * page_tokens + offset;
       char *const key = pool + row * row_bytes, *const value = key + page_tokens * row_bytes;
+      rotate(functions, token, norm(functions, from, key_norm, normed), int8 ? turned : key);
       if (int8) {
-        rotate(functions, token, from, rotated);
-        functions.quantize(rotated, dims, bfloat16, key);
+        functions.quantize(turned, dims, bfloat16, key);
         functions.quantize(from + size, dims, bfloat16, value);
       } else {
-        rotate(functions, token, from, key);
         memcpy(value, from + size, static_cast<size_t>(size));
       }
     }
   }
 
-  void rotate(const RowFunctions& functions, int64_t token, const char* from, void* to) const {
+  // The vector under the norm, written to `to`; or as it is.
+  const void* norm(const RowFunctions& functions, const void* from, const void* weight, void* to) const {
+    if (weight == nullptr) return from;
+    functions.norm(from, weight, eps, dims, bfloat16, to);
+    return to;
+  }
+
+  void rotate(const RowFunctions& functions, int64_t token, const void* from, void* to) const {
     const int64_t half = dims / 2;
     if (cos == nullptr) {
       memcpy(to, from, static_cast<size_t>(bytes()));

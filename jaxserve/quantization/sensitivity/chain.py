@@ -92,10 +92,11 @@ def _layer(config: ModelConfig, graph: nnx.GraphDef, window: int | None, state: 
 
 def rows_attend(rows: int, length: int, window: int | None, head_dim: int) -> Attend:
     """Dense causal attention inside each of the sequences that lie end to end in T = rows * length tokens."""
-    attend = jax.vmap(dense_causal_attend(jnp.arange(length), window=window, scale=head_dim**-0.5))
+    attend = dense_causal_attend(jnp.arange(length), window=window, scale=head_dim**-0.5)
 
     def each(qkv: Rotated) -> jax.Array:
-        out = attend(jax.tree.map(lambda x: x.reshape(rows, length, *x.shape[1:]), qkv))
+        apart = (x.reshape(rows, length, *x.shape[1:]) for x in (qkv.parts, qkv.cos, qkv.sin))
+        out = jax.vmap(lambda *of_row: attend(Rotated(*of_row, qkv.norms)))(*apart)
         return out.reshape(rows * length, *out.shape[2:])
 
     return each
