@@ -43,8 +43,8 @@ class Rotated:
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
     """Rotates every head of x [T, heads..., D] by its token's angles, whose cosines and sines are f32 [T, D/2].
 
-    Number i and number i + D/2 turn together, as in Hugging Face's rotate-half convention. Computed in float32, returned
-    in the dtype of `x`.
+    Number i and number i + D/2 turn together, as in Hugging Face's rotate-half convention. Computed in float32,
+    returned in the dtype of `x`.
     """
     heads = tuple(range(1, x.ndim - 1))
     cos, sin = jnp.expand_dims(cos, heads), jnp.expand_dims(sin, heads)

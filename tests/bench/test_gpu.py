@@ -22,9 +22,10 @@ from bench.peers.checkpoints import VOCAB, _parts
 from jaxserve import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_OPERATIONS = {  # of jaxserve.kernels: nothing to time
-    "AttentionMeta", "Gated", "Normed", "Pool", "Rows", "Total", "value_of",
+NO_OPERATIONS = {  # of jaxserve.kernels: nothing to time, or on GPU only others in turn
+    "AttentionMeta", "Gated", "HeadNorms", "Normed", "Pool", "Rotated", "Rows", "Total", "value_of",
     "GRANULE", "committed_bytes", "is_elastic", "kv_pool", "move_pages", "page_bytes", "release_pages", "storage_dtype",
+    "write_and_attend",
 }  # fmt: skip
 WEB = ("fastapi", "starlette", "uvicorn", "pydantic")
 

@@ -79,9 +79,11 @@ def test_one_call_does_what_the_operations_do(native_kernels, name, normed):
     shape = SHAPES[name]
     problem, qkv, slots = problem_of(shape, normed)
     arguments = (qkv, problem.pool, jnp.asarray(slots), problem.meta)
-    run = {b: jax.jit(partial(write_and_attend, scale=SCALE, window=shape.window, backend=b)) for b in ("native", "xla")}
-    assert "jaxserve_write_and_attend" in run["native"].lower(*arguments).as_text()
-    (out, pool), (expected, expected_pool) = (run[backend](*arguments) for backend in ("native", "xla"))
+    native, xla = (
+        jax.jit(partial(write_and_attend, scale=SCALE, window=shape.window, backend=name)) for name in ("native", "xla")
+    )
+    assert "jaxserve_write_and_attend" in native.lower(*arguments).as_text()
+    (out, pool), (expected, expected_pool) = native(*arguments), xla(*arguments)
     as_float = partial(np.asarray, dtype=np.float32)
     np.testing.assert_allclose(as_float(out), as_float(expected), atol=TOLERANCE[shape.dtype])
 

@@ -9,7 +9,7 @@ import pytest
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
 from jaxserve.factory import build
 from jaxserve.kernels import native
-from jaxserve.kernels.native.library import ATTENTION, MATMUL
+from jaxserve.kernels.native.library import MATMUL, WRITE_AND_ATTEND
 from jaxserve.resolution import resolve
 from tests.golden.cases import CASES
 from tests.reference import Reference
@@ -36,9 +36,9 @@ def layer_program(model: Path, **options: object) -> str:
 @without_native
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_choice_reaches_attention(tiny_model: Path, tp: int) -> None:
-    assert ATTENTION in layer_program(tiny_model, tp=tp)
-    assert ATTENTION in layer_program(tiny_model, tp=tp, kernel_backend="native")
-    assert ATTENTION not in layer_program(tiny_model, tp=tp, kernel_backend="xla")
+    assert WRITE_AND_ATTEND in layer_program(tiny_model, tp=tp)
+    assert WRITE_AND_ATTEND in layer_program(tiny_model, tp=tp, kernel_backend="native")
+    assert WRITE_AND_ATTEND not in layer_program(tiny_model, tp=tp, kernel_backend="xla")
 
 
 @without_native

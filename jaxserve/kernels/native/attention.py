@@ -1,7 +1,6 @@
 """Paged attention as custom calls; attention*.cc are the kernels and attention_call.cc the calls."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
