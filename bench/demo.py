@@ -35,8 +35,8 @@ from jaxserve.engine.tokenizer import Tokenizer
 KEYS = {FULL: "static", INT4: "int4", ACCURACY: "morph", PERFORMANCE: "morph"}  # of result.json
 SETUP = Setup(bundled_model_path(), kv_pages=56, max_model_len=512, max_num_seqs=8, prefill_tokens=128)
 PROMPT, ANSWER, SPREAD = 288, 96, 0.25  # tokens: means, and the share of them by which lengths differ at most
-AT_ONCE = 48  # requests that saturate
-CALM, PEAK = 0.15, 1.4  # tokens asked for, over what full precision generates
+AT_ONCE = 64  # requests that saturate
+CALM, PEAK = 0.15, 1.3  # tokens asked for, over what full precision generates
 PHASES = ((2.0, CALM), (11.0, PEAK), (3.0, CALM))  # seconds each
 MODULES = ("argparse", "ast", "inspect", "tarfile", "typing", "zipfile")  # prompts are pieces of their text
 UNSAVED = ("prompts", "generated_texts")
