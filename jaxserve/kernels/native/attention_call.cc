@@ -122,7 +122,7 @@ struct Limits {
   bool matrix_unit;
 };
 
-// Attention of `tokens` tokens over a pool of `pages` pages.
+// Attention of a step: `all_tokens` rows of q, padding included, over a pool of `pages` pages.
 ffi::Error attend(const Attention& attention, int64_t all_tokens, int64_t pages, const Meta& meta, Limits limits) {
   auto job = std::make_shared<Job>();
   job->attention = attention;
