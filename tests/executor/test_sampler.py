@@ -43,6 +43,9 @@ SEEN = RNG.random((len(ASKS) + 1, VOCAB)) < 0.5  # by slot, of which the last on
 COUNTS = RNG.integers(0, 3, (len(ASKS) + 1, VOCAB)).astype(np.int32)
 
 
+FULL = jax.jit(partial(sampler.sample_full, top_logprobs=TOP))
+
+
 def sample(names: list[str]) -> tuple[np.ndarray, sampler.Logprobs]:
     ids, biases = sampler.sparse_biases([], len(names))
     for row, name in enumerate(names):
@@ -50,8 +53,7 @@ def sample(names: list[str]) -> tuple[np.ndarray, sampler.Logprobs]:
             ids[row, 0], biases[row, 0] = 17, 100
     own = [list(ASKS).index(name) for name in names]
     newest, history = jnp.zeros(len(ASKS) + 1, jnp.int32), sampler.History(jnp.asarray(SEEN), jnp.asarray(COUNTS))
-    full = jax.jit(partial(sampler.sample_full, top_logprobs=TOP))
-    tokens, newest, after, logprobs = full(LOGITS[own], packed(names), newest, history, ids, biases)
+    tokens, newest, after, logprobs = FULL(LOGITS[own], packed(names), newest, history, ids, biases)
     np.testing.assert_array_equal(newest[np.array(own)], tokens)
     np.testing.assert_array_equal(after.counts[np.array(own), tokens], COUNTS[own, tokens] + 1)
     return np.asarray(tokens), logprobs
