@@ -91,7 +91,8 @@ def kv_write(pool: Pool, k: Array, v: Array, slots: Array, *, backend: KernelBac
     what may run it.
     """
     kv = jnp.stack([k, v], axis=2)
-    if uses_native(backend) and native.supports(kv.dtype, pool):
+    is_quantised = pool[0].dtype == jnp.int8  # floats are only copied, which XLA's scatter does as fast
+    if uses_native(backend) and is_quantised and native.supports(kv.dtype, pool):
         return lax.platform_dependent(pool, kv, slots, cpu=native.kv_write, default=_scatter)
     return _scatter(pool, kv, slots)
 
