@@ -8,7 +8,8 @@
 //
 // Where a lane's bytes all belong to one segment, an instruction takes 64 codes as bytes, and the integers of x as their
 // upper and their lower bytes, x = 256 * upper + lower with both signed: two instructions for 64 codes. Elsewhere codes are
-// widened to words of 16 bits first, and an instruction takes 32.
+// widened to words of 16 bits first, and an instruction takes 32. Codes count from 0 there; what they count from, times x, is
+// taken off by the instruction that scales the lanes.
 
 #include "matmul.h"
 
@@ -24,6 +25,7 @@ namespace {
 constexpr int64_t kOuts = 4;
 constexpr int64_t kRows = 4;                // 16 sums in registers
 constexpr int64_t kLanes = 16;
+constexpr int64_t kWidened = 32;            // rows of the weight whose scales are brought to float32 at once
 constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly
 constexpr int64_t kAheadBytes = 8192;       // how far ahead memory is asked for, or four rows if they are longer
 
@@ -32,8 +34,8 @@ inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / 
 // Whether segments of so many steps meet x as bytes: eight bits in whole vectors, four bits in whole units.
 constexpr bool in_bytes(int bits, int64_t steps) { return bits == 8 ? steps >= 2 : bits == 4 && steps == 4; }
 
-// A packed segment: the integers (as words, or all upper bytes and then all lower ones), the lanes' scales, and what the
-// lanes' sums begin with.
+// A packed segment: the integers (as words, or all upper bytes and then all lower ones), the lanes' scales, and the lanes' sums
+// of x times the middle of the codes, which is what they count from without zeros.
 constexpr int64_t segment_bytes(int64_t steps) { return steps * kStep * 2 + kLanes * 8; }
 int64_t row_bytes(const Segments& s) { return s.number * segment_bytes(s.steps); }
 
@@ -57,7 +59,6 @@ inline void part_pairs(__m512i& a, __m512i& b) {
   a = first;
 }
 
-// Codes count from -2^(bits - 1), and a segment's sums from what that makes of its integers.
 void pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, uint8_t* to) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   const bool bytes = in_bytes(bits, steps);
@@ -102,7 +103,7 @@ void pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, ui
   }
   to += steps * 2 * kStep;
   _mm512_storeu_ps(to, scale);
-  _mm512_storeu_si512(to + kLanes * 4, _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sum, bits - 1)));
+  _mm512_storeu_ps(to + kLanes * 4, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_slli_epi32(sum, bits - 1)), scale));
 }
 
 void pack(const Matmul& m, int64_t row, void* packed) {
@@ -121,21 +122,28 @@ void pack(const Matmul& m, int64_t row, void* packed) {
 // Four neighbouring rows of the weight; those beyond the last repeat it.
 struct Quad {
   const uint8_t* data[kOuts];
-  int64_t index[kOuts];  // of their first scale
-  int64_t ahead;
+  const uint8_t* soon;  // what is asked for while they are read
 
-  Quad(const Weight& w, int64_t out) : ahead(kOuts * w.row_bytes < kAheadBytes ? kAheadBytes : kOuts * w.row_bytes) {
-    for (int64_t o = 0; o < kOuts; ++o) {
-      const int64_t row = out + o < w.out ? out + o : w.out - 1;
-      data[o] = w.data + row * w.row_bytes;
-      index[o] = row * w.groups;
-    }
+  Quad(const Weight& w, int64_t out, const uint8_t* soon) : soon(soon) {
+    for (int64_t o = 0; o < kOuts; ++o) data[o] = w.data + (out + o < w.out ? out + o : w.out - 1) * w.row_bytes;
   }
 
   // Asks for a line of what comes soon, once for each line read here. In the order in which it lies, and not in that of
   // its use: prefetchers and memory are faster so. Into L2, where more requests may be under way than to L1.
   __attribute__((always_inline)) void prefetch(int64_t o, int64_t offset) const {  // see blocks.h
-    _mm_prefetch(reinterpret_cast<const char*>(data[0] + kOuts * offset + 64 * o + ahead), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(soon + kOuts * offset + 64 * o), _MM_HINT_T1);
+  }
+};
+
+// Rows of the weight that are multiplied now, of a block of them, and where those lie that this thread multiplies behind it.
+struct Part {
+  int64_t out, outs, end;
+  const uint8_t* after;
+
+  Quad quad(const Weight& w, int64_t first) const {
+    const int64_t ahead = kOuts * w.row_bytes < kAheadBytes ? kAheadBytes : kOuts * w.row_bytes;
+    const int64_t left = (end - first) * w.row_bytes - ahead;
+    return {w, first, left > 0 ? w.data + first * w.row_bytes + ahead : after - left};
   }
 };
 
@@ -182,30 +190,27 @@ inline void step(const Quad& w, const uint8_t* x, int64_t row_bytes, int64_t at,
 
 // y[R, kOuts] of a bfloat16 weight.
 template <int R>
-void numbers(const Matmul& m, const uint8_t*, int64_t row, int64_t out) {
-  const Quad w(m.w, out);
+void numbers(const Matmul& m, const uint8_t*, int64_t row, const Part& part, void*) {
   const uint8_t* x = static_cast<const uint8_t*>(m.x) + row * m.w.row_bytes;
-  __m512 sums[R][kOuts] = {};
-  int64_t at = 0, left = m.w.inner;
-  for (; left >= kStep; at += 2 * kStep, left -= kStep) step<R, true>(w, x, m.w.row_bytes, at, left, sums);
-  if (left) step<R, false>(w, x, m.w.row_bytes, at, left, sums);
-  for (int r = 0; r < R; ++r) write(m, row + r, out, sums_of(sums[r]));
+  for (int64_t out = part.out; out < part.out + part.outs; out += kOuts) {
+    const Quad w = part.quad(m.w, out);
+    __m512 sums[R][kOuts] = {};
+    int64_t at = 0, left = m.w.inner;
+    for (; left >= kStep; at += 2 * kStep, left -= kStep) step<R, true>(w, x, m.w.row_bytes, at, left, sums);
+    if (left) step<R, false>(w, x, m.w.row_bytes, at, left, sums);
+    for (int r = 0; r < R; ++r) write(m, row + r, out, sums_of(sums[r]));
+  }
 }
 
-// The codes of a segment of L steps, each step as 32 words. `left` counts the inputs from the segment's first.
-template <int Bits, int L>
+// The codes of a segment of L steps, each step as 32 words. `left` counts the inputs from the segment's first; without `Whole`
+// they may end within it.
+template <int Bits, int L, bool Whole>
 inline void unpack(const uint8_t* row, int64_t segment, int64_t left, __m512i (&words)[L]) {
   if constexpr (Bits == 8) {
     const uint8_t* from = row + segment * L * kStep;
-    if (left >= L * kStep) {
-      for (int i = 0; i < L; ++i, from += kStep) {
-        words[i] = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-      }
-    } else {
-      for (int i = 0; i < L; ++i, from += kStep, left -= kStep) {
-        const __mmask32 mask = left >= kStep ? ~0u : left > 0 ? (1u << left) - 1 : 0;
-        words[i] = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, from));
-      }
+    for (int i = 0; i < L; ++i, from += kStep, left -= kStep) {
+      const __mmask32 mask = Whole || left >= kStep ? ~0u : left > 0 ? (1u << left) - 1 : 0;
+      words[i] = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, from));
     }
   } else {
     constexpr int64_t unit = Bits == 4 ? 4 : 8;  // steps
@@ -227,18 +232,16 @@ inline void unpack(const uint8_t* row, int64_t segment, int64_t left, __m512i (&
 }
 
 // The codes of a segment of L steps as bytes, where they may be.
-template <int Bits, int L>
+template <int Bits, int L, bool Whole>
 inline void unpack_bytes(const uint8_t* row, int64_t segment, int64_t left, __m512i (&bytes)[L / 2]) {
   const uint8_t* from = row + segment * L * kStep * Bits / 8;
   if constexpr (Bits == 4) {
     const __m512i codes = _mm512_loadu_si512(from), mask = _mm512_set1_epi8(15);
     bytes[0] = _mm512_and_si512(codes, mask);
     bytes[1] = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
-  } else if (left >= L * kStep) {
-    for (int i = 0; i < L / 2; ++i) bytes[i] = _mm512_loadu_si512(from + 64 * i);
   } else {
     for (int i = 0; i < L / 2; ++i, left -= 64) {
-      const __mmask64 mask = left >= 64 ? ~uint64_t{0} : left > 0 ? (uint64_t{1} << left) - 1 : 0;
+      const __mmask64 mask = Whole || left >= 64 ? ~uint64_t{0} : left > 0 ? (uint64_t{1} << left) - 1 : 0;
       bytes[i] = _mm512_maskz_loadu_epi8(mask, from + 64 * i);
     }
   }
@@ -246,77 +249,131 @@ inline void unpack_bytes(const uint8_t* row, int64_t segment, int64_t left, __m5
 
 // Sums of products of a segment's codes with the packed integers of x.
 template <int L>
-inline __m512i multiply_bytes(const __m512i (&bytes)[L / 2], const uint8_t* integers, __m512i start) {
-  __m512i upper = _mm512_setzero_si512(), lower = start;
-  for (int i = 0; i < L / 2; ++i) {
-    upper = _mm512_dpbusd_epi32(upper, bytes[i], _mm512_loadu_si512(integers + i * 64));
-    lower = _mm512_dpbusd_epi32(lower, bytes[i], _mm512_loadu_si512(integers + (L / 2 + i) * 64));
-  }
-  return _mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower);
+inline __m512i multiply_bytes(const __m512i (&bytes)[L / 2], const uint8_t* integers) {
+  __m512i sum = _mm512_setzero_si512();
+  for (int i = 0; i < L / 2; ++i) sum = _mm512_dpbusd_epi32(sum, bytes[i], _mm512_loadu_si512(integers + i * 64));
+  sum = _mm512_slli_epi32(sum, 8);
+  for (int i = L / 2; i < L; ++i) sum = _mm512_dpbusd_epi32(sum, bytes[i - L / 2], _mm512_loadu_si512(integers + i * 64));
+  return sum;
 }
 
 template <int L>
-inline __m512i multiply_words(const __m512i (&words)[L], const uint8_t* integers, __m512i start) {
-  for (int i = 0; i < L; ++i) start = _mm512_dpwssd_epi32(start, words[i], _mm512_loadu_si512(integers + i * 64));
-  return start;
+inline __m512i multiply_words(const __m512i (&words)[L], const uint8_t* integers) {
+  __m512i sum = _mm512_setzero_si512();
+  for (int i = 0; i < L; ++i) sum = _mm512_dpwssd_epi32(sum, words[i], _mm512_loadu_si512(integers + i * 64));
+  return sum;
 }
 
-// y[R, kOuts] of a quantised weight, in segments of L steps.
-template <int R, int Bits, int L>
-void codes(const Matmul& m, const uint8_t* packed, int64_t row, int64_t out) {
-  const Quad w(m.w, out);
+// Scales or zeros in float32.
+void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, float* to) {
+  for (; count > 0; index += kLanes, to += kLanes, count -= kLanes) {
+    const __mmask16 mask = static_cast<__mmask16>(count >= kLanes ? 0xffff : (1 << count) - 1);
+    if (wide) {
+      _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(mask, static_cast<const float*>(numbers) + index));
+    } else {
+      const __m256i narrow = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(numbers) + index);
+      _mm512_storeu_si512(to, _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+    }
+  }
+}
+
+// The scales of rows of the weight, and their zeros if there are any, in float32.
+struct Numbers {
+  int64_t groups;
+  float *scales, *zeros;  // [kWidened, groups]
+
+  Numbers(const Weight& w, void* scratch)
+      : groups(w.groups), scales(static_cast<float*>(scratch)), zeros(scales + kWidened * groups + kLanes) {}
+
+  static size_t bytes(const Weight& w) { return static_cast<size_t>(2 * (kWidened * w.groups + kLanes) * 4); }
+
+  void widen(const Weight& w, int64_t out) {
+    const int64_t count = (w.out - out < kWidened ? w.out - out : kWidened) * groups;
+    widen_all(w.scales, w.wide_scales, out * groups, count, scales);
+    if (w.zeros) widen_all(w.zeros, w.wide_zeros, out * groups, count, zeros);
+  }
+};
+
+// sums[R, kOuts] += segment s of x times that of the weight, of which `left` inputs are left. The first row's numbers are at
+// `at`.
+template <int R, int Bits, int L, bool Zeros, bool Whole>
+inline void segment(const Quad& w, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes, const Numbers& n, int64_t at,
+                    __m512 (&sums)[R][kOuts]) {
+  constexpr int64_t kBytes = L * kStep * Bits / 8;
+  constexpr bool kInBytes = in_bytes(Bits, L);
+  const __m512 per_middle = _mm512_set1_ps(1.0f / static_cast<float>(1 << (Bits - 1)));
+#pragma GCC unroll 4
+  for (int o = 0; o < kOuts; ++o, at += n.groups) {
+    for (int64_t i = 0; i < kBytes; i += 64) w.prefetch(o, s * kBytes + i);
+    __m512i codes[kInBytes ? L / 2 : L];
+    if constexpr (kInBytes) {
+      unpack_bytes<Bits, L, Whole>(w.data[o], s, left, codes);
+    } else {
+      unpack<Bits, L, Whole>(w.data[o], s, left, codes);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const uint8_t* integers = x + r * x_bytes;
+      __m512i lanes;
+      if constexpr (kInBytes) {
+        lanes = multiply_bytes<L>(codes, integers);
+      } else {
+        lanes = multiply_words<L>(codes, integers);
+      }
+      const __m512 scale = _mm512_loadu_ps(integers + L * kStep * 2);
+      const __m512 middle = _mm512_loadu_ps(integers + L * kStep * 2 + kLanes * 4);
+      __m512 values = _mm512_fmsub_ps(_mm512_cvtepi32_ps(lanes), scale, middle);
+      if constexpr (Zeros) {  // more of what the codes count from
+        values = _mm512_fnmadd_ps(_mm512_mul_ps(middle, per_middle), _mm512_set1_ps(n.zeros[at]), values);
+      }
+      sums[r][o] = _mm512_fmadd_ps(values, _mm512_set1_ps(n.scales[at]), sums[r][o]);
+    }
+  }
+}
+
+// y[R, outs] of a quantised weight, in segments of L steps.
+template <int R, int Bits, int L, bool Zeros>
+void codes(const Matmul& m, const uint8_t* packed, int64_t row, const Part& part, void* scratch) {
   const Segments segments(m.w);
   const int64_t x_bytes = row_bytes(segments);
-  const uint8_t* x = packed + row * x_bytes;
-  const float per_zero = 1.0f / static_cast<float>(1 << (Bits - 1));
-  __m512 sums[R][kOuts] = {};
-  for (int64_t s = 0, group = 0, in_group = 0; s < segments.number; ++s, x += segment_bytes(L)) {
-    for (int o = 0; o < kOuts; ++o) {
-      constexpr int64_t bytes = L * kStep * Bits / 8;
-      for (int64_t i = 0; i < bytes; i += 64) w.prefetch(o, s * bytes + i);
-      constexpr bool kBytes = in_bytes(Bits, L);
-      __m512i codes[kBytes ? L / 2 : L];
-      if constexpr (kBytes) {
-        unpack_bytes<Bits, L>(w.data[o], s, m.w.inner - s * L * kStep, codes);
+  Numbers numbers(m.w, scratch);
+  for (int64_t done = 0; done < part.outs; done += kOuts) {
+    const int64_t out = part.out + done;
+    if (done % kWidened == 0) numbers.widen(m.w, out);
+    const Quad w = part.quad(m.w, out);
+    const uint8_t* x = packed + row * x_bytes;
+    __m512 sums[R][kOuts] = {};
+    int64_t at = done % kWidened * m.w.groups, left = m.w.inner;
+    for (int64_t s = 0, in_group = 0; s < segments.number; ++s, x += segment_bytes(L), left -= L * kStep) {
+      if (Bits != 8 || left >= L * kStep) {  // rows of fewer bits are padded
+        segment<R, Bits, L, Zeros, true>(w, s, left, x, x_bytes, numbers, at, sums);
       } else {
-        unpack<Bits, L>(w.data[o], s, m.w.inner - s * L * kStep, codes);
+        segment<R, Bits, L, Zeros, false>(w, s, left, x, x_bytes, numbers, at, sums);
       }
-      const __m512 scale = _mm512_set1_ps(read_number(m.w.scales, m.w.wide_scales, w.index[o] + group));
-      for (int r = 0; r < R; ++r) {
-        const uint8_t* integers = x + r * x_bytes;
-        const __m512i start = _mm512_loadu_si512(integers + L * kStep * 2 + kLanes * 4);
-        __m512i lanes;
-        if constexpr (kBytes) {
-          lanes = multiply_bytes<L>(codes, integers, start);
-        } else {
-          lanes = multiply_words<L>(codes, integers, start);
-        }
-        __m512 values = _mm512_cvtepi32_ps(lanes);
-        if (m.w.zeros) {  // more of what the codes count from
-          const float zero = read_number(m.w.zeros, m.w.wide_zeros, w.index[o] + group) * per_zero;
-          values = _mm512_fmadd_ps(_mm512_cvtepi32_ps(start), _mm512_set1_ps(zero), values);
-        }
-        values = _mm512_mul_ps(values, _mm512_loadu_ps(integers + L * kStep * 2));
-        sums[r][o] = _mm512_fmadd_ps(values, scale, sums[r][o]);
-      }
+      if (++in_group == segments.per_group) in_group = 0, ++at;
     }
-    if (++in_group == segments.per_group && group + 1 < m.w.groups) in_group = 0, ++group;
+    for (int r = 0; r < R; ++r) write(m, row + r, out, sums_of(sums[r]));
   }
-  for (int r = 0; r < R; ++r) write(m, row + r, out, sums_of(sums[r]));
 }
 
-using Product = void (*)(const Matmul&, const uint8_t* packed, int64_t row, int64_t out);
+using Product = void (*)(const Matmul&, const uint8_t* packed, int64_t row, const Part&, void* scratch);
+
+template <int R, int Bits, int L>
+Product codes_in(bool zeros) {
+  return zeros ? codes<R, Bits, L, true> : codes<R, Bits, L, false>;
+}
 
 template <int R, int Bits>
-Product codes_by(int64_t steps) {
-  return steps == 4 ? codes<R, Bits, 4> : steps == 2 ? codes<R, Bits, 2> : codes<R, Bits, 1>;
+Product codes_by(const Weight& w) {
+  const int64_t steps = Segments(w).steps;
+  const auto choose = steps == 4 ? codes_in<R, Bits, 4> : steps == 2 ? codes_in<R, Bits, 2> : codes_in<R, Bits, 1>;
+  return choose(w.zeros != nullptr);
 }
 
 template <int R>
 Product product_of(const Weight& w) {
   if (w.bits == 16) return numbers<R>;
-  const int64_t steps = Segments(w).steps;
-  return w.bits == 8 ? codes_by<R, 8>(steps) : w.bits == 4 ? codes_by<R, 4>(steps) : codes_by<R, 3>(steps);
+  return w.bits == 8 ? codes_by<R, 8>(w) : w.bits == 4 ? codes_by<R, 4>(w) : codes_by<R, 3>(w);
 }
 
 Block block(const Matmul& m) {
@@ -324,14 +381,16 @@ Block block(const Matmul& m) {
   return {0, kOuts * (quads ? quads : 1), 0, m.rows};
 }
 
-size_t scratch_bytes(const Matmul&) { return 0; }
+size_t scratch_bytes(const Matmul& m) { return m.w.bits == 16 ? 0 : Numbers::bytes(m.w); }
 
-void multiply(const Matmul& m, const void* packed, const Block& b, const Block*, void*) {
+void multiply(const Matmul& m, const void* packed, const Block& b, const Block* after, void* scratch) {
   const Product products[kRows] = {product_of<1>(m.w), product_of<2>(m.w), product_of<3>(m.w), product_of<4>(m.w)};
-  const auto* x = static_cast<const uint8_t*>(packed);
-  for (int64_t out = b.out; out < b.out + b.outs; out += kOuts) {
+  const int64_t end = b.out + b.outs;
+  Part part = {b.out, b.outs, end, m.w.data + (after ? after->out : end) * m.w.row_bytes};
+  if (b.rows > kRows) part.outs = kOuts;  // all rows of x meet it while it is in L1
+  for (; part.out < end; part.out += part.outs) {
     for (int64_t row = b.row, left = b.rows; left > 0; row += kRows, left -= kRows) {
-      products[(left < kRows ? left : kRows) - 1](m, x, row, out);
+      products[(left < kRows ? left : kRows) - 1](m, static_cast<const uint8_t*>(packed), row, part, scratch);
     }
   }
 }
