@@ -18,7 +18,7 @@ from jaxserve.quantization.rounding import quantize
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 DEQUANTIZE = jax.jit(QArray.dequantize, static_argnums=1)
-X_IN_16_BITS = {"vnni": 5e-5, "avx512bf16": 1e-4, "avx2": 1e-4}  # beside the largest of 8 numbers; of up to 128
+X_IN_16_BITS = {"vnni": 5e-5, "avx2few": 5e-5, "avx512bf16": 1e-4, "avx2": 1e-4}  # beside the largest of 8, 16, 128 numbers
 every_variant = pytest.mark.parametrize("variant", library.VARIANTS)
 
 

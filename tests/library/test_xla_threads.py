@@ -25,7 +25,7 @@ def asked(monkeypatch, config: EngineConfig, model, variants: tuple[str, ...]) -
     return environment.get(resolution.XLA_THREADS)
 
 
-@pytest.mark.parametrize("variants", [("amx", "vnni"), ("avx2", "portable")])
+@pytest.mark.parametrize("variants", [("amx", "vnni"), ("avx2few", "avx2", "portable")])
 def test_a_dense_model_in_bfloat16_that_native_kernels_multiply_leaves_xla_one_thread(monkeypatch, variants):
     assert asked(monkeypatch, EngineConfig(), DENSE, variants) == "1"
 
@@ -36,7 +36,7 @@ def test_a_dense_model_in_bfloat16_that_native_kernels_multiply_leaves_xla_one_t
         (EngineConfig(kernel_backend="xla"), DENSE, ("amx",)),
         (EngineConfig(), replace(DENSE, dtype="float32"), ("amx",)),
         (EngineConfig(), EXPERTS, ("amx",)),
-        (EngineConfig(), DENSE, ("avx512", "avx2")),
+        (EngineConfig(), DENSE, ("avx512", "avx2few", "avx2")),
         (EngineConfig(), DENSE, ()),
     ],
     ids=["xla", "float32", "experts", "xla-is-faster", "no-kernels"],

@@ -34,6 +34,7 @@ X86_64 = (
     ("attention_vnni.cc", [*AVX512, "-mavx512vnni", *QUIET]),
     ("attention_amx.cc", AMX),
     *(("matmul_panels.cc", flags) for flags in ([*AVX2, *QUIET], VNNI)),
+    ("matmul_avx2.cc", [*AVX2, *QUIET]),
     ("matmul_vnni.cc", VNNI),
     ("matmul_amx.cc", AMX),
 )

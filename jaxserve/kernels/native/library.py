@@ -17,7 +17,7 @@ ATTENTION, WRITE_AND_ATTEND = "jaxserve_paged_attention", "jaxserve_write_and_at
 KV_WRITE, MATMUL = "jaxserve_kv_write", "jaxserve_matmul"
 RESERVE_POOL, RELEASE_PAGES = "jaxserve_reserve_pool", "jaxserve_release_pages"
 CALLS = (ATTENTION, WRITE_AND_ATTEND, KV_WRITE, MATMUL, RESERVE_POOL, RELEASE_PAGES)
-VARIANTS = ("amx", "vnni", "avx512bf16", "avx512", "avx2", "portable")  # of the product, fastest first
+VARIANTS = ("amx", "vnni", "avx512bf16", "avx512", "avx2few", "avx2", "portable")  # of the product, fastest first
 HERE = Path(__file__).resolve().parent
 
 
@@ -82,7 +82,7 @@ def variants() -> tuple[str, ...]:
 
 def multiplies_all() -> bool:
     """Whether the variants here have a way for many rows of bfloat16 too, faster than XLA's products."""
-    return not {"amx", "avx512bf16"}.isdisjoint(variants()) or variants()[:1] == ("avx2",)
+    return not {"amx", "avx512bf16"}.isdisjoint(variants()) or variants()[:1] == ("avx2few",)
 
 
 @functools.cache

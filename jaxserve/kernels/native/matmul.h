@@ -49,7 +49,8 @@ struct Multiplier {
   void (*multiply)(const Matmul&, const void* packed, const Block&, const Block* after, void* scratch);
 };
 
-extern const Multiplier kMatmulAmx, kMatmulVnni, kMatmulAvx512, kMatmulAvx2;  // x in bfloat16
+extern const Multiplier kMatmulAmx, kMatmulVnni, kMatmulAvx512;  // x in bfloat16
+extern const Multiplier kMatmulFewAvx2, kMatmulAvx2;
 extern const Multiplier kMatmulFloatAvx512, kMatmulFloatAvx2, kMatmulFloatBaseline;
 
 // Whether this machine and its kernel let us use the matrix unit; asks the kernel for it.

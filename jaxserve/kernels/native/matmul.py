@@ -29,8 +29,8 @@ def matmul(x: Rows, w: jax.Array | QArray, *, dtype: DTypeLike = jnp.float32, va
 
     `variant` is one of `library.VARIANTS`, by default the fastest that this machine has for the dtype of `x`; one that
     it lacks is an error when the step runs. On the matrix unit a QArray's weights are rounded to bfloat16, like
-    `w.dequantize(bfloat16)`; "vnni", "avx512bf16" and "avx2", where they meet codes, round x to 16 bits beside its
-    neighbours; all else is computed in float32.
+    `w.dequantize(bfloat16)`; "vnni", "avx512bf16", "avx2few" and "avx2", where they meet codes, round x to 16 bits
+    beside its neighbours; all else is computed in float32.
     """
     call = jax.ffi.ffi_call(MATMUL, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype))
     operands, bits = (jax.tree.leaves(w), w.bits) if isinstance(w, QArray) else ([w], 16)

@@ -16,7 +16,8 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kVnniCodes = 4, kVnniNumbers = 8;  // rows up to which each weight is fastest read as it lies
+// Rows up to which each weight is fastest read as it lies, on AVX-512 and on AVX2.
+constexpr int64_t kVnniCodes = 4, kVnniNumbers = 8, kFewAvx2 = 4;
 
 // The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none. Each
 // gives a row the same result whatever the others are; which one runs may depend on how many rows there are.
@@ -32,7 +33,10 @@ const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, 
     if (name == "vnni" || (name.empty() && rows <= (codes ? kVnniCodes : kVnniNumbers))) return &kMatmulVnni;
     if (wanted("avx512bf16")) return &kMatmulAvx512;
   }
-  if (wanted("avx2") && bfloat16 && has_avx2() && (codes || !has_avx512() || !name.empty())) return &kMatmulAvx2;
+  if (bfloat16 && has_avx2() && (codes || !has_avx512() || !name.empty())) {
+    if (name == "avx2few" || (name.empty() && rows <= kFewAvx2)) return &kMatmulFewAvx2;
+    if (wanted("avx2")) return &kMatmulAvx2;
+  }
   if (wanted("avx512") && has_avx512()) return &kMatmulFloatAvx512;
   if (wanted("avx2") && has_avx2()) return &kMatmulFloatAvx2;
 #endif

@@ -10,9 +10,8 @@
 // and scaled. Each segment of x has a scale of its own, so that a number of it keeps more of its digits than bfloat16 has, unless
 // it is smaller than the largest by a factor of 2^7 or more. So a row's result does not depend on how many rows there are.
 //
-// With many rows a slice of a panel of two vectors of outs is turned into a buffer that stays in L1, and groups of rows of x are
-// multiplied by it, as many as registers have room for sums. With few it is used at once, by codes even without turning
-// (AVX2; AVX-512 has matmul_vnni.cc for them): integers may be added in any order.
+// A slice of a panel of two vectors of outs is turned into a buffer that stays in L1, and groups of rows of x are multiplied by it,
+// as many as registers have room for sums. For few rows there are matmul_avx2.cc and matmul_vnni.cc.
 
 #include "matmul.h"
 
@@ -35,7 +34,6 @@ namespace {
 constexpr int64_t kLanes = LANES;
 constexpr int64_t kPanel = 2 * kLanes;               // outs
 constexpr int kRows = LANES == 16 ? 12 : 6;          // 24 or 12 sums in registers
-constexpr int kFewNumbers = 4, kFewCodes = 3;        // rows that meet the weight at once, without a buffer (AVX2)
 constexpr int64_t kBlockBytes = 128 << 10;           // of the weight, for few rows: small enough to share out evenly,
 constexpr int64_t kBlockWork = 1 << 20;              // so many multiplications,
 constexpr int64_t kLeastBlocks = 4;                  // and parts of even a small weight
@@ -467,122 +465,9 @@ void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, cons
   }
 }
 
-#if LANES == 8
-// R rows and kLanes outs of a bfloat16 weight.
-template <int R>
-void multiply_few_numbers(const Matmul& m, const Packed& form, const int32_t* x, int64_t row, int64_t out) {
-  Floats sums[R] = {};
-  Ahead ahead(m.w, out + kLanes);
-  for (int64_t s = 0; s < form.slices; ++s) {
-    const Slice<16, kLanes> slice(m.w, out, s);
-    const int32_t* elements = x + form.at(s, row);
-    Floats chains[R][kChains] = {};
-    for (int64_t pair = 0; pair < inputs_of(16) / 2; pair += kColumns) {
-      Bits columns[kColumns];
-      turn(slice.first + pair * 4, slice.stride, columns);
-      for (int j = 0; j < kColumns; ++j) {
-        elements_of_pair(columns[j], [&](int chain, Bits weights) {
-          for (int r = 0; r < R; ++r) {
-            const Ints element = Ints{} + elements[r * elements_of(16) + chain * kChain + pair + j];
-            chains[r][chain] = add_products(chains[r][chain], (Ints)weights, element);
-          }
-        });
-      }
-      ahead.ask(kLanes * kColumns * 4);
-    }
-    for (int r = 0; r < R; ++r) {
-      for (const Floats chain : chains[r]) sums[r] += chain;
-    }
-  }
-  for (int r = 0; r < R; ++r) write(m, row + r, out, sums[r]);
-}
-
-// Sixteen codes as words: half `h` of step `s` of a slice, in the order that x has.
-template <int B>
-inline __m256i words_of(const uint8_t* row, int s, int h) {
-  if constexpr (B == 8) {
-    const __m256i bytes = load_words(row + 32 * s);
-    return h ? _mm256_srli_epi16(bytes, 8) : _mm256_and_si256(bytes, _mm256_set1_epi16(255));
-  } else if constexpr (B == 4) {
-    const __m256i codes = _mm256_srli_epi16(load_words(row + 32 * h), 4 * s);
-    return s == 3 ? codes : _mm256_and_si256(codes, _mm256_set1_epi16(15));
-  } else {
-    const __m256i codes = _mm256_and_si256(_mm256_srli_epi16(load_words(row + 32 * h), 2 * s), _mm256_set1_epi16(3));
-    int16_t mask;
-    __builtin_memcpy(&mask, row + 64 + 4 * s + 2 * h, 2);
-    const __m256i bits = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);
-    const __m256i set = _mm256_cmpeq_epi16(_mm256_and_si256(_mm256_set1_epi16(mask), bits), bits);
-    return _mm256_or_si256(codes, _mm256_and_si256(set, _mm256_set1_epi16(4)));
-  }
-}
-
-// The sums of the lanes of each.
-inline Ints sums_of(const __m256i (&x)[kLanes]) {
-  const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
-  const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(x[4], x[5]), _mm256_hadd_epi32(x[6], x[7]));
-  return (Ints)_mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
-}
-
-// R rows and kLanes outs of codes, in segments of L steps.
-template <int R, int B, int L>
-void multiply_few_codes(const Matmul& m, const Packed& form, const int32_t* x, int64_t row, int64_t out) {
-  const Segments& segments = form.segments;
-  constexpr int64_t kElements = elements_of(B);
-  Floats sums[R] = {};
-  Ahead ahead(m.w, out + kLanes);
-  for (int64_t slice = 0, segment = 0; segment < segments.number; ++slice) {
-    const Slice<B, kLanes> codes(m.w, out, slice);
-    const int32_t* pairs = x + form.at(slice, row);
-    for (int step = 0; step < int{inputs_of(B) / kStep} && segment < segments.number; step += L, ++segment) {
-      __m256i lanes[R][kLanes];
-      for (int o = 0; o < kLanes; ++o) {
-        for (int r = 0; r < R; ++r) lanes[r][o] = _mm256_setzero_si256();
-        for (int s = step; s < step + L; ++s) {
-          for (int h = 0; h < 2; ++h) {
-            const __m256i words = words_of<B>(codes.first + o * codes.stride, s, h);
-            for (int r = 0; r < R; ++r) {
-              const __m256i products = _mm256_madd_epi16(words, load_words(pairs + r * kElements + s * kStep / 2 + h * 8));
-              lanes[r][o] = _mm256_add_epi32(lanes[r][o], products);
-            }
-          }
-        }
-      }
-      const Scales scales(m.w, out, segment / segments.per_group);
-      for (int r = 0; r < R; ++r) {
-        const int64_t at = segment * form.rows + row + r;
-        const int32_t start = form.starts(x)[at];
-        sums[r] = scales.add(sums[r], sums_of(lanes[r]) + start, start, form.scales(x)[at], m.w.zeros);
-      }
-      ahead.ask(kLanes * L * kStep * B / 8);
-    }
-  }
-  for (int r = 0; r < R; ++r) write(m, row + r, out, sums[r]);
-}
-
-template <int R, int B>
-void multiply_few(const Matmul& m, const Packed& form, const int32_t* x, int64_t row, int64_t out) {
-  if constexpr (B == 16) {
-    multiply_few_numbers<R>(m, form, x, row, out);
-  } else {
-    const int64_t steps = form.segments.steps;
-    if (steps == 4) return multiply_few_codes<R, B, 4>(m, form, x, row, out);
-    if (steps == 2) return multiply_few_codes<R, B, 2>(m, form, x, row, out);
-    multiply_few_codes<R, B, 1>(m, form, x, row, out);
-  }
-}
-#endif
-
 template <int B>
 void multiply_block(const Matmul& m, const int32_t* x, const Block& b, const Block* after, int32_t* buffer) {
   const Packed form(m);
-#if LANES == 8
-  constexpr int kFew = B == 16 ? kFewNumbers : kFewCodes;
-  if (b.rows <= kFew) {
-    return with_rows<kFew>(b.rows, [&](auto rows) {
-      for (int64_t out = b.out; out < b.out + b.outs; out += kLanes) multiply_few<rows, B>(m, form, x, b.row, out);
-    });
-  }
-#endif
   const int64_t outs = b.rows <= kMemoryRows ? kPanel : b.outs;  // at once
   for (int64_t out = 0; out < b.outs; out += outs) {
     const Block part = {b.out + out, least(outs, b.outs - out), b.row, b.rows};

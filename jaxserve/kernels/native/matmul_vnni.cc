@@ -17,22 +17,15 @@
 
 #include <immintrin.h>
 
-#include "groups.h"
+#include "few.h"
 
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kOuts = 4;
-constexpr int64_t kRows = 4;                // 16 sums in registers
 constexpr int64_t kLanes = 16;
-constexpr int64_t kWidened = 32;            // rows of the weight whose scales are brought to float32 at once
-constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly
 // Rows longer than this, of which a page has two or more, are read one after the other: within a page the hardware foresees a
 // single stream best (Zen 4: 29 GB/s instead of 25). With shorter ones, which small models have, in cache, it would wait for sums.
 constexpr int64_t kShortBytes = 1024, kHalfPage = 2048;
-constexpr int64_t kAheadBytes = 8192;       // how far ahead memory is asked for, or four rows if they are longer
-
-inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 // Whether segments of so many steps meet x as bytes: eight bits in whole vectors, four bits in whole units.
 constexpr bool in_bytes(int bits, int64_t steps) { return bits == 8 ? steps >= 2 : bits == 4 && steps == 4; }
@@ -121,37 +114,6 @@ void pack(const Matmul& m, int64_t row, void* packed) {
     }
   }
 }
-
-// Four neighbouring rows of the weight; those beyond the last repeat it.
-struct Quad {
-  const uint8_t* data[kOuts];
-  const uint8_t* soon;  // what is asked for while they are read
-
-  Quad(const Weight& w, int64_t out, const uint8_t* soon) : soon(soon) {
-    for (int64_t o = 0; o < kOuts; ++o) data[o] = w.data + (out + o < w.out ? out + o : w.out - 1) * w.row_bytes;
-  }
-
-  // Asks for a line of what comes soon, once for each line read here. In the order in which it lies, and not in that of
-  // its use: prefetchers and memory are faster so. Into L2, where more requests may be under way than to L1.
-  __attribute__((always_inline)) void prefetch(int64_t o, int64_t offset) const {  // see blocks.h
-    prefetch_line(kOuts * offset + 64 * o);
-  }
-  __attribute__((always_inline)) void prefetch_line(int64_t offset) const {
-    _mm_prefetch(reinterpret_cast<const char*>(soon + offset), _MM_HINT_T1);
-  }
-};
-
-// Rows of the weight that are multiplied now, of a block of them, and where those lie that this thread multiplies behind it.
-struct Part {
-  int64_t out, outs, end;
-  const uint8_t* after;
-
-  Quad quad(const Weight& w, int64_t first) const {
-    const int64_t ahead = kOuts * w.row_bytes < kAheadBytes ? kAheadBytes : kOuts * w.row_bytes;
-    const int64_t left = (end - first) * w.row_bytes - ahead;
-    return {w, first, left > 0 ? w.data + first * w.row_bytes + ahead : after - left};
-  }
-};
 
 // The sums of the lanes of four vectors.
 inline __m128 sums_of(const __m512 (&x)[kOuts]) {
@@ -300,23 +262,6 @@ void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, flo
   }
 }
 
-// The scales of rows of the weight, and their zeros if there are any, in float32.
-struct Numbers {
-  int64_t groups;
-  float *scales, *zeros;  // [kWidened, groups]
-
-  Numbers(const Weight& w, void* scratch)
-      : groups(w.groups), scales(static_cast<float*>(scratch)), zeros(scales + kWidened * groups + kLanes) {}
-
-  static size_t bytes(const Weight& w) { return static_cast<size_t>(2 * (kWidened * w.groups + kLanes) * 4); }
-
-  void widen(const Weight& w, int64_t out) {
-    const int64_t count = (w.out - out < kWidened ? w.out - out : kWidened) * groups;
-    widen_all(w.scales, w.wide_scales, out * groups, count, scales);
-    if (w.zeros) widen_all(w.zeros, w.wide_zeros, out * groups, count, zeros);
-  }
-};
-
 // sums[R, kOuts] += segment s of x times that of the weight, of which `left` inputs are left. The first row's numbers are at
 // `at`.
 template <int R, int Bits, int L, bool Zeros, bool Whole>
@@ -362,7 +307,7 @@ void codes(const Matmul& m, const uint8_t* packed, int64_t row, const Part& part
   Numbers numbers(m.w, scratch);
   for (int64_t done = 0; done < part.outs; done += kOuts) {
     const int64_t out = part.out + done;
-    if (done % kWidened == 0) numbers.widen(m.w, out);
+    if (done % kWidened == 0) numbers.widen<widen_all>(m.w, out);
     const Quad w = part.quad(m.w, out);
     const uint8_t* x = packed + row * x_bytes;
     __m512 sums[R][kOuts] = {};
@@ -379,48 +324,18 @@ void codes(const Matmul& m, const uint8_t* packed, int64_t row, const Part& part
   }
 }
 
-using Product = void (*)(const Matmul&, const uint8_t* packed, int64_t row, const Part&, void* scratch);
+struct Vnni {
+  template <int R>
+  static constexpr Product numbers = jaxserve::numbers<R>;
+  template <int R, int Bits, int L, bool Zeros>
+  static constexpr Product codes = jaxserve::codes<R, Bits, L, Zeros>;
+};
 
-template <int R, int Bits, int L>
-Product codes_in(bool zeros) {
-  return zeros ? codes<R, Bits, L, true> : codes<R, Bits, L, false>;
-}
-
-template <int R, int Bits>
-Product codes_by(const Weight& w) {
-  const int64_t steps = Segments(w).steps;
-  const auto choose = steps == 4 ? codes_in<R, Bits, 4> : steps == 2 ? codes_in<R, Bits, 2> : codes_in<R, Bits, 1>;
-  return choose(w.zeros != nullptr);
-}
-
-template <int R>
-Product product_of(const Weight& w) {
-  if (w.bits == 16) return numbers<R>;
-  return w.bits == 8 ? codes_by<R, 8>(w) : w.bits == 4 ? codes_by<R, 4>(w) : codes_by<R, 3>(w);
-}
-
-Block block(const Matmul& m) {
-  const int64_t quads = kBlockBytes / (kOuts * m.w.row_bytes);
-  return {0, kOuts * (quads ? quads : 1), 0, m.rows};
-}
-
-size_t scratch_bytes(const Matmul& m) { return m.w.bits == 16 ? 0 : Numbers::bytes(m.w); }
-
-void multiply(const Matmul& m, const void* packed, const Block& b, const Block* after, void* scratch) {
-  const Product products[kRows] = {product_of<1>(m.w), product_of<2>(m.w), product_of<3>(m.w), product_of<4>(m.w)};
-  const int64_t end = b.out + b.outs;
-  Part part = {b.out, b.outs, end, m.w.data + (after ? after->out : end) * m.w.row_bytes};
-  if (b.rows > kRows) part.outs = kOuts;  // all rows of x meet it while it is in L1
-  for (; part.out < end; part.out += part.outs) {
-    for (int64_t row = b.row, left = b.rows; left > 0; row += kRows, left -= kRows) {
-      products[(left < kRows ? left : kRows) - 1](m, static_cast<const uint8_t*>(packed), row, part, scratch);
-    }
-  }
-}
+using Here = Few<Vnni>;
 
 }  // namespace
 
-extern const Multiplier kMatmulVnni = {packed_bytes, pack, block, scratch_bytes, multiply};
+extern const Multiplier kMatmulVnni = {packed_bytes, pack, Here::block, Here::scratch_bytes, Here::multiply};
 
 }  // namespace jaxserve
 

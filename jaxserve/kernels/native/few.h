@@ -1,0 +1,115 @@
+// What products of a few rows have in common, whatever the instruction set: four rows of the weight are read beside each other,
+// straight into registers, and each is used at once for all rows of x. For files as in vectors.h.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include "groups.h"
+
+namespace jaxserve {
+namespace {
+
+constexpr int64_t kOuts = 4;
+constexpr int64_t kRows = 4;                // that meet the weight at once
+constexpr int64_t kWidened = 32;            // rows of the weight whose scales are brought to float32 at once
+constexpr int64_t kLine = 16;               // of them may be written beyond the last
+constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly
+constexpr int64_t kAheadBytes = 8192;       // how far ahead memory is asked for, or four rows if they are longer
+
+// Four neighbouring rows of the weight; those beyond the last repeat it.
+struct Quad {
+  const uint8_t* data[kOuts];
+  const uint8_t* soon;  // what is asked for while they are read
+
+  Quad(const Weight& w, int64_t out, const uint8_t* soon) : soon(soon) {
+    for (int64_t o = 0; o < kOuts; ++o) data[o] = w.data + (out + o < w.out ? out + o : w.out - 1) * w.row_bytes;
+  }
+
+  // Asks for a line of what comes soon, once for each line read here. In the order in which it lies, and not in that of
+  // its use: prefetchers and memory are faster so. Into L2, where more requests may be under way than to L1.
+  __attribute__((always_inline)) void prefetch(int64_t o, int64_t offset) const {  // see blocks.h
+    prefetch_line(kOuts * offset + 64 * o);
+  }
+  __attribute__((always_inline)) void prefetch_line(int64_t offset) const {
+    _mm_prefetch(reinterpret_cast<const char*>(soon + offset), _MM_HINT_T1);
+  }
+};
+
+// Rows of the weight that are multiplied now, of a block of them, and where those lie that this thread multiplies behind it.
+struct Part {
+  int64_t out, outs, end;
+  const uint8_t* after;
+
+  Quad quad(const Weight& w, int64_t first) const {
+    const int64_t ahead = kOuts * w.row_bytes < kAheadBytes ? kAheadBytes : kOuts * w.row_bytes;
+    const int64_t left = (end - first) * w.row_bytes - ahead;
+    return {w, first, left > 0 ? w.data + first * w.row_bytes + ahead : after - left};
+  }
+};
+
+// The scales of rows of the weight, and their zeros if there are any, in float32.
+struct Numbers {
+  int64_t groups;
+  float *scales, *zeros;  // [kWidened, groups]
+
+  Numbers(const Weight& w, void* scratch)
+      : groups(w.groups), scales(static_cast<float*>(scratch)), zeros(scales + kWidened * groups + kLine) {}
+
+  static size_t bytes(const Weight& w) { return static_cast<size_t>(2 * (kWidened * w.groups + kLine) * 4); }
+
+  // `widen_all` brings scales or zeros to float32.
+  template <auto widen_all>
+  void widen(const Weight& w, int64_t out) {
+    const int64_t count = (w.out - out < kWidened ? w.out - out : kWidened) * groups;
+    widen_all(w.scales, w.wide_scales, out * groups, count, scales);
+    if (w.zeros) widen_all(w.zeros, w.wide_zeros, out * groups, count, zeros);
+  }
+};
+
+using Product = void (*)(const Matmul&, const uint8_t* packed, int64_t row, const Part&, void* scratch);
+
+// An instruction set I says how R rows meet numbers, numbers<R>, and codes in segments of L steps with zeros or without,
+// codes<R, Bits, L, Zeros>.
+template <typename I>
+struct Few {
+  template <int R, int Bits, int L>
+  static Product in_segments(bool zeros) {
+    return zeros ? I::template codes<R, Bits, L, true> : I::template codes<R, Bits, L, false>;
+  }
+
+  template <int R, int Bits>
+  static Product of_codes(const Weight& w) {
+    const int64_t steps = Segments(w).steps;
+    const auto choose = steps == 4 ? in_segments<R, Bits, 4> : steps == 2 ? in_segments<R, Bits, 2> : in_segments<R, Bits, 1>;
+    return choose(w.zeros != nullptr);
+  }
+
+  template <int R>
+  static Product product_of(const Weight& w) {
+    if (w.bits == 16) return I::template numbers<R>;
+    return w.bits == 8 ? of_codes<R, 8>(w) : w.bits == 4 ? of_codes<R, 4>(w) : of_codes<R, 3>(w);
+  }
+
+  static Block block(const Matmul& m) {
+    const int64_t quads = kBlockBytes / (kOuts * m.w.row_bytes);
+    return {0, kOuts * (quads ? quads : 1), 0, m.rows};
+  }
+
+  static size_t scratch_bytes(const Matmul& m) { return m.w.bits == 16 ? 0 : Numbers::bytes(m.w); }
+
+  static void multiply(const Matmul& m, const void* packed, const Block& b, const Block* after, void* scratch) {
+    const Product products[kRows] = {product_of<1>(m.w), product_of<2>(m.w), product_of<3>(m.w), product_of<4>(m.w)};
+    const int64_t end = b.out + b.outs;
+    Part part = {b.out, b.outs, end, m.w.data + (after ? after->out : end) * m.w.row_bytes};
+    if (b.rows > kRows) part.outs = kOuts;  // all rows of x meet it while it is in L1
+    for (; part.out < end; part.out += part.outs) {
+      for (int64_t row = b.row, left = b.rows; left > 0; row += kRows, left -= kRows) {
+        products[(left < kRows ? left : kRows) - 1](m, static_cast<const uint8_t*>(packed), row, part, scratch);
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace jaxserve

@@ -1,0 +1,350 @@
+// Products of a few rows of bfloat16 at the speed of memory, on AVX2.
+//
+// Four rows of the weight are read beside each other, straight into registers, and each is used at once for all rows of x
+// (few.h). bfloat16 numbers are widened to float32, the even and the odd ones apart, which takes no shuffles; x is brought to that
+// order. Codes meet x in 16-bit fixed point, in integers that 8 lanes of 32 bits add up; only when a segment is through, of at most
+// 128 inputs, are the lanes brought to float32 and scaled. Each lane of a segment of x has a scale of its own, the largest of the at
+// most 16 numbers that it holds, so that x keeps more of its digits than bfloat16 has, unless it is smaller than its greatest
+// neighbour by a factor of 2^8 or more.
+//
+// Four bits in segments of whole units stay bytes, and the integers of x are their upper and their lower bytes, x = 256 * upper +
+// lower with both signed: four products of codes fit into 16 bits, and only their sums are widened. All other codes are widened to
+// words first. Codes count from 0 there; what they count from, times x, is taken off by the instruction that scales the lanes.
+
+#include "matmul.h"
+
+#if defined(__x86_64__)
+
+#include "few.h"
+#include "vectors.h"
+
+namespace jaxserve {
+namespace {
+
+constexpr int64_t kLanes = LANES;
+constexpr int64_t kVector = 16;  // inputs of a vector of words, or of two of floats
+
+// Whether segments of so many steps meet x as bytes.
+constexpr bool in_bytes(int bits, int64_t steps) { return bits == 4 && steps == 4; }
+
+// A packed segment: the integers (as words, or all upper bytes and then all lower ones), the lanes' scales, and the lanes' sums
+// of x times the middle of the codes, which is what they count from without zeros.
+constexpr int64_t segment_bytes(int64_t steps) { return steps * kStep * 2 + kLanes * 8; }
+
+// A packed row; for numbers, all inputs in float32.
+int64_t row_bytes(const Weight& w) {
+  const Segments s(w);
+  return w.bits == 16 ? steps_of(w.inner) * kStep * 4 : s.number * segment_bytes(s.steps);
+}
+
+size_t packed_bytes(const Matmul& m) { return static_cast<size_t>(m.rows * row_bytes(m.w)); }
+
+inline __m256i load_integers(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline void store_integers(void* to, Ints x) { __builtin_memcpy(to, &x, sizeof(x)); }
+
+// `Size` elements, the first `left` of them from memory and zeros behind these.
+template <typename T, int64_t Size>
+struct Filled {
+  alignas(32) T elements[Size] = {};
+
+  Filled(const T* from, int64_t left) {
+    __builtin_memcpy(elements, from, static_cast<size_t>(left < Size ? left : Size) * sizeof(T));
+  }
+};
+
+template <int Steps>
+void pack_segment(const uint16_t* x, int bits, uint8_t* to) {
+  constexpr int kVectors = Steps * kStep / kVector;
+  Pair pairs[kVectors];
+  Floats largest = {}, poison = {};
+  const auto look_at = [&](Floats numbers) {
+    const Floats size = (Floats)((Bits)numbers & 0x7fffffffu);
+    largest = size > largest ? size : largest;
+    poison += numbers * 0.0f;  // what is not finite stays
+  };
+  for (int i = 0; i < kVectors; ++i) {
+    pairs[i] = load_pair(x + kVector * i);
+    look_at(pairs[i].first);
+    look_at(pairs[i].second);
+  }
+  constexpr float kMost = 127 * 256 + 127, kLeast = 1e-30f;  // below it the quotient may overflow
+  const Floats factor = largest > kLeast ? kMost / largest : Floats{};
+  const Floats scale = (largest > kLeast ? largest * (1 / kMost) : Floats{}) + poison;
+  const auto whole = [factor](Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)(x * factor)); };
+  Ints even[kVectors], odd[kVectors], sum = {};
+  for (int i = 0; i < kVectors; ++i) {
+    even[i] = whole(pairs[i].first);
+    odd[i] = whole(pairs[i].second);
+    sum += even[i] + odd[i];
+  }
+  for (int i = 0; i < kVectors; ++i) {
+    if (!in_bytes(bits, Steps)) {
+      store_integers(to + 32 * i, (even[i] & 0xffff) | odd[i] << 16);
+    } else if (i < kVectors / 2) {  // where a unit's bytes have half i / 2 of steps i % 2 and i % 2 + 2
+      const int a = 2 * (i % 2) + i / 2, b = a + kVectors / 2;
+      const auto bytes = [&](auto part) {
+        return (part(even[a]) & 255) | (part(even[b]) & 255) << 8 | (part(odd[a]) & 255) << 16 | part(odd[b]) << 24;
+      };
+      store_integers(to + 32 * i, bytes([](Ints x) { return (x + 128) >> 8; }));
+      store_integers(to + 32 * (i + kVectors / 2), bytes([](Ints x) { return x; }));
+    }
+  }
+  auto* scales = reinterpret_cast<float*>(to + Steps * kStep * 2);
+  store(scales, scale);
+  store(scales + kLanes, convert<Floats>(sum << (bits - 1)) * scale);
+}
+
+template <int Steps>
+void pack_codes(const uint16_t* x, int64_t inputs, int bits, uint8_t* to) {
+  constexpr int64_t kInputs = Steps * kStep;
+  for (; inputs >= kInputs; x += kInputs, inputs -= kInputs, to += segment_bytes(Steps)) pack_segment<Steps>(x, bits, to);
+  if (inputs > 0) pack_segment<Steps>(Filled<uint16_t, kInputs>(x, inputs).elements, bits, to);
+}
+
+void pack_numbers(const uint16_t* x, int64_t inputs, float* to) {
+  for (; inputs >= kStep; x += kStep, inputs -= kStep, to += kStep) {
+    for (int64_t i = 0; i < kStep; i += kVector) store_pair(to + i, load_pair(x + i));
+  }
+  if (inputs == 0) return;
+  const Filled<uint16_t, kStep> rest(x, inputs);
+  for (int64_t i = 0; i < kStep; i += kVector) store_pair(to + i, load_pair(rest.elements + i));
+}
+
+void pack(const Matmul& m, int64_t row, void* packed) {
+  const int64_t inner = m.w.inner, steps = Segments(m.w).steps;
+  for (const int64_t end = row + kPackRows < m.rows ? row + kPackRows : m.rows; row < end; ++row) {
+    const uint16_t* x = static_cast<const uint16_t*>(m.x) + row * inner;
+    uint8_t* to = static_cast<uint8_t*>(packed) + row * row_bytes(m.w);
+    if (m.w.bits == 16) {
+      pack_numbers(x, inner, reinterpret_cast<float*>(to));
+    } else if (steps == 4) {
+      pack_codes<4>(x, inner, m.w.bits, to);
+    } else if (steps == 2) {
+      pack_codes<2>(x, inner, m.w.bits, to);
+    } else {
+      pack_codes<1>(x, inner, m.w.bits, to);
+    }
+  }
+}
+
+// The sums of the lanes of four vectors.
+inline __m128 sums_of(const Floats (&x)[kOuts]) {
+  const auto pairs = [](Floats x, Floats y) {
+    return _mm256_add_ps(_mm256_unpacklo_ps((__m256)x, (__m256)y), _mm256_unpackhi_ps((__m256)x, (__m256)y));
+  };
+  const __m256 a = pairs(x[0], x[1]), b = pairs(x[2], x[3]);
+  const __m256 c = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+  return _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1));
+}
+
+inline void write(const Matmul& m, int64_t row, int64_t out, __m128 sums) {
+  const int64_t left = m.w.out - out, at = row * m.w.out + out;
+  const auto put = [count = static_cast<size_t>(left < kOuts ? left : kOuts)](auto* to, const void* values) {
+    if (count == kOuts) return void(__builtin_memcpy(to, values, kOuts * sizeof(*to)));
+    __builtin_memcpy(to, values, count * sizeof(*to));
+  };
+  if (m.y_bfloat16) {
+    const __m256i rounded = (__m256i)(round_to_bfloat16((Floats)_mm256_castps128_ps256(sums)) >> 16);
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm_setzero_si128());
+    put(static_cast<uint16_t*>(m.y) + at, &words);
+  } else {
+    put(static_cast<float*>(m.y) + at, &sums);
+  }
+}
+
+// sums[R, kOuts] += a step of x [R, inputs] times rows of numbers.
+template <int R>
+inline void step(const uint16_t* const (&rows)[kOuts], const float* x, int64_t inputs, Floats (&sums)[R][kOuts]) {
+#pragma GCC unroll 4
+  for (int o = 0; o < kOuts; ++o) {
+    for (int64_t i = 0; i < kStep; i += kVector) {
+      const Pair weights = load_pair(rows[o] + i);
+      for (int r = 0; r < R; ++r) {
+        const Pair numbers = load_pair(x + r * inputs + i);
+        sums[r][o] += weights.first * numbers.first;
+        sums[r][o] += weights.second * numbers.second;
+      }
+    }
+  }
+}
+
+// y[R, kOuts] of a bfloat16 weight.
+template <int R>
+void multiply_numbers(const Matmul& m, const float* x, int64_t inputs, int64_t row, int64_t out, const Quad& w) {
+  Floats sums[R][kOuts] = {};
+  int64_t i = 0;
+  const auto at = [&](int o) { return reinterpret_cast<const uint16_t*>(w.data[o]) + i; };
+  for (; i + kStep <= m.w.inner; i += kStep) {
+    for (int64_t o = 0; o < kOuts; ++o) w.prefetch(o, 2 * i);
+    step<R>({at(0), at(1), at(2), at(3)}, x + i, inputs, sums);
+  }
+  if (const int64_t left = m.w.inner - i; left > 0) {
+    using Rest = Filled<uint16_t, kStep>;
+    const Rest rest[kOuts] = {{at(0), left}, {at(1), left}, {at(2), left}, {at(3), left}};
+    step<R>({rest[0].elements, rest[1].elements, rest[2].elements, rest[3].elements}, x + i, inputs, sums);
+  }
+  for (int r = 0; r < R; ++r) write(m, row + r, out, sums_of(sums[r]));
+}
+
+template <int R>
+void numbers(const Matmul& m, const uint8_t* packed, int64_t row, const Part& part, void*) {
+  const int64_t inputs = row_bytes(m.w) / 4;
+  const float* x = reinterpret_cast<const float*>(packed) + row * inputs;
+  for (int64_t out = part.out; out < part.out + part.outs; out += kOuts) {
+    const Quad w = part.quad(m.w, out);
+    if constexpr (R <= 3) {
+      multiply_numbers<R>(m, x, inputs, row, out, w);
+    } else {  // more sums than registers
+      multiply_numbers<2>(m, x, inputs, row, out, w);
+      multiply_numbers<R - 2>(m, x + 2 * inputs, inputs, row + 2, out, w);
+    }
+  }
+}
+
+// The codes of a segment of L steps as words, 16 to a vector. `left` counts the inputs from the segment's first; without `Whole`
+// they end within it.
+template <int Bits, int L, bool Whole>
+inline void unpack(const uint8_t* row, int64_t segment, int64_t left, __m256i (&words)[2 * L]) {
+  if constexpr (Bits == 8 && !Whole) {
+    const Filled<uint8_t, L * kStep> rest(row + segment * L * kStep, left);
+    unpack<Bits, L, true>(rest.elements, 0, left, words);
+  } else if constexpr (Bits == 8) {
+    const auto* from = reinterpret_cast<const __m128i*>(row + segment * L * kStep);
+    for (int i = 0; i < 2 * L; ++i) words[i] = _mm256_cvtepu8_epi16(_mm_loadu_si128(from + i));
+  } else {
+    constexpr int64_t unit = Bits == 4 ? 4 : 8;  // steps
+    constexpr int width = Bits == 4 ? 4 : 2;
+    const int64_t within = segment * L % unit;
+    const uint8_t* from = row + (segment * L - within) * kStep * Bits / 8;
+    for (int h = 0; h < 2; ++h) {
+      const __m256i all = _mm256_srl_epi16(load_integers(from + 32 * h), _mm_cvtsi64_si128(within * width));
+      for (int i = 0; i < L; ++i) {
+        __m256i& codes = words[2 * i + h];
+        codes = _mm256_and_si256(_mm256_srli_epi16(all, i * width), _mm256_set1_epi16((1 << width) - 1));
+        if constexpr (Bits == 3) {
+          int16_t mask;
+          __builtin_memcpy(&mask, from + 64 + 4 * (within + i) + 2 * h, 2);
+          const __m256i bits = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);
+          const __m256i set = _mm256_cmpeq_epi16(_mm256_and_si256(_mm256_set1_epi16(mask), bits), bits);
+          codes = _mm256_or_si256(codes, _mm256_and_si256(set, _mm256_set1_epi16(4)));
+        }
+      }
+    }
+  }
+}
+
+// The codes of a unit of four bits as bytes.
+inline void unpack_bytes(const uint8_t* unit, __m256i (&bytes)[4]) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  for (int h = 0; h < 2; ++h) {
+    const __m256i codes = load_integers(unit + 32 * h);
+    bytes[2 * h] = _mm256_and_si256(codes, mask);
+    bytes[2 * h + 1] = _mm256_and_si256(_mm256_srli_epi16(codes, 4), mask);
+  }
+}
+
+// As one piece, because compilers move the additions behind all products, and then run out of registers.
+inline void add_products(__m256i& sums, __m256i bytes, const __m256i& x) {
+  __m256i products;
+  __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(bytes), "m"(x));
+}
+
+// Sums of products of a segment's codes with the packed integers of x. Of four bytes, 4 * 2 * 15 * 128 at most.
+inline __m256i multiply_bytes(const __m256i (&bytes)[4], const __m256i* integers) {
+  __m256i upper = _mm256_maddubs_epi16(bytes[0], integers[0]), lower = _mm256_maddubs_epi16(bytes[0], integers[4]);
+#pragma GCC unroll 4
+  for (int i = 1; i < 4; ++i) {
+    add_products(upper, bytes[i], integers[i]);
+    add_products(lower, bytes[i], integers[4 + i]);
+  }
+  upper = _mm256_madd_epi16(upper, _mm256_set1_epi16(256));
+  return _mm256_add_epi32(upper, _mm256_madd_epi16(lower, _mm256_set1_epi16(1)));
+}
+
+template <int Vectors>
+inline __m256i multiply_words(const __m256i (&words)[Vectors], const __m256i* integers) {
+  __m256i sum = _mm256_madd_epi16(words[0], integers[0]);
+  for (int i = 1; i < Vectors; ++i) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(words[i], integers[i]));
+  return sum;
+}
+
+// Scales or zeros in float32.
+void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = read_number(numbers, wide, index + i);
+}
+
+// sums[R, kOuts] += segment s of x times that of the weight, of which `left` inputs are left. The first row's numbers are at
+// `at`.
+template <int R, int Bits, int L, bool Zeros, bool Whole>
+inline void segment(const Quad& w, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes, const Numbers& n, int64_t at,
+                    Floats (&sums)[R][kOuts]) {
+  constexpr int64_t kBytes = L * kStep * Bits / 8;
+  constexpr float kPerMiddle = 1.0f / static_cast<float>(1 << (Bits - 1));
+#pragma GCC unroll 4
+  for (int o = 0; o < kOuts; ++o, at += n.groups) {
+    for (int64_t i = 0; i < kBytes; i += 64) w.prefetch(o, s * kBytes + i);
+    __m256i codes[in_bytes(Bits, L) ? 4 : 2 * L];
+    if constexpr (in_bytes(Bits, L)) {
+      unpack_bytes(w.data[o] + s * kBytes, codes);
+    } else {
+      unpack<Bits, L, Whole>(w.data[o], s, left, codes);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const auto* integers = reinterpret_cast<const __m256i*>(x + r * x_bytes);
+      __m256i lanes;
+      if constexpr (in_bytes(Bits, L)) {
+        lanes = multiply_bytes(codes, integers);
+      } else {
+        lanes = multiply_words(codes, integers);
+      }
+      const auto* scales = reinterpret_cast<const float*>(integers + 2 * L);
+      const Floats scale = load(scales), middle = load(scales + kLanes);
+      Floats values = convert<Floats>((Ints)lanes) * scale - middle;
+      if constexpr (Zeros) values -= middle * kPerMiddle * n.zeros[at];  // more of what the codes count from
+      sums[r][o] += values * n.scales[at];
+    }
+  }
+}
+
+// y[R, outs] of a quantised weight, in segments of L steps.
+template <int R, int Bits, int L, bool Zeros>
+void codes(const Matmul& m, const uint8_t* packed, int64_t row, const Part& part, void* scratch) {
+  const Segments segments(m.w);
+  const int64_t x_bytes = row_bytes(m.w);
+  Numbers numbers(m.w, scratch);
+  for (int64_t done = 0; done < part.outs; done += kOuts) {
+    const int64_t out = part.out + done;
+    if (done % kWidened == 0) numbers.widen<widen_all>(m.w, out);
+    const Quad w = part.quad(m.w, out);
+    const uint8_t* x = packed + row * x_bytes;
+    Floats sums[R][kOuts] = {};
+    int64_t at = done % kWidened * m.w.groups, left = m.w.inner;
+    for (int64_t s = 0, in_group = 0; s < segments.number; ++s, x += segment_bytes(L), left -= L * kStep) {
+      if (Bits != 8 || left >= L * kStep) {  // rows of fewer bits are padded
+        segment<R, Bits, L, Zeros, true>(w, s, left, x, x_bytes, numbers, at, sums);
+      } else {
+        segment<R, Bits, L, Zeros, false>(w, s, left, x, x_bytes, numbers, at, sums);
+      }
+      if (++in_group == segments.per_group) in_group = 0, ++at;
+    }
+    for (int r = 0; r < R; ++r) write(m, row + r, out, sums_of(sums[r]));
+  }
+}
+
+struct Avx2 {
+  template <int R>
+  static constexpr Product numbers = jaxserve::numbers<R>;
+  template <int R, int Bits, int L, bool Zeros>
+  static constexpr Product codes = jaxserve::codes<R, Bits, L, Zeros>;
+};
+
+using Here = Few<Avx2>;
+
+}  // namespace
+
+extern const Multiplier kMatmulFewAvx2 = {packed_bytes, pack, Here::block, Here::scratch_bytes, Here::multiply};
+
+}  // namespace jaxserve
+
+#endif
