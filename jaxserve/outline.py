@@ -99,7 +99,7 @@ def _buckets(config: EngineConfig, platform: str, defaults: PlatformDefaults, wa
         )
     width = -(-wanted_len // config.page_size)
     widths = (width,) if platform == "cpu" else _width_buckets(width)
-    return Buckets(seqs, prefill // defaults.tile, defaults.tile, min(defaults.min_rows, seqs), widths)
+    return Buckets(seqs, prefill // defaults.tile, defaults.tile, min(defaults.min_rows, seqs), widths, platform == "cpu")
 
 
 def _width_buckets(width: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from jaxserve.core.work import Work
 from jaxserve.executor.shapes import StepShape
@@ -14,6 +15,12 @@ def powers_of_two(low: int, high: int) -> tuple[int, ...]:
         sizes.append(low)
         low *= 2
     return (*sizes, high)
+
+
+def halfway_too(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Powers of two with those sizes between them, from 6 on, that are half as large again as the one before."""
+    between = {low + low // 2 for low, high in pairwise(sizes) if low >= 4 and low + low // 2 < high}
+    return tuple(sorted({*sizes, *between}))
 
 
 def at_least(sizes: tuple[int, ...], wanted: int) -> int:
@@ -30,10 +37,12 @@ class Buckets:
     tile: int
     min_rows: int  # smaller products are slower on some platforms than padded ones
     widths: tuple[int, ...]
+    finer: bool = False  # decode rows also between powers of two: where padded rows cost as much as others
 
     @cached_property
     def decodes(self) -> tuple[int, ...]:
-        return powers_of_two(min(self.min_rows, self.max_num_seqs), self.max_num_seqs)
+        sizes = powers_of_two(min(self.min_rows, self.max_num_seqs), self.max_num_seqs)
+        return halfway_too(sizes) if self.finer else sizes
 
     @cached_property
     def mixed_decodes(self) -> tuple[int, ...]:
