@@ -98,8 +98,9 @@ def _buckets(config: EngineConfig, platform: str, defaults: PlatformDefaults, wa
             f"{defaults.tile} = {seqs + defaults.tile}"
         )
     width = -(-wanted_len // config.page_size)
-    widths = (width,) if platform == "cpu" else _width_buckets(width)
-    return Buckets(seqs, prefill // defaults.tile, defaults.tile, min(defaults.min_rows, seqs), widths, platform == "cpu")
+    on_cpu = platform == "cpu"
+    widths = (width,) if on_cpu else _width_buckets(width)
+    return Buckets(seqs, prefill // defaults.tile, defaults.tile, min(defaults.min_rows, seqs), widths, finer=on_cpu)
 
 
 def _width_buckets(width: int) -> tuple[int, ...]:

@@ -32,10 +32,13 @@ def test_every_step_gets_the_smallest_shape_that_holds_it(seqs: int, finer: bool
     assert len(shapes) == len(set(shapes))
     for decodes in range(1, seqs + 1):
         shape = grid.shape(decodes, 0, 1)
-        assert shape in shapes and shape.decodes == min(n for n in grid.decodes if n >= decodes)
+        assert shape in shapes
+        assert shape.decodes == min(n for n in grid.decodes if n >= decodes)
         assert shape.rows >= shape.decodes
     for decodes in (0, 1, seqs):
         for tiles in range(1, 5):
             shape = grid.shape(decodes, tiles, 1)
-            assert shape in shapes and decodes <= shape.decodes and tiles <= shape.tiles < 2 * tiles
+            assert shape in shapes
+            assert decodes <= shape.decodes
+            assert tiles <= shape.tiles < 2 * tiles
             assert shape.rows >= decodes + tiles

@@ -18,7 +18,8 @@ from jaxserve.quantization.rounding import quantize
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 DEQUANTIZE = jax.jit(QArray.dequantize, static_argnums=1)
-X_IN_16_BITS = {"vnni": 5e-5, "avx2few": 5e-5, "avx512bf16": 1e-4, "avx2": 1e-4}  # beside the largest of 8, 16, 128 numbers
+# Beside the largest of 8, 16 and up to 128 numbers.
+X_IN_16_BITS = {"vnni": 5e-5, "avx2few": 5e-5, "avx512bf16": 1e-4, "avx2": 1e-4}
 every_variant = pytest.mark.parametrize("variant", library.VARIANTS)
 
 
