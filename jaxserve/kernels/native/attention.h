@@ -41,7 +41,8 @@ using Attend = void (*)(const Attention&, const Tile&, const Tile* after, float*
 void attend_baseline(const Attention&, const Tile&, const Tile* after, float* scratch);
 void attend_avx2(const Attention&, const Tile&, const Tile* after, float* scratch);
 void attend_avx512(const Attention&, const Tile&, const Tile* after, float* scratch);
-void attend_decode(const Attention&, const Tile&, const Tile* after, float* scratch);  // bfloat16, one token
+void attend_decode_avx2(const Attention&, const Tile&, const Tile* after, float* scratch);    // bfloat16, one token
+void attend_decode_avx512(const Attention&, const Tile&, const Tile* after, float* scratch);  // the same
 void attend_vnni(const Attention&, const Tile&, const Tile* after, float* scratch);  // bfloat16 queries, int8 pools
 void attend_amx(const Attention&, const Tile&, const Tile* after, float* scratch);   // bfloat16; head_dim a multiple of 32
 

@@ -38,10 +38,11 @@ Attend best_attend(int64_t max_lanes, const Attention& a) {
 }
 
 // What computes rows that decode, which bring few query rows to each key; `best` otherwise.
-Attend decode_attend([[maybe_unused]] int64_t max_lanes, [[maybe_unused]] const Attention& a, Attend best) {
+Attend decode_attend([[maybe_unused]] const Attention& a, Attend best) {
 #if defined(__x86_64__)
-  const bool fits = max_lanes >= kMaxLanes && a.head_dim % 32 == 0 && a.head_dim <= 256;
-  if (best == attend_avx512 && fits && a.bfloat16 && !a.int8 && __builtin_cpu_supports("avx512bf16")) return attend_decode;
+  if (!a.bfloat16 || a.int8) return best;
+  if (best == attend_avx2) return attend_decode_avx2;
+  if (best == attend_avx512 && a.head_dim <= 256 && __builtin_cpu_supports("avx512bf16")) return attend_decode_avx512;
 #endif
   return best;
 }
@@ -127,7 +128,7 @@ ffi::Error attend(const Attention& attention, int64_t all_tokens, int64_t pages,
   auto job = std::make_shared<Job>();
   job->attention = attention;
   const Attend best = best_attend(limits.max_lanes, attention);
-  job->decode_attend = decode_attend(limits.max_lanes, attention, best);
+  job->decode_attend = decode_attend(attention, best);
   job->chunk_attend = chunk_attend(limits.matrix_unit, attention, best);
   if (best == nullptr) {
     return ffi::Error::InvalidArgument("paged_attention: no kernel for head_dim " + std::to_string(attention.head_dim));

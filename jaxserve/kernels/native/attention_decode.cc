@@ -1,8 +1,10 @@
-// Flash attention of rows that decode, on AVX512-BF16: bfloat16 queries and pools, head_dim a multiple of 32.
+// Flash attention of rows that decode, on AVX512-BF16 and on AVX2: bfloat16 queries and pools, head_dim a multiple of two
+// vectors of floats.
 //
 // A decode row brings few query rows to each key, so that turning keys would cost more than multiplying by them. Instead
-// keys are multiplied as they lie, two numbers to a lane, and the lanes of 16 keys are added up together. Products of
-// bfloat16 numbers are exact, and sums are in float32. Values are widened in registers, once for up to 6 query rows.
+// keys are multiplied as they lie, and the lanes of as many keys as there are lanes are added up together. AVX512-BF16
+// multiplies pairs of numbers; on AVX2 keys are widened in registers, once for all query rows. Products of bfloat16 numbers are
+// exact, and sums are in float32. Values are widened in registers, once for up to 6 query rows.
 
 #if defined(__x86_64__)
 
@@ -12,14 +14,20 @@
 
 #include "softmax.h"
 
+#if LANES == 16
+#define ATTEND attend_decode_avx512
+#else
+#define ATTEND attend_decode_avx2
+#endif
+
 namespace jaxserve {
 namespace {
 
-constexpr int kRows = 6;   // query rows that share what is read of values: 24 sums in registers
+constexpr int kRows = 6;  // query rows that share what is read
 constexpr int kPair = 2 * LANES;
 
 struct Scratch {
-  float *scores, *decay, *out, *total, *top;
+  float *q, *scores, *decay, *out, *total, *top;  // q: on AVX2, in the order of pairs
 };
 
 // Adds up the lanes of each vector, sum of vector i in lane i: in each step halves of two vectors meet.
@@ -36,15 +44,16 @@ inline Floats add_lanes(Floats (&x)[LANES], std::index_sequence<I...> lanes) {
   }
 }
 
-inline __m512bh load_numbers(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
-
-// Numbers of `row` from `d` on, N vectors. All rows of a block can be asked for if it has any: see `Blocks`.
-template <int N>
-__attribute__((always_inline)) inline void ask(const void* row, int64_t d) {
-  for (int n = 0; n < N; ++n) __builtin_prefetch(static_cast<const uint16_t*>(row) + d + n * kPair);
+// `count` numbers of `row` from `d` on. All rows of a block can be asked for if it has any: see `Blocks`.
+__attribute__((always_inline)) inline void ask(const void* row, int64_t d, int64_t count) {
+  for (int64_t n = 0; n < count; n += 32) __builtin_prefetch(static_cast<const uint16_t*>(row) + d + n);
 }
 
-// scores[kBlock] of a query row [32 V] and the first keys, as many as there are. With `ask_next` the next ones are asked for.
+// scores[R, kBlock] of query rows [R, D] and the first keys, as many as there are. With `ask_next` the next ones are asked for.
+#if LANES == 16
+inline __m512bh load_numbers(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+// Of one row [32 V], which stays in registers.
 template <int V, bool ask_next>
 void multiply_keys(const Rows<uint16_t>& rows, const Coming& next, const uint16_t* q, float scale, float* scores) {
   __m512bh query[V];
@@ -52,7 +61,7 @@ void multiply_keys(const Rows<uint16_t>& rows, const Coming& next, const uint16_
   for (int t = 0; t < rows.count; t += LANES) {
     Floats sums[LANES];
     for (int i = 0; i < LANES; ++i) {
-      if constexpr (ask_next) ask<V>(next.keys[t + i], 0);
+      if constexpr (ask_next) ask(next.keys[t + i], 0, V * kPair);
       __m512 sum = _mm512_setzero_ps();
       for (int v = 0; v < V; ++v) sum = _mm512_dpbf16_ps(sum, load_numbers(rows.keys[t + i] + v * kPair), query[v]);
       sums[i] = (Floats)sum;
@@ -76,6 +85,38 @@ void multiply_keys(
   }
 }
 
+template <int R, bool ask_next>
+void multiply_keys(
+    const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t* q, const float*, float scale, float* scores) {
+  multiply_keys<ask_next>(rows, next, dims, q, scale, scores);
+  for (int r = 1; r < R; ++r) multiply_keys<false>(rows, next, dims, q + r * dims, scale, scores + r * kBlock);
+}
+#else
+template <int R, bool ask_next>
+void multiply_keys(
+    const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t*, const float* q, float scale, float* scores) {
+  for (int t = 0; t < rows.count; t += LANES) {
+    Floats sums[R][LANES];
+    for (int i = 0; i < LANES; ++i) {
+      if constexpr (ask_next) ask(next.keys[t + i], 0, dims);
+      Floats some[R] = {};
+      for (int64_t d = 0; d < dims; d += kPair) {
+        const Pair key = load_pair(rows.keys[t + i] + d);
+        for (int r = 0; r < R; ++r) {
+          const Pair query = load_pair(q + r * dims + d);
+          some[r] += key.first * query.first;
+          some[r] += key.second * query.second;
+        }
+      }
+      for (int r = 0; r < R; ++r) sums[r][i] = some[r];
+    }
+    for (int r = 0; r < R; ++r) {
+      store(scores + r * kBlock + t, add_lanes<LANES / 2>(sums[r], std::make_index_sequence<LANES>()) * scale);
+    }
+  }
+}
+#endif
+
 // out[R, C pairs of vectors] = out * decay[R] + weights[R, count] values[count, C pairs], from dimension d on.
 template <int R, int C, bool ask_next>
 void multiply_values(
@@ -88,7 +129,7 @@ void multiply_values(
     }
   }
   for (int t = 0; t < rows.count; ++t) {
-    if constexpr (ask_next) ask<C>(next.values[t], d);
+    if constexpr (ask_next) ask(next.values[t], d, C * kPair);
     Pair value[C];
     for (int j = 0; j < C; ++j) value[j] = load_pair(rows.values[t] + d + j * kPair);
     for (int r = 0; r < R; ++r) {
@@ -103,38 +144,52 @@ void multiply_values(
 
 template <int R, bool ask_next>
 void multiply_values(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const Scratch& s, float* out) {
+  constexpr int kColumns = LANES == 16 || R <= 3 ? 2 : 1;  // 24 sums in registers, or 12
   int64_t d = 0;
-  for (; d + 2 * kPair <= dims; d += 2 * kPair) multiply_values<R, 2, ask_next>(rows, next, d, dims, s, out);
+  for (; d + kColumns * kPair <= dims; d += kColumns * kPair) {
+    multiply_values<R, kColumns, ask_next>(rows, next, d, dims, s, out);
+  }
   if (d < dims) multiply_values<R, 1, ask_next>(rows, next, d, dims, s, out);
 }
 
-template <bool ask_next>
-void multiply_values(
-    int some, const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const Scratch& s, float* out) {
-  switch (some) {
-    case 1: return multiply_values<1, ask_next>(rows, next, dims, s, out);
-    case 2: return multiply_values<2, ask_next>(rows, next, dims, s, out);
-    case 3: return multiply_values<3, ask_next>(rows, next, dims, s, out);
-    case 4: return multiply_values<4, ask_next>(rows, next, dims, s, out);
-    case 5: return multiply_values<5, ask_next>(rows, next, dims, s, out);
-    default: return multiply_values<kRows, ask_next>(rows, next, dims, s, out);
+// R query rows against a block: scores, weights, and the weighted sum of values.
+template <int R, bool ask_next>
+void attend_rows(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t* q, int64_t row, float scale,
+                 const Scratch& s) {
+  multiply_keys<R, ask_next>(rows, next, dims, q + row * dims, s.q + row * dims, scale, s.scores);
+  for (int r = 0; r < R; ++r) {
+    s.decay[r] = soften<false>(s.scores + r * kBlock, 0, rows.count, s.top + row + r, s.total + (row + r) * LANES, {});
   }
+  multiply_values<R, ask_next>(rows, next, dims, s, s.out + row * dims);
+}
+
+using AttendRows = decltype(&attend_rows<1, false>);
+
+template <bool ask_next>
+AttendRows attend_some(int rows) {
+  constexpr AttendRows some[kRows] = {attend_rows<1, ask_next>, attend_rows<2, ask_next>, attend_rows<3, ask_next>,
+                                      attend_rows<4, ask_next>, attend_rows<5, ask_next>, attend_rows<6, ask_next>};
+  return some[rows - 1];
 }
 
 }  // namespace
 
-void attend_decode(const Attention& a, const Tile& t, const Tile* after, float* scratch) {
+void ATTEND(const Attention& a, const Tile& t, const Tile* after, float* scratch) {
   const int64_t dims = a.head_dim, groups = a.groups, origin = (t.row * a.kv_heads + t.head) * groups * dims;
   const auto* q = static_cast<const uint16_t*>(a.q) + origin;
   const float scale = a.scale * kLog2E;  // weights are powers of 2
   Scratch s;
-  s.scores = scratch;
+  s.q = scratch;
+  s.scores = s.q + groups * dims;
   s.decay = s.scores + kRows * kBlock;
   s.out = s.decay + LANES;
   s.total = s.out + groups * dims;
   s.top = s.total + groups * LANES;
   memset(s.out, 0, (size_t)(groups * (dims + LANES)) * sizeof(float));  // and total
   for (int64_t r = 0; r < groups; ++r) s.top[r] = -__builtin_inff();
+  if (LANES == 8) {
+    for (int64_t d = 0; d < groups * dims; d += kPair) store_pair(s.q + d, load_pair(q + d));
+  }
 
   const int64_t passes = (groups + kRows - 1) / kRows, height = (groups + passes - 1) / passes;
   for (Blocks<uint16_t> blocks(a, t, after); blocks.more(); blocks.advance()) {
@@ -142,14 +197,8 @@ void attend_decode(const Attention& a, const Tile& t, const Tile* after, float* 
     const Coming next = blocks.next();
     for (int64_t row = 0; row < groups; row += height) {
       const int some = (int)(groups - row < height ? groups - row : height);
-      const bool ask_next = row == 0 && next.count;
-      for (int r = 0; r < some; ++r) {
-        float* const scores = s.scores + r * kBlock;
-        const auto multiply = ask_next && r == 0 ? multiply_keys<true> : multiply_keys<false>;
-        multiply(rows, next, dims, q + (row + r) * dims, scale, scores);
-        s.decay[r] = soften<false>(scores, 0, rows.count, s.top + row + r, s.total + (row + r) * LANES, {});
-      }
-      (ask_next ? multiply_values<true> : multiply_values<false>)(some, rows, next, dims, s, s.out + row * dims);
+      const auto attend = row == 0 && next.count ? attend_some<true> : attend_some<false>;
+      attend(some)(rows, next, dims, q, row, scale, s);
     }
   }
 

@@ -30,7 +30,7 @@ X86_64 = (
     *(("attention.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("matmul_vector.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("rows.cc", flags) for flags in ([], AVX2, AVX512)),
-    ("attention_decode.cc", [*AVX512, "-mavx512bf16", *QUIET]),
+    *(("attention_decode.cc", [*flags, *QUIET]) for flags in (AVX2, [*AVX512, "-mavx512bf16"])),
     ("attention_vnni.cc", [*AVX512, "-mavx512vnni", *QUIET]),
     ("attention_amx.cc", AMX),
     *(("matmul_panels.cc", flags) for flags in ([*AVX2, *QUIET], VNNI)),
