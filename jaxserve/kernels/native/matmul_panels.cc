@@ -336,18 +336,24 @@ struct Scales {
   }
 };
 
-void write(const Matmul& m, int64_t row, int64_t out, Floats sums) {
-  const int64_t left = m.w.out - out, count = left < kLanes ? left : kLanes, at = row * m.w.out + out;
-  if (m.y_bfloat16) {
-    const Shorts rounded = convert<Shorts>(round_to_bfloat16(sums) >> 16);
-    auto* to = static_cast<uint16_t*>(m.y) + at;
-    if (count == kLanes) return void(__builtin_memcpy(to, &rounded, sizeof(rounded)));
-    __builtin_memcpy(to, &rounded, static_cast<size_t>(count) * 2);
-  } else {
-    auto* to = static_cast<float*>(m.y) + at;
-    if (count == kLanes) return store(to, sums);
-    __builtin_memcpy(to, &sums, static_cast<size_t>(count) * 4);
+// A panel's sums of one row.
+void write(const Matmul& m, int64_t row, int64_t out, const float* sums) {
+  const int64_t left = m.w.out - out, count = left < kPanel ? left : kPanel, at = row * m.w.out + out;
+  if (!m.y_bfloat16) {
+    __builtin_memcpy(static_cast<float*>(m.y) + at, sums, static_cast<size_t>(count) * 4);
+    return;
   }
+  auto* to = static_cast<uint16_t*>(m.y) + at;
+  const Bits first = round_to_bfloat16(load(sums)) >> 16, second = round_to_bfloat16(load(sums + kLanes)) >> 16;
+#if LANES == 16
+  const __m512i low = _mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)first));
+  const __m512i rounded = _mm512_inserti64x4(low, _mm512_cvtepi32_epi16((__m512i)second), 1);
+#else
+  const __m256i words = _mm256_packus_epi32((__m256i)first, (__m256i)second);
+  const __m256i rounded = _mm256_permute4x64_epi64(words, 0xd8);  // it packs each half by itself
+#endif
+  if (count == kPanel) return void(__builtin_memcpy(to, &rounded, sizeof(rounded)));
+  __builtin_memcpy(to, &rounded, static_cast<size_t>(count) * 2);
 }
 
 // totals [R, 2] = starts + `count` elements of x [R, ...], rows `Stride` apart, times those of a panel. Asks for `bytes` of the
@@ -457,9 +463,7 @@ void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, cons
       }
       if (s + 1 < form.slices) continue;
       for (int64_t row = 0; row < b.rows; ++row) {
-        for (int64_t h = 0; h < 2 && out + h * kLanes < w.out; ++h) {
-          write(m, b.row + row, out + h * kLanes, load(sums + (p * b.rows + row) * kPanel + h * kLanes));
-        }
+        write(m, b.row + row, out, sums + (p * b.rows + row) * kPanel);
       }
     }
   }
