@@ -14,7 +14,8 @@ constexpr int64_t kOuts = 4;
 constexpr int64_t kRows = 4;                // that meet the weight at once
 constexpr int64_t kWidened = 32;            // rows of the weight whose scales are brought to float32 at once
 constexpr int64_t kLine = 16;               // of them may be written beyond the last
-constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly
+constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly,
+constexpr int64_t kLeastBlocks = 4;         // and parts of even a small weight
 constexpr int64_t kAheadBytes = 8192;       // how far ahead memory is asked for, or four rows if they are longer
 
 // Four neighbouring rows of the weight; those beyond the last repeat it.
@@ -92,7 +93,8 @@ struct Few {
   }
 
   static Block block(const Matmul& m) {
-    const int64_t quads = kBlockBytes / (kOuts * m.w.row_bytes);
+    const int64_t some = kBlockBytes / (kOuts * m.w.row_bytes), fourth = m.w.out / (kOuts * kLeastBlocks);
+    const int64_t quads = some < fourth ? some : fourth;
     return {0, kOuts * (quads ? quads : 1), 0, m.rows};
   }
 
