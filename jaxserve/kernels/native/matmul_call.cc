@@ -16,8 +16,7 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-// Rows up to which each weight is fastest read as it lies, on AVX-512 and on AVX2.
-constexpr int64_t kVnniCodes = 4, kVnniNumbers = 8, kFewAvx2 = 4;
+constexpr int64_t kFewCodes = 4, kFewNumbers = 8;  // rows up to which each weight is fastest read as it lies
 
 // The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none. Each
 // gives a row the same result whatever the others are; which one runs may depend on how many rows there are.
@@ -25,16 +24,17 @@ const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, 
                          [[maybe_unused]] bool codes) {
   const auto wanted = [&](const char* variant) { return name.empty() || name == variant; };
 #if defined(__x86_64__)
+  const bool few = name.empty() && rows <= (codes ? kFewCodes : kFewNumbers);
 #if defined(__linux__)
   static const bool has_amx = amx_available();  // asked once: cpuid leaves a virtual machine each time
-  if (wanted("amx") && bfloat16 && has_amx && (rows > kVnniCodes || !codes || !name.empty())) return &kMatmulAmx;
+  if (wanted("amx") && bfloat16 && has_amx && (!few || !codes)) return &kMatmulAmx;
 #endif
   if (bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
-    if (name == "vnni" || (name.empty() && rows <= (codes ? kVnniCodes : kVnniNumbers))) return &kMatmulVnni;
+    if (few || name == "vnni") return &kMatmulVnni;
     if (wanted("avx512bf16")) return &kMatmulAvx512;
   }
   if (bfloat16 && has_avx2() && (codes || !has_avx512() || !name.empty())) {
-    if (name == "avx2few" || (name.empty() && rows <= kFewAvx2)) return &kMatmulFewAvx2;
+    if (few || name == "avx2few") return &kMatmulFewAvx2;
     if (wanted("avx2")) return &kMatmulAvx2;
   }
   if (wanted("avx512") && has_avx512()) return &kMatmulFloatAvx512;
