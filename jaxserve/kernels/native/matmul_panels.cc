@@ -203,18 +203,18 @@ void pack(const Matmul& m, int64_t row, void* packed) {
 
 // Neighbouring rows of the weight, from a slice on, at `first`, `stride` bytes apart. Where rows or inputs end they are copied,
 // with the last row again and zeros behind them.
-template <int Bits, int64_t Outs>
+template <int Bits>
 struct Slice {
   const uint8_t* first;
   int64_t stride;
-  uint8_t copies[Outs][bytes_of(Bits)];
+  uint8_t copies[kPanel][bytes_of(Bits)];
 
   Slice(const Weight& w, int64_t out, int64_t slice) : first(w.data + out * w.row_bytes), stride(w.row_bytes) {
     const int64_t at = slice * bytes_of(Bits), left = w.row_bytes - at;
     first += at;
-    if (out + Outs <= w.out && left >= bytes_of(Bits)) return;
+    if (out + kPanel <= w.out && left >= bytes_of(Bits)) return;
     const int64_t bytes = left < bytes_of(Bits) ? left : bytes_of(Bits);
-    for (int64_t o = 0; o < Outs; ++o) {
+    for (int64_t o = 0; o < kPanel; ++o) {
       const uint8_t* row = w.data + (out + o < w.out ? out + o : w.out - 1) * w.row_bytes + at;
       __builtin_memset(copies[o] + bytes, 0, static_cast<size_t>(bytes_of(Bits) - bytes));
       __builtin_memcpy(copies[o], row, static_cast<size_t>(bytes));
@@ -437,7 +437,7 @@ void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, cons
     const int64_t first = s * in_slice, end = least(first + in_slice, segments.number);
     for (int64_t p = 0; p < panels; ++p) {
       const int64_t out = b.out + p * kPanel;
-      const Slice<B, kPanel> slice(w, out, s);
+      const Slice<B> slice(w, out, s);
       unpack<B>(slice.first, slice.stride, panel);
       unpack<B>(slice.first + kLanes * slice.stride, slice.stride, panel + kLanes);
       const auto for_rows = [&](auto add) {
