@@ -70,13 +70,38 @@ struct Numbers {
 
 using Product = void (*)(const Matmul&, const uint8_t* packed, int64_t row, const Part&, void* scratch);
 
-// An instruction set I says how R rows meet numbers, numbers<R>, and codes in segments of L steps with zeros or without,
-// codes<R, Bits, L, Zeros>.
+// An instruction set I says how R rows meet numbers, numbers<R>, and a segment of L steps of codes with zeros or without,
+// segment<R, Bits, L, Zeros>, in vectors I::Lanes; how x is packed, row_bytes and segment_bytes; and how sums are written.
 template <typename I>
 struct Few {
+  // y[R, outs] of a quantised weight, in segments of L steps.
+  template <int R, int Bits, int L, bool Zeros>
+  static void codes(const Matmul& m, const uint8_t* packed, int64_t row, const Part& part, void* scratch) {
+    const Segments segments(m.w);
+    const int64_t x_bytes = I::row_bytes(m.w);
+    Numbers numbers(m.w, scratch);
+    for (int64_t done = 0; done < part.outs; done += kOuts) {
+      const int64_t out = part.out + done;
+      if (done % kWidened == 0) numbers.widen<I::widen_all>(m.w, out);
+      const Quad w = part.quad(m.w, out);
+      const uint8_t* x = packed + row * x_bytes;
+      typename I::Lanes sums[R][kOuts] = {};
+      int64_t at = done % kWidened * m.w.groups, left = m.w.inner;
+      for (int64_t s = 0, in_group = 0; s < segments.number; ++s, x += I::segment_bytes(L), left -= L * kStep) {
+        if (Bits != 8 || left >= L * kStep) {  // rows of fewer bits are padded
+          I::template segment<R, Bits, L, Zeros, true>(w, s, left, x, x_bytes, numbers, at, sums);
+        } else {
+          I::template segment<R, Bits, L, Zeros, false>(w, s, left, x, x_bytes, numbers, at, sums);
+        }
+        if (++in_group == segments.per_group) in_group = 0, ++at;
+      }
+      for (int r = 0; r < R; ++r) I::write(m, row + r, out, I::sums_of(sums[r]));
+    }
+  }
+
   template <int R, int Bits, int L>
   static Product in_segments(bool zeros) {
-    return zeros ? I::template codes<R, Bits, L, true> : I::template codes<R, Bits, L, false>;
+    return zeros ? codes<R, Bits, L, true> : codes<R, Bits, L, false>;
   }
 
   template <int R, int Bits>

@@ -276,7 +276,7 @@ void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, flo
 // sums[R, kOuts] += segment s of x times that of the weight, of which `left` inputs are left. The first row's numbers are at
 // `at`.
 template <int R, int Bits, int L, bool Zeros, bool Whole>
-inline void segment(const Quad& w, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes, const Numbers& n, int64_t at,
+__attribute__((always_inline)) inline void segment(const Quad& w, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes, const Numbers& n, int64_t at,
                     Floats (&sums)[R][kOuts]) {
   constexpr int64_t kBytes = L * kStep * Bits / 8;
   constexpr float kPerMiddle = 1.0f / static_cast<float>(1 << (Bits - 1));
@@ -307,36 +307,17 @@ inline void segment(const Quad& w, int64_t s, int64_t left, const uint8_t* x, in
   }
 }
 
-// y[R, outs] of a quantised weight, in segments of L steps.
-template <int R, int Bits, int L, bool Zeros>
-void codes(const Matmul& m, const uint8_t* packed, int64_t row, const Part& part, void* scratch) {
-  const Segments segments(m.w);
-  const int64_t x_bytes = row_bytes(m.w);
-  Numbers numbers(m.w, scratch);
-  for (int64_t done = 0; done < part.outs; done += kOuts) {
-    const int64_t out = part.out + done;
-    if (done % kWidened == 0) numbers.widen<widen_all>(m.w, out);
-    const Quad w = part.quad(m.w, out);
-    const uint8_t* x = packed + row * x_bytes;
-    Floats sums[R][kOuts] = {};
-    int64_t at = done % kWidened * m.w.groups, left = m.w.inner;
-    for (int64_t s = 0, in_group = 0; s < segments.number; ++s, x += segment_bytes(L), left -= L * kStep) {
-      if (Bits != 8 || left >= L * kStep) {  // rows of fewer bits are padded
-        segment<R, Bits, L, Zeros, true>(w, s, left, x, x_bytes, numbers, at, sums);
-      } else {
-        segment<R, Bits, L, Zeros, false>(w, s, left, x, x_bytes, numbers, at, sums);
-      }
-      if (++in_group == segments.per_group) in_group = 0, ++at;
-    }
-    for (int r = 0; r < R; ++r) write(m, row + r, out, sums_of(sums[r]));
-  }
-}
-
 struct Avx2 {
+  using Lanes = Floats;
+  static constexpr auto segment_bytes = jaxserve::segment_bytes;
+  static constexpr auto row_bytes = jaxserve::row_bytes;
+  static constexpr auto widen_all = jaxserve::widen_all;
+  static constexpr auto sums_of = jaxserve::sums_of;
+  static constexpr auto write = jaxserve::write;
   template <int R>
   static constexpr Product numbers = jaxserve::numbers<R>;
-  template <int R, int Bits, int L, bool Zeros>
-  static constexpr Product codes = jaxserve::codes<R, Bits, L, Zeros>;
+  template <int R, int Bits, int L, bool Zeros, bool Whole>
+  static constexpr auto segment = jaxserve::segment<R, Bits, L, Zeros, Whole>;
 };
 
 using Here = Few<Avx2>;

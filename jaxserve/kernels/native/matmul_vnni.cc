@@ -33,10 +33,13 @@ constexpr bool in_bytes(int bits, int64_t steps) { return bits == 8 ? steps >= 2
 // A packed segment: the integers (as words, or all upper bytes and then all lower ones), the lanes' scales, and the lanes' sums
 // of x times the middle of the codes, which is what they count from without zeros.
 constexpr int64_t segment_bytes(int64_t steps) { return steps * kStep * 2 + kLanes * 8; }
-int64_t row_bytes(const Segments& s) { return s.number * segment_bytes(s.steps); }
+int64_t row_bytes(const Weight& w) {
+  const Segments s(w);
+  return s.number * segment_bytes(s.steps);
+}
 
 size_t packed_bytes(const Matmul& m) {
-  return m.w.bits == 16 ? 0 : static_cast<size_t>(m.rows * row_bytes(Segments(m.w)));
+  return m.w.bits == 16 ? 0 : static_cast<size_t>(m.rows * row_bytes(m.w));
 }
 
 // What a vector of 64 bytes holds in each lane: one number of each of four vectors.
@@ -107,7 +110,7 @@ void pack(const Matmul& m, int64_t row, void* packed) {
   const Segments segments(m.w);
   for (const int64_t end = row + kPackRows < m.rows ? row + kPackRows : m.rows; row < end; ++row) {
     const uint16_t* x = static_cast<const uint16_t*>(m.x) + row * m.w.inner;
-    uint8_t* to = static_cast<uint8_t*>(packed) + row * row_bytes(segments);
+    uint8_t* to = static_cast<uint8_t*>(packed) + row * row_bytes(m.w);
     for (int64_t s = 0; s < segments.number; ++s, to += segment_bytes(segments.steps)) {
       const int64_t first = s * segments.steps * kStep;
       pack_segment(x + first, m.w.inner - first, segments.steps, m.w.bits, to);
@@ -265,7 +268,7 @@ void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, flo
 // sums[R, kOuts] += segment s of x times that of the weight, of which `left` inputs are left. The first row's numbers are at
 // `at`.
 template <int R, int Bits, int L, bool Zeros, bool Whole>
-inline void segment(const Quad& w, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes, const Numbers& n, int64_t at,
+__attribute__((always_inline)) inline void segment(const Quad& w, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes, const Numbers& n, int64_t at,
                     __m512 (&sums)[R][kOuts]) {
   constexpr int64_t kBytes = L * kStep * Bits / 8;
   constexpr bool kInBytes = in_bytes(Bits, L);
@@ -299,36 +302,17 @@ inline void segment(const Quad& w, int64_t s, int64_t left, const uint8_t* x, in
   }
 }
 
-// y[R, outs] of a quantised weight, in segments of L steps.
-template <int R, int Bits, int L, bool Zeros>
-void codes(const Matmul& m, const uint8_t* packed, int64_t row, const Part& part, void* scratch) {
-  const Segments segments(m.w);
-  const int64_t x_bytes = row_bytes(segments);
-  Numbers numbers(m.w, scratch);
-  for (int64_t done = 0; done < part.outs; done += kOuts) {
-    const int64_t out = part.out + done;
-    if (done % kWidened == 0) numbers.widen<widen_all>(m.w, out);
-    const Quad w = part.quad(m.w, out);
-    const uint8_t* x = packed + row * x_bytes;
-    __m512 sums[R][kOuts] = {};
-    int64_t at = done % kWidened * m.w.groups, left = m.w.inner;
-    for (int64_t s = 0, in_group = 0; s < segments.number; ++s, x += segment_bytes(L), left -= L * kStep) {
-      if (Bits != 8 || left >= L * kStep) {  // rows of fewer bits are padded
-        segment<R, Bits, L, Zeros, true>(w, s, left, x, x_bytes, numbers, at, sums);
-      } else {
-        segment<R, Bits, L, Zeros, false>(w, s, left, x, x_bytes, numbers, at, sums);
-      }
-      if (++in_group == segments.per_group) in_group = 0, ++at;
-    }
-    for (int r = 0; r < R; ++r) write(m, row + r, out, sums_of(sums[r]));
-  }
-}
-
 struct Vnni {
+  using Lanes = __m512;
+  static constexpr auto segment_bytes = jaxserve::segment_bytes;
+  static constexpr auto row_bytes = jaxserve::row_bytes;
+  static constexpr auto widen_all = jaxserve::widen_all;
+  static constexpr auto sums_of = jaxserve::sums_of;
+  static constexpr auto write = jaxserve::write;
   template <int R>
   static constexpr Product numbers = jaxserve::numbers<R>;
-  template <int R, int Bits, int L, bool Zeros>
-  static constexpr Product codes = jaxserve::codes<R, Bits, L, Zeros>;
+  template <int R, int Bits, int L, bool Zeros, bool Whole>
+  static constexpr auto segment = jaxserve::segment<R, Bits, L, Zeros, Whole>;
 };
 
 using Here = Few<Vnni>;
