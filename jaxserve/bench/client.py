@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
+import aiohttp
 
 from jaxserve.bench.answer import Answer, message_of, shortened
-from jaxserve.bench.connections import Connections
 from jaxserve.bench.masking import without_key
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.sse import EventParser
@@ -21,6 +20,7 @@ from jaxserve.bench.workload import Sample
 
 OK = 200
 HOURS = 3600.0
+KEEP_ALIVE_S = 2.0  # idle for longer: closed; servers close theirs after 5 s or more, perhaps just as we write
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,23 @@ class Client:
 
     def __init__(self, target: Target):
         self.target = target
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if target.api_key:
-            headers["authorization"] = f"Bearer {target.api_key}"
-        self._http = httpx.AsyncClient(transport=Connections(), headers=headers, timeout=None, trust_env=False)
+            self._headers["authorization"] = f"Bearer {target.api_key}"
 
     async def __aenter__(self) -> Self:
-        await self._http.__aenter__()
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),  # every request is another user's
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+        )
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._http.__aexit__(kind, error, traceback)
+        await self._http.close()
 
     async def send(self, sample: Sample, record: RequestRecord, now: Callable[[], float] = time.monotonic) -> None:
         """One request to its end. Mutates `record`: every failure is told there, in `error`; nothing is raised.
@@ -93,13 +97,13 @@ class Client:
                 record.sent_s = now()
                 async with (
                     asyncio.timeout(self.target.timeout_s),
-                    self._http.stream("POST", self.target.url, content=body) as response,
+                    self._http.post(self.target.url, data=body, allow_redirects=False) as response,
                 ):
-                    record.status = response.status_code
-                    if response.status_code == OK:
+                    record.status = response.status
+                    if response.status == OK:
                         await _read(response, record, now)
                     else:
-                        record.error = refusal(response.status_code, await response.aread())
+                        record.error = refusal(response.status, await response.read())
         except asyncio.CancelledError:
             record.error = None  # neither failed nor completed
             raise
@@ -108,11 +112,11 @@ class Client:
         record.end_s = now()
 
 
-async def _read(response: httpx.Response, record: RequestRecord, now: Callable[[], float]) -> None:
+async def _read(response: aiohttp.ClientResponse, record: RequestRecord, now: Callable[[], float]) -> None:
     """Mutates the record: the times of its tokens as they come, and in any case what there is at the end."""
     parser, answer, events = EventParser(), Answer(record), 0
     try:
-        async for chunk in response.aiter_raw():
+        async for chunk in response.content.iter_any():
             time_s = now()  # before any parsing: this is when it came
             for data in parser.feed(chunk):
                 answer.take(data, time_s)
@@ -123,7 +127,7 @@ async def _read(response: httpx.Response, record: RequestRecord, now: Callable[[
             events += 1
         if not events:
             record.error = f"the answer is no stream of events: {response.headers.get('content-type', 'of no type')}"
-    except httpx.TransportError as error:
+    except aiohttp.ClientError as error:
         record.error = _broken(error)
     finally:
         answer.close()
@@ -136,38 +140,24 @@ def _told(record: RequestRecord, timeout_s: float) -> Iterator[None]:
         yield
     except TimeoutError:
         record.error = f"timeout after {timeout_s:g} s"
-    except httpx.TransportError as error:
+    except aiohttp.ClientConnectionError as error:
         record.error = _broken(error)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:
+    except aiohttp.ClientResponseError as error:
+        record.error = f"the answer is not HTTP: {error.message}"
+    except (aiohttp.ClientError, ValueError, TypeError) as error:
         record.error = f"cannot send the request: {error}"
 
 
-def _broken(error: httpx.TransportError) -> str:
+def _broken(error: aiohttp.ClientError) -> str:
     """What happened to the connection, in plain words."""
-    numbers = {cause.errno for cause in _causes(error) if isinstance(cause, OSError)}
-    if errno.ECONNREFUSED in numbers:
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.ECONNREFUSED:
         return "connection refused"
-    if isinstance(error, httpx.ConnectError):
+    if isinstance(error, aiohttp.ClientConnectorError):
         return f"cannot connect: {error}"
-    if numbers & {errno.ECONNRESET, errno.EPIPE}:
+    if number in (errno.ECONNRESET, errno.EPIPE):
         return "connection reset"
-    if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError):
-        return "connection closed before the answer was complete"
-    return str(error) or type(error).__name__
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and all that led to it."""
-    pending, seen = [error], set[int]()
-    while pending:
-        cause = pending.pop()
-        if id(cause) in seen:
-            continue
-        seen.add(id(cause))
-        yield cause
-        pending += [next_one for next_one in (cause.__cause__, cause.__context__) if next_one is not None]
-        if isinstance(cause, BaseExceptionGroup):
-            pending += cause.exceptions
+    return "connection closed before the answer was complete"
 
 
 def refusal(status: int, body: bytes) -> str:

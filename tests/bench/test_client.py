@@ -299,6 +299,26 @@ def test_every_broken_stream_has_its_reason(script, reason):
     assert error_of(script) == reason
 
 
+def test_what_is_not_http_is_a_failure():
+    assert error_of(lambda exchange: exchange.raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")).startswith("the answer is not HTTP: ")
+
+
+def test_every_request_is_sent_as_if_by_another_user():
+    async def script(exchange):
+        await exchange.raw(b"HTTP/1.1 503 Busy\r\nset-cookie: route=1\r\ncontent-length: 0\r\n\r\n")
+
+    _, exchanges = ask(script, SAMPLE, SAMPLE)
+    assert all("cookie" not in exchange.headers for exchange in exchanges)
+
+
+def test_a_redirection_is_a_refusal():
+    async def script(exchange):
+        await exchange.raw(b"HTTP/1.1 307 Elsewhere\r\nlocation: /other\r\ncontent-length: 0\r\n\r\n")
+
+    (record,), exchanges = ask(script)
+    assert (record.status, record.error, len(exchanges)) == (307, "HTTP 307", 1)
+
+
 @pytest.mark.parametrize("script", [_reset_at_once, _reset_midway])
 def test_a_reset_connection_is_a_failure(script):
     assert error_of(script) in ("connection reset", "connection closed before the answer was complete")
