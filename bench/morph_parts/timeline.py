@@ -92,11 +92,14 @@ def tokens_by_swapped(result: Mapping[str, Any], precision: str) -> dict[int, fl
 
 
 def step_ratios(result: Mapping[str, Any], precision: str) -> list[float]:
-    """For each stretch of swaps: the median gap between two tokens in it, over that in the second before it."""
+    """For each stretch of swaps: the median gap between two tokens in it, over that in the second before it.
+
+    Stretches before which most tokens reached the client together with another are left out: they tell nothing of steps.
+    """
     tokens, ratios = Tokens.of(result), []
     for begin, end in Timeline.of(result, precision).swap_spans():
         during, before = (_gaps(tokens, *span) for span in ((begin, end), (begin - BEFORE_S, begin)))
-        if min(len(during), len(before)) >= FEWEST_GAPS:
+        if min(len(during), len(before)) >= FEWEST_GAPS and np.median(before) > 0:
             ratios.append(float(np.median(during) / np.median(before)))
     return ratios
 

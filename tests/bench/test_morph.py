@@ -166,6 +166,12 @@ def test_too_few_gaps_say_nothing():
     assert step_ratios(made_result(), "int4") == []
 
 
+def test_tokens_that_came_together_say_nothing_of_steps():
+    gaps = [0.0, 0.0, 0.06] * 16 + [0.03] * 30
+    result = made_result(start_times=[0.0], ttfts=[0.0], itls=[gaps], output_lens=[79], errors=[""])
+    assert step_ratios(result, "int4") == []
+
+
 def test_saturated_throughput_leaves_out_start_and_end():
     result = made_result(start_times=[0.0], ttfts=[5.0], itls=[[0.1] * 89 + [3.0] * 10], output_lens=[100], errors=[""])
     assert saturated_throughput(result) == pytest.approx(10, rel=0.05)
