@@ -13,7 +13,7 @@ from jaxserve.control.resources import Resources
 from jaxserve.core.config import EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.core.precision import BITS
-from jaxserve.core.segments import covered, segments_for
+from jaxserve.core.segments import covered, elastic_bytes, segments_for
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.workspace import Sizes, StageMemory, stage_memory
 from jaxserve.kvcache import PagePool, PageTable
@@ -72,15 +72,14 @@ class MemoryPlan:
         """What plans may use. Where a number of pages was given alone, it grows by what weights free, and no more."""
         others = sum(size for name, size in self.ledger.entries.items() if name not in ("weights", "kv"))
         stages = self.plan.instances[0].stages
-        fixed = tuple(
-            others + memory.weights - self._layers(stage) + memory.pools * self.granule
-            for memory, stage in zip(self.stages, stages, strict=True)
-        )
+        layers = [self._layers(stage) for stage in stages]
+        fixed = tuple(others + memory.weights - size for memory, size in zip(self.stages, layers, strict=True))
         budget = self.ledger.budget
+        granules = tuple(memory.pools * self.granule for memory in self.stages) if self.granule else ()
         if self.config.kv_pages is not None and self.config.max_kv_pages is None:
             in_use = (memory.page * stage.kv_pages for memory, stage in zip(self.stages, stages, strict=True))
-            layers = (self._layers(stage) for stage in stages)
             budget = min(budget, max(map(sum, zip(fixed, layers, in_use, strict=True))))
+            granules = ()  # the ledger has them from the start
         return Resources(
             budget=budget,
             fixed=fixed,
@@ -90,6 +89,7 @@ class MemoryPlan:
             most_pages=self.reserved_kv_pages,
             copy_rate=copy_rate,
             segments=() if self.granule else self.segments,
+            granules=granules,
         )
 
     @property
@@ -140,7 +140,7 @@ def plan_memory(outline: Outline, physical: ModelConfig, sizes: Sizes, ledger: L
     )
     layers = [block for block in plan.instances[0].blocks if block.block.startswith("layers.")]
     layer_bytes = {(b.block, p): sizes.block(b.block, p) for b in layers for p in variants or (b.precision,)}
-    if outline.platform == "cpu" and config.policy != STATIC:  # else they lie in memory of the host
+    if outline.platform == "cpu" and variants:  # else they lie in memory of the host
         kept = sum(size for (_, precision), size in layer_bytes.items() if precision in BITS)
         ledger.reserve("variants", kept)
     pages, segments, max_len = _fill(outline, ledger, stages, _spare(plan, layer_bytes), granule)
@@ -213,7 +213,7 @@ def _check_room(ledger: Ledger, needs: Mapping[str, int]) -> None:
 def _kv_bytes(memory: StageMemory, pages: int, segments: tuple[int, ...], granule: int) -> int:
     if not granule:
         return covered(segments, pages) * memory.page
-    return min(pages * memory.page + memory.pools * granule, sum(segments) * memory.page)
+    return elastic_bytes(pages, sum(segments), memory.page, memory.pools * granule)
 
 
 def _spare(plan: Plan, sizes: Mapping[tuple[str, str], int]) -> tuple[int, ...]:

@@ -75,8 +75,11 @@ def _swaps(number: int, before: InstancePlan, after: InstancePlan, resources: Re
 
 def _resizes(number: int, before: InstancePlan, after: InstancePlan, resources: Resources) -> Iterator[ResizeKVPool]:
     if before.kv_pages != after.kv_pages:
-        taken = resources.pages_taken(after.kv_pages) - resources.pages_taken(before.kv_pages)
-        change = taken * max(resources.page_bytes)
+        sizes = (
+            resources.kv_bytes(stage, after.kv_pages) - resources.kv_bytes(stage, before.kv_pages)
+            for stage in range(len(resources.page_bytes))
+        )
+        change = max(sizes, key=abs)
         yield ResizeKVPool(
             number,
             before.kv_pages,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.bundled import bundled_model_path
+from jaxserve.control.validate import validate
 from jaxserve.core.config import EngineConfig
 from jaxserve.sim.cluster import resolve_cluster
 from jaxserve.sim.shape import ModelShape
@@ -26,6 +27,7 @@ LLAMA = ModelShape.load("llama-3-8b")
         {"memory_gb": 1.0, "kv_pages": 100, "max_kv_pages": 300, "policy": "morph"},
         {"memory_gb": 1.0, "kv_pages": 100, "policy": "morph"},
         {"memory_gb": 0.75},  # too little for all that sequences could use
+        {"memory_gb": 0.76, "variants": ("int4",)},  # for operators
         {"memory_gb": 1.0, "precision": "int4"},
         {"memory_gb": 1.0, "layer_precision": "0-3:int8", "variants": ("int4",), "policy": "morph"},
         {"memory_gb": 0.75, "kv_cache_dtype": "int8"},
@@ -55,3 +57,9 @@ def test_pages_and_bytes_are_those_of_the_real_engine(options) -> None:
     fixed = tuple(size + less for size in theirs.fixed)
     assert simulated.resources(1e9) == replace(theirs, budget=theirs.budget + less, fixed=fixed)
     assert simulated.describe(simulated.plan, 0) == real.describe(real.plan, 0)
+    assert ("variants" in real.ledger.entries) == bool(real.variants)  # kept on the host, whoever may ask for them
+    validate(real.plan, theirs)  # the start can be returned to
+    (instance,) = real.plan.instances
+    if theirs.granules:
+        in_use = max(theirs.stage_bytes(number, stage) for number, stage in enumerate(instance.stages))
+        assert in_use == real.ledger.used
