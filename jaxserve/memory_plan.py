@@ -24,6 +24,7 @@ from jaxserve.telemetry import Snapshot
 log = logging.getLogger(__name__)
 
 RUNTIME = 700_000_000  # bytes on the host for interpreter, JAX, server and compiled code: 650 MB after a cold start
+OF_STAGES = ("weights", "kv", "workspace", "exchange")  # the ledger's entries that are a stage's
 COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s, for a change of the plan while steps go on
 COPY_SHARES = {"cpu": 0.1, "gpu": 1.0, "tpu": 1.0}  # of a core, for the thread that copies: steps may need it
 
@@ -65,15 +66,23 @@ class MemoryPlan:
 
     def ledger_entries(self, plan: Plan) -> dict[str, int]:
         """The ledger's entries that follow from a plan: those of its fullest stage."""
-        weights, kv = max(self.stage_bytes(plan), key=sum)
-        return {"weights": weights, "kv": kv}
+        memories = self.stages * len(plan.instances)
+        stages = (
+            (weights, kv, memory.workspace, memory.exchange)
+            for memory, (weights, kv) in zip(memories, self.stage_bytes(plan), strict=True)
+        )
+        entries = dict(zip(OF_STAGES, max(stages, key=sum), strict=True))
+        return {name: size for name, size in entries.items() if name in self.ledger.entries}
 
     def resources(self, copy_rate: float) -> Resources:
         """What plans may use. Where a number of pages was given alone, it grows by what weights free, and no more."""
-        others = sum(size for name, size in self.ledger.entries.items() if name not in ("weights", "kv"))
+        others = sum(size for name, size in self.ledger.entries.items() if name not in OF_STAGES)
         stages = self.plan.instances[0].stages
         layers = [self._layers(stage) for stage in stages]
-        fixed = tuple(others + memory.weights - size for memory, size in zip(self.stages, layers, strict=True))
+        fixed = tuple(
+            others + memory.workspace + memory.exchange + memory.weights - size
+            for memory, size in zip(self.stages, layers, strict=True)
+        )
         budget = self.ledger.budget
         granules = tuple(memory.pools * self.granule for memory in self.stages) if self.granule else ()
         if self.config.kv_pages is not None and self.config.max_kv_pages is None:
@@ -172,7 +181,8 @@ def _fill(
     config, wanted_len = outline.config, outline.wanted_len
     size = config.page_size
     useful = outline.buckets.max_num_seqs * -(-wanted_len // size) + 1
-    fullest = min(stages, key=lambda s: (ledger.free - s.weights - s.workspace - s.exchange) / s.page)
+    rooms = [ledger.free - stage.weights - stage.workspace - stage.exchange for stage in stages]
+    fullest = stages[min(range(len(stages)), key=lambda number: rooms[number] / stages[number].page)]
     least = 2 if config.max_model_len is None else -(-config.max_model_len // size) + 1
     fixed = {"weights": fullest.weights, "workspace": fullest.workspace}
     if fullest.exchange:
@@ -189,7 +199,7 @@ def _fill(
         if config.kv_pages is None and _kv_bytes(fullest, pages, segments, granule) > ledger.free:
             pages = max(least, (ledger.free - fullest.pools * granule) // fullest.page)  # of pools with room for more
     else:  # no more than may ever fit
-        most = min((ledger.free + extra) // stage.page for stage, extra in zip(stages, spare, strict=True))
+        most = min((room + extra) // stage.page for stage, room, extra in zip(stages, rooms, spare, strict=True))
         segments = segments_for(pages, max(pages, min(reserved, most)))
     ledger.reserve("kv", _kv_bytes(fullest, pages, segments, granule))
     max_len = min(wanted_len, (pages - 1) * size)
