@@ -76,6 +76,7 @@ class Controller:
         self._smoothers = [Smoother(window) for _ in plan.instances]
         self._due = self._sample_due = float("-inf")
         self._pending: list[Transition] = []  # started, and not ended
+        self._decided: Any = None  # the policy's state once they have ended well
         self._target: Plan | None = None
         self.set_policy(policy)
 
@@ -93,6 +94,7 @@ class Controller:
         """Lets another policy decide from the next tick on; what has been started is finished. Mutates."""
         self.policy = policy
         self._state: Any = policy.init(self._start)
+        self._decided = self._state
         self.failures = Failures()
 
     def check(self, plan: Plan) -> None:
@@ -120,26 +122,29 @@ class Controller:
     # -- decisions
 
     def _decide(self, now: float, snapshots: Sequence[Snapshot]) -> None:
-        """Asks the policy, and starts what it wants. A policy that raises is as one whose plan does not fit."""
+        """Asks the policy, and starts what it wants. A policy that raises is as one whose plan does not fit.
+
+        Its state follows when all has been carried out: a decision that came to nothing has not been made.
+        """
+        reason, plan = "", self.plan
         try:
             proposal = self.policy.update(snapshots, self.plan, self._state)
+            reason, plan = proposal.reason, proposal.plan
+            if plan.instances == self.plan.instances:
+                self._state, self.note = proposal.state, reason
+                return
+            validate(plan, self._resources)
+            transitions = diff(self.plan, plan, self._resources)
+        except PlanError as error:
+            self._reject(now, reason, plan, str(error))
+            return
         except Exception as error:
             log.exception("policy %s failed; plan %d stays", self.policy.name, self.plan.version)
-            self._reject(now, "", self.plan, f"{type(error).__name__}: {error}")
+            self._reject(now, reason, self.plan, f"{type(error).__name__}: {error}")
             return
-        self._state = proposal.state
-        if proposal.plan.instances == self.plan.instances:
-            self.note = proposal.reason
-            return
-        try:
-            validate(proposal.plan, self._resources)
-            transitions = diff(self.plan, proposal.plan, self._resources)
-        except PlanError as error:
-            self._reject(now, proposal.reason, proposal.plan, str(error))
-            return
-        self._target = replace(proposal.plan, version=self.plan.version + len(transitions))
-        self._pending = list(transitions)
-        self._record(self._decision(now, proposal.reason, self._target, "started", tuple(map(str, transitions))))
+        self._target = replace(plan, version=self.plan.version + len(transitions))
+        self._pending, self._decided = list(transitions), proposal.state
+        self._record(self._decision(now, reason, self._target, "started", tuple(map(str, transitions))))
         self._actuator.start(transitions)
 
     def _take_outcomes(self, now: float, busy: bool) -> None:
@@ -154,6 +159,7 @@ class Controller:
                 self.plan = transition.apply(self.plan)
                 if not self._pending:
                     self._end("done")
+                    self._state = self._decided
                     self.failures = Failures()
         if self._pending and not busy:
             self._end(f"failed: {self._pending[0]} was dropped")

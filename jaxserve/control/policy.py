@@ -32,7 +32,8 @@ class Policy(Protocol[State]):
     def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: State) -> Proposal[State]:
         """The plan that should be in force instead of `plan`. `snapshots[i]` belongs to `plan.instances[i]`.
 
-        Snapshots have their recent past. Time is theirs: it moves on while an engine has nothing to do.
+        Snapshots have their recent past. Time is theirs: it moves on while an engine has nothing to do. The state of a
+        proposal with another plan is kept when that plan has been carried out; of one that was not, the state before.
         """
         ...
 

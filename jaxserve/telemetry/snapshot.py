@@ -19,6 +19,8 @@ class Recent:
     tpot: float | None  # s, mean
     tokens_per_s: float | None  # generated
     arrivals_per_s: float | None  # sequences
+    most_kv_usage: float  # at any moment, as a share of the pages that there were then
+    longest_wait: float  # s, at any moment
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,39 @@ def test_a_policy_that_raises_leaves_the_plan_and_is_asked_again_later() -> None
     assert world.controller.plan.instances == TARGET.instances
 
 
+def test_what_is_no_proposal_is_rejected_too() -> None:
+    class Silent(Counting):
+        def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: int) -> Proposal[int]:
+            return None  # type: ignore[return-value]
+
+    world = World(Silent())
+    world.run(0, 2)
+    assert len(world.controller.decisions) == 2
+    assert world.controller.decisions[0].outcome.startswith("rejected: AttributeError: ")
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "states"),
+    [
+        (TARGET, None, {0, 1}),
+        (TARGET, "no memory", {0}),
+        (HOME.with_kv_pages(0, 402), None, {0}),  # does not fit
+    ],
+)
+def test_a_policy_remembers_only_decisions_that_were_carried_out(
+    target: Plan, error: str | None, states: set[int]
+) -> None:
+    seen = set()
+
+    class Deciding(Counting):
+        def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: int) -> Proposal[int]:
+            seen.add(state)
+            return Proposal(target, 1)
+
+    World(Deciding(), VirtualActuator(lambda _: error)).run(0, 5)
+    assert seen == states
+
+
 def test_another_policy_takes_over_at_once_and_starts_from_the_first_plan() -> None:
     world = World(ManualPolicy(TARGET))
     world.run(0, 1)

@@ -25,7 +25,7 @@ from tests.control.worlds import home_plan, machine, snapshot
 ORDER = (3, 7, 11, 1, 5, 9, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14)
 HOME, MACHINE = home_plan(), machine()
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "policies"
-CALM = Recent(5.0, 0.0, 0.0, 0.0, 0.0, 0, None, None, 0.0, 0.0)
+CALM = Recent(5.0, 0.0, 0.0, 0.0, 0.0, 0, None, None, 0.0, 0.0, 0.0, 0.0)
 
 
 def int4(plan: Plan, instance: int = 0) -> list[int]:
@@ -97,6 +97,23 @@ def test_where_no_segment_can_be_had_only_a_queue_is_a_reason() -> None:
     assert driver.see_for(0, 5, kv_pages_used=390) == []
     assert driver.see_for(5, 0.5, kv_pages_used=390, num_waiting=3, oldest_wait=0.2) != []
     assert (len(int4(driver.plan)), driver.plan.instances[0].kv_pages) == (2, 401)
+
+
+def test_layers_larger_than_at_home_go_back_and_pages_follow() -> None:
+    """As when an operator's plan was in force. A layer in int4 leaves 30 pages more than in bfloat16."""
+    home = HOME.with_precisions(0, {f"layers.{n}": "int4" for n in range(16)}).with_kv_pages(0, 881)
+    driver = Driver(plan=home)
+    driver.plan = home.with_precisions(0, {f"layers.{n}": "bfloat16" for n in range(8)}).with_kv_pages(0, 600)
+    assert driver.see_for(0, 10) != []
+    assert driver.plan.instances == home.instances
+
+
+def test_pressure_that_nobody_was_asked_about_holds_layers_back() -> None:
+    driver = Driver()
+    driver.press()
+    assert driver.see_for(40, 10, recent=replace(CALM, longest_wait=0.3)) == []
+    assert driver.see_for(50, 10, recent=replace(CALM, most_kv_usage=0.9)) == []
+    assert driver.see_for(60, 1) != []
 
 
 def test_a_full_cache_does_too() -> None:

@@ -37,7 +37,7 @@ def home_plan(layers: int = 16, *, pages: int = 401, pp: int = 1, dp: int = 1) -
 
 def snapshot(time: float = 0.0, *, recent: Recent | None = None, pages: int = 400, **values: object) -> Snapshot:
     """A snapshot with a recent past in which nothing happened, unless told otherwise."""
-    past = Recent(5.0, 0.0, 0.0, 0.0, 0.0, 0, None, None, 0.0, 0.0) if recent is None else recent
+    past = Recent(5.0, 0.0, 0.0, 0.0, 0.0, 0, None, None, 0.0, 0.0, 0.0, 0.0) if recent is None else recent
     return Snapshot(time=time, recent=past, kv_pages_total=pages, **values)  # type: ignore[arg-type]
 
 

@@ -18,13 +18,26 @@ def recent(*snapshots: Snapshot, window: float = 5.0) -> Recent:
     return seen
 
 
+def worst(snapshots: list[Snapshot]) -> tuple[float, float]:
+    past = recent(*snapshots)
+    return past.most_kv_usage, past.longest_wait
+
+
 def every(seconds: float, count: int, **values: object) -> list[Snapshot]:
     return [Snapshot(time=number * seconds, **values) for number in range(count)]  # type: ignore[arg-type]
 
 
 def test_of_one_snapshot_there_is_a_level_and_no_rate() -> None:
     seen = recent(Snapshot(time=3, kv_pages_total=100, kv_pages_used=40, num_waiting=2, oldest_wait=0.3))
-    assert seen == Recent(0.0, 0.4, None, 2.0, 0.3, 0, None, None, None, None)
+    assert seen == Recent(0.0, 0.4, None, 2.0, 0.3, 0, None, None, None, None, 0.4, 0.3)
+
+
+def test_the_worst_moment_is_remembered_for_a_window() -> None:
+    calm = [Snapshot(time=number / 10, kv_pages_total=100) for number in range(200)]
+    bad = replace(calm[20], kv_pages_total=50, kv_pages_used=45, oldest_wait=0.7)
+    history = [*calm[:20], bad, *calm[21:]]
+    assert worst(history[:21]) == worst(history[:70]) == (0.9, 0.7)
+    assert worst(history[:20]) == worst(history[:73]) == (0.0, 0.0)
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:

@@ -224,6 +224,8 @@ class MorphPolicy:
             return ""
         if recent.waiting > settings.release_waiting:
             return ""
+        if recent.longest_wait > settings.queue_delay or recent.most_kv_usage > settings.kv_usage:
+            return ""  # pressure while layers were on their way: nobody was asked then
         return (
             f"quiet for {quiet:.1f} s >= {settings.release_quiet:g} s, nothing waiting, "
             f"mean queue {recent.waiting:.1f} <= {settings.release_waiting:g}, "
@@ -261,9 +263,7 @@ class MorphPolicy:
         """The plan with these precisions, and the KV pages that then fit; the same plan if nothing changes."""
         plan = view.plan.with_precisions(view.number, precisions)
         instance = plan.instances[view.number]
-        pages = home.kv_pages
-        if self._away(instance, home):
-            pages = max(pages, self._resources.kv_capacity(instance))
+        pages = self._resources.kv_capacity(instance) if self._away(instance, home) else home.kv_pages
         plan = plan.with_kv_pages(view.number, pages)
         return view.plan if plan.instances == view.plan.instances else plan
 
