@@ -94,7 +94,7 @@ def tokens_by_swapped(result: Mapping[str, Any], precision: str) -> dict[int, fl
 def step_ratios(result: Mapping[str, Any], precision: str) -> list[float]:
     """For each stretch of swaps: the median gap between two tokens in it, over that in the second before it.
 
-    Stretches before which most tokens reached the client together with another are left out: they tell nothing of steps.
+    Stretches before which most tokens reached the client together with another say nothing of steps: they are left out.
     """
     tokens, ratios = Tokens.of(result), []
     for begin, end in Timeline.of(result, precision).swap_spans():

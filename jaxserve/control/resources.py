@@ -13,8 +13,8 @@ class Resources:
     """Equal for all instances. Bytes are those on each device of a stage.
 
     `fixed` is what a stage takes whatever the plan says: runtime, workspace, embedding and head, and room for one layer
-    in two variants at once, beside the larger one, so that an exchange needs no more than the larger of the plans before
-    and after it.
+    in two variants at once, beside the larger one, so that an exchange needs no more than the larger of the plans
+    before and after it.
     """
 
     budget: int  # of each device

@@ -29,7 +29,7 @@ def filled(sizes: Sequence[int], pages: int) -> int:
 
 
 def elastic_bytes(pages: int, most: int, page: int, granules: int) -> int:
-    """At most what pools take page by page, of `page` bytes: beyond the pages in use they may hold parts of granules, so
-    many bytes in all, but never more than all `most` pages.
+    """At most what pools take page by page, each of `page` bytes: beyond the pages in use they may hold parts of
+    granules, so many bytes in all, but never more than all `most` pages.
     """
     return min(pages * page + granules, most * page)

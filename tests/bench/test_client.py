@@ -300,7 +300,8 @@ def test_every_broken_stream_has_its_reason(script, reason):
 
 
 def test_what_is_not_http_is_a_failure():
-    assert error_of(lambda exchange: exchange.raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")).startswith("the answer is not HTTP: ")
+    reason = error_of(lambda exchange: exchange.raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"))
+    assert reason.startswith("the answer is not HTTP: ")
 
 
 def test_every_request_is_sent_as_if_by_another_user():
