@@ -41,7 +41,7 @@ class Instance:
 
 
 class Cancelled(JaxserveError):
-    """The actuator was closed before the transition had been committed."""
+    """The actuator was closed before the transition had ended."""
 
 
 class PlanActuator:
@@ -102,7 +102,9 @@ class PlanActuator:
         return outcomes
 
     def close(self) -> None:
-        """Ends the thread; a transition that has not been committed is dropped. Idempotent. Mutates."""
+        """Ends the thread; to be called when no loop steps any more. A transition that has not ended is dropped.
+        Idempotent. Mutates.
+        """
         self._closing.set()
         self._waiting.put(None)
         self._thread.join()
@@ -149,14 +151,14 @@ class PlanActuator:
         While there are both, the ledger has the larger one among the weights, and room for the smaller one.
         """
         self._ledger.update(self._entries(after if transition.bytes_needed else self._plan))
-        row: Row | None = None
+        either = [row for row in instance.executor.rows if row.block == transition.block]
         try:
-            row = self._prepare(instance, transition.block, transition.after)
-            prepared = row
+            either.append(prepared := self._prepare(instance, transition.block, transition.after))
             self._between_steps(instance, lambda done: self._swap(instance, transition, prepared, after, done))
         except BaseException:
-            if row is not None and all(other is not row for other in instance.executor.rows):
-                row.free()
+            for row in either:
+                if all(other is not row for other in instance.executor.rows):
+                    row.free()
             self._ledger.update(self._entries(self._plan))
             raise
 
@@ -182,7 +184,8 @@ class PlanActuator:
 
     def _between_steps(self, instance: Instance, commit: Callable[[Future[None]], None]) -> None:
         """Has `commit` run between two steps, and waits until it has settled its future. Raises what it raised, and
-        `Cancelled` if the actuator is closed before it could begin.
+        `Cancelled` if the actuator is closed before that: no step follows then, so that it may have been committed
+        (the plan in force says so) and never be told that the steps before have ended.
         """
         done: Future[None] = Future()
 
@@ -199,7 +202,8 @@ class PlanActuator:
             try:
                 return done.result(LOOK_AGAIN)
             except NotYet:
-                if self._closing.is_set() and done.cancel():
+                if self._closing.is_set():
+                    done.cancel()
                     raise Cancelled("the engine is closing") from None
 
     # -- between two steps, in the instance's thread

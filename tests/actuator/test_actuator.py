@@ -15,13 +15,15 @@ from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.client import TokensPrompt
+from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import Row
 from jaxserve.factory import Built, build
 from jaxserve.kernels import Pool
 from jaxserve.kernels.native import pool as native
 from jaxserve.memory_plan import COPY_SHARES
 from jaxserve.resolution import resolve
-from tests.actuator.adapted import Adapted
+from tests.actuator.adapted import PATIENCE, Adapted
 from tests.actuator.mixed import MixedReference
 
 OPTIONS = {
@@ -329,6 +331,45 @@ def test_closing_in_any_phase_ends_the_thread_and_frees_what_was_prepared(
     assert all(leaf.is_deleted() for row in held.rows for leaf in row.leaves)
     (outcome,) = built.actuator.poll()
     assert "Cancelled" in (outcome.error or "")
+
+
+@pytest.mark.parametrize("end", ["a stop", "a failure"])
+@pytest.mark.parametrize("change", ["swap", "shrink"])
+def test_closing_ends_the_thread_though_no_step_follows_the_commit(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, change: str, end: str
+) -> None:
+    """The step that was dispatched before the commit is never fetched."""
+    built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+    assert built.control is not None
+    assert built.actuator is not None
+    built.control.close()
+    (steps,), actuator = built.instances, built.actuator
+    engine = SyncEngine(built.instances, built.info, None, built.clock)
+    engine.add(TokensPrompt(prompt(1, 40)), GREEDY)
+    for _ in range(3):
+        engine.step()
+    assert steps.in_flight
+    steps.wake = lambda: None  # calls wait for the next step
+    start, old = actuator.plan, steps.executor.rows[1]
+    wanted = mixture(start, ("int4", "float32", "float32")) if change == "swap" else start.with_kv_pages(0, 30)
+    actuator.start(diff(start, wanted, built.resolved.resources(copy_rate=1e9)))
+    deadline = time.monotonic() + PATIENCE
+    while not steps.has_calls:
+        assert time.monotonic() < deadline, "the actuator makes no progress"
+        time.sleep(0.001)
+    if end == "a stop":
+        steps.run_calls()
+    else:
+        monkeypatch.setattr(steps.executor, "execute", lambda work: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert actuator.plan.instances == wanted.instances, "it is committed"
+    closing = threading.Thread(target=built.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert all(leaf.is_deleted() for leaf in old.leaves)
+    assert all(leaf.is_deleted() for row in steps.executor.rows for leaf in row.owned)
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 2}, {"dp": 2}])
