@@ -109,12 +109,14 @@ class Sequence:
     first_token: float | None = None
     last_token: float | None = None
     finished_at: float | None = None
+    queued_at: float = 0.0  # when it arrived, or was preempted
     order: tuple[int, float, str, int] = (0, 0.0, "", 0)  # who goes first: priority, then arrival
 
     def __post_init__(self) -> None:
         request = self.request
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
+        self.queued_at = request.arrival
         self.order = (request.priority, request.arrival, request.id, self.index)
 
     @property

@@ -126,7 +126,7 @@ class EngineCore:
 
     def begin(self, now: float) -> Work:
         """The next step's work (empty when there is nothing to do). Mutates."""
-        work = self.scheduler.schedule(self._steps)
+        work = self.scheduler.schedule(self._steps, now)
         for chunk in work.chunks:
             if chunk.sequence.first_scheduled is None:
                 chunk.sequence.first_scheduled = now
@@ -365,7 +365,7 @@ class EngineCore:
             num_waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.waiting_tokens,
             kv_pages_used=scheduler.pages.used,
-            oldest_wait=0.0 if (arrival := scheduler.next_arrival) is None else now - arrival,
+            oldest_wait=0.0 if (since := scheduler.waiting_since) is None else now - since,
             preemptions=scheduler.num_preemptions,
             generated_tokens=self._generated,
             finished=self._finished,

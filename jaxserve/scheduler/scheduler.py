@@ -7,6 +7,7 @@ pages back and is computed again later (preemption by recomputation).
 
 import heapq
 from bisect import insort
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -37,6 +38,7 @@ class Scheduler:
         self.table = table
         self.running: list[Sequence] = []  # in the order in which they go
         self._waiting: list[tuple[tuple, Sequence]] = []  # a heap; finished entries are skipped when they surface
+        self._queued: OrderedDict[Sequence, None] = OrderedDict()  # those of the heap that wait, as they were queued
         self.num_waiting = 0
         self.waiting_tokens = 0  # prompt tokens of waiting sequences
         self.num_preemptions = 0
@@ -53,9 +55,9 @@ class Scheduler:
             sequence.parent.children.append(sequence)
             self._count_waiting(sequence, +1)
 
-    def schedule(self, step: int) -> Work:
+    def schedule(self, step: int, now: float) -> Work:
         """The work of the next step; its effects on the sequences are already accounted. Mutates."""
-        decodes = self._schedule_decodes()
+        decodes = self._schedule_decodes(now)
         chunks: list[Chunk] = []
         tiles = self._continue_prefills(chunks, self.limits.max_tiles)
         self._admit(chunks, tiles)
@@ -84,7 +86,7 @@ class Scheduler:
         """
         for sequence in self.running:
             sequence.num_computed += count
-            self._grow(sequence, sequence.num_computed)
+            self._add_pages(sequence, self._missing_pages(sequence, sequence.num_computed))
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is and gives its pages back. Mutates."""
@@ -92,6 +94,7 @@ class Scheduler:
             self.running.remove(sequence)
             self._release(sequence)
         elif sequence.status is Status.WAITING:
+            self._queued.pop(sequence, None)  # one that waits with a sibling is not there
             self._count_waiting(sequence, -1)
             self.pages.release(sequence.pages)  # pages shared by a sibling
             sequence.pages = []
@@ -149,15 +152,13 @@ class Scheduler:
         return not self.running and self.num_waiting == 0
 
     @property
-    def next_arrival(self) -> float | None:
-        """When the first in the queue arrived; None if nothing waits. Mutates nothing that shows."""
-        while self._waiting and self._waiting[0][1].status is not Status.WAITING:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1].request.arrival if self._waiting else None
+    def waiting_since(self) -> float | None:
+        """Since when the sequence that was queued first has waited: its arrival or its preemption. None: none waits."""
+        return next((sequence.queued_at for sequence in self._queued), None)
 
     # -- decode
 
-    def _schedule_decodes(self) -> list[Sequence]:
+    def _schedule_decodes(self, now: float) -> list[Sequence]:
         decodes, size = [], self.limits.page_size
         for sequence in tuple(self.running):  # a victim of preemption is always one that comes later
             computed, total = sequence.num_computed, len(sequence.tokens) + sequence.num_inflight
@@ -165,34 +166,41 @@ class Scheduler:
                 continue  # still in prefill, preempted a moment ago, or its last token is in flight
             if sequence.num_inflight and sequence.synchronous:
                 continue  # its next token depends on the one in flight
-            if computed >= len(sequence.pages) * size and not self._grow(sequence, computed + 1):
+            if computed >= len(sequence.pages) * size and not self._make_room(sequence, computed + 1, now):
                 continue
             sequence.num_computed += 1
             sequence.num_inflight += 1
             decodes.append(sequence)
         return decodes
 
-    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+    def _make_room(self, sequence: Sequence, tokens: int, now: float) -> bool:
         """Makes room for `tokens` tokens, preempting others if need be; False when the sequence itself had to go."""
-        missing = -(-tokens // self.limits.page_size) - len(sequence.pages)
+        missing = self._missing_pages(sequence, tokens)
         while missing > self.pages.available:
             victim = self.running[-1]
-            self._preempt(victim)
+            self._preempt(victim, now)
             if victim is sequence:
                 return False
-        if missing > 0:
-            new = self.pages.allocate(missing)
-            self.table.append(sequence.slot, len(sequence.pages), new)
-            sequence.pages += new
+        self._add_pages(sequence, missing)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _missing_pages(self, sequence: Sequence, tokens: int) -> int:
+        return -(-tokens // self.limits.page_size) - len(sequence.pages)
+
+    def _add_pages(self, sequence: Sequence, count: int) -> None:
+        if count > 0:
+            new = self.pages.allocate(count)
+            self.table.append(sequence.slot, len(sequence.pages), new)
+            sequence.pages += new
+
+    def _preempt(self, sequence: Sequence, now: float) -> None:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.status = Status.WAITING
         sequence.num_computed = 0
         sequence.private = False
         sequence.preemptions += 1
+        sequence.queued_at = now
         self.num_preemptions += 1
         self._push(sequence)
 
@@ -217,6 +225,7 @@ class Scheduler:
             if not self._take_pages(sequence) and not self._take_back_shared_pages(sequence):
                 return
             heapq.heappop(self._waiting)
+            del self._queued[sequence]
             self._count_waiting(sequence, -1)
             sequence.slot = self.table.take_slot(sequence.pages)
             sequence.status = Status.RUNNING
@@ -296,6 +305,7 @@ class Scheduler:
 
     def _push(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._queued[sequence] = None
         self._count_waiting(sequence, +1)
 
     def _count_waiting(self, sequence: Sequence, sign: int) -> None:

@@ -112,7 +112,7 @@ class _Core(EngineCore):
         if step is None or not self._replay.may_begin(step, now):
             return Work(self._steps)
         self._replay.take_in(step)
-        work = super().begin(now)
+        work = super().begin(step.begun)  # not now: what is preempted waits since then
         if not work:
             raise Diverged(f"step {step.number} has nothing to do, recorded {step.load}")
         return work

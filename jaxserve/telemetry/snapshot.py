@@ -38,7 +38,7 @@ class Snapshot:
     layers_by_precision: Mapping[str, int] = field(default_factory=dict)  # e.g. {"bfloat16": 16}
     weight_bytes: int = 0
     kv_bytes: int = 0
-    oldest_wait: float = 0.0  # s since the arrival of the sequence that has waited longest; 0 if none waits
+    oldest_wait: float = 0.0  # s since the sequence queued first arrived or was preempted; 0 if none waits
     # cumulative since the start
     preemptions: int = 0
     generated_tokens: int = 0

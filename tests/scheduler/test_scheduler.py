@@ -53,7 +53,7 @@ class World:
     def run(self, limit: int = 3000) -> None:
         ahead: Work | None = None
         while not self.scheduler.idle or ahead:
-            work = self.scheduler.schedule(self.steps)
+            work = self.scheduler.schedule(self.steps, self.steps)
             self.steps += 1
             self.check(work)
             if ahead:
@@ -156,14 +156,14 @@ def test_aborts_at_any_time_leak_nothing(load, aborts) -> None:
         due.setdefault(step, []).append(number)
     original = world.scheduler.schedule
 
-    def schedule(step: int) -> Work:
+    def schedule(step: int, now: float) -> Work:
         for number in due.get(step, []):
             victim = world.sequences[number % len(world.sequences)]
             for sequence in [s for s in world.sequences if s.request is victim.request]:
                 sequence.children.clear()
                 if sequence.status is not Status.FINISHED:
                     world.scheduler.finish(sequence)
-        return original(step)
+        return original(step, now)
 
     world.scheduler.schedule = schedule  # type: ignore[method-assign]
     world.run()
@@ -183,10 +183,10 @@ def test_pools_that_grow_and_shrink_at_any_time_change_no_answer(load, resizes, 
         due.setdefault(step, []).append(change)
     original = world.scheduler.schedule
 
-    def schedule(step: int) -> Work:
+    def schedule(step: int, now: float) -> Work:
         for change in due.get(step, []):
             world.resize(change)
-        return original(step)
+        return original(step, now)
 
     world.scheduler.schedule = schedule  # type: ignore[method-assign]
     world.run()
@@ -197,9 +197,9 @@ def test_pools_that_grow_and_shrink_at_any_time_change_no_answer(load, resizes, 
 
 def test_answers_of_one_request_share_the_prompt_pages(world: World) -> None:
     group = world.add(list(range(22)), 4, n=3)
-    world.scheduler.schedule(0)
+    world.scheduler.schedule(0, 0.0)
     while any(s.status is Status.WAITING for s in group):
-        world.scheduler.schedule(0)
+        world.scheduler.schedule(0, 0.0)
     full = 22 // PAGE
     assert all(s.pages[:full] == group[0].pages[:full] for s in group)
     for sequence in group:
@@ -219,9 +219,9 @@ def test_a_prefix_is_shared_with_the_same_salt_only(world: World) -> None:
 
 def test_prefill_and_decode_share_a_step(world: World) -> None:
     world.add([1] * 5, 20)
-    ahead = world.scheduler.schedule(0)
+    ahead = world.scheduler.schedule(0, 0.0)
     world.add([2] * 50, 2)
-    mixed = world.scheduler.schedule(1)
+    mixed = world.scheduler.schedule(1, 1.0)
     assert len(mixed.decodes) == 1
     assert [c.length for c in mixed.chunks] == [24]
     assert not mixed.chunks[0].last
@@ -236,6 +236,35 @@ def test_the_newest_sequence_of_the_least_priority_is_preempted() -> None:
     world.run()
     assert second.preemptions > 0
     assert (first.preemptions, third.preemptions <= second.preemptions) == (0, True)
+
+
+def test_a_preempted_sequence_waits_since_its_preemption() -> None:
+    world = World(pages=13, seqs=2)
+    first, second = (world.add([i] * 14, 20)[0] for i in range(2))
+    assert world.scheduler.waiting_since == first.request.arrival
+    step, ahead = 100, Work(0)
+    while not second.preemptions:
+        work = world.scheduler.schedule(step, float(step))
+        world.give_tokens(ahead)
+        step, ahead = step + 1, work
+        assert world.scheduler.waiting_since is None or second.preemptions
+    assert world.scheduler.waiting_since == step - 1
+    world.scheduler.finish(second)
+    assert world.scheduler.waiting_since is None
+
+
+def test_a_more_urgent_sequence_does_not_hide_how_long_another_has_waited() -> None:
+    world = World(seqs=1)
+    running, patient = (world.add([i] * 5, 5, priority=1)[0] for i in range(2))
+    world.scheduler.schedule(0, 0.0)
+    (urgent,) = world.add([2] * 5, 5, priority=0)
+    assert world.scheduler.waiting_since == patient.request.arrival
+    world.scheduler.finish(running)
+    world.scheduler.schedule(1, 50.0)
+    assert urgent.status is Status.RUNNING
+    assert world.scheduler.waiting_since == patient.request.arrival
+    world.scheduler.finish(patient)
+    assert world.scheduler.waiting_since is None
 
 
 def test_waiting_siblings_do_not_starve_the_head_of_the_queue() -> None:

@@ -201,7 +201,7 @@ def recording(tmp_path_factory) -> Recording:
 
 
 @pytest.mark.parametrize("policy", ["static", "morph", "morph-performance"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 14])  # 14: a decision names a wait since a preemption
 def test_a_run_is_replayed_with_every_step_and_every_decision(tmp_path, policy, seed):
     found = recorded(tmp_path / "log", policy, seed)
     again = replay(found)
