@@ -103,7 +103,7 @@ class EngineCore:
 
     def replan(self, salt: str, static: Snapshot) -> None:
         """The plan has changed between two steps: its name in the prefix cache, and the snapshot's fields that follow
-        from it. Requests in flight go on; what they compute from now on is not shared. Mutates.
+        from it. Requests in flight go on; under another name, what they compute from now on is not shared. Mutates.
         """
         self.salt, self.static = salt, static
         for state in self._requests.values():

@@ -110,10 +110,12 @@ class Scheduler:
                 self._push(heir)
 
     def rename(self, sequence: Sequence, salt: str) -> None:
-        """The plan has changed: what the sequence computes from now on goes by another salt. Mutates.
+        """The plan has changed: what the sequence computes from now on goes by another salt, if it is another. Mutates.
 
         Pages that it holds keep their names; those that it adds to them get none, until it starts anew.
         """
+        if salt == sequence.salt:
+            return
         sequence.salt, sequence.page_hashes = salt, []
         sequence.private = bool(sequence.pages) or sequence.parent is not None
 

@@ -152,6 +152,20 @@ def test_tokens_do_not_change_where_only_pages_do(adapted: Adapted) -> None:
     assert [moving[i] for i in others] == [still[i] for i in ids]
 
 
+def test_what_is_computed_after_a_change_of_pages_alone_is_shared(adapted: Adapted) -> None:
+    p, tokens = prompt(21, 50), {}
+    request = adapted.add(p, GREEDY)
+    for _ in range(5):
+        adapted.step(tokens)
+    assert len(tokens[request]) < 14, "the fifth page is not full yet"
+    adapted.run(tokens, [adapted.plan.with_kv_pages(0, 60)])
+    adapted.add((*p, *tokens[request]), SamplingParams(max_tokens=1))
+    while not (outputs := adapted.engine.step()):
+        pass
+    assert outputs[0].num_cached_tokens == 96, "all full pages of 110 tokens"
+    assert adapted.plan.instances[0].kv_pages == 60
+
+
 def test_a_quantised_layer_is_used_where_it_is_kept(adapted: Adapted) -> None:
     """The host is the device: nothing is copied, and what a layer leaves behind is there for the next time."""
     executor, used = adapted.steps.executor, []

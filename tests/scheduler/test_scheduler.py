@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.core.request import Request, Sequence, Status
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.work import Work
-from jaxserve.kvcache import NULL_PAGE, PagePool, PageTable
+from jaxserve.kvcache import NULL_PAGE, PagePool, PageTable, page_hashes
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 
 PAGE, TILE = 4, 8
@@ -215,6 +215,16 @@ def test_a_prefix_is_shared_with_the_same_salt_only(world: World) -> None:
     world.run()
     assert same.num_cached == 16  # the last token is always computed
     assert other.num_cached == 0
+
+
+@pytest.mark.parametrize(("renamed", "shared"), [("a", 7), ("b", 5)])
+def test_what_is_computed_under_another_name_is_not_shared(world: World, renamed: str, shared: int) -> None:
+    (sequence,) = world.add(list(range(20)), 12, salt="a")
+    work = world.scheduler.schedule(0, 0.0)
+    world.check(work), world.give_tokens(work)
+    world.scheduler.rename(sequence, renamed)
+    world.run()
+    assert len(world.pages.lookup(page_hashes(sequence.tokens, PAGE, "a"))) == shared
 
 
 def test_prefill_and_decode_share_a_step(world: World) -> None:
