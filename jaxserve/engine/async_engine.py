@@ -55,6 +55,7 @@ class InstanceThread:
         self.progress = steps.clock.now()  # when the latest step ended, or the thread was last idle
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
+        self._over = False  # commands that come from now on may be seen by nobody
         steps.wake = lambda: self._commands.put(lambda: None)  # a thread that waits for commands goes on to a step
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -66,7 +67,7 @@ class InstanceThread:
     def submit(self, request: Request, stream: Stream) -> None:
         """Queues a request; `stream.admitted` tells whether it was accepted. From any thread."""
         self._commands.put(lambda: self._add(request, stream))
-        if not self.alive:  # it may have ended before it saw the command
+        if self._over:
             self._send(stream, stream.admitted, self._ending())
 
     def abort(self, request_id: str, stream: Stream) -> None:
@@ -90,6 +91,7 @@ class InstanceThread:
         except BaseException as error:
             log.exception("the engine loop failed")
             self.failure = error
+        self._over = True
         for stream in self.streams.values():
             self._put(stream, self._ending())
         self._take_commands()

@@ -1,6 +1,7 @@
 """AsyncEngine: concurrent requests, cancellation in every phase, bounded queues, failures, draining."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,6 +176,31 @@ def test_a_failing_step_ends_every_request_with_the_error(engine: AsyncEngine) -
         assert not engine.ready
         with pytest.raises(EngineFailed):
             await collect(engine, prompt(0, 5), LONG)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_comes_while_the_failed_loop_ends_gets_the_error(engine: AsyncEngine) -> None:
+    thread = engine._threads[0]
+    take_commands, taken, go_on = thread._take_commands, threading.Event(), threading.Event()
+
+    def take_commands_and_stay() -> None:
+        take_commands()
+        if thread.failure is not None:
+            taken.set()
+            go_on.wait(30)
+
+    async def main() -> None:
+        thread._take_commands = take_commands_and_stay
+        thread.steps.executor.execute = lambda work: 1 / 0
+        try:
+            for seed in range(2):
+                with pytest.raises(EngineFailed):
+                    await asyncio.wait_for(collect(engine, prompt(seed, 5), LONG), 30)
+                assert await asyncio.to_thread(taken.wait, 30)
+                assert thread.alive
+        finally:
+            go_on.set()
 
     asyncio.run(main())
 
