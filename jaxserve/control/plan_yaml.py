@@ -24,7 +24,7 @@ from jaxserve.core.errors import ConfigError
 
 LAYER = re.compile(r"layers\.(\d+)")
 LAYERS = re.compile(r"layers\.(\d+)-(\d+)")
-MOST_LAYERS = 10_000  # a slip of the finger shall not fill the memory
+MOST_BLOCKS = 10_000  # of a plan: a slip of the finger shall not fill the memory
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -48,11 +48,14 @@ def from_yaml(text: str) -> Plan:
         raise ConfigError(f"the plan is no YAML: {error}") from error
     value = _mapping(value, "the plan", {"instances"}, {"version"})
     version = _number(value.get("version", 1), "version")
-    instances = []
+    instances, room = [], MOST_BLOCKS
     for number, item in enumerate(_list(value["instances"], "instances")):
         name = f"instances[{number}]"
-        stages = _list(_mapping(item, name, {"stages"})["stages"], f"{name}.stages")
-        instances.append(InstancePlan(tuple(_stage(s, f"{name}.stages[{i}]") for i, s in enumerate(stages))))
+        stages = []
+        for index, part in enumerate(_list(_mapping(item, name, {"stages"})["stages"], f"{name}.stages")):
+            stages.append(_stage(part, f"{name}.stages[{index}]", room))
+            room -= len(stages[-1].blocks)
+        instances.append(InstancePlan(tuple(stages)))
     return Plan(version, tuple(instances))
 
 
@@ -102,7 +105,8 @@ def _range(numbers: Sequence[int]) -> str:
 # -- reading
 
 
-def _stage(value: Any, name: str) -> StagePlan:
+def _stage(value: Any, name: str, room: int) -> StagePlan:
+    """The stage that a value describes; `room`: so many blocks it may have."""
     stage = _mapping(value, name, {"devices", "kv_pages", "blocks"})
     devices = tuple(_number(v, f"{name}.devices") for v in _list(stage["devices"], f"{name}.devices"))
     blocks = stage["blocks"]
@@ -116,6 +120,8 @@ def _stage(value: Any, name: str) -> StagePlan:
             if block in expanded:
                 raise ConfigError(f"{name}.blocks names {block} twice")
             expanded[block] = BlockPlan(block, precision)
+        if len(expanded) > room:
+            raise ConfigError(f"{name}.blocks: with {_short(key)} the plan has more than {MOST_BLOCKS} blocks")
     return StagePlan(tuple(expanded.values()), devices, _number(stage["kv_pages"], f"{name}.kv_pages"))
 
 
@@ -127,8 +133,8 @@ def _expand(key: Any, name: str) -> list[str]:
     if run is None:
         return [key]
     first, last = int(run[1]), int(run[2])
-    if not first <= last < MOST_LAYERS:
-        raise ConfigError(f"{name}.blocks has {_short(key)}; a range goes up, and below {MOST_LAYERS}")
+    if not first <= last < MOST_BLOCKS:
+        raise ConfigError(f"{name}.blocks has {_short(key)}; a range goes up, and below {MOST_BLOCKS}")
     return [f"layers.{layer}" for layer in range(first, last + 1)]
 
 

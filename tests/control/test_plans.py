@@ -1,5 +1,6 @@
 """Plans: helpers, differences, limits, and their text."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -175,6 +176,14 @@ def test_a_plan_that_cannot_be_read_names_the_field(old: str, new: str, message:
     assert old in text
     with pytest.raises(ConfigError, match=re.escape(message)):
         from_yaml(text.replace(old, new))
+
+
+@pytest.mark.parametrize("stages", [[["0-9999", "10000"]], [["0-5999"], ["0-5999"]], [["0-999"]] * 11])
+def test_more_blocks_than_a_plan_may_have_are_refused(stages: list[list[str]]) -> None:
+    blocks = [{f"layers.{run}": "int8" for run in runs} for runs in stages]
+    plan = {"instances": [{"stages": [{"devices": [0], "kv_pages": 9, "blocks": some} for some in blocks]}]}
+    with pytest.raises(ConfigError, match=rf"with 'layers\.{stages[-1][-1]}' the plan has more than 10000 blocks"):
+        from_yaml(json.dumps(plan))
 
 
 @pytest.mark.parametrize("text", ["", "3", "- 1", "instances: []", "instances: {}", "instances: [{stages: 1}]"])

@@ -1,5 +1,6 @@
 """/admin: who is let in, what is shown, and what a plan or policy from outside may do."""
 
+import asyncio
 import json
 
 import httpx
@@ -215,6 +216,17 @@ def test_a_plan_goes_out_and_comes_back_in_both_forms():
         assert answer.json()["policy"] == "manual"
         assert yaml.safe_load(control_of(http).asked[-1]) == yaml.safe_load(text)
         assert "int8" in http.get("/admin/plan?format=yaml").text
+
+
+def test_a_plan_is_read_beside_the_event_loop():
+    class Slow(FakeControl):
+        def set_plan(self, yaml_text: str) -> None:
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            super().set_plan(yaml_text)
+
+    http = client(control=Slow())
+    assert http.put("/admin/plan", json=http.get("/admin/plan").json()).status_code == 202
 
 
 @pytest.mark.parametrize("policy", POLICIES)

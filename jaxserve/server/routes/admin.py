@@ -56,7 +56,7 @@ async def put_plan(request: Request, state: State) -> Response:
         raise HTTPException(413, f"the plan has {len(body)} bytes, the limit is {LARGEST_PLAN}")
     text = await asyncio.to_thread(_plan_text, request.headers.get("content-type", ""), body)
     try:
-        control.set_plan(text)
+        await asyncio.to_thread(control.set_plan, text)
     except ConfigError as error:
         raise RequestError(str(error), field="plan") from error
     return json_response(control.status(), 202)
