@@ -321,14 +321,25 @@ def test_an_order_that_cannot_be_is_refused(order: tuple[int, ...], settings: Mo
         ("kv_usage", 1.5),
         ("most_layers", 0.0),
         ("slo_ttft", 0.0),
+        ("slo_ttft", float("inf")),
+        ("slo_ttft", float("nan")),
+        ("queue_delay", float("nan")),
+        ("release_horizon", float("inf")),
         ("entry_layers", 0),
         ("entry_hold", -1.0),
+        ("entry_hold", float("inf")),
         ("release_usage", 0.9),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}, it must be"):
         replace(ACCURACY, **{name: value})
+
+
+def test_with_an_infinite_queue_delay_usage_alone_is_pressure() -> None:
+    driver = Driver(replace(ACCURACY, queue_delay=float("inf")))
+    assert not driver.see_for(0, 2, num_waiting=9, oldest_wait=60.0)
+    assert driver.see_for(2, 2, num_waiting=9, oldest_wait=60.0, kv_pages_used=390)
 
 
 # -- by name and from files
@@ -385,6 +396,8 @@ def test_the_slo_can_be_given_beside_the_policy(tmp_path: Path) -> None:
     assert isinstance(policy, MorphPolicy)
     assert policy.settings == replace(PERFORMANCE, most_layers=0.25, slo_ttft=5.0)
     assert policy.slo_ttft == 5.0
+    with pytest.raises(ConfigError, match="slo_ttft is inf, it must be finite"):
+        load_policy("morph", MACHINE, ORDER, slo_ttft=float("inf"))
 
 
 def test_what_is_no_policy_is_refused(tmp_path: Path) -> None:

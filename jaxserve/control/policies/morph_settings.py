@@ -1,13 +1,17 @@
 """MorphSettings: every threshold of the morph policy, and its two modes. configs/policies/ says where each is from."""
 
 from dataclasses import dataclass
+from math import inf
 
 from jaxserve.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class MorphSettings:
-    """Thresholds; the defaults are accuracy mode. Seconds, and shares from 0 to 1. Raises `ConfigError`."""
+    """Thresholds; the defaults are accuracy mode. Seconds, and shares from 0 to 1. Raises `ConfigError`.
+
+    Times may be infinite where that means never, as in `queue_delay`: KV usage alone is pressure then.
+    """
 
     precision: str = "int4"  # that layers get under pressure
     slo_ttft: float = 2.0  # s to the first token
@@ -45,6 +49,9 @@ class MorphSettings:
         times = ("entry_hold", "entry_interval", "release_quiet", "release_waiting", "release_horizon")
         for name in (*times, "release_interval", "relapse", "relapse_memory"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
+        # The objective is shown as JSON, which has no infinity; with the others there would be no entry, and no trend.
+        for name in ("slo_ttft", "entry_hold", "release_horizon"):
+            _check(name, getattr(self, name), getattr(self, name) < inf, "finite")
         below = f"below kv_usage, {self.kv_usage}, or a release would be pressure"
         _check("release_usage", self.release_usage, self.release_usage < self.kv_usage, below)
 
