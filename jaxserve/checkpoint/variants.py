@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FOLDER = "variants"
 MANIFEST = "variants.json"
-FORMAT = 1
+FORMAT = 2  # 1: AWQ divided the values that a layer writes into the KV cache by scales of its own
 FINGERPRINT_ROWS = 16  # of a tensor
 SPLIT_INPUTS = ("attention.o", "mlp.down", "mlp.experts_down")  # by tensor parallelism
 Variant = dict[str, np.ndarray | QArray]
@@ -68,7 +68,10 @@ class VariantStore:
             raise CheckpointError(f"{path}: has no {MANIFEST}; `jaxserve quantize MODEL` makes a store of variants")
         manifest = read_json(path / MANIFEST)
         if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{path / MANIFEST}: format {manifest.get('format')!r} is unknown; known: {FORMAT}")
+            raise CheckpointError(
+                f"{path / MANIFEST}: format {manifest.get('format')!r} is not {FORMAT}, the one that can be read; "
+                "make the variants again with `jaxserve quantize`"
+            )
         if missing := [key for key in ("model", "num_layers", "precisions") if key not in manifest]:
             raise CheckpointError(f"{path / MANIFEST}: has no {', '.join(missing)}")
         return cls(path, manifest)

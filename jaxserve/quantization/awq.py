@@ -4,7 +4,8 @@ A weight W is rounded as W diag(s), and its inputs are divided by s, which leave
 into what makes the inputs: a norm's weight, or the rows of the projection before. So a quantised layer has plain
 QArrays, but norms of its own: a variant is the complete set of a layer's parameters.
 
-Experts' second weights are rounded to the nearest: what reaches each of them is not observed.
+The output projection of attention keeps its inputs: they are made of the values in the KV cache, which all variants of
+a layer share. Experts' second weights are rounded to the nearest: what reaches each of them is not observed.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,17 +13,17 @@ from functools import partial
 
 import numpy as np
 
-from jaxserve.quantization.awq_search import Tie, best_scales, clipped
+from jaxserve.quantization.awq_search import best_scales, clipped
 from jaxserve.quantization.calibration import Inputs
 from jaxserve.quantization.layer import CONTRACTED, Leaves, flat_inputs
 from jaxserve.quantization.qarray import QArray
 from jaxserve.quantization.rounding import quantize
 
 Layer = dict[str, np.ndarray]
-Search = Callable[[np.ndarray, Inputs, Tie | None], np.ndarray]
-"""(weight [O, C], its inputs, which of them must share a scale) -> s [C]."""
+Search = Callable[[np.ndarray, Inputs], np.ndarray]
+"""(weight [O, C], its inputs) -> s [C]."""
 
-QKV, O, DOWN = "attention.qkv", "attention.o", "mlp.down"
+QKV, DOWN = "attention.qkv", "mlp.down"
 
 
 def awq_layer(
@@ -44,8 +45,8 @@ def awq_layer(
             variant[name] = value.astype(dtype)
             continue
         flat = flat_inputs(name, value)
-        if name in scales:
-            flat = clipped(flat, inputs[name].rows / scales[name], bits=bits, group=group, symmetric=symmetric)
+        if name in inputs:
+            flat = clipped(flat, inputs[name].rows / scales.get(name, 1), bits=bits, group=group, symmetric=symmetric)
         variant[name] = quantize(flat, bits, group=group, symmetric=symmetric)
     return variant
 
@@ -53,12 +54,11 @@ def awq_layer(
 def scale_layer(
     leaves: Mapping[str, np.ndarray], inputs: Mapping[str, Inputs], search: Search, dtype: np.dtype
 ) -> tuple[Layer, dict[str, np.ndarray]]:
-    """The same function with other parameters, and by what each weight's inputs are divided now."""
+    """The same function with other parameters, and by what the inputs of some weights are divided now."""
     layer = dict(leaves)
     up = "mlp.experts_gate_up" if "mlp.experts_gate_up" in layer else "mlp.gate_up"
     scales = {
         QKV: _scale_normed(layer, inputs, search, dtype, "input_norm.weight", QKV),
-        O: _scale_values(layer, inputs, search),
         up: _scale_normed(layer, inputs, search, dtype, "post_norm.weight", up),
     }
     if DOWN in layer:
@@ -70,7 +70,7 @@ def _scale_normed(
     layer: Layer, inputs: Mapping[str, Inputs], search: Search, dtype: np.dtype, norm: str, name: str
 ) -> np.ndarray:
     """Folds the inputs' scales into the norm. Those are taken that its dtype holds exactly. Mutates `layer`."""
-    s = search(_matrix(name, layer[name]), inputs[name], None)
+    s = search(_matrix(name, layer[name]), inputs[name])
     folded = (layer[norm] / s).astype(dtype).astype(np.float32)
     s = np.divide(layer[norm], folded, out=np.ones_like(folded), where=folded != 0)
     layer[norm] = np.where(folded != 0, folded, layer[norm])
@@ -80,33 +80,9 @@ def _scale_normed(
     return s
 
 
-def _scale_values(layer: Layer, inputs: Mapping[str, Inputs], search: Search) -> np.ndarray:
-    """Folds the scales of o's inputs into the value projections: one for all query heads of a kv head.
-
-    Mutates `layer`.
-    """
-    o, qkv = layer[O], layer[QKV].copy()
-    _, kv_heads, queries, head_dim = o.shape
-
-    def tie(x: np.ndarray) -> np.ndarray:
-        heads = x.reshape(kv_heads, queries, head_dim)
-        return np.broadcast_to(heads.mean(axis=1, keepdims=True), heads.shape).reshape(-1)
-
-    s = search(_matrix(O, o), inputs[O], tie)
-    layer[O] = o * s.reshape(kv_heads, queries, head_dim)
-    shared = s.reshape(kv_heads, queries, head_dim)[:, 0]
-    qkv[:, -1] /= shared[..., None]
-    layer[QKV] = qkv
-    if "attention.qkv_bias" in layer:
-        bias = layer["attention.qkv_bias"].copy()
-        bias[:, -1] /= shared
-        layer["attention.qkv_bias"] = bias
-    return s
-
-
 def _scale_up(layer: Layer, inputs: Mapping[str, Inputs], search: Search) -> np.ndarray:
     """Folds the scales of down's inputs into the up projection. Mutates `layer`."""
-    s = search(_matrix(DOWN, layer[DOWN]), inputs[DOWN], None)
+    s = search(_matrix(DOWN, layer[DOWN]), inputs[DOWN])
     layer[DOWN] = layer[DOWN] * s
     for name in ("mlp.gate_up", "mlp.gate_up_bias"):
         if name in layer:

@@ -3,7 +3,6 @@
 Axes: O outputs, C inputs, R rows of inputs, A candidates.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -17,28 +16,24 @@ from jaxserve.quantization.simulate import grouped, rounded
 STEPS = 20  # of the scales' exponent
 CLIPS = tuple(1 - 0.05 * step for step in range(1, 11))  # shares of a group's range that are tried, beside all of it
 TINY = 1e-6
-Tie = Callable[[np.ndarray], np.ndarray]
 
 
 def best_scales(
-    w: Float[np.ndarray, "O C"], inputs: Inputs, tie: Tie | None = None, *, bits: int, group: int, symmetric: bool
+    w: Float[np.ndarray, "O C"], inputs: Inputs, *, bits: int, group: int, symmetric: bool
 ) -> Float[np.ndarray, "C"]:
     """By what the inputs are best divided (section 3.2): s = a^x / m^y, the one that changes the outputs least.
 
     a is the mean magnitude of each input, m that of its weights within their groups; x goes from 0 to 1, y is 0 or
-    1 - x. The first candidate is 1 everywhere, so that the result is never worse than no scales. `tie` averages what
-    must be equal.
+    1 - x. The first candidate is 1 everywhere, so that the result is never worse than no scales.
     """
-    candidates = _candidates(w, np.asarray(inputs.mean_abs), tie or (lambda x: x), group)
+    candidates = _candidates(w, np.asarray(inputs.mean_abs), group)
     return candidates[int(np.argmin(_losses(w, inputs.rows, candidates, bits, group, symmetric)))]
 
 
-def _candidates(
-    w: Float[np.ndarray, "O C"], activity: Float[np.ndarray, "C"], tie: Tie, group: int
-) -> Float[np.ndarray, "A C"]:
+def _candidates(w: Float[np.ndarray, "O C"], activity: Float[np.ndarray, "C"], group: int) -> Float[np.ndarray, "A C"]:
     groups = np.abs(np.asarray(grouped(w, group)))
     magnitude = (groups / (groups.max(axis=-1, keepdims=True) + TINY)).mean(axis=0).reshape(-1)
-    activity, magnitude = (np.maximum(tie(x), TINY) for x in (activity, magnitude))
+    activity, magnitude = (np.maximum(x, TINY) for x in (activity, magnitude))
     exponents = np.arange(STEPS + 1) / STEPS
     candidates = [np.ones_like(activity)]
     candidates += [activity**x for x in exponents[1:]]

@@ -1,12 +1,17 @@
 """Exchanging a layer's row for one of another precision, between two steps, while requests run."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint.mapping import tensor_shapes
+from jaxserve.checkpoint.variants import Method, VariantWriter
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.precision import mixture_name
 from jaxserve.core.sampling import SamplingParams
@@ -14,6 +19,7 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.fused import FusedTier
 from jaxserve.factory import Built, build
+from jaxserve.quantization.pipeline import Settings, quantize_layers
 from tests.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 4}
@@ -129,6 +135,50 @@ def test_after_a_swap_back_the_answers_are_those_of_a_run_that_never_swapped(swa
     hits = swapped.core.scheduler.prefix_hits
     assert swapped.run(*prompts) == expected
     assert swapped.core.scheduler.prefix_hits > hits, "pages of full precision are found again"
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with an int8 that AWQ made and channels of the values that differ much, for which it has large scales."""
+    folder = tmp_path_factory.mktemp("prepared")
+    shutil.copy(tiny_model / "config.json", folder)
+    dummy, rng = open_checkpoint(tiny_model, "dummy"), np.random.default_rng(0)
+    shapes = {n: shape for block in dummy.config.block_ids for n, shape in tensor_shapes(dummy.config, block).items()}
+    tensors = {name: dummy.store.get(name, shape) for name, shape in shapes.items()}
+    for name in (name for name in tensors if "v_proj" in name):
+        tensors[name] = tensors[name] * np.exp(rng.normal(0, 2, (32, 1))).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    checkpoint, text = open_checkpoint(folder), rng.integers(3, 499, (8, 64)).astype(np.int32)
+    writer = VariantWriter(folder / "variants", checkpoint, {"int8": Method("awq", 32, True)})
+    for variant in quantize_layers(checkpoint, Settings(("int8",), "awq", 32), text):
+        writer.add(*variant)
+    writer.finish()
+    return folder
+
+
+def test_a_layer_made_with_scales_reads_what_full_precision_has_cached(prepared: Path) -> None:
+    options = OPTIONS | {"load_format": "auto", "warmup": False}
+    built = build(EngineConfig(model=prepared, variants=("int8",), **options))
+    swapped = Swapped(built)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+
+    def run(*, swap: bool) -> list[tuple[int, float]]:
+        """Tokens and their logprobs of a request, during which all layers may be swapped."""
+        swapped.engine.add(TokensPrompt(prompt(8, 100)), params)
+        found: list[tuple[int, float]] = []
+        while not swapped.engine.idle:
+            for output in swapped.engine.step():
+                (piece,) = output.outputs
+                found += [(t, e[t].logprob) for t, e in zip(piece.token_ids, piece.logprobs, strict=True)]
+            if swap and found and swapped.precisions[0] != "int8":
+                for layer in range(3):
+                    swapped.swap(layer, "int8")
+        return found
+
+    full, mixed = run(swap=False), run(swap=True)
+    built.close()
+    assert [token for token, _ in mixed] == [token for token, _ in full]
+    assert [logprob for _, logprob in mixed] == pytest.approx([logprob for _, logprob in full], abs=0.005)
 
 
 def test_pages_of_one_mixture_are_not_found_under_another(swapped: Swapped) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.checkpoint.variants import MANIFEST, Method, VariantStore, VariantWriter, fingerprint, fitted
+from jaxserve.checkpoint.variants import FORMAT, MANIFEST, Method, VariantStore, VariantWriter, fingerprint, fitted
 from jaxserve.cli import app
 from jaxserve.core.errors import CheckpointError
 from jaxserve.quantization import QArray
@@ -181,9 +181,9 @@ def test_what_is_not_there_is_named(store, tmp_path):
     with pytest.raises(CheckpointError, match="jaxserve quantize"):
         VariantStore.open(tmp_path)
     (tmp_path / MANIFEST).write_text(json.dumps({"format": 99}))
-    with pytest.raises(CheckpointError, match="format 99 is unknown"):
+    with pytest.raises(CheckpointError, match=r"format 99 is not 2.*make the variants again with `jaxserve quantize`"):
         VariantStore.open(tmp_path)
-    (tmp_path / MANIFEST).write_text(json.dumps({"format": 1, "num_layers": 8}))
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": FORMAT, "num_layers": 8}))
     with pytest.raises(CheckpointError, match="has no model, precisions"):
         VariantStore.open(tmp_path)
 
