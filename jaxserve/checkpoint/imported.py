@@ -90,7 +90,7 @@ class ImportedStore:
         parallelism would cut a group.
         """
         shapes = tensor_shapes(config, block_id)
-        weights = {name: self.codes(name, shape) for name, shape in shapes.items() if self.is_quantized(name)}
+        weights = {name: self.codes(name, shape) for name, shape in shapes.items() if _is_large(name)}
         bfloat16 = np.dtype(ml_dtypes.bfloat16)
         exact = (
             bfloat16 if all(weight.scales.dtype == bfloat16 for weight in weights.values()) else np.dtype(np.float32)
@@ -108,7 +108,7 @@ class ImportedStore:
             return np.repeat(values, shapes[name][1] // values.shape[1], axis=1)
 
         def other(name: str) -> np.ndarray:
-            return np.zeros(shapes[name], np.uint8) if name in weights else self.files.get(name, shapes[name])
+            return np.zeros(shapes[name], np.uint8) if name in weights else self.get(name, shapes[name])
 
         codes, scales = (
             packed(np.dtype(np.uint8), partial(field, of="codes")),

@@ -98,13 +98,16 @@ def quantization_config(layout: str, bits: int, group: int, symmetric: bool) -> 
 
 def write(
     folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], layout: str, *, bits: int = 4,
-    group: int = 32, symmetric: bool = False, skip: str = "never",
+    group: int = 32, symmetric: bool = False, skip: str = "never", ends: tuple[str, ...] = ("_proj.weight",),
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """A model in a layout; the float32 tensors that it stands for are returned. Names with `skip` stay as they are."""
+    """A model in a layout, where names have one of these ends; those with `skip` in them stay as they are.
+
+    Returns the float32 tensors that it stands for.
+    """
     rng = np.random.default_rng(11)
     stored, values = {}, {}
     for name, shape in shapes.items():
-        if name.endswith("_proj.weight") and skip not in name:
+        if name.endswith(ends) and skip not in name:
             weight = Weight(rng, shape, bits, group, symmetric)
             values[name] = weight.values
             tensors = getattr(weight, layout)()

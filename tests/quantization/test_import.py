@@ -21,6 +21,8 @@ LAYOUTS = [("awq", 4), ("gptq", 4), ("gptq", 8), ("gptq_v2", 4), ("pack_quantize
 CONFIG = config_from_hf(TINY)
 SHAPES = {name: shape for block in CONFIG.block_ids for name, shape in tensor_shapes(CONFIG, block).items()}
 LAYER = "model.layers.1."
+MOE = TINY | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 8,
+              "num_experts_per_tok": 2, "moe_intermediate_size": 32}  # fmt: skip
 
 
 def dense(q: QArray) -> np.ndarray:
@@ -72,6 +74,16 @@ def test_a_layer_may_stay_in_full_precision(tmp_path):
     write(tmp_path, TINY, SHAPES, "gptq", skip="layers.0.")
     checkpoint = open_checkpoint(tmp_path)
     assert [checkpoint.precision(f"layers.{i}") for i in range(3)] == ["float32", "int4", "int4"]
+
+
+def test_a_router_that_is_quantised_becomes_the_numbers_that_it_stands_for(tmp_path):
+    config, router = config_from_hf(MOE), f"{LAYER}mlp.gate.weight"
+    shapes = {name: shape for block in config.block_ids for name, shape in tensor_shapes(config, block).items()}
+    values = write(tmp_path, MOE, shapes, "awq", ends=("_proj.weight", "mlp.gate.weight"))
+    variant = open_checkpoint(tmp_path).variant("layers.1", "int4")
+    np.testing.assert_array_equal(variant["mlp.router"], values[router])
+    down = [values[f"{LAYER}mlp.experts.{expert}.down_proj.weight"] for expert in range(8)]
+    np.testing.assert_array_equal(dense(variant["mlp.experts_down"]), np.stack(down))
 
 
 def test_padding_for_tensor_parallelism_keeps_codes_or_refuses(tmp_path):
