@@ -125,7 +125,7 @@ class ImportedStore:
     ) -> QArray:
         codes = flat_inputs(name, codes)
         size = codes.shape[-1]
-        group = self.scheme.group or size
+        group = min(self.scheme.group, size) or size
 
         def narrow(values: np.ndarray) -> np.ndarray:
             groups = flat_inputs(name, values).reshape(*codes.shape[:-1], -1, group) if size % group == 0 else None

@@ -99,7 +99,7 @@ def read_tensors(scheme: Scheme, source: Source, shape: Shape) -> Tensors:
         if axis in scheme.packed_axes and size % scheme.per_word:
             raise source.fail(scheme.marker, f"has {size} {axis}, which {scheme.per_word} does not divide")
     inputs, groups = shape[1], scheme.groups(shape[1])
-    if inputs % groups:
+    if groups > 1 and inputs % scheme.group:
         raise source.fail(scheme.marker, f"has {inputs} inputs, which groups of {scheme.group} do not divide")
     wanted = {
         suffix: size for suffix, size in _shapes(scheme, shape).items() if suffix not in OPTIONAL or source.has(suffix)

@@ -30,7 +30,8 @@ class Weight:
     """A random weight [O, C] = scales * (codes - zeros), codes and zeros unsigned."""
 
     def __init__(self, rng: np.random.Generator, shape: tuple[int, int], bits: int, group: int, symmetric: bool):
-        groups = shape[1] // group if group else 1
+        self.group = group or shape[1]
+        groups = -(-shape[1] // self.group)
         self.codes = rng.integers(0, 1 << bits, shape)
         self.scales = (rng.uniform(0.01, 0.02, (shape[0], groups)) / (1 << bits) * 8).astype(np.float16)
         self.zeros = np.full(self.scales.shape, 1 << (bits - 1))
@@ -42,8 +43,8 @@ class Weight:
     @property
     def values(self) -> np.ndarray:
         """float32 [O, C]."""
-        repeats = self.codes.shape[1] // self.scales.shape[1]
-        zeros, scales = (np.repeat(x.astype(np.float32), repeats, axis=1) for x in (self.zeros, self.scales))
+        of_inputs = np.arange(self.codes.shape[1]) // self.group
+        zeros, scales = (x.astype(np.float32)[:, of_inputs] for x in (self.zeros, self.scales))
         return (self.codes - zeros) * scales
 
     def awq(self) -> dict[str, np.ndarray]:
@@ -54,13 +55,12 @@ class Weight:
         }
 
     def gptq(self, *, offset: int = 1, order: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        inputs, groups = self.codes.shape[1], self.scales.shape[1]
         stored = (self.zeros.astype(np.int64) - offset) % (1 << self.bits)
         return {
             "qweight": into_words(self.codes.T, self.bits, 0),
             "qzeros": into_words(stored.T, self.bits, 1),
             "scales": self.scales.T.copy(),
-            "g_idx": (np.arange(inputs) // (inputs // groups) if order is None else order).astype(np.int32),
+            "g_idx": (np.arange(self.codes.shape[1]) // self.group if order is None else order).astype(np.int32),
         }
 
     def gptq_v2(self) -> dict[str, np.ndarray]:

@@ -45,7 +45,7 @@ def expected_layer(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group", [32, 0])
+@pytest.mark.parametrize("group", [32, 0, 128])  # 128 is more than there are inputs
 @pytest.mark.parametrize(("layout", "bits"), LAYOUTS)
 def test_a_layout_stands_for_the_weights_that_were_packed(tmp_path, layout, bits, group, symmetric):
     values = write(tmp_path, TINY, SHAPES, layout, bits=bits, group=group, symmetric=symmetric)
@@ -150,6 +150,15 @@ def test_a_missing_or_misshaped_tensor_is_named_when_the_checkpoint_is_opened(tm
         open_checkpoint(tmp_path)
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
     with pytest.raises(CheckpointError, match=rf"tensor {name} is missing"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("layout", "bits"), LAYOUTS)
+def test_a_last_group_of_fewer_inputs_is_refused(tmp_path, layout, bits):
+    write(tmp_path, TINY, SHAPES, layout, bits=bits, group=64, symmetric=True)
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0\.mlp\.down_proj.* has 96 inputs, .* groups of 64 do not divide"
+    ):
         open_checkpoint(tmp_path)
 
 
