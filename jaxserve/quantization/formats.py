@@ -163,6 +163,16 @@ def _compressed_scheme(given: Mapping[str, Any]) -> Scheme:
             f"compressed-tensors weights of type {weights.get('type')!r} by {weights.get('strategy')!r} are not"
             " supported; supported: 'int' by 'group' or 'channel'"
         )
+    if given.get("transform_config"):
+        raise CheckpointError(
+            "compressed-tensors with a transform_config is not supported: inputs would have to be transformed at every"
+            " step; supported: none"
+        )
+    sparsity = (given.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise CheckpointError(
+            f"compressed-tensors with sparsity_config {sparsity!r} is not supported; supported: 'dense'"
+        )
     if activations and not activations.get("dynamic"):
         raise CheckpointError("compressed-tensors with static input_activations is not supported; supported: dynamic")
     group = weights.get("group_size") if weights["strategy"] == "group" else 0

@@ -130,6 +130,8 @@ def test_activation_order_is_refused_where_it_permutes_and_taken_where_not(tmp_p
         ),
         ("pack_quantized", {"format": "float-quantized"}, "'float-quantized'"),
         ("pack_quantized", {"config_groups": {}}, "0 config_groups"),
+        ("pack_quantized", {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "transform_config"),
+        ("int_quantized", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask'"),
         ("awq", {"bits": "four"}, "four"),
     ],
 )
@@ -139,6 +141,12 @@ def test_what_is_not_supported_is_named_with_what_is(tmp_path, layout, changes, 
     with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_transforms_and_sparsity_that_are_none_are_taken(tmp_path):
+    write(tmp_path, TINY, SHAPES, "pack_quantized")
+    edit(tmp_path, transform_config={}, sparsity_config={"format": "dense", "sparsity_structure": "unstructured"})
+    assert open_checkpoint(tmp_path).precision("layers.0") == "int4"
 
 
 def test_a_missing_or_misshaped_tensor_is_named_when_the_checkpoint_is_opened(tmp_path):
