@@ -45,4 +45,6 @@ def stored_layout(checkpoint: Checkpoint, physical: ModelConfig, block_id: str, 
     if prepared is None or precision not in prepared.precisions or fitted({}, checkpoint.config, physical) is None:
         return None
     method = prepared.method(precision)
+    if method.group == 0 and physical.shards > 1:  # as `fitted` finds when the weights are read
+        return None
     return Layout(method.group, BFLOAT16 if method.symmetric else 2 * BFLOAT16)

@@ -60,8 +60,8 @@ class Checkpoint:
         """A block's parameters in a precision, in the layout of `block`.
 
         A quantised layer is as the checkpoint stores it, or as it was prepared (`jaxserve quantize`), or rounded to the
-        nearest: the first of these that there is. What was prepared is not used where `physical` pads the weights.
-        Other blocks are always rounded.
+        nearest: the first of these that there is. What was prepared is not used where `physical` pads the weights or
+        cuts their groups. Other blocks are always rounded.
         """
         config, physical = self.config, physical or self.config
         if precision not in BITS:
@@ -76,7 +76,9 @@ class Checkpoint:
             variant = fitted(self.prepared.layer(layer_number(block_id), precision), config, physical)
             if variant is not None:
                 return variant
-            log.warning("%s in %s is rounded to the nearest: what was prepared has no padding", block_id, precision)
+            log.warning(
+                "%s in %s is rounded to the nearest: what was prepared cannot be split (tp)", block_id, precision
+            )
         return rounded_block(physical, block_id, self.block(block_id, physical), precision)
 
     def precision(self, block_id: str) -> str:

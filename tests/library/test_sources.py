@@ -116,8 +116,21 @@ def test_prepared_layers_split(prepared: Path, precision: str) -> None:
     built.close()
 
 
-def test_groups_that_devices_would_cut_are_refused(prepared: Path, tmp_path: Path) -> None:
-    shutil.copytree(prepared, tmp_path / "model")
-    run(tmp_path / "model", Settings(("int4",), "rtn", group=0))
+def test_prepared_layers_whose_groups_devices_would_cut_are_rounded(
+    prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(prepared, model)
+    run(model, Settings(("int4",), "rtn", group=0))
+    built = build(EngineConfig(model=model, tp=2, precision="int4", **OPTIONS))
+    rows = built.instances[0].executor.rows
+    held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
+    assert built.resolved.ledger.entries["weights"] == sum(held.values())
+    assert "layers.0 in int4 is rounded to the nearest" in caplog.text
+    built.close()
+
+
+def test_groups_of_an_imported_checkpoint_that_devices_would_cut_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, TINY, SHAPES, "pack_quantized", group=0, symmetric=True)
     with pytest.raises(ConfigError, match="groups of 256 cannot be split over 2 devices"):
-        resolve(EngineConfig(model=tmp_path / "model", tp=2, precision="int4", **OPTIONS))
+        resolve(EngineConfig(model=tmp_path, tp=2, **OPTIONS))
