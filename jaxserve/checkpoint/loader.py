@@ -81,6 +81,17 @@ class Checkpoint:
             )
         return rounded_block(physical, block_id, self.block(block_id, physical), precision)
 
+    def method(self, block_id: str, precision: str) -> str:
+        """How a layer that `variant` gives, without padding, was quantised.
+
+        The format of the checkpoint, the method of `jaxserve quantize`, or "rtn": rounded to the nearest.
+        """
+        if isinstance(self.store, ImportedStore) and precision == self.precision(block_id):
+            return self.store.scheme.format
+        if self.prepared is not None and precision in self.prepared.precisions:
+            return self.prepared.method(precision).name
+        return "rtn"
+
     def precision(self, block_id: str) -> str:
         """What the checkpoint has a block in: the configuration's dtype, unless others quantised it."""
         return (

@@ -74,6 +74,8 @@ def test_a_layer_may_stay_in_full_precision(tmp_path):
     write(tmp_path, TINY, SHAPES, "gptq", skip="layers.0.")
     checkpoint = open_checkpoint(tmp_path)
     assert [checkpoint.precision(f"layers.{i}") for i in range(3)] == ["float32", "int4", "int4"]
+    assert [checkpoint.method(f"layers.{i}", "int4") for i in range(3)] == ["rtn", "gptq", "gptq"]
+    assert checkpoint.method("layers.1", "int8") == "rtn"
 
 
 def test_a_router_that_is_quantised_becomes_the_numbers_that_it_stands_for(tmp_path):

@@ -1,6 +1,7 @@
 """The profile as a file, and the command that makes it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -213,6 +214,20 @@ def test_prepared_variants_are_profiled_as_those_made_while_loading(calib, tmp_p
     loaded, stored = (SensitivityProfile.load(tmp_path / f"{name}.json") for name in ("loaded", "stored"))
     assert stored == loaded
     assert stored.methods == {"int4": "rtn"}
+
+
+def test_what_was_prepared_beside_the_model_is_profiled_and_named(calib, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("variants"))
+    of_text = ["--method", "gptq", "--calib", str(calib), "--calib-samples", "2", "--calib-length", "64"]
+    assert CliRunner().invoke(app, ["quantize", str(model), "--precisions", "int4", *of_text]).exit_code == 0
+    args = (model, "--calib", calib, *SMALL)
+    assert run(*args, "--precisions", "int4,int3", "--out", tmp_path / "beside.json").startswith("0: ")
+    named = ("--precisions", "int4", "--variants", model / "variants")
+    assert run(*args, *named, "--out", tmp_path / "named.json").startswith("0: ")
+    beside, named = (SensitivityProfile.load(tmp_path / f"{name}.json") for name in ("beside", "named"))
+    assert beside.methods == {"int4": "gptq", "int3": "rtn"}
+    assert beside.of("int4") == named.of("int4")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def profile(
     ] = None,
     precisions: Annotated[str, _option("Any of int8, int4 and int3, with commas.")] = "int8,int4,int3",
     variants: Annotated[
-        Path | None, _option("What `jaxserve quantize` made; default: round to nearest.", show_default=False)
+        Path | None,
+        _option("What `jaxserve quantize` made; default: what an engine runs for the model.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None, _option(f"The profile; default: {FILE_NAME} in the model's folder.", show_default=False)

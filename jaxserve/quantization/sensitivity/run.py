@@ -29,7 +29,7 @@ class Options:
     positions: Positions = "all"
     seeds: int = 5
     most_points: int = 17  # of a curve
-    variants: Path | None = None  # a folder that `jaxserve quantize` made; None: round to nearest
+    variants: Path | None = None  # a folder that `jaxserve quantize` made; None: what an engine would run
     dtype: Literal["auto", "bfloat16", "float32"] = "float32"
 
 
@@ -91,8 +91,10 @@ def rank_layers(measures: Measures, options: Options, begin: Begin) -> LayerScor
 def _variants(checkpoint: Checkpoint, options: Options) -> tuple[Variants, dict[str, str]]:
     """Where quantised layers come from, and how those of each precision were made."""
     if options.variants is None:
-        nearest = dict.fromkeys(options.precisions, "rtn")
-        return lambda number, precision: checkpoint.variant(f"layers.{number}", precision), nearest
+        layers = checkpoint.config.block_ids[1:-1]
+        made = {name: dict.fromkeys(checkpoint.method(layer, name) for layer in layers) for name in options.precisions}
+        methods = {name: ", ".join(each) for name, each in made.items()}
+        return lambda number, precision: checkpoint.variant(f"layers.{number}", precision), methods
     store = VariantStore.open(options.variants)
     store.check(checkpoint)
     return store.layer, {name: store.method(name).name for name in options.precisions}
