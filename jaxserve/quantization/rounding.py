@@ -37,7 +37,8 @@ def quantize(
     else:
         least, most = np.minimum(grouped.min(-1), 0), np.maximum(grouped.max(-1), 0)
         scales = (most - least) / (high - low)
-    scales = np.where(scales == 0, 1, scales).astype(scale_dtype)
+    scales = scales.astype(scale_dtype)  # first: what is not 0 may become 0
+    scales[scales == 0] = 1
     wide = scales.astype(np.float32)
     if not symmetric:
         zeros = np.clip(np.rint(-least / wide) + low, low, high).astype(scale_dtype)

@@ -42,7 +42,8 @@ def rounded(groups: Float[Array, "*G group"], bits: int, symmetric: bool) -> Flo
 
 
 def _stored(scales: Array) -> Array:
-    return _bfloat16(jnp.where(scales == 0, 1, scales))
+    scales = _bfloat16(scales)
+    return jnp.where(scales == 0, 1, scales)
 
 
 def _bfloat16(x: Array) -> Array:

@@ -53,6 +53,12 @@ def test_a_group_of_zeros_is_exact():
     np.testing.assert_array_equal(q.dequantize(), np.zeros((2, 64)))
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_group_that_is_too_small_for_a_scale_is_zero(symmetric):
+    w = np.linspace(0, 1e-42, 64, dtype=np.float32)[None]
+    np.testing.assert_array_equal(quantize(w, 4, symmetric=symmetric).dequantize(), 0)
+
+
 def test_groups_divide_the_inputs():
     assert [group_size(size) for size in (768, 192, 96, 40)] == [128, 64, 32, 40]
 
