@@ -79,8 +79,12 @@ def _attend_tile(
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
         decay = jnp.exp(top - new_top)
-        # 0 * NaN is NaN: positions beyond the context are stale memory and must be cleared, not just weighted by 0
-        values = jnp.where((key < start + length)[:, None], kv[:, 1], 0)
+        # 0 * NaN is NaN: positions beyond the context, or before every token's window, are stale memory and must be
+        # cleared, not just weighted by 0
+        live = key < start + length
+        if window is not None:
+            live &= key > start - window
+        values = jnp.where(live[:, None], kv[:, 1], 0)
         acc = acc * decay[..., None] + jnp.einsum("krt,ktd->krd", weights, values)
         return new_top, total * decay + weights.sum(-1), acc
 

@@ -28,7 +28,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of paged_attention. Whatever no token may see is NaN: unused pages, the null page, the rest of a page."""
+    """Inputs of paged_attention. Whatever no token may see is NaN: unused pages, the null page, the rest of a page,
+    what lies before the window."""
 
     q: Array  # [T, K, G, D]
     pool: Pool  # of one segment [P, K, 2, S, R]
@@ -58,6 +59,7 @@ def make_problem(shape: Shape, seed: int) -> Problem:
     if s.N > 1:
         tile_lengths[rng.integers(s.N)] = 0
     ends = [*decode_lengths, *np.where(tile_lengths > 0, tile_starts + tile_lengths, 0)]
+    firsts = [max(0, first + 1 - (s.window or capacity)) for first in (*decode_lengths - 1, *tile_starts)]
 
     pages = (s.B + s.N) * s.W + 1
     unused = stored(np.full((s.K, 2, s.S, s.D), np.nan, np.float32), kv_dtype)[0]
@@ -65,12 +67,12 @@ def make_problem(shape: Shape, seed: int) -> Problem:
     tables = np.zeros((s.B + s.N, s.W), np.int32)
     free = rng.permutation(np.arange(1, pages))
     contexts = []
-    for table, end in zip(tables, ends, strict=True):
+    for table, first, end in zip(tables, firsts, ends, strict=True):
         used, free = np.split(free, [-(-end // s.S)])
         table[: len(used)] = used
         table[len(used) :] = rng.integers(0, pages, s.W - len(used))
         rows, kv = stored(rng.normal(size=(2, end, s.K, s.D)).astype(np.float32), kv_dtype)
-        for position in range(end):
+        for position in range(first, end):
             pool[table[position // s.S], :, :, position % s.S] = rows[:, position].swapaxes(0, 1)
         contexts.append((kv[0], kv[1]))
 
