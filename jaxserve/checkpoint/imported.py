@@ -59,12 +59,11 @@ class ImportedStore:
             return self.files.get(name, shape)
         return dequantized(self.codes(name, shape), self.scheme.bits)
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises `CheckpointError` as `get` would, without computing anything."""
-        if self.is_quantized(name):
-            read_tensors(self.scheme, self._source(name), shape)
-        else:
-            self.files.get(name, shape)
+    def stored(self, name: str, shape: tuple[int, ...]) -> list[np.ndarray]:
+        """The tensor, or those of a quantised weight, as they are stored. Raises `CheckpointError` as `get` would."""
+        if not self.is_quantized(name):
+            return [self.files.get(name, shape)]
+        return list(read_tensors(self.scheme, self._source(name), shape).values())
 
     def codes(self, name: str, shape: tuple[int, ...]) -> Codes:
         """A quantised weight, unpacked. Raises `CheckpointError` naming the file and the tensor."""

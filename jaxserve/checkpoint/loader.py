@@ -153,7 +153,7 @@ def check_tensors(store: TensorStore, config: ModelConfig, block_id: str) -> Non
     shapes = tensor_shapes(config, block_id, stacked_experts=stacked_name(block_id) in store)
     for name, shape in shapes.items():
         if isinstance(store, ImportedStore):
-            store.check(name, shape)
+            store.stored(name, shape)
         else:
             store.get(name, shape)
 

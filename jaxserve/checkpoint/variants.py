@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.mapping import numpy_dtype, stacked_name, tensor_shapes
 from jaxserve.checkpoint.safetensors import read_json
 from jaxserve.core.config import ModelConfig
@@ -218,18 +219,22 @@ def fitted(leaves: Variant, config: ModelConfig, physical: ModelConfig) -> Varia
 def fingerprint(checkpoint: "Checkpoint") -> str:
     """SHA-256 of the model's shape and of a few rows of each of its layers' tensors, which lie evenly over it.
 
-    Changes with the weights, unless only other rows do, and reads little of them.
+    Changes with the weights, unless only other rows do, and reads little of them: those that others quantised are taken
+    as they are stored.
     """
-    config = checkpoint.config
+    config, store = checkpoint.config, checkpoint.store
     shape = (config.architecture, config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim)
     digest = hashlib.sha256(repr(shape).encode())
     for block_id in config.block_ids[1:-1]:
-        stacked = stacked_name(block_id) in checkpoint.store
+        stacked = stacked_name(block_id) in store
         for name, shape in tensor_shapes(config, block_id, stacked_experts=stacked).items():
             digest.update(f"{name}{shape}".encode())
-            rows = checkpoint.store.get(name, shape).reshape(-1, shape[-1])
-            some = rows[np.linspace(0, len(rows) - 1, min(len(rows), FINGERPRINT_ROWS)).astype(int)]
-            digest.update(np.ascontiguousarray(some, np.float32).tobytes())
+            stored = store.stored(name, shape) if isinstance(store, ImportedStore) else [store.get(name, shape)]
+            for tensor in stored:
+                rows = tensor.reshape(-1, tensor.shape[-1])
+                some = rows[np.linspace(0, len(rows) - 1, min(len(rows), FINGERPRINT_ROWS)).astype(int)]
+                digest.update(some.tobytes() if some.dtype.kind == "i" else some.astype(np.float32).tobytes())
+        store.forget()
     return digest.hexdigest()
 
 

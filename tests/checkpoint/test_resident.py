@@ -7,8 +7,10 @@ import pytest
 
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint.variants import fingerprint
 
 SMAPS = Path("/proc/self/smaps")
+needs_smaps = pytest.mark.skipif(not SMAPS.exists(), reason="what is resident is read from /proc/self/smaps")
 
 
 def resident_kb(file: Path) -> int:
@@ -20,7 +22,7 @@ def resident_kb(file: Path) -> int:
     return sum(int(line.split()[1]) for line in rss)
 
 
-@pytest.mark.skipif(not SMAPS.exists(), reason="what is resident is read from /proc/self/smaps")
+@needs_smaps
 def test_blocks_that_were_read_leave_nothing_of_their_file_in_memory():
     folder = bundled_model_path()
     checkpoint = open_checkpoint(folder)
@@ -31,3 +33,11 @@ def test_blocks_that_were_read_leave_nothing_of_their_file_in_memory():
     assert resident_kb(folder / "model.safetensors") < 1000  # of 11,500
     for name, array in first.items():
         np.testing.assert_array_equal(array, before[name])
+
+
+@needs_smaps
+def test_a_fingerprint_leaves_nothing_of_the_file_in_memory():
+    folder = bundled_model_path()
+    checkpoint = open_checkpoint(folder)
+    fingerprint(checkpoint)
+    assert resident_kb(folder / "model.safetensors") < 1000  # of 11,500

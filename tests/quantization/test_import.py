@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint import imported, open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
+from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.models import config_from_hf
 from jaxserve.parallel.padding import physical_config
@@ -170,6 +171,21 @@ def test_a_last_group_of_fewer_inputs_is_refused(tmp_path, layout, bits):
         CheckpointError, match=r"layers\.0\.mlp\.down_proj.* has 96 inputs, .* groups of 64 do not divide"
     ):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["qweight", "scales", "qzeros"])
+def test_the_fingerprint_is_of_what_is_stored_and_decodes_nothing(tmp_path, monkeypatch, part):
+    def refuse(*args):
+        raise AssertionError("a weight was decoded")
+
+    monkeypatch.setattr(imported, "decode", refuse)
+    write(tmp_path, TINY, SHAPES, "awq")
+    before = fingerprint(open_checkpoint(tmp_path))
+    file, name = tmp_path / "model.safetensors", f"{LAYER}mlp.up_proj.{part}"
+    tensors = load_file(file)
+    tensors[name][0, 0] += 1
+    save_file(tensors, file)
+    assert fingerprint(open_checkpoint(tmp_path)) != before
 
 
 def test_half_a_layer_in_full_precision_is_refused(tmp_path):
