@@ -5,9 +5,11 @@ A folder, by default `variants` beside the model's files:
     variants.json              which precisions there are, how they were made, what each layer's leaves are
     int4/layers.0, ...         one Orbax checkpoint per precision and layer: the complete set of the layer's leaves
 
-A precision is written to `int4.incoming` and takes its name when all its layers are there.
+A precision is written to `int4.incoming` and takes its name when all its layers are there. Who writes locks the file
+`variants.lock`, which stays.
 """
 
+import fcntl
 import hashlib
 import json
 import math
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 FOLDER = "variants"
 MANIFEST = "variants.json"
+LOCK = "variants.lock"
 FORMAT = 2  # 1: AWQ divided the values that a layer writes into the KV cache by scales of its own
 FINGERPRINT_ROWS = 16  # of a tensor
 SPLIT_INPUTS = ("attention.o", "mlp.down", "mlp.experts_down")  # by tensor parallelism
@@ -126,14 +129,22 @@ class VariantStore:
 class VariantWriter:
     """Writes precisions layer by layer; those that the folder has already stay, unless they are written again.
 
-    Variants of other weights than the checkpoint's do not stay.
+    Variants of other weights than the checkpoint's do not stay. Until one has finished, no other can write there: each
+    would put its own list of precisions in place.
     """
 
     def __init__(self, path: str | Path, checkpoint: "Checkpoint", methods: Mapping[str, Method]):
-        """`methods`: the precisions that will be written. Raises `CheckpointError` if the folder cannot be made."""
+        """`methods`: the precisions that will be written.
+
+        Raises `CheckpointError` if the folder cannot be made, or another one is writing there.
+        """
         self.path = Path(path).resolve()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / LOCK).open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends
+        except BlockingIOError as error:
+            raise CheckpointError(f"{self.path}: another `jaxserve quantize` is writing there") from error
         except OSError as error:
             raise CheckpointError(f"{self.path}: variants cannot be written there ({error.strerror})") from error
         self._methods = methods
@@ -176,6 +187,7 @@ class VariantWriter:
             described = [layers[index] for index in sorted(layers)]
             self._manifest["precisions"][precision] = {"method": asdict(self._methods[precision]), "layers": described}
         self._write_manifest()
+        self._lock.close()
         return VariantStore.open(self.path)
 
     def _incoming(self, precision: str) -> Path:

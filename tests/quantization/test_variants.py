@@ -88,7 +88,23 @@ def test_precisions_are_added_and_replaced_one_by_one(tmp_path):
     assert_equal_leaves(store.layer(7, "int8"), with_zeros[7])
     assert_equal_leaves(store.layer(7, "int4"), layers[7])
     assert store.method("int4") == RTN
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["int4", "int8", MANIFEST]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["int4", "int8", MANIFEST, "variants.lock"]
+
+
+def test_one_at_a_time_writes_to_a_store(tmp_path):
+    checkpoint = open_checkpoint(MODEL)
+    layers = [round_layer(checkpoint.block(f"layers.{index}"), 8) for index in range(8)]
+    first = VariantWriter(tmp_path, checkpoint, {"int8": RTN})
+    first.add(0, "int8", layers[0])
+    command = ["quantize", str(MODEL), "--precisions", "int4", "--method", "rtn", "--out", str(tmp_path)]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 1
+    assert "another `jaxserve quantize` is writing there" in " ".join(refused.output.split())
+    for index in range(1, 8):
+        first.add(index, "int8", layers[index])
+    first.finish()
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert set(VariantStore.open(tmp_path).precisions) == {"int4", "int8"}
 
 
 def test_a_run_that_was_cut_short_leaves_the_old_store(store, tmp_path):
