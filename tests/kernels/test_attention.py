@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, native, paged_attention, reference, xla_cpu
+from jaxserve.kernels.native.build import compiler
 from tests.kernels.problems import Shape, dense_answer, in_segments, make_problem
 
 SHAPES = {
@@ -324,6 +325,12 @@ def test_without_a_compiler_one_line_says_so_and_xla_serves(nowhere, monkeypatch
         "no C++ compiler (no-such-compiler) for the native CPU kernels, plain XLA will be slower"
     ]
     check(paged_attention, Shape(B=2, N=1))
+
+
+@pytest.mark.parametrize(("given", "command"), [("", ["c++"]), (" ", ["c++"]), ("ccache g++", ["ccache", "g++"])])
+def test_an_empty_compiler_is_the_default(monkeypatch, given, command):
+    monkeypatch.setenv("CXX", given)
+    assert compiler() == command
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

@@ -44,7 +44,7 @@ ELSEWHERE = (("attention.cc", []), ("matmul_vector.cc", []), ("rows.cc", []))
 
 def compiler() -> list[str]:
     """The command that compiles: $CXX or c++."""
-    return shlex.split(os.environ.get("CXX", "c++"))
+    return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
 def build(folder: Path = HERE) -> Path:
