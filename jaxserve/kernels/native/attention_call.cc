@@ -10,7 +10,6 @@
 #include "attention.h"
 #include "kv.h"
 #include "machine.h"
-#include "matmul.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -51,8 +50,8 @@ Attend decode_attend([[maybe_unused]] const Attention& a, Attend best) {
 // does not depend on a tile's length, so that a token's result is the same in whatever pieces its prompt comes.
 Attend chunk_attend([[maybe_unused]] bool matrix_unit, [[maybe_unused]] const Attention& a, Attend best) {
 #if defined(__x86_64__) && defined(__linux__)
-  static const bool has_amx = amx_available();  // asked once: cpuid leaves a virtual machine each time
-  if (matrix_unit && has_amx && a.bfloat16 && !a.int8 && a.head_dim % 32 == 0) return attend_amx;
+  static const bool amx = has_amx();  // asked once: cpuid leaves a virtual machine each time
+  if (matrix_unit && amx && a.bfloat16 && !a.int8 && a.head_dim % 32 == 0) return attend_amx;
 #endif
   return best;
 }

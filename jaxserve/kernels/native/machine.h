@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "matmul.h"
 #include "rows.h"
 
 namespace jaxserve {
@@ -13,6 +14,11 @@ inline bool has_avx512() {
 }
 
 inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+#if defined(__linux__)
+// The matrix unit and what is computed around it; a virtual machine may show one without the other.
+inline bool has_amx() { return has_avx512() && __builtin_cpu_supports("avx512bf16") && amx_available(); }
+#endif
 #endif
 
 inline const RowFunctions& row_functions() {

@@ -26,8 +26,8 @@ const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, 
 #if defined(__x86_64__)
   const bool few = name.empty() && rows <= (codes ? kFewCodes : kFewNumbers);
 #if defined(__linux__)
-  static const bool has_amx = amx_available();  // asked once: cpuid leaves a virtual machine each time
-  if (wanted("amx") && bfloat16 && has_amx && (!few || !codes)) return &kMatmulAmx;
+  static const bool amx = has_amx();  // asked once: cpuid leaves a virtual machine each time
+  if (wanted("amx") && bfloat16 && amx && (!few || !codes)) return &kMatmulAmx;
 #endif
   if (bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
     if (few || name == "vnni") return &kMatmulVnni;
