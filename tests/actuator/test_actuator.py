@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,16 @@ def mixed(tiny_model: Path) -> MixedReference:
     return MixedReference(tiny_model, PRECISIONS)
 
 
-def check_tokens(adapted: Adapted, mixed: MixedReference, p: tuple[int, ...], request: str, tokens: tuple) -> None:
+def check_tokens(
+    adapted: Adapted,
+    mixed: MixedReference,
+    p: tuple[int, ...],
+    request: str,
+    tokens: tuple,
+    params: SamplingParams = GREEDY,
+) -> None:
     """Every token is the likeliest one by the precisions that were in force at its step."""
-    assert len(tokens) == GREEDY.max_tokens
+    assert len(tokens) == params.max_tokens
     whole, runs = (*p, *tokens), adapted.runs[request]
     ends = [*(run.known for run in runs[1:]), len(whole)]
     for run, end in zip(runs, ends, strict=True):
@@ -106,10 +114,11 @@ def test_a_layer_changes_its_precision_in_the_middle_of_an_answer(adapted: Adapt
     compiled = dict(adapted.built.compilations.counts)
     tokens: dict[str, tuple[int, ...]] = {}
     p = prompt(1, 50)
-    request = adapted.add(p, GREEDY)
+    long = replace(GREEDY, max_tokens=180)  # for an actuator that gets little of the machine
+    request = adapted.add(p, long)
     adapted.run(tokens, [mixture(adapted.plan, ("int4", "float32", "int8"))])
     assert adapted.built.compilations.counts == compiled
-    check_tokens(adapted, mixed, p, request, tokens[request])
+    check_tokens(adapted, mixed, p, request, tokens[request], long)
     (run,) = adapted.runs[request]
     assert len({tuple(sorted(precisions.items())) for precisions in run.in_force}) > 1, "it did change"
     assert [outcome.error for outcome in adapted.outcomes] == [None, None]
