@@ -22,8 +22,8 @@ import yaml
 from jaxserve.control.plan import BlockPlan, InstancePlan, Plan, StagePlan
 from jaxserve.core.errors import ConfigError
 
-LAYER = re.compile(r"layers\.(\d+)")
-LAYERS = re.compile(r"layers\.(\d+)-(\d+)")
+LAYER = re.compile(r"layers\.(\d{1,9})")
+LAYERS = re.compile(r"layers\.(\d{1,9})-(\d{1,9})")
 MOST_BLOCKS = 10_000  # of a plan: a slip of the finger shall not fill the memory
 
 

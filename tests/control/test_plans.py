@@ -178,6 +178,13 @@ def test_a_plan_that_cannot_be_read_names_the_field(old: str, new: str, message:
         from_yaml(text.replace(old, new))
 
 
+def test_a_number_longer_than_integers_are_read_names_no_layer() -> None:
+    odd = "? layers.0-" + 5000 * "9" + "\n      : int4"  # as a key of more than 128 characters is written
+    plan = from_yaml(to_yaml(home_plan()).replace("layers.0-15: bfloat16", odd))
+    with pytest.raises(PlanError, match=r"has blocks embed, layers\.0-999"):
+        diff(home_plan(), plan, machine())
+
+
 @pytest.mark.parametrize("stages", [[["0-9999", "10000"]], [["0-5999"], ["0-5999"]], [["0-999"]] * 11])
 def test_more_blocks_than_a_plan_may_have_are_refused(stages: list[list[str]]) -> None:
     blocks = [{f"layers.{run}": "int8" for run in runs} for runs in stages]
