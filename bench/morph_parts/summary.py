@@ -146,6 +146,10 @@ def _text(value: float | None, form: str) -> str:
 # -- targets
 
 
+Lost = Callable[[Cell, Cell], float | None]
+"""What a system lost in a trace beside full precision, as a share."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A target, what was measured, and whether that meets it (None: nothing was measured)."""
@@ -168,7 +172,8 @@ def verdicts(found: Cells) -> list[Verdict]:
         listed.append(_each(found, traces, mode, text, lambda c, full: c.peak_pages / full.peak_pages, 1.33))
     listed.append(_each(found, traces, ACCURACY, "median TPOT at most 1.06x", _tpot_ratio, 1.06, at_most=True))
     listed.append(_each(found, traces, PERFORMANCE, "median TPOT below 1x", _tpot_ratio, 1.0, at_most=True))
-    listed += [_loss(found, traces), _half_loss(found, traces)]
+    for what, lost in (("cross-entropy", lambda c, _: c.loss), ("agreement with full precision", _agreement_lost)):
+        listed += [_loss(found, traces, what, lost), _half_loss(found, traces, what, lost)]
     for mode in (ACCURACY, PERFORMANCE):
         longest = max((c[mode].restored_s or 0.0 for c in found.values() if mode in c), default=None)
         met = None if longest is None else longest <= RESTORED_S
@@ -226,20 +231,24 @@ def _throughput_verdict(found: Cells, mode: str) -> Verdict:
     return Verdict(target, f"{ratio:.2f}x ({full.throughput:.0f} to {c.throughput:.0f} tokens/s)", ratio >= 1.6)
 
 
-def _loss(found: Cells, traces: Sequence[str]) -> Verdict:
-    target = f"{LABELS[ACCURACY]}: loses at most 2.2 %, in every trace"
-    losses = [value for name in traces if (value := found[name][ACCURACY].loss) is not None]
+def _agreement_lost(c: Cell, full: Cell) -> float | None:
+    return None if c.agreement is None or not full.agreement else 1 - c.agreement / full.agreement
+
+
+def _loss(found: Cells, traces: Sequence[str], what: str, lost: Lost) -> Verdict:
+    target = f"{LABELS[ACCURACY]}: loses at most 2.2 % ({what}), in every trace"
+    losses = [value for name in traces if (value := lost(found[name][ACCURACY], found[name][FULL])) is not None]
     return Verdict(target, f"at most {max(losses):.2%}" if losses else "-", max(losses) <= 0.022 if losses else None)
 
 
-def _half_loss(found: Cells, traces: Sequence[str]) -> Verdict:
-    target = f"{LABELS[ACCURACY]}: loses at most half of static int4, in every trace"
+def _half_loss(found: Cells, traces: Sequence[str], what: str, lost: Lost) -> Verdict:
+    target = f"{LABELS[ACCURACY]}: loses at most half of static int4 ({what}), in every trace"
     shares = {
         name: mine / static
         for name in traces
         if INT4 in found[name]
-        and (mine := found[name][ACCURACY].loss) is not None
-        and (static := found[name][INT4].loss)
+        and (mine := lost(found[name][ACCURACY], found[name][FULL])) is not None
+        and (static := lost(found[name][INT4], found[name][FULL]))
     }
     told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     return Verdict(target, told or "-", max(shares.values()) <= 0.5 if shares else None)

@@ -252,6 +252,16 @@ def test_targets_are_judged_by_what_was_measured():
     assert "**missed**" in verdict_table(list(judged.values()))
 
 
+@pytest.mark.parametrize(("share", "met"), [(0.93, (True, True)), (0.925, (False, True)), (0.92, (False, False))])
+def test_agreement_is_judged_beside_that_of_full_precision_with_itself(share, met):
+    shares = {FULL: 0.95, INT4: 0.90, ACCURACY: share, PERFORMANCE: 0.90}
+    results = [result | {"agreement": {"share": shares[result["system"]]}} for result in made_results()]
+    judged = {verdict.target: verdict.met for verdict in verdicts(cells(results))}
+    what = "(agreement with full precision), in every trace"
+    found = (judged[f"morph, accuracy: loses at most {limit} {what}"] for limit in ("2.2 %", "half of static int4"))
+    assert tuple(found) == met
+
+
 def test_exchanges_are_told_by_direction():
     to_int4 = [Exchange("int4", 0.2, 0.010, 0.011), Exchange("int4", 0.3, 0.010, 0.013)]
     table = exchange_table([*to_int4, Exchange("full", 0.1, 0.01, 0.01)])
