@@ -194,8 +194,9 @@ def _control_plane(
         resolved.ledger,
         clock,
         snapshots=lambda: [steps.core.snapshot for steps in instances],
-        policy_names=dict.fromkeys((*POLICY_NAMES, config.policy)),  # a file of the operator's too
+        policy_names=POLICY_NAMES,
         load_policy=load,
+        started_with=str(config.policy),  # which may be a file
     )
 
 

@@ -58,7 +58,11 @@ def change(
     ] = None,
     *,
     policy: Annotated[
-        str | None, typer.Option(help="Let this policy decide from now on, as morph or static.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Let this policy decide from now on: morph, static, or that of the server's start, named as then.",
+            show_default=False,
+        ),
     ] = None,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,

@@ -46,7 +46,11 @@ class ControlClient(Protocol):
         ...
 
     def set_policy(self, name: str) -> None:
-        """Lets another policy decide from the next tick on. Raises RequestError for an unknown name. Mutates."""
+        """Lets another policy decide from the next tick on. Mutates.
+
+        Raises RequestError for a name that `status()["policies"]` does not have. `name` may be anything that a client
+        has sent: nothing is read or run because of it.
+        """
         ...
 
     def set_plan(self, yaml_text: str) -> None:

@@ -31,13 +31,16 @@ class ControlPlane:
         snapshots: Callable[[], Sequence[Snapshot]],
         policy_names: Iterable[str],
         load_policy: Callable[..., Policy],
+        started_with: str,
     ):
-        """`snapshots`: the latest of each instance. `load_policy` makes a policy by name, with a plan as `target` for
-        "manual".
+        """`snapshots`: the latest of each instance. `load_policy` makes a policy by one of `policy_names`, with a plan
+        as `target` for "manual". `started_with`: the name or the file of the policy that the controller has now; it is
+        kept, so that what comes over HTTP never has a file read or run.
         """
         self._controller, self._resources, self._ledger, self._clock = controller, resources, ledger, clock
         self._snapshots = snapshots
-        self._policy_names, self._load_policy = tuple(policy_names), load_policy
+        self._policy_names = tuple(dict.fromkeys((*policy_names, started_with)))
+        self._load_policy, self._first = load_policy, (started_with, controller.policy)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxserve-control", daemon=True)
@@ -107,8 +110,9 @@ class ControlPlane:
         if name not in self._policy_names:
             names = ", ".join(self._policy_names)
             raise RequestError(f"there is no policy {shown!r}; there are {names}", field="policy", value=shown)
+        first_name, first = self._first
         try:
-            policy = self._load_policy(name)
+            policy = first if name == first_name else self._load_policy(name)
         except ConfigError as error:  # e.g. no variants to change to
             raise RequestError(str(error), field="policy", value=shown) from error
         with self._lock:

@@ -84,7 +84,8 @@ def test_the_operators_plan_comes_into_force_and_the_policy_back(tiny_model: Pat
         control.set_policy("static")
         await until(lambda: "int4" not in engine.snapshot().layers_by_precision)
         assert str(policy) in control.status()["policies"]
-        control.set_policy(str(policy))
+        policy.unlink()
+        control.set_policy(str(policy))  # it is not read again
         assert control.status()["policy"] == "morph-performance"
         await engine.shutdown()
 

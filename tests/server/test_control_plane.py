@@ -1,0 +1,138 @@
+"""The operators' routes and commands on a real control plane: which policies it takes, and what its log then says."""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from jaxserve.cli import app
+from jaxserve.control import Ledger
+from jaxserve.control.controller import Controller
+from jaxserve.control.policies import POLICY_NAMES, MorphPolicy, load_policy
+from jaxserve.core.clock import SystemClock
+from jaxserve.engine.control_plane import ControlPlane
+from jaxserve.telemetry import Snapshot
+from tests.control.worlds import VirtualActuator, home_plan, machine
+from tests.server.fake import FakeClient
+from tests.server.serving import serving
+
+HOME, MACHINE = home_plan(), machine()
+OWN_CLASS = (
+    "from jaxserve.control.policies import StaticPolicy\n\ndef Own(resources, order):\n    return StaticPolicy('own')"
+)
+
+
+class Server:
+    """A server with a control plane whose policy is from a file; transitions take no time."""
+
+    def __init__(self, policy: str):
+        load = partial(load_policy, resources=MACHINE, swap_order=range(16))
+        actuator = VirtualActuator()
+        actuator.now = math.inf
+        self.loaded: list[str] = []
+
+        def loading(name, **options):
+            self.loaded.append(name)
+            return load(name, **options)
+
+        self.controller = Controller(HOME, load(policy), MACHINE, actuator, tick=0.01)
+        self.control = ControlPlane(
+            self.controller,
+            MACHINE,
+            Ledger(MACHINE.budget),
+            SystemClock(),
+            snapshots=lambda: [Snapshot(kv_pages_total=400)],
+            policy_names=POLICY_NAMES,
+            load_policy=loading,
+            started_with=policy,
+        )
+
+    def put(self, url: str, policy: str) -> httpx.Response:
+        return httpx.put(f"{url}/admin/policy", json={"policy": policy})
+
+
+@pytest.fixture(params=["own.yaml", "own.py:Own"])
+def source(request, tmp_path: Path) -> str:
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"policy": "morph", "settings": {"queue_delay": 0.7}}))
+    (tmp_path / "own.py").write_text(OWN_CLASS)
+    return f"{tmp_path}/{request.param}"
+
+
+@pytest.fixture
+def server(source) -> Iterator[Server]:
+    server = Server(source)
+    yield server
+    server.control.close()
+
+
+@pytest.fixture
+def url(server) -> Iterator[str]:
+    with serving(FakeClient(control=server.control)) as address:
+        yield address.url
+
+
+def test_a_policy_of_ones_own_comes_back_after_another_as_it_was(server, url, source):
+    first = server.controller.policy
+    assert httpx.get(f"{url}/admin/status").json()["policies"] == [*POLICY_NAMES, source]
+    for name in POLICY_NAMES:
+        assert server.put(url, name).status_code == 202
+        assert server.controller.policy.name == name
+        Path(source.partition(":")[0]).write_text("nothing that could be read again")
+        assert server.put(url, source).status_code == 202
+        assert server.controller.policy is first
+    assert server.loaded == list(POLICY_NAMES), "the file is none of them"
+    assert not isinstance(first, MorphPolicy) or first.settings.queue_delay == 0.7
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{folder}/other.yaml",
+        "{folder}/other.py:Own",
+        "{folder}/../{last}/own.yaml",
+        "{folder}/./own.py:Own",
+        "own.yaml",
+        "own.py:Own",
+        " morph",
+        "morph\n",
+        "MORPH",
+        "jaxserve.control.policies:StaticPolicy",
+        "file:///etc/passwd",
+        "\0",
+        "",
+        "x" * 5000,
+    ],
+)
+def test_no_other_name_is_taken_and_no_file_is_opened(server, url, source, name):
+    folder = Path(source).parent
+    trap = folder / "trap"
+    (folder / "other.yaml").write_text("policy: static")
+    (folder / "other.py").write_text(f"open({str(trap)!r}, 'w')\n{OWN_CLASS}")
+    (folder / "own.py").write_text(f"open({str(trap)!r}, 'w')\n{OWN_CLASS}")
+    before = server.controller.policy
+    answer = server.put(url, name.format(folder=folder, last=folder.name))
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "policy"
+    assert (server.controller.policy, server.loaded) == (before, [])
+    assert not trap.exists()
+
+
+def test_the_command_gives_the_operators_policy_back(server, url, source, tmp_path):
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["plan", *arguments], env={"JAXSERVE_URL": url, "COLUMNS": "200"})
+        assert done.exit_code == 0, done.stderr
+        return done.stdout
+
+    first, plan = server.controller.policy, tmp_path / "plan.yaml"
+    plan.write_text(run("show", "--format", "yaml"))
+    assert run("set", str(plan)).endswith("the policy manual decides\n")
+    run("set", "--policy", source)
+    assert server.controller.policy is first
+    refused = CliRunner().invoke(app, ["plan", "set", "--policy", "other.yaml"], env={"JAXSERVE_URL": url})
+    assert refused.exit_code == 1
+    assert source in refused.stderr, "which names there are"
