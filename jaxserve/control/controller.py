@@ -126,7 +126,7 @@ class Controller:
 
         Its state follows when all has been carried out: a decision that came to nothing has not been made.
         """
-        reason, plan = "", self.plan
+        reason, plan = "the policy failed", self.plan
         try:
             proposal = self.policy.update(snapshots, self.plan, self._state)
             reason, plan = proposal.reason, proposal.plan

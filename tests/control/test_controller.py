@@ -109,7 +109,8 @@ def test_a_policy_that_raises_leaves_the_plan_and_is_asked_again_later() -> None
 
     world = World(Broken())
     world.run(0, 2)
-    assert [d.outcome for d in world.controller.decisions] == ["rejected: KeyError: 'threshold'"] * 2
+    outcomes = [(d.reason, d.outcome) for d in world.controller.decisions]
+    assert outcomes == [("the policy failed", "rejected: KeyError: 'threshold'")] * 2
     world.controller.set_policy(ManualPolicy(TARGET))
     world.run(2, 1)
     assert world.controller.plan.instances == TARGET.instances
