@@ -78,6 +78,7 @@ class Controller:
         self._pending: list[Transition] = []  # started, and not ended
         self._decided: Any = None  # the policy's state once they have ended well
         self._target: Plan | None = None
+        self._open: Decision | None = None  # the one that is being carried out
         self.set_policy(policy)
 
     @property
@@ -96,6 +97,11 @@ class Controller:
         self._state: Any = policy.init(self._start)
         self._decided = self._state
         self.failures = Failures()
+
+    def change_policy(self, now: float, policy: Policy, change: str) -> None:
+        """As `set_policy`, by an operator: logged as a decision without transitions. Mutates."""
+        self.set_policy(policy)
+        self._record(self._decision(now, f"by the operator: {change}", self.plan, "done"))
 
     def check(self, plan: Plan) -> None:
         """Raises `PlanError` for a plan that transitions cannot lead to, or that does not fit."""
@@ -144,7 +150,8 @@ class Controller:
             return
         self._target = replace(plan, version=self.plan.version + len(transitions))
         self._pending, self._decided = list(transitions), proposal.state
-        self._record(self._decision(now, reason, self._target, "started", tuple(map(str, transitions))))
+        self._open = self._decision(now, reason, self._target, "started", tuple(map(str, transitions)))
+        self._record(self._open)
         self._actuator.start(transitions)
 
     def _take_outcomes(self, now: float, busy: bool) -> None:
@@ -166,10 +173,13 @@ class Controller:
             self._fail(now)
 
     def _end(self, outcome: str) -> None:
-        """The decision under way has ended."""
-        self._pending, self._target = [], None
-        self.decisions[-1] = replace(self.decisions[-1], outcome=outcome)
-        _log(self.decisions[-1])
+        """The decision under way has ended. Others may be behind it in the log: the operators'."""
+        assert self._open is not None
+        ended = replace(self._open, outcome=outcome)
+        if self._open in self.decisions:
+            self.decisions[self.decisions.index(self._open)] = ended
+        self._pending, self._target, self._open = [], None, None
+        _log(ended)
 
     def _reject(self, now: float, reason: str, plan: Plan, error: str) -> None:
         self._record(self._decision(now, reason, plan, f"rejected: {error}"))

@@ -11,7 +11,7 @@ from jaxserve.telemetry import Snapshot
 
 @dataclass(frozen=True)
 class Decision:
-    """A proposal of a policy and what became of it."""
+    """A proposal of a policy and what became of it; or, without transitions, an operator's change of policy."""
 
     time: float
     policy: str

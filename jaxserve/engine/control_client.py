@@ -33,7 +33,8 @@ class ControlClient(Protocol):
         """The last `limit` decisions, newest last.
 
         Each has `time`, `policy`, `reason`, `before_version`, `target_version`, `transitions` (lines of text) and
-        `outcome`: "started", "done", "failed: ..." or "rejected: ...".
+        `outcome`: "started", "done", "failed: ..." or "rejected: ...". What operators change is among them, "done" and
+        without transitions, with the policy that decides since then.
         """
         ...
 

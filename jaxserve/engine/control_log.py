@@ -58,8 +58,10 @@ class LoggedController(Controller):
 
 
 def decided_at(controller: Controller, now: float) -> Decided | None:
-    """What a controller has decided at the tick at `now`, which was its latest one."""
-    if not controller.decisions or controller.decisions[-1].time != now:
+    """What a controller has decided at the tick at `now`, which was its latest one.
+
+    Nothing if the latest entry is done: that is an operator's, as no decision is within its own tick.
+    """
+    if not controller.decisions or (d := controller.decisions[-1]).time != now or d.outcome == "done":
         return None
-    d = controller.decisions[-1]
     return Decided(now, d.policy, d.reason, d.before_version, d.target_version, d.transitions, d.outcome)

@@ -41,6 +41,7 @@ class ControlPlane:
         self._snapshots = snapshots
         self._policy_names = tuple(dict.fromkeys((*policy_names, started_with)))
         self._load_policy, self._first = load_policy, (started_with, controller.policy)
+        self._named = started_with  # the policy that decides, as it was named
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxserve-control", daemon=True)
@@ -53,10 +54,9 @@ class ControlPlane:
 
     def _run(self) -> None:
         while not self._closing.wait(self._controller.interval):
-            now = self._clock.now()
             try:
                 with self._lock:
-                    self._controller.tick(now, self._snapshots())
+                    self._controller.tick(self._clock.now(), self._snapshots())
             except Exception:
                 log.exception("the control plane failed; the plan in force stays")
 
@@ -116,7 +116,7 @@ class ControlPlane:
         except ConfigError as error:  # e.g. no variants to change to
             raise RequestError(str(error), field="policy", value=shown) from error
         with self._lock:
-            self._controller.set_policy(policy)
+            self._change(policy, name, "")
 
     def set_plan(self, yaml_text: str) -> None:
         try:
@@ -125,7 +125,12 @@ class ControlPlane:
             raise RequestError(str(error), field="plan") from error
         with self._lock:
             self._controller.check(plan)
-            self._controller.set_policy(self._load_policy("manual", target=plan))
+            self._change(self._load_policy("manual", target=plan), "manual", "a plan, ")
+
+    def _change(self, policy: Policy, name: str, what: str) -> None:
+        """Has another policy decide, and the log tell it; with the lock held. Mutates."""
+        self._controller.change_policy(self._clock.now(), policy, f"{what}policy {self._named} -> {name}")
+        self._named = name
 
 
 def _plain(snapshot: Snapshot) -> Mapping[str, Any]:

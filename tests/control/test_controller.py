@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxserve.control import Plan, Policy, Proposal, ResizeKVPool, SwapPrecision, Transition, chain
-from jaxserve.control.controller import HISTORY, Backoff, Controller
+from jaxserve.control.controller import DECISIONS, HISTORY, Backoff, Controller
 from jaxserve.control.diff import apply
 from jaxserve.control.policies import ManualPolicy, StaticPolicy
 from jaxserve.core.errors import PlanError
@@ -157,6 +157,28 @@ def test_another_policy_takes_over_at_once_and_starts_from_the_first_plan() -> N
     assert world.controller.plan.instances == HOME.instances
     assert [d.policy for d in world.controller.decisions] == ["manual", "static"]
     assert world.controller.decisions[-1].reason == "back to the plan at the start"
+
+
+def test_what_operators_change_is_logged_and_a_decision_under_way_keeps_its_outcome() -> None:
+    world = World(ManualPolicy(TARGET))
+    world.run(0, 0.05)
+    world.controller.change_policy(0.05, StaticPolicy(), "policy manual -> static")
+    world.controller.change_policy(0.06, Counting(), "policy static -> counting")
+    world.run(0.07, 1)
+    log = [(d.time, d.policy, d.outcome, len(d.transitions)) for d in world.controller.decisions]
+    assert log == [(0.0, "manual", "done", 3), (0.05, "static", "done", 0), (0.06, "counting", "done", 0)]
+    assert world.controller.decisions[1].reason == "by the operator: policy manual -> static"
+    assert world.controller.plan.instances == TARGET.instances, "what has been started is finished"
+
+
+def test_an_outcome_whose_decision_the_log_no_longer_has_changes_no_other() -> None:
+    world = World(ManualPolicy(TARGET))
+    world.run(0, 0.05)
+    for _ in range(DECISIONS):
+        world.controller.change_policy(0.05, Counting(), "nothing")
+    world.run(0.07, 1)
+    assert {(d.policy, d.outcome) for d in world.controller.decisions} == {("counting", "done")}
+    assert not world.controller.busy
 
 
 def test_a_smaller_pool_waits_until_what_is_in_use_fits() -> None:

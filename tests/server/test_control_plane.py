@@ -1,6 +1,7 @@
 """The operators' routes and commands on a real control plane: which policies it takes, and what its log then says."""
 
 import math
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxserve.control.controller import Controller
 from jaxserve.control.policies import POLICY_NAMES, MorphPolicy, load_policy
 from jaxserve.core.clock import SystemClock
 from jaxserve.engine.control_plane import ControlPlane
+from jaxserve.server.schemas.admin import Decision
 from jaxserve.telemetry import Snapshot
 from tests.control.worlds import VirtualActuator, home_plan, machine
 from tests.server.fake import FakeClient
@@ -87,6 +89,29 @@ def test_a_policy_of_ones_own_comes_back_after_another_as_it_was(server, url, so
         assert server.controller.policy is first
     assert server.loaded == list(POLICY_NAMES), "the file is none of them"
     assert not isinstance(first, MorphPolicy) or first.settings.queue_delay == 0.7
+
+
+def test_the_log_tells_who_changed_what(server, url, source):
+    plan = httpx.get(f"{url}/admin/plan").json()
+    assert httpx.put(f"{url}/admin/plan", json=plan).status_code == 202
+    server.put(url, "static")
+    server.put(url, source)
+    server.put(url, "nothing")
+    decisions = httpx.get(f"{url}/admin/decisions").json()["decisions"]
+    assert [decision["reason"] for decision in decisions] == [
+        f"by the operator: a plan, policy {source} -> manual",
+        "by the operator: policy manual -> static",
+        f"by the operator: policy static -> {source}",
+    ]
+    assert [decision["policy"] for decision in decisions] == ["manual", "static", server.controller.policy.name]
+    for decision in decisions:
+        Decision.model_validate(decision, strict=True)
+        assert (decision["outcome"], decision["transitions"]) == ("done", [])
+        assert decision["before_version"] == decision["target_version"] == 1
+    assert [decision["time"] for decision in decisions] == sorted(decision["time"] for decision in decisions)
+    shown = CliRunner().invoke(app, ["plan", "show"], env={"JAXSERVE_URL": url, "COLUMNS": "200", "NO_COLOR": "1"})
+    assert shown.stdout.count("✓ done") == 3
+    assert re.search(r"✓ done +1 → 1 +by the operator: policy manual -> static", shown.stdout)
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,16 @@ def test_a_run_is_replayed_with_every_step_and_every_decision(tmp_path, policy, 
     assert again.plan.version == max(step.version for step in found.steps) or policy != "static"
 
 
+def test_what_an_operator_changes_is_no_decision_of_a_tick(tmp_path, recording):
+    """Even if it is at the very time of one."""
+    world = World(tmp_path / "log", burst(0), policy="morph")
+    world.controller.change_policy(world.time, load_policy("morph", RESOURCES, range(8), slo_ttft=4.0), "the same")
+    assert len(world.controller.decisions) == 1
+    world.run()
+    found = read_log(tmp_path / "log")
+    assert found.decisions == recording.decisions == replay(found).decisions
+
+
 def test_the_run_that_is_replayed_has_what_is_hard(recording):
     assert any(answer.preemptions for answer in recording.answers.values())
     assert len({step.version for step in recording.steps}) > 5

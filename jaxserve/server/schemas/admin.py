@@ -61,7 +61,7 @@ class Ledger(Answer):
 
 
 class Decision(Answer):
-    """What a policy wanted and what became of it."""
+    """What a policy wanted and what became of it; or, without transitions, an operator's change of policy."""
 
     time: float
     policy: str
