@@ -96,6 +96,7 @@ class Controller:
         self.policy = policy
         self._state: Any = policy.init(self._start)
         self._decided = self._state
+        self.note = ""
         self.failures = Failures()
 
     def change_policy(self, now: float, policy: Policy, change: str) -> None:
@@ -148,7 +149,7 @@ class Controller:
             log.exception("policy %s failed; plan %d stays", self.policy.name, self.plan.version)
             self._reject(now, reason, self.plan, f"{type(error).__name__}: {error}")
             return
-        self._target = replace(plan, version=self.plan.version + len(transitions))
+        self._target, self.note = replace(plan, version=self.plan.version + len(transitions)), ""
         self._pending, self._decided = list(transitions), proposal.state
         self._open = self._decision(now, reason, self._target, "started", tuple(map(str, transitions)))
         self._record(self._open)
@@ -182,6 +183,7 @@ class Controller:
         _log(ended)
 
     def _reject(self, now: float, reason: str, plan: Plan, error: str) -> None:
+        self.note = ""
         self._record(self._decision(now, reason, plan, f"rejected: {error}"))
         self._fail(now)
 

@@ -159,6 +159,29 @@ def test_another_policy_takes_over_at_once_and_starts_from_the_first_plan() -> N
     assert world.controller.decisions[-1].reason == "back to the plan at the start"
 
 
+def test_the_note_is_of_what_is_waited_for_now() -> None:
+    @dataclass(frozen=True)
+    class Waiting(Counting):
+        """Asked for the third time it wants `target`."""
+
+        target: Plan = TARGET
+
+        def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: int) -> Proposal[int]:
+            return Proposal(plan if state < 2 else self.target, state + 1, f"asked {state} times before")
+
+    for target in (TARGET, HOME.with_kv_pages(0, 402)):  # the second one does not fit
+        world = World(Waiting(target=target), tick=0.05)
+        world.run(0, 0.1)
+        assert world.controller.note == "asked 1 times before"
+        world.run(0.1, 0.05)
+        assert world.controller.note == ""
+        assert len(world.controller.decisions) == 1
+    world = World(Counting())
+    world.run(0, 1)
+    world.controller.set_policy(StaticPolicy())
+    assert world.controller.note == ""
+
+
 def test_what_operators_change_is_logged_and_a_decision_under_way_keeps_its_outcome() -> None:
     world = World(ManualPolicy(TARGET))
     world.run(0, 0.05)

@@ -47,13 +47,15 @@ class Driver:
         self.policy, self.plan, self.resources = MorphPolicy(resources, order, settings), plan, resources
         self.state = self.policy.init(plan)
         self.reasons: list[str] = []
+        self.note = ""  # what it waits for
 
     def see(self, *snapshots: Snapshot) -> bool:
         """Whether the plan changed."""
         proposal = self.policy.update(snapshots, self.plan, self.state)
         changed = proposal.plan.instances != self.plan.instances
-        assert bool(proposal.reason) == changed
+        assert proposal.reason or not changed
         self.reasons += [proposal.reason] if changed else []
+        self.note = "" if changed else proposal.reason
         self.plan, self.state = proposal.plan, proposal.state
         validate(self.plan, self.resources)
         return changed
@@ -130,6 +132,30 @@ def test_pressure_that_does_not_last_is_none() -> None:
         assert not driver.see(snapshot(number * 0.3 + 0.15))
 
 
+def test_under_pressure_it_says_what_it_waits_for() -> None:
+    driver, pressed = Driver(), {"num_waiting": 3, "oldest_wait": 0.24}
+    driver.see_for(0, 0.2, **pressed)
+    assert driver.note == "pressure for 0.1 s < 0.2 s"
+    driver.see(snapshot(0.2, **pressed))
+    assert driver.note == ""
+    driver.see_for(0.3, 0.2, **pressed)
+    assert driver.note == "pressure, 0.2 s after the last entry < 0.5 s"
+    driver.press()
+    assert driver.note == "queue delay 300 ms > 100 ms: no layer is left to go to int4"
+    driver = Driver(resources=replace(MACHINE, most_pages=401))
+    driver.see_for(0, 5, kv_pages_used=399)
+    assert driver.note == "KV usage 99.8% > 85%: more layers would give no more pages"
+
+
+def test_at_home_without_pressure_it_waits_for_nothing() -> None:
+    driver = Driver()
+    driver.see_for(0, 10, num_waiting=1, kv_pages_used=300, recent=replace(CALM, preemptions=1))
+    assert driver.note == ""
+    driver.press(1)
+    driver.see_for(10, 10)
+    assert (driver.plan.instances, driver.note) == (HOME.instances, "")
+
+
 def test_layers_go_a_few_at_a_time_up_to_the_modes_share() -> None:
     driver = Driver()
     times = driver.see_for(0, 30, num_waiting=9, oldest_wait=0.3)
@@ -197,21 +223,25 @@ def test_all_layers_are_back_in_reverse_order_well_within_ten_seconds(settings: 
 
 
 @pytest.mark.parametrize(
-    "blocking",
+    ("blocking", "note"),
     [
-        {"num_waiting": 1},
-        {"num_waiting": 1, "oldest_wait": 0.2},
-        {"recent": replace(CALM, waiting=0.6)},
-        {"recent": replace(CALM, preemptions=1)},
-        {"kv_pages_used": 512},  # of 760; 70 % of the 731 pages that would be left with one layer less
-        {"recent": replace(CALM, kv_usage=512 / 760)},
-        {"kv_pages_used": 400, "recent": replace(CALM, kv_trend=0.04)},
+        ({"num_waiting": 1}, "1 waiting > 0"),
+        ({"num_waiting": 1, "oldest_wait": 0.2}, "queue delay 200 ms > 100 ms: no layer is left to go to int4"),
+        ({"recent": replace(CALM, waiting=0.6)}, "mean queue 0.6 > 0.5"),
+        ({"recent": replace(CALM, preemptions=1)}, "preemptions in the last 5 s: 1 > 0"),
+        # Of 760; of the 731 pages that would be left with one layer less 70 % are 511.
+        ({"kv_pages_used": 512}, "512 pages in use > 70% of 730"),
+        ({"recent": replace(CALM, kv_usage=512 / 760)}, "512 pages in use on average > 70% of 730"),
+        ({"kv_pages_used": 400, "recent": replace(CALM, kv_trend=0.04)}, "552 pages in use in 5 s > 70% of 730"),
+        ({"recent": replace(CALM, longest_wait=0.3)}, "queue delay in the last 5 s: 300 ms > 100 ms"),
+        ({"recent": replace(CALM, most_kv_usage=0.9)}, "KV usage in the last 5 s: 90.0% > 85%"),
     ],
 )
-def test_none_comes_back_while_it_would_be_missed(blocking: dict[str, object]) -> None:
+def test_none_comes_back_while_it_would_be_missed_and_it_says_why(blocking: dict[str, object], note: str) -> None:
     driver = Driver()
     driver.press()
     assert not driver.see_for(30, 20, **blocking)
+    assert driver.note == note
     driver.see_for(50, 10)
     assert driver.plan.instances == HOME.instances
 
@@ -234,7 +264,10 @@ def test_a_load_that_was_too_much_at_the_last_release_must_fall_before_the_next(
     assert driver.see_for(10, 10, recent=steady), "released, with ten arrivals a second"
     assert driver.plan.instances == HOME.instances
     assert driver.see_for(20, 1, recent=steady, num_waiting=1, oldest_wait=0.2), "which was a mistake"
-    assert not driver.see_for(21, 300, recent=steady)
+    assert not driver.see_for(21, 3, recent=steady)
+    assert driver.note == "quiet for 2.9 s < 5 s"
+    assert not driver.see_for(24, 297, recent=steady)
+    assert driver.note == "held after a relapse: 10.0 arrivals/s > 75% of 10.0, for 299 s more"
     assert not driver.see_for(321, 60, recent=replace(CALM, arrivals_per_s=7.6))
     assert driver.see_for(381, 1, recent=replace(CALM, arrivals_per_s=7.4))
 
@@ -287,6 +320,11 @@ def test_each_instance_follows_its_own_snapshot() -> None:
     stages = driver.plan.instances[1].stages
     assert {stage.kv_pages for stage in stages} == {driver.resources.kv_capacity(driver.plan.instances[1])}
     assert driver.reasons[0].startswith("instance 1: queue delay 200 ms > 100 ms: layers 3, 7 to int4")
+    driver.see(snapshot(1.0, num_waiting=2, oldest_wait=0.2), snapshot(1.0))
+    assert driver.note == "instance 0: pressure for 0.0 s < 0.2 s; instance 1: quiet for 0.0 s < 5 s"
+    driver.see(snapshot(1.25, num_waiting=2, oldest_wait=0.2), snapshot(1.25))
+    assert driver.reasons[-1].startswith("instance 0: queue delay 200 ms > 100 ms: layers 3, 7 to int4")
+    assert "instance 1" not in driver.reasons[-1], "what others wait for is no reason"
 
 
 def test_it_goes_on_from_the_plan_in_force_whatever_has_failed() -> None:

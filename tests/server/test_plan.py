@@ -12,7 +12,7 @@ from jaxserve.cli import app
 from jaxserve.plan_view import Scene, overview, seconds_text, size_text
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
-from tests.server.fake_control import FIRST, FakeControl
+from tests.server.fake_control import FIRST, NOTE, FakeControl
 from tests.server.process import ROOT
 from tests.server.serving import serving
 
@@ -37,6 +37,7 @@ def test_show_has_plan_ledger_and_decisions(run):
     assert "policy morph" in shown
     assert "layers.5-14" in shown
     assert "workspace" in shown
+    assert NOTE in " ".join(shown.split())
     assert shown.count("✓ done") == 2
 
 

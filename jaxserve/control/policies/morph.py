@@ -93,15 +93,18 @@ class MorphPolicy:
         return tuple(InstanceState(instance) for instance in plan.instances)
 
     def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: MorphState) -> Proposal[MorphState]:
-        states, reasons = [], []
+        states: list[InstanceState] = []
+        reasons: list[str] = []
+        notes: list[str] = []  # of the instances that wait for something
         for number, (snapshot, before) in enumerate(zip(snapshots, state, strict=True)):
             assert snapshot.recent is not None, "the controller fills it"
             view = _View(snapshot, snapshot.recent, number, plan)
-            plan, after, reason = self._update_instance(view, before)
+            plan, after, words = self._update_instance(view, before)
             states.append(after)
-            if reason:
-                reasons.append(f"instance {number}: {reason}" if len(snapshots) > 1 else reason)
-        return Proposal(plan, tuple(states), "; ".join(reasons))
+            if words:
+                told = notes if plan is view.plan else reasons
+                told.append(f"instance {number}: {words}" if len(snapshots) > 1 else words)
+        return Proposal(plan, tuple(states), "; ".join(reasons or notes))
 
     def foresee(self, plan: Plan) -> Sequence[Plan]:
         """After the first two decisions, after an urgent one, and with all layers swapped that may be: where load leads
@@ -120,6 +123,7 @@ class MorphPolicy:
         return replace(plan, version=version)
 
     def _update_instance(self, view: _View, state: InstanceState) -> tuple[Plan, InstanceState, str]:
+        """The next plan, the next state, and why; of the same plan, what is waited for."""
         now, pressure = view.now, self._pressure(view.snapshot)
         state = replace(state, peak=max(state.peak, view.arrivals))
         if pressure:
@@ -143,8 +147,10 @@ class MorphPolicy:
     def _enter(self, view: _View, state: InstanceState, pressure: list[str]) -> tuple[Plan, InstanceState, str]:
         settings, now, instance = self.settings, view.now, view.instance
         assert state.pressure_since is not None
-        if now - state.pressure_since < settings.entry_hold or now - state.last_entry < settings.entry_interval:
-            return view.plan, state, ""
+        if (lasted := now - state.pressure_since) < settings.entry_hold:
+            return view.plan, state, f"pressure for {lasted:.1f} s < {settings.entry_hold:g} s"
+        if (passed := now - state.last_entry) < settings.entry_interval:
+            return view.plan, state, f"pressure, {passed:.1f} s after the last entry < {settings.entry_interval:g} s"
         urgent_after = settings.urgent_delay * settings.slo_ttft
         count = settings.entry_layers
         if view.snapshot.oldest_wait >= urgent_after:
@@ -154,7 +160,10 @@ class MorphPolicy:
         pages = plan.instances[view.number].kv_pages
         faster = bool(blocks) and view.snapshot.oldest_wait > settings.queue_delay and pages == instance.kv_pages
         if pages <= instance.kv_pages and not faster:  # with no more pages to be had, only a queue is a reason
-            return view.plan, state, ""
+            left = (
+                "more layers would give no more pages" if blocks else f"no layer is left to go to {settings.precision}"
+            )
+            return view.plan, state, f"{', '.join(pressure)}: {left}"
         state = replace(state, last_entry=now, returned=now if state.returned is None else state.returned)
         return plan, state, f"{', '.join(pressure)}: {_change(blocks, settings.precision, instance, pages)}"
 
@@ -191,12 +200,13 @@ class MorphPolicy:
 
     def _release(self, view: _View, state: InstanceState) -> tuple[Plan, InstanceState, str]:
         settings, now, home = self.settings, view.now, state.home
-        if view.instance == home or now - state.last_release < settings.release_interval:
+        if view.instance == home:
             return view.plan, state, ""
-        calm, state = self._calm(view, state), self._learn(state)
-        held = now - state.learned <= settings.relapse_memory
-        if not calm or (held and view.arrivals > settings.relapse_load * state.ceiling):
-            return view.plan, state, ""
+        if (passed := now - state.last_release) < settings.release_interval:
+            return view.plan, state, f"{passed:.1f} s after the last release < {settings.release_interval:g} s"
+        state = self._learn(state)
+        if held := self._unrest(view, state) or self._relapsed(view, state):
+            return view.plan, state, held
         back = self._away(view.instance, home)[::-1]
         most = min(len(back), math.ceil(settings.release_layers * len(home.layer_precisions)))
 
@@ -207,30 +217,55 @@ class MorphPolicy:
         count = bisect_left(range(1, most + 1), True, key=lambda count: not self._fits(view, with_back(count)))
         plan = with_back(count)
         if plan is view.plan or not self._fits(view, plan):
-            return view.plan, state, ""
+            least = with_back(1) if plan is view.plan else plan
+            return view.plan, state, self._too_many(view, least.instances[view.number].kv_pages)
         pages = plan.instances[view.number].kv_pages
+        calm = self._calm(view, state)
         fits = f"{view.snapshot.kv_pages_used} pages in use <= {settings.release_usage:.0%} of {pages - 1}"
         precision = " or ".join(sorted({home.precision(block) for block in back[:count]}))
         reason = f"{calm}, {fits}: {_change(back[:count], precision, view.instance, pages)}"
         load = view.arrivals
         return plan, replace(state, last_release=now, released_at=load, peak=load, returned=None), reason
 
-    def _calm(self, view: _View, state: InstanceState) -> str:
-        """Why layers may come back, in words; nothing if they may not."""
-        settings, recent, now = self.settings, view.recent, view.now
+    def _unrest(self, view: _View, state: InstanceState) -> str:
+        """What holds layers back as long as it lasts, in words; nothing if they may come back."""
+        settings, recent = self.settings, view.recent
+        window = f"in the last {recent.seconds:.0f} s"
         assert state.quiet_since is not None
-        quiet = now - state.quiet_since
-        if quiet < settings.release_quiet or view.snapshot.num_waiting or recent.preemptions:
-            return ""
+        if (quiet := view.now - state.quiet_since) < settings.release_quiet:
+            return f"quiet for {quiet:.1f} s < {settings.release_quiet:g} s"
+        if view.snapshot.num_waiting:
+            return f"{view.snapshot.num_waiting} waiting > 0"
+        if recent.preemptions:
+            return f"preemptions {window}: {recent.preemptions} > 0"
         if recent.waiting > settings.release_waiting:
-            return ""
-        if recent.longest_wait > settings.queue_delay or recent.most_kv_usage > settings.kv_usage:
-            return ""  # pressure while layers were on their way: nobody was asked then
+            return f"mean queue {recent.waiting:.1f} > {settings.release_waiting:g}"
+        # Pressure while layers were on their way: nobody was asked then.
+        if recent.longest_wait > settings.queue_delay:
+            return f"queue delay {window}: {_ms(recent.longest_wait)} > {_ms(settings.queue_delay)}"
+        if recent.most_kv_usage > settings.kv_usage:
+            return f"KV usage {window}: {recent.most_kv_usage:.1%} > {settings.kv_usage:.0%}"
+        return ""
+
+    def _calm(self, view: _View, state: InstanceState) -> str:
+        """Why layers may come back, in words."""
+        settings, recent = self.settings, view.recent
+        assert state.quiet_since is not None
         return (
-            f"quiet for {quiet:.1f} s >= {settings.release_quiet:g} s, nothing waiting, "
+            f"quiet for {view.now - state.quiet_since:.1f} s >= {settings.release_quiet:g} s, nothing waiting, "
             f"mean queue {recent.waiting:.1f} <= {settings.release_waiting:g}, "
             f"no preemption in {recent.seconds:.0f} s"
         )
+
+    def _relapsed(self, view: _View, state: InstanceState) -> str:
+        """What was learnt and holds layers back, in words; nothing if it is forgotten, or if load has fallen."""
+        settings, past = self.settings, view.now - state.learned
+        if past > settings.relapse_memory or view.arrivals <= settings.relapse_load * state.ceiling:
+            return ""
+        limit = f"{settings.relapse_load:.0%} of {state.ceiling:.1f}"
+        left = settings.relapse_memory - past
+        until = "" if left == math.inf else f", for {left:.0f} s more"
+        return f"held after a relapse: {view.arrivals:.1f} arrivals/s > {limit}{until}"
 
     def _learn(self, state: InstanceState) -> InstanceState:
         """If pressure came back soon after the last release though little more arrived, that was too much already."""
@@ -243,13 +278,25 @@ class MorphPolicy:
 
     def _fits(self, view: _View, plan: Plan) -> bool:
         """Whether what is in use fits into a plan's pages with the margin: on average, now, and at the horizon."""
-        snapshot, recent, settings = view.snapshot, view.recent, self.settings
         pages = plan.instances[view.number].kv_pages
         if pages >= view.instance.kv_pages:
             return True
-        rise = max(0.0, recent.kv_trend or 0.0) * settings.release_horizon
-        usage = max(recent.kv_usage, snapshot.kv_usage + rise)
-        return usage * snapshot.kv_pages_total <= settings.release_usage * (pages - 1)
+        usage = max(self._usages(view).values())
+        return usage * view.snapshot.kv_pages_total <= self.settings.release_usage * (pages - 1)
+
+    def _usages(self, view: _View) -> dict[str, float]:
+        """Shares of the KV pages that are to fit into fewer, by when they are in use."""
+        snapshot, recent, horizon = view.snapshot, view.recent, self.settings.release_horizon
+        rise = max(0.0, recent.kv_trend or 0.0) * horizon
+        now = snapshot.kv_usage
+        return {"in use": now, "in use on average": recent.kv_usage, f"in use in {horizon:g} s": now + rise}
+
+    def _too_many(self, view: _View, pages: int) -> str:
+        """That what is in use does not fit into so many pages with the margin, in words."""
+        usages = self._usages(view)
+        when = max(usages, key=lambda when: usages[when])
+        used = usages[when] * view.snapshot.kv_pages_total
+        return f"{used:.0f} pages {when} > {self.settings.release_usage:.0%} of {pages - 1}"
 
     # -- plans
 
