@@ -284,6 +284,21 @@ def test_text_of_the_server_is_never_markup(open_page):
         assert page.title() == f"{HOSTILE} · jaxserve"
 
 
+def test_what_an_operator_changed_is_an_entry_of_the_log(open_page):
+    control = FakeControl(Time(AFTER))
+    reason = "by the operator: policy morph -> static"
+    change = {"time": AFTER - 1.0, "policy": "static", "reason": reason, "before_version": 11, "target_version": 11}
+    decisions = [*control.decisions(100), change | {"transitions": [], "outcome": "done"}]
+    control.decisions = lambda limit: decisions
+    with serving(FakeClient(control=control)) as address:
+        page = open_page(address.url)
+        wait_for_state(page, "live")
+        text = page.locator(".decision").first.text_content()
+        for part in ("✓ done", "static", reason, "plan 11 → 11"):
+            assert part in text
+        assert "transition" not in text
+
+
 def test_the_keyboard_reads_the_charts(open_page):
     with serving(FakeClient(control=FakeControl(Time(AFTER)))) as address:
         page = open_page(address.url)
