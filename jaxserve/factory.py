@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.actuator import Instance, LayerSource, PlanActuator
+from jaxserve.actuator import HostMemory, Instance, LayerSource, Place, PlanActuator, keeper, pinned_memory
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.control import BlockPlan, InstancePlan
@@ -82,9 +82,9 @@ def build_async_engine(config: EngineConfig) -> AsyncEngine:
     )
 
 
-def build(config: EngineConfig, *, controlled: bool = False) -> Built:
+def build(config: EngineConfig, *, controlled: bool = False, host_memory: HostMemory = pinned_memory) -> Built:
     """Resolves, loads, places and warms. `controlled`: with a control plane even for a policy that changes nothing, so
-    that operators see the plan and may give another.
+    that operators see the plan and may give another. `host_memory` says where variants are kept for a device.
     """
     use_persistent_cache(config.compile_cache)
     resolved = resolve(config)
@@ -97,7 +97,9 @@ def build(config: EngineConfig, *, controlled: bool = False) -> Built:
     metrics = EngineMetrics(resolved.info.name)
     compilations = CompileCounter(metrics.compiled)
     clock = SystemClock()
-    source = LayerSource(resolved.checkpoint, resolved.physical, keep_full=resolved.devices[0].platform != "cpu")
+    memory = host_memory(resolved.devices[0])
+    keep_full = memory is not None or resolved.devices[0].platform != "cpu"
+    source = LayerSource(resolved.checkpoint, resolved.physical, keep_full=keep_full)
     instances, executors = [], []
     for number, instance in enumerate(resolved.plan.instances):
         executor, scheduler = _build_instance(resolved, instance, compilations)
@@ -123,7 +125,7 @@ def build(config: EngineConfig, *, controlled: bool = False) -> Built:
     actuator = control = None
     if load and policy:
         pairs = [Instance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
-        actuator = _actuator(resolved, pairs, source, metrics)
+        actuator = _actuator(resolved, pairs, source, metrics, memory)
         control = _control_plane(resolved, policy, load, instances, actuator, clock, step_log)
 
     def close() -> None:
@@ -141,14 +143,22 @@ def build(config: EngineConfig, *, controlled: bool = False) -> Built:
 
 
 def _actuator(
-    resolved: Resolved, instances: Sequence[Instance], source: LayerSource, metrics: EngineMetrics
+    resolved: Resolved,
+    instances: Sequence[Instance],
+    source: LayerSource,
+    metrics: EngineMetrics,
+    memory: str | None,
 ) -> PlanActuator:
     """What carries changes of the plan out, with every variant in the host's memory if there is more than one.
 
-    Where the host is the device, and has one instance, rows use what is kept there: no copy for such a layer.
+    They are in the devices' `memory` of this kind there, if it has one. Where the host is the device, and has one
+    instance, rows use what is kept: no copy for such a layer.
     """
-    on_host = resolved.devices[0].platform == "cpu" and len(instances) == 1
-    place = instances[0].executor.place if on_host else None
+    place: Place | None = None
+    if memory is not None and resolved.variants:
+        place = keeper([instance.executor for instance in instances], memory, resolved.checkpoint.forget)
+    elif resolved.devices[0].platform == "cpu" and len(instances) == 1:
+        place = instances[0].executor.place
     for block, precision in resolved.layer_bytes if resolved.variants else ():
         source.load(block, precision, place)
     return PlanActuator(

@@ -18,8 +18,9 @@ class LayerSource:
     """Variants of decoder layers in host memory, shared by all instances. Thread-safe.
 
     Quantised variants are loaded (or rounded) once, by `load`, and stay. So does full precision where devices have
-    memory of their own; where the host is the device, it is read from the checkpoint's mapped files, whose pages stay
-    in memory as long as the operating system has room.
+    memory of their own, and all of it in pinned memory if they have that too (`keeping.py`); where the host is the
+    device, full precision is read from the checkpoint's mapped files, whose pages stay in memory as long as the
+    operating system has room.
     """
 
     def __init__(self, checkpoint: Checkpoint, physical: ModelConfig, *, keep_full: bool):
@@ -28,8 +29,8 @@ class LayerSource:
         self._lock = threading.Lock()
 
     def load(self, block: str, precision: str, place: Place | None = None) -> None:
-        """Takes a variant into memory, if it is one that is kept. `place`, where the host is the device, makes what is
-        kept the arrays that a row uses. Mutates.
+        """Takes a variant into memory, if it is one that is kept. `place` makes of it what is kept: where the host is
+        the device the arrays that a row uses, elsewhere arrays in pinned memory. Mutates.
         """
         if precision in BITS or self._keep_full:
             with self._lock:

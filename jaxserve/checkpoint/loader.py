@@ -81,6 +81,11 @@ class Checkpoint:
             )
         return rounded_block(physical, block_id, self.block(block_id, physical), precision)
 
+    def forget(self, block_id: str, precision: str) -> None:
+        """Gives back what is kept of a prepared layer, which is then read again if it is asked for again."""
+        if self.prepared is not None and block_id.startswith("layers."):
+            self.prepared.forget(layer_number(block_id), precision)
+
     def method(self, block_id: str, precision: str) -> str:
         """How a layer that `variant` gives, without padding, was quantised.
 

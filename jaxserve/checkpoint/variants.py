@@ -106,6 +106,11 @@ class VariantStore:
                 self._loaded[index, precision] = _read(self.path / precision / f"layers.{index}", described)
             return self._loaded[index, precision]
 
+    def forget(self, index: int, precision: str) -> None:
+        """Gives a layer's arrays back; it is read again when it is asked for again. Mutates."""
+        with self._lock:
+            self._loaded.pop((index, precision), None)
+
     def check(self, checkpoint: "Checkpoint") -> None:
         """Raises `CheckpointError` if the variants were made from another model."""
         if self._manifest["model"] != fingerprint(checkpoint):

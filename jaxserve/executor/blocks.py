@@ -115,17 +115,22 @@ class BlockBuilder:
         placement: Placement,
         precision: str,
         copied: Callable[[int], None] | None = None,
+        memory: str | None = None,
     ) -> dict[str, Parameter]:
         """A block's parameters as device arrays. In a quantised precision some are QArrays, of whatever group.
 
-        What is a device array already (tied embeddings, what has been placed before) is shared, not copied. `copied`,
-        if given, is told the bytes of every other array once it is there.
+        What is there already (tied embeddings, what has been placed before) is shared, not copied. `copied`, if given,
+        is told the bytes of every other array once it is there. `memory` is the kind of the devices' memory: the one
+        that they compute on, if none is given.
         """
         _, variables = abstract_block(self.config, block, precision)
         check_parameters(variables, tensors)
+        shardings = {name: placement.sharding(variable.axes) for name, variable in variables.items()}
+        if memory is not None:
+            shardings = {name: sharding.with_memory_kind(memory) for name, sharding in shardings.items()}
         return {
-            name: jax.tree.map(partial(_put, sharding=placement.sharding(v.axes), copied=copied), tensors[name])
-            for name, v in variables.items()
+            name: jax.tree.map(partial(_put, sharding=sharding, copied=copied), tensors[name])
+            for name, sharding in shardings.items()
         }
 
     def _executable(
@@ -208,11 +213,11 @@ class BlockBuilder:
 
 
 def _put(part: np.ndarray | Array, sharding: NamedSharding, copied: Callable[[int], None] | None) -> Array:
-    if isinstance(part, Array):
+    if isinstance(part, Array) and part.sharding.memory_kind == sharding.memory_kind:
         return part
     if copied is None:
         return jax.device_put(part, sharding)
-    if [device.platform for device in sharding.device_set] == ["cpu"]:
+    if isinstance(part, np.ndarray) and [device.platform for device in sharding.device_set] == ["cpu"]:
         part = _aligned(part)  # XLA would copy in the thread that steps keep busy, for up to a second
     array = jax.device_put(part, sharding)
     copied(array.block_until_ready().nbytes)

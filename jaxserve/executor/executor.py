@@ -167,9 +167,14 @@ class BlockExecutor:
         """
         return self._builder.build(block, parameters, self.rows[self._index(block)].placement, precision, copied)
 
-    def place(self, block: str, parameters: Mapping[str, Parameter], precision: str) -> Mapping[str, Parameter]:
-        """Parameters on the devices of a block's row. Rows that are prepared of them share them, and copy nothing."""
-        return self._builder.place(block, parameters, self.rows[self._index(block)].placement, precision)
+    def place(
+        self, block: str, parameters: Mapping[str, Parameter], precision: str, memory: str | None = None
+    ) -> Mapping[str, Parameter]:
+        """Parameters on the devices of a block's row. Rows that are prepared of them share them, and copy nothing.
+
+        With `memory`: in the devices' memory of that kind, split as the row's; rows are then copied from there.
+        """
+        return self._builder.place(block, parameters, self.rows[self._index(block)].placement, precision, memory=memory)
 
     def replace(self, row: Row) -> Row:
         """Exchanges a decoder layer's row between two steps; returns the old one, for the caller to free. Mutates.

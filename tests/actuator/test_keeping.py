@@ -1,0 +1,199 @@
+"""Variants in pinned memory: kept once for all instances, copied from there, and in pageable memory where that fails.
+
+Devices of the CPU list pinned memory as those of GPUs do; here they are told to use it.
+"""
+
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve.actuator import LayerSource, keeper, pinned_memory
+from jaxserve.actuator.keeping import PINNED, Keeper
+from jaxserve.bundled import bundled_model_path
+from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.factory import Built, build
+from jaxserve.memory_plan import COPY_SHARES
+from jaxserve.quantization.pipeline import Settings
+from jaxserve.quantization.run import run
+from tests.actuator.adapted import Adapted
+
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1 + 32,
+    "memory_gb": 8,
+    "kv_pages": 40,
+    "max_model_len": 128,
+    "policy": "manual",
+    "variants": ("int4",),
+    "warmup": False,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+BLOCKS = ("layers.0", "layers.1", "layers.2")
+
+
+def pinned(device: jax.Device) -> str:
+    return PINNED
+
+
+def leaves(parameters: Mapping[str, Any]) -> list[Any]:
+    return jax.tree.leaves(dict(parameters))
+
+
+def source_of(built: Built) -> LayerSource:
+    assert built.actuator is not None
+    return built.actuator._source
+
+
+@pytest.mark.parametrize(
+    ("platform", "kinds", "expected"),
+    [
+        ("gpu", ("device", "pinned_host"), PINNED),
+        ("tpu", ("device", "pinned_host", "unpinned_host"), PINNED),
+        ("gpu", ("device",), None),
+        ("cpu", ("device", "pinned_host", "unpinned_host"), None),
+    ],
+)
+def test_devices_with_pinned_memory_use_it_unless_the_host_is_the_device(platform, kinds, expected):
+    memories = [SimpleNamespace(kind=kind) for kind in kinds]
+    assert pinned_memory(SimpleNamespace(platform=platform, addressable_memories=lambda: memories)) == expected
+
+
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2, "pp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}])
+def test_layers_change_from_pinned_memory_while_requests_run(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
+) -> None:
+    """To another plan and back, in the middle of answers. What is kept is read once and freed at the end."""
+    monkeypatch.setitem(COPY_SHARES, "cpu", 1.0)
+    reads: Counter[tuple[str, str]] = Counter()
+    read = LayerSource._read
+
+    def counted(source: LayerSource, block: str, precision: str) -> Any:
+        reads[block, precision] += 1
+        return read(source, block, precision)
+
+    monkeypatch.setattr(LayerSource, "_read", counted)
+    built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)), host_memory=pinned)
+    adapted, source = Adapted(built), source_of(built)
+    kept = {(block, p): source.parameters(block, p) for block in BLOCKS for p in ("float32", "int4")}
+    arrays = [leaf for variant in kept.values() for leaf in leaves(variant)]
+    assert {leaf.sharding.memory_kind for leaf in arrays} == {PINNED}
+    assert source.nbytes == sum(leaf.nbytes for leaf in arrays)
+
+    start, other = adapted.start, adapted.start
+    for number in range(len(start.instances)):
+        other = other.with_precisions(number, dict.fromkeys(BLOCKS, "int4"))
+    tokens: dict[str, tuple[int, ...]] = {}
+    ids = [adapted.add(tuple(range(3 + seed, 43 + seed)), GREEDY) for seed in range(3)]
+    adapted.run(tokens, [other, start])
+    assert {len(tokens[request]) for request in ids} == {30}
+    adapted.change(other)
+    assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
+    for steps in built.instances:
+        rows = [row for row in steps.executor.rows if row.block in BLOCKS]
+        assert {row.precision for row in rows} == {"int4"}
+        for row in rows:
+            assert {leaf.sharding.memory_kind for leaf in row.leaves} == {"device"}
+            assert all(leaf.sharding.device_set == set(row.placement.devices) for leaf in row.leaves)
+            assert row.owned == row.leaves, "a copy of what is kept, which is freed with the row"
+            expected = {leaf.tobytes() for leaf in map(np.asarray, leaves(kept[row.block, "int4"]))}
+            assert {np.asarray(leaf).tobytes() for leaf in row.leaves} == expected
+    adapted.change(start)
+    assert not any(leaf.is_deleted() for leaf in arrays)
+    assert reads == Counter(kept.keys()), "each once, for all instances"
+    built.close()
+    assert all(leaf.is_deleted() for leaf in arrays)
+
+
+def test_copies_from_pinned_memory_are_paced_array_by_array(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=pinned)
+    copied: list[int] = []
+    parameters = source_of(built).parameters("layers.1", "int4")
+    row = built.instances[0].executor.prepare("layers.1", parameters, "int4", copied=copied.append)
+    assert sorted(copied) == sorted(leaf.nbytes for leaf in leaves(parameters))
+    row.free()
+    assert not any(leaf.is_deleted() for leaf in leaves(parameters))
+    built.close()
+
+
+def test_on_cpu_nothing_is_pinned(tiny_model: Path) -> None:
+    for degrees, kind in (({}, jax.Array), ({"dp": 2}, np.ndarray)):
+        built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)))
+        for leaf in leaves(source_of(built).parameters("layers.0", "int4")):
+            assert isinstance(leaf, kind)
+            assert kind is np.ndarray or leaf.sharding.memory_kind == "device"
+        built.close()
+
+
+def test_where_nothing_can_be_kept_there_pageable_memory_is_used(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=lambda device: "nowhere")
+    assert caplog.text.count("variants are kept in memory that can be paged, not in nowhere") == 1
+    assert all(isinstance(leaf, np.ndarray) for leaf in leaves(source_of(built).parameters("layers.0", "int4")))
+    adapted = Adapted(built)
+    adapted.change(adapted.plan.with_precisions(0, dict.fromkeys(BLOCKS, "int4")))
+    assert [outcome.error for outcome in adapted.outcomes] == [None] * 3
+    built.close()
+
+
+def test_what_no_longer_fits_into_pinned_memory_is_kept_beside_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The rest is not tried, and it is said once."""
+    tried, forgotten = [], []
+
+    def place(block: str, parameters: Mapping[str, Any], precision: str, memory: str) -> Mapping[str, Any]:
+        tried.append(block)
+        if len(tried) == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of pinned memory")
+        return jax.device_put(dict(parameters), SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
+
+    keep = Keeper(place, PINNED, lambda *layer: forgotten.append(layer))
+    with caplog.at_level(logging.WARNING):
+        kept = [keep(block, {"weight": np.ones(8)}, "int4")["weight"] for block in BLOCKS]
+    assert [type(leaf) is np.ndarray for leaf in kept] == [False, True, True]
+    assert (tried, forgotten) == (["layers.0", "layers.1"], [("layers.0", "int4")])
+    assert caplog.text.count("RESOURCE_EXHAUSTED") == len(caplog.records) == 1
+
+
+def test_transfers_are_left_some_pinned_memory(caplog: pytest.LogCaptureFixture) -> None:
+    keep = Keeper(lambda block, parameters, *where: jax.device_put(dict(parameters)), PINNED, lambda *layer: None, 100)
+    with caplog.at_level(logging.WARNING):
+        kept = [keep(block, {"weight": np.ones(6)}, "int4")["weight"] for block in BLOCKS]
+    assert [type(leaf) is np.ndarray for leaf in kept] == [False, False, True]
+    assert "too little of it for transfers" in caplog.text
+
+
+def test_prepared_variants_lie_in_memory_once(tmp_path: Path) -> None:
+    """The store keeps no second copy of what is pinned."""
+    model = tmp_path / "model"
+    shutil.copytree(bundled_model_path(), model, ignore=shutil.ignore_patterns("variants"))
+    run(model, Settings(("int4",), "rtn", 64))
+    checkpoint: Checkpoint = open_checkpoint(model)
+    source = LayerSource(checkpoint, checkpoint.config, keep_full=True)
+    assert checkpoint.prepared is not None
+    first = checkpoint.prepared.layer(0, "int4")
+    there = SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
+    keep = Keeper(lambda b, parameters, p, memory: jax.device_put(dict(parameters), there), PINNED, checkpoint.forget)
+    source.load("layers.0", "int4", keep)
+    assert checkpoint.prepared.layer(0, "int4") is not first
+    for kept, read in zip(leaves(source.parameters("layers.0", "int4")), leaves(first), strict=True):
+        np.testing.assert_array_equal(kept, read)
+    source.close()
+
+
+def test_keepers_are_of_all_placements(tiny_model: Path) -> None:
+    built = build(EngineConfig(model=tiny_model, **(OPTIONS | {"pp": 2, "dp": 2})))
+    assert isinstance(keeper([steps.executor for steps in built.instances], PINNED, lambda *layer: None), Keeper)
+    built.close()
