@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from jaxserve.checkpoint import Checkpoint
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.config import EngineConfig, ModelConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
@@ -396,12 +398,33 @@ def test_closing_ends_the_thread_though_no_step_follows_the_commit(
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 2}, {"dp": 2}])
-def test_layers_that_are_split_staged_or_replicated_change_too(tiny_model: Path, degrees: dict[str, int]) -> None:
-    """Every instance to another plan and back, in the middle of answers, without compiling."""
+def test_layers_that_are_split_staged_or_replicated_change_too(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
+) -> None:
+    """Every instance to another plan and back, in the middle of answers, without compiling.
+
+    Each quantised layer is read once for all instances, beside the one that each stage is warmed with.
+    """
+    reads: Counter[str] = Counter()
+    variant = Checkpoint.variant
+
+    def counted(checkpoint: Checkpoint, block: str, precision: str, physical: ModelConfig) -> dict[str, Any]:
+        reads[block] += precision == "int4"
+        return variant(checkpoint, block, precision, physical)
+
+    monkeypatch.setattr(Checkpoint, "variant", counted)
     options = OPTIONS | {"memory_gb": 8, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "variants": ("int4",)}
     built = build(EngineConfig(model=tiny_model, **(options | degrees)))
     adapted, compiled = Adapted(built), dict(built.compilations.counts)
     start, other = adapted.start, adapted.start
+    layers = [
+        [block.block for block in stage.blocks if block.block.startswith("layers.")]
+        for instance in start.instances
+        for stage in instance.stages
+    ]
+    once = Counter({block for stage in layers for block in stage})
+    assert +reads == once + Counter(stage[0] for stage in layers)
+    reads.clear()
     for number in range(len(start.instances)):
         other = other.with_precisions(number, {f"layers.{layer}": "int4" for layer in range(3)})
         other = other.with_kv_pages(number, 55)
@@ -412,6 +435,7 @@ def test_layers_that_are_split_staged_or_replicated_change_too(tiny_model: Path,
     assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
     adapted.close()
     assert adapted.plan.instances == start.instances
+    assert +reads == Counter(), "what is kept is copied"
     assert built.compilations.counts == compiled
     for steps in built.instances:
         assert steps.core.snapshot.layers_by_precision == {"float32": 3}
