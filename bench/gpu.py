@@ -3,8 +3,9 @@
 First the device's ceilings (copy bandwidth, products of large matrices); then every kernel, decode and prefill of
 random 1B and 8B Llamas at several batches, the throughput of many requests, and the same through Transformers'
 continuous batching. Prints one table with the share of its ceiling that each row reaches: the time of the fewest bytes
-and operations that it needs, over its own. The JSON is written after every row, so that a run that is cut short keeps
-what it has.
+and operations that it needs, over its own; and one of what is to be reached on an H200: met, missed or not measured.
+The parts that have such targets come first, and in each part the cases that have. The JSON is written after every row,
+so that a run that is cut short keeps what it has.
 
 `--platform cpu --tiny` runs all of it with tiny sizes on a CPU, which says nothing but that it works.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from bench.gpu_parts.parts import PARTS, Outcome, Part, default_settings, run_parts
 from bench.gpu_parts.table import table, with_shares
+from bench.gpu_parts.targets import targets, targets_table
 from bench.peers.__main__ import DEFAULT_CACHE
 from jaxserve.bench.environment import describe
 
@@ -52,6 +54,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted: this is what was measured", file=sys.stderr)
     print(table(outcomes))
+    print(targets_table(outcomes))
     for key, value in environment.items():
         print(f"- {key}: {value}")
     sys.exit(0 if outcomes and all(o.status in ("ok", "skipped") for o in outcomes.values()) else 1)
@@ -72,6 +75,7 @@ def write(out: Path, environment: dict[str, str], tiny: bool, seconds: float, ou
         "environment": environment,
         "tiny": tiny,
         "seconds": round(seconds, 1),
+        "targets": [{**asdict(target), "verdict": target.verdict} for target in targets(outcomes)],
         "parts": {name: asdict(outcome) for name, outcome in outcomes.items()},
     }
     out.parent.mkdir(parents=True, exist_ok=True)

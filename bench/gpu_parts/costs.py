@@ -36,13 +36,18 @@ def token_bytes(model: Model) -> int:
     return 2 * model.shape.kv_heads * model.shape.head_dim * WORD
 
 
-def decode(model: Model, batch: int, context: int) -> Cost:
-    """One decode step of `batch` sequences, each with a context of so many tokens."""
+def decode(model: Model, batch: int, context: int, layer_bytes: int | None = None) -> Cost:
+    """One decode step of `batch` sequences, each with a context of so many tokens.
+
+    `layer_bytes`: of the weights of all layers, where they are not in bfloat16.
+    """
     s = model.shape
-    weights = s.layers * layer_weights(model) + s.hidden * model.vocab
+    layers, head = s.layers * layer_weights(model), s.hidden * model.vocab
+    weights = layers + head
+    read = (layers * WORD if layer_bytes is None else layer_bytes) + head * WORD
     attention = 4 * s.layers * s.heads * s.head_dim * context  # scores and weighted values, per sequence
     kv = batch * (context + 1) * s.layers * token_bytes(model)
-    return Cost(weights * WORD + kv, batch * (2 * weights + attention))
+    return Cost(read + kv, batch * (2 * weights + attention))
 
 
 def prefill(model: Model, prompts: int, length: int) -> Cost:

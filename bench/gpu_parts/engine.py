@@ -2,11 +2,15 @@
 
 The executor alone is given the same step again and again and waited for once: the device's own time, or that of the
 dispatch where this is longer. Everything is measured without the fused tier first, then with it, as time allows: to
-fuse a step's shape can take a minute.
+fuse a step's shape can take a minute. So what has a target (`targets.py`) comes before all else, in both tiers.
+
+In fewer bits the layers are exchanged for random ones, made on the device: to round 8B weights on the host would take
+longer than everything else.
 """
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -16,14 +20,20 @@ from bench.gpu_parts import costs, measure
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.peers.workload import VOCAB, Prompts
 from jaxserve import LLM, SamplingParams
+from jaxserve.checkpoint.dummy import STDDEV
 from jaxserve.core.request import Request
 from jaxserve.core.work import Work
 from jaxserve.engine.loop import StepLoop
+from jaxserve.executor.blocks import Row
 from jaxserve.executor.compilation import FUSED_TIER, CompileCounter
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
+from jaxserve.models import abstract_block
+from jaxserve.quantization import QArray
 
 REPEATS = 50  # of a step; more than the fused tier's patience
+TIERS = ("block", "fused")
+PAGE = 16  # tokens
 
 
 class Jaxserve:
@@ -37,6 +47,8 @@ class Jaxserve:
             max_model_len=sizes.max_len,
             max_num_seqs=max(model.batches),
             max_num_batched_tokens=sizes.step_tokens + max(model.batches),
+            page_size=PAGE,
+            kv_pages=max(model.batches) * -(-sizes.max_len // PAGE),  # and room for the layers in fewer bits
             warmup=False,  # only the shapes that are measured
             fuse=False,
         )
@@ -45,6 +57,7 @@ class Jaxserve:
         (self.loop,) = self.llm._engine.instances
         assert isinstance(self.loop.executor, BlockExecutor)
         self.executor = self.loop.executor
+        self.fused = FusedTier(self.compilations)
 
     def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
@@ -56,23 +69,71 @@ class Jaxserve:
         self.llm.settle()
         return self.compilations.counts[FUSED_TIER] > before
 
-    def fuse(self) -> None:
-        """Mutates: from now on shapes that are used often are fused, as is the default on GPU."""
-        self.executor.fuse(FusedTier(self.compilations))
+    def use(self, tier: str) -> None:
+        """Mutates: from now on with "fused" shapes that are used often are fused, as is the default on GPU."""
+        self.executor.fuse(self.fused if tier == "fused" else None)
+
+    @contextlib.contextmanager
+    def layers_in(self, precision: str) -> Iterator[None]:
+        """With all layers in a precision, of random numbers. Mutates, until it is left."""
+        layers = [row for row in self.executor.rows if row.block.startswith("layers.")]
+        olds = []
+        try:
+            for number, row in enumerate(layers):
+                parameters = self.parameters_in(precision, row, jax.random.key(number))
+                olds.append(self.executor.replace(self.executor.prepare(row.block, parameters, precision)))
+            yield
+        finally:
+            for old in olds:
+                self.executor.replace(old)
+
+    def parameters_in(self, precision: str, row: Row, key: jax.Array) -> dict[str, jax.Array | QArray]:
+        """A layer's parameters in a precision, made where they are used; what stays as it is, is the row's own."""
+        config = self.executor._builder.config
+        _, whole = abstract_block(config, row.block, row.precision)
+        parameters: dict[str, jax.Array | QArray] = dict(zip(whole, row.leaves, strict=True))
+        for name, variable in abstract_block(config, row.block, precision)[1].items():
+            template = variable.get_value()
+            if isinstance(template, QArray):
+                key, one = jax.random.split(key)
+                weight = random_weight(one, template)
+                parameters[name] = jax.device_put(weight, row.placement.sharding(variable.axes))
+        return parameters
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of the weights of all layers, as they are now."""
+        return sum(row.nbytes for row in self.executor.rows if row.block.startswith("layers."))
+
+
+@jax.jit
+def random_weight(key: jax.Array, template: QArray) -> QArray:
+    """Codes that are all equally likely, with scales that make weights about as large as those of a dummy."""
+    codes = jax.random.bits(key, template.codes.shape, template.codes.dtype)
+    scales = jax.numpy.full(template.scales.shape, STDDEV / 2 ** (template.bits - 1), template.scales.dtype)
+    return QArray(codes, scales, None, template.bits, template.size)
 
 
 def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[dict]:
-    """Loading, then every case without the fused tier, then with it."""
+    """Loading, then every case without the fused tier and with it: those that have targets, then the others."""
     start = time.perf_counter()
     engine = Jaxserve(path, model, sizes)
     yield {"case": "load", "model": model.name, "seconds": time.perf_counter() - start}
     assert REPEATS > PATIENCE
-    for tier in ("block", "fused"):
-        if tier == "fused":
-            engine.fuse()
-        yield from executor_rows(engine, model, sizes, {"model": model.name, "through": "executor", "tier": tier})
+    first, *others = model.batches
+    for tier in TIERS:
+        engine.use(tier)
+        labels = {"model": model.name, "through": "executor", "tier": tier}
+        yield from decode_rows(engine, model, sizes, labels, [first])
+        for precision in model.precisions:
+            with engine.layers_in(precision):
+                yield from decode_rows(engine, model, sizes, {**labels, "precision": precision}, [first])
+        yield prefill_row(engine, model, sizes, labels)
+    for tier in TIERS:
+        engine.use(tier)
         labels = {"model": model.name, "through": "LLM", "tier": tier}
         yield from measure.rows(engine, model, sizes, engine.rng, labels)
+        yield from decode_rows(engine, model, sizes, {**labels, "through": "executor"}, others)
     for tier, count in engine.compilations.counts.items():
         yield {"case": f"executables compiled, {tier} tier", "model": model.name, "count": count}
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
@@ -80,18 +141,25 @@ def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[dict]:
         yield {"case": "peak memory", "model": model.name, "gigabytes": peak / 1e9}
 
 
-def executor_rows(engine: Jaxserve, model: Model, sizes: Sizes, labels: dict[str, str]) -> Iterator[dict]:
-    """A decode step at each batch, and the largest step of prefill."""
+def decode_rows(
+    engine: Jaxserve, model: Model, sizes: Sizes, labels: dict[str, str], batches: Sequence[int]
+) -> Iterator[dict]:
+    """A decode step at each batch."""
     context = sizes.decode_prompt + 1
-    for batch in model.batches:
+    for batch in batches:
         seconds, _ = repeated_step(engine, batch, sizes.decode_prompt, sizes.max_len, decode=True)
-        cost = costs.decode(model, batch, context).fields
-        yield {"case": f"decode, batch {batch}", **labels, "seconds": seconds, "tok_s": batch / seconds, **cost}
+        cost = costs.decode(model, batch, context, engine.layer_bytes).fields
+        case = ", ".join([f"decode, batch {batch}", *([f"layers in {p}"] if (p := labels.get("precision")) else [])])
+        yield {"case": case, **labels, "seconds": seconds, "tok_s": batch / seconds, **cost}
+
+
+def prefill_row(engine: Jaxserve, model: Model, sizes: Sizes, labels: dict[str, str]) -> dict:
+    """The largest step of prefill."""
     count, length = max(sizes.prefills)
     seconds, tokens = repeated_step(engine, count, length, sizes.max_len, decode=False)
     whole = tokens // length  # sequences that the step takes as a whole
     cost = costs.prefill(model, max(whole, 1), min(tokens, length)).fields
-    yield {"case": f"prefill step, {tokens} tokens", **labels, "seconds": seconds, "tok_s": tokens / seconds, **cost}
+    return {"case": f"prefill step, {tokens} tokens", **labels, "seconds": seconds, "tok_s": tokens / seconds, **cost}
 
 
 def repeated_step(engine: Jaxserve, batch: int, length: int, max_len: int, *, decode: bool) -> tuple[float, int]:

@@ -17,7 +17,7 @@ from jax import Array
 
 from bench.gpu_parts.ceilings import random
 from bench.gpu_parts.costs import WORD, Cost, seen
-from bench.gpu_parts.sizes import Model, Sizes
+from bench.gpu_parts.sizes import LARGEST, Model, Sizes
 from bench.gpu_parts.timing import seconds_per_call, timed_row
 from jaxserve.core.config import KernelBackend
 from jaxserve.core.segments import GROWTH_SEGMENTS
@@ -29,7 +29,7 @@ from jaxserve.quantization.packing import packed_bytes
 PAGE = 16  # tokens
 MAX_SETS = 16
 GROUP = 128  # inputs that share a scale
-MAX_QUANTISED_ROWS = 256  # above, weights are dequantised by XLA in any case
+XLA_ROWS = (1, 32)  # one, and so many or more: XLA writes the weight in bfloat16 whatever there is to multiply
 
 Inputs = tuple[Any, ...]
 
@@ -58,9 +58,10 @@ def measure(case: Case, sizes: Sizes) -> float:
     sets = min(max(math.ceil(sizes.rotate_bytes / max(case.cost.bytes, 1)), 1), MAX_SETS)
     inputs = [case.inputs(key) for key in jax.random.split(jax.random.key(1), sets)]
     first, rest = [i[0] for i in inputs], [i[1:] for i in inputs]
+    operation = jax.jit(case.call)  # a kernel is traced and lowered once, and not for every set
 
     def many(first: list[Any], rest: list[Inputs]) -> list[Array]:
-        return [case.call(one, *others) for one, others in zip(first, rest, strict=True)]
+        return [operation(one, *others) for one, others in zip(first, rest, strict=True)]
 
     compiled = jax.jit(many, donate_argnums=0 if case.donate else ())
 
@@ -74,21 +75,35 @@ def measure(case: Case, sizes: Sizes) -> float:
     return seconds_per_call(call, sizes.least_s) / sets
 
 
-def cases(sizes: Sizes) -> Iterator[Case]:
-    """All cases, the widest model's first."""
-    for model in reversed(sizes.models):
+def cases(sizes: Sizes, backends: tuple[KernelBackend, ...] | None = None) -> Iterator[Case]:
+    """All cases: what the engine takes first, the widest model's before others, and what is beside it last.
+
+    `backends`: by default those of `choices`.
+    """
+    first, *others = backends or choices()
+    models = sizes.models[::-1]
+    for model in models:
+        yield from quantised(model, first)
+        yield from attention(model, sizes, first)
         yield from matmuls(model)
-        for gpu in choices():
-            yield from quantised(model, gpu)
-            for n, context in model.decodes:
-                yield decode_attention(model, n, context, gpu)
-            yield decode_attention(model, *model.decodes[-1], gpu, segments=1 + GROWTH_SEGMENTS)
-            yield decode_attention(model, *model.decodes[-1], gpu, kv_dtype="int8")
-            yield prefill_attention(model, sizes.prefill_tokens, sizes.tile, gpu)
+    for model in models:
         for tokens in sizes.write_tokens:
             yield write(model, tokens)
     for n in sizes.expert_rows:
         yield experts(sizes, n)
+    for gpu in others:
+        for model in models:
+            yield from quantised(model, gpu)
+            yield from attention(model, sizes, gpu)
+
+
+def attention(model: Model, sizes: Sizes, gpu: KernelBackend) -> Iterator[Case]:
+    """Decode at every batch, once more from a pool in segments and from one in int8, and prefill."""
+    for n, context in model.decodes:
+        yield decode_attention(model, n, context, gpu)
+    yield decode_attention(model, *model.decodes[-1], gpu, segments=1 + GROWTH_SEGMENTS)
+    yield decode_attention(model, *model.decodes[-1], gpu, kv_dtype="int8")
+    yield prefill_attention(model, sizes.prefill_tokens, sizes.tile, gpu)
 
 
 def choices() -> tuple[KernelBackend, ...]:
@@ -98,21 +113,27 @@ def choices() -> tuple[KernelBackend, ...]:
 
 def name_of(case: str, gpu: KernelBackend) -> str:
     """A case with what was forced."""
-    return case if gpu == "auto" else f"{case}, by XLA"
+    return f"{case}, by XLA" if gpu == "xla" else case
+
+
+def layer_products(model: Model) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a layer's weights."""
+    s = model.shape
+    return {
+        "qkv": ((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden),
+        "o": (s.hidden, s.heads * s.head_dim),
+        LARGEST: (2 * s.intermediate, s.hidden),
+        "down": (s.hidden, s.intermediate),
+    }
 
 
 def matmuls(model: Model) -> Iterator[Case]:
     """The products of a layer, and of the head for as many rows as are sampled at once."""
-    s = model.shape
-    weights = {
-        "qkv": ((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden),
-        "o": (s.hidden, s.heads * s.head_dim),
-        "gate_up": (2 * s.intermediate, s.hidden),
-        "down": (s.hidden, s.intermediate),
-        "head": (model.vocab, s.hidden),
-    }
+    weights = {**layer_products(model), "head": (model.vocab, model.shape.hidden)}
+    rows = dict.fromkeys(weights, model.kernel_rows)
+    rows[LARGEST] = tuple(sorted({*model.kernel_rows, *model.quantised_rows}))
     for name, (out, inner) in weights.items():
-        for n in model.kernel_rows:
+        for n in rows[name]:
             if name != "head" or n <= max(model.batches):
                 yield product(f"{model.name} {name}, {n} rows", n, out, inner)
 
@@ -129,12 +150,16 @@ def product(name: str, n: int, out: int, inner: int) -> Case:
 
 
 def quantised(model: Model, gpu: KernelBackend) -> Iterator[Case]:
-    """The layer's largest product with a weight in fewer bits."""
-    s = model.shape
+    """The layer's largest product with a weight in fewer bits, and all of them in 4."""
+    weights = layer_products(model)
+    few, many = XLA_ROWS
     for bits in (4, 8):
-        for n in (n for n in model.kernel_rows if n <= MAX_QUANTISED_ROWS):
-            name = name_of(f"{model.name} gate_up in int{bits}, {n} rows", gpu)
-            yield quantised_product(name, n, 2 * s.intermediate, s.hidden, bits, gpu)
+        for name, shape in weights.items():
+            rows = model.quantised_rows if name == LARGEST else model.layer_rows if bits == 4 else ()
+            for n in rows:
+                if gpu != "xla" or (name == LARGEST and (n == few or n >= many)):
+                    label = name_of(f"{model.name} {name} in int{bits}, {n} rows", gpu)
+                    yield quantised_product(label, n, *shape, bits, gpu)
 
 
 def quantised_product(name: str, n: int, out: int, inner: int, bits: int, gpu: KernelBackend) -> Case:

@@ -36,14 +36,14 @@ class Part:
 
 
 PARTS = (
-    Part("ceilings", 40),
-    Part("kernels", 80),
-    Part("checkpoint", 45),
-    Part("engine:1b", 85),
-    Part("peer:1b", 55, is_peer=True),
-    Part("engine:8b", 115),
-    Part("peer:8b", 45, is_peer=True),
-)  # 465 seconds
+    Part("ceilings", 25),
+    Part("kernels", 120),
+    Part("engine:8b", 160),
+    Part("checkpoint", 30),
+    Part("engine:1b", 50),
+    Part("peer:1b", 40, is_peer=True),
+    Part("peer:8b", 40, is_peer=True),
+)  # 465 seconds; what has a target first
 
 
 @dataclass

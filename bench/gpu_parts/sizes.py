@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from bench.peers.checkpoints import VOCAB, Shape
 
 GiB = 2**30
+LARGEST = "gate_up"  # of a layer's weights
 
 
 @dataclass(frozen=True)
@@ -16,10 +17,13 @@ class Model:
     vocab: int
     written: bool  # as a checkpoint to disk; else the weights are made while it is loaded
     kernel_rows: tuple[int, ...]  # of the products
+    quantised_rows: tuple[int, ...]  # of the largest one, in bfloat16 and in fewer bits
+    layer_rows: tuple[int, ...]  # of all a layer's products in 4 bits
     decodes: tuple[tuple[int, int], ...]  # (rows, context) of the attention kernel
     batches: tuple[int, ...]
     requests: int  # of the throughput run
     repeats: int
+    precisions: tuple[str, ...] = ()  # of the layers, beside bfloat16
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ REAL = Sizes(
             VOCAB,
             written=True,
             kernel_rows=(32,),
+            quantised_rows=(32,),
+            layer_rows=(),
             decodes=((32, 1024),),
             batches=(1, 8, 32, 128),
             requests=256,
@@ -64,10 +70,13 @@ REAL = Sizes(
             128256,
             written=False,
             kernel_rows=(1, 32, 128, 2048),
-            decodes=((1, 1024), (32, 1024), (128, 512), (8, 8192)),
+            quantised_rows=(1, 2, 4, 8, 16, 32, 128, 512, 2048),
+            layer_rows=(1, 16),
+            decodes=((64, 4096), (1, 1024), (32, 1024), (128, 512), (8, 8192)),
             batches=(1, 32, 128),
             requests=128,
             repeats=2,
+            precisions=("int8", "int4"),
         ),
     ),
     copy_bytes=2 * GiB,
@@ -98,11 +107,22 @@ TINY = Sizes(
             VOCAB,
             written=True,
             kernel_rows=(1, 8),
+            quantised_rows=(1, 8),
+            layer_rows=(),
             batches=(1, 2),
             **_TINY_WORK,
         ),
         Model(
-            "8b", Shape(64, layers=3, **_TINY_SHAPE), VOCAB, written=False, kernel_rows=(8,), batches=(2,), **_TINY_WORK
+            "8b",
+            Shape(64, layers=3, **_TINY_SHAPE),
+            VOCAB,
+            written=False,
+            kernel_rows=(8,),
+            quantised_rows=(1, 8),
+            layer_rows=(1,),
+            batches=(2,),
+            precisions=("int8", "int4"),
+            **_TINY_WORK,
         ),
     ),
     copy_bytes=2**20,

@@ -46,9 +46,9 @@ def with_shares(outcomes: Mapping[str, Outcome]) -> None:
 def table(outcomes: Mapping[str, Outcome]) -> str:
     """Markdown: one line for each row, then what failed, then the peer."""
     head = ["part", "case", "through", "time", "GB/s", "TFLOP/s", "tokens/s", "bound", "of its ceiling"]
-    lines = [_line(head), _line(["---"] * 3 + ["---:"] * 4 + ["---", "---:"])]
+    lines = [line(head), line(["---"] * 3 + ["---:"] * 4 + ["---", "---:"])]
     for name, outcome in outcomes.items():
-        lines += [_line(_cells(name, row)) for row in outcome.rows if row["case"] != "first_tokens"]
+        lines += [line(_cells(name, row)) for row in outcome.rows if row["case"] != "first_tokens"]
     troubles = [f"- {name}: {o.status}: {o.why.strip()}" for name, o in outcomes.items() if o.status != "ok"]
     lines += ["", *troubles, "", *beside_peer(outcomes), "", *agreement(outcomes)]
     return "\n".join(lines).rstrip() + "\n"
@@ -60,11 +60,11 @@ def beside_peer(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     theirs = dict(_by_case(outcomes, "transformers"))
     both = [key for key in theirs if key in ours]
     if both:
-        yield _line(["model", "case", "tier", "jaxserve", "Transformers", "jaxserve is faster by"])
-        yield _line(["---", "---", "---", "---:", "---:", "---:"])
+        yield line(["model", "case", "tier", "jaxserve", "Transformers", "jaxserve is faster by"])
+        yield line(["---", "---", "---", "---:", "---:", "---:"])
     for key in both:
         seconds, peer = ours[key]["seconds"], theirs[key]["seconds"]
-        yield _line([*key, ours[key]["tier"], time(seconds), time(peer), f"{peer / seconds:.2f}x"])
+        yield line([*key, ours[key]["tier"], time(seconds), time(peer), f"{peer / seconds:.2f}x"])
 
 
 def agreement(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
@@ -120,5 +120,6 @@ def _rate(row: Row, what: str, unit: float) -> str:
     return f"{row[what] / row['seconds'] / unit:.3g}" if row.get(what) else ""
 
 
-def _line(cells: Iterable[str]) -> str:
+def line(cells: Iterable[str]) -> str:
+    """A line of a table in Markdown."""
     return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"

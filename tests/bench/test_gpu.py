@@ -18,6 +18,7 @@ from bench.gpu_parts.kernels import cases
 from bench.gpu_parts.parts import PARTS, Outcome, Part, Settings, run_part, run_parts
 from bench.gpu_parts.sizes import REAL, TINY
 from bench.gpu_parts.table import ceilings, reached, table, with_shares
+from bench.gpu_parts.targets import targets, targets_table
 from bench.peers.checkpoints import VOCAB, _parts
 from jaxserve import kernels
 
@@ -80,6 +81,22 @@ def test_the_table_has_every_row(report):
     for row in measured:
         assert f"| {row['case']}" in report[1]
     assert report[0]["environment"]["cpu"] in report[1]
+
+
+def test_the_report_ends_with_every_target(report):
+    assert {target["verdict"] for target in report[0]["targets"]} <= {"met", "missed", "not measured"}
+    for target in report[0]["targets"]:
+        assert f"| {target['name']} |" in report[1]
+
+
+def test_layers_in_fewer_bits_read_fewer_bytes(report):
+    for tier in ("block", "fused"):
+        whole, int8, int4 = (
+            next(r for r in rows(report, "engine:8b") if (r["case"], r.get("tier")) == (f"decode, batch 2{form}", tier))
+            for form in ("", ", layers in int8", ", layers in int4")
+        )
+        assert whole["bytes"] > int8["bytes"] > int4["bytes"]
+        assert whole["flops"] == int4["flops"]
 
 
 def test_every_operation_of_the_kernels_is_timed():
@@ -224,6 +241,68 @@ def test_a_part_without_time_left_is_not_started(tmp_path: Path):
     outcomes: dict[str, Outcome] = {}
     run_parts((Part("checkpoint", 1),), settings, outcomes, lambda name: None)
     assert (outcomes["checkpoint"].status, outcomes["checkpoint"].why) == ("not started", "no time was left")
+
+
+MODEL = {"model": "8b", "tier": "block", "bytes": 800, "flops": 1600}
+MET = {
+    "ceilings": Outcome("ok", rows=[
+        {"case": "copy", "bytes": 1000, "seconds": 1.0},
+        {"case": "matmul bfloat16", "flops": 2000, "dtype": "bfloat16", "seconds": 1.0},
+    ]),
+    "kernels": Outcome("ok", rows=[
+        {"op": "paged_attention", "case": "8b decode, 64 x 4096", "bytes": 810, "seconds": 1.0},
+        {"op": "matmul", "case": "8b gate_up in int4, 1 rows", "bytes": 740, "seconds": 1.0},
+        {"op": "matmul", "case": "8b gate_up, 1 rows", "bytes": 2800, "seconds": 3.1},
+        {"op": "matmul", "case": "8b gate_up in int4, 2 rows", "error": "refused"},
+    ]),
+    "engine:8b": Outcome("out of time", rows=[
+        {**MODEL, "case": "decode, batch 1", "through": "executor", "seconds": 1.25},
+        {**MODEL, "case": "decode, batch 1, layers in int4", "through": "executor", "bytes": 250, "seconds": 0.4},
+        {**MODEL, "case": "decode, batch 1", "through": "executor", "tier": "fused", "seconds": 0.9},
+        {**MODEL, "case": "prefill step, 2048 tokens", "through": "executor", "seconds": 1.5},
+    ]),
+}  # fmt: skip
+
+
+def test_targets_are_met_missed_or_not_measured():
+    found = {t.name: (t.measured and round(t.measured, 2), t.tier, t.verdict) for t in targets(MET)}
+    copy = ", of the copy bandwidth"
+    assert found[f"paged decode attention, 8b decode, 64 x 4096{copy}"] == (81, "", "met")
+    assert found[f"8b gate_up in int4, 1 rows{copy}"] == (74, "", "missed")
+    assert found[f"8b gate_up in int4, 2 rows{copy}"] == (None, "", "not measured"), "it failed"
+    assert found["8b gate_up in int4, 1 rows, beside bfloat16"] == (3.1, "", "met")
+    assert found["8b gate_up in int4, 2 rows, beside bfloat16"] == (None, "", "not measured")
+    assert found[f"8b, all products of a layer in int4, 1 rows{copy}"] == (None, "", "not measured"), "one of four"
+    assert found[f"8b decode, batch 1, executor{copy}"] == (88.89, "fused", "met")
+    assert found[f"8b decode, batch 1, LLM{copy}"] == (None, "", "not measured")
+    assert found[f"8b decode, batch 1, layers in int4, executor{copy}"] == (62.5, "block", "missed")
+    beside = found["8b decode, batch 1, layers in int4, executor, beside bfloat16"]
+    assert beside == (3.12, "block", "met"), "both in one tier"
+    prefill = found["8b prefill step, 2048 tokens, executor, of the bfloat16 products' rate"]
+    assert prefill == (53.33, "block", "missed")
+    text = targets_table(MET)
+    assert "at least 80 % | 81 % |  | met |" in text
+    assert "at least 3x | 3.1x |  | met |" in text
+    assert {t.verdict for t in targets({})} == {"not measured"}
+
+
+def test_every_target_has_its_cases():
+    """With every case of a run at 1 second, and every row of the engine's, nothing is left unmeasured."""
+    kernel = [{"op": case.op, "case": case.case, **case.cost.fields, "seconds": 1.0} for case in cases(REAL)]
+    model = REAL.models[-1]
+    steps = ["", *(f", layers in {precision}" for precision in model.precisions)]
+    (count, length), tokens = max(REAL.prefills), REAL.step_tokens
+    engine = [
+        *({**MODEL, "case": f"decode, batch {model.batches[0]}{form}", "through": "executor"} for form in steps),
+        {**MODEL, "case": f"decode, batch {model.batches[0]}", "through": "LLM"},
+        {**MODEL, "case": f"prefill step, {tokens} tokens", "through": "executor"},
+        {**MODEL, "case": f"prefill, {count} x {length}", "through": "LLM"},
+    ]
+    whole = MET | {
+        "kernels": Outcome("ok", rows=kernel),
+        f"engine:{model.name}": Outcome("ok", rows=[{**row, "seconds": 1.0} for row in engine]),
+    }
+    assert [t.name for t in targets(whole) if t.measured is None] == []
 
 
 def test_the_parts_take_less_than_eight_minutes():
