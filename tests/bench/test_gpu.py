@@ -10,17 +10,20 @@ from math import prod
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from bench.gpu import write
 from bench.gpu_parts import costs
-from bench.gpu_parts.kernels import cases
+from bench.gpu_parts.kernels import Case, cases
 from bench.gpu_parts.parts import PARTS, Outcome, Part, Settings, run_part, run_parts
 from bench.gpu_parts.sizes import REAL, TINY
 from bench.gpu_parts.table import ceilings, reached, table, with_shares
 from bench.gpu_parts.targets import targets, targets_table
 from bench.peers.checkpoints import VOCAB, _parts
 from jaxserve import kernels
+from jaxserve.core.kv_rows import SCALE_BYTES, int8_row
+from pallas_kernels.quantized_matmul import MAX_ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_OPERATIONS = {  # of jaxserve.kernels: nothing to time, or on GPU only others in turn
@@ -104,13 +107,39 @@ def test_every_operation_of_the_kernels_is_timed():
     assert {case.op for case in cases(TINY)} == {case.op for case in cases(REAL)}
 
 
-def test_every_case_lowers_for_cuda_at_its_real_size():
-    for case in cases(REAL):
-        inputs = jax.eval_shape(case.inputs, jax.random.key(0))
+def as_on_gpu(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """An input as it is on a GPU: pools differ in how their rows are stored."""
+    if leaf.ndim == 5 and leaf.dtype == jnp.uint16:
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
+    if leaf.ndim == 5 and leaf.dtype == jnp.int8:
+        return jax.ShapeDtypeStruct((*leaf.shape[:-1], int8_row(leaf.shape[-1] - SCALE_BYTES, "gpu")), jnp.int8)
+    return leaf
+
+
+def is_for_pallas(case: Case) -> bool:
+    """Attention, and products of up to 256 rows with weights in 8 or 4 bits."""
+    quantised = " in int" in case.case and int(case.case.split()[-2]) <= MAX_ROWS
+    return case.op == "paged_attention" or (case.op == "matmul" and quantised)
+
+
+@pytest.mark.parametrize("backend", ["pallas", "xla"])
+def test_every_case_lowers_for_cuda_at_its_real_size(backend):
+    """As on a Hopper GPU, where Pallas kernels run what they can, and by XLA alone."""
+    for case in cases(REAL, (backend,)):
+        inputs = jax.tree.map(as_on_gpu, jax.eval_shape(case.inputs, jax.random.key(0)))
         result = jax.eval_shape(case.call, *inputs)
-        jax.jit(case.call).trace(*inputs).lower(lowering_platforms=("cuda",))
+        text = jax.jit(case.call).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("mosaic_gpu" in text) == (backend == "pallas" and is_for_pallas(case)), case.case
         if case.donate:
             assert jax.tree.leaves(result) == jax.tree.leaves(inputs[0]), "goes round"
+
+
+def test_what_the_engine_takes_is_measured_before_what_is_beside_it():
+    both = [case.case for case in cases(REAL, ("pallas", "xla"))]
+    assert len(both) == len(set(both)), "no two cases are called alike"
+    beside = [case.endswith(", by XLA") for case in both]
+    assert any(beside)
+    assert beside == sorted(beside)
 
 
 @pytest.mark.parametrize("model", [*REAL.models, *TINY.models], ids=lambda model: model.name)
