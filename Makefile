@@ -36,7 +36,7 @@ check: $(DEV) ## lint, format, types of the JAX-free packages, who imports whom
 	$(BIN)/lint-imports --no-cache
 
 check-gpu-compile: $(DEV) $(CUDA_PLUGIN) ## compile the GPU kernels for an H200: needs ptxas, no GPU; downloads 400 MB once
-	PYTHONPATH=$(CUDA_PLUGIN) $(BIN)/python -m pytest tests/pallas $(ARGS)
+	GPU_COMPILE=required PYTHONPATH=$(CUDA_PLUGIN) $(BIN)/python -m pytest tests/pallas $(ARGS)
 
 format: $(DEV) ## format and mend what ruff can
 	$(BIN)/ruff format $(SOURCES)
