@@ -1,9 +1,10 @@
 """Times of the CPU kernels, per layer: `python -m bench.kernels_cpu`.
 
-Products with weights first (`--only matmul` stops there), with few rows beside the rate at which memory can be read;
-then attention with its KV write for decode batches and prefill, for the two model shapes of RESULTS.md, over the native
-and the XLA path, with a KV cache in bfloat16 and in int8; then the KV write alone at two pool sizes, which cost the
-same if it is in place.
+Products with weights first (`--only matmul` stops there), with few rows beside the rate at which memory can be read,
+and for orientation XLA's own, of bfloat16 and of int8 numbers (sums in int32, not scaled). `--group`, `--zero-points`
+choose the format of weights in fewer bits. Then attention with its KV write for decode batches and prefill, for the two
+model shapes of RESULTS.md, over the native and the XLA path, with a KV cache in bfloat16 and in int8; then the KV write
+alone at two pool sizes, which cost the same if it is in place.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -25,9 +27,10 @@ from bench.bandwidth import Bandwidth
 from jaxserve.kernels import AttentionMeta, Pool, kv_pool, kv_write, matmul, native, page_bytes, xla_cpu
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import packed_bytes
+from jaxserve.quantization.rounding import GROUP, GROUPS
 
 PAGE_SIZE, HEAD_DIM, KV_HEADS = 16, 64, 4
-GROUPS = {"160M": 3, "1.1B": 8}
+HEADS_PER_KV = {"160M": 3, "1.1B": 8}
 KV_DTYPES = ("bfloat16", "int8")
 DECODES = [(1, 128), (1, 1024), (8, 256), (32, 256), (1, 16384), (8, 8192)]  # rows, context
 TILES = [32, 64, 128]  # tokens of a prefill tile; 512 tokens in all
@@ -35,19 +38,40 @@ TILES = [32, 64, 128]  # tokens of a prefill tile; 512 tokens in all
 
 WEIGHTS = {"160M": [(1280, 768), (4096, 768), (768, 2048)], "1.1B": [(2560, 2048), (11264, 2048), (2048, 5632)]}
 HEAD = (32000, 2048)
+SHAPES = [*(shape for shapes in WEIGHTS.values() for shape in shapes), HEAD]
+XLA_INT8 = "xla, int8"
 ROWS = [1, 2, 4, 8, 16, 32, 512]
 MEMORY_BOUND_ROWS = 32  # up to so many, reading the weight is most of the work
+INT8_ROWS = (32, 512)  # of XLA's int8 product
 THREADS = 2
 WORKING_SET = THREADS * bandwidth.SIZE  # bytes of weights that are multiplied in turn: as many as the bandwidth's
 
 
-def random_weight(out: int, inner: int, bits: int) -> Array | QArray:
-    """A weight whose values do not matter; groups of 128."""
+@dataclass(frozen=True)
+class Format:
+    """Of a weight: bits of a number, those of one scale (0: all of an output), and whether it has zeros."""
+
+    bits: int
+    group: int = GROUP
+    zero_points: bool = False
+
+
+def random_weight(out: int, inner: int, form: Format) -> Array | QArray:
+    """A weight whose values do not matter."""
     rng = np.random.default_rng(0)
-    if bits == 16:
+    if form.bits == 16:
         return jnp.asarray(rng.standard_normal((out, inner), np.float32), jnp.bfloat16)
-    codes = rng.integers(0, 256, (out, packed_bytes(bits, inner)), np.uint8)
-    return QArray(jnp.asarray(codes), jnp.ones((out, inner // 128), jnp.bfloat16), None, bits, inner)
+    group = form.group or inner
+    assert inner % group == 0, "groups do not divide the inputs"
+    codes = jnp.asarray(rng.integers(0, 256, (out, packed_bytes(form.bits, inner)), np.uint8))
+    scales = jnp.ones((out, inner // group), jnp.bfloat16)
+    zeros = jnp.asarray(rng.integers(-2, 3, scales.shape), jnp.bfloat16) if form.zero_points else None
+    return QArray(codes, scales, zeros, form.bits, inner)
+
+
+def random_int8(out: int, inner: int) -> Array:
+    """Of all int8 numbers, as XLA's product takes them."""
+    return jnp.asarray(np.random.default_rng(0).integers(-128, 128, (out, inner), np.int8))
 
 
 def in_turn(w: Array | QArray) -> list[Array | QArray]:
@@ -57,7 +81,9 @@ def in_turn(w: Array | QArray) -> list[Array | QArray]:
 
 def time_matmul(product: Callable, rows: int, weights: Sequence[Array | QArray], repeats: int) -> list[float]:
     """Compiles one product and times it over weights that take turns; seconds."""
-    x = jnp.ones((rows, weights[0].shape[1]), jnp.bfloat16)
+    first = weights[0]
+    dtype = jnp.int8 if isinstance(first, Array) and first.dtype == jnp.int8 else jnp.bfloat16
+    x = jnp.ones((rows, first.shape[1]), dtype)
     step = jax.jit(product)
     jax.block_until_ready(step(x, weights[0]))
     times = []
@@ -86,6 +112,11 @@ def xla_dot(x: Array, w: Array) -> Array:
     return y.astype(x.dtype)
 
 
+def xla_int8_dot(x: Array, w: Array) -> Array:
+    """XLA's product of int8 numbers, int32: what a product by codes would come from, without scales."""
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+
+
 def read_memory() -> Bandwidth | None:
     """The bandwidth, printed; None where the loop that measures it cannot be compiled."""
     try:
@@ -97,18 +128,29 @@ def read_memory() -> Bandwidth | None:
     return found
 
 
-def report_matmul(repeats: int) -> None:
+def report_matmul(
+    repeats: int,
+    group: int = GROUP,
+    zero_points: bool = False,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    row_counts: Sequence[int] = ROWS,
+) -> None:
     """Prints the products of every shape, number of rows and precision: minimum and median of the times, rates."""
     memory = read_memory()
-    for out, inner in [*(shape for shapes in WEIGHTS.values() for shape in shapes), HEAD]:
-        paths = {f"{bits} bits": (bits, matmul) for bits in (16, 8, 4, 3)} if native.targets() else {}
-        paths["xla, 16 bits"] = (16, xla_dot)
-        weights = {bits: in_turn(random_weight(out, inner, bits)) for bits, _ in paths.values()}
-        for rows in ROWS:
-            for name, (bits, product) in paths.items():
-                times = time_matmul(product, rows, weights[bits], repeats)
-                line = matmul_line(times, rows, weights[bits][0], memory)
-                print(f"{out:5} x {inner:4} rows={rows:<3} {name:12} {line}", flush=True)
+    size = f"groups of {group}" if group else "one group for each output"
+    print(f"weights in 8, 4 and 3 bits: {size}, {'with zeros' if zero_points else 'symmetric'}")
+    for out, inner in shapes:
+        forms = {f"{bits} bits": Format(bits, group, zero_points) for bits in (16, 8, 4, 3)}
+        weights = {name: in_turn(random_weight(out, inner, form)) for name, form in forms.items()}
+        paths = {name: (matmul, weights[name]) for name in forms} if native.targets() else {}
+        paths["xla, 16 bits"] = (xla_dot, weights["16 bits"])
+        paths[XLA_INT8] = (xla_int8_dot, in_turn(random_int8(out, inner)))
+        for rows in row_counts:
+            for name, (product, copies) in paths.items():
+                if name != XLA_INT8 or rows in INT8_ROWS:
+                    times = time_matmul(product, rows, copies, repeats)
+                    line = matmul_line(times, rows, copies[0], memory)
+                    print(f"{out:5} x {inner:4} rows={rows:<3} {name:12} {line}", flush=True)
     read_memory()  # again: a machine that others use too may have changed meanwhile
 
 
@@ -176,7 +218,7 @@ def report_attention(repeats: int, pages: int, width: int, kv_dtypes: Sequence[s
     paths = {"native": native.paged_attention} if native.targets() else {}
     paths["xla"] = xla_cpu.paged_attention
     print(f"jax {jax.__version__}, {platform.machine()}; minimum and median of {repeats} in ms, one layer, bfloat16")
-    for (model, groups), (path, attention), kv in itertools.product(GROUPS.items(), paths.items(), kv_dtypes):
+    for (model, groups), (path, attention), kv in itertools.product(HEADS_PER_KV.items(), paths.items(), kv_dtypes):
         timed = partial(time_attention, attention, kv_dtype=kv, groups=groups, pages=pages, repeats=repeats)
         for rows, context in DECODES:
             least, median = timed(decode_meta(rows, context, pages, width))
@@ -209,10 +251,14 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="pages a page table has room for")
     parser.add_argument("--only", choices=["matmul", "attention", "kv_write"], help="one part")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, help="one of them")
+    parser.add_argument(
+        "--group", type=int, default=GROUP, choices=(0, *GROUPS), help="inputs that share a scale; 0: all of an output"
+    )
+    parser.add_argument("--zero-points", action="store_true", help="weights in fewer bits have zeros")
     args = parser.parse_args()
     kv_dtypes = [args.kv_cache_dtype] if args.kv_cache_dtype else KV_DTYPES
     if args.only in (None, "matmul"):
-        report_matmul(args.repeats)
+        report_matmul(args.repeats, args.group, args.zero_points)
     if args.only in (None, "attention"):
         report_attention(args.repeats, args.pages, args.width, kv_dtypes)
     if args.only in (None, "kv_write"):
