@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError as NotYet
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from jaxserve.actuator.copying import LayerSource, Throttle
@@ -206,43 +207,57 @@ class PlanActuator:
                     done.cancel()
                     raise Cancelled("the engine is closing") from None
 
-    # -- between two steps, in the instance's thread
+    # -- between two steps, in the instance's thread: in force at once, or everything is as it was
 
     def _swap(self, instance: Instance, transition: SwapPrecision, row: Row, after: Plan, done: Future[None]) -> None:
-        def retire() -> None:
-            old.free()
-            self._ledger.update(self._entries(after))
-            done.set_result(None)
-
-        old = instance.executor.replace(row)
-        self._put_in_force(instance, transition.instance, after)
-        instance.steps.after_dispatched(retire)
+        executor = instance.executor
+        with ExitStack() as undo:
+            old = executor.replace(row)
+            undo.callback(executor.replace, old)
+            self._replan(instance, transition.instance, after, undo)
+            undo.pop_all()
+        self._plan = after
+        instance.steps.after_dispatched(lambda: self._end(old.free, after, done))
 
     def _grow(
         self, instance: Instance, transition: ResizeKVPool, growth: Growth, after: Plan, done: Future[None]
     ) -> None:
-        instance.steps.core.scheduler.grow(transition.after - transition.before)
-        instance.executor.pools.extend(growth)
-        self._put_in_force(instance, transition.instance, after)
+        scheduler, count = instance.steps.core.scheduler, transition.after - transition.before
+        with ExitStack() as undo:
+            scheduler.grow(count)
+            undo.callback(scheduler.shrink, count, lambda moves: None)  # they hold nothing yet
+            self._replan(instance, transition.instance, after, undo)
+            instance.executor.pools.extend(growth)
+            undo.pop_all()
+        self._plan = after
         done.set_result(None)
 
     def _shrink(self, instance: Instance, transition: ResizeKVPool, after: Plan, done: Future[None]) -> None:
         def move(moves: Mapping[int, int]) -> None:
             instance.executor.shrink_pools(moves, transition.after)
 
-        def retire() -> None:
+        def wait() -> None:
             if not steps.in_flight:
                 instance.executor.wait_for_pools()
-            self._ledger.update(self._entries(after))
-            done.set_result(None)
 
         steps = instance.steps
-        steps.core.scheduler.shrink(transition.before - transition.after, move)
-        self._put_in_force(instance, transition.instance, after)
-        # The device gives the memory back after the steps that are dispatched, and before the one after them.
-        steps.after_dispatched(lambda: steps.after_dispatched(retire))
-
-    def _put_in_force(self, instance: Instance, number: int, after: Plan) -> None:
+        with ExitStack() as undo:
+            self._replan(instance, transition.instance, after, undo)
+            steps.core.scheduler.shrink(transition.before - transition.after, move)  # last: it cannot be undone
+            undo.pop_all()
         self._plan = after
-        salt = mixture_name(after.instances[number].layer_precisions)
-        instance.steps.core.replan(salt, self._describe(after, number))
+        # The device gives the memory back after the steps that are dispatched, and before the one after them.
+        steps.after_dispatched(lambda: steps.after_dispatched(lambda: self._end(wait, after, done)))
+
+    def _replan(self, instance: Instance, number: int, after: Plan, undo: ExitStack) -> None:
+        """Tells the core what follows from the plan after. `undo` gets what takes it back."""
+        core = instance.steps.core
+        salt, static = mixture_name(after.instances[number].layer_precisions), self._describe(after, number)
+        undo.callback(core.replan, core.salt, core.static)
+        core.replan(salt, static)
+
+    def _end(self, free: Callable[[], None], after: Plan, done: Future[None]) -> None:
+        """No step uses what has been replaced any more: frees it, and lets the next transition have the memory."""
+        free()
+        self._ledger.update(self._entries(after))
+        done.set_result(None)

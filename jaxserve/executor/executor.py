@@ -182,9 +182,10 @@ class BlockExecutor:
         Steps that were dispatched keep what they need of it. Nothing is compiled if the row's executable was warmed.
         """
         index = self._index(row.block)
-        old, self.rows[index] = self.rows[index], row
+        old = self.rows[index]
         assert old.placement == row.placement, "a row is exchanged on its own devices"
-        self._stages = stages_of(self.rows)
+        self._stages = stages_of([*self.rows[:index], row, *self.rows[index + 1 :]])
+        self.rows[index] = row
         if self._fused is not None:
             self._fused.table_changed()
         return old

@@ -96,14 +96,16 @@ class Pools:
 
     def shrink(self, moves: Mapping[int, int], pages: int) -> None:
         """Copies each page that is a key of `moves` to its value, then gives back the memory of all from `pages` on:
-        page by page where pools are elastic, else whole segments. Mutates.
+        page by page where pools are elastic, else whole segments. Where copying raises, pages are as they were but for
+        those copied to. Mutates.
         """
         pairs, most, kept = list(moves.items()), MOVES[-1], covering(self.sizes, pages)
-        for layer, pool in enumerate(self._pools):
+        for layer in range(len(self)):  # all of them, before any page is given back
             for start in range(0, len(pairs), most):
-                pool = self._move_batch(pool, pairs[start : start + most])
-            free([pool[kept:]])
+                self._pools[layer] = self._move_batch(self._pools[layer], pairs[start : start + most])
+        for layer, pool in enumerate(self._pools):
             self._pools[layer] = self._release_from(pool[:kept], pages)
+            free([pool[kept:]])
 
     def warm(self, layer: int) -> None:
         """Compiles everything for a layer's pool as it is, by moving the null page and releasing none, and starts to

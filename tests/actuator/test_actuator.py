@@ -242,6 +242,105 @@ def test_what_fails_leaves_the_plan_before_it_in_force(
     assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
 
 
+def target_of(change: str, plan: Plan) -> Plan:
+    """A plan that one transition leads to."""
+    return {
+        "swap": plan.with_precisions(0, {"layers.1": "int4"}),
+        "grow": plan.with_kv_pages(0, 61),
+        "shrink": plan.with_kv_pages(0, 30),
+    }[change]
+
+
+def state_of(adapted: Adapted) -> dict[str, Any]:
+    """What a transition changes."""
+    core, executor = adapted.steps.core, adapted.steps.executor
+    gauges = [line for line in adapted.built.metrics.render().decode().splitlines() if "jaxserve_plan_version" in line]
+    return {
+        "plan": adapted.plan,
+        "rows": [id(row) for row in executor.rows],
+        "freed": [leaf.is_deleted() for row in executor.rows for leaf in row.leaves],
+        "segments": (executor.pools.segments, executor.pools.nbytes),
+        "pages": core.scheduler.pages.num_pages,
+        "ledger": dict(adapted.built.resolved.ledger.entries),
+        "names": (core.salt, core.static),
+        "shown": (core.snapshot.plan_version, core.snapshot.layers_by_precision, core.snapshot.kv_pages_total, gauges),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        *[(change, broken) for change in ("swap", "grow", "shrink") for broken in ("describe", "replan")],
+        ("grow", "extend"),
+    ],
+)
+def test_a_commit_that_fails_halfway_is_taken_back(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, change: str, broken: str
+) -> None:
+    core, p, still, tokens = adapted.steps.core, prompt(31, 60), {}, {}
+    first = adapted.add(p, GREEDY)
+    adapted.run(still)
+    before, replan = state_of(adapted), core.replan
+
+    def fail(*args: Any) -> None:
+        monkeypatch.undo()
+        if broken == "replan":
+            replan(*args)
+        raise MemoryError("none left")
+
+    owner, name = {
+        "describe": (adapted.actuator, "_describe"),
+        "replan": (core, "replan"),
+        "extend": (adapted.steps.executor.pools, "extend"),
+    }[broken]
+    wanted = target_of(change, adapted.plan)
+    monkeypatch.setattr(owner, name, fail)
+    request = adapted.add(p, GREEDY)
+    for _ in range(3):
+        adapted.step(tokens)
+    adapted.begin(wanted)
+    while not adapted.settled():
+        adapted.step(tokens)
+    adapted.run(tokens)
+    (outcome,) = [outcome for outcome in adapted.outcomes if outcome.error is not None]
+    assert "none left" in outcome.error
+    assert state_of(adapted) == before
+    assert tokens[request] == still[first]
+    assert core.scheduler.pages.used == 0
+    adapted.change(wanted)
+    assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
+
+
+def test_pages_that_cannot_be_moved_stay_in_every_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's are copied when the second one's fail."""
+    pools, scheduler = adapted.steps.executor.pools, adapted.steps.core.scheduler
+    p, still, tokens, calls = prompt(32, 60), {}, {}, []
+    alone = adapted.add(p, GREEDY)
+    adapted.run(still)
+    move = pools._move_batch
+
+    def failing(*args: Any) -> Pool:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError("none left")
+        return move(*args)
+
+    scheduler.pages.clear_cache()
+    filling, last = adapted.add(prompt(33, 200), replace(GREEDY, max_tokens=8)), adapted.add(p, GREEDY)
+    while len(tokens.get(filling, ())) < 8:
+        adapted.step(tokens)
+    scheduler.pages.clear_cache()  # what is in use lies behind what is free
+    monkeypatch.setattr(pools, "_move_batch", failing)
+    adapted.begin(adapted.plan.with_kv_pages(0, 17))
+    while not adapted.settled():
+        adapted.step(tokens)
+    adapted.run(tokens)
+    assert len(calls) == 2
+    assert "none left" in (adapted.outcomes[-1].error or "")
+    assert adapted.plan == adapted.start
+    assert tokens[last] == still[alone]
+
+
 def test_segments_that_cannot_be_made_leave_nothing_behind(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pools_of("segments"):
         built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
