@@ -257,7 +257,14 @@ class PlanActuator:
         core.replan(salt, static)
 
     def _end(self, free: Callable[[], None], after: Plan, done: Future[None]) -> None:
-        """No step uses what has been replaced any more: frees it, and lets the next transition have the memory."""
-        free()
-        self._ledger.update(self._entries(after))
+        """No step uses what has been replaced any more: frees it, and lets the next transition have the memory.
+
+        The plan after is in force, so that the transition has not failed even where this does; nor is it the steps'
+        concern, in whose thread it runs.
+        """
+        try:
+            free()
+            self._ledger.update(self._entries(after))
+        except Exception:
+            log.exception("plan %d is in force, but what was replaced may not be freed", after.version)
         done.set_result(None)

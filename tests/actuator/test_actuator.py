@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from jaxserve.checkpoint import Checkpoint
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig, ModelConfig
+from jaxserve.core.errors import MemoryBudgetError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
@@ -339,6 +340,52 @@ def test_pages_that_cannot_be_moved_stay_in_every_layer(adapted: Adapted, monkey
     assert "none left" in (adapted.outcomes[-1].error or "")
     assert adapted.plan == adapted.start
     assert tokens[last] == still[alone]
+
+
+def commit_behind_a_step(adapted: Adapted, wanted: Plan, tokens: dict[str, tuple[int, ...]]) -> None:
+    """Has a plan put in force while a step is on the device that is not fetched before the next one."""
+    for _ in range(3):
+        adapted.step(tokens)
+    assert adapted.steps.in_flight
+    adapted.begin(wanted)
+    deadline = time.monotonic() + PATIENCE
+    while adapted.plan.instances != wanted.instances:
+        assert time.monotonic() < deadline, "the actuator makes no progress"
+        time.sleep(0.001)
+    with adapted.engine._turn:  # the commit has ended
+        assert adapted.steps.in_flight
+
+
+@pytest.mark.parametrize("change", ["swap", "shrink"])
+def test_where_freeing_fails_the_plan_is_in_force_and_steps_go_on(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    ledger, tokens, failed = adapted.built.resolved.ledger, {}, []
+    entries, wanted = dict(ledger.entries), target_of(change, adapted.plan)
+    update = ledger.update
+
+    def failing(entries: Mapping[str, int]) -> None:
+        if adapted.plan.instances == wanted.instances:
+            failed.append(threading.current_thread())
+            raise MemoryBudgetError("less than there was")
+        update(entries)
+
+    monkeypatch.setattr(ledger, "update", failing)
+    request = adapted.add(prompt(34, 60), GREEDY)
+    commit_behind_a_step(adapted, wanted, tokens)
+    while not adapted.settled():
+        adapted.step(tokens)
+    adapted.run(tokens)
+    assert failed == [threading.current_thread()], "where steps are made"
+    assert [outcome.error for outcome in adapted.outcomes] == [None], "what is in force has not failed"
+    assert adapted.plan.instances == wanted.instances
+    assert len(tokens[request]) == 60
+    assert "may not be freed" in caplog.text
+    assert ledger.entries == entries
+    monkeypatch.undo()
+    adapted.change(adapted.start)
+    assert adapted.plan.instances == adapted.start.instances
+    assert ledger.entries == entries
 
 
 def test_segments_that_cannot_be_made_leave_nothing_behind(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
