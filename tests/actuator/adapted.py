@@ -78,6 +78,12 @@ class Adapted:
         assert self.steps.core.scheduler.pages.num_pages == self.plan.instances[0].kv_pages
         return self._execute(work)
 
+    def ended(self, outcome: str) -> int:
+        """How many transitions have ended so, as the metrics show it."""
+        lines = self.built.metrics.render().decode().splitlines()
+        found = [line for line in lines if line.startswith("jaxserve_transitions_total") and f'"{outcome}"' in line]
+        return sum(int(float(line.split()[-1])) for line in found)
+
     def begin(self, target: Plan) -> None:
         """Starts on the way to a plan."""
         self.actuator.start(diff(self.plan, target, self.resources))

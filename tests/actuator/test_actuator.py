@@ -218,9 +218,10 @@ def test_pools_grow_by_what_the_layers_gave_to_the_page(tiny_model: Path) -> Non
 
 @pytest.mark.parametrize("broken", ["prepare", "replace", "shrink_pools"])
 def test_what_fails_leaves_the_plan_before_it_in_force(
-    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, broken: str
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
     executor, start = adapted.steps.executor, adapted.plan
+    failed, done = adapted.ended("failed"), adapted.ended("done")
     entries, rows = dict(adapted.built.resolved.ledger.entries), list(executor.rows)
 
     def fail(*args: object, **kwargs: object) -> None:
@@ -238,8 +239,12 @@ def test_what_fails_leaves_the_plan_before_it_in_force(
     assert adapted.built.resolved.ledger.entries == entries
     assert len(tokens[request]) == 60
     assert adapted.steps.core.scheduler.pages.num_pages == 41
+    assert (adapted.ended("failed"), adapted.ended("done")) == (failed + 1, done)
+    assert f"plan {start.version} stays in force" in caplog.text
+    assert "none left" in caplog.text
     monkeypatch.undo()
     adapted.change(wanted)
+    assert (adapted.ended("failed"), adapted.ended("done")) == (failed + 1, done + len(adapted.outcomes) - 1)
     assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
 
 

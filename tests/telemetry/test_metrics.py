@@ -98,7 +98,7 @@ def test_counters_add_up(metrics):
         metrics.preempted()
         metrics.rejected("queue_full")
         metrics.compiled("fused")
-        metrics.transition("SwapPrecision", "committed", 0.5)
+        metrics.transition("SwapPrecision", "done", 0.5)
     samples = scrape(metrics)
     assert samples[("prompt_tokens_total",)] == 20
     assert samples[("generation_tokens_total",)] == 6
@@ -107,7 +107,7 @@ def test_counters_add_up(metrics):
     assert samples[("num_preemptions_total",)] == 2
     assert samples[("admission_rejections_total", ("reason", "queue_full"))] == 2
     assert samples[("compilations_total", ("tier", "fused"))] == 2
-    assert samples[("transitions_total", ("kind", "SwapPrecision"), ("outcome", "committed"))] == 2
+    assert samples[("transitions_total", ("kind", "SwapPrecision"), ("outcome", "done"))] == 2
     assert samples[("transition_seconds_sum", ("kind", "SwapPrecision"))] == 1.0
 
 
