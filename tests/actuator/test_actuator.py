@@ -347,6 +347,51 @@ def test_pages_that_cannot_be_moved_stay_in_every_layer(adapted: Adapted, monkey
     assert tokens[last] == still[alone]
 
 
+def target_of_both(plan: Plan, precision: str) -> Plan:
+    """Layer 1 of two instances in a precision."""
+    return plan.with_precisions(0, {"layers.1": precision}).with_precisions(1, {"layers.1": precision})
+
+
+@pytest.mark.parametrize("to", ["int4", "float32"])
+def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, to: str
+) -> None:
+    """Of two instances, where a quantised layer is copied too."""
+    built = build(EngineConfig(model=tiny_model, warmup=False, **(OPTIONS | {"dp": 2, "memory_gb": 8})))
+    adapted, tokens = Adapted(built), {}
+    full, small = (target_of_both(adapted.start, precision) for precision in ("float32", "int4"))
+    wanted = small if to == "int4" else full
+    if to == "float32":
+        adapted.change(small)
+        assert [outcome.error for outcome in adapted.outcomes] == [None, None]
+        adapted.outcomes.clear()
+    start, done = adapted.plan, adapted.ended("done")
+    entries, rows = dict(built.resolved.ledger.entries), [steps.executor.rows[2] for steps in built.instances]
+
+    def fail(*args: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(adapted.actuator._source, "parameters", fail)
+    requests = [adapted.add(prompt(seed, 40), GREEDY) for seed in (35, 36)]
+    adapted.run(tokens, [wanted])
+    (outcome,) = adapted.outcomes
+    assert "Input/output error" in (outcome.error or "")
+    assert (adapted.ended("failed"), adapted.ended("done")) == (1, done)
+    assert f"plan {start.version} stays in force" in caplog.text
+    assert adapted.plan == start
+    assert [steps.executor.rows[2] is row for steps, row in zip(built.instances, rows, strict=True)] == [True, True]
+    assert not any(leaf.is_deleted() for row in rows for leaf in row.leaves)
+    assert built.resolved.ledger.entries == entries
+    assert [len(tokens[request]) for request in requests] == [60, 60]
+    monkeypatch.undo()
+    adapted.change(wanted)
+    assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
+    assert [row.owned for row in rows] == [row.leaves for row in rows], "each was a copy"
+    assert all(leaf.is_deleted() for row in rows for leaf in row.leaves)
+    adapted.close()
+    built.close()
+
+
 def commit_behind_a_step(adapted: Adapted, wanted: Plan, tokens: dict[str, tuple[int, ...]]) -> None:
     """Has a plan put in force while a step is on the device that is not fetched before the next one."""
     for _ in range(3):
