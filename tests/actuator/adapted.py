@@ -95,11 +95,12 @@ class Adapted:
 
     def change(self, target: Plan) -> None:
         """Goes to a plan while nothing runs, after what is still under way."""
-        self._wait()
+        self.wait()
         self.begin(target)
-        self._wait()
+        self.wait()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Waits until no transition is under way, without stepping."""
         end = time.monotonic() + PATIENCE
         while not self.settled():
             assert time.monotonic() < end, "the actuator makes no progress"

@@ -406,6 +406,28 @@ def commit_behind_a_step(adapted: Adapted, wanted: Plan, tokens: dict[str, tuple
         assert adapted.steps.in_flight
 
 
+@pytest.mark.parametrize(("change", "steps"), [("swap", 1), ("shrink", 2)])
+def test_what_is_replaced_is_freed_after_the_steps_that_use_it(adapted: Adapted, change: str, steps: int) -> None:
+    """To shrink, after the step too that the device runs once it has given the memory back."""
+    adapted.change(adapted.plan.with_kv_pages(0, 80))
+    ledger, old, tokens = adapted.built.resolved.ledger, adapted.steps.executor.rows[2], {}
+    entries, wanted = dict(ledger.entries), target_of(change, adapted.plan)
+    less = entries | adapted.built.resolved.ledger_entries(wanted)
+    assert old.owned == old.leaves, "it is in nobody else's use"
+    request = adapted.add(prompt(37, 60), GREEDY)
+    commit_behind_a_step(adapted, wanted, tokens)
+    for _ in range(steps):
+        assert not adapted.settled()
+        assert not any(leaf.is_deleted() for leaf in old.leaves)
+        assert ledger.entries == entries
+        adapted.step(tokens)
+    adapted.wait()
+    assert [leaf.is_deleted() for leaf in old.leaves] == [change == "swap"] * len(old.leaves)
+    assert ledger.entries == less
+    adapted.run(tokens)
+    assert len(tokens[request]) == 60
+
+
 @pytest.mark.parametrize("change", ["swap", "shrink"])
 def test_where_freeing_fails_the_plan_is_in_force_and_steps_go_on(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
