@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from jax import Array
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.control.diff import diff
@@ -22,6 +24,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import Row
+from jaxserve.executor.pools import Growth
 from jaxserve.factory import Built, build
 from jaxserve.kernels import Pool
 from jaxserve.kernels.native import pool as native
@@ -252,6 +255,7 @@ def target_of(change: str, plan: Plan) -> Plan:
     """A plan that one transition leads to."""
     return {
         "swap": plan.with_precisions(0, {"layers.1": "int4"}),
+        "swap back": plan.with_precisions(0, {"layers.1": "float32"}),
         "grow": plan.with_kv_pages(0, 61),
         "shrink": plan.with_kv_pages(0, 30),
     }[change]
@@ -499,81 +503,116 @@ def test_a_plan_that_the_ledger_has_no_room_for_is_not_begun(adapted: Adapted) -
 
 
 class Held:
-    """The transition of a layer, stopped in one of its phases until it is let go."""
+    """The way to a plan, stopped in one of its transition's phases until it is let go."""
 
-    def __init__(self, built: Built, phase: str, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, built: Built, target: Plan, phase: str, monkeypatch: pytest.MonkeyPatch):
         self.reached, self.go_on = threading.Event(), threading.Event()
-        self.rows: list[Row] = []
+        self.phase = phase
+        self.prepared: list[Array] = []
         (steps,), actuator = built.instances, built.actuator
         assert actuator is not None
-        prepare, call = steps.executor.prepare, steps.call
+        prepare, make, call = steps.executor.prepare, steps.executor.pools.prepare, steps.call
 
-        def prepare_slowly(*args: Any, **kwargs: Any) -> Row:
-            if phase == "before the copy":
-                self.wait()
-            self.rows.append(prepare(*args, **kwargs))
-            if phase == "after the copy":
-                self.wait()
-            return self.rows[-1]
+        def prepare_slowly(*args: Any, copied: Callable[[int], None]) -> Row:
+            def copied_slowly(size: int) -> None:
+                self.wait("during the copy")
+                copied(size)
+
+            self.wait("before the copy")
+            row = prepare(*args, copied=copied_slowly)
+            self.prepared += row.leaves
+            self.wait("after the copy")
+            return row
+
+        def make_slowly(pages: int) -> Growth:
+            self.wait("before the copy")
+            growth = make(pages)
+            self.prepared += chain.from_iterable(growth)
+            self.wait("after the copy")
+            return growth
 
         def call_late(function: Callable[[], None]) -> None:
-            if phase == "before the commit":
-                self.wait()
+            self.wait("before the commit")
             call(function)
 
         monkeypatch.setattr(steps.executor, "prepare", prepare_slowly)
+        monkeypatch.setattr(steps.executor.pools, "prepare", make_slowly)
         monkeypatch.setattr(steps, "call", call_late)
-        target = actuator.plan.with_precisions(0, {"layers.1": "int4"})
         actuator.start(diff(actuator.plan, target, built.resolved.resources(copy_rate=1e9)))
-        assert self.reached.wait(30)
+        assert self.reached.wait(PATIENCE)
 
-    def wait(self) -> None:
-        self.reached.set()
-        assert self.go_on.wait(30)
-
-
-PHASES = ("before the copy", "after the copy", "before the commit")
+    def wait(self, phase: str) -> None:
+        if phase == self.phase:
+            self.reached.set()
+            assert self.go_on.wait(PATIENCE)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+PHASES = [
+    ("swap", "before the copy"),
+    ("swap", "after the copy"),
+    ("swap", "before the commit"),
+    ("swap back", "before the copy"),
+    ("swap back", "during the copy"),
+    ("swap back", "after the copy"),
+    ("swap back", "before the commit"),
+    ("grow", "before the copy"),
+    ("grow", "after the copy"),
+    ("grow", "before the commit"),
+    ("shrink", "before the commit"),
+]
+
+
+def origin_of(change: str, plan: Plan) -> Plan:
+    """A plan from which one transition leads to `target_of` the same plan."""
+    return target_of("swap", plan) if change == "swap back" else plan
+
+
+@pytest.mark.parametrize(("change", "phase"), PHASES)
 def test_a_client_that_goes_away_in_any_phase_takes_its_pages_along(
-    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, phase: str
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, change: str, phase: str
 ) -> None:
     tokens: dict[str, tuple[int, ...]] = {}
+    wanted = target_of(change, adapted.start)
+    adapted.change(origin_of(change, adapted.start))
     gone, stays = (adapted.add(prompt(seed, 40), GREEDY) for seed in (11, 12))
     for _ in range(5):
         adapted.step(tokens)
-    held = Held(adapted.built, phase, monkeypatch)
+    held = Held(adapted.built, wanted, phase, monkeypatch)
     adapted.engine.abort(gone)
     adapted.step(tokens)
     held.go_on.set()
     adapted.run(tokens)
-    while not adapted.settled():
-        time.sleep(0.001)
+    adapted.wait()
     monkeypatch.undo()
-    assert adapted.plan.instances[0].precision("layers.1") == "int4"
+    assert adapted.plan.instances == wanted.instances
+    assert not any(array.is_deleted() for array in held.prepared if change != "grow"), "pools are donated to steps"
     assert len(tokens[stays]) == GREEDY.max_tokens
     assert adapted.steps.core.scheduler.pages.used == 0
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("change", "phase"), PHASES)
 def test_closing_in_any_phase_ends_the_thread_and_frees_what_was_prepared(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, change: str, phase: str
 ) -> None:
-    built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
-    assert built.control is not None
-    assert built.actuator is not None
-    built.control.close()
+    with pools_of("segments"):
+        built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+    adapted = Adapted(built)
+    adapted.change(origin_of(change, adapted.start))
     built.instances[0].wake = lambda: None  # nobody steps any more
-    held = Held(built, phase, monkeypatch)
+    before, wanted = adapted.plan, target_of(change, adapted.start)
+    held = Held(built, wanted, phase, monkeypatch)
     closing = threading.Thread(target=built.close)
     closing.start()
     held.go_on.set()
-    closing.join(30)
+    closing.join(PATIENCE)
     assert not closing.is_alive()
-    assert all(leaf.is_deleted() for row in held.rows for leaf in row.leaves)
-    (outcome,) = built.actuator.poll()
+    assert bool(held.prepared) == (change != "shrink")
+    assert all(array.is_deleted() for array in held.prepared)
+    adapted.outcomes.clear()
+    assert adapted.settled()
+    (outcome,) = adapted.outcomes
     assert "Cancelled" in (outcome.error or "")
+    assert adapted.plan == before
 
 
 @pytest.mark.parametrize("end", ["a stop", "a failure"])
