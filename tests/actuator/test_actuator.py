@@ -235,6 +235,7 @@ def test_what_fails_leaves_the_plan_before_it_in_force(
     request = adapted.add(p, GREEDY)
     wanted = start.with_kv_pages(0, 30) if broken == "shrink_pools" else mixture(start, ("int4",) * 3)
     adapted.run(tokens, [wanted])
+    adapted.wait()
     (outcome,) = [outcome for outcome in adapted.outcomes if outcome.error is not None]
     assert "none left" in outcome.error
     assert adapted.plan.instances == start.instances
@@ -378,6 +379,7 @@ def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
     monkeypatch.setattr(adapted.actuator._source, "parameters", fail)
     requests = [adapted.add(prompt(seed, 40), GREEDY) for seed in (35, 36)]
     adapted.run(tokens, [wanted])
+    adapted.wait()
     (outcome,) = adapted.outcomes
     assert "Input/output error" in (outcome.error or "")
     assert (adapted.ended("failed"), adapted.ended("done")) == (1, done)
