@@ -2,8 +2,11 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from jax import Array
 
 from jaxserve.control.actuation import Outcome
 from jaxserve.control.diff import diff
@@ -12,6 +15,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.work import Work
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
+from jaxserve.executor.blocks import Row
 from jaxserve.factory import Built
 
 PATIENCE = 30.0  # seconds for a thread to do what it will
@@ -40,13 +44,14 @@ class Adapted:
         self.steps = built.instances[0]
         self.runs: dict[str, list[Run]] = {}  # by request
         self.outcomes: list[Outcome] = []
-        self._execute = self.steps.executor.execute
-        self.steps.executor.execute = self.execute
+        self._execute, self._prepare = self.steps.executor.execute, self.steps.executor.prepare
+        self.steps.executor.execute, self.steps.executor.prepare = self.execute, self.prepare
+        self._beside: list[Array] = []  # copies that have been made and may be in use, or still be there
 
     def close(self) -> None:
         """Ends the record; the plan is that of the beginning again."""
         self.change(self.start)
-        self.steps.executor.execute = self._execute
+        self.steps.executor.execute, self.steps.executor.prepare = self._execute, self._prepare
 
     @property
     def plan(self) -> Plan:
@@ -63,20 +68,43 @@ class Adapted:
                 # It starts behind pages of the prefix cache, which would not have been found under another mixture.
                 runs.append(Run(len(sequence.tokens), [precisions] * start))
             runs[-1].in_force.extend([precisions] * length)
-        ledger = self.built.resolved.ledger
-        held: Counter[object] = Counter()
-        for shard in (shard for row in executor.rows for leaf in row.leaves for shard in leaf.addressable_shards):
+        self._beside = [leaf for leaf in self._beside if not leaf.is_deleted()]
+        devices = self.check_bytes(self._beside)
+        if not self.built.resolved.granule:
+            assert executor.pools.nbytes <= self.built.resolved.ledger.entries["kv"] * devices
+        assert self.steps.core.scheduler.pages.num_pages == self.plan.instances[0].kv_pages
+        return self._execute(work)
+
+    def prepare(self, block: str, *args: Any, copied: Callable[[int], None]) -> Row:
+        """Between the arrays of a copy too, what is there is in the ledger."""
+        (devices,) = (row.placement.devices for row in self.steps.executor.rows if row.block == block)
+        made: Counter[object] = Counter()
+
+        def counted(size: int) -> None:
+            made.update(dict.fromkeys(devices, size // len(devices)))
+            self.check_bytes(made=made)
+            copied(size)
+
+        row = self._prepare(block, *args, copied=counted)
+        self._beside += row.owned
+        return row
+
+    def check_bytes(self, beside: Sequence[Array] = (), made: Mapping[object, int] | None = None) -> int:
+        """The ledger has what lies on each device: the rows, arrays beside them, what of a copy has been made, and
+        pages. Returns how many devices there are.
+        """
+        ledger, rows = self.built.resolved.ledger, list(self.steps.executor.rows)
+        held = Counter(made or {})
+        leaves = {id(leaf): leaf for leaf in (*(leaf for row in rows for leaf in row.leaves), *beside)}
+        for shard in (shard for leaf in leaves.values() for shard in leaf.addressable_shards):
             held[shard.device] += shard.data.nbytes
         for instance in self.plan.instances:
             for memory, stage in zip(self.built.resolved.stages, instance.stages, strict=True):
                 for device in stage.devices:
                     held[self.built.resolved.devices[device]] += self.built.resolved.kv_bytes(memory, stage.kv_pages)
         assert ledger.used <= ledger.budget
-        if not self.built.resolved.granule:
-            assert executor.pools.nbytes <= ledger.entries["kv"] * len(held)
         assert max(held.values()) <= sum(ledger.entries[name] for name in ("weights", "kv", "exchange"))
-        assert self.steps.core.scheduler.pages.num_pages == self.plan.instances[0].kv_pages
-        return self._execute(work)
+        return len(held)
 
     def ended(self, outcome: str) -> int:
         """How many transitions have ended so, as the metrics show it."""
