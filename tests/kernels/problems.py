@@ -24,6 +24,8 @@ class Shape:
     dtype: str = "float32"
     kv_dtype: str | None = None  # of the pool, if not dtype
     window: int | None = None
+    zero_kv: int = 0  # of the K kv heads, the last: of zeros, with their query heads, as added for an even split
+    zero_q: int = 0  # of the G query heads of each kv head, the last
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,20 @@ def make_problem(shape: Shape, seed: int) -> Problem:
         used, free = np.split(free, [-(-end // s.S)])
         table[: len(used)] = used
         table[len(used) :] = rng.integers(0, pages, s.W - len(used))
-        rows, kv = stored(rng.normal(size=(2, end, s.K, s.D)).astype(np.float32), kv_dtype)
+        values = rng.normal(size=(2, end, s.K, s.D)).astype(np.float32)
+        values[:, :, s.K - s.zero_kv :] = 0
+        rows, kv = stored(values, kv_dtype)
         for position in range(first, end):
             pool[table[position // s.S], :, :, position % s.S] = rows[:, position].swapaxes(0, 1)
         contexts.append((kv[0], kv[1]))
 
     meta = (tables[: s.B], decode_lengths, tables[s.B :], tile_starts, tile_lengths)
     meta = (jnp.asarray(x.astype(np.int32)) for x in meta)
+    q = rng.normal(size=(s.B + s.N * s.Q, s.K, s.G, s.D)).astype(dtype)
+    q[:, s.K - s.zero_kv :] = 0
+    q[:, :, s.G - s.zero_q :] = 0
     return Problem(
-        q=jnp.asarray(rng.normal(size=(s.B + s.N * s.Q, s.K, s.G, s.D)).astype(dtype)),
+        q=jnp.asarray(q),
         pool=(jnp.asarray(pool),),
         meta=AttentionMeta(*meta),
         contexts=contexts,
