@@ -121,13 +121,15 @@ def test_rows_normalised_and_gated_on_their_way(rows: int, inner: int, dtype: jn
     x, gate_up = (jnp.asarray(8 * rng.standard_normal((rows, *shape)), dtype) for shape in ((inner,), (1, 2, inner)))
     lefts = Normed(x, jnp.asarray(rng.standard_normal(inner), dtype), 1e-5), Gated(gate_up)
     w = jnp.asarray(rng.standard_normal((40, inner)), dtype)
-    weights = [jax.tree.map(jnp.asarray, quantize(np.asarray(w, np.float32), bits)) for bits in (8, 4)]
+    formats = [(bits, symmetric) for bits in (8, 4, 3) for symmetric in (True, False)]
+    quantised = [quantize(np.asarray(w, np.float32), bits, symmetric=symmetric) for bits, symmetric in formats]
+    weights = [jax.tree.map(jnp.asarray, weight) for weight in quantised]
     if dtype == jnp.bfloat16:
         weights.append(w)
+    tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-5  # a rounding may go to the other neighbour
+    products = jax.jit(lambda left: [native.matmul(left, weight) for weight in weights])
     for left in lefts:
-        for weight in weights:
-            got, expected = (np.asarray(native.matmul(l, weight)) for l in (left, left.value()))
-            tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-5  # a rounding may go to the other neighbour
+        for got, expected in zip(products(left), map(np.asarray, products(left.value())), strict=True):
             np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max())
 
 
