@@ -24,7 +24,10 @@ SHAPES = {
     "D=80": replace(SMALL, D=80),
     "D=96": replace(SMALL, D=96),
     "D=128": replace(SMALL, D=128),
+    "D=256": replace(SMALL, D=256),
     "pages of 8": replace(SMALL, S=8, W=19),
+    "pages of 32": replace(SMALL, S=32, W=5),
+    "pages of 64": replace(SMALL, S=64, W=3),
     "pages larger than a tile": replace(SMALL, S=128, W=2),
     "window": replace(SMALL, window=70),
     "window of one": replace(SMALL, window=1),
@@ -33,7 +36,10 @@ SHAPES = {
     "int8, D=80": replace(SMALL, D=80, kv_dtype="int8"),
     "int8, D=96": replace(SMALL, D=96, kv_dtype="int8"),
     "int8, D=128, window": replace(SMALL, D=128, kv_dtype="int8", window=70),
+    "int8, D=256": replace(SMALL, D=256, kv_dtype="int8"),
     "int8, pages of 8": replace(SMALL, S=8, W=19, kv_dtype="int8"),
+    "int8, pages of 32": replace(SMALL, S=32, W=5, kv_dtype="int8"),
+    "int8, pages of 64": replace(SMALL, S=64, W=3, kv_dtype="int8"),
     "int8, pages larger than a tile": replace(SMALL, S=128, W=2, kv_dtype="int8"),
 }
 SCALE = 0.3
@@ -41,12 +47,14 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 
 
 def problem_on_gpu(shape, seed=0):
-    """With the pool as it is stored on a GPU."""
+    """With the pool as it is stored on a GPU; what int8 stands for is there in the queries' dtype."""
     problem = make_problem(shape, seed)
     (pool,) = problem.pool
     if shape.kv_dtype == "int8":
         fill = row_size(shape.D, "int8", "gpu") - pool.shape[-1]
-        return replace(problem, pool=(jnp.pad(pool, [(0, 0)] * 4 + [(0, fill)], constant_values=-1),))
+        contexts = [tuple(x.astype(shape.dtype).astype(np.float32) for x in kv) for kv in problem.contexts]
+        pool = jnp.pad(pool, [(0, 0)] * 4 + [(0, fill)], constant_values=-1)
+        return replace(problem, pool=(pool,), contexts=contexts)
     return replace(problem, pool=(pool.view(shape.dtype),))
 
 
@@ -68,17 +76,21 @@ def test_block_sizes_change_nothing(interpret, sizes):
     check(replace(SMALL, W=20), blocks=replace(HOPPER, decode=sizes, prefill=sizes), interpret=interpret)
 
 
-@pytest.mark.parametrize("shape", [SMALL, replace(SMALL, S=128, W=2)], ids=["small pages", "large pages"])
+@pytest.mark.parametrize(
+    "shape",
+    [SMALL, replace(SMALL, S=128, W=2), replace(SMALL, kv_dtype="int8")],
+    ids=["small pages", "large pages", "int8"],
+)
 def test_segments_of_the_pool_change_nothing(interpret, shape):
     problem = in_segments(problem_on_gpu(shape), 0.2, 0.5, 0.7)
     out = paged_attention(problem.q, problem.pool, problem.meta, scale=SCALE, interpret=interpret)
     np.testing.assert_allclose(out.astype(jnp.float32), dense_answer(problem, SCALE, None), atol=2e-2, rtol=0)
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_splits_change_nothing(interpret, window):
+@pytest.mark.parametrize(("window", "kv_dtype"), [(None, None), (100, None), (None, "int8")])
+def test_splits_change_nothing(interpret, window, kv_dtype):
     """Some of the splits see no key at all."""
-    shape = replace(SMALL, N=0, W=20, window=window)
+    shape = replace(SMALL, N=0, W=20, window=window, kv_dtype=kv_dtype)
     problem = problem_on_gpu(shape)
     meta = problem.meta
     lengths = meta.decode_lengths
