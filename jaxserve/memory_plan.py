@@ -13,7 +13,7 @@ from jaxserve.control.resources import Resources
 from jaxserve.core.config import EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.core.precision import BITS
-from jaxserve.core.segments import covered, elastic_bytes, segments_for
+from jaxserve.core.segments import covered, segments_for
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.workspace import Sizes, StageMemory, stage_memory
 from jaxserve.kvcache import PagePool, PageTable
@@ -77,28 +77,24 @@ class MemoryPlan:
     def resources(self, copy_rate: float) -> Resources:
         """What plans may use. Where a number of pages was given alone, it grows by what weights free, and no more."""
         others = sum(size for name, size in self.ledger.entries.items() if name not in OF_STAGES)
-        stages = self.plan.instances[0].stages
-        layers = [self._layers(stage) for stage in stages]
-        fixed = tuple(
-            others + memory.workspace + memory.exchange + memory.weights - size
-            for memory, size in zip(self.stages, layers, strict=True)
-        )
+        layers, in_use, fixed = [], [], []
+        for memory, stage in zip(self.stages, self.plan.instances[0].stages, strict=True):
+            layers.append(self._layers(stage))
+            in_use.append(memory.page * stage.kv_pages)
+            granules = self.kv_bytes(memory, stage.kv_pages) - in_use[-1] if self.granule else 0  # beyond the pages
+            fixed.append(others + memory.workspace + memory.exchange + memory.weights - layers[-1] + granules)
         budget = self.ledger.budget
-        granules = tuple(memory.pools * self.granule for memory in self.stages) if self.granule else ()
         if self.config.kv_pages is not None and self.config.max_kv_pages is None:
-            in_use = (memory.page * stage.kv_pages for memory, stage in zip(self.stages, stages, strict=True))
             budget = min(budget, max(map(sum, zip(fixed, layers, in_use, strict=True))))
-            granules = ()  # the ledger has them from the start
         return Resources(
             budget=budget,
-            fixed=fixed,
+            fixed=tuple(fixed),
             layer_bytes=self.layer_bytes,
             page_bytes=tuple(memory.page for memory in self.stages),
             least_pages=self.least_kv_pages,
             most_pages=self.reserved_kv_pages,
             copy_rate=copy_rate,
             segments=() if self.granule else self.segments,
-            granules=granules,
         )
 
     @property
@@ -223,7 +219,7 @@ def _check_room(ledger: Ledger, needs: Mapping[str, int]) -> None:
 def _kv_bytes(memory: StageMemory, pages: int, segments: tuple[int, ...], granule: int) -> int:
     if not granule:
         return covered(segments, pages) * memory.page
-    return elastic_bytes(pages, sum(segments), memory.page, memory.pools * granule)
+    return min(pages * memory.page + memory.pools * granule, sum(segments) * memory.page)
 
 
 def _spare(plan: Plan, sizes: Mapping[tuple[str, str], int]) -> tuple[int, ...]:

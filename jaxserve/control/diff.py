@@ -75,11 +75,8 @@ def _swaps(number: int, before: InstancePlan, after: InstancePlan, resources: Re
 
 def _resizes(number: int, before: InstancePlan, after: InstancePlan, resources: Resources) -> Iterator[ResizeKVPool]:
     if before.kv_pages != after.kv_pages:
-        sizes = (
-            resources.kv_bytes(stage, after.kv_pages) - resources.kv_bytes(stage, before.kv_pages)
-            for stage in range(len(resources.page_bytes))
-        )
-        change = max(sizes, key=abs)
+        taken = resources.pages_taken(after.kv_pages) - resources.pages_taken(before.kv_pages)
+        change = taken * max(resources.page_bytes)
         yield ResizeKVPool(
             number,
             before.kv_pages,

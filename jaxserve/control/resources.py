@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from jaxserve.control.plan import InstancePlan, StagePlan
 from jaxserve.core.errors import PlanError
-from jaxserve.core.segments import covered, elastic_bytes, filled
+from jaxserve.core.segments import covered, filled
 
 
 @dataclass(frozen=True)
 class Resources:
     """Equal for all instances. Bytes are those on each device of a stage.
 
-    `fixed` is what a stage takes whatever the plan says: runtime, workspace, embedding and head, and room for one layer
-    in two variants at once, beside the larger one, so that an exchange needs no more than the larger of the plans
-    before and after it.
+    `fixed` is what a stage takes whatever the plan says: runtime, workspace, embedding and head, granules of the pools,
+    and room for one layer in two variants at once, beside the larger one, so that an exchange needs no more than the
+    larger of the plans before and after it.
     """
 
     budget: int  # of each device
@@ -25,7 +25,6 @@ class Resources:
     most_pages: int  # that the pools have room for
     copy_rate: float  # bytes/s that are copied from host memory while steps go on
     segments: tuple[int, ...] = ()  # pages of each one in which pools take memory; () where they take it page by page
-    granules: tuple[int, ...] = ()  # by stage: what they may then take beyond their pages, in bytes; () for nothing
 
     def precisions(self, block: str) -> tuple[str, ...]:
         """Those that a decoder layer may have, the largest first; () for a block that is no decoder layer."""
@@ -46,29 +45,19 @@ class Resources:
 
     def stage_bytes(self, number: int, stage: StagePlan) -> int:
         """All that stage `number` of an instance takes. Raises `PlanError` for a precision that there is not."""
-        return self.fixed[number] + self.weight_bytes(stage) + self.kv_bytes(number, stage.kv_pages)
-
-    def kv_bytes(self, number: int, pages: int) -> int:
-        """What the pools of stage `number` take while so many pages may be in use."""
-        page = self.page_bytes[number]
-        if self.segments:
-            return covered(self.segments, pages) * page
-        return elastic_bytes(pages, self.most_pages, page, self._granules(number))
+        return (
+            self.fixed[number] + self.weight_bytes(stage) + self.page_bytes[number] * self.pages_taken(stage.kv_pages)
+        )
 
     def kv_capacity(self, instance: InstancePlan) -> int:
         """The most KV pages that fit beside an instance's layers, and that its pools have room for."""
         fitting = (
-            self._pages_in(number, self.budget - self.fixed[number] - self.weight_bytes(stage))
+            (self.budget - self.fixed[number] - self.weight_bytes(stage)) // self.page_bytes[number]
             for number, stage in enumerate(instance.stages)
         )
-        pages = max(0, min(fitting))
+        pages = max(0, min(self.most_pages, *fitting))
         return filled(self.segments, pages) if self.segments else pages
 
-    def _pages_in(self, number: int, room: int) -> int:
-        """The most pages of stage `number` that so many bytes hold."""
-        if self.most_pages * self.page_bytes[number] <= room:
-            return self.most_pages
-        return (room - self._granules(number)) // self.page_bytes[number]
-
-    def _granules(self, number: int) -> int:
-        return self.granules[number] if self.granules else 0
+    def pages_taken(self, pages: int) -> int:
+        """How many take memory while so many may be in use."""
+        return covered(self.segments, pages) if self.segments else pages

@@ -1,4 +1,4 @@
-"""What pools take for their pages: in segments, one after the other, or page by page, in whole granules."""
+"""Where the pages of pools end that take memory in segments, one after the other, and not page by page."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -26,10 +26,3 @@ def covered(sizes: Sequence[int], pages: int) -> int:
 def filled(sizes: Sequence[int], pages: int) -> int:
     """The most pages, up to so many, that leave no part of a segment unused; in a part of the first one, so many."""
     return max((end for end in accumulate(sizes) if end <= pages), default=pages)
-
-
-def elastic_bytes(pages: int, most: int, page: int, granules: int) -> int:
-    """At most what pools take page by page, each of `page` bytes: beyond the pages in use they may hold parts of
-    granules, so many bytes in all, but never more than all `most` pages.
-    """
-    return min(pages * page + granules, most * page)

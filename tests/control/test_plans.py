@@ -89,16 +89,6 @@ def test_capacity_is_what_the_budget_leaves_to_the_page() -> None:
     assert replace(resources, most_pages=410).kv_capacity(smaller) == 410
 
 
-def test_pools_take_whole_granules_until_all_pages_are_in_use() -> None:
-    plan, resources = home_plan(), replace(machine(most_pages=401), granules=(8 * MB,))
-    validate(plan, resources)
-    assert resources.kv_capacity(plan.instances[0]) == 401
-    more = replace(resources, most_pages=410)
-    assert more.kv_capacity(plan.instances[0]) == 401 - 8 * MB // PAGE
-    with pytest.raises(PlanError, match="beside its layers 385 KV pages fit"):
-        validate(plan, more)
-
-
 def stage_of(plan: Plan, **changes: object) -> Plan:
     """The plan with its last stage changed."""
     (instance,) = plan.instances

@@ -60,6 +60,5 @@ def test_pages_and_bytes_are_those_of_the_real_engine(options) -> None:
     assert ("variants" in real.ledger.entries) == bool(real.variants)  # kept on the host, whoever may ask for them
     validate(real.plan, theirs)  # the start can be returned to
     (instance,) = real.plan.instances
-    if theirs.granules:
-        in_use = max(theirs.stage_bytes(number, stage) for number, stage in enumerate(instance.stages))
-        assert in_use == real.ledger.used
+    in_use = max(theirs.stage_bytes(number, stage) for number, stage in enumerate(instance.stages))
+    assert in_use == real.ledger.used
