@@ -2,14 +2,17 @@
 
 import io
 import json
+import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from bench import demo
 from bench.morph_parts import comparison, plots
 from bench.morph_parts.live import Screen
-from bench.morph_parts.measure import Watch, run
+from bench.morph_parts.measure import Watch, run, started
 from bench.morph_parts.quality import describe, in_order, profile_of
 from bench.morph_parts.steady import Exchange, exchange_table, exchanges
 from bench.morph_parts.summary import LIGHT, SATURATION, cells, verdict_table, verdicts, workload_tables
@@ -380,3 +383,22 @@ def test_all_layers_change_to_and_fro_beside_a_steady_decode():
     found = exchanges(setup, seconds=10, tokens=390)
     assert {exchange.after for exchange in found} == {"int4", "bfloat16"}
     assert all(exchange.seconds > 0 and exchange.step_during_s > 0 for exchange in found)
+
+
+def test_the_demo_writes_the_three_results_and_a_page(tmp_path, monkeypatch):
+    """Beside one server in full precision in place of three, for a second each."""
+    monkeypatch.setattr(demo, "PHASES", ((0.3, demo.CALM), (0.5, demo.PEAK), (0.2, demo.CALM)))
+    monkeypatch.setattr(demo, "AT_ONCE", 4)
+    monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path)])
+    with started(systems(demo.SETUP, envelope(demo.SETUP))[FULL]) as url:
+        monkeypatch.setattr(demo, "started", lambda system: nullcontext(url))
+        assert demo.main() == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found.keys() == {"static", "int4", "morph"}
+    for result in found.values():
+        assert result["completed"] > 0
+        assert result["failed"] == 0
+        assert result["cross_entropy"] == result["cross_entropy_full"] > 0
+        assert result["restored_after_s"] == 0
+        assert {"output_throughput", "p95_ttft_ms", "median_tpot_ms", "slo_violation_rate"} <= result.keys()
+    assert "<table" in (tmp_path / "report.html").read_text()
