@@ -17,6 +17,7 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import Row
 from jaxserve.factory import Built
+from jaxserve.memory_plan import OF_STAGES
 
 PATIENCE = 30.0  # seconds for a thread to do what it will
 
@@ -69,9 +70,9 @@ class Adapted:
                 runs.append(Run(len(sequence.tokens), [precisions] * start))
             runs[-1].in_force.extend([precisions] * length)
         self._beside = [leaf for leaf in self._beside if not leaf.is_deleted()]
-        devices = self.check_bytes(self._beside)
+        pages = self.check_bytes(self._beside)
         if not self.built.resolved.granule:
-            assert executor.pools.nbytes <= self.built.resolved.ledger.entries["kv"] * devices
+            assert executor.pools.nbytes <= pages
         assert self.steps.core.scheduler.pages.num_pages == self.plan.instances[0].kv_pages
         return self._execute(work)
 
@@ -90,21 +91,23 @@ class Adapted:
         return row
 
     def check_bytes(self, beside: Sequence[Array] = (), made: Mapping[object, int] | None = None) -> int:
-        """The ledger has what lies on each device: the rows, arrays beside them, what of a copy has been made, and
-        pages. Returns how many devices there are.
+        """The ledger has what lies on each device: the rows, arrays beside them, what of a copy has been made, pages,
+        and room for a step. Returns the bytes of all pages.
         """
         ledger, rows = self.built.resolved.ledger, list(self.steps.executor.rows)
-        held = Counter(made or {})
+        held, pages = Counter(made or {}), 0
         leaves = {id(leaf): leaf for leaf in (*(leaf for row in rows for leaf in row.leaves), *beside)}
         for shard in (shard for leaf in leaves.values() for shard in leaf.addressable_shards):
             held[shard.device] += shard.data.nbytes
         for instance in self.plan.instances:
             for memory, stage in zip(self.built.resolved.stages, instance.stages, strict=True):
+                size = self.built.resolved.kv_bytes(memory, stage.kv_pages)
+                pages += size * len(stage.devices)
                 for device in stage.devices:
-                    held[self.built.resolved.devices[device]] += self.built.resolved.kv_bytes(memory, stage.kv_pages)
+                    held[self.built.resolved.devices[device]] += size + memory.workspace
         assert ledger.used <= ledger.budget
-        assert max(held.values()) <= sum(ledger.entries[name] for name in ("weights", "kv", "exchange"))
-        return len(held)
+        assert max(held.values()) <= sum(ledger.entries[name] for name in OF_STAGES)
+        return pages
 
     def ended(self, outcome: str) -> int:
         """How many transitions have ended so, as the metrics show it."""
