@@ -35,6 +35,7 @@ struct Block {
 constexpr int64_t kStep = 32;         // inputs that are unpacked at once
 constexpr int64_t kUnitSteps = 8;     // steps of the largest unit that codes are packed in
 constexpr int64_t kPackRows = 16;     // rows of x that are rearranged at once
+constexpr int64_t kManyRows = 576;    // of a block: a budget of 512 tokens and rows that decode beside it
 constexpr int64_t kAlignment = 64;    // of packed rows and scratch memory
 
 static inline int64_t steps_of(int64_t inner) { return (inner + kStep - 1) / kStep; }

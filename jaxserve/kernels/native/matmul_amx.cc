@@ -4,8 +4,8 @@
 // of x fill the unit's eight tile registers.
 //
 // Few rows: reading the weight is the work; each tile is read, or unpacked into L1, and used at once. Many rows: a block
-// of the weight is unpacked into L2, a region of the inputs at a time, and meets all rows there, in slices that fit into L1
-// for 32 rows.
+// of the weight is unpacked into L2, a slice of the inputs at a time, and meets all rows there, 32 after 32, whose slice
+// stays in L1. Meanwhile the memory of the slice that comes next is asked for.
 
 #include "matmul.h"
 
@@ -23,10 +23,8 @@ namespace {
 constexpr int64_t kFewRows = 2 * kTile;
 constexpr int64_t kFewSteps = kUnitSteps;  // unpacked at once
 constexpr int64_t kManySteps = kUnitSteps;  // of 32 rows of x 16 KiB, and as much of 32 of the weight: both fit into L1
-constexpr int64_t kRegionSteps = 2 * kManySteps;  // of the weight, unpacked at once: longer runs of memory
-constexpr int64_t kManyOuts = 8 * kPair;    // 256 KiB of a region
+constexpr int64_t kManyOuts = 8 * kPair;    // 128 KiB of a slice
 constexpr int64_t kManyBlocks = 8;          // at least, so that threads get equal shares; blocks of half the outs else
-constexpr int64_t kManyRows = 512;
 constexpr int64_t kSums = kTile * kTile;   // values of a tile of sums
 
 struct alignas(64) Config {
@@ -53,14 +51,17 @@ inline int64_t columns_of(const Matmul& m, int64_t row) {
   return m.rows > kFewRows || m.rows - row >= kTile ? kTile : m.rows - row;
 }
 
+// Steps between packed rows; an odd number, so that slices of many rows do not meet in the same sets of a cache.
+inline int64_t stride_of(const Matmul& m) { return steps_of(m.w.inner) | 1; }
+
 // Packed x: tiles of rows one after the other, each [inner / 2, columns] pairs.
 inline const uint32_t* packed_tile(const Matmul& m, const void* packed, int64_t row) {
-  return static_cast<const uint32_t*>(packed) + row * steps_of(m.w.inner) * kStep / 2;
+  return static_cast<const uint32_t*>(packed) + row * stride_of(m) * kStep / 2;
 }
 
 size_t packed_bytes(const Matmul& m) {
   const int64_t rows = m.rows > kFewRows ? (m.rows + kTile - 1) / kTile * kTile : m.rows;
-  return static_cast<size_t>(rows * steps_of(m.w.inner) * kStep * 2);
+  return static_cast<size_t>(rows * stride_of(m) * kStep * 2);
 }
 
 void pack(const Matmul& m, int64_t row, void* packed) {
@@ -150,30 +151,40 @@ inline void store_sums(float* sums) {
   }
 }
 
-// Writes the sums of one row for the outs [out, out + kPair).
-inline void write(const Matmul& m, int64_t row, int64_t out, __m512 low, __m512 high) {
-  const int64_t outs = m.w.out - out;
-  const __mmask32 mask = outs >= kPair ? ~0u : (1u << outs) - 1;
-  if (m.y_bfloat16) {
-    uint16_t* y = static_cast<uint16_t*>(m.y) + row * m.w.out + out;
-    _mm512_mask_storeu_epi16(y, mask, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
-  } else {
-    float* y = static_cast<float*>(m.y) + row * m.w.out + out;
-    _mm512_mask_storeu_ps(y, static_cast<__mmask16>(mask), low);
-    _mm512_mask_storeu_ps(y + kTile, static_cast<__mmask16>(mask >> kTile), high);
-  }
+// Neighbouring sums of 16 rows, rounded to bfloat16, as words.
+inline __m512i words_of(const float* sums) {
+  alignas(64) static constexpr uint16_t kInTurn[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_load_ps(sums + kTile), _mm512_load_ps(sums));
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kInTurn), bits_of(both));
 }
 
 // Writes a tile of sums of rows [row, row + rows); the tile of the other outs is 2 * kSums further on.
 inline void turn(const Matmul& m, const float* sums, int64_t out, int64_t row, int64_t rows) {
+  const int64_t outs = m.w.out - out;
+  const __mmask32 mask = outs >= kPair ? ~0u : (1u << outs) - 1;
   __m512i low[kTile], high[kTile];
+  if (m.y_bfloat16) {
+    uint16_t* y = static_cast<uint16_t*>(m.y) + row * m.w.out + out;
+    for (int64_t i = 0; i < kTile / 2; ++i) {
+      low[i] = words_of(sums + 2 * i * kTile);
+      low[kTile / 2 + i] = words_of(sums + 2 * (kSums + i * kTile));
+    }
+    transpose(low);
+    for (int64_t r = 0; r < rows; ++r) _mm512_mask_storeu_epi16(y + r * m.w.out, mask, low[r]);
+    return;
+  }
+  float* y = static_cast<float*>(m.y) + row * m.w.out + out;
   for (int64_t i = 0; i < kTile; ++i) {
     low[i] = _mm512_load_si512(sums + i * kTile);
     high[i] = _mm512_load_si512(sums + 2 * kSums + i * kTile);
   }
   transpose(low);
   transpose(high);
-  for (int64_t r = 0; r < rows; ++r) write(m, row + r, out, _mm512_castsi512_ps(low[r]), _mm512_castsi512_ps(high[r]));
+  for (int64_t r = 0; r < rows; ++r, y += m.w.out) {
+    _mm512_mask_storeu_epi32(y, static_cast<__mmask16>(mask), low[r]);
+    _mm512_mask_storeu_epi32(y + kTile, static_cast<__mmask16>(mask >> kTile), high[r]);
+  }
 }
 
 template <bool Two>
@@ -210,37 +221,67 @@ void few_rows(const Matmul& m, const Rows& x, int64_t out, uint16_t* blocks, flo
   turn<Two>(m, sums, out, 0);
 }
 
-// A panel of 32 rows against one slice of the inputs for all outs of the block.
+// A slice of the weight that comes next, asked for line by line while another is multiplied.
+class Coming {
+ public:
+  Coming(const Weight& w, int64_t out, int64_t outs, int64_t step, int64_t steps)
+      : data_(w.data + out * w.row_bytes + offset_of(w, step)),
+        row_bytes_(w.row_bytes),
+        bytes_(offset_of(w, steps)),
+        rows_(outs) {}
+
+  int64_t lines() const { return rows_ * ((bytes_ + 63) / 64); }
+
+  void ask(int64_t lines) {
+    for (; lines > 0 && rows_ > 0; --lines) {
+      _mm_prefetch(reinterpret_cast<const char*>(data_ + at_), _MM_HINT_T1);
+      at_ += 64;
+      if (at_ >= bytes_) data_ += row_bytes_, at_ = 0, --rows_;
+    }
+  }
+
+ private:
+  const uint8_t* data_;
+  int64_t row_bytes_, bytes_, rows_, at_ = 0;
+};
+
+// A panel of 32 rows against one slice of the inputs for all outs of the block. Sums are turned while the next are
+// multiplied.
 template <bool Two>
 void panel(const Matmul& m, const Block& b, const Rows& x, int64_t row, int64_t step, int64_t steps,
-           const uint16_t* slice, float* sums) {
+           const uint16_t* slice, float* sums, Coming& coming, int64_t lines) {
   const bool last = step + steps == steps_of(m.w.inner);
-  for (int64_t out = 0; out < b.outs; out += kPair, slice += kRegionSteps * kPairStep, sums += 4 * kSums) {
-    step ? load_sums<Two>(sums) : zero_sums<Two>();
+  const auto finish = [&](int64_t out) {
+    if (last) turn<Two>(m, sums + out / kPair * 4 * kSums, b.out + out, row);
+  };
+  int64_t out = 0;
+  for (; out < b.outs; out += kPair, slice += kManySteps * kPairStep) {
+    float* mine = sums + out / kPair * 4 * kSums;
+    step ? load_sums<Two>(mine) : zero_sums<Two>();
     multiply<Two>(unpacked(slice), x, steps);
-    store_sums<Two>(sums);
-    if (last) turn<Two>(m, sums, b.out + out, row);
+    if (out) finish(out - kPair);
+    store_sums<Two>(mine);
+    coming.ask(lines);
   }
+  finish(out - kPair);
 }
 
-void many_rows(const Matmul& m, const void* packed, const Block& b, uint16_t* region, float* sums) {
-  const int64_t all = steps_of(m.w.inner), tile = all * kSums;  // packed pairs of 16 rows
+void many_rows(const Matmul& m, const void* packed, const Block& b, const Block* after, uint16_t* slices, float* sums) {
+  const int64_t all = steps_of(m.w.inner), tile = stride_of(m) * kSums;  // packed pairs of 16 rows
+  const int64_t products = (b.rows + kFewRows - 1) / kFewRows * ((b.outs + kPair - 1) / kPair);
   for (int64_t step = 0; step < all; step += kManySteps) {
-    const int64_t steps = min(kManySteps, all - step), in_region = step % kRegionSteps;
-    for (int64_t out = 0; out < b.outs && in_region == 0; out += kPair) {
-      const int64_t two_rows_on = 2 * m.w.row_bytes;
-      unpack(m.w, b.out + out, step, min(kRegionSteps, all - step), two_rows_on, region + out * kStep * kRegionSteps);
+    const int64_t steps = min(kManySteps, all - step), next = step + steps;
+    for (int64_t out = 0; out < b.outs; out += kPair) {
+      unpack(m.w, b.out + out, step, steps, 2 * m.w.row_bytes, slices + out * kStep * kManySteps);
     }
+    Coming coming = next < all ? Coming(m.w, b.out, b.outs, next, min(kManySteps, all - next))
+                               : Coming(m.w, after ? after->out : 0, after ? after->outs : 0, 0, min(kManySteps, all));
+    const int64_t lines = (coming.lines() + products - 1) / products;
     for (int64_t row = 0; row < b.rows; row += kFewRows) {
       const uint32_t* first = packed_tile(m, packed, b.row + row);
       const Rows x = Rows{first, first + tile, kTile, kTile}.from(step);
-      const uint16_t* slice = region + in_region * kPairStep;
-      float* panel_sums = sums + row * kManyOuts;
-      if (b.rows - row > kTile) {
-        panel<true>(m, b, x, b.row + row, step, steps, slice, panel_sums);
-      } else {
-        panel<false>(m, b, x, b.row + row, step, steps, slice, panel_sums);
-      }
+      const auto multiply = b.rows - row > kTile ? panel<true> : panel<false>;
+      multiply(m, b, x, b.row + row, step, steps, slices, sums + row * kManyOuts, coming, lines);
     }
   }
 }
@@ -253,17 +294,17 @@ Block block(const Matmul& m) {
 }
 
 size_t scratch_bytes(const Matmul& m) {
-  const int64_t many = kManyOuts * kRegionSteps * kStep * 2 + kManyRows * kManyOuts * 4;
+  const int64_t many = kManyOuts * kManySteps * kStep * 2 + kManyRows * kManyOuts * 4;
   const int64_t few = 2 * kFewSteps * kPairStep * 2 + 4 * kSums * 4;
   return static_cast<size_t>(m.rows > kFewRows ? many : few);
 }
 
-void multiply_block(const Matmul& m, const void* packed, const Block& b, const Block*, void* scratch) {
+void multiply_block(const Matmul& m, const void* packed, const Block& b, const Block* after, void* scratch) {
   auto* weights = static_cast<uint16_t*>(scratch);
   if (m.rows > kFewRows) {
     const Config config(kTile, kTile);
     _tile_loadconfig(&config);
-    many_rows(m, packed, b, weights, reinterpret_cast<float*>(weights + kManyOuts * kRegionSteps * kStep));
+    many_rows(m, packed, b, after, weights, reinterpret_cast<float*>(weights + kManyOuts * kManySteps * kStep));
   } else {
     const int64_t first = columns_of(m, 0), second = m.rows - first;
     const Rows x = {packed_tile(m, packed, 0), packed_tile(m, packed, first), first, second};

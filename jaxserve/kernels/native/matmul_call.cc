@@ -117,7 +117,9 @@ void multiply_all(Matmul matmul, const Prologue& prologue, const Multiplier* var
   Block& block = product->block = variant->block(matmul);
   product->columns = parts(matmul.w.out, block.outs);
   // Blocks of many rows are cut until all processors have some.
-  while (product->columns * parts(matmul.rows, block.rows) < processors() && block.rows % 128 == 0) block.rows /= 2;
+  while (product->columns * parts(matmul.rows, block.rows) < processors() && block.rows > 64) {
+    block.rows = parts(block.rows, 64) * 32;
+  }
   product->items = product->columns * parts(matmul.rows, block.rows);
 
   auto packing = std::make_shared<Packing>();

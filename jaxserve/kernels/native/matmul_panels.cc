@@ -38,7 +38,7 @@ constexpr int64_t kBlockBytes = 128 << 10;           // of the weight, for few r
 constexpr int64_t kBlockWork = 1 << 20;              // so many multiplications,
 constexpr int64_t kLeastBlocks = 4;                  // and parts of even a small weight
 constexpr int64_t kBlockOuts = 128;                  // for many rows: slices of x, and sums, fit into L2
-constexpr int64_t kBlockRows = LANES == 16 ? 512 : 128;
+constexpr int64_t kBlockRows = LANES == 16 ? kManyRows : 128;
 constexpr int64_t kMemoryRows = 32;                  // up to so many, the weight is read in the order in which it lies
 
 inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
