@@ -1,27 +1,49 @@
-"""What pyproject.toml cannot say: the bundled model lives in checkpoints/ and ships inside the package."""
+"""What pyproject.toml cannot say: what ships inside the package beside its Python.
 
+The bundled model, which lives in checkpoints/, and the native CPU kernels, compiled at installation.
+"""
+
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from shutil import copyfile
 
-from setuptools import setup
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+NATIVE = Path("jaxserve/kernels/native")
+
+
+def compile_kernels(folder: Path) -> Path | None:
+    """The library; without a compiler none, and a line that says so."""
+    spec = spec_from_file_location("build", ROOT / NATIVE / "build.py")
+    module = module_from_spec(spec)  # jaxserve itself would import JAX
+    spec.loader.exec_module(module)
+    return module.build_or_say(folder)
 
 
 class BuildPy(build_py):
-    """Adds `checkpoints/<model>/` as `jaxserve/_bundled/<model>/`; an editable install reads checkpoints/ itself."""
+    """Adds `checkpoints/<model>/` as `jaxserve/_bundled/<model>/`; an editable install reads checkpoints/ itself.
+
+    Compiles the kernels beside the package's own files; in an editable install beside the sources.
+    """
+
+    library: Path | None = None
 
     def run(self) -> None:
         super().run()
+        self.library = compile_kernels((ROOT if self.editable_mode else Path(self.build_lib).resolve()) / NATIVE)
         if not self.editable_mode:
             for target, source in self._bundled().items():
                 Path(target).parent.mkdir(parents=True, exist_ok=True)
                 copyfile(source, target)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        bundled = [] if self.editable_mode else list(self._bundled())
-        return super().get_outputs(include_bytecode) + bundled
+        added = [] if self.editable_mode else list(self._bundled())
+        if self.library is not None and not self.editable_mode:
+            added.append(str(Path(self.build_lib) / NATIVE / self.library.name))
+        return super().get_outputs(include_bytecode) + added
 
     def _bundled(self) -> dict[str, Path]:
         target = Path(self.build_lib) / "jaxserve" / "_bundled"
@@ -33,4 +55,18 @@ class BuildPy(build_py):
         }
 
 
-setup(cmdclass={"build_py": BuildPy})
+class BinaryDistribution(Distribution):
+    """What is installed fits one kind of machine, because of the kernels."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+class AnyPython(bdist_wheel):
+    """The kernels know nothing of Python, so any version may use them."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(distclass=BinaryDistribution, cmdclass={"build_py": BuildPy, "bdist_wheel": AnyPython})

@@ -309,8 +309,7 @@ def test_cost_follows_the_contexts_and_not_the_width_of_the_table():
 def nowhere(tmp_path, monkeypatch):
     """No native library in the package, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path_in = native.library.library_path
-    monkeypatch.setattr(native.library, "library_path", lambda folder=tmp_path: path_in(folder))
+    monkeypatch.setattr(native.library, "HERE", tmp_path)
     caches = (native.targets, native.library._library)
     for cached in caches:
         cached.cache_clear()

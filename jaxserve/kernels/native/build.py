@@ -1,22 +1,24 @@
-"""Compiles the native CPU kernels: `python -m jaxserve.kernels.native.build`. Needs a C++17 compiler ($CXX or c++).
+"""Compiles the native CPU kernels: at installation (setup.py), on first use, or as a command.
 
-The library is built against the headers of the jaxlib that is installed, because one built against newer headers is
-rejected.
+Needs a C++17 compiler ($CXX or c++), and of Python nothing that an installation lacks, such as jaxserve itself. jaxlib
+gives its headers: it accepts a library built against its own or older ones, so installations take the oldest that is
+supported.
 """
 
 import argparse
+import hashlib
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata, util
 from pathlib import Path
 
-import jax
-
-from jaxserve.kernels.native.library import HERE, library_path
-
+HERE = Path(__file__).resolve().parent
+OLDEST_JAXLIB = "0.10.2"  # that is supported; pyproject.toml says so too
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-DNDEBUG", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
@@ -47,39 +49,62 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
+def library_path(folder: Path, version: str | None = None) -> Path:
+    """Where in a folder the library for a jaxlib (the installed one) and the present sources belongs, there or not.
+
+    Its name carries that version and a hash of the sources, so that a stale library is never loaded.
+    """
+    sources = sorted(path for path in HERE.iterdir() if path.suffix in {".cc", ".h"})
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, HERE / "build.py"])).hexdigest()[:12]
+    return folder / f"cpu-jaxlib{version or metadata.version('jaxlib')}-{platform.machine()}-{digest}.so"
+
+
+def built(folder: Path) -> Path | None:
+    """A library in a folder that the installed jaxlib accepts."""
+    paths = (library_path(folder), library_path(folder, OLDEST_JAXLIB))
+    return next((path for path in paths if path.exists()), None)
+
+
 def build(folder: Path = HERE) -> Path:
     """Compiles what is not there yet, into a folder, and returns the library's path.
 
     Raises OSError (no compiler, folder not writable) or subprocess.CalledProcessError (it does not compile; the
     compiler has said why on stderr).
     """
+    if found := built(folder):
+        return found
     library = library_path(folder)
-    if library.exists():
-        return library
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
-        objects = []
-        for number, (source, flags) in enumerate(UNITS.get(platform.machine(), ELSEWHERE)):
-            objects.append(f"{scratch}/{number}.o")
-            subprocess.run([*compiler(), *FLAGS, *flags, "-c", HERE / source, "-o", objects[-1]], check=True)
+        units = [*UNITS.get(platform.machine(), ELSEWHERE), *((call, ["-isystem", _headers()]) for call in CALLS)]
+        objects = [f"{scratch}/{number}.o" for number in range(len(units))]
+
+        def compile_unit(unit: tuple[str, list[str]], to: str) -> None:
+            source, flags = unit
+            subprocess.run([*compiler(), *FLAGS, *flags, "-c", HERE / source, "-o", to], check=True)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_unit, units, objects))
         linked = Path(scratch) / "linked.so"
-        headers = ["-isystem", jax.ffi.include_dir()]
-        subprocess.run(
-            [
-                *compiler(),
-                *FLAGS,
-                *headers,
-                "-shared",
-                *(HERE / call for call in CALLS),
-                *objects,
-                "-pthread",
-                "-o",
-                linked,
-            ],
-            check=True,
-        )
+        subprocess.run([*compiler(), "-shared", *objects, "-pthread", "-o", linked], check=True)
         linked.replace(library)  # atomic: two builds at once do no harm
     return library
+
+
+def build_or_say(folder: Path = HERE) -> Path | None:
+    """The library's path, or None and one line on stderr that says why there is none."""
+    try:
+        return build(folder)
+    except (OSError, subprocess.CalledProcessError, metadata.PackageNotFoundError) as error:
+        sys.stderr.write(f"native CPU kernels not built, plain XLA is used instead: {error}\n")
+        return None
+
+
+def _headers() -> str:
+    spec = util.find_spec("jaxlib")
+    if spec is None or spec.origin is None:
+        raise OSError("jaxlib, whose headers are needed, is not installed")
+    return str(Path(spec.origin).parent / "include")
 
 
 def main() -> int:
@@ -87,12 +112,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile jaxserve's native CPU kernels.")
     parser.add_argument("--optional", action="store_true", help="succeed even if they cannot be built")
     optional = parser.parse_args().optional
-    try:
-        sys.stdout.write(f"{build()}\n")
-    except (OSError, subprocess.CalledProcessError) as error:
-        sys.stderr.write(f"native CPU kernels not built, plain XLA is used instead: {error}\n")
-        return 0 if optional else 1
-    return 0
+    library = build_or_say()
+    if library is not None:
+        sys.stdout.write(f"{library}\n")
+    return 0 if library is not None or optional else 1
 
 
 if __name__ == "__main__":

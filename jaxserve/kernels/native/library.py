@@ -1,34 +1,22 @@
-"""Where the native library lies, and its loading, on first use after compiling it."""
+"""The native library's loading, on first use after compiling it, if it was not compiled at installation."""
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 import jax
-import jaxlib
+
+from jaxserve.kernels.native.build import HERE, build, built, compiler
 
 ATTENTION, WRITE_AND_ATTEND = "jaxserve_paged_attention", "jaxserve_write_and_attend"
 KV_WRITE, MATMUL = "jaxserve_kv_write", "jaxserve_matmul"
 RESERVE_POOL, RELEASE_PAGES = "jaxserve_reserve_pool", "jaxserve_release_pages"
 CALLS = (ATTENTION, WRITE_AND_ATTEND, KV_WRITE, MATMUL, RESERVE_POOL, RELEASE_PAGES)
 VARIANTS = ("amx", "vnni", "avx512bf16", "avx512", "avx2few", "avx2", "portable")  # of the product, fastest first
-HERE = Path(__file__).resolve().parent
-
-
-def library_path(folder: Path = HERE) -> Path:
-    """Where in a folder the library for the installed jaxlib and the present sources belongs, there or not.
-
-    Its name carries jaxlib's version and a hash of the sources, so that a stale library is never loaded.
-    """
-    sources = sorted(path for path in HERE.iterdir() if path.suffix in {".cc", ".h"})
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, HERE / "build.py"])).hexdigest()[:12]
-    return folder / f"cpu-jaxlib{jaxlib.__version__}-{platform.machine()}-{digest}.so"
 
 
 def cache_folder() -> Path:
@@ -55,21 +43,18 @@ def targets() -> frozenset[str]:
 @functools.cache
 def _library() -> Path | None:
     """The library's path, once it is there."""
-    paths = [library_path(), library_path(cache_folder())]
-    for path in paths:
-        if path.exists():
-            return path
+    cache = cache_folder()
+    if found := built(HERE) or built(cache):
+        return found
     if jax.default_backend() != "cpu":
         return None
-    from jaxserve.kernels.native.build import build, compiler  # which needs this module
-
     log = logging.getLogger(__name__)
     if shutil.which(compiler()[0]) is None:
         log.warning("no C++ compiler (%s) for the native CPU kernels, plain XLA will be slower", compiler()[0])
         return None
-    log.warning("compiling native CPU kernels into %s, once; it takes some 20 seconds", paths[1].parent)
+    log.warning("compiling native CPU kernels into %s, once; it takes some 20 seconds", cache)
     try:
-        return build(paths[1].parent)
+        return build(cache)
     except (OSError, subprocess.CalledProcessError) as error:
         log.warning("native CPU kernels not built, plain XLA will be slower: %s", error)
         return None
