@@ -94,6 +94,14 @@ def test_where_pools_grow_by_segments_as_many_layers_change_as_the_next_one_need
     assert driver.plan.instances == HOME.instances
 
 
+def test_for_pages_alone_layers_of_all_stages_change() -> None:
+    """The first two of the order are of the first stage."""
+    driver = Driver(plan=home_plan(pp=2), resources=machine(pp=2))
+    assert driver.see_for(0, 0.5, kv_pages_used=390) == [0.2]
+    assert int4(driver.plan) == [3, 7, 11]
+    assert driver.plan.instances[0].kv_pages == 401 + 60, "a layer frees 60 of its stage's"
+
+
 def test_where_no_segment_can_be_had_only_a_queue_is_a_reason() -> None:
     driver = Driver(resources=machine(most_pages=901, segments=(401, 500)))
     assert driver.see_for(0, 5, kv_pages_used=390) == []

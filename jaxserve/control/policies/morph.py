@@ -168,8 +168,8 @@ class MorphPolicy:
         return plan, state, f"{', '.join(pressure)}: {_change(blocks, settings.precision, instance, pages)}"
 
     def _entered(self, view: _View, home: InstancePlan, count: int) -> tuple[list[str], Plan]:
-        """The next layers of the order, and the plan with them swapped: so many, or, where pools grow by segments, as
-        many more as the next segment needs, if it can be had.
+        """The next layers of the order, and the plan with them swapped: so many, or, where pools grow by segments, and
+        where pages alone are wanted, as many more as the pools need to grow, if that can be had.
         """
         blocks, before = self._next_blocks(view.instance, home, len(self._order)), view.instance.kv_pages
 
@@ -177,7 +177,7 @@ class MorphPolicy:
             return self._swapped(view, home, dict.fromkeys(blocks[:count], self.settings.precision))
 
         count = min(count, len(blocks))
-        if self._resources.segments:
+        if self._resources.segments or view.snapshot.oldest_wait <= self.settings.queue_delay:
             counts = range(count, len(blocks) + 1)
             more = bisect_left(counts, True, key=lambda count: swapped(count).instances[view.number].kv_pages > before)
             count = counts[more] if more < len(counts) else count
