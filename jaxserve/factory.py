@@ -155,12 +155,15 @@ def _actuator(
     instance, rows use what is kept: no copy for such a layer.
     """
     place: Place | None = None
+    in_place = memory is None and resolved.kept.in_place
     if memory is not None and resolved.variants:
-        place = keeper([instance.executor for instance in instances], memory, resolved.checkpoint.forget)
-    elif resolved.devices[0].platform == "cpu" and len(instances) == 1:
+        place = keeper([instance.executor for instance in instances], memory)
+    elif in_place:
         place = instances[0].executor.place
     for block, precision in resolved.layer_bytes if resolved.variants else ():
         source.load(block, precision, place)
+        if in_place and precision in resolved.kept.used:
+            _use_kept(instances[0].executor, source, block, precision)
     return PlanActuator(
         resolved.plan,
         instances,
@@ -172,6 +175,12 @@ def _actuator(
         copy_rate=_copy_rate(resolved),
         copy_share=COPY_SHARES[resolved.devices[0].platform],
     )
+
+
+def _use_kept(executor: BlockExecutor, source: LayerSource, block: str, precision: str) -> None:
+    """Has a layer that runs in this precision from the start use what is kept, instead of what it was loaded with."""
+    if any((row.block, row.precision) == (block, precision) for row in executor.rows):
+        executor.replace(executor.prepare(block, source.parameters(block, precision), precision)).free()
 
 
 def _copy_rate(resolved: Resolved) -> float:
@@ -252,6 +261,7 @@ def _build_instance(
             if block.block == "head" and resolved.physical.tie_embeddings and rows[0].placement == placement:
                 tensors |= {"weight": jax.tree.unflatten(jax.tree.structure(tensors["weight"]), rows[0].leaves)}
             rows.append(builder.build(block.block, tensors, placement, block.precision))
+            resolved.checkpoint.forget(block.block, block.precision)  # else a prepared layer would be there twice
             if block.block.startswith("layers."):
                 pools.append(_pool_maker(resolved, placement))
     scheduler, table = resolved.scheduler(instance)

@@ -15,7 +15,7 @@ from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.core.precision import BITS
 from jaxserve.core.segments import covered, segments_for
 from jaxserve.executor.buckets import Buckets
-from jaxserve.executor.workspace import Sizes, StageMemory, stage_memory
+from jaxserve.executor.workspace import Kept, Sizes, StageMemory, stage_memory
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.outline import STATIC, Outline
 from jaxserve.scheduler import Scheduler, SchedulerLimits
@@ -24,7 +24,7 @@ from jaxserve.telemetry import Snapshot
 log = logging.getLogger(__name__)
 
 RUNTIME = 700_000_000  # bytes on the host for interpreter, JAX, server and compiled code: 650 MB after a cold start
-OF_STAGES = ("weights", "kv", "workspace", "exchange")  # the ledger's entries that are a stage's
+OF_STAGES = ("weights", "variants", "kv", "workspace", "exchange")  # the ledger's entries that are a stage's
 COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s, for a change of the plan while steps go on
 COPY_SHARES = {"cpu": 0.1, "gpu": 1.0, "tpu": 1.0}  # of a core, for the thread that copies: steps may need it
 
@@ -43,6 +43,7 @@ class MemoryPlan:
     ledger: Ledger
     stages: tuple[StageMemory, ...]
     layer_bytes: Mapping[tuple[str, str], int]  # (layer, precision it may have) -> bytes on each device of its stage
+    kept: Kept
     granule: int  # bytes that an elastic pool takes at once; 0: pools take whole segments
 
     @property
@@ -50,14 +51,17 @@ class MemoryPlan:
         """The most that there may ever be."""
         return sum(self.segments)
 
-    def stage_bytes(self, plan: Plan) -> tuple[tuple[int, int], ...]:
-        """Weights and KV of every stage of a plan on each of its devices, instance by instance."""
+    def stage_bytes(self, plan: Plan) -> tuple[tuple[int, int, int], ...]:
+        """Weights, variants that are kept beside them, and KV of every stage of a plan on each of its devices, instance
+        by instance.
+        """
         first = self.plan.instances[0].stages
         sizes = []
         for instance in plan.instances:
             for memory, stage, start in zip(self.stages, instance.stages, first, strict=True):
-                changed = self._layers(stage) - self._layers(start)
-                sizes.append((memory.weights + changed, self.kv_bytes(memory, stage.kv_pages)))
+                weights = memory.weights + self._layers(stage) - self._layers(start)
+                variants = memory.variants - self._in_place(stage) + self._in_place(start)
+                sizes.append((weights, variants, self.kv_bytes(memory, stage.kv_pages)))
         return tuple(sizes)
 
     def kv_bytes(self, memory: StageMemory, pages: int) -> int:
@@ -68,8 +72,8 @@ class MemoryPlan:
         """The ledger's entries that follow from a plan: those of its fullest stage."""
         memories = self.stages * len(plan.instances)
         stages = (
-            (weights, kv, memory.workspace, memory.exchange)
-            for memory, (weights, kv) in zip(memories, self.stage_bytes(plan), strict=True)
+            (*sizes, memory.workspace, memory.exchange)
+            for memory, sizes in zip(memories, self.stage_bytes(plan), strict=True)
         )
         entries = dict(zip(OF_STAGES, max(stages, key=sum), strict=True))
         return {name: size for name, size in entries.items() if name in self.ledger.entries}
@@ -79,10 +83,10 @@ class MemoryPlan:
         others = sum(size for name, size in self.ledger.entries.items() if name not in OF_STAGES)
         layers, in_use, fixed = [], [], []
         for memory, stage in zip(self.stages, self.plan.instances[0].stages, strict=True):
-            layers.append(self._layers(stage))
+            layers.append(self._layers(stage) - self._in_place(stage))
             in_use.append(memory.page * stage.kv_pages)
             granules = self.kv_bytes(memory, stage.kv_pages) - in_use[-1] if self.granule else 0  # beyond the pages
-            fixed.append(others + memory.workspace + memory.exchange + memory.weights - layers[-1] + granules)
+            fixed.append(others + memory.beside_pages - layers[-1] + granules)
         budget = self.ledger.budget
         if self.config.kv_pages is not None and self.config.max_kv_pages is None:
             budget = min(budget, max(map(sum, zip(fixed, layers, in_use, strict=True))))
@@ -94,6 +98,7 @@ class MemoryPlan:
             least_pages=self.least_kv_pages,
             most_pages=self.reserved_kv_pages,
             copy_rate=copy_rate,
+            kept=self.kept.used,
             segments=() if self.granule else self.segments,
         )
 
@@ -125,12 +130,17 @@ class MemoryPlan:
             kv_pages_total=stages[0].kv_pages - 1,
             plan_version=plan.version,
             layers_by_precision={precision: layers.count(precision) for precision in set(layers)},
-            weight_bytes=sum(weights * stage.tp for (weights, _), stage in zip(sizes, stages, strict=True)),
+            weight_bytes=sum(weights * stage.tp for (weights, *_), stage in zip(sizes, stages, strict=True)),
             kv_bytes=sum(s.kv_pages * memory.page * s.tp for memory, s in zip(self.stages, stages, strict=True)),
         )
 
     def _layers(self, stage: StagePlan) -> int:
         return sum(self.layer_bytes.get((block.block, block.precision), 0) for block in stage.blocks)
+
+    def _in_place(self, stage: StagePlan) -> int:
+        """Of the layers' bytes, those that are used where they are kept."""
+        used = (block for block in stage.blocks if block.precision in self.kept.used)
+        return sum(self.layer_bytes.get((block.block, block.precision), 0) for block in used)
 
 
 def plan_memory(outline: Outline, physical: ModelConfig, sizes: Sizes, ledger: Ledger, granule: int) -> MemoryPlan:
@@ -140,15 +150,15 @@ def plan_memory(outline: Outline, physical: ModelConfig, sizes: Sizes, ledger: L
     """
     config, variants, plan = outline.config, outline.variants, outline.plan
     top = max(config.max_logprobs, 1)
+    on_host = outline.platform == "cpu"  # else they lie in memory of the host
+    kept = Kept(tuple(name for name in variants if name in BITS and on_host), in_place=on_host and config.dp == 1)
     stages = tuple(
-        stage_memory(physical, stage, sizes, outline.buckets, top, variants) for stage in plan.instances[0].stages
+        stage_memory(physical, stage, sizes, outline.buckets, top, variants, kept) for stage in plan.instances[0].stages
     )
     layers = [block for block in plan.instances[0].blocks if block.block.startswith("layers.")]
     layer_bytes = {(b.block, p): sizes.block(b.block, p) for b in layers for p in variants or (b.precision,)}
-    if outline.platform == "cpu" and variants:  # else they lie in memory of the host
-        kept = sum(size for (_, precision), size in layer_bytes.items() if precision in BITS)
-        ledger.reserve("variants", kept)
-    pages, segments, max_len = _fill(outline, ledger, stages, _spare(plan, layer_bytes), granule)
+    taken = {each: 0 if each[1] in kept.used else part for each, part in layer_bytes.items()}
+    pages, segments, max_len = _fill(outline, ledger, stages, _spare(plan, taken), granule)
     return MemoryPlan(
         config=config,
         plan=_with_pages(plan, pages),
@@ -160,6 +170,7 @@ def plan_memory(outline: Outline, physical: ModelConfig, sizes: Sizes, ledger: L
         ledger=ledger,
         stages=stages,
         layer_bytes=layer_bytes,
+        kept=kept,
         granule=granule,
     )
 
@@ -177,12 +188,11 @@ def _fill(
     config, wanted_len = outline.config, outline.wanted_len
     size = config.page_size
     useful = outline.buckets.max_num_seqs * -(-wanted_len // size) + 1
-    rooms = [ledger.free - stage.weights - stage.workspace - stage.exchange for stage in stages]
+    rooms = [ledger.free - stage.beside_pages for stage in stages]
     fullest = stages[min(range(len(stages)), key=lambda number: rooms[number] / stages[number].page)]
     least = 2 if config.max_model_len is None else -(-config.max_model_len // size) + 1
-    fixed = {"weights": fullest.weights, "workspace": fullest.workspace}
-    if fullest.exchange:
-        fixed["exchange"] = fullest.exchange
+    parts = {name: getattr(fullest, name) for name in ("weights", "variants", "workspace", "exchange")}
+    fixed = {name: part for name, part in parts.items() if part}
     _check_room(ledger, fixed | {"KV pages": least * fullest.page})
     for name, needed in fixed.items():
         ledger.reserve(name, needed)

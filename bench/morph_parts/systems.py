@@ -97,10 +97,11 @@ def _budget(setup: Setup, kv_pages: int, most: int) -> int:
 def systems(setup: Setup, room: Envelope) -> dict[str, System]:
     """All of them, by name, in the budget of `setup.kv_pages` pages beside the layers in full precision.
 
-    What changes layers keeps room for one of them in int4 beside the one in use; the static engines use that room for
-    pages. (It also keeps all layers in int4 in memory of the host, which is none of the budget: where the host is the
-    device, static engines have as much and leave it unused.) All reserve addresses for the same number of pages, so
-    that all run the same executables. The heads stay in full precision.
+    Where layers are copied, what changes them keeps room for one in int4 beside the one in use; the static engines use
+    that room for pages. (It also keeps all layers in int4 in memory of the host, which is none of the budget: where the
+    host is the device, static engines have as much and leave it unused.) All reserve addresses for the same number of
+    pages, that of static int4, so that all run the same executables and none has more. The heads stay in full
+    precision.
     """
     freed = (room.full_layers - room.quantised_layers) // room.page
     morph = setup.kv_pages - math.ceil(room.exchange / room.page)

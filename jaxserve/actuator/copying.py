@@ -36,7 +36,10 @@ class LayerSource:
             with self._lock:
                 if (block, precision) not in self._kept:
                     parameters = self._read(block, precision)
-                    self._kept[block, precision] = place(block, parameters, precision) if place else parameters
+                    kept = place(block, parameters, precision) if place else parameters
+                    if kept is not parameters:  # else a prepared layer would be in memory twice
+                        self._checkpoint.forget(block, precision)
+                    self._kept[block, precision] = kept
 
     def parameters(self, block: str, precision: str) -> Mapping[str, Parameter]:
         """A variant's parameters by their dotted paths: arrays of the host, read-only, or what `load` has placed."""

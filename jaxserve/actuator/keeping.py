@@ -24,7 +24,7 @@ def pinned_memory(device: jax.Device) -> str | None:
     return PINNED if PINNED in {memory.kind for memory in device.addressable_memories()} else None
 
 
-def keeper(executors: Sequence[BlockExecutor], memory: str, forget: Callable[[str, str], object]) -> "Keeper | None":
+def keeper(executors: Sequence[BlockExecutor], memory: str) -> "Keeper | None":
     """What keeps variants for these instances in a memory of the host; None, and a warning, where that does not work.
 
     That is tried with a few bytes: an error would otherwise come with the first change of the plan.
@@ -41,7 +41,7 @@ def keeper(executors: Sequence[BlockExecutor], memory: str, forget: Callable[[st
     except Exception as error:
         _warn(memory, error)
         return None
-    return Keeper(first.place, memory, forget)
+    return Keeper(first.place, memory)
 
 
 class Keeper:
@@ -51,17 +51,9 @@ class Keeper:
     When that fails, or so much is there that steps could be left without, the rest stays in memory that can be paged.
     """
 
-    def __init__(
-        self,
-        place: Callable[..., Mapping[str, Parameter]],
-        memory: str,
-        forget: Callable[[str, str], object],
-        most: int = MOST,
-    ):
-        """`place` as `BlockExecutor.place`; `forget` is told what has been copied and is not needed a second time;
-        `most`: bytes that may be kept.
-        """
-        self._place, self._memory, self._forget, self._left = place, memory, forget, most
+    def __init__(self, place: Callable[..., Mapping[str, Parameter]], memory: str, most: int = MOST):
+        """`place` as `BlockExecutor.place`; `most`: bytes that may be kept."""
+        self._place, self._memory, self._left = place, memory, most
         self._works = True
 
     def __call__(self, block: str, parameters: Mapping[str, Parameter], precision: str) -> Mapping[str, Parameter]:
@@ -78,7 +70,6 @@ class Keeper:
             self._works = False
             _warn(self._memory, error)
             return parameters
-        self._forget(block, precision)
         return kept
 
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jaxserve.core.aligned import zeros
 from jaxserve.core.config import ModelConfig
-from jaxserve.parallel.padding import pack_gate_up, pack_o, pack_qkv, pad
+from jaxserve.parallel.padding import cast, fill, fill_gate_up, pack_gate_up, pack_o, pack_qkv, pad
 
 Read = Callable[[str], np.ndarray]
 Shape = tuple[int, ...]
@@ -104,14 +105,14 @@ def pack_block(target: Target, block_id: str, read: Read, *, stacked_experts: bo
         return {"weight": pad(read("model.embed_tokens.weight"), rows, dtype)}
     if block_id == "head":
         norm, weight = read("model.norm.weight"), read(head_name(config))
-        return {"norm.weight": norm.astype(dtype), "weight": pad(weight, rows, dtype)}
+        return {"norm.weight": cast(norm, dtype), "weight": pad(weight, rows, dtype)}
 
     def read_layer(name: str) -> np.ndarray:
         return read(f"model.{block_id}.{name}")
 
     block = {
-        "input_norm.weight": read_layer("input_layernorm.weight").astype(dtype),
-        "post_norm.weight": read_layer("post_attention_layernorm.weight").astype(dtype),
+        "input_norm.weight": cast(read_layer("input_layernorm.weight"), dtype),
+        "post_norm.weight": cast(read_layer("post_attention_layernorm.weight"), dtype),
     }
     block |= _pack_attention(target, read_layer)
     if not config.is_sparse(layer_number(block_id)):
@@ -131,10 +132,10 @@ def _pack_attention(target: Target, read: Read) -> dict[str, np.ndarray]:
     if config.qkv_bias:
         packed["attention.qkv_bias"] = qkv("bias")
     if config.o_bias:
-        packed["attention.o_bias"] = read("self_attn.o_proj.bias").astype(dtype)
+        packed["attention.o_bias"] = cast(read("self_attn.o_proj.bias"), dtype)
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
-            packed[f"attention.{name}.weight"] = read(f"self_attn.{name}.weight").astype(dtype)
+            packed[f"attention.{name}.weight"] = cast(read(f"self_attn.{name}.weight"), dtype)
     return packed
 
 
@@ -143,14 +144,14 @@ def _pack_mlp(target: Target, read: Read) -> dict[str, np.ndarray]:
     inner = physical.intermediate_size
 
     def gate_up(kind: str) -> np.ndarray:
-        gates = (read(f"mlp.{name}_proj.{kind}") for name in ("gate", "up"))
+        gates = [read(f"mlp.{name}_proj.{kind}") for name in ("gate", "up")]
         return pack_gate_up(gates, inner, physical.shards, dtype)
 
     packed = {"mlp.gate_up": gate_up("weight")}
     packed["mlp.down"] = pad(read("mlp.down_proj.weight"), (config.hidden_size, inner), dtype)
     if config.mlp_bias:
         packed["mlp.gate_up_bias"] = gate_up("bias")
-        packed["mlp.down_bias"] = read("mlp.down_proj.bias").astype(dtype)
+        packed["mlp.down_bias"] = cast(read("mlp.down_proj.bias"), dtype)
     return packed
 
 
@@ -160,8 +161,8 @@ def _pack_experts(target: Target, read: Read, stacked: bool) -> dict[str, np.nda
     assert physical.moe is not None
     experts, hidden, inner = config.moe.num_experts, config.hidden_size, physical.moe.intermediate_size
     shards = physical.shards
-    gate_up = np.empty((experts, shards, 2, inner // shards, hidden), dtype)
-    down = np.empty((experts, hidden, inner), dtype)
+    gate_up = zeros((experts, shards, 2, inner // shards, hidden), dtype)
+    down = zeros((experts, hidden, inner), dtype)
     for expert in range(experts):
         if stacked:
             gates = np.split(read("mlp.experts.gate_up_proj")[expert], 2)
@@ -169,7 +170,7 @@ def _pack_experts(target: Target, read: Read, stacked: bool) -> dict[str, np.nda
         else:
             gates = [read(f"mlp.experts.{expert}.{name}_proj.weight") for name in ("gate", "up")]
             last = read(f"mlp.experts.{expert}.down_proj.weight")
-        gate_up[expert] = pack_gate_up(gates, inner, shards, dtype)
-        down[expert] = pad(last, (hidden, inner), dtype)
-    router = read("mlp.gate.weight").astype(dtype)
+        fill_gate_up(gate_up[expert], gates)
+        fill(down[expert], last)
+    router = cast(read("mlp.gate.weight"), dtype)
     return {"mlp.router": router, "mlp.experts_gate_up": gate_up, "mlp.experts_down": down}

@@ -60,7 +60,7 @@ def _swaps(number: int, before: InstancePlan, after: InstancePlan, resources: Re
             continue
         if not resources.precisions(old.block):
             raise PlanError(f"{old.block} is {old.precision}, and only decoder layers can change: {new.precision!r}")
-        wanted, held = resources.bytes_of(old.block, new.precision), resources.bytes_of(old.block, old.precision)
+        wanted, held = (resources.bytes_taken(old.block, block.precision) for block in (new, old))
         yield SwapPrecision(
             number,
             old.block,

@@ -13,8 +13,8 @@ class Resources:
     """Equal for all instances. Bytes are those on each device of a stage.
 
     `fixed` is what a stage takes whatever the plan says: runtime, workspace, embedding and head, granules of the pools,
-    and room for one layer in two variants at once, beside the larger one, so that an exchange needs no more than the
-    larger of the plans before and after it.
+    layers that are kept, and room for one layer in two variants at once, beside the larger one, so that an exchange
+    needs no more than the larger of the plans before and after it.
     """
 
     budget: int  # of each device
@@ -24,6 +24,7 @@ class Resources:
     least_pages: int  # the null page included, here and below
     most_pages: int  # that the pools have room for
     copy_rate: float  # bytes/s that are copied from host memory while steps go on
+    kept: tuple[str, ...] = ()  # precisions of which every layer is kept where rows use it, so that it takes no more
     segments: tuple[int, ...] = ()  # pages of each one in which pools take memory; () where they take it page by page
 
     def precisions(self, block: str) -> tuple[str, ...]:
@@ -39,9 +40,14 @@ class Resources:
             known = ", ".join(self.precisions(block)) or "none to choose from"
             raise PlanError(f"{block} cannot have precision {precision!r}; there are {known} (variants)") from None
 
+    def bytes_taken(self, block: str, precision: str) -> int:
+        """Of a decoder layer, beside what is kept in any case. Raises `PlanError` as `bytes_of`."""
+        size = self.bytes_of(block, precision)
+        return 0 if precision in self.kept else size
+
     def weight_bytes(self, stage: StagePlan) -> int:
-        """Of the stage's decoder layers. Raises `PlanError` for a precision that there is not."""
-        return sum(self.bytes_of(b.block, b.precision) for b in stage.blocks if b.block.startswith("layers."))
+        """What the stage's decoder layers take. Raises `PlanError` for a precision that there is not."""
+        return sum(self.bytes_taken(b.block, b.precision) for b in stage.blocks if b.block.startswith("layers."))
 
     def stage_bytes(self, number: int, stage: StagePlan) -> int:
         """All that stage `number` of an instance takes. Raises `PlanError` for a precision that there is not."""

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxserve.core.aligned import aligned
 from jaxserve.core.config import ModelConfig
 from jaxserve.executor.batch import attention_meta, unpack
 from jaxserve.executor.shapes import StepShape
@@ -26,7 +27,6 @@ from jaxserve.quantization import QArray
 Executable = Callable[..., tuple[Array, ...]]
 Parameter = np.ndarray | Array | QArray
 WHOLE = PartitionSpec()  # every device has all of it
-ALIGNMENT = 64  # bytes: host arrays that lie so are device arrays on CPU without a copy
 
 
 @dataclass(frozen=True)
@@ -218,19 +218,10 @@ def _put(part: np.ndarray | Array, sharding: NamedSharding, copied: Callable[[in
     if copied is None:
         return jax.device_put(part, sharding)
     if isinstance(part, np.ndarray) and [device.platform for device in sharding.device_set] == ["cpu"]:
-        part = _aligned(part)  # XLA would copy in the thread that steps keep busy, for up to a second
+        part = aligned(part)  # XLA would copy in the thread that steps keep busy, for up to a second
     array = jax.device_put(part, sharding)
     copied(array.block_until_ready().nbytes)
     return array
-
-
-def _aligned(part: np.ndarray) -> np.ndarray:
-    """A copy where XLA can use it as it is."""
-    memory = np.empty(part.nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    copy = memory[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
-    np.copyto(copy, part)
-    return copy
 
 
 def _share(value: Parameter, axes: Sequence[str | None], placement: Placement) -> Parameter:

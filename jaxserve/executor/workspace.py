@@ -21,6 +21,28 @@ class StageMemory:
     workspace: int  # activations, logits, sampler
     pools: int  # KV pools: one for each layer
     exchange: int = 0  # a layer in two variants at once, beside the larger one
+    variants: int = 0  # quantised layers that are kept in the same memory, but for weights that are used there
+
+    @property
+    def beside_pages(self) -> int:
+        """All but the pages."""
+        return self.weights + self.variants + self.workspace + self.exchange
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which variants of layers are kept in the devices' own memory."""
+
+    precisions: tuple[str, ...] = ()
+    in_place: bool = False  # rows use them where they are: no such layer is copied, or there twice
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Precisions of which a row takes nothing more than what is kept."""
+        return self.precisions if self.in_place else ()
+
+
+NOTHING = Kept()
 
 
 class Sizes(Protocol):
@@ -41,23 +63,36 @@ class Sizes(Protocol):
 
 
 def stage_memory(
-    config: ModelConfig, stage: StagePlan, sizes: Sizes, buckets: Buckets, top: int, variants: Sequence[str] = ()
+    config: ModelConfig,
+    stage: StagePlan,
+    sizes: Sizes,
+    buckets: Buckets,
+    top: int,
+    variants: Sequence[str] = (),
+    kept: Kept = NOTHING,
 ) -> StageMemory:
     """The bytes of a stage under the physical `config`.
 
     `top` is the largest number of log-probabilities, and `variants` are the precisions that layers may change to.
     """
     names = [block.block for block in stage.blocks]
-    precisions = {(block.block, block.precision) for block in stage.blocks}
+    running = {(block.block, block.precision) for block in stage.blocks}
     weights = sum(sizes.block(block.block, block.precision) for block in stage.blocks)
     if config.tie_embeddings and {"embed", "head"} <= set(names):
         weights -= sizes.block("embed", stage.blocks[0].precision)
     layers = [name for name in names if name.startswith("layers.")]
-    exchange = max((_second(sizes.block(name, precision) for precision in variants) for name in layers), default=0)
+    copied = [precision for precision in variants if precision not in kept.used]
+    # Where the host is the device, and splits a layer, what has been read is there until all is split.
+    room = _largest if kept.precisions and stage.tp > 1 else _second
+    exchange = max((room(sizes.block(name, precision) for precision in copied) for name in layers), default=0)
+    beside = {(name, precision) for name in layers for precision in kept.precisions}
+    if kept.in_place:
+        beside -= running
     workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
-    wanted = precisions | {(name, precision) for name in layers for precision in variants}
+    wanted = running | {(name, precision) for name in layers for precision in variants}
     workspace += max(sizes.dequantized(name, precision) for name, precision in wanted)
-    return StageMemory(weights, len(layers) * sizes.page, workspace, len(layers), exchange)
+    lying = sum(sizes.block(name, precision) for name, precision in beside)
+    return StageMemory(weights, len(layers) * sizes.page, workspace, len(layers), exchange, lying)
 
 
 def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, sampling: bool, top: int) -> int:
@@ -77,6 +112,11 @@ def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, sampling:
 def sampler_bytes(slots: int, vocab: int) -> int:
     """What `DeviceSampler` keeps on the device: newest tokens, and what has occurred in each sequence."""
     return (slots + 1) * (4 + 5 * vocab)
+
+
+def _largest(sizes: Iterable[int]) -> int:
+    """0 if there is none."""
+    return max(sizes, default=0)
 
 
 def _second(sizes: Iterable[int]) -> int:

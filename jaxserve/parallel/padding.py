@@ -3,14 +3,17 @@
 A kv head cannot be cut. Where there are fewer kv heads than devices each is copied, and its query heads are dealt out
 to the copies; where the numbers do not divide, heads of zeros are added. An added query head is harmless because the
 output projection is zero for it, an added unit of the feed-forward because its gate is. Host side only: numpy.
+
+What is packed lies so that it need not be copied again where the host is the device (`core.aligned`).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from jaxserve.core.aligned import zeros
 from jaxserve.core.config import ModelConfig
 
 
@@ -64,7 +67,7 @@ def pack_qkv(
     """Projections q [H*D, ...], k and v [K*D, ...] (or their biases) as one array [K', G' + 2, D, ...]."""
     query, kv = head_sources(config, physical)
     q, k, v = (x.reshape(-1, config.head_dim, *x.shape[1:]) for x in (q, k, v))
-    packed = np.zeros((len(query), query.shape[1] + 2, *q.shape[1:]), dtype)
+    packed = zeros((len(query), query.shape[1] + 2, *q.shape[1:]), dtype)
     for j, (heads, head) in enumerate(zip(query, kv, strict=True)):
         for g, source in enumerate(heads):
             if source >= 0:
@@ -78,23 +81,41 @@ def pack_o(o: np.ndarray, config: ModelConfig, physical: ModelConfig, dtype: np.
     """The output projection [E, H*D] as [E, K', G', D]."""
     query, _ = head_sources(config, physical)
     o = o.reshape(len(o), -1, config.head_dim)
-    packed = np.zeros((len(o), *query.shape, config.head_dim), dtype)
+    packed = zeros((len(o), *query.shape, config.head_dim), dtype)
     for (j, g), source in np.ndenumerate(query):
         if source >= 0:
             packed[:, j, g] = o[:, source]
     return packed
 
 
-def pack_gate_up(gates: Iterable[np.ndarray], size: int, shards: int, dtype: np.dtype) -> np.ndarray:
+def pack_gate_up(gates: Sequence[np.ndarray], size: int, shards: int, dtype: np.dtype) -> np.ndarray:
     """The gate and the up projection [I, ...] (or their biases), in this order, as [shards, 2, size/shards, ...]."""
-    gate, up = (x if len(x) == size else pad(x, (size, *x.shape[1:]), dtype) for x in gates)
-    packed = np.empty((shards, 2, size // shards, *gate.shape[1:]), dtype)
-    packed[:, 0], packed[:, 1] = (x.reshape(shards, -1, *gate.shape[1:]) for x in (gate, up))
+    packed = zeros((shards, 2, size // shards, *gates[0].shape[1:]), dtype)
+    fill_gate_up(packed, gates)
     return packed
+
+
+def fill_gate_up(packed: np.ndarray, gates: Sequence[np.ndarray]) -> None:
+    """As `pack_gate_up`, into zeros [shards, 2, size/shards, ...]. Mutates."""
+    step = packed.shape[2]
+    for shard, parts in enumerate(packed):
+        for part, x in zip(parts, gates, strict=True):
+            own = x[shard * step : (shard + 1) * step]
+            part[: len(own)] = own
 
 
 def pad(x: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """A copy of x in the given dtype with zeros after it along every axis up to the given shape."""
-    padded = np.zeros(shape, dtype)
-    padded[tuple(slice(n) for n in x.shape)] = x
+    padded = zeros(shape, dtype)
+    fill(padded, x)
     return padded
+
+
+def cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A copy of x in the given dtype."""
+    return pad(x, x.shape, dtype)
+
+
+def fill(padded: np.ndarray, x: np.ndarray) -> None:
+    """As `pad`, into zeros. Mutates."""
+    padded[tuple(slice(n) for n in x.shape)] = x

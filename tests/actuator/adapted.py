@@ -4,18 +4,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import jax
 from jax import Array
 
 from jaxserve.control.actuation import Outcome
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
+from jaxserve.core.aligned import aligned
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.work import Work
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.executor.blocks import Row
+from jaxserve.executor.blocks import Parameter, Row
 from jaxserve.factory import Built
 from jaxserve.memory_plan import OF_STAGES
 
@@ -76,27 +77,46 @@ class Adapted:
         assert self.steps.core.scheduler.pages.num_pages == self.plan.instances[0].kv_pages
         return self._execute(work)
 
-    def prepare(self, block: str, *args: Any, copied: Callable[[int], None]) -> Row:
-        """Between the arrays of a copy too, what is there is in the ledger."""
+    def prepare(
+        self, block: str, parameters: Mapping[str, Parameter], precision: str, *, copied: Callable[[int], None]
+    ) -> Row:
+        """Between the arrays of a copy too, what is there is in the ledger: what has been read as well, unless that is
+        what becomes the row.
+        """
         (devices,) = (row.placement.devices for row in self.steps.executor.rows if row.block == block)
-        made: Counter[object] = Counter()
+        read = [] if (block, precision) in self.kept else jax.tree.leaves(dict(parameters))
+        same = bool(read) and len(devices) == 1 and all(aligned(leaf) is leaf for leaf in read)
+        made = Counter(dict.fromkeys(devices, sum(leaf.nbytes for leaf in read) // len(devices)))
+        self.check_bytes(made=made)
 
         def counted(size: int) -> None:
-            made.update(dict.fromkeys(devices, size // len(devices)))
+            if not same:
+                made.update(dict.fromkeys(devices, size // len(devices)))
             self.check_bytes(made=made)
             copied(size)
 
-        row = self._prepare(block, *args, copied=counted)
+        row = self._prepare(block, parameters, precision, copied=counted)
         self._beside += row.owned
         return row
 
+    @property
+    def kept(self) -> Mapping[tuple[str, str], Mapping[str, Parameter]]:
+        """What the source keeps, by block and precision."""
+        return self.actuator._source._kept
+
+    def kept_arrays(self) -> list[Array]:
+        """Of that, what lies where the devices compute."""
+        leaves = jax.tree.leaves([dict(parameters) for parameters in self.kept.values()])
+        return [leaf for leaf in leaves if isinstance(leaf, Array) and leaf.sharding.memory_kind == "device"]
+
     def check_bytes(self, beside: Sequence[Array] = (), made: Mapping[object, int] | None = None) -> int:
-        """The ledger has what lies on each device: the rows, arrays beside them, what of a copy has been made, pages,
-        and room for a step. Returns the bytes of all pages.
+        """The ledger has what lies on each device: rows, layers that are kept, arrays beside them, what of a copy has
+        been made, pages, and room for a step. Returns the bytes of all pages.
         """
         ledger, rows = self.built.resolved.ledger, list(self.steps.executor.rows)
         held, pages = Counter(made or {}), 0
-        leaves = {id(leaf): leaf for leaf in (*(leaf for row in rows for leaf in row.leaves), *beside)}
+        used = (leaf for row in rows for leaf in row.leaves)
+        leaves = {id(leaf): leaf for leaf in (*used, *self.kept_arrays(), *beside)}
         for shard in (shard for leaf in leaves.values() for shard in leaf.addressable_shards):
             held[shard.device] += shard.data.nbytes
         for instance in self.plan.instances:
@@ -106,7 +126,7 @@ class Adapted:
                 for device in stage.devices:
                     held[self.built.resolved.devices[device]] += size + memory.workspace
         assert ledger.used <= ledger.budget
-        assert max(held.values()) <= sum(ledger.entries[name] for name in OF_STAGES)
+        assert max(held.values()) <= sum(ledger.entries.get(name, 0) for name in OF_STAGES)
         return pages
 
     def ended(self, outcome: str) -> int:

@@ -194,6 +194,53 @@ def test_a_quantised_layer_is_used_where_it_is_kept(adapted: Adapted) -> None:
     assert executor.rows[2].owned
 
 
+@pytest.mark.parametrize("start", ["float32", "int8"])
+def test_every_byte_of_a_layer_is_counted_once(tiny_model: Path, start: str) -> None:
+    """What runs is among the weights, what is kept beside it among the variants: also where layers start with fewer
+    bits, which are not loaded a second time to be kept.
+    """
+    built = build(EngineConfig(model=tiny_model, warmup=False, layer_precision=f"0-1:{start}", **OPTIONS))
+    adapted, entries = Adapted(built), built.resolved.ledger.entries
+    mixtures = [(start, start, "float32"), ("int4", start, "int8"), ("int4",) * 3, ("float32",) * 3]
+    for precisions in [*mixtures, mixtures[0]]:
+        adapted.change(mixture(adapted.plan, precisions))
+        rows = adapted.steps.executor.rows
+        running = {id(leaf): leaf.nbytes for row in rows for leaf in row.leaves}
+        kept = {id(leaf): leaf.nbytes for leaf in adapted.kept_arrays()}
+        assert len(adapted.kept) == 6
+        assert entries["weights"] == sum(running.values())
+        assert entries["weights"] + entries["variants"] == sum((running | kept).values())
+        assert all(row.owned == (() if row.precision in ("int8", "int4") else row.leaves) for row in rows)
+    assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
+    adapted.close()
+    built.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_full_precision_is_there_once_on_its_way_back(tiny_model: Path, tp: int) -> None:
+    """What has been read becomes the row. Where it is split there is room for both, which `Adapted` looks at."""
+    options = {"tp": tp, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "memory_gb": 8, "warmup": False}
+    built = build(EngineConfig(model=tiny_model, **(OPTIONS | options)))
+    adapted, source = Adapted(built), built.actuator._source
+    adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
+    read, found = source.parameters, []
+
+    def parameters(block: str, precision: str) -> Mapping[str, Any]:
+        found.append(read(block, precision))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "parameters", parameters)
+        adapted.change(adapted.start)
+    assert [outcome.error for outcome in adapted.outcomes] == [None, None]
+    if tp == 1:
+        (arrays,) = found
+        leaves = adapted.steps.executor.rows[2].leaves
+        assert {leaf.unsafe_buffer_pointer() for leaf in leaves} == {array.ctypes.data for array in arrays.values()}
+    adapted.close()
+    built.close()
+
+
 def test_snapshots_and_the_ledger_follow_the_plan(adapted: Adapted) -> None:
     core, ledger = adapted.steps.core, adapted.built.resolved.ledger
     full = dict(ledger.entries)
@@ -209,11 +256,21 @@ def test_snapshots_and_the_ledger_follow_the_plan(adapted: Adapted) -> None:
     assert ledger.entries == full
 
 
-def test_pools_grow_by_what_the_layers_gave_to_the_page(tiny_model: Path) -> None:
-    resolved = resolve(EngineConfig(model=tiny_model, **{**OPTIONS, "max_kv_pages": None}))
+@pytest.mark.parametrize("dp", [1, 2])
+def test_pools_grow_by_what_the_layers_gave_to_the_page(tiny_model: Path, dp: int) -> None:
+    """All of a layer where the one that replaces it is used where it is kept; else what that takes less."""
+    room = {"max_kv_pages": None, "max_num_seqs": 8, "max_num_batched_tokens": 8 + 32}
+    resolved = resolve(EngineConfig(model=tiny_model, dp=dp, **(OPTIONS | room)))
     resources, start = resolved.resources(copy_rate=1e9), resolved.plan
-    small = mixture(start, ("int4",) * 3)
-    freed = resolved.ledger_entries(start)["weights"] - resolved.ledger_entries(small)["weights"]
+    small = replace(start, instances=mixture(start, ("int4",) * 3).instances[:1] * dp)
+
+    def beside_pages(plan: Plan) -> int:
+        entries = resolved.ledger_entries(plan)
+        return sum(entries.values()) - entries["kv"]
+
+    freed, sizes = beside_pages(start) - beside_pages(small), resolved.layer_bytes
+    copied = 0 if dp == 1 else 3 * sizes["layers.0", "int4"]
+    assert freed == 3 * sizes["layers.0", "float32"] - copied
     assert resources.kv_capacity(start.instances[0]) == 41
     assert resources.kv_capacity(small.instances[0]) == 41 + freed // resources.page_bytes[0]
     assert resources.most_pages == resources.kv_capacity(small.instances[0]), "and have room for as many"

@@ -151,7 +151,7 @@ def test_where_nothing_can_be_kept_there_pageable_memory_is_used(
 
 def test_what_no_longer_fits_into_pinned_memory_is_kept_beside_it(caplog: pytest.LogCaptureFixture) -> None:
     """The rest is not tried, and it is said once."""
-    tried, forgotten = [], []
+    tried = []
 
     def place(block: str, parameters: Mapping[str, Any], precision: str, memory: str) -> Mapping[str, Any]:
         tried.append(block)
@@ -159,33 +159,48 @@ def test_what_no_longer_fits_into_pinned_memory_is_kept_beside_it(caplog: pytest
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of pinned memory")
         return jax.device_put(dict(parameters), SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
 
-    keep = Keeper(place, PINNED, lambda *layer: forgotten.append(layer))
+    keep = Keeper(place, PINNED)
     with caplog.at_level(logging.WARNING):
         kept = [keep(block, {"weight": np.ones(8)}, "int4")["weight"] for block in BLOCKS]
     assert [type(leaf) is np.ndarray for leaf in kept] == [False, True, True]
-    assert (tried, forgotten) == (["layers.0", "layers.1"], [("layers.0", "int4")])
+    assert tried == ["layers.0", "layers.1"]
     assert caplog.text.count("RESOURCE_EXHAUSTED") == len(caplog.records) == 1
 
 
 def test_transfers_are_left_some_pinned_memory(caplog: pytest.LogCaptureFixture) -> None:
-    keep = Keeper(lambda block, parameters, *where: jax.device_put(dict(parameters)), PINNED, lambda *layer: None, 100)
+    keep = Keeper(lambda block, parameters, *where: jax.device_put(dict(parameters)), PINNED, 100)
     with caplog.at_level(logging.WARNING):
         kept = [keep(block, {"weight": np.ones(6)}, "int4")["weight"] for block in BLOCKS]
     assert [type(leaf) is np.ndarray for leaf in kept] == [False, False, True]
     assert "too little of it for transfers" in caplog.text
 
 
-def test_prepared_variants_lie_in_memory_once(tmp_path: Path) -> None:
-    """The store keeps no second copy of what is pinned."""
-    model = tmp_path / "model"
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with an int4 of its own."""
+    model = tmp_path_factory.mktemp("prepared") / "model"
     shutil.copytree(bundled_model_path(), model, ignore=shutil.ignore_patterns("variants"))
     run(model, Settings(("int4",), "rtn", 64))
-    checkpoint: Checkpoint = open_checkpoint(model)
+    return model
+
+
+@pytest.mark.parametrize("options", [{"policy": "manual", "variants": ("int4",)}, {"precision": "int4"}])
+def test_the_store_keeps_no_second_copy_of_what_rows_use(prepared: Path, options: dict[str, Any]) -> None:
+    built = build(EngineConfig(model=prepared, warmup=False, max_num_seqs=1, memory_gb=2, **options))
+    assert built.resolved.checkpoint.prepared is not None
+    assert built.resolved.checkpoint.prepared.precisions == ("int4",)
+    assert built.resolved.checkpoint.prepared._loaded == {}
+    built.close()
+
+
+def test_prepared_variants_lie_in_memory_once(prepared: Path) -> None:
+    """The store keeps no second copy of what is pinned."""
+    checkpoint: Checkpoint = open_checkpoint(prepared)
     source = LayerSource(checkpoint, checkpoint.config, keep_full=True)
     assert checkpoint.prepared is not None
     first = checkpoint.prepared.layer(0, "int4")
     there = SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
-    keep = Keeper(lambda b, parameters, p, memory: jax.device_put(dict(parameters), there), PINNED, checkpoint.forget)
+    keep = Keeper(lambda b, parameters, p, memory: jax.device_put(dict(parameters), there), PINNED)
     source.load("layers.0", "int4", keep)
     assert checkpoint.prepared.layer(0, "int4") is not first
     for kept, read in zip(leaves(source.parameters("layers.0", "int4")), leaves(first), strict=True):
@@ -195,5 +210,5 @@ def test_prepared_variants_lie_in_memory_once(tmp_path: Path) -> None:
 
 def test_keepers_are_of_all_placements(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | {"pp": 2, "dp": 2})))
-    assert isinstance(keeper([steps.executor for steps in built.instances], PINNED, lambda *layer: None), Keeper)
+    assert isinstance(keeper([steps.executor for steps in built.instances], PINNED), Keeper)
     built.close()

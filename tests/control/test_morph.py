@@ -102,6 +102,17 @@ def test_for_pages_alone_layers_of_all_stages_change() -> None:
     assert driver.plan.instances[0].kv_pages == 401 + 60, "a layer frees 60 of its stage's"
 
 
+def test_layers_that_give_nothing_do_not_stop_those_behind_them_from_giving() -> None:
+    """The first two start in int8, which is kept as int4 is: all that they would give is speed."""
+    home = HOME.with_precisions(0, {"layers.3": "int8", "layers.7": "int8"})
+    driver = Driver(plan=home, resources=replace(MACHINE, kept=("int8", "int4")))
+    driver.plan = home.with_kv_pages(0, 481)  # both leave their 40 pages
+    driver.state = driver.policy.init(driver.plan)
+    assert driver.see_for(0, 0.5, kv_pages_used=470) == [0.2]
+    assert int4(driver.plan) == [3, 7, 11]
+    assert driver.plan.instances[0].kv_pages == 521
+
+
 def test_where_no_segment_can_be_had_only_a_queue_is_a_reason() -> None:
     driver = Driver(resources=machine(most_pages=901, segments=(401, 500)))
     assert driver.see_for(0, 5, kv_pages_used=390) == []

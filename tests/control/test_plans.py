@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from jaxserve.control import Plan, ResizeKVPool, StagePlan, SwapPrecision
+from jaxserve.control import Plan, ResizeKVPool, Resources, StagePlan, SwapPrecision
 from jaxserve.control.diff import apply, diff
 from jaxserve.control.plan_yaml import from_yaml, plan_table, to_yaml
 from jaxserve.control.validate import validate
@@ -17,39 +17,42 @@ from tests.control.worlds import LAYER, MB, PAGE, home_plan, machine
 
 LAYERS = 6
 MACHINE = machine(LAYERS, pp=2)
+KEEPING = replace(MACHINE, kept=("int8", "int4"))  # a layer in one of these takes nothing more
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn, machine: Resources = MACHINE) -> Plan:
     """Any plan of two instances of two stages that fits."""
     plan = home_plan(LAYERS, pp=2, dp=2)
     for instance in range(2):
         precisions = draw(st.lists(st.sampled_from(sorted(LAYER)), min_size=LAYERS, max_size=LAYERS))
         plan = plan.with_precisions(instance, {f"layers.{n}": p for n, p in enumerate(precisions)})
-        most = MACHINE.kv_capacity(plan.instances[instance])
-        plan = plan.with_kv_pages(instance, draw(st.integers(MACHINE.least_pages, most)))
+        most = machine.kv_capacity(plan.instances[instance])
+        plan = plan.with_kv_pages(instance, draw(st.integers(machine.least_pages, most)))
     return plan
 
 
-@given(plans(), plans())
-def test_a_diff_leads_to_the_target_and_all_on_the_way_fits(old: Plan, new: Plan) -> None:
-    validate(old, MACHINE)
-    validate(new, MACHINE)
-    plan, frees = old, []
-    for transition in diff(old, new, MACHINE):
+@pytest.mark.parametrize("machine", [MACHINE, KEEPING])
+@given(st.data())
+def test_a_diff_leads_to_the_target_and_all_on_the_way_fits(machine: Resources, data: st.DataObject) -> None:
+    old, new = (data.draw(plans(machine)) for _ in range(2))
+    validate(old, machine)
+    validate(new, machine)
+    plan, needs = old, []
+    for transition in diff(old, new, machine):
         before, plan = plan, transition.apply(plan)
-        validate(plan, MACHINE)
+        validate(plan, machine)
         stages = [
-            (MACHINE.stage_bytes(number, b), MACHINE.stage_bytes(number, a))
+            (machine.stage_bytes(number, b), machine.stage_bytes(number, a))
             for one, other in zip(before.instances, plan.instances, strict=True)
             for number, (b, a) in enumerate(zip(one.stages, other.stages, strict=True))
         ]
         change = max((after - before for before, after in stages), key=abs)
         assert change == transition.bytes_needed - transition.bytes_freed
         assert transition.peak_bytes >= transition.bytes_needed
-        frees.append(change < 0)
-    assert plan == replace(new, version=old.version + len(frees))
-    assert frees == sorted(frees, reverse=True), "frees before allocations"
+        needs.append(change > 0)
+    assert plan == replace(new, version=old.version + len(needs))
+    assert needs == sorted(needs), "frees before allocations"
 
 
 @given(plans())
@@ -87,6 +90,23 @@ def test_capacity_is_what_the_budget_leaves_to_the_page() -> None:
     smaller = plan.with_precisions(0, {"layers.0": "int4", "layers.9": "int8"}).instances[0]
     assert resources.kv_capacity(smaller) == 401 + 25 * MB // PAGE
     assert replace(resources, most_pages=410).kv_capacity(smaller) == 410
+
+
+def test_a_layer_that_is_kept_takes_nothing_more_where_it_is_used() -> None:
+    plan, resources = home_plan(), replace(machine(), kept=("int8", "int4"))
+    small = plan.with_precisions(0, {"layers.0": "int4", "layers.9": "int8"})
+    assert resources.kv_capacity(plan.instances[0]) == 401
+    assert resources.kv_capacity(small.instances[0]) == 401 + 40 * MB // PAGE, "both layers' bytes, to the page"
+    assert diff(plan, small, resources) == (
+        SwapPrecision(0, "layers.0", "bfloat16", "int4", 20 * MB, 0, 0, 0.0),
+        SwapPrecision(0, "layers.9", "bfloat16", "int8", 20 * MB, 0, 0, 0.0),
+    )
+    assert diff(small, small.with_precisions(0, {"layers.9": "int4"}), resources) == (
+        SwapPrecision(0, "layers.9", "int8", "int4", 0, 0, 0, 0.0),
+    )
+    assert diff(small, plan, resources)[0] == SwapPrecision(
+        0, "layers.0", "int4", "bfloat16", 0, 20 * MB, 20 * MB, 0.020
+    )
 
 
 def stage_of(plan: Plan, **changes: object) -> Plan:

@@ -1,7 +1,7 @@
 """Transitions in virtual time: the real engine core and step loop, on a device that only counts seconds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -110,10 +110,13 @@ class World:
         warm: Sequence[tuple[str, str]] = (("layers", "int8"), ("layers", "int4")),
         exchange: int = LAYER["int8"],
         spare: int = 0,
+        kept: tuple[str, ...] = (),
     ):
-        """`exchange`: what the ledger holds for a variant in preparation; `spare`: what the budget leaves free."""
+        """`exchange`: what the ledger holds for a variant in preparation; `spare`: what the budget leaves free; `kept`:
+        precisions in which layers lie ready.
+        """
         self.clock = VirtualClock()
-        self.resources: Resources = machine(LAYERS, home_pages=PAGES)
+        self.resources: Resources = replace(machine(LAYERS, home_pages=PAGES), kept=kept)
         self.home = home_plan(LAYERS, pages=PAGES, dp=dp)
         self.links = SharedLinks({"pcie": Link(bandwidth, 0.0)})
         self.instances = [self._instance(number) for number in range(dp)]
@@ -229,6 +232,16 @@ def test_a_swap_takes_the_seconds_that_were_estimated() -> None:
 def test_it_takes_what_its_bytes_take_on_a_slower_link() -> None:
     world = World(bandwidth=100 * MB)
     assert world.carry_out(world.swap(1, "int8"), world.swap(2, "int4")) == pytest.approx([0.100, 0.050])
+
+
+def test_a_layer_that_is_kept_is_used_at_once_and_gives_all_of_the_one_before() -> None:
+    world = World(bandwidth=100 * MB, exchange=0, kept=("int8", "int4"))
+    world.links.start(0.0, "pcie", 30 * MB, Priority.WEIGHTS)
+    small = world.home.with_precisions(0, {"layers.1": "int4"})
+    assert world.carry_out(*world.towards(small.with_kv_pages(0, PAGES + 40))) == [0.0, 0.0]
+    assert world.ledger.entries == {"weights": 3 * LAYER["bfloat16"], "kv": (PAGES + 40) * PAGE}
+    assert world.carry_out(*world.towards(world.home)) == pytest.approx([0.0, 0.2]), "20 MB at 100 MB/s"
+    assert world.ledger.used == world.ledger.budget
 
 
 def test_other_transfers_on_the_link_come_first_or_have_their_share() -> None:

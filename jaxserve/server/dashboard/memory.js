@@ -9,7 +9,7 @@ export const PARTS = [
   { name: "KV used", class: "kv-used", value: (sample) => sample.kv_used_bytes },
   { name: "KV free", class: "kv-free", value: (sample) => sample.kv_free_bytes },
 ];
-const SHOWN_ENTRIES = ["weights", "kv"]; // of the ledger, which the parts above are
+const SHOWN_ENTRIES = ["weights", "variants", "kv"]; // of the ledger: what the parts are, or become when it is used
 
 export class Memory {
   constructor(nodes) {
