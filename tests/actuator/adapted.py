@@ -1,5 +1,6 @@
 """A built engine whose plan changes while requests run, with a record of what was in force at every position."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -117,8 +118,9 @@ class Adapted:
         held, pages = Counter(made or {}), 0
         used = (leaf for row in rows for leaf in row.leaves)
         leaves = {id(leaf): leaf for leaf in (*used, *self.kept_arrays(), *beside)}
-        for shard in (shard for leaf in leaves.values() for shard in leaf.addressable_shards):
-            held[shard.device] += shard.data.nbytes
+        for leaf in leaves.values():  # not by its shards: JAX lists them twice if two threads ask at once
+            share = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            held.update(dict.fromkeys(leaf.sharding.device_set, share))
         for instance in self.plan.instances:
             for memory, stage in zip(self.built.resolved.stages, instance.stages, strict=True):
                 size = self.built.resolved.kv_bytes(memory, stage.kv_pages)
