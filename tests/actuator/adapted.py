@@ -3,10 +3,13 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
+import numpy as np
+import pytest
 from jax import Array
 
 from jaxserve.control.actuation import Outcome
@@ -19,9 +22,50 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import Parameter, Row
 from jaxserve.factory import Built
+from jaxserve.kernels.native import pool as native
 from jaxserve.memory_plan import OF_STAGES
 
 PATIENCE = 30.0  # seconds for a thread to do what it will
+OPTIONS = {
+    "load_format": "dummy",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 4 + 32,
+    "memory_gb": 4,
+    "kv_pages": 40,
+    "max_kv_pages": 80,
+    "max_model_len": 256,
+    "policy": "manual",
+    "variants": ("int8", "int4"),
+}
+PRECISIONS = ("float32", "int8", "int4")
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(3, 499, length).tolist())
+
+
+def mixture(plan: Plan, precisions: Sequence[str]) -> Plan:
+    return plan.with_precisions(0, {f"layers.{layer}": precision for layer, precision in enumerate(precisions)})
+
+
+def target_of(change: str, plan: Plan) -> Plan:
+    """A plan that one transition leads to."""
+    return {
+        "swap": plan.with_precisions(0, {"layers.1": "int4"}),
+        "swap back": plan.with_precisions(0, {"layers.1": "float32"}),
+        "grow": plan.with_kv_pages(0, 61),
+        "shrink": plan.with_kv_pages(0, 30),
+    }[change]
+
+
+@contextmanager
+def pools_of(kind: str) -> Iterator[None]:
+    """Pools that take memory page by page, where the machine has such, or in segments, as on GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "segments":
+            patch.setattr(native, "supported", lambda: False)
+        yield
 
 
 @dataclass
@@ -174,3 +218,16 @@ class Adapted:
         """One step; adds to the tokens of each request."""
         for output in self.engine.step():
             tokens[output.request_id] = tokens.get(output.request_id, ()) + output.outputs[0].token_ids
+
+    def commit_behind_a_step(self, wanted: Plan, tokens: dict[str, tuple[int, ...]]) -> None:
+        """Has a plan put in force while a step is on the device that is not fetched before the next one."""
+        for _ in range(3):
+            self.step(tokens)
+        assert self.steps.in_flight
+        self.begin(wanted)
+        deadline = time.monotonic() + PATIENCE
+        while self.plan.instances != wanted.instances:
+            assert time.monotonic() < deadline, "the actuator makes no progress"
+            time.sleep(0.001)
+        with self.engine._turn:  # the commit has ended
+            assert self.steps.in_flight

@@ -11,6 +11,7 @@ from jaxserve.checkpoint import open_checkpoint
 from jaxserve.kernels import Rotated
 from jaxserve.models import rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
+from tests.actuator.adapted import Run
 from tests.reference import turned
 
 LENGTH = 256  # every sequence is padded to this, so that one compilation serves all
@@ -48,6 +49,15 @@ class MixedReference:
             for layer in range(len(self._layers)):
                 chosen[layer, position] = self.precisions.index(precisions[f"layers.{layer}"])
         return np.asarray(self._logits(jnp.asarray(padded), jnp.asarray(chosen)))[: len(tokens)]
+
+    def check(self, runs: Sequence[Run], p: Sequence[int], tokens: Sequence[int]) -> None:
+        """Every token after a prompt is the likeliest one by the precisions that were in force at its step."""
+        whole = (*p, *tokens)
+        ends = [*(run.known for run in runs[1:]), len(whole)]
+        for run, end in zip(runs, ends, strict=True):
+            logits = self.logits(whole[: end - 1], run.in_force[: end - 1])[run.known - 1 :]
+            chosen = logits[np.arange(end - run.known), list(whole[run.known : end])]
+            np.testing.assert_allclose(chosen, logits.max(-1), atol=2e-4)
 
     def _forward(self, tokens: jax.Array, chosen: jax.Array) -> jax.Array:
         positions = jnp.arange(LENGTH, dtype=jnp.int32)

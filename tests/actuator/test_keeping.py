@@ -23,7 +23,6 @@ from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.factory import Built, build
-from jaxserve.memory_plan import COPY_SHARES
 from jaxserve.quantization.pipeline import Settings
 from jaxserve.quantization.run import run
 from tests.actuator.adapted import Adapted
@@ -75,7 +74,6 @@ def test_layers_change_from_pinned_memory_while_requests_run(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
 ) -> None:
     """To another plan and back, in the middle of answers. What is kept is read once and freed at the end."""
-    monkeypatch.setitem(COPY_SHARES, "cpu", 1.0)
     reads: Counter[tuple[str, str]] = Counter()
     read = LayerSource._read
 

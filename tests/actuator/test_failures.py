@@ -1,0 +1,255 @@
+"""A transition that fails, wherever it does, leaves no trace, and the next one succeeds."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.control.plan import Plan
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import MemoryBudgetError
+from jaxserve.factory import build
+from jaxserve.kernels import Pool
+from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, mixture, pools_of, prompt, target_of
+
+
+@pytest.mark.parametrize("broken", ["prepare", "replace", "shrink_pools"])
+def test_what_fails_leaves_the_plan_before_it_in_force(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    executor, start = adapted.steps.executor, adapted.plan
+    failed, done = adapted.ended("failed"), adapted.ended("done")
+    entries, rows = dict(adapted.built.resolved.ledger.entries), list(executor.rows)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(executor, broken, fail)
+    p, tokens = prompt(7, 60), {}
+    request = adapted.add(p, GREEDY)
+    wanted = start.with_kv_pages(0, 30) if broken == "shrink_pools" else mixture(start, ("int4",) * 3)
+    adapted.run(tokens, [wanted])
+    adapted.wait()
+    (outcome,) = [outcome for outcome in adapted.outcomes if outcome.error is not None]
+    assert "none left" in outcome.error
+    assert adapted.plan.instances == start.instances
+    assert [row is other for row, other in zip(executor.rows, rows, strict=True)] == [True] * len(rows)
+    assert adapted.built.resolved.ledger.entries == entries
+    assert len(tokens[request]) == 60
+    assert adapted.steps.core.scheduler.pages.num_pages == 41
+    assert (adapted.ended("failed"), adapted.ended("done")) == (failed + 1, done)
+    assert f"plan {start.version} stays in force" in caplog.text
+    assert "none left" in caplog.text
+    monkeypatch.undo()
+    adapted.change(wanted)
+    assert (adapted.ended("failed"), adapted.ended("done")) == (failed + 1, done + len(adapted.outcomes) - 1)
+    assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
+
+
+def state_of(adapted: Adapted) -> dict[str, Any]:
+    """What a transition changes."""
+    core, executor = adapted.steps.core, adapted.steps.executor
+    gauges = [line for line in adapted.built.metrics.render().decode().splitlines() if "jaxserve_plan_version" in line]
+    return {
+        "plan": adapted.plan,
+        "rows": [id(row) for row in executor.rows],
+        "freed": [leaf.is_deleted() for row in executor.rows for leaf in row.leaves],
+        "segments": (executor.pools.segments, executor.pools.nbytes),
+        "pages": core.scheduler.pages.num_pages,
+        "ledger": dict(adapted.built.resolved.ledger.entries),
+        "names": (core.salt, core.static),
+        "shown": (core.snapshot.plan_version, core.snapshot.layers_by_precision, core.snapshot.kv_pages_total, gauges),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        *[(change, broken) for change in ("swap", "grow", "shrink") for broken in ("describe", "replan")],
+        ("grow", "extend"),
+    ],
+)
+def test_a_commit_that_fails_halfway_is_taken_back(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, change: str, broken: str
+) -> None:
+    core, p, still, tokens = adapted.steps.core, prompt(31, 60), {}, {}
+    first = adapted.add(p, GREEDY)
+    adapted.run(still)
+    before, replan = state_of(adapted), core.replan
+
+    def fail(*args: Any) -> None:
+        monkeypatch.undo()
+        if broken == "replan":
+            replan(*args)
+        raise MemoryError("none left")
+
+    owner, name = {
+        "describe": (adapted.actuator, "_describe"),
+        "replan": (core, "replan"),
+        "extend": (adapted.steps.executor.pools, "extend"),
+    }[broken]
+    wanted = target_of(change, adapted.plan)
+    monkeypatch.setattr(owner, name, fail)
+    request = adapted.add(p, GREEDY)
+    for _ in range(3):
+        adapted.step(tokens)
+    adapted.begin(wanted)
+    while not adapted.settled():
+        adapted.step(tokens)
+    adapted.run(tokens)
+    (outcome,) = [outcome for outcome in adapted.outcomes if outcome.error is not None]
+    assert "none left" in outcome.error
+    assert state_of(adapted) == before
+    assert tokens[request] == still[first]
+    assert core.scheduler.pages.used == 0
+    adapted.change(wanted)
+    assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
+
+
+def test_pages_that_cannot_be_moved_stay_in_every_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's are copied when the second one's fail."""
+    pools, scheduler = adapted.steps.executor.pools, adapted.steps.core.scheduler
+    p, still, tokens, calls = prompt(32, 60), {}, {}, []
+    alone = adapted.add(p, GREEDY)
+    adapted.run(still)
+    move = pools._move_batch
+
+    def failing(*args: Any) -> Pool:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError("none left")
+        return move(*args)
+
+    scheduler.pages.clear_cache()
+    filling, last = adapted.add(prompt(33, 200), replace(GREEDY, max_tokens=8)), adapted.add(p, GREEDY)
+    while len(tokens.get(filling, ())) < 8:
+        adapted.step(tokens)
+    scheduler.pages.clear_cache()  # what is in use lies behind what is free
+    monkeypatch.setattr(pools, "_move_batch", failing)
+    adapted.begin(adapted.plan.with_kv_pages(0, 17))
+    while not adapted.settled():
+        adapted.step(tokens)
+    adapted.run(tokens)
+    assert len(calls) == 2
+    assert "none left" in (adapted.outcomes[-1].error or "")
+    assert adapted.plan == adapted.start
+    assert tokens[last] == still[alone]
+
+
+def target_of_both(plan: Plan, precision: str) -> Plan:
+    """Layer 1 of two instances in a precision."""
+    return plan.with_precisions(0, {"layers.1": precision}).with_precisions(1, {"layers.1": precision})
+
+
+@pytest.mark.parametrize("to", ["int4", "float32"])
+def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, to: str
+) -> None:
+    """Of two instances, where a quantised layer is copied too."""
+    built = build(EngineConfig(model=tiny_model, warmup=False, **(OPTIONS | {"dp": 2, "memory_gb": 8})))
+    adapted, tokens = Adapted(built), {}
+    full, small = (target_of_both(adapted.start, precision) for precision in ("float32", "int4"))
+    wanted = small if to == "int4" else full
+    if to == "float32":
+        adapted.change(small)
+        assert [outcome.error for outcome in adapted.outcomes] == [None, None]
+        adapted.outcomes.clear()
+    start, done = adapted.plan, adapted.ended("done")
+    entries, rows = dict(built.resolved.ledger.entries), [steps.executor.rows[2] for steps in built.instances]
+
+    def fail(*args: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(adapted.actuator._source, "parameters", fail)
+    requests = [adapted.add(prompt(seed, 40), GREEDY) for seed in (35, 36)]
+    adapted.run(tokens, [wanted])
+    adapted.wait()
+    (outcome,) = adapted.outcomes
+    assert "Input/output error" in (outcome.error or "")
+    assert (adapted.ended("failed"), adapted.ended("done")) == (1, done)
+    assert f"plan {start.version} stays in force" in caplog.text
+    assert adapted.plan == start
+    assert [steps.executor.rows[2] is row for steps, row in zip(built.instances, rows, strict=True)] == [True, True]
+    assert not any(leaf.is_deleted() for row in rows for leaf in row.leaves)
+    assert built.resolved.ledger.entries == entries
+    assert [len(tokens[request]) for request in requests] == [60, 60]
+    monkeypatch.undo()
+    adapted.change(wanted)
+    assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
+    assert [row.owned for row in rows] == [row.leaves for row in rows], "each was a copy"
+    assert all(leaf.is_deleted() for row in rows for leaf in row.leaves)
+    adapted.close()
+    built.close()
+
+
+@pytest.mark.parametrize("change", ["swap", "shrink"])
+def test_where_freeing_fails_the_plan_is_in_force_and_steps_go_on(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    ledger, tokens, failed = adapted.built.resolved.ledger, {}, []
+    entries, wanted = dict(ledger.entries), target_of(change, adapted.plan)
+    update = ledger.update
+
+    def failing(entries: Mapping[str, int]) -> None:
+        if adapted.plan.instances == wanted.instances:
+            failed.append(threading.current_thread())
+            raise MemoryBudgetError("less than there was")
+        update(entries)
+
+    monkeypatch.setattr(ledger, "update", failing)
+    request = adapted.add(prompt(34, 60), GREEDY)
+    adapted.commit_behind_a_step(wanted, tokens)
+    while not adapted.settled():
+        adapted.step(tokens)
+    adapted.run(tokens)
+    assert failed == [threading.current_thread()], "where steps are made"
+    assert [outcome.error for outcome in adapted.outcomes] == [None], "what is in force has not failed"
+    assert adapted.plan.instances == wanted.instances
+    assert len(tokens[request]) == 60
+    assert "may not be freed" in caplog.text
+    assert ledger.entries == entries
+    monkeypatch.undo()
+    adapted.change(adapted.start)
+    assert adapted.plan.instances == adapted.start.instances
+    assert ledger.entries == entries
+
+
+def test_segments_that_cannot_be_made_leave_nothing_behind(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pools_of("segments"):
+        built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+        adapted = Adapted(built)
+        pools, entries, made = adapted.steps.executor.pools, dict(built.resolved.ledger.entries), []
+        first, second, third = pools._make
+        bytes_held = pools.nbytes
+
+        def failing(pages: int) -> Pool:
+            made.append(second(pages))
+            if len(made) > 1:
+                raise MemoryError("none left")
+            return made[-1]
+
+        monkeypatch.setattr(pools, "_make", (first, failing, third))
+        adapted.change(adapted.plan.with_kv_pages(0, 81))
+        assert "none left" in (adapted.outcomes[-1].error or "")
+        assert adapted.plan == adapted.start
+        assert (pools.nbytes, built.resolved.ledger.entries) == (bytes_held, entries)
+        assert made[0][0].is_deleted()
+        monkeypatch.undo()
+        adapted.change(adapted.plan.with_kv_pages(0, 81))
+        assert pools.nbytes == 81 * built.resolved.stages[0].page
+        adapted.close()
+        assert pools.nbytes == bytes_held
+        built.close()
+
+
+def test_a_plan_that_the_ledger_has_no_room_for_is_not_begun(adapted: Adapted) -> None:
+    ledger, small = adapted.built.resolved.ledger, mixture(adapted.plan, ("int4",) * 3)
+    adapted.change(small)
+    budget, ledger.budget = ledger.budget, ledger.used
+    adapted.change(adapted.start)
+    ledger.budget = budget
+    assert "more than the budget" in (adapted.outcomes[-1].error or "")
+    assert adapted.plan.instances == small.instances

@@ -1,0 +1,173 @@
+"""What happens in the middle of a transition: a client goes away, or the engine is closed."""
+
+import threading
+import time
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jax import Array
+
+from jaxserve.control.diff import diff
+from jaxserve.control.plan import Plan
+from jaxserve.core.config import EngineConfig
+from jaxserve.engine.client import TokensPrompt
+from jaxserve.engine.sync_engine import SyncEngine
+from jaxserve.executor.blocks import Row
+from jaxserve.executor.pools import Growth
+from jaxserve.factory import Built, build
+from tests.actuator.adapted import GREEDY, OPTIONS, PATIENCE, Adapted, mixture, pools_of, prompt, target_of
+
+
+class Held:
+    """The way to a plan, stopped in one of its transition's phases until it is let go."""
+
+    def __init__(self, built: Built, target: Plan, phase: str, monkeypatch: pytest.MonkeyPatch):
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.phase = phase
+        self.prepared: list[Array] = []
+        (steps,), actuator = built.instances, built.actuator
+        assert actuator is not None
+        prepare, make, call = steps.executor.prepare, steps.executor.pools.prepare, steps.call
+
+        def prepare_slowly(*args: Any, copied: Callable[[int], None]) -> Row:
+            def copied_slowly(size: int) -> None:
+                self.wait("during the copy")
+                copied(size)
+
+            self.wait("before the copy")
+            row = prepare(*args, copied=copied_slowly)
+            self.prepared += row.leaves
+            self.wait("after the copy")
+            return row
+
+        def make_slowly(pages: int) -> Growth:
+            self.wait("before the copy")
+            growth = make(pages)
+            self.prepared += chain.from_iterable(growth)
+            self.wait("after the copy")
+            return growth
+
+        def call_late(function: Callable[[], None]) -> None:
+            self.wait("before the commit")
+            call(function)
+
+        monkeypatch.setattr(steps.executor, "prepare", prepare_slowly)
+        monkeypatch.setattr(steps.executor.pools, "prepare", make_slowly)
+        monkeypatch.setattr(steps, "call", call_late)
+        actuator.start(diff(actuator.plan, target, built.resolved.resources(copy_rate=1e9)))
+        assert self.reached.wait(PATIENCE)
+
+    def wait(self, phase: str) -> None:
+        if phase == self.phase:
+            self.reached.set()
+            assert self.go_on.wait(PATIENCE)
+
+
+PHASES = [
+    ("swap", "before the copy"),
+    ("swap", "after the copy"),
+    ("swap", "before the commit"),
+    ("swap back", "before the copy"),
+    ("swap back", "during the copy"),
+    ("swap back", "after the copy"),
+    ("swap back", "before the commit"),
+    ("grow", "before the copy"),
+    ("grow", "after the copy"),
+    ("grow", "before the commit"),
+    ("shrink", "before the commit"),
+]
+
+
+def origin_of(change: str, plan: Plan) -> Plan:
+    """A plan from which one transition leads to `target_of` the same plan."""
+    return target_of("swap", plan) if change == "swap back" else plan
+
+
+@pytest.mark.parametrize(("change", "phase"), PHASES)
+def test_a_client_that_goes_away_in_any_phase_takes_its_pages_along(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, change: str, phase: str
+) -> None:
+    tokens: dict[str, tuple[int, ...]] = {}
+    wanted = target_of(change, adapted.start)
+    adapted.change(origin_of(change, adapted.start))
+    gone, stays = (adapted.add(prompt(seed, 40), GREEDY) for seed in (11, 12))
+    for _ in range(5):
+        adapted.step(tokens)
+    held = Held(adapted.built, wanted, phase, monkeypatch)
+    adapted.engine.abort(gone)
+    adapted.step(tokens)
+    held.go_on.set()
+    adapted.run(tokens)
+    adapted.wait()
+    monkeypatch.undo()
+    assert adapted.plan.instances == wanted.instances
+    assert not any(array.is_deleted() for array in held.prepared if change != "grow"), "pools are donated to steps"
+    assert len(tokens[stays]) == GREEDY.max_tokens
+    assert adapted.steps.core.scheduler.pages.used == 0
+
+
+@pytest.mark.parametrize(("change", "phase"), PHASES)
+def test_closing_in_any_phase_ends_the_thread_and_frees_what_was_prepared(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, change: str, phase: str
+) -> None:
+    with pools_of("segments"):
+        built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+    adapted = Adapted(built)
+    adapted.change(origin_of(change, adapted.start))
+    built.instances[0].wake = lambda: None  # nobody steps any more
+    before, wanted = adapted.plan, target_of(change, adapted.start)
+    held = Held(built, wanted, phase, monkeypatch)
+    closing = threading.Thread(target=built.close)
+    closing.start()
+    held.go_on.set()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert bool(held.prepared) == (change != "shrink")
+    assert all(array.is_deleted() for array in held.prepared)
+    adapted.outcomes.clear()
+    assert adapted.settled()
+    (outcome,) = adapted.outcomes
+    assert "Cancelled" in (outcome.error or "")
+    assert adapted.plan == before
+
+
+@pytest.mark.parametrize("end", ["a stop", "a failure"])
+@pytest.mark.parametrize("change", ["swap", "shrink"])
+def test_closing_ends_the_thread_though_no_step_follows_the_commit(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, change: str, end: str
+) -> None:
+    """The step that was dispatched before the commit is never fetched."""
+    built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+    assert built.control is not None
+    assert built.actuator is not None
+    built.control.close()
+    (steps,), actuator = built.instances, built.actuator
+    engine = SyncEngine(built.instances, built.info, None, built.clock)
+    engine.add(TokensPrompt(prompt(1, 40)), GREEDY)
+    for _ in range(3):
+        engine.step()
+    assert steps.in_flight
+    steps.wake = lambda: None  # calls wait for the next step
+    start, old = actuator.plan, steps.executor.rows[1]
+    wanted = mixture(start, ("int4", "float32", "float32")) if change == "swap" else start.with_kv_pages(0, 30)
+    actuator.start(diff(start, wanted, built.resolved.resources(copy_rate=1e9)))
+    deadline = time.monotonic() + PATIENCE
+    while not steps.has_calls:
+        assert time.monotonic() < deadline, "the actuator makes no progress"
+        time.sleep(0.001)
+    if end == "a stop":
+        steps.run_calls()
+    else:
+        monkeypatch.setattr(steps.executor, "execute", lambda work: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert actuator.plan.instances == wanted.instances, "it is committed"
+    closing = threading.Thread(target=built.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert all(leaf.is_deleted() for leaf in old.leaves)
+    assert all(leaf.is_deleted() for row in steps.executor.rows for leaf in row.owned)

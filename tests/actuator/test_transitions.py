@@ -1,0 +1,251 @@
+"""Transitions while requests run: nothing is lost, mixed up or compiled."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from jaxserve.checkpoint import Checkpoint
+from jaxserve.control.plan import Plan
+from jaxserve.core.config import EngineConfig, ModelConfig
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.factory import build
+from jaxserve.resolution import resolve
+from tests.actuator.adapted import GREEDY, OPTIONS, PRECISIONS, Adapted, mixture, prompt, target_of
+from tests.actuator.mixed import MixedReference
+
+
+def test_a_layer_changes_its_precision_in_the_middle_of_an_answer(adapted: Adapted, mixed: MixedReference) -> None:
+    compiled = dict(adapted.built.compilations.counts)
+    tokens: dict[str, tuple[int, ...]] = {}
+    p = prompt(1, 50)
+    long = replace(GREEDY, max_tokens=180)  # for an actuator that gets little of the machine
+    request = adapted.add(p, long)
+    adapted.run(tokens, [mixture(adapted.plan, ("int4", "float32", "int8"))])
+    assert adapted.built.compilations.counts == compiled
+    assert len(tokens[request]) == 180
+    mixed.check(adapted.runs[request], p, tokens[request])
+    (run,) = adapted.runs[request]
+    assert len({tuple(sorted(precisions.items())) for precisions in run.in_force}) > 1, "it did change"
+    assert [outcome.error for outcome in adapted.outcomes] == [None, None]
+
+
+targets = st.lists(
+    st.tuples(st.tuples(*[st.sampled_from(PRECISIONS)] * 3), st.integers(25, 80)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(targets, st.integers(1, 6), st.integers(0, 2**16))
+def test_any_sequence_of_plans_under_load(
+    adapted: Adapted, mixed: MixedReference, wanted: list, requests: int, seed: int
+) -> None:
+    rng, tokens = np.random.default_rng(seed), {}
+    prompts = {}
+    for number in range(requests):
+        p = prompt(seed + number, int(rng.integers(1, 120)))
+        prompts[adapted.add(p, GREEDY)] = p
+    plans = [mixture(adapted.plan, precisions).with_kv_pages(0, pages) for precisions, pages in wanted]
+    adapted.run(tokens, plans)
+    for request, p in prompts.items():
+        assert len(tokens[request]) == 60
+        mixed.check(adapted.runs[request], p, tokens[request])
+    errors = {outcome.error for outcome in adapted.outcomes if outcome.error}
+    assert all("pages" in error or "budget" in error for error in errors), errors  # in use; beyond the budget
+    scheduler = adapted.steps.core.scheduler
+    assert scheduler.pages.used == 0
+    assert scheduler.idle
+
+
+def test_tokens_do_not_change_where_only_pages_do(adapted: Adapted) -> None:
+    prompts = [prompt(seed, 30 + 10 * seed) for seed in range(6)]
+    still: dict[str, tuple[int, ...]] = {}
+    ids = [adapted.add(p, GREEDY) for p in prompts]
+    adapted.run(still)
+    moving: dict[str, tuple[int, ...]] = {}
+    others = [adapted.add(p, GREEDY) for p in prompts]
+    adapted.run(moving, [adapted.plan.with_kv_pages(0, pages) for pages in (80, 44, 61, 40, 72)])
+    assert [moving[i] for i in others] == [still[i] for i in ids]
+
+
+def test_what_is_computed_after_a_change_of_pages_alone_is_shared(adapted: Adapted) -> None:
+    p, tokens = prompt(21, 50), {}
+    request = adapted.add(p, GREEDY)
+    for _ in range(5):
+        adapted.step(tokens)
+    assert len(tokens[request]) < 14, "the fifth page is not full yet"
+    adapted.run(tokens, [adapted.plan.with_kv_pages(0, 60)])
+    adapted.add((*p, *tokens[request]), SamplingParams(max_tokens=1))
+    while not (outputs := adapted.engine.step()):
+        pass
+    assert outputs[0].num_cached_tokens == 96, "all full pages of 110 tokens"
+    assert adapted.plan.instances[0].kv_pages == 60
+
+
+def test_a_quantised_layer_is_used_where_it_is_kept(adapted: Adapted) -> None:
+    """The host is the device: nothing is copied, and what a layer leaves behind is there for the next time."""
+    executor, used = adapted.steps.executor, []
+    for _ in range(2):
+        adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
+        used.append(executor.rows[2])
+        adapted.change(adapted.start)
+    assert [row.owned for row in used] == [(), ()]
+    assert [id(leaf) for leaf in used[0].leaves] == [id(leaf) for leaf in used[1].leaves]
+    assert not any(leaf.is_deleted() for leaf in used[0].leaves)
+    assert executor.rows[2].owned
+
+
+@pytest.mark.parametrize("start", ["float32", "int8"])
+def test_every_byte_of_a_layer_is_counted_once(tiny_model: Path, start: str) -> None:
+    """What runs is among the weights, what is kept beside it among the variants: also where layers start with fewer
+    bits, which are not loaded a second time to be kept.
+    """
+    built = build(EngineConfig(model=tiny_model, warmup=False, layer_precision=f"0-1:{start}", **OPTIONS))
+    adapted, entries = Adapted(built), built.resolved.ledger.entries
+    mixtures = [(start, start, "float32"), ("int4", start, "int8"), ("int4",) * 3, ("float32",) * 3]
+    for precisions in [*mixtures, mixtures[0]]:
+        adapted.change(mixture(adapted.plan, precisions))
+        rows = adapted.steps.executor.rows
+        running = {id(leaf): leaf.nbytes for row in rows for leaf in row.leaves}
+        kept = {id(leaf): leaf.nbytes for leaf in adapted.kept_arrays()}
+        assert len(adapted.kept) == 6
+        assert entries["weights"] == sum(running.values())
+        assert entries["weights"] + entries["variants"] == sum((running | kept).values())
+        assert all(row.owned == (() if row.precision in ("int8", "int4") else row.leaves) for row in rows)
+    assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
+    adapted.close()
+    built.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_full_precision_is_there_once_on_its_way_back(tiny_model: Path, tp: int) -> None:
+    """What has been read becomes the row. Where it is split there is room for both, which `Adapted` looks at."""
+    options = {"tp": tp, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "memory_gb": 8, "warmup": False}
+    built = build(EngineConfig(model=tiny_model, **(OPTIONS | options)))
+    adapted, source = Adapted(built), built.actuator._source
+    adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
+    read, found = source.parameters, []
+
+    def parameters(block: str, precision: str) -> Mapping[str, Any]:
+        found.append(read(block, precision))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "parameters", parameters)
+        adapted.change(adapted.start)
+    assert [outcome.error for outcome in adapted.outcomes] == [None, None]
+    if tp == 1:
+        (arrays,) = found
+        leaves = adapted.steps.executor.rows[2].leaves
+        assert {leaf.unsafe_buffer_pointer() for leaf in leaves} == {array.ctypes.data for array in arrays.values()}
+    adapted.close()
+    built.close()
+
+
+def test_snapshots_and_the_ledger_follow_the_plan(adapted: Adapted) -> None:
+    core, ledger = adapted.steps.core, adapted.built.resolved.ledger
+    full = dict(ledger.entries)
+    freed = adapted.resources.kv_capacity(mixture(adapted.plan, ("int4",) * 3).instances[0])
+    adapted.change(mixture(adapted.plan, ("int4",) * 3).with_kv_pages(0, freed))
+    assert core.snapshot.layers_by_precision == {"int4": 3}
+    assert core.snapshot.kv_pages_total == freed - 1
+    assert core.snapshot.plan_version == adapted.plan.version
+    assert core.snapshot.weight_bytes == sum(row.nbytes for row in adapted.steps.executor.rows)
+    assert ledger.entries["weights"] < full["weights"]
+    assert ledger.entries["weights"] == core.snapshot.weight_bytes
+    adapted.change(adapted.start)
+    assert ledger.entries == full
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_pools_grow_by_what_the_layers_gave_to_the_page(tiny_model: Path, dp: int) -> None:
+    """All of a layer where the one that replaces it is used where it is kept; else what that takes less."""
+    room = {"max_kv_pages": None, "max_num_seqs": 8, "max_num_batched_tokens": 8 + 32}
+    resolved = resolve(EngineConfig(model=tiny_model, dp=dp, **(OPTIONS | room)))
+    resources, start = resolved.resources(copy_rate=1e9), resolved.plan
+    small = replace(start, instances=mixture(start, ("int4",) * 3).instances[:1] * dp)
+
+    def beside_pages(plan: Plan) -> int:
+        entries = resolved.ledger_entries(plan)
+        return sum(entries.values()) - entries["kv"]
+
+    freed, sizes = beside_pages(start) - beside_pages(small), resolved.layer_bytes
+    copied = 0 if dp == 1 else 3 * sizes["layers.0", "int4"]
+    assert freed == 3 * sizes["layers.0", "float32"] - copied
+    assert resources.kv_capacity(start.instances[0]) == 41
+    assert resources.kv_capacity(small.instances[0]) == 41 + freed // resources.page_bytes[0]
+    assert resources.most_pages == resources.kv_capacity(small.instances[0]), "and have room for as many"
+
+
+@pytest.mark.parametrize(("change", "steps"), [("swap", 1), ("shrink", 2)])
+def test_what_is_replaced_is_freed_after_the_steps_that_use_it(adapted: Adapted, change: str, steps: int) -> None:
+    """To shrink, after the step too that the device runs once it has given the memory back."""
+    adapted.change(adapted.plan.with_kv_pages(0, 80))
+    ledger, old, tokens = adapted.built.resolved.ledger, adapted.steps.executor.rows[2], {}
+    entries, wanted = dict(ledger.entries), target_of(change, adapted.plan)
+    less = entries | adapted.built.resolved.ledger_entries(wanted)
+    assert old.owned == old.leaves, "it is in nobody else's use"
+    request = adapted.add(prompt(37, 60), GREEDY)
+    adapted.commit_behind_a_step(wanted, tokens)
+    for _ in range(steps):
+        assert not adapted.settled()
+        assert not any(leaf.is_deleted() for leaf in old.leaves)
+        assert ledger.entries == entries
+        adapted.step(tokens)
+    adapted.wait()
+    assert [leaf.is_deleted() for leaf in old.leaves] == [change == "swap"] * len(old.leaves)
+    assert ledger.entries == less
+    adapted.run(tokens)
+    assert len(tokens[request]) == 60
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 2}, {"dp": 2}])
+def test_layers_that_are_split_staged_or_replicated_change_too(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
+) -> None:
+    """Every instance to another plan and back, in the middle of answers, without compiling.
+
+    Each quantised layer is read once for all instances, beside the one that each stage is warmed with.
+    """
+    reads: Counter[str] = Counter()
+    variant = Checkpoint.variant
+
+    def counted(checkpoint: Checkpoint, block: str, precision: str, physical: ModelConfig) -> dict[str, Any]:
+        reads[block] += precision == "int4"
+        return variant(checkpoint, block, precision, physical)
+
+    monkeypatch.setattr(Checkpoint, "variant", counted)
+    options = OPTIONS | {"memory_gb": 8, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "variants": ("int4",)}
+    built = build(EngineConfig(model=tiny_model, **(options | degrees)))
+    adapted, compiled = Adapted(built), dict(built.compilations.counts)
+    start, other = adapted.start, adapted.start
+    layers = [
+        [block.block for block in stage.blocks if block.block.startswith("layers.")]
+        for instance in start.instances
+        for stage in instance.stages
+    ]
+    once = Counter({block for stage in layers for block in stage})
+    assert +reads == once + Counter(stage[0] for stage in layers)
+    reads.clear()
+    for number in range(len(start.instances)):
+        other = other.with_precisions(number, {f"layers.{layer}": "int4" for layer in range(3)})
+        other = other.with_kv_pages(number, 55)
+    tokens: dict[str, tuple[int, ...]] = {}
+    ids = [adapted.add(prompt(seed, 40), GREEDY) for seed in range(6)]
+    adapted.run(tokens, [other, start])
+    assert {len(tokens[request]) for request in ids} == {60}
+    assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
+    adapted.close()
+    assert adapted.plan.instances == start.instances
+    assert +reads == Counter(), "what is kept is copied"
+    assert built.compilations.counts == compiled
+    for steps in built.instances:
+        assert steps.core.snapshot.layers_by_precision == {"float32": 3}
+        assert steps.core.scheduler.pages.num_pages == 41
+        assert steps.core.scheduler.pages.used == 0
+    built.close()
