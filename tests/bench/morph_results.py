@@ -1,0 +1,62 @@
+"""Results of adaptation as they could have been measured."""
+
+from bench.morph_parts.quality import describe, profile_of
+from bench.morph_parts.summary import LIGHT, SATURATION
+from bench.morph_parts.systems import ACCURACY, FULL, INT4, LABELS, NAMES
+from jaxserve.bundled import bundled_model_path
+
+INT4_LAYERS = 'layers_by_precision{precision="int4"}'
+SWAPS = 'transitions_total{kind="SwapPrecision",outcome="done"}'
+
+
+def made_result(**changes):
+    """Two requests of four tokens each; layers are swapped from second 1 to 2, and back between 3 and 3.5."""
+    result = {
+        "label": "a system",
+        "system": ACCURACY,
+        "traffic": "burst",
+        "round": 0,
+        "slo": {"ttft": 2000.0},
+        "num_prompts": 2,
+        "arrival_times": [0.0, 2.0],
+        "start_times": [0.0, 2.0],
+        "ttfts": [0.5, 0.5],
+        "itls": [[0.1, 0.1, 0.1], [0.1, 0.1, 0.1]],
+        "latencies": [0.8, 0.8],
+        "output_lens": [4, 4],
+        "errors": ["", ""],
+        "restored_after_s": 0.7,
+        "decisions": [],
+        "server": {
+            "t": [0.0, 1.0, 2.0, 3.0, 3.5],
+            INT4_LAYERS: [None, None, 2.0, 2.0, 0.0],
+            "kv_pages_total": [10, 10, 20, 20, 10],
+            "kv_pages_used": [0, 9, 19, 5, 0],
+            "num_requests_waiting": [0, 5, 2, 0, 0],
+            SWAPS: [None, None, 2.0, 2.0, 4.0],
+        },
+    }
+    return result | changes
+
+
+def decision(*lines, outcome="done"):
+    return {"outcome": outcome, "transitions": list(lines)}
+
+
+def swap(layer, after):
+    return f"instance 0: layers.{layer} bfloat16 -> {after} (frees 0.9 MB, about 1 ms)"
+
+
+def made_results():
+    """All systems under all kinds of traffic: full precision is slow in the burst, nobody is else."""
+    profile = profile_of(bundled_model_path())
+    results = []
+    for traffic in (SATURATION, LIGHT, "burst"):
+        for name in NAMES:
+            slow = traffic == "burst" and name == FULL
+            result = made_result(system=name, label=LABELS[name], traffic=traffic, ttfts=[8.0 if slow else 0.5] * 2)
+            if name in (FULL, INT4) or traffic == LIGHT:
+                still = {INT4_LAYERS: [8.0 if name == INT4 else 0.0] * 5, "kv_pages_total": [12] * 5}
+                result["server"] = {key: value for key, value in result["server"].items() if key != SWAPS} | still
+            results.append(result | describe(result, profile))
+    return results

@@ -1,0 +1,92 @@
+"""The measurement of adaptation: what it reads off results."""
+
+import numpy as np
+import pytest
+
+from bench.morph_parts.measure import Watch
+from bench.morph_parts.quality import describe, in_order, profile_of
+from bench.morph_parts.timeline import (
+    Timeline,
+    Tokens,
+    saturated_throughput,
+    step_ratios,
+    tokens_by_swapped,
+    transitions,
+)
+from jaxserve.bench.prometheus import Scrape
+from jaxserve.bundled import bundled_model_path
+from tests.bench.morph_results import INT4_LAYERS, decision, made_result, swap
+
+
+def test_tokens_come_when_the_client_had_them():
+    tokens = Tokens.of(made_result())
+    assert tokens.time_s.tolist() == pytest.approx([0.5, 0.6, 0.7, 0.8, 2.5, 2.6, 2.7, 2.8])
+    assert np.isnan(tokens.gap_s[[0, 4]]).all()
+    assert tokens.weight.tolist() == [1] * 8
+
+
+def test_tokens_of_one_chunk_share_its_time():
+    tokens = Tokens.of(made_result(itls=[[0.1], []], output_lens=[4, 3]))
+    assert tokens.weight.tolist() == [2, 2, 3]
+
+
+def test_a_token_near_a_change_counts_for_the_worse_mixture():
+    timeline = Timeline.of(made_result(), "int4")
+    assert timeline.swapped_at(np.array([0.5, 1.5, 2.5, 3.2, 9.0])).tolist() == [0, 2, 2, 2, 0]
+    assert tokens_by_swapped(made_result(), "int4") == {0: 4, 2: 4}
+
+
+def test_swaps_are_found_and_counted():
+    result = made_result()
+    assert list(Timeline.of(result, "int4").swap_spans()) == [(1.0, 2.0), (3.0, 3.5)]
+    assert transitions(result) == {"done": 4}
+
+
+def test_gaps_during_swaps_are_compared_with_those_before():
+    gaps = [0.02] * 50 + [0.03] * 30  # from second 0 on: the swap is between 1 and 2
+    result = made_result(start_times=[0.0], ttfts=[0.0], itls=[gaps], output_lens=[81], errors=[""])
+    assert step_ratios(result, "int4") == [pytest.approx(1.5)]
+
+
+def test_too_few_gaps_say_nothing():
+    assert step_ratios(made_result(), "int4") == []
+
+
+def test_tokens_that_came_together_say_nothing_of_steps():
+    gaps = [0.0, 0.0, 0.06] * 16 + [0.03] * 30
+    result = made_result(start_times=[0.0], ttfts=[0.0], itls=[gaps], output_lens=[79], errors=[""])
+    assert step_ratios(result, "int4") == []
+
+
+def test_saturated_throughput_leaves_out_start_and_end():
+    result = made_result(start_times=[0.0], ttfts=[5.0], itls=[[0.1] * 89 + [3.0] * 10], output_lens=[100], errors=[""])
+    assert saturated_throughput(result) == pytest.approx(10, rel=0.05)
+
+
+def test_quality_is_weighted_by_the_tokens_of_each_mixture():
+    profile = profile_of(bundled_model_path())
+    told = describe(made_result(), profile)
+    losses = profile.curves["int4"]["lis"][0].cross_entropy
+    assert told["cross_entropy"] == pytest.approx((losses[0] + losses[2]) / 2)
+    assert told["cross_entropy_full"] == losses[0]
+    assert told["adaptation"]["peak_kv_pages"] == 20
+    assert told["adaptation"]["most_swapped_layers"] == 2
+
+
+def test_a_model_without_a_profile_has_no_cross_entropy(tmp_path):
+    assert profile_of(tmp_path) is None
+    assert describe(made_result(), None)["cross_entropy"] is None
+
+
+def test_the_number_of_layers_says_which_if_all_decisions_keep_the_order():
+    entry = decision(swap(1, "int4"), swap(3, "int4"), "instance 0: KV 54 -> 80 pages (needs 1.7 MB)")
+    assert in_order([entry, decision(swap(1, "bfloat16"))], (3, 1, 0, 2))
+    assert not in_order([entry, decision(swap(3, "bfloat16"))], (3, 1, 0, 2))
+    assert not in_order([decision(swap(3, "int4"), outcome="failed: layers.3")], (3, 1, 0, 2))
+
+
+def test_restored_means_as_at_the_start_until_the_end():
+    watch = Watch()
+    for time_s, layers, pages in ((0, 0, 10), (1, 2, 10), (2, 2, 20), (3, 0, 20), (4, 0, 10), (5, 0, 10)):
+        watch.look(time_s, Scrape({INT4_LAYERS: layers, "kv_pages_total": pages, "plan_version": time_s}, {}))
+        assert watch.settled_since == {0: 0, 4: 4, 5: 4}.get(time_s)

@@ -1,0 +1,63 @@
+"""The measurement of adaptation and the demo beside real servers."""
+
+import json
+import sys
+from contextlib import nullcontext
+
+import numpy as np
+
+from bench import demo
+from bench.morph_parts.measure import run, started
+from bench.morph_parts.quality import describe, profile_of
+from bench.morph_parts.steady import exchanges
+from bench.morph_parts.systems import FULL, PERFORMANCE, Setup, envelope, systems
+from bench.morph_parts.traffic import Prompts, workload
+from jaxserve.bench.traces.trace import Trace
+from jaxserve.bundled import bundled_model_path
+
+
+def test_a_server_under_load_changes_layers_and_changes_them_back():
+    setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=4, prefill_tokens=64)
+    room = envelope(setup)
+    known = systems(setup, room)
+    trace = Trace.of("t", [0.0] * 12, [64] * 12, [200] * 12)
+    load = workload(trace, Prompts(range(300, 1300), "numbers"), np.random.default_rng(0))
+    seen = []
+    result = run(known[PERFORMANCE], setup, load, command=["test"], progress=lambda time_s, scrape: seen.append(time_s))
+    told = describe(result, profile_of(setup.model))
+    assert (result["completed"], result["failed"]) == (12, 0)
+    assert told["adaptation"]["most_swapped_layers"] > 0
+    freed = (room.full_layers - room.quantised_layers) // room.page
+    assert 0 < told["adaptation"]["peak_kv_pages"] - known[PERFORMANCE].kv_pages <= freed + 1
+    assert told["adaptation"]["swapped_in_profile_order"]
+    assert told["adaptation"]["transitions"].keys() == {"done"}
+    assert result["restored_after_s"] is not None
+    assert result["decisions"][-1]["outcome"] == "done"
+    assert len(seen) > 5
+    json.dumps(result | told, allow_nan=False)
+
+
+def test_all_layers_change_to_and_fro_beside_a_steady_decode():
+    setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=4, prefill_tokens=64)
+    found = exchanges(setup, seconds=10, tokens=390)
+    assert {exchange.after for exchange in found} == {"int4", "bfloat16"}
+    assert all(exchange.seconds > 0 and exchange.step_during_s > 0 for exchange in found)
+
+
+def test_the_demo_writes_the_three_results_and_a_page(tmp_path, monkeypatch):
+    """Beside one server in full precision in place of three, for a second each."""
+    monkeypatch.setattr(demo, "PHASES", ((0.3, demo.CALM), (0.5, demo.PEAK), (0.2, demo.CALM)))
+    monkeypatch.setattr(demo, "AT_ONCE", 4)
+    monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path)])
+    with started(systems(demo.SETUP, envelope(demo.SETUP))[FULL]) as url:
+        monkeypatch.setattr(demo, "started", lambda system: nullcontext(url))
+        assert demo.main() == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found.keys() == {"static", "int4", "morph"}
+    for result in found.values():
+        assert result["completed"] > 0
+        assert result["failed"] == 0
+        assert result["cross_entropy"] == result["cross_entropy_full"] > 0
+        assert result["restored_after_s"] == 0
+        assert {"output_throughput", "p95_ttft_ms", "median_tpot_ms", "slo_violation_rate"} <= result.keys()
+    assert "<table" in (tmp_path / "report.html").read_text()

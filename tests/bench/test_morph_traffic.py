@@ -1,0 +1,72 @@
+"""The measurement of adaptation: its traffic, and systems that fill one budget."""
+
+import numpy as np
+import pytest
+
+from bench.morph_parts.systems import ACCURACY, FULL, INT4, PERFORMANCE, Setup, envelope, systems
+from bench.morph_parts.traffic import Lengths, Prompts, at_once, peak_demand, with_lengths, with_peak, workload
+from jaxserve.bench.traces.synthetic import synthetic
+from jaxserve.bench.traces.trace import Trace
+from jaxserve.bundled import bundled_model_path
+
+LENGTHS = Lengths(prompt=96, answer=160, longest_prompt=160, longest_answer=280)
+
+
+def burst() -> Trace:
+    return synthetic("azure-burst", 72, None, np.random.default_rng(0))
+
+
+def test_lengths_have_the_wanted_means_and_limits():
+    trace = with_lengths(burst(), LENGTHS)
+    assert trace.input_tokens.mean() == pytest.approx(96, abs=1)
+    assert trace.output_tokens.mean() == pytest.approx(160, abs=1)
+    assert (trace.input_tokens.max(), trace.output_tokens.max()) == (160, 280)
+    assert trace.history[-1]["factor_output"] > 0
+
+
+def test_requests_that_had_failed_are_left_out():
+    trace = with_lengths(Trace.of("t", [0, 1, 2], [10, 20, 30], [5, 0, 7]), LENGTHS)
+    assert trace.arrival_s.tolist() == [0, 2]
+    assert trace.history[-1]["failed_left_out"] == 1
+
+
+@pytest.mark.parametrize("tokens_per_s", [500, 6000])
+def test_the_peak_asks_for_what_is_wanted_and_time_stays(tokens_per_s):
+    trace = with_lengths(burst(), LENGTHS)
+    scaled = with_peak(trace, tokens_per_s, np.random.default_rng(1))
+    assert peak_demand(scaled) == pytest.approx(tokens_per_s, rel=0.1)
+    assert scaled.history[-1]["tokens_per_s"] == peak_demand(scaled)
+    assert scaled.duration_s == pytest.approx(trace.duration_s, abs=3)
+
+
+def test_the_peak_of_a_short_trace_counts_all_of_it():
+    assert peak_demand(Trace.of("t", [0.5, 2.5], [1, 1], [40, 60])) == 10
+
+
+def test_a_workload_has_the_traces_lengths_and_pieces_of_the_text():
+    trace = at_once(with_lengths(burst(), LENGTHS), 5, np.random.default_rng(0))
+    made = workload(trace, Prompts(range(1000), "numbers"), np.random.default_rng(0))
+    assert len(made.requests) == 5
+    for request, length in zip(made.requests, trace.input_tokens, strict=True):
+        first = request.sample.prompt[0]
+        assert request.sample.prompt == tuple(range(first, first + length))
+        assert request.arrival_s == 0
+    assert made.description["prompts"] == "numbers"
+
+
+def test_every_system_fills_the_same_budget():
+    setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=8)
+    room = envelope(setup)
+    known = systems(setup, room)
+    budget = room.full_layers + 56 * room.page
+    taken = {
+        FULL: room.full_layers,
+        INT4: room.quantised_layers,
+        ACCURACY: room.full_layers + room.exchange,
+        PERFORMANCE: room.full_layers + room.exchange,
+    }
+    for name, layers in taken.items():
+        left = budget - layers - known[name].kv_pages * room.page
+        assert 0 <= left < room.page, name
+    reserved = {system.serve_args[system.serve_args.index("--max-kv-pages") + 1] for system in known.values()}
+    assert reserved == {str(known[INT4].kv_pages)}
