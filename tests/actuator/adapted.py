@@ -1,5 +1,6 @@
 """A built engine whose plan changes while requests run, with a record of what was in force at every position."""
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from jaxserve.executor.blocks import Parameter, Row
 from jaxserve.factory import Built
 from jaxserve.kernels.native import pool as native
 from jaxserve.memory_plan import OF_STAGES
+from tests.canary import Canary
 
 PATIENCE = 30.0  # seconds for a thread to do what it will
 OPTIONS = {
@@ -91,6 +93,7 @@ class Adapted:
         self.steps = built.instances[0]
         self.runs: dict[str, list[Run]] = {}  # by request
         self.outcomes: list[Outcome] = []
+        self.canaries = [Canary(steps) for steps in built.instances]
         self._execute, self._prepare = self.steps.executor.execute, self.steps.executor.prepare
         self.steps.executor.execute, self.steps.executor.prepare = self.execute, self.prepare
         self._beside: list[Array] = []  # copies that have been made and may be in use, or still be there
@@ -99,6 +102,8 @@ class Adapted:
         """Ends the record; the plan is that of the beginning again."""
         self.change(self.start)
         self.steps.executor.execute, self.steps.executor.prepare = self._execute, self._prepare
+        for canary in self.canaries:
+            canary.close()
 
     @property
     def plan(self) -> Plan:
@@ -206,13 +211,27 @@ class Adapted:
     def add(self, prompt: tuple[int, ...], params: SamplingParams) -> str:
         return self.engine.add(TokensPrompt(prompt), params)
 
-    def run(self, tokens: dict[str, tuple[int, ...]], targets: list[Plan] | None = None) -> None:
-        """Steps to the end of all requests, adding to their tokens; goes from one target to the next meanwhile."""
+    def run(
+        self,
+        tokens: dict[str, tuple[int, ...]],
+        targets: list[Plan] | None = None,
+        leaving: Mapping[str, int] | None = None,
+    ) -> None:
+        """Steps to the end of all requests, adding to their tokens; goes from one target to the next meanwhile.
+
+        `leaving`: requests that are aborted, and before which step.
+        """
         targets = targets or []
-        while not self.engine.idle:
+        for number in itertools.count():
+            if self.engine.idle:
+                break
             if self.settled() and targets:
                 self.begin(targets.pop(0))
+            for request in (request for request, step in (leaving or {}).items() if step == number):
+                self.engine.abort(request)
             self.step(tokens)
+        for canary in self.canaries:
+            canary.check()
 
     def step(self, tokens: dict[str, tuple[int, ...]]) -> None:
         """One step; adds to the tokens of each request."""

@@ -1,5 +1,6 @@
 """Transitions while requests run: nothing is lost, mixed up or compiled."""
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,22 +42,36 @@ targets = st.lists(
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(targets, st.integers(1, 6), st.integers(0, 2**16))
+@given(targets, st.sets(st.integers(0, 20)), st.integers(1, 6), st.lists(st.integers(0, 120)), st.integers(0, 2**16))
 def test_any_sequence_of_plans_under_load(
-    adapted: Adapted, mixed: MixedReference, wanted: list, requests: int, seed: int
+    adapted: Adapted, mixed: MixedReference, wanted: list, failing: set, requests: int, leaving: list, seed: int
 ) -> None:
-    rng, tokens = np.random.default_rng(seed), {}
+    """Some of whose commits fail, and while clients go away. Requests may share the first pages of their prompts."""
+    rng, tokens, commits = np.random.default_rng(seed), {}, itertools.count()
     prompts = {}
     for number in range(requests):
-        p = prompt(seed + number, int(rng.integers(1, 120)))
+        p = (*prompt(0, int(rng.choice([0, 40]))), *prompt(seed + number, int(rng.integers(1, 120))))
         prompts[adapted.add(p, GREEDY)] = p
+    gone = dict(zip(prompts, leaving, strict=False))
     plans = [mixture(adapted.plan, precisions).with_kv_pages(0, pages) for precisions, pages in wanted]
-    adapted.run(tokens, plans)
+    replan = adapted.actuator._replan
+
+    def failing_replan(*args: Any) -> None:
+        replan(*args)
+        if next(commits) in failing:
+            raise MemoryError("none left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapted.actuator, "_replan", failing_replan)
+        adapted.run(tokens, plans, gone)
+        adapted.wait()
     for request, p in prompts.items():
-        assert len(tokens[request]) == 60
-        mixed.check(adapted.runs[request], p, tokens[request])
+        if request not in gone:
+            assert len(tokens[request]) == 60
+            mixed.check(adapted.runs[request], p, tokens[request])
     errors = {outcome.error for outcome in adapted.outcomes if outcome.error}
-    assert all("pages" in error or "budget" in error for error in errors), errors  # in use; beyond the budget
+    # in use; beyond the budget; of a commit
+    assert all("pages" in error or "budget" in error or "none left" in error for error in errors), errors
     scheduler = adapted.steps.core.scheduler
     assert scheduler.pages.used == 0
     assert scheduler.idle

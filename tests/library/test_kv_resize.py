@@ -15,6 +15,7 @@ from jaxserve.factory import Built, build
 from jaxserve.kernels import GRANULE, committed_bytes, is_elastic
 from jaxserve.kernels.native import pool as native
 from jaxserve.resolution import resolve
+from tests.canary import Canary
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 64, "memory_gb": 8}
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -29,8 +30,10 @@ def prompts(count: int) -> list[TokensPrompt]:
 class Resized:
     """A built engine whose KV pools change their size."""
 
-    def __init__(self, built: Built):
+    def __init__(self, built: Built, *, watched: bool = True):
         (steps,) = built.instances
+        self.held: list[int] = []  # pages that no request gets
+        self.canary = Canary(steps, self.held) if watched else None
         self.pages, self.scheduler, self.executor = steps.core.scheduler.pages, steps.core.scheduler, steps.executor
         self.engine = SyncEngine(built.instances, built.info, None, built.clock)
         self.moved = 0
@@ -47,23 +50,31 @@ class Resized:
         self.executor.shrink_pools(moves, pages)
         self.moved += len(moves)
 
+    def hold(self, count: int) -> None:
+        self.held += self.pages.allocate(count)
+
+    def let_go(self) -> None:
+        self.pages.release(self.held)
+        self.held.clear()
+
     def run(self, *, resizing: bool = False) -> list[tuple[int, ...]]:
         """Runs requests to their ends; returns their tokens. With `resizing` the pools grow before one step, which then
         takes its pages from the tail, and shrink before the next, as far as nobody has to wait for pages.
         """
         tokens = {self.engine.add(prompt, PARAMS): () for prompt in prompts(12)}
-        held: list[int] = []
         while not self.engine.idle:
-            if resizing and held:
-                self.pages.release(held)
-                held = []
+            if resizing and self.held:
+                self.let_go()
                 self.resize(self.pages.used + 24)
             elif resizing:
                 self.resize(161)
-                held = self.pages.allocate(70)
+                self.hold(70)
             for output in self.engine.step():
                 tokens[output.request_id] += output.outputs[0].token_ids
-        self.pages.release(held)
+        if resizing:
+            self.let_go()
+        if self.canary is not None:
+            self.canary.check()
         return list(tokens.values())
 
 
@@ -77,8 +88,7 @@ def not_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_are_those_of_pools_that_never_change_and_nothing_is_compiled(tiny_model: Path, options: dict) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, **(OPTIONS | options))
     built = build(config)
-    compiled = dict(built.compilations.counts)
-    resized = Resized(built)
+    resized, compiled = Resized(built), dict(built.compilations.counts)
     expected = resized.run()
     resized.pages.clear_cache()
     pools = [] if "tp" in options else [pool.unsafe_buffer_pointer() for (pool,) in resized.executor.pools]
@@ -94,7 +104,7 @@ def test_tokens_are_those_of_pools_that_never_change_and_nothing_is_compiled(tin
 def test_where_pools_take_memory_in_segments_the_same_holds(tiny_model: Path, not_elastic: None, options: dict) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, kernel_backend="xla", **(OPTIONS | options))
     built = build(config)
-    compiled, resized = dict(built.compilations.counts), Resized(built)
+    resized, compiled = Resized(built), dict(built.compilations.counts)
     pools, (stage,) = resized.executor.pools, built.resolved.stages
     assert pools.sizes == (81, 20, 20, 20, 20)
     expected = resized.run()
@@ -114,9 +124,9 @@ def test_what_was_cached_is_found_where_it_has_moved(tiny_model: Path) -> None:
     resized = Resized(built)
     expected = resized.run()
     resized.pages.clear_cache()
-    held = resized.pages.allocate(30)  # so that all that follow are in the tail
+    resized.hold(30)  # so that all that follow are in the tail
     assert resized.run() == expected
-    resized.pages.release(held)
+    resized.let_go()
     resized.resize(60)
     assert resized.moved > 20
     hits = resized.scheduler.prefix_hits
@@ -129,7 +139,7 @@ def test_the_ledger_counts_pages_in_use_and_the_pools_never_hold_more(tiny_model
     if not is_elastic("cpu"):
         pytest.skip("pools are not elastic here")
     built = build(EngineConfig(model=tiny_model, kv_pages=200, max_kv_pages=100_000, warmup=False, **OPTIONS))
-    resized, page = Resized(built), built.resolved.stages[0].page
+    resized, page = Resized(built, watched=False), built.resolved.stages[0].page
     pools = resized.executor.pools
     assert pools.nbytes == 100_001 * page
     assert built.resolved.ledger.entries["kv"] == 201 * page + len(pools) * GRANULE

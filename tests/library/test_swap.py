@@ -21,6 +21,7 @@ from jaxserve.executor.fused import FusedTier
 from jaxserve.factory import Built, build
 from jaxserve.quantization.pipeline import Settings, quantize_layers
 from jaxserve.resolution import resolve
+from tests.canary import Canary
 from tests.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 4}
@@ -39,7 +40,7 @@ class Swapped:
     def __init__(self, built: Built):
         self.built = built
         (steps,) = built.instances
-        self.core, self.executor = steps.core, steps.executor
+        self.core, self.executor, self.canary = steps.core, steps.executor, Canary(steps)
         self.engine = SyncEngine(built.instances, built.info, None, built.clock)
         self.precisions = list(built.resolved.plan.instances[0].layer_precisions)
 
@@ -60,6 +61,7 @@ class Swapped:
         while not self.engine.idle:
             for output in self.engine.step():
                 tokens[output.request_id] += output.outputs[0].token_ids
+        self.canary.check()
         return list(tokens.values())
 
     def logprob(self, p: tuple[int, ...]) -> float:
@@ -83,6 +85,7 @@ def warm(tiny_model: Path) -> Iterator[Built]:
 def swapped(warm: Built) -> Iterator[Swapped]:
     swapped = Swapped(warm)
     yield swapped
+    swapped.canary.close()
     for layer in range(3):
         swapped.swap(layer, "float32")
 

@@ -1,0 +1,173 @@
+"""The canary that other tests keep in the KV pages falls silent when something goes wrong with them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.work import Work
+from jaxserve.engine.loop import StepLoop
+from jaxserve.factory import build
+from jaxserve.kernels import Pool
+from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, prompt
+
+Break = Callable[[StepLoop, pytest.MonkeyPatch], None]
+
+
+def nothing(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def moves_go_astray(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
+    shrink = steps.executor.pools.shrink
+    patch.setattr(
+        steps.executor.pools,
+        "shrink",
+        lambda moves, pages: shrink(dict(zip(moves, reversed(moves.values()), strict=True)), pages),
+    )
+
+
+def moves_leave_a_layer_out(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
+    calls, move = [], steps.executor.pools._move_batch
+
+    def moved(pool: Pool, pairs: list) -> Pool:
+        calls.append(pairs)
+        return pool if len(calls) == 2 else move(pool, pairs)
+
+    patch.setattr(steps.executor.pools, "_move_batch", moved)
+
+
+def moves_come_after_the_next_step(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
+    late, execute, shrink = [], steps.executor.execute, steps.executor.pools.shrink
+
+    def executed(work: Work) -> Any:
+        pending = execute(work)
+        while late:
+            shrink(*late.pop())
+        return pending
+
+    patch.setattr(steps.executor, "execute", executed)
+    patch.setattr(steps.executor.pools, "shrink", lambda *moves: late.append(moves))
+
+
+def write_elsewhere(steps: StepLoop, patch: pytest.MonkeyPatch, pages: Callable[[], Iterable[int]]) -> None:
+    """What decodes alone has its next token written to the first of these pages."""
+    execute, rows = steps.executor.execute, steps.core.scheduler.table.rows
+
+    def executed(work: Work) -> Any:
+        others = [*pages()]
+        if len(work.decodes) != 1 or not others:
+            return execute(work)
+        (sequence,) = work.decodes
+        place = sequence.slot, (sequence.num_computed - 1) // 16
+        own, rows[place] = rows[place], others[0]
+        pending = execute(work)
+        rows[place] = own
+        return pending
+
+    patch.setattr(steps.executor, "execute", executed)
+
+
+def a_step_writes_to_a_free_page(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
+    write_elsewhere(steps, patch, lambda: steps.core.scheduler.pages._free)
+
+
+def a_step_writes_to_a_cached_page(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
+    write_elsewhere(steps, patch, lambda: steps.core.scheduler.pages._cached)
+
+
+def tables_keep_what_pages_were_called(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(steps.core.scheduler.table, "rename", lambda moves: None)
+
+
+def pages_of_a_sequence_change_places(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
+    scheduler, shrink = steps.core.scheduler, steps.core.scheduler.shrink
+
+    def shrunk(*arguments: Any) -> None:
+        shrink(*arguments)
+        (sequence,) = scheduler.running
+        sequence.pages[:2] = sequence.pages[1::-1]
+        scheduler.table.append(sequence.slot, 0, sequence.pages)
+
+    patch.setattr(scheduler, "shrink", shrunk)
+
+
+def names_of_the_cache_change_places(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
+    pages, rename = steps.core.scheduler.pages, steps.core.scheduler.pages._rename
+
+    def renamed(moves: dict[int, int]) -> None:
+        rename(moves)
+        one, other, *_ = pages._page_of
+        names = {one: pages._page_of[other], other: pages._page_of[one]}
+        pages._page_of.update(names)
+        pages._hash_of.update({page: digest for digest, page in names.items()})
+
+    patch.setattr(pages, "_rename", renamed)
+
+
+def a_page_is_not_given_back(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
+    pages, release = steps.core.scheduler.pages, steps.core.scheduler.pages.release
+    patch.setattr(pages, "release", lambda held: release(held[1:]))
+
+
+def a_page_is_given_out_that_stays_free(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
+    pages, allocate = steps.core.scheduler.pages, steps.core.scheduler.pages.allocate
+
+    def allocated(count: int) -> list[int]:
+        given = allocate(count)
+        pages._free += given[:1]
+        return given
+
+    patch.setattr(pages, "allocate", allocated)
+
+
+CHANGED, RENAMED, LOST = "not what was written to or moved there", "is not what it was", "lost, or in two places"
+BREAKS = {
+    moves_go_astray: CHANGED,
+    moves_leave_a_layer_out: CHANGED,
+    moves_come_after_the_next_step: CHANGED,
+    a_step_writes_to_a_free_page: CHANGED,
+    a_step_writes_to_a_cached_page: CHANGED,
+    tables_keep_what_pages_were_called: "called something else",
+    pages_of_a_sequence_change_places: RENAMED,
+    names_of_the_cache_change_places: RENAMED,
+    a_page_is_not_given_back: LOST,
+    a_page_is_given_out_that_stays_free: LOST,
+}
+
+
+@pytest.mark.parametrize("broken", [nothing, *BREAKS])
+def test_a_canary_sees_what_is_wrong(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, broken: Break) -> None:
+    """While pages move out of the tail, of a request and of the cache, behind a step that the device has."""
+    built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+    (steps,) = built.instances
+    broken(steps, monkeypatch)
+    adapted, moved = Adapted(built), []
+    move = steps.executor.pools._move_batch
+    monkeypatch.setattr(
+        steps.executor.pools, "_move_batch", lambda pool, pairs: moved.append(pairs) or move(pool, pairs)
+    )
+
+    def run() -> None:
+        tokens: dict[str, tuple[int, ...]] = {}
+        few = replace(GREEDY, max_tokens=8)
+        adapted.add(prompt(41, 60), few)
+        adapted.run(tokens)
+        filling, _ = adapted.add(prompt(42, 200), few), adapted.add(prompt(43, 60), GREEDY)
+        while len(tokens.get(filling, ())) < 8:
+            adapted.step(tokens)
+        adapted.begin(adapted.plan.with_kv_pages(0, 17))
+        while not adapted.settled():
+            adapted.step(tokens)
+        adapted.run(tokens)
+
+    if broken is nothing:
+        run()
+        assert any(len(pairs) > 4 for pairs in moved), [len(pairs) for pairs in moved]
+    else:
+        with pytest.raises(AssertionError, match=BREAKS[broken]):
+            run()
+    built.close()
