@@ -81,7 +81,9 @@ class Run:
 
 
 class Adapted:
-    """Steps the engine in the test's thread; transitions come from the actuator's."""
+    """Steps the engine in the test's thread; transitions come from the actuator's. Of several answers to a request the
+    first is recorded.
+    """
 
     def __init__(self, built: Built):
         assert built.actuator is not None
@@ -114,7 +116,7 @@ class Adapted:
         precisions = {row.block: row.precision for row in executor.rows}
         computed = [(s, s.num_computed - 1, 1) for s in work.decodes]
         computed += [(chunk.sequence, chunk.start, chunk.length) for chunk in work.chunks]
-        for sequence, start, length in computed:
+        for sequence, start, length in (entry for entry in computed if entry[0].index == 0):
             runs = self.runs.setdefault(sequence.request.id, [])
             if not runs or start != len(runs[-1].in_force):
                 # It starts behind pages of the prefix cache, which would not have been found under another mixture.
@@ -230,13 +232,15 @@ class Adapted:
             for request in (request for request, step in (leaving or {}).items() if step == number):
                 self.engine.abort(request)
             self.step(tokens)
-        for canary in self.canaries:
-            canary.check()
+        with self.engine._taking_turns():
+            for canary in self.canaries:
+                canary.check()
 
     def step(self, tokens: dict[str, tuple[int, ...]]) -> None:
         """One step; adds to the tokens of each request."""
         for output in self.engine.step():
-            tokens[output.request_id] = tokens.get(output.request_id, ()) + output.outputs[0].token_ids
+            for answer in (answer for answer in output.outputs if answer.index == 0):
+                tokens[output.request_id] = tokens.get(output.request_id, ()) + answer.token_ids
 
     def commit_behind_a_step(self, wanted: Plan, tokens: dict[str, tuple[int, ...]]) -> None:
         """Has a plan put in force while a step is on the device that is not fetched before the next one."""

@@ -46,12 +46,12 @@ targets = st.lists(
 def test_any_sequence_of_plans_under_load(
     adapted: Adapted, mixed: MixedReference, wanted: list, failing: set, requests: int, leaving: list, seed: int
 ) -> None:
-    """Some of whose commits fail, and while clients go away. Requests may share the first pages of their prompts."""
+    """Some of whose commits fail, and while clients go away. Requests share pages of their prompts."""
     rng, tokens, commits = np.random.default_rng(seed), {}, itertools.count()
     prompts = {}
     for number in range(requests):
         p = (*prompt(0, int(rng.choice([0, 40]))), *prompt(seed + number, int(rng.integers(1, 120))))
-        prompts[adapted.add(p, GREEDY)] = p
+        prompts[adapted.add(p, replace(GREEDY, n=int(rng.choice([1, 1, 2]))))] = p
     gone = dict(zip(prompts, leaving, strict=False))
     plans = [mixture(adapted.plan, precisions).with_kv_pages(0, pages) for precisions, pages in wanted]
     replan = adapted.actuator._replan
