@@ -64,7 +64,7 @@ $(DEV): pyproject.toml setup.py scripts/make-venv
 
 # Attention and products on CPU; without a C++ compiler plain XLA takes its place. The library's name says what it was built for.
 $(NATIVE): $(wildcard jaxserve/kernels/native/*.cc jaxserve/kernels/native/*.h jaxserve/kernels/native/build.py) $(RUNTIME)
-	@$(BIN)/python -m jaxserve.kernels.native.build --optional
+	@$(BIN)/python -m jaxserve.kernels.native --optional
 	@touch $@
 
 # Beside the environment and not in it: with the plugin, JAX would look for a GPU at every start.

@@ -1,11 +1,10 @@
-"""Compiles the native CPU kernels: at installation (setup.py), on first use, or as a command.
+"""Compiles the native CPU kernels: at installation (setup.py), on first use, or by `python -m jaxserve.kernels.native`.
 
 Needs a C++17 compiler ($CXX or c++), and of Python nothing that an installation lacks, such as jaxserve itself. jaxlib
 gives its headers: it accepts a library built against its own or older ones, so installations take the oldest that is
 supported.
 """
 
-import argparse
 import hashlib
 import os
 import platform
@@ -105,18 +104,3 @@ def _headers() -> str:
     if spec is None or spec.origin is None:
         raise OSError("jaxlib, whose headers are needed, is not installed")
     return str(Path(spec.origin).parent / "include")
-
-
-def main() -> int:
-    """Command line: builds, or says why not. With --optional a failure is only a message."""
-    parser = argparse.ArgumentParser(description="Compile jaxserve's native CPU kernels.")
-    parser.add_argument("--optional", action="store_true", help="succeed even if they cannot be built")
-    optional = parser.parse_args().optional
-    library = build_or_say()
-    if library is not None:
-        sys.stdout.write(f"{library}\n")
-    return 0 if library is not None or optional else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,21 @@
+"""`python -m jaxserve.kernels.native`: compiles the kernels, or says why not."""
+
+import argparse
+import sys
+
+from jaxserve.kernels.native.build import build_or_say
+
+
+def main() -> int:
+    """With --optional a failure is only a message."""
+    parser = argparse.ArgumentParser(description="Compile jaxserve's native CPU kernels.")
+    parser.add_argument("--optional", action="store_true", help="succeed even if they cannot be built")
+    optional = parser.parse_args().optional
+    library = build_or_say()
+    if library is not None:
+        sys.stdout.write(f"{library}\n")
+    return 0 if library is not None or optional else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
