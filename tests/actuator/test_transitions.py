@@ -51,7 +51,7 @@ def test_any_sequence_of_plans_under_load(
     prompts = {}
     for number in range(requests):
         p = (*prompt(0, int(rng.choice([0, 40]))), *prompt(seed + number, int(rng.integers(1, 120))))
-        prompts[adapted.add(p, replace(GREEDY, n=int(rng.choice([1, 1, 2]))))] = p
+        prompts[adapted.add(p, replace(GREEDY, n=int(rng.choice([1, 1, 3]))))] = p
     gone = dict(zip(prompts, leaving, strict=False))
     plans = [mixture(adapted.plan, precisions).with_kv_pages(0, pages) for precisions, pages in wanted]
     replan = adapted.actuator._replan
