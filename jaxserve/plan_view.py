@@ -166,11 +166,13 @@ def _strips(instances: Sequence[Sequence[Fields]]) -> list[Text]:
 
 
 def _memory_bar(sample: Fields) -> Text:
-    """Weights, KV in use and KV free, as shares of the budget."""
+    """All that the ledger has, as shares of the budget."""
     parts = (
+        ("other", sample["other_bytes"], "▓", "bright_black"),
         ("weights", sample["weight_bytes"], "█", "bright_black"),
         ("KV used", sample["kv_used_bytes"], "█", "green"),
         ("KV free", sample["kv_free_bytes"], "▒", "green"),
+        ("KV rounding", sample["kv_rounding_bytes"], "░", "green"),
     )
     line, legend, end, drawn = Text.assemble(("memory ", "dim")), Text(), 0, 0
     for name, size, block, colour in parts:

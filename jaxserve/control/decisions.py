@@ -24,14 +24,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class Sample:
-    """All instances at one moment. Bytes are the sum over all devices."""
+    """All instances at one moment. Bytes are the sum over all devices, as the ledger counts them."""
 
     time: float
     precisions: Mapping[str, int]  # decoder layers
     weight_bytes: int
     kv_used_bytes: int
     kv_free_bytes: int
-    budget: int
+    kv_rounding_bytes: int  # whole granules or segments beyond the pages
     waiting: int
     running: int
     ttft_p95: float | None  # s, of the worst instance
@@ -42,15 +42,16 @@ class Sample:
 def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Resources) -> Sample:
     """What `snapshots` (with their recent past) and the plan in force say of the moment `now`."""
     precisions: Counter[str] = Counter()
-    used = free = pages_used = pages_total = devices = 0
+    used = free = rounding = pages_used = pages_total = 0
     for instance, snapshot in zip(plan.instances, snapshots, strict=True):
         precisions.update(instance.layer_precisions)
         page = sum(size * stage.tp for size, stage in zip(resources.page_bytes, instance.stages, strict=True))
         used += page * snapshot.kv_pages_used
-        free += page * max(0, instance.kv_pages - snapshot.kv_pages_used)
+        pages = snapshot.kv_pages_total + 1  # with the null page
+        free += page * (pages - snapshot.kv_pages_used)
+        rounding += max(0, snapshot.kv_bytes - page * pages)
         pages_used += snapshot.kv_pages_used
-        pages_total += instance.kv_pages - 1
-        devices += sum(stage.tp for stage in instance.stages)
+        pages_total += snapshot.kv_pages_total
     recent = [snapshot.recent for snapshot in snapshots if snapshot.recent is not None]
     return Sample(
         time=now,
@@ -58,7 +59,7 @@ def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Res
         weight_bytes=sum(snapshot.weight_bytes for snapshot in snapshots),
         kv_used_bytes=used,
         kv_free_bytes=free,
-        budget=resources.budget * devices,
+        kv_rounding_bytes=rounding,
         waiting=sum(snapshot.num_waiting for snapshot in snapshots),
         running=sum(snapshot.num_running for snapshot in snapshots),
         ttft_p95=max((r.ttft_p95 for r in recent if r.ttft_p95 is not None), default=None),

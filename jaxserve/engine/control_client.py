@@ -42,7 +42,9 @@ class ControlClient(Protocol):
         """The last 15 minutes, one sample a second, newest last; only those after the time `since`.
 
         Each has `time`, `precisions` ({precision: decoder layers}), `weight_bytes`, `kv_used_bytes`, `kv_free_bytes`,
-        `budget`, `waiting`, `running`, `ttft_p95` (s, or None), `tpot` (s, or None) and `kv_usage` (0 to 1).
+        `kv_rounding_bytes` (what pools take beyond their pages), `other_bytes`, `budget`, `waiting`, `running`,
+        `ttft_p95` (s, or None), `tpot` (s, or None) and `kv_usage` (0 to 1). Bytes are the sum over all devices; the
+        first five are, where there is one, all that its ledger has.
         """
         ...
 

@@ -37,7 +37,7 @@ class Snapshot:
     plan_version: int = 0
     layers_by_precision: Mapping[str, int] = field(default_factory=dict)  # e.g. {"bfloat16": 16}
     weight_bytes: int = 0
-    kv_bytes: int = 0
+    kv_bytes: int = 0  # all that the pools take: pages, and what rounds them up
     oldest_wait: float = 0.0  # s since the sequence queued first arrived or was preempted; 0 if none waits
     # cumulative since the start
     preemptions: int = 0

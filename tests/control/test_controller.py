@@ -301,7 +301,14 @@ def test_a_chain_starts_each_policy_from_what_the_one_before_wants() -> None:
 def test_the_history_has_a_sample_a_second_for_a_quarter_of_an_hour() -> None:
     world = World(ManualPolicy(TARGET))
     world.snapshot = Snapshot(
-        kv_pages_total=460, kv_pages_used=46, num_running=2, num_waiting=1, weight_bytes=290, gaps=10, gap_seconds=0.5
+        kv_pages_total=460,
+        kv_pages_used=46,
+        num_running=2,
+        num_waiting=1,
+        weight_bytes=290,
+        kv_bytes=461 * PAGE + 70,
+        gaps=10,
+        gap_seconds=0.5,
     )
     world.run(0, 1000, 0.5)
     history = world.controller.history
@@ -309,8 +316,8 @@ def test_the_history_has_a_sample_a_second_for_a_quarter_of_an_hour() -> None:
     assert {round(b.time - a.time, 6) for a, b in zip(history, list(history)[1:], strict=False)} == {1.0}
     latest = history[-1]
     assert latest.precisions == {"bfloat16": 14, "int4": 2}
-    assert (latest.kv_used_bytes, latest.kv_free_bytes) == (46 * PAGE, 415 * PAGE)
-    assert (latest.weight_bytes, latest.budget, latest.running, latest.waiting) == (290, MACHINE.budget, 2, 1)
+    assert (latest.kv_used_bytes, latest.kv_free_bytes, latest.kv_rounding_bytes) == (46 * PAGE, 415 * PAGE, 70)
+    assert (latest.weight_bytes, latest.running, latest.waiting) == (290, 2, 1)
     assert latest.kv_usage == pytest.approx(0.1)
 
 

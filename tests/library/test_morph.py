@@ -37,6 +37,15 @@ async def answer(engine: AsyncEngine, seed: int) -> tuple[int, ...]:
     return tokens
 
 
+def shows_its_ledger(engine: AsyncEngine) -> bool:
+    """Whether the newest sample of the history adds up to what the ledger has now."""
+    assert engine.control is not None
+    sample, status = engine.control.history()[-1], engine.control.status()
+    parts = ("weight_bytes", "kv_used_bytes", "kv_free_bytes", "kv_rounding_bytes", "other_bytes")
+    assert sample["budget"] == status["budget"]
+    return not status["busy"] and sum(sample[part] for part in parts) == sum(status["ledger"].values())
+
+
 @pytest.mark.parametrize("elastic", [True, False])
 def test_a_burst_comes_and_goes(tiny_model: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, elastic: bool) -> None:
     if not elastic:  # pools take memory in segments, as on GPU
@@ -62,6 +71,7 @@ def test_a_burst_comes_and_goes(tiny_model: Path, policy: Path, monkeypatch: pyt
         after = engine.control.status()
         assert after["kv_pages"] == full["kv_pages"]
         assert after["ledger"] == full["ledger"]
+        await until(lambda: shows_its_ledger(engine))
         assert {decision["outcome"] for decision in engine.control.decisions(100)} == {"done"}
         assert all(decision["reason"] for decision in engine.control.decisions(100))
         assert await answer(engine, 0) == alone, "as before the burst"
@@ -81,6 +91,7 @@ def test_the_operators_plan_comes_into_force_and_the_policy_back(tiny_model: Pat
         await until(lambda: engine.snapshot().layers_by_precision.get("int4") == 1)
         assert control.status()["policy"] == "manual"
         assert len(await answer(engine, 1)) == 100
+        await until(lambda: shows_its_ledger(engine))
         control.set_policy("static")
         await until(lambda: "int4" not in engine.snapshot().layers_by_precision)
         assert str(policy) in control.status()["policies"]

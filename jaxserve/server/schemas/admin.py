@@ -86,6 +86,8 @@ class Sample(Answer):
     weight_bytes: int
     kv_used_bytes: int
     kv_free_bytes: int
+    kv_rounding_bytes: int = 0  # what pools take beyond their pages
+    other_bytes: int = 0  # all else that the ledger has
     budget: int
     waiting: int
     running: int
