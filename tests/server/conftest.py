@@ -1,11 +1,16 @@
-"""One server with a fake engine for the tests that leave no trace in it."""
+"""One server with a fake engine for the tests that leave no trace in it; a model; a browser."""
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from jaxserve.server import feed
 from tests.server.fake import END, FakeClient, byte_tokenizer
+from tests.server.pages import Pages, headless
 from tests.server.serving import serving
 
 CONFIG = {
@@ -43,8 +48,31 @@ def http(address):
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
     """A folder with a configuration and a tokenizer, to be loaded with random weights."""
-    folder = tmp_path_factory.mktemp("tiny")
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """Writes such a folder, with changes to the configuration, and returns it."""
     byte_tokenizer().save(folder / "tokenizer.json")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     return folder
+
+
+@pytest.fixture(scope="module")  # its event loop is in nobody else's way
+def browser() -> Iterator[Any]:
+    with headless() as browser:
+        yield browser
+
+
+@pytest.fixture
+def open_page(browser, monkeypatch) -> Iterator[Pages]:
+    """Opens a server's dashboard; at the end nothing must have failed in the page, nor gone to another server.
+
+    Servers of this process send more than one event a second, for tests wait for them.
+    """
+    monkeypatch.setattr(feed, "INTERVAL", 0.1)
+    pages = Pages(browser)
+    yield pages
+    pages.close()
+    assert pages.problems == []

@@ -12,9 +12,11 @@ from jaxserve.core.errors import ConfigError, PlanError, RequestError
 
 CYCLE = 300  # seconds from one burst to the next
 FIRST, LAST = 66, 172  # of a cycle: the first layers turn to int4, the last of them begin to come back
+DURING = CYCLE + FIRST + 20  # the second burst, with the first in the history
 ORDER = (9, 10, 8, 11, 7, 12, 6, 13, 5, 14)  # the layers that may turn to int4
 BFLOAT16, INT4, PAGE = 121_634_816, 34_210_816, 2_097_152  # bytes of a layer, and of a page in all layers
 BUDGET, FIXED, EMBEDDING = 5_000_000_000, 610_000_000, 525_336_576
+ROUNDING = 32 << 20  # what the pools take beyond their pages
 LAYERS = 16
 NOTE = "held after a relapse: 12.0 arrivals/s > 75% of 14.0, for 320 s more"  # while layers are away
 SLO = 2.0
@@ -32,7 +34,7 @@ def int4_layers(time: float) -> int:
 def pages(int4: int) -> int:
     """KV pages that fit beside so many layers in int4."""
     weights = EMBEDDING + LAYERS * BFLOAT16 - int4 * (BFLOAT16 - INT4)
-    return (BUDGET - FIXED - weights) // PAGE
+    return (BUDGET - FIXED - ROUNDING - weights) // PAGE
 
 
 def plan_at(time: float) -> Plan:
@@ -61,6 +63,8 @@ def sample_at(time: float) -> dict[str, Any]:
         "weight_bytes": EMBEDDING + LAYERS * BFLOAT16 - turned * (BFLOAT16 - INT4),
         "kv_used_bytes": int(usage * total) * PAGE,
         "kv_free_bytes": (total - int(usage * total)) * PAGE,
+        "kv_rounding_bytes": ROUNDING,
+        "other_bytes": FIXED,
         "budget": BUDGET,
         "waiting": max(0, round(26 * crush + 1.5 * rise * (1 + wave))),
         "running": max(0, round(4 + 28 * rise + 2 * wave)),
@@ -104,6 +108,16 @@ def _decision(
 
 
 @dataclass
+class Time:
+    """A clock that stands until it is set."""
+
+    value: float
+
+    def __call__(self) -> float:
+        return self.value
+
+
+@dataclass
 class FakeControl:
     """A ControlClient that shows the burst at `now()`, until an operator's plan takes its place."""
 
@@ -134,7 +148,7 @@ class FakeControl:
             "budget": BUDGET,
             "ledger": {
                 "weights": sample["weight_bytes"],
-                "kv": sample["kv_used_bytes"] + sample["kv_free_bytes"],
+                "kv": sample["kv_used_bytes"] + sample["kv_free_bytes"] + ROUNDING,
                 "runtime": 420_000_000,
                 "workspace": 190_000_000,
             },
@@ -176,3 +190,18 @@ class FakeControl:
 
     def _plan(self) -> Plan:
         return self.plan or plan_at(self.now())
+
+
+def odd(instances: int = 1, layers: int = 16, **status: Any) -> FakeControl:
+    """A control plane in the middle of a burst, of as many layers as one likes, and of which `status` is told."""
+    control = FakeControl(Time(DURING))
+    told, samples = control.status(), control.history()
+    names = ("bfloat16", "int8", "int4", "int3")
+    told["layers"] = [
+        [{"block": f"layers.{n}", "precision": names[(n + i) % 4]} for n in range(layers)] for i in range(instances)
+    ]
+    for sample in samples:
+        sample["precisions"] = dict.fromkeys(names, instances * layers // 4)
+    control.status = lambda: told | status
+    control.history = lambda since=-1: [sample for sample in samples if sample["time"] > since]
+    return control

@@ -3,13 +3,14 @@
 import { element, shape } from "./dom.js";
 import { axisLabel, clockSeconds, minutes } from "./format.js";
 
-const MARGIN = { top: 10, right: 4, bottom: 24, left: 46 };
+const MARGIN = { top: 10, right: 4, bottom: 24, left: 50 };
 const TICKS = 3;
 const GAP = 4; // seconds between two samples that are not joined
 const X_STEPS = [10, 15, 30, 60, 120, 300, 600, 900];
-const LABEL_WIDTH = 64; // px that a label of the time axis needs
+const SPACE = 26; // px between two labels of the time axis, at least
+const PADDING = 12; // px beside the chart, which a label may take
 const SLACK = 1.03;
-const LETTER = 3.6; // px, half of one in such a label
+const LETTER = 4; // px, half of one in a label
 const JUMP = 30; // samples of a page key
 let ids = 0;
 
@@ -75,7 +76,7 @@ export class Chart {
       ...this.#grid(),
       ...this.#marks(),
       ...(this.stacked ? this.#areas(visible) : this.#lines(visible)),
-      ...this.#referenceLine(),
+      ...this.#referenceLine(visible),
       ...this.#cursor(),
     );
     this.#describe();
@@ -117,13 +118,16 @@ export class Chart {
       found.push(shape("text", { class: "tick", x: left - 8, y: y + 4, "text-anchor": "end" }, label));
     }
     const { from, to, offset } = this.timeline;
-    const step = X_STEPS.find((s) => ((to - from) / s) * LABEL_WIDTH <= right - left) ?? X_STEPS.at(-1);
-    const write = step < 60 ? clockSeconds : minutes;
+    const writer = (step) => (step < 60 ? clockSeconds : minutes);
+    const wide = (text) => 2 * LETTER * text.length;
+    const fits = (step) => ((to - from) / step) * (wide(writer(step)(to)) + SPACE) <= right - left;
+    const step = X_STEPS.find(fits) ?? X_STEPS.at(-1);
+    const write = writer(step);
     for (let wall = Math.ceil((from + offset) / step) * step; wall <= to + offset; wall += step) {
       const x = this.#x(wall - offset);
       found.push(shape("line", { class: "grid", x1: x, x2: x, y1: top, y2: bottom }));
       const label = write(wall);
-      if (x < left + 16 || x > right - LETTER * label.length) continue; // it would be cut off
+      if (x < left || x + wide(label) / 2 > right + PADDING) continue; // it would be cut off
       found.push(shape("text", { class: "tick", x, y: bottom + 18, "text-anchor": "middle" }, label));
     }
     const frame = shape("rect", { x: left, y: top - 2, width: right - left, height: bottom - top + 3 });
@@ -197,19 +201,24 @@ export class Chart {
       .join("");
   }
 
-  #referenceLine() {
+  /** Its label is where no line of the chart rises above it, as far to the left as can be. */
+  #referenceLine(samples) {
     const reference = this.reference();
     if (!reference) return [];
     const y = this.#y(reference.value);
-    const { left, right } = this.box;
-    const below = y < this.box.top + 14; // no room above the line
+    const { left, right, top } = this.box;
+    const below = y < top + 14; // no room above the line
+    const wide = 2 * LETTER * reference.label.length + 12;
+    let x = left;
+    for (const sample of this.stacked ? [] : samples) {
+      const at = this.#x(sample.time);
+      if (at > x + wide) break;
+      if (at > x && this.#most(sample) > reference.value) x = at;
+    }
+    if (x + wide > right) x = left;
     return [
       shape("line", { class: "reference", x1: left, x2: right, y1: y, y2: y }),
-      shape(
-        "text",
-        { class: "reference-label", x: left + 6, y: below ? y + 14 : y - 5 },
-        reference.label,
-      ),
+      shape("text", { class: "reference-label", x: x + 6, y: below ? y + 14 : y - 5 }, reference.label),
     ];
   }
 
@@ -218,7 +227,14 @@ export class Chart {
     if (!sample || sample.time < this.timeline.from) return [];
     const x = this.#x(sample.time);
     const { top, bottom } = this.box;
-    const found = [shape("line", { class: "cursor", x1: x, x2: x, y1: top, y2: bottom })];
+    const when = clockSeconds(sample.time + this.timeline.offset);
+    const half = LETTER * when.length + 4;
+    const middle = Math.min(Math.max(x, half), this.box.right - half + MARGIN.right);
+    const found = [
+      shape("line", { class: "cursor", x1: x, x2: x, y1: top, y2: bottom }),
+      shape("rect", { class: "cursor-ground", x: middle - half, y: bottom + 6, width: 2 * half, height: 17, rx: 4 }),
+      shape("text", { class: "cursor-label", x: middle, y: bottom + 19, "text-anchor": "middle" }, when),
+    ];
     if (this.stacked) return found;
     for (const series of this.series) {
       const value = series.value(sample);
@@ -257,8 +273,10 @@ export class Chart {
     };
     host.addEventListener("pointermove", (event) => this.box && timeline.point(at(event)));
     host.addEventListener("pointerdown", (event) => this.box && timeline.point(at(event)));
-    host.addEventListener("pointerleave", () => timeline.point(null));
-    host.addEventListener("blur", () => timeline.point(null));
+    // A finger points until it touches something else, or turns out to scroll.
+    host.addEventListener("pointerleave", (event) => event.pointerType === "touch" || timeline.point(null));
+    host.addEventListener("pointercancel", () => timeline.point(null));
+    host.addEventListener("blur", (event) => event.relatedTarget?.closest(".plot") || timeline.point(null));
     host.addEventListener("keydown", (event) => {
       const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -JUMP, PageDown: JUMP, Home: -Infinity };
       if (event.altKey || event.ctrlKey || event.metaKey) return;

@@ -21,7 +21,7 @@ export function seconds(value) {
 export function bytes(value) {
   if (value == null) return NONE;
   const [size, unit] = UNITS.find(([size]) => Math.abs(value) >= size) ?? UNITS.at(-1);
-  return [digits(value / size), unit];
+  return [size === 1 ? String(value) : digits(value / size), unit];
 }
 
 export const percent = (share) => [String(Math.round(share * 100)), "%"];
@@ -40,6 +40,9 @@ export function clock(time) {
 export const minutes = (time) => MINUTES.format(new Date(time * 1e3));
 export const clockSeconds = (time) => CLOCK.format(new Date(time * 1e3));
 export const shortPrecision = (name) => SHORT[name] ?? name;
+
+/** What a server writes in ASCII, with the signs that are meant, which no line breaks in two. */
+export const signs = (text) => text.replaceAll("->", "→").replaceAll(">=", "≥").replaceAll("<=", "≤");
 
 /** Bits of a weight, as its precision's name has them. */
 export const bits = (name) => Number(/\d+/.exec(name)?.[0] ?? 16);

@@ -6,6 +6,10 @@ import { bits, shortPrecision } from "./format.js";
 
 const FULL = 16; // bits of a bar of full height; more if a layer has more
 const MANY = 24; // layers of an instance from which on they are drawn smaller
+const ROWS = 8; // of all instances, from which on their precisions are told by height and colour alone
+const LEAST = { large: 32, small: 33, tiny: 19 }; // px that a layer needs
+const GAP = { large: 5, small: 4, tiny: 3 }; // px, as in style.css
+const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 
 /** The class that gives a precision its colour: by its bits, whatever its name. */
 export function tone(precision) {
@@ -15,7 +19,8 @@ export function tone(precision) {
 
 export class Strip {
   constructor(host, legend) {
-    Object.assign(this, { host, legend, shape: "", cells: [] });
+    Object.assign(this, { host, legend, shape: "", cells: [], strips: [] });
+    new ResizeObserver(() => this.#arrange()).observe(host);
   }
 
   /** `instances`: per instance [{block, precision}, ...]. */
@@ -23,6 +28,7 @@ export class Strip {
     const shape = instances.map((layers) => layers.map((layer) => layer.block).join()).join(";");
     if (shape !== this.shape) this.#build(instances);
     this.shape = shape;
+    this.#arrange();
     const layers = instances.flat();
     const most = Math.max(FULL, ...layers.map((layer) => bits(layer.precision)));
     layers.forEach((layer, i) => this.#fill(this.cells[i], layer.precision, most));
@@ -31,14 +37,29 @@ export class Strip {
 
   #build(instances) {
     this.cells = [];
+    this.strips = [];
     const rows = instances.map((layers, number) => {
       const title = instances.length > 1 ? [element("h3", {}, `Instance ${number}`)] : [];
       const cells = layers.map((layer) => this.#cell(layer.block));
-      const size = layers.length > MANY ? "strip small" : "strip";
-      const strip = element("ol", { class: size, "aria-label": `Layers of instance ${number}` }, ...cells);
+      const strip = element("ol", { "aria-label": `Layers of instance ${number}` }, ...cells);
+      this.strips.push(strip);
       return element("div", { class: "instance" }, ...title, strip);
     });
     this.host.replaceChildren(...rows);
+  }
+
+  /** Rows of equal length, and layers as large as there is room for. */
+  #arrange() {
+    const { width } = this.host.getBoundingClientRect();
+    const rows = (strip, size) =>
+      Math.ceil(strip.children.length / Math.max(1, Math.floor((width + GAP[size]) / (LEAST[size] + GAP[size]))));
+    const many = this.strips.some((strip) => strip.children.length > MANY);
+    const all = this.strips.reduce((sum, strip) => sum + rows(strip, "small"), 0);
+    const size = !many ? "large" : all > ROWS ? "tiny" : "small";
+    for (const strip of this.strips) {
+      strip.className = `strip ${size}`;
+      strip.style.gridTemplateColumns = `repeat(${Math.ceil(strip.children.length / rows(strip, size))}, minmax(0, 1fr))`;
+    }
   }
 
   #cell(block) {
@@ -57,7 +78,10 @@ export class Strip {
     cell.node.classList.add(tone(precision));
     cell.fill.style.height = `${(bits(precision) / most) * 100}%`;
     setText(cell.precision, shortPrecision(precision));
-    if (cell.shown !== null) cell.node.animate?.([{ outlineColor: "currentColor" }, { outlineColor: "transparent" }], 1500);
+    if (cell.shown !== null) {
+      const easing = STILL.matches ? "step-end" : "linear";
+      cell.node.animate?.([{ outlineColor: "currentColor" }, { outlineColor: "transparent" }], { duration: 1500, easing });
+    }
     cell.shown = precision;
   }
 

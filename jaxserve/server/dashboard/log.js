@@ -1,9 +1,10 @@
 // The decisions as a log, newest first. Entries stay as they are while others come: open ones stay open.
 
 import { element, setText } from "./dom.js";
-import { clock } from "./format.js";
+import { clock, signs } from "./format.js";
 
 const SIGNS = { started: "◐", done: "✓", failed: "✕", rejected: "⊘" };
+const LONG = 400; // letters from which on a text is folded
 
 export class Log {
   constructor({ list, empty, count }) {
@@ -36,28 +37,37 @@ export class Log {
 
   #entry(decision, offset) {
     const outcome = element("span", { class: "outcome" });
-    const detail = element("p", { class: "detail" });
+    const detail = element("div", { class: "detail" });
     const when = new Date((decision.time + offset) * 1e3);
     const time = element("time", { datetime: when.toISOString() }, clock(decision.time + offset));
     const versions = `plan ${decision.before_version} → ${decision.target_version}`;
     const head = element("p", { class: "head" }, time, outcome, element("span", { class: "by" }, decision.policy));
-    const reason = element("p", { class: "reason" }, decision.reason || "no reason given");
+    const reason = element("div", { class: "reason" }, ...readable(decision.reason || "no reason given"));
     const node = element("li", {}, head, reason, detail, this.#transitions(decision, versions));
-    return { node, outcome, detail };
+    return { node, outcome, detail, told: null };
   }
 
   #transitions({ transitions }, versions) {
     if (!transitions.length) return element("p", { class: "versions" }, versions);
     const many = transitions.length === 1 ? "1 transition" : `${transitions.length} transitions`;
-    const items = transitions.map((text) => element("li", {}, text));
+    const items = transitions.map((text) => element("li", {}, signs(text)));
     return element("details", {}, element("summary", {}, `${many}, ${versions}`), element("ul", {}, ...items));
   }
 
-  #update({ node, outcome, detail }, decision) {
+  #update(entry, decision) {
+    const { node, outcome, detail } = entry;
+    if (entry.told === decision.outcome) return;
+    entry.told = decision.outcome;
     const [, kind, rest] = /^(\w+)(?:: ([^]*))?$/.exec(decision.outcome) ?? [null, "done", decision.outcome];
     node.className = `decision ${kind in SIGNS ? kind : ""}`;
     setText(outcome, `${SIGNS[kind] ?? "·"} ${kind === "started" ? "in progress" : kind}`);
-    setText(detail, rest ?? "");
-    detail.hidden = !rest;
+    detail.replaceChildren(...(rest ? readable(rest) : []));
   }
+}
+
+/** A line for each instance of which a text speaks; folded where it is long. */
+function readable(text) {
+  const lines = signs(text).split(/; (?=instance \d+: )/).map((line) => element("span", { class: "say" }, line));
+  if (text.length <= LONG) return lines;
+  return [element("details", { class: "long" }, element("summary", {}, element("span", { class: "folded" }, ...lines)))];
 }

@@ -2,7 +2,7 @@
 
 import { Chart, Timeline, swatch } from "./chart.js";
 import { byId, element, setQuantity, setText } from "./dom.js";
-import { brief, clock, clockSeconds, joined, seconds } from "./format.js";
+import { brief, clock, clockSeconds, joined, seconds, signs } from "./format.js";
 import { Strip, tone } from "./layers.js";
 import { Log } from "./log.js";
 import { Memory, PARTS } from "./memory.js";
@@ -12,6 +12,7 @@ const KEY = "jaxserve-admin-key"; // in sessionStorage: gone with the tab
 const KEPT = 15 * 60; // seconds of history
 const LEAST = 60; // seconds shown, when there is less
 const TONES = ["full", "int8", "int4", "int3"];
+const NOTHING = "The policy has not had to change anything yet.";
 const JITTER = 1.5; // seconds by which events may come late before the clocks are matched again
 
 const timeline = new Timeline();
@@ -20,10 +21,14 @@ const strip = new Strip(byId("instances"), byId("precisions"));
 const log = new Log({ list: byId("log"), empty: byId("log-empty"), count: byId("log-count") });
 const memory = new Memory({
   bar: byId("memory-bar"),
+  whole: byId("memory-whole"),
+  beam: byId("memory-beam"),
+  closer: byId("memory-closer"),
   legend: byId("memory-legend"),
   number: byId("memory"),
   total: byId("cache"),
   table: byId("ledger").tBodies[0],
+  title: byId("ledger-title"),
 });
 
 const slo = () => state.status?.slo_ttft ?? null;
@@ -66,7 +71,7 @@ const charts = [
     floor: 1e6,
     stacked: true,
     series: PARTS,
-    reference: () => (timeline.samples.length ? memory.limit(timeline.samples.at(-1)) : null),
+    reference: () => (timeline.samples.length ? memory.reference() : null),
     text: (sample) => memory.describe(sample),
   }),
   new Chart(byId("plot-queue"), timeline, {
@@ -130,7 +135,10 @@ function showStatus({ model, phase, status }) {
   const moving = phase === "draining" ? "shutting down" : status.busy ? `◐ changing to ${target ?? "another"}` : "steady";
   setText(byId("moving"), moving);
   byId("moving").className = `badge ${moving === "steady" ? "" : "warn"}`;
-  setText(byId("note"), status.note);
+  if (status.note) byId("note").hidden = false; // and stays: what is below it would move
+  setText(byId("note"), signs(status.note) || "waiting for nothing");
+  const idle = status.policy === "static" ? "The policy is static: nothing is changed." : NOTHING;
+  setText(byId("log-empty"), idle);
   strip.show(status.layers);
 }
 
@@ -152,13 +160,18 @@ function take(event, first) {
   if (event.decisions) {
     timeline.marks = event.decisions.map((decision) => decision.time);
     log.show(event.decisions, timeline.offset);
+    if (!first && event.decisions.length) announce(event.decisions.at(-1));
   }
   show(true);
   showStatus(event);
-  const newest = timeline.samples.at(-1);
-  if (newest) memory.setLedger(status, newest);
+  if (timeline.samples.length) memory.take(status, timeline.samples);
   showCharts();
   showMoment();
+}
+
+/** A decision for those who cannot see it come. */
+function announce({ policy, outcome, reason }) {
+  setText(byId("said"), `${policy}, ${outcome}: ${signs(reason)}`);
 }
 
 // -- the connection
@@ -194,11 +207,9 @@ const stream = new Stream(new URL("events", import.meta.url), {
   },
   event: take,
   locked() {
-    say("Locked", "locked");
     notice("");
     const wrong = stream.key !== null;
-    forget();
-    askForKey(wrong);
+    lock(wrong);
   },
   lost(error, delay) {
     say(state.heard ? `Disconnected since ${clock(state.heard)}` : "Not connected", "lost");
@@ -207,10 +218,15 @@ const stream = new Stream(new URL("events", import.meta.url), {
   },
 });
 
-function forget() {
+/** Forgets the key and all that it has shown, and asks for one. */
+function lock(wrong) {
   stream.key = null;
   sessionStorage.removeItem(KEY);
   byId("forget").hidden = true;
+  state.status = state.heard = null;
+  show(false);
+  say("Locked", "locked");
+  askForKey(wrong);
 }
 
 byId("key-form").addEventListener("submit", (event) => {
@@ -224,17 +240,14 @@ byId("key-form").addEventListener("submit", (event) => {
 byId("retry").addEventListener("click", () => stream.start());
 byId("forget").addEventListener("click", () => {
   stream.stop();
-  forget();
-  state.status = state.heard = null;
-  show(false);
-  say("Locked", "locked");
-  askForKey(false);
+  lock(false);
 });
 byId("range").addEventListener("change", (event) => {
   state.range = Number(event.target.value);
   timeline.point(null);
   if (state.status) showCharts();
 });
+document.addEventListener("pointerdown", (event) => event.target.closest(".plot") || timeline.point(null));
 timeline.onCursor = () => {
   charts.forEach((chart) => chart.draw());
   showMoment();

@@ -1,4 +1,4 @@
-// Memory: weights and KV pages against what the budget leaves for them, and the ledger's entries.
+// Memory: all that the ledger has against the budget; and weights and KV pages, which change, in a scale of their own.
 
 import { element, setQuantity, setText } from "./dom.js";
 import { swatch } from "./chart.js";
@@ -8,52 +8,77 @@ export const PARTS = [
   { name: "Weights", class: "weights", value: (sample) => sample.weight_bytes },
   { name: "KV used", class: "kv-used", value: (sample) => sample.kv_used_bytes },
   { name: "KV free", class: "kv-free", value: (sample) => sample.kv_free_bytes },
+  { name: "KV rounding", class: "kv-rounding", value: (sample) => sample.kv_rounding_bytes },
 ];
-const SHOWN_ENTRIES = ["weights", "variants", "kv"]; // of the ledger: what the parts are, or become when it is used
+const OTHER = { name: "Other", class: "other", value: (sample) => sample.other_bytes };
+const WHOLE = [OTHER, ...PARTS];
+const TOTALS = [
+  { name: "Left", value: (sample) => sample.budget - OTHER.value(sample) - held(sample) },
+  { name: "Budget", value: (sample) => sample.budget, round: true },
+];
+const NEAR = 3; // how many times what is held the room for it may be, and be the scale
+const ENOUGH = 0.5; // a share of the budget that needs no scale of its own
+
+/** What weights and KV pools take. */
+const held = (sample) => PARTS.reduce((sum, part) => sum + part.value(sample), 0);
+
+/** What the budget leaves for that: without the runtime, workspace and the like, which never change. */
+const room = (sample) => sample.budget - OTHER.value(sample);
+
+const written = (part, sample) => (part.round ? brief : joined)(bytes(part.value(sample)));
 
 export class Memory {
   constructor(nodes) {
     Object.assign(this, nodes);
-    this.rest = 0;
-    this.rows = PARTS.map((part) => {
-      const bar = element("span", { class: `part ${part.class}` });
-      const size = element("b");
-      this.bar.append(bar);
-      this.legend.append(element("li", {}, swatch(part.class), `${part.name} `, size));
-      return { part, bar, size };
-    });
-    [this.other, this.budget] = ["Other", "Budget"].map((name) => {
-      const size = element("b");
-      this.legend.append(element("li", {}, `${name} `, size));
-      return size;
+    this.span = 1; // bytes that the closer look is wide
+    this.bars = WHOLE.map((part) => this.#bar(this.whole, part));
+    this.close = PARTS.map((part) => this.#bar(this.closer, part));
+    this.sizes = [...WHOLE, ...TOTALS].map((part) => {
+      const size = element("data");
+      this.legend.append(element("li", {}, part.class ? swatch(part.class) : "", `${part.name} `, size));
+      return { part, size };
     });
   }
 
-  /** What weights and KV pages may take: the budget without the runtime, workspace and the like, which never change. */
-  limit(sample) {
-    return { value: sample.budget - this.rest, label: this.rest ? "budget less other" : "budget" };
+  #bar(host, part) {
+    const node = element("span", { class: `part ${part.class}` });
+    host.append(node);
+    return { part, node };
   }
 
-  setLedger(status, sample) {
+  /** The line in the chart to compare with, unless it is far above all there is. */
+  reference() {
+    return this.limit === null ? null : { value: this.limit, label: "budget less other" };
+  }
+
+  /** Takes what the server has sent; `samples` are all that are shown. */
+  take(status, samples) {
+    const newest = samples.at(-1);
+    const most = samples.reduce((most, sample) => Math.max(most, held(sample)), 1);
+    this.limit = room(newest) <= NEAR * most ? room(newest) : null;
+    this.span = this.limit ?? most;
     const entries = Object.entries(status.ledger).sort((a, b) => b[1] - a[1]);
     const used = entries.reduce((sum, [, size]) => sum + size, 0);
-    const others = entries.reduce((sum, [name, size]) => sum + (SHOWN_ENTRIES.includes(name) ? 0 : size), 0);
-    // Samples are of all devices together, the ledger is of each.
-    this.rest = others * Math.max(1, Math.round(sample.budget / status.budget));
     const rows = [...entries, ["used", used], ["left of the budget", status.budget - used]].map(([name, size]) =>
       element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, joined(bytes(size)))),
     );
     this.table.replaceChildren(...rows);
+    const devices = Math.round(newest.budget / status.budget);
+    setText(this.title, `Every entry of the ledger${devices > 1 ? `, on the fullest of ${devices} devices` : ""}`);
   }
 
   show(sample) {
-    const limit = this.limit(sample).value;
-    for (const { part, bar, size } of this.rows) {
-      bar.style.width = `${(part.value(sample) / limit) * 100}%`;
-      setText(size, joined(bytes(part.value(sample))));
+    const from = OTHER.value(sample) / sample.budget;
+    const share = this.span / sample.budget;
+    const alone = share > ENOUGH;
+    this.bar.classList.toggle("alone", alone);
+    for (const { part, node } of this.bars) node.style.width = `${(part.value(sample) / sample.budget) * 100}%`;
+    for (const { part, node } of this.close) node.style.width = `${(part.value(sample) / this.span) * 100}%`;
+    this.beam.style.clipPath = `polygon(${from * 100}% 0, ${(from + share) * 100}% 0, 100% 100%, 0 100%)`;
+    for (const { part, size } of this.sizes) {
+      size.value = String(part.value(sample));
+      setText(size, written(part, sample));
     }
-    setText(this.other, joined(bytes(this.rest)));
-    setText(this.budget, brief(bytes(sample.budget)));
     setQuantity(this.number, percent(sample.kv_usage));
     const cache = bytes(sample.kv_used_bytes + sample.kv_free_bytes);
     setText(this.total, `of ${joined(cache)} KV cache in use`);
@@ -61,7 +86,6 @@ export class Memory {
   }
 
   describe(sample) {
-    const parts = PARTS.map((part) => `${part.name} ${joined(bytes(part.value(sample)))}`).join(", ");
-    return `${parts}, other ${joined(bytes(this.rest))}, budget ${brief(bytes(sample.budget))}`;
+    return [...WHOLE, ...TOTALS].map((part) => `${part.name} ${written(part, sample)}`).join(", ");
   }
 }
