@@ -1,0 +1,122 @@
+"""The dashboard of a real server of the bundled model, in a process of its own, while a burst comes and goes."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.morph_parts.measure import MODEL_NAME, started
+from bench.morph_parts.systems import ACCURACY, Setup, envelope, systems
+from jaxserve.bundled import bundled_model_path
+from tests.server.pages import PHONE, precisions, shoot, wait_for_state, wait_for_text
+
+# As in tests/bench/test_morph.py, so that what one of them has compiled the other finds.
+SETUP = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=4, prefill_tokens=64)
+LAYERS = 8
+AT_ONCE = 16  # requests of the burst
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """`jaxserve serve --policy morph` in a budget that 56 pages beside full precision fill, as in the demonstration."""
+    with started(systems(SETUP, envelope(SETUP))[ACCURACY]) as url:
+        yield url
+
+
+@contextmanager
+def burst(url: str) -> Iterator[None]:
+    """Keeps requests under way until the block ends; all of them are answered."""
+    over = threading.Event()
+    body = {"model": MODEL_NAME, "max_tokens": 200, "ignore_eos": True}
+
+    def ask(number: int) -> None:
+        with httpx.Client(base_url=url, timeout=120) as http:
+            while not over.is_set():
+                http.post("/v1/completions", json=body | {"prompt": [300 + number] * 160}).raise_for_status()
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        asked = [threads.submit(ask, number) for number in range(AT_ONCE)]
+        try:
+            yield
+        finally:
+            over.set()
+    for answer in asked:
+        answer.result()
+
+
+def parts_of_memory(page: Any) -> dict[str, int]:
+    """What the memory bar's legend has, in bytes."""
+    names = [text.rsplit(" ", 2)[0] for text in page.locator("#memory-legend li").all_text_contents()]
+    sizes = page.locator("#memory-legend data").evaluate_all("all => all.map(node => Number(node.value))")
+    return dict(zip(names, sizes, strict=True))
+
+
+def as_the_ledger_has_it(page: Any, url: str) -> dict[str, int]:
+    """The bar's parts once they show what `/admin/ledger` says now."""
+    ledger = httpx.get(f"{url}/admin/ledger").json()
+    left = page.locator("#memory-legend li", has_text="Left").locator("data")
+    page.wait_for_function("([node, value]) => node.value === value", arg=[left.element_handle(), str(ledger["free"])])
+    parts, entries = parts_of_memory(page), ledger["entries"]
+    assert parts["Weights"] == entries["weights"]
+    assert parts["KV used"] + parts["KV free"] + parts["KV rounding"] == entries["kv"]
+    assert parts["Other"] == ledger["used"] - entries["weights"] - entries["kv"]
+    assert parts["Budget"] == ledger["budget"] == sum(parts.values()) - parts["Budget"]
+    return parts
+
+
+def test_a_burst_is_seen_as_it_comes_and_goes(open_page, url):
+    page, phone = open_page(url), open_page(url, **PHONE, color_scheme="dark")
+    wait_for_state(page, "live")
+    wait_for_state(phone, "live")
+    wait_for_text(page, "#policy", "^morph$")
+    full = precisions(page)
+    assert full == ["bf16"] * LAYERS
+    before = as_the_ledger_has_it(page, url)
+    assert page.locator(".decision").count() == 0
+    assert "SLO 2 s" in page.locator("#plot-ttft").text_content()
+
+    with burst(url):
+        page.wait_for_function("() => document.querySelectorAll('.cell.int4').length >= 4")
+        swapped = page.locator(".cell.int4")
+        assert set(swapped.locator(".precision").all_text_contents()) == {"int4"}
+        assert {fill.evaluate("node => node.style.height") for fill in swapped.locator(".fill").all()} == {"25%"}
+        page.wait_for_function(
+            "pages => Number(document.querySelector('#memory-legend .kv-used ~ data').value) > pages",
+            arg=before["KV used"] + before["KV free"],  # more than there were
+        )
+        wait_for_text(page, "#ttft", r"\d")
+        wait_for_text(page, "#tpot", r"\d")
+        wait_for_text(page, "#queue", r"4 running.*[1-9]\d* waiting")
+        wait_for_text(page, "#log", r"✓ done.*morph.*to int4, KV \d+ → \d+ pages")
+        assert parts_of_memory(page)["Weights"] < before["Weights"]
+        wait_for_text(phone, "#precisions", r"int4 [1-9]")
+        shoot(page, "burst")
+        shoot(phone, "burst-phone")
+
+    page.wait_for_function("() => !document.querySelector('.cell.int4')")
+    wait_for_text(page, "#moving", "^steady$")
+    assert precisions(page) == full
+    assert as_the_ledger_has_it(page, url) == before
+    wait_for_text(page, "#queue", "0 running.*0 waiting")
+    reasons = page.locator(".decision .reason").all_text_contents()
+    assert "to bfloat16" in reasons[0]
+    assert "to int4" in reasons[-1]
+    assert set(page.locator(".decision .outcome").all_text_contents()) == {"✓ done"}
+    shoot(page, "after")
+    shoot(phone, "after-phone")
+
+    page.reload()
+    wait_for_state(page, "live")
+    assert page.locator(".decision .reason").all_text_contents() == reasons
+    layers = page.get_by_role("slider", name="Layers by precision")
+    layers.focus()
+    told = [""]
+    while told[-1] != (text := layers.get_attribute("aria-valuetext")):
+        told.append(text)
+        page.keyboard.press("ArrowLeft")
+    assert any("in int4" in text for text in told), "the burst is in the history"
+    assert told[-1].endswith(f" {LAYERS} in bfloat16"), "and what was before it"
