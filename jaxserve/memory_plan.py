@@ -131,6 +131,7 @@ class MemoryPlan:
             plan_version=plan.version,
             layers_by_precision={precision: layers.count(precision) for precision in set(layers)},
             weight_bytes=sum(weights * stage.tp for (weights, *_), stage in zip(sizes, stages, strict=True)),
+            variant_bytes=sum(variants * stage.tp for (_, variants, _), stage in zip(sizes, stages, strict=True)),
             kv_bytes=sum(kv * stage.tp for (*_, kv), stage in zip(sizes, stages, strict=True)),
         )
 

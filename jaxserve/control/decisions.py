@@ -29,6 +29,7 @@ class Sample:
     time: float
     precisions: Mapping[str, int]  # decoder layers
     weight_bytes: int
+    variant_bytes: int  # layers that are kept beside them
     kv_used_bytes: int
     kv_free_bytes: int
     kv_rounding_bytes: int  # whole granules or segments beyond the pages
@@ -57,6 +58,7 @@ def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Res
         time=now,
         precisions=dict(precisions),
         weight_bytes=sum(snapshot.weight_bytes for snapshot in snapshots),
+        variant_bytes=sum(snapshot.variant_bytes for snapshot in snapshots),
         kv_used_bytes=used,
         kv_free_bytes=free,
         kv_rounding_bytes=rounding,

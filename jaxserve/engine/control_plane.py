@@ -101,14 +101,13 @@ class ControlPlane:
     def history(self, since: float = float("-inf")) -> list[dict[str, Any]]:
         with self._lock:
             samples = [sample for sample in self._controller.history if sample.time > since]
-        totals = self._totals()
-        return [asdict(sample) | totals for sample in samples]
-
-    def _totals(self) -> Mapping[str, int]:
-        """Over all devices: the budget, and what the ledger has beside weights and KV, which never changes."""
         devices = sum(stage.tp for instance in self._controller.plan.instances for stage in instance.stages)
-        other = sum(size for name, size in self._ledger.entries.items() if name not in ("weights", "kv"))
-        return {"other_bytes": devices * other, "budget": devices * self._ledger.budget}
+        fixed = sum(size for name, size in self._ledger.entries.items() if name not in ("weights", "variants", "kv"))
+        shown = [asdict(sample) for sample in samples]
+        for sample in shown:
+            sample["other_bytes"] = devices * fixed + sample.pop("variant_bytes")
+            sample["budget"] = devices * self._ledger.budget
+        return shown
 
     # -- what it lets the operator change
 

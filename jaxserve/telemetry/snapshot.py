@@ -37,6 +37,7 @@ class Snapshot:
     plan_version: int = 0
     layers_by_precision: Mapping[str, int] = field(default_factory=dict)  # e.g. {"bfloat16": 16}
     weight_bytes: int = 0
+    variant_bytes: int = 0  # layers that are kept beside them on the devices
     kv_bytes: int = 0  # all that the pools take: pages, and what rounds them up
     oldest_wait: float = 0.0  # s since the sequence queued first arrived or was preempted; 0 if none waits
     # cumulative since the start
@@ -78,6 +79,7 @@ def combine(snapshots: Sequence[Snapshot]) -> Snapshot:
         plan_version=max(s.plan_version for s in snapshots),
         layers_by_precision=layers,
         weight_bytes=sum(s.weight_bytes for s in snapshots),
+        variant_bytes=sum(s.variant_bytes for s in snapshots),
         kv_bytes=sum(s.kv_bytes for s in snapshots),
         oldest_wait=max(s.oldest_wait for s in snapshots),
         preemptions=sum(s.preemptions for s in snapshots),

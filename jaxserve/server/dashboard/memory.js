@@ -22,7 +22,7 @@ const ENOUGH = 0.5; // a share of the budget that needs no scale of its own
 /** What weights and KV pools take. */
 const held = (sample) => PARTS.reduce((sum, part) => sum + part.value(sample), 0);
 
-/** What the budget leaves for that: without the runtime, workspace and the like, which never change. */
+/** What the budget leaves for that: without the runtime, workspace, layers that are kept and the like. */
 const room = (sample) => sample.budget - OTHER.value(sample);
 
 const written = (part, sample) => (part.round ? brief : joined)(bytes(part.value(sample)));
