@@ -178,9 +178,13 @@ def _actuator(
 
 
 def _use_kept(executor: BlockExecutor, source: LayerSource, block: str, precision: str) -> None:
-    """Has a layer that runs in this precision from the start use what is kept, instead of what it was loaded with."""
+    """Makes the row of what is kept, and has a layer that runs in this precision from the start use it, instead of what
+    it was loaded with.
+    """
+    row = executor.prepare(block, source.parameters(block, precision), precision)
     if any((row.block, row.precision) == (block, precision) for row in executor.rows):
-        executor.replace(executor.prepare(block, source.parameters(block, precision), precision)).free()
+        for loaded in executor.replace([row]):
+            loaded.free()
 
 
 def _copy_rate(resolved: Resolved) -> float:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 RUNTIME = 700_000_000  # bytes on the host for interpreter, JAX, server and compiled code: 650 MB after a cold start
 OF_STAGES = ("weights", "variants", "kv", "workspace", "exchange")  # the ledger's entries that are a stage's
 COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s, for a change of the plan while steps go on
-COPY_SHARES = {"cpu": 0.1, "gpu": 1.0, "tpu": 1.0}  # of a core, for the thread that copies: steps may need it
+COPY_SHARES = {"cpu": 0.05, "gpu": 1.0, "tpu": 1.0}  # of a core, for the thread that copies: steps may need it
 
 
 @dataclass(frozen=True)

@@ -77,15 +77,13 @@ class Jaxserve:
     def layers_in(self, precision: str) -> Iterator[None]:
         """With all layers in a precision, of random numbers. Mutates, until it is left."""
         layers = [row for row in self.executor.rows if row.block.startswith("layers.")]
-        olds = []
+        made = [self.parameters_in(precision, row, jax.random.key(number)) for number, row in enumerate(layers)]
+        prepare = self.executor.prepare
+        self.executor.replace([prepare(row.block, some, precision) for row, some in zip(layers, made, strict=True)])
         try:
-            for number, row in enumerate(layers):
-                parameters = self.parameters_in(precision, row, jax.random.key(number))
-                olds.append(self.executor.replace(self.executor.prepare(row.block, parameters, precision)))
             yield
         finally:
-            for old in olds:
-                self.executor.replace(old)
+            self.executor.replace(layers)
 
     def parameters_in(self, precision: str, row: Row, key: jax.Array) -> dict[str, jax.Array | QArray]:
         """A layer's parameters in a precision, made where they are used; what stays as it is, is the row's own."""

@@ -1,34 +1,41 @@
 """What an exchange of layers costs the steps beside it: a steady decode, in which all layers change to and fro."""
 
 import asyncio
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import httpx
 import numpy as np
 
 from bench.morph_parts.measure import MODEL_NAME, started
-from bench.morph_parts.systems import ACCURACY, QUANTISED, Setup, System, envelope, systems
+from bench.morph_parts.systems import PERFORMANCE, QUANTISED, Setup, envelope, systems
 from jaxserve.bench.client import Client, Target
-from jaxserve.bench.prometheus import parse
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.workload import Sample
 from jaxserve.control.plan_yaml import from_yaml, to_yaml
+from jaxserve.engine.step_log import Recording, read_log
 
 SEQUENCES, PROMPT = 4, 32
-PAUSE_S, LOOK_S = 0.5, 0.02
+BEFORE_S, LOOKS_BEFORE, LOOK_S = 0.4, 6, 0.1
+LONGEST_S = 0.5  # between two steps of a decode that goes on
 YAML = {"content-type": "application/yaml"}
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """All layers have changed to `after`; seconds of a step, by the server's own count, before and meanwhile."""
+    """All layers have changed to `after`, from the decision until what they replaced was freed; means of the times
+    between the ends of steps that only decode, before and meanwhile, and the longest of these.
+    """
 
     after: str
     seconds: float
+    steps: int
     step_before_s: float
     step_during_s: float
+    longest_s: float
 
     @property
     def ratio(self) -> float:
@@ -36,27 +43,43 @@ class Exchange:
         return self.step_during_s / self.step_before_s
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Of the engine since its start."""
-
-    count: float
-    seconds: float
-
-
 def exchanges(setup: Setup, *, seconds: float, tokens: int) -> list[Exchange]:
     """Decodes answers of `tokens` tokens for `seconds`, and has all layers change to int4 and back all the while.
 
-    Raises `JaxserveError` if the server does not start, httpx.HTTPError if it takes no plan.
+    The server is one whose policy may want all layers in int4, so that it has the programs for that; the first plan
+    that it is given ends that policy. Raises `JaxserveError` if the server does not start, httpx.HTTPError if it takes
+    no plan.
     """
     length = PROMPT + tokens
     setup = replace(setup, kv_pages=(SEQUENCES + 2) * length // 16 + 64, max_model_len=length, max_num_seqs=SEQUENCES)
     room = envelope(setup)
-    system = systems(setup, room)[ACCURACY]
-    args = list(system.serve_args)
-    args[args.index("--policy") + 1] = "manual"
-    with started(System(system.name, system.kv_pages, tuple(args))) as url:
-        return asyncio.run(_measure(url, room.full_precision, seconds, tokens))
+    system = systems(setup, room)[PERFORMANCE]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "steps.log"
+        with started(replace(system, serve_args=(*system.serve_args, "--step-log", str(log)))) as url:
+            asyncio.run(_to_and_fro(url, room.full_precision, seconds, tokens))
+        return found_in(read_log(log))
+
+
+def found_in(recording: Recording) -> list[Exchange]:
+    """The exchanges of a step log that have steps before and meanwhile."""
+    steps = sorted(recording.steps, key=lambda step: step.ended)
+    ends, versions = (np.array([getattr(step, name) for step in steps]) for name in ("ended", "version"))
+    gaps = np.diff(ends, prepend=-np.inf)
+    decodes = (gaps < LONGEST_S) & np.array([step.prefill == 0 for step in steps], bool)
+    found = []
+    for decision in recording.decisions:
+        afters = {line.split(" -> ")[1].split()[0] for line in decision.transitions if "layers." in line}
+        new = np.flatnonzero(versions >= decision.target_version)
+        if len(afters) != 1 or len(new) < 2:
+            continue
+        freed = ends[new[1]]  # what was dispatched before the first step of the new plan has ended
+        before = gaps[decodes & (ends < decision.time) & (ends > decision.time - BEFORE_S)]
+        during = gaps[decodes & (ends > decision.time) & (ends <= freed)]
+        if len(before) and len(during):
+            times = float(before.mean()), float(during.mean()), float(during.max())
+            found.append(Exchange(*afters, float(freed - decision.time), len(during), *times))
+    return found
 
 
 def exchange_table(found: Sequence[Exchange]) -> str:
@@ -64,27 +87,31 @@ def exchange_table(found: Sequence[Exchange]) -> str:
     rows = []
     for after in dict.fromkeys(exchange.after for exchange in found):
         some = [exchange for exchange in found if exchange.after == after]
-        ratios, before = np.array([e.ratio for e in some]), np.median([e.step_before_s for e in some])
+
+        def middle(name: str, scale: float = 1.0, some: Sequence[Exchange] = some) -> float:
+            return float(np.median([getattr(exchange, name) for exchange in some])) * scale
+
         rows.append(
-            f"| {after} | {len(some)} | {np.median([e.seconds for e in some]) * 1e3:.0f} | {before * 1e3:.2f} | "
-            f"{np.median(ratios):.2f}x | {ratios.max():.2f}x |"
+            f"| {after} | {len(some)} | {middle('seconds', 1e3):.0f} | {middle('steps'):.0f} | "
+            f"{middle('step_before_s', 1e3):.2f} | {middle('ratio'):.2f}x | "
+            f"{max(exchange.ratio for exchange in some):.2f}x | {middle('longest_s', 1e3):.1f} |"
         )
-    head = "| all layers to | times | took, ms | step before, ms | step meanwhile, median | worst |"
-    return "\n".join([head, "| --- | ---: | ---: | ---: | ---: | ---: |", *rows])
+    head = "| all layers to | times | took, ms | steps | before, ms | meanwhile, median | worst | longest step, ms |"
+    return "\n".join([head, "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |", *rows])
 
 
-async def _measure(url: str, full: str, seconds: float, tokens: int) -> list[Exchange]:
+async def _to_and_fro(url: str, full: str, seconds: float, tokens: int) -> None:
     target = Target(url, MODEL_NAME, extra_body={"temperature": 0}, ignore_eos=True)
-    end, found = time.monotonic() + seconds, []
+    end = time.monotonic() + seconds
     async with Client(target) as client, httpx.AsyncClient(base_url=url, trust_env=False) as admin:
         decoding = [asyncio.create_task(_decode(client, n, tokens, end)) for n in range(SEQUENCES)]
         while time.monotonic() < end:
             for precision in (QUANTISED, full):
-                start = await _steps(admin)
-                await asyncio.sleep(PAUSE_S)
-                found.append(await _exchange(admin, precision, start))
+                for _ in range(LOOKS_BEFORE):  # the server answers as many before as meanwhile
+                    await _precisions(admin)
+                    await asyncio.sleep(LOOK_S)
+                await _exchange(admin, precision)
         await asyncio.gather(*decoding)
-    return [exchange for exchange in found if exchange is not None]
 
 
 async def _decode(client: Client, number: int, tokens: int, end: float) -> None:
@@ -94,31 +121,18 @@ async def _decode(client: Client, number: int, tokens: int, end: float) -> None:
         await client.send(Sample(prompt, PROMPT, tokens), RequestRecord(number, 0.0, 0.0, PROMPT))
 
 
-async def _exchange(admin: httpx.AsyncClient, precision: str, start: Steps) -> Exchange | None:
-    """Has all layers change, and waits until they have; None if no step ran beside that, or before."""
+async def _exchange(admin: httpx.AsyncClient, precision: str) -> None:
+    """Has all layers change, and waits until they have."""
     plan = from_yaml((await admin.get("/admin/plan", params={"format": "yaml"})).raise_for_status().text)
     for number, instance in enumerate(plan.instances):
         layers = [block.block for block in instance.blocks if block.block.startswith("layers.")]
         plan = plan.with_precisions(number, dict.fromkeys(layers, precision))
-    before, begin = await _steps(admin), time.monotonic()
     (await admin.put("/admin/plan", content=to_yaml(plan), headers=YAML)).raise_for_status()
-    while not _done((await admin.get("/admin/status")).raise_for_status().json(), precision):
+    while await _precisions(admin) != {precision}:
         await asyncio.sleep(LOOK_S)
-    took, after = time.monotonic() - begin, await _steps(admin)
-    if before.count == start.count or after.count == before.count:
-        return None
-    return Exchange(precision, took, _mean(start, before), _mean(before, after))
 
 
-def _done(status: Mapping, precision: str) -> bool:
-    layers = {layer["precision"] for instance in status["layers"] for layer in instance}
-    return layers == {precision} and not status["busy"]
-
-
-def _mean(early: Steps, late: Steps) -> float:
-    return (late.seconds - early.seconds) / (late.count - early.count)
-
-
-async def _steps(admin: httpx.AsyncClient) -> Steps:
-    values = parse((await admin.get("/metrics")).raise_for_status().text, histograms=False).values
-    return Steps(values["iteration_seconds_count"], values["iteration_seconds_sum"])
+async def _precisions(admin: httpx.AsyncClient) -> set[str]:
+    """Those of the layers, while no change is under way."""
+    status = (await admin.get("/admin/status")).raise_for_status().json()
+    return set() if status["busy"] else {layer["precision"] for instance in status["layers"] for layer in instance}

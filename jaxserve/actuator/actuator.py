@@ -1,9 +1,9 @@
-"""PlanActuator: carries transitions out, one after the other, in a thread of its own.
+"""PlanActuator: carries transitions out, one batch after the other, in a thread of its own.
 
-Each has two phases. What it needs is prepared while steps go on: a layer's variant is copied beside the row in use. It
+Each has two phases. What it needs is prepared while steps go on: layers' variants are copied beside the rows in use. It
 is committed between two steps of its instance, in that instance's thread: references are exchanged, and from the next
 step on the plan after it is in force. What it replaced is freed when the steps that use it have ended; only then does
-the ledger let the next transition have the memory. A transition that fails in any phase leaves everything as it was.
+the ledger let the next batch have the memory. A batch that fails in any phase leaves everything as it was.
 """
 
 import logging
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 from jaxserve.actuator.copying import LayerSource, Throttle
 from jaxserve.control.actuation import Outcome
+from jaxserve.control.diff import apply
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import Plan
-from jaxserve.control.transitions import ResizeKVPool, SwapPrecision, Transition
+from jaxserve.control.transitions import ResizeKVPool, SwapPrecision, Transition, batches
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.precision import mixture_name
 from jaxserve.engine.loop import StepLoop
@@ -114,50 +115,59 @@ class PlanActuator:
 
     def _run(self) -> None:
         while (transitions := self._waiting.get()) is not None:
-            for transition in transitions:
-                outcome = self._attempt(transition)
-                self._outcomes.put(outcome)
-                if outcome.error is not None:
+            for batch in batches(transitions):
+                outcomes = self._attempt(batch)
+                for outcome in outcomes:
+                    self._outcomes.put(outcome)
+                if outcomes[-1].error is not None:
                     break
             with self._lock:
                 self._under_way -= 1
 
-    def _attempt(self, transition: Transition) -> Outcome:
-        kind, begin = type(transition).__name__, time.monotonic()
+    def _attempt(self, batch: Sequence[Transition]) -> list[Outcome]:
+        """All of a batch, or the failure of its first transition, with which the others are dropped."""
+        begin = time.monotonic()
         error: str | None = None
         try:
-            self._carry_out(transition)
+            self._carry_out(batch)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
             unexpected = not isinstance(failure, JaxserveError | ValueError)  # pages in use, no room in the ledger
-            log.warning("plan %d stays in force: %s: %s", self._plan.version, transition, error, exc_info=unexpected)
+            names = "; ".join(map(str, batch))
+            log.warning("plan %d stays in force: %s: %s", self._plan.version, names, error, exc_info=unexpected)
         seconds = time.monotonic() - begin
-        self._metrics.transition(kind, "failed" if error else "done", seconds)
-        return Outcome(transition, error, seconds)
+        ended = batch[:1] if error else batch
+        for transition in ended:
+            self._metrics.transition(type(transition).__name__, "failed" if error else "done", seconds)
+        return [Outcome(transition, error, seconds) for transition in ended]
 
-    def _carry_out(self, transition: Transition) -> None:
-        after = transition.apply(self._plan)
-        instance = self._instances[transition.instance]
-        match transition:
-            case SwapPrecision():
-                self._exchange(instance, transition, after)
-            case ResizeKVPool() if transition.after >= transition.before:
+    def _carry_out(self, batch: Sequence[Transition]) -> None:
+        after = apply(self._plan, batch)
+        instance = self._instances[batch[0].instance]
+        match batch:
+            case (ResizeKVPool() as transition,) if transition.after >= transition.before:
                 self._extend(instance, transition, after)
-            case ResizeKVPool():
+            case (ResizeKVPool() as transition,):
                 self._between_steps(instance, lambda done: self._shrink(instance, transition, after, done))
+            case _:
+                self._exchange(instance, [swap for swap in batch if isinstance(swap, SwapPrecision)], after)
 
-    def _exchange(self, instance: Instance, transition: SwapPrecision, after: Plan) -> None:
-        """Prepares a layer's variant and puts it in the place of the one in use.
+    def _exchange(self, instance: Instance, swaps: Sequence[SwapPrecision], after: Plan) -> None:
+        """Prepares layers' variants and puts them in the place of those in use.
 
-        While there are both, the ledger has the larger one among the weights, and room for the smaller one.
+        While there are both, the ledger has the larger ones among the weights, and room for the smaller one of one.
         """
-        self._ledger.update(self._entries(after if transition.bytes_needed else self._plan))
-        either = [row for row in instance.executor.rows if row.block == transition.block]
+        number, needed = swaps[0].instance, any(swap.bytes_needed for swap in swaps)
+        self._ledger.update(self._entries(after if needed else self._plan))
+        blocks = {swap.block for swap in swaps}
+        either = [row for row in instance.executor.rows if row.block in blocks]
+        prepared: list[Row] = []
         try:
-            either.append(prepared := self._prepare(instance, transition.block, transition.after))
-            self._between_steps(instance, lambda done: self._swap(instance, transition, prepared, after, done))
+            for swap in swaps:
+                prepared.append(self._prepare(instance, swap.block, swap.after))
+            self._between_steps(instance, lambda done: self._swap(instance, number, prepared, after, done))
         except BaseException:
-            for row in either:
+            for row in (*either, *prepared):
                 if all(other is not row for other in instance.executor.rows):
                     row.free()
             self._ledger.update(self._entries(self._plan))
@@ -209,15 +219,20 @@ class PlanActuator:
 
     # -- between two steps, in the instance's thread: in force at once, or everything is as it was
 
-    def _swap(self, instance: Instance, transition: SwapPrecision, row: Row, after: Plan, done: Future[None]) -> None:
+    def _swap(self, instance: Instance, number: int, rows: Sequence[Row], after: Plan, done: Future[None]) -> None:
         executor = instance.executor
         with ExitStack() as undo:
-            old = executor.replace(row)
+            old = executor.replace(rows)
             undo.callback(executor.replace, old)
-            self._replan(instance, transition.instance, after, undo)
+            self._replan(instance, number, after, undo)
             undo.pop_all()
         self._plan = after
-        instance.steps.after_dispatched(lambda: self._end(old.free, after, done))
+
+        def free() -> None:
+            for row in old:
+                row.free()
+
+        instance.steps.after_dispatched(lambda: self._end(free, after, done))
 
     def _grow(
         self, instance: Instance, transition: ResizeKVPool, growth: Growth, after: Plan, done: Future[None]

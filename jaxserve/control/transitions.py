@@ -1,6 +1,8 @@
 """Transitions: the primitive changes of a plan, with what they cost."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from jaxserve.control.plan import Plan
 from jaxserve.core.errors import PlanError
@@ -57,6 +59,23 @@ class ResizeKVPool:
 
 
 Transition = SwapPrecision | ResizeKVPool
+
+
+def batches(transitions: Sequence[Transition]) -> Iterator[tuple[Transition, ...]]:
+    """Consecutive transitions that are put in force at once, between the same two steps; most are alone.
+
+    Together are layers of an instance that all free memory or all need it, and take none on the way that they do not
+    keep: where quantised ones are used where they are kept. So no step runs a mixture that nobody wanted.
+    """
+
+    def batch(numbered: tuple[int, Transition]) -> object:
+        number, transition = numbered
+        if isinstance(transition, SwapPrecision) and transition.peak_bytes == transition.bytes_needed:
+            return transition.instance, transition.bytes_needed > 0
+        return number
+
+    for _, run in groupby(enumerate(transitions), key=batch):
+        yield tuple(transition for _, transition in run)
 
 
 def _mb(size: int) -> str:

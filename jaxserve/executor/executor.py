@@ -93,6 +93,7 @@ class BlockExecutor:
         self._fused = fused
         self._ahead = CompiledAhead()
         self._builder = builder
+        self._lent: dict[tuple[str, str], tuple[Mapping[str, Parameter], Row]] = {}  # rows that own nothing
         self._stages = stages_of(rows)
         self._inputs = {stage.placement: builder.step_inputs(stage.placement) for stage in self._stages}
         self._tile_of = jax.jit(partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile))
@@ -163,9 +164,15 @@ class BlockExecutor:
         """A row that may take the place of a block's, on the same devices: for `replace`, or to be freed.
 
         Only copies; steps may go on meanwhile. `copied` is told the bytes of each array once it is
-        there, and may wait.
+        there, and may wait. A row that owns nothing is the same each time that it is prepared of the same parameters.
         """
-        return self._builder.build(block, parameters, self.rows[self._index(block)].placement, precision, copied)
+        known = self._lent.get((block, precision))
+        if known is not None and known[0] is parameters:
+            return known[1]
+        row = self._builder.build(block, parameters, self.rows[self._index(block)].placement, precision, copied)
+        if not row.owned:
+            self._lent[block, precision] = parameters, row
+        return row
 
     def place(
         self, block: str, parameters: Mapping[str, Parameter], precision: str, memory: str | None = None
@@ -176,19 +183,22 @@ class BlockExecutor:
         """
         return self._builder.place(block, parameters, self.rows[self._index(block)].placement, precision, memory=memory)
 
-    def replace(self, row: Row) -> Row:
-        """Exchanges a decoder layer's row between two steps; returns the old one, for the caller to free. Mutates.
+    def replace(self, rows: SequenceOf[Row]) -> list[Row]:
+        """Exchanges decoder layers' rows between two steps; returns the old ones, for the caller to free. Mutates.
 
-        Steps that were dispatched keep what they need of it. Nothing is compiled if the row's executable was warmed.
+        Steps that were dispatched keep what they need of them. Nothing is compiled if the executables were warmed.
         """
-        index = self._index(row.block)
-        old = self.rows[index]
-        assert old.placement == row.placement, "a row is exchanged on its own devices"
-        self._stages = stages_of([*self.rows[:index], row, *self.rows[index + 1 :]])
-        self.rows[index] = row
+        table = list(self.rows)
+        replaced: list[Row] = []
+        for row in rows:
+            index = self._index(row.block)
+            assert table[index].placement == row.placement, "a row is exchanged on its own devices"
+            replaced.append(table[index])
+            table[index] = row
+        self._stages, self.rows = stages_of(table), table
         if self._fused is not None:
             self._fused.table_changed()
-        return old
+        return replaced
 
     def warm_layer(self, row: Row) -> None:
         """Compiles the executable of a decoder layer's row that is not in the table, and runs it on padding.

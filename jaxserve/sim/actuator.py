@@ -1,4 +1,4 @@
-"""SimActuator: carries transitions out one after the other, in virtual time, with the phases of the real one.
+"""SimActuator: carries transitions out, batch after batch, in virtual time, with the phases of the real one.
 
     prepare, while steps go on -> commit, between two steps -> free, when the steps dispatched before have ended
 
@@ -11,9 +11,10 @@ from math import inf
 from typing import Protocol
 
 from jaxserve.control.actuation import Outcome
+from jaxserve.control.diff import apply
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import InstancePlan, Plan
-from jaxserve.control.transitions import ResizeKVPool, SwapPrecision, Transition
+from jaxserve.control.transitions import ResizeKVPool, SwapPrecision, Transition, batches
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.precision import mixture_name
@@ -120,45 +121,50 @@ class SimActuator:
     # -- the thread
 
     def _run(self, transitions: Sequence[Transition]) -> Generator[Due, None, None]:
-        for transition in transitions:
+        for batch in batches(transitions):
             begin = self._clock.now()
             error: str | None = None
             try:
-                yield from self._carry_out(transition)
+                yield from self._carry_out(batch)
             except (JaxserveError, ValueError) as failure:  # no room in the ledger, pages in use; any other is a bug
                 error = f"{type(failure).__name__}: {failure}"
-            self._outcomes.append(Outcome(transition, error, self._clock.now() - begin))
+            seconds = self._clock.now() - begin
+            self._outcomes += [Outcome(transition, error, seconds) for transition in (batch[:1] if error else batch)]
             if error is not None:
                 break
 
-    def _carry_out(self, transition: Transition) -> Generator[Due, None, None]:
-        after = transition.apply(self._plan)
-        instance = self._instances[transition.instance]
-        match transition:
-            case SwapPrecision():
-                self._check_exchange(transition, after)
-                self._ledger.update(self._entries(after if transition.bytes_needed else self._plan))
-                try:
-                    yield from self._prepare(transition)
-                    yield from self._between_steps(
-                        instance, lambda freed: self._swap(instance, transition, after, freed)
-                    )
-                finally:
-                    self._ledger.update(self._entries(self._plan))
-            case ResizeKVPool() if transition.after >= transition.before:
+    def _carry_out(self, batch: Sequence[Transition]) -> Generator[Due, None, None]:
+        after = apply(self._plan, batch)
+        instance = self._instances[batch[0].instance]
+        match batch:
+            case (ResizeKVPool() as transition,) if transition.after >= transition.before:
                 self._ledger.check(self._entries(after))
                 yield from self._between_steps(instance, lambda freed: self._grow(instance, transition, after, freed))
-            case ResizeKVPool():
+            case (ResizeKVPool() as transition,):
                 yield from self._between_steps(instance, lambda freed: self._shrink(instance, transition, after, freed))
+            case _:
+                yield from self._exchange(instance, [swap for swap in batch if isinstance(swap, SwapPrecision)], after)
         self._ledger.update(self._entries(after))
 
-    def _check_exchange(self, transition: SwapPrecision, after: Plan) -> None:
+    def _exchange(self, instance: Instance, swaps: Sequence[SwapPrecision], after: Plan) -> Generator[Due, None, None]:
+        number, needed = swaps[0].instance, any(swap.bytes_needed for swap in swaps)
+        self._check_exchange(
+            max(swap.peak_bytes - swap.bytes_needed for swap in swaps), after if needed else self._plan
+        )
+        self._ledger.update(self._entries(after if needed else self._plan))
+        try:
+            for swap in swaps:
+                yield from self._prepare(swap)
+            yield from self._between_steps(instance, lambda freed: self._swap(instance, number, after, freed))
+        finally:
+            self._ledger.update(self._entries(self._plan))
+
+    def _check_exchange(self, smaller: int, larger: Plan) -> None:
         """Raises `MemoryBudgetError` where there is no room for both variants at once: for the larger one among the
-        weights, and for the smaller one beside them.
+        weights, and for the smaller one's bytes beside them.
         """
-        smaller = transition.peak_bytes - transition.bytes_needed
         beside = {EXCHANGE: max(self._ledger.entries.get(EXCHANGE, 0), smaller)}
-        self._ledger.check(beside | dict(self._entries(after if transition.bytes_needed else self._plan)))
+        self._ledger.check(beside | dict(self._entries(larger)))
 
     def _prepare(self, transition: SwapPrecision) -> Generator[Due, None, None]:
         """Copies a layer's variant, no faster than was estimated, and compiles what is new to the instance."""
@@ -196,8 +202,8 @@ class SimActuator:
 
     # -- between two steps, called by the instance
 
-    def _swap(self, instance: Instance, transition: SwapPrecision, after: Plan, freed: Future[float]) -> None:
-        self._put_in_force(instance, transition.instance, after)
+    def _swap(self, instance: Instance, number: int, after: Plan, freed: Future[float]) -> None:
+        self._put_in_force(instance, number, after)
         instance.after_dispatched(lambda: freed.set_result(self._clock.now()))
 
     def _grow(self, instance: Instance, transition: ResizeKVPool, after: Plan, freed: Future[float]) -> None:

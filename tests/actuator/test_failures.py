@@ -11,6 +11,7 @@ import pytest
 from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryBudgetError
+from jaxserve.executor.blocks import Row
 from jaxserve.factory import build
 from jaxserve.kernels import Pool
 from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, mixture, pools_of, prompt, target_of
@@ -47,6 +48,34 @@ def test_what_fails_leaves_the_plan_before_it_in_force(
     adapted.change(wanted)
     assert (adapted.ended("failed"), adapted.ended("done")) == (failed + 1, done + len(adapted.outcomes) - 1)
     assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
+
+
+@pytest.mark.parametrize("broken", ["prepare", "replace"])
+def test_of_layers_that_change_at_once_all_do_or_none(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """The last of three cannot be prepared, or not be put in its place; those prepared before it are freed."""
+    executor, small = adapted.steps.executor, mixture(adapted.plan, ("int4",) * 3)
+    adapted.change(small)
+    before, original, made = state_of(adapted), executor.prepare, list[Row]()
+
+    def prepare(block: str, *args: Any, **kwargs: Any) -> Row:
+        if broken == "prepare" and block == "layers.2":
+            raise MemoryError("none left")
+        row = original(block, *args, **kwargs)
+        made.append(replace(row, placement=None) if broken == "replace" and block == "layers.2" else row)
+        return made[-1]
+
+    monkeypatch.setattr(executor, "prepare", prepare)
+    adapted.change(adapted.start)
+    *_, outcome = adapted.outcomes
+    assert outcome.error is not None
+    assert state_of(adapted) == before
+    assert len(made) == (2 if broken == "prepare" else 3)
+    assert all(leaf.is_deleted() for row in made for leaf in row.leaves)
+    monkeypatch.undo()
+    adapted.change(adapted.start)
+    assert adapted.plan.instances == adapted.start.instances, "the next attempt succeeds"
 
 
 def state_of(adapted: Adapted) -> dict[str, Any]:

@@ -36,6 +36,23 @@ def test_a_layer_changes_its_precision_in_the_middle_of_an_answer(adapted: Adapt
     assert [outcome.error for outcome in adapted.outcomes] == [None, None]
 
 
+def test_no_step_runs_a_mixture_that_nobody_wanted(adapted: Adapted, mixed: MixedReference) -> None:
+    """Layers that are used where they are kept change between the same two steps, and so back."""
+    wanted = [mixture(adapted.plan, precisions) for precisions in [("int4", "int8", "int4"), ("float32",) * 3]]
+    tokens, p = {}, prompt(41, 50)
+    request = adapted.add(p, replace(GREEDY, max_tokens=180))
+    adapted.run(tokens, list(wanted))
+    (run,) = adapted.runs[request]
+    ran = [tuple(precisions[f"layers.{layer}"] for layer in range(3)) for precisions in run.in_force]
+    assert [each for each, _ in itertools.groupby(ran)] == [
+        ("float32",) * 3,
+        ("int4", "int8", "int4"),
+        ("float32",) * 3,
+    ]
+    assert [outcome.error for outcome in adapted.outcomes] == [None] * 6
+    mixed.check(adapted.runs[request], p, tokens[request])
+
+
 targets = st.lists(
     st.tuples(st.tuples(*[st.sampled_from(PRECISIONS)] * 3), st.integers(25, 80)), min_size=1, max_size=12
 )

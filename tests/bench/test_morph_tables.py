@@ -1,11 +1,14 @@
 """The measurement of adaptation: its tables, verdicts and plots."""
 
+import itertools
+
 import pytest
 
 from bench.morph_parts import plots
-from bench.morph_parts.steady import Exchange, exchange_table
+from bench.morph_parts.steady import Exchange, exchange_table, found_in
 from bench.morph_parts.summary import cells, verdict_table, verdicts, workload_tables
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, LABELS, NAMES, PERFORMANCE
+from jaxserve.engine.step_log import Decided, Recording, Step
 from tests.bench.morph_results import made_results
 
 
@@ -40,10 +43,31 @@ def test_agreement_is_judged_beside_that_of_full_precision_with_itself(share, me
 
 
 def test_exchanges_are_told_by_direction():
-    to_int4 = [Exchange("int4", 0.2, 0.010, 0.011), Exchange("int4", 0.3, 0.010, 0.013)]
-    table = exchange_table([*to_int4, Exchange("full", 0.1, 0.01, 0.01)])
-    assert "| int4 | 2 | 250 | 10.00 | 1.20x | 1.30x |" in table
-    assert "| full | 1 | 100 | 10.00 | 1.00x | 1.00x |" in table
+    to_int4 = [Exchange("int4", 0.2, 7, 0.010, 0.011, 0.02), Exchange("int4", 0.3, 9, 0.010, 0.013, 0.03)]
+    table = exchange_table([*to_int4, Exchange("full", 0.1, 4, 0.01, 0.01, 0.01)])
+    assert "| int4 | 2 | 250 | 8 | 10.00 | 1.20x | 1.30x | 25.0 |" in table
+    assert "| full | 1 | 100 | 4 | 10.00 | 1.00x | 1.00x | 10.0 |" in table
+
+
+def test_exchanges_are_found_in_a_step_log():
+    """Steps of 10 ms; from the decision at 1.0 until the second step of the plan after, of 15, and one of 40."""
+    lasting = [*[0.01] * 100, *[0.015] * 8, 0.04, 0.015, *[0.01] * 50]
+    ends = itertools.accumulate(lasting)
+    versions = [1] * 108 + [4] * 52
+    steps = [
+        Step(0, n, end - 0.01, end - 0.01, end, 4, 4, 4, 100, int(n in (97, 103)), 0, 0, version)
+        for n, (end, version) in enumerate(zip(ends, versions, strict=True))
+    ]
+    swaps = tuple(f"instance 0: layers.{n} bfloat16 -> int4 (frees 1.0 MB, about 5 ms)" for n in range(3))
+    decided = [
+        Decided(0.0, "morph", "a pool alone", 1, 2, ("instance 0: KV 50 -> 60 pages (needs 1.0 MB)",), "started"),
+        Decided(1.0001, "manual", "the operator's plan", 1, 4, swaps, "started"),
+        Decided(9.0, "manual", "nothing ran since", 4, 7, swaps, "started"),
+    ]
+    (found,) = found_in(Recording({}, steps=tuple(steps), decisions=tuple(decided)))
+    assert (found.after, found.steps) == ("int4", 9), "of ten steps one had a prompt"
+    times = found.seconds, found.step_before_s, found.step_during_s, found.longest_s
+    assert times == pytest.approx((0.1749, 0.01, (8 * 0.015 + 0.04) / 9, 0.04))
 
 
 def test_never_restored_is_a_miss():

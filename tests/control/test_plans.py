@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from jaxserve.control import Plan, ResizeKVPool, Resources, StagePlan, SwapPrecision
 from jaxserve.control.diff import apply, diff
 from jaxserve.control.plan_yaml import from_yaml, plan_table, to_yaml
+from jaxserve.control.transitions import batches
 from jaxserve.control.validate import validate
 from jaxserve.core.errors import ConfigError, PlanError
 from tests.control.worlds import LAYER, MB, PAGE, home_plan, machine
@@ -73,6 +74,24 @@ def test_transitions_say_what_they_cost() -> None:
     assert resize == ResizeKVPool(0, 401, 421, 0, 20 * PAGE, 20 * PAGE, 0.0)
     assert str(swap) == "instance 0: layers.3 bfloat16 -> int4 (frees 15.0 MB, about 5 ms)"
     assert str(resize) == "instance 0: KV 401 -> 421 pages (needs 10.0 MB)"
+
+
+def test_layers_that_are_used_where_they_are_kept_change_at_once() -> None:
+    """All that free memory, then all that need it; of layers that are copied there is room for one at a time."""
+    plan = home_plan()
+    some = plan.with_precisions(0, {"layers.0": "int4", "layers.2": "int8"})
+    other = plan.with_precisions(0, {"layers.1": "int4", "layers.3": "int4"}).with_kv_pages(0, 421)
+    way = diff(some, other, replace(machine(), kept=("int8", "int4")))
+    changed = [[getattr(transition, "block", "KV") for transition in batch] for batch in batches(way)]
+    assert changed == [["layers.1", "layers.3"], ["layers.0", "layers.2"], ["KV"]]
+    assert [len(batch) for batch in batches(diff(some, other, machine()))] == [1] * 5
+    assert list(batches(())) == []
+
+
+def test_each_instance_changes_by_itself() -> None:
+    plan, layers = home_plan(dp=2), {"layers.1": "int4", "layers.3": "int4"}
+    way = diff(plan, plan.with_precisions(0, layers).with_precisions(1, layers), replace(machine(), kept=("int4",)))
+    assert [[transition.instance for transition in batch] for batch in batches(way)] == [[0, 0], [1, 1]]
 
 
 def test_a_transition_applies_only_to_the_plan_it_was_made_for() -> None:

@@ -90,7 +90,8 @@ def test_a_layer_changes_to_its_prepared_variant_without_compiling(prepared: Pat
     executor, before = built.instances[0].executor, dict(built.compilations.counts)
     row = executor.prepare("layers.5", built.resolved.checkpoint.variant("layers.5", "int4"), "int4")
     assert len(row.leaves) == len(executor.rows[6].leaves) + 4 * 2, "codes, scales and zeros"
-    executor.replace(row).free()
+    (old,) = executor.replace([row])
+    old.free()
     for shape in executor.buckets.all():
         executor._forward(np.zeros(shape.size, np.int32), shape)
     assert built.compilations.counts == before

@@ -48,7 +48,8 @@ class Swapped:
         block = f"layers.{layer}"
         resolved = self.built.resolved
         parameters = resolved.checkpoint.variant(block, precision, resolved.physical)
-        self.executor.replace(self.executor.prepare(block, parameters, precision)).free()
+        (old,) = self.executor.replace([self.executor.prepare(block, parameters, precision)])
+        old.free()
         self.precisions[layer] = precision
         layers = {name: self.precisions.count(name) for name in self.precisions}
         held = sum(row.nbytes for row in self.executor.rows)

@@ -244,6 +244,14 @@ def test_a_layer_that_is_kept_is_used_at_once_and_gives_all_of_the_one_before() 
     assert world.ledger.used == world.ledger.budget
 
 
+def test_layers_that_are_kept_change_between_the_same_two_steps() -> None:
+    world = World(bandwidth=100 * MB, exchange=0, kept=("int4",))
+    small = world.home.with_precisions(0, {"layers.1": "int4", "layers.2": "int4"})
+    assert world.carry_out(*world.towards(small)) == [0.0, 0.0]
+    assert world.carry_out(*world.towards(world.home)) == pytest.approx([0.4, 0.4]), "2 x 20 MB at 100 MB/s"
+    assert [plan.layer_precisions.count("int4") for _, plan in world.instances[0].plans] == [0, 2, 0]
+
+
 def test_other_transfers_on_the_link_come_first_or_have_their_share() -> None:
     world = World(bandwidth=100 * MB)
     world.links.start(0.0, "pcie", 30 * MB, Priority.KV)
