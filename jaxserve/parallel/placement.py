@@ -42,6 +42,6 @@ def spec(axes: Sequence[str | None] = ()) -> PartitionSpec:
 
 
 def bytes_held(array: Array) -> int:
-    """Of an array on all its devices. Not by its shards, which JAX lists twice if two threads ask for the first time."""
+    """Of an array on all its devices. Not by its shards, which JAX lists twice if two threads ask at once."""
     sharding = array.sharding
     return prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize * len(sharding.device_set)
