@@ -1,6 +1,7 @@
-"""What an exchange of layers costs the steps beside it: a steady decode, in which all layers change to and fro."""
+"""What a change of the plan costs the steps beside it: a steady decode, while layers and KV pools change to and fro."""
 
 import asyncio
+import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,10 +12,11 @@ import httpx
 import numpy as np
 
 from bench.morph_parts.measure import MODEL_NAME, started
-from bench.morph_parts.systems import PERFORMANCE, QUANTISED, Setup, envelope, systems
+from bench.morph_parts.systems import INT4, PERFORMANCE, QUANTISED, Setup, envelope, systems
 from jaxserve.bench.client import Client, Target
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.workload import Sample
+from jaxserve.control.plan import Plan
 from jaxserve.control.plan_yaml import from_yaml, to_yaml
 from jaxserve.engine.step_log import Recording, read_log
 
@@ -22,12 +24,15 @@ SEQUENCES, PROMPT = 4, 32
 BEFORE_S, LOOKS_BEFORE, LOOK_S = 0.4, 6, 0.1
 LONGEST_S = 0.5  # between two steps of a decode that goes on
 YAML = {"content-type": "application/yaml"}
+MORE, FEWER = "more pages", "fewer pages"
+CHANGE = re.compile(r"(?:KV|layers\.\d+) (\S+) -> (\S+) ")
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """All layers have changed to `after`, from the decision until what they replaced was freed; means of the times
-    between the ends of steps that only decode, before and meanwhile, and the longest of these.
+    """All layers have changed to the precision `after`, or the pools to more or fewer pages, from the decision until
+    what was replaced is freed; means of the times between the ends of steps that only decode, before and meanwhile, and
+    the longest of these.
     """
 
     after: str
@@ -44,7 +49,8 @@ class Exchange:
 
 
 def exchanges(setup: Setup, *, seconds: float, tokens: int) -> list[Exchange]:
-    """Decodes answers of `tokens` tokens for `seconds`, and has all layers change to int4 and back all the while.
+    """Decodes answers of `tokens` tokens for `seconds`. All the while layers change to int4, pools take what that
+    frees, and all comes back.
 
     The server is one whose policy may want all layers in int4, so that it has the programs for that; the first plan
     that it is given ends that policy. Raises `JaxserveError` if the server does not start, httpx.HTTPError if it takes
@@ -53,11 +59,12 @@ def exchanges(setup: Setup, *, seconds: float, tokens: int) -> list[Exchange]:
     length = PROMPT + tokens
     setup = replace(setup, kv_pages=(SEQUENCES + 2) * length // 16 + 64, max_model_len=length, max_num_seqs=SEQUENCES)
     room = envelope(setup)
-    system = systems(setup, room)[PERFORMANCE]
+    known = systems(setup, room)
+    system, most = known[PERFORMANCE], known[INT4].kv_pages
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "steps.log"
         with started(replace(system, serve_args=(*system.serve_args, "--step-log", str(log)))) as url:
-            asyncio.run(_to_and_fro(url, room.full_precision, seconds, tokens))
+            asyncio.run(_to_and_fro(url, most, seconds, tokens))
         return found_in(read_log(log))
 
 
@@ -69,7 +76,7 @@ def found_in(recording: Recording) -> list[Exchange]:
     decodes = (gaps < LONGEST_S) & np.array([step.prefill == 0 for step in steps], bool)
     found = []
     for decision in recording.decisions:
-        afters = {line.split(" -> ")[1].split()[0] for line in decision.transitions if "layers." in line}
+        afters = {_after(line) for line in decision.transitions}
         new = np.flatnonzero(versions >= decision.target_version)
         if len(afters) != 1 or len(new) < 2:
             continue
@@ -80,6 +87,14 @@ def found_in(recording: Recording) -> list[Exchange]:
             times = float(before.mean()), float(during.mean()), float(during.max())
             found.append(Exchange(*afters, float(freed - decision.time), len(during), *times))
     return found
+
+
+def _after(transition: str) -> str:
+    """What a transition leads to, from the words in which the log has it."""
+    found = CHANGE.search(transition)
+    assert found is not None, transition
+    before, after = found.groups()
+    return (MORE if int(after) > int(before) else FEWER) if after.isdecimal() else after
 
 
 def exchange_table(found: Sequence[Exchange]) -> str:
@@ -96,22 +111,32 @@ def exchange_table(found: Sequence[Exchange]) -> str:
             f"{middle('step_before_s', 1e3):.2f} | {middle('ratio'):.2f}x | "
             f"{max(exchange.ratio for exchange in some):.2f}x | {middle('longest_s', 1e3):.1f} |"
         )
-    head = "| all layers to | times | took, ms | steps | before, ms | meanwhile, median | worst | longest step, ms |"
+    head = "| to | times | took, ms | steps | before, ms | meanwhile, median | worst | longest step, ms |"
     return "\n".join([head, "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |", *rows])
 
 
-async def _to_and_fro(url: str, full: str, seconds: float, tokens: int) -> None:
+async def _to_and_fro(url: str, most: int, seconds: float, tokens: int) -> None:
     target = Target(url, MODEL_NAME, extra_body={"temperature": 0}, ignore_eos=True)
     end = time.monotonic() + seconds
     async with Client(target) as client, httpx.AsyncClient(base_url=url, trust_env=False) as admin:
         decoding = [asyncio.create_task(_decode(client, n, tokens, end)) for n in range(SEQUENCES)]
+        full = await _plan(admin)
+        layers = [block.block for block in full.instances[0].blocks if block.block.startswith("layers.")]
+        small = full.with_precisions(0, dict.fromkeys(layers, QUANTISED))
         while time.monotonic() < end:
-            for precision in (QUANTISED, full):
+            for wanted in (small, small.with_kv_pages(0, most + 1), small, full):
                 for _ in range(LOOKS_BEFORE):  # the server answers as many before as meanwhile
-                    await _precisions(admin)
+                    await _plan(admin)
                     await asyncio.sleep(LOOK_S)
-                await _exchange(admin, precision)
+                (await admin.put("/admin/plan", content=to_yaml(wanted), headers=YAML)).raise_for_status()
+                while (await _plan(admin)).instances != wanted.instances:
+                    await asyncio.sleep(LOOK_S)
         await asyncio.gather(*decoding)
+
+
+async def _plan(admin: httpx.AsyncClient) -> Plan:
+    """The one in force."""
+    return from_yaml((await admin.get("/admin/plan", params={"format": "yaml"})).raise_for_status().text)
 
 
 async def _decode(client: Client, number: int, tokens: int, end: float) -> None:
@@ -119,20 +144,3 @@ async def _decode(client: Client, number: int, tokens: int, end: float) -> None:
     prompt = tuple(range(300 + number, 300 + number + PROMPT))
     while time.monotonic() < end:
         await client.send(Sample(prompt, PROMPT, tokens), RequestRecord(number, 0.0, 0.0, PROMPT))
-
-
-async def _exchange(admin: httpx.AsyncClient, precision: str) -> None:
-    """Has all layers change, and waits until they have."""
-    plan = from_yaml((await admin.get("/admin/plan", params={"format": "yaml"})).raise_for_status().text)
-    for number, instance in enumerate(plan.instances):
-        layers = [block.block for block in instance.blocks if block.block.startswith("layers.")]
-        plan = plan.with_precisions(number, dict.fromkeys(layers, precision))
-    (await admin.put("/admin/plan", content=to_yaml(plan), headers=YAML)).raise_for_status()
-    while await _precisions(admin) != {precision}:
-        await asyncio.sleep(LOOK_S)
-
-
-async def _precisions(admin: httpx.AsyncClient) -> set[str]:
-    """Those of the layers, while no change is under way."""
-    status = (await admin.get("/admin/status")).raise_for_status().json()
-    return set() if status["busy"] else {layer["precision"] for instance in status["layers"] for layer in instance}

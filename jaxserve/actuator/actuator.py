@@ -160,18 +160,23 @@ class PlanActuator:
         number, needed = swaps[0].instance, any(swap.bytes_needed for swap in swaps)
         self._ledger.update(self._entries(after if needed else self._plan))
         blocks = {swap.block for swap in swaps}
-        either = [row for row in instance.executor.rows if row.block in blocks]
-        prepared: list[Row] = []
-        try:
-            for swap in swaps:
-                prepared.append(self._prepare(instance, swap.block, swap.after))
-            self._between_steps(instance, lambda done: self._swap(instance, number, prepared, after, done))
-        except BaseException:
-            for row in (*either, *prepared):
+        rows = [row for row in instance.executor.rows if row.block in blocks]
+
+        def drop() -> None:
+            for row in rows:
                 if all(other is not row for other in instance.executor.rows):
                     row.free()
+
+        try:
+            for swap in swaps:
+                rows.append(self._prepare(instance, swap.block, swap.after))
+            prepared = rows[len(blocks) :]
+            self._between_steps(instance, lambda done: self._swap(instance, number, prepared, after, done))
+        except BaseException:
+            drop()
             self._ledger.update(self._entries(self._plan))
             raise
+        self._end(drop, after)
 
     def _extend(self, instance: Instance, transition: ResizeKVPool, after: Plan) -> None:
         """Makes what pools of so many pages need beside what they have, and puts it behind that."""
@@ -222,17 +227,11 @@ class PlanActuator:
     def _swap(self, instance: Instance, number: int, rows: Sequence[Row], after: Plan, done: Future[None]) -> None:
         executor = instance.executor
         with ExitStack() as undo:
-            old = executor.replace(rows)
-            undo.callback(executor.replace, old)
+            undo.callback(executor.replace, executor.replace(rows))
             self._replan(instance, number, after, undo)
             undo.pop_all()
         self._plan = after
-
-        def free() -> None:
-            for row in old:
-                row.free()
-
-        instance.steps.after_dispatched(lambda: self._end(free, after, done))
+        instance.steps.after_dispatched(lambda: done.set_result(None))
 
     def _grow(
         self, instance: Instance, transition: ResizeKVPool, growth: Growth, after: Plan, done: Future[None]
@@ -255,6 +254,10 @@ class PlanActuator:
             if not steps.in_flight:
                 instance.executor.wait_for_pools()
 
+        def ended() -> None:
+            self._end(wait, after)
+            done.set_result(None)
+
         steps = instance.steps
         with ExitStack() as undo:
             self._replan(instance, transition.instance, after, undo)
@@ -262,7 +265,7 @@ class PlanActuator:
             undo.pop_all()
         self._plan = after
         # The device gives the memory back after the steps that are dispatched, and before the one after them.
-        steps.after_dispatched(lambda: steps.after_dispatched(lambda: self._end(wait, after, done)))
+        steps.after_dispatched(lambda: steps.after_dispatched(ended))
 
     def _replan(self, instance: Instance, number: int, after: Plan, undo: ExitStack) -> None:
         """Tells the core what follows from the plan after. `undo` gets what takes it back."""
@@ -271,15 +274,13 @@ class PlanActuator:
         undo.callback(core.replan, core.salt, core.static)
         core.replan(salt, static)
 
-    def _end(self, free: Callable[[], None], after: Plan, done: Future[None]) -> None:
+    def _end(self, free: Callable[[], None], after: Plan) -> None:
         """No step uses what has been replaced any more: frees it, and lets the next transition have the memory.
 
-        The plan after is in force, so that the transition has not failed even where this does; nor is it the steps'
-        concern, in whose thread it runs.
+        The plan after is in force, so that the transition has not failed even where this does.
         """
         try:
             free()
             self._ledger.update(self._entries(after))
         except Exception:
             log.exception("plan %d is in force, but what was replaced may not be freed", after.version)
-        done.set_result(None)

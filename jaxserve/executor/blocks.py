@@ -21,7 +21,7 @@ from jaxserve.executor.batch import attention_meta, unpack
 from jaxserve.executor.shapes import StepShape
 from jaxserve.kernels import AttentionMeta, Pool, Rotated, write_and_attend
 from jaxserve.models import abstract_block, alike, check_parameters, rope_cos_sin, share_state
-from jaxserve.parallel.placement import POOL_AXES, TP, Placement, spec
+from jaxserve.parallel.placement import POOL_AXES, TP, Placement, bytes_held, spec
 from jaxserve.quantization import QArray
 
 Executable = Callable[..., tuple[Array, ...]]
@@ -56,7 +56,7 @@ class Row:
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters on each device, summed over devices."""
-        return sum(shard.data.nbytes for leaf in self.leaves for shard in leaf.addressable_shards)
+        return sum(map(bytes_held, self.leaves))
 
     def outline(self) -> "RowOutline":
         """What outlives the parameters."""

@@ -6,8 +6,7 @@ are fetched, which the engine does one step later.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import groupby
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,47 +16,19 @@ from jax import Array, lax
 from jax.sharding import Sharding
 
 from jaxserve.core.request import Sequence
-from jaxserve.core.work import Chunk, StepOutput, Work
+from jaxserve.core.work import Chunk, Work
 from jaxserve.executor.ahead import Call, CompiledAhead, compile_all
 from jaxserve.executor.batch import pack
-from jaxserve.executor.blocks import BlockBuilder, Executable, Parameter, Row, RowOutline
+from jaxserve.executor.blocks import BlockBuilder, Parameter, Row, RowOutline
 from jaxserve.executor.buckets import Buckets
+from jaxserve.executor.dispatched import DispatchedStep
 from jaxserve.executor.fused import FusedTier, StageProgram
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.sampler import Logprobs, logprobs_of
-from jaxserve.executor.sampling import DeviceSampler, Sampled
+from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.executor.shapes import StepShape
+from jaxserve.executor.stages import Stage, stages_of
 from jaxserve.kvcache import PageTable
-from jaxserve.parallel.placement import Placement
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Consecutive blocks on one placement: maybe the embedding, decoder layers, maybe the head.
-
-    `first_layer` is the number of the first decoder layer, and so of its KV pool.
-    """
-
-    placement: Placement
-    embed: Row | None
-    layers: tuple[Row, ...]
-    head: Row | None
-    first_layer: int
-
-    @cached_property
-    def executables(self) -> tuple[Executable, ...]:
-        """What the decoder layers run."""
-        return tuple(row.executable for row in self.layers)
-
-    @cached_property
-    def leaves(self) -> tuple[tuple[Array, ...], ...]:
-        """The parameters of every block, in order."""
-        return tuple(row.leaves for row in (self.embed, *self.layers, self.head) if row is not None)
-
-    @property
-    def pools(self) -> slice:
-        """Which KV pools are those of the decoder layers."""
-        return slice(self.first_layer, self.first_layer + len(self.layers))
 
 
 @dataclass(frozen=True)
@@ -100,7 +71,7 @@ class BlockExecutor:
         self._score = jax.jit(partial(score, top=sampler.top_logprobs))
         self._normalize = jax.jit(unit_length)
 
-    def execute(self, work: Work) -> "DispatchedStep":
+    def execute(self, work: Work) -> DispatchedStep:
         """Dispatches a step without waiting for it."""
         shape = self.buckets.of(work)
         out = self._forward(pack(work, shape, self.table.rows, self.page_size), shape)
@@ -351,40 +322,6 @@ class BlockExecutor:
         return self._score(logits, targets)
 
 
-@dataclass(frozen=True)
-class DispatchedStep:
-    """A step on its way through the device; a `core.work.PendingStep`."""
-
-    work: Work
-    sampled: Sampled
-    scores: dict[int, list[Logprobs]]
-    embeddings: Array | None
-
-    def fetch(self) -> StepOutput:
-        """Waits for the device and returns the step's result."""
-        rows = len(self.work.decodes) + len(self.work.chunks)
-        logprobs: dict[str, np.ndarray] = {}
-        if self.sampled.logprobs is not None:
-            logprobs = {name: np.asarray(a)[:rows] for name, a in self.sampled.logprobs._asdict().items()}
-        return StepOutput(
-            np.asarray(self.sampled.tokens)[:rows],
-            **logprobs,
-            prompt_logprobs={index: self._join(index, tiles) for index, tiles in self.scores.items()} or None,
-            embeddings=self._embeddings(),
-        )
-
-    def _join(self, index: int, tiles: list[Logprobs]) -> tuple[np.ndarray, ...]:
-        chunk = self.work.chunks[index]
-        wanted = min(chunk.length, chunk.sequence.num_prompt - 1 - chunk.start)
-        return tuple(np.concatenate([np.asarray(a) for a in arrays])[:wanted] for arrays in zip(*tiles, strict=True))
-
-    def _embeddings(self) -> dict[int, np.ndarray] | None:
-        if self.embeddings is None:
-            return None
-        first, values = len(self.work.decodes), np.asarray(self.embeddings)
-        return {i: values[first + i] for i, c in enumerate(self.work.chunks) if c.last and c.sequence.request.embed}
-
-
 def placed(sharding: Sharding, outlines: Any) -> Any:
     """Arrays without values, of which nobody had said where they lie."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), outlines)
@@ -393,19 +330,6 @@ def placed(sharding: Sharding, outlines: Any) -> Any:
 def zeros(outline: jax.ShapeDtypeStruct) -> Array:
     """An array of a shape, where that says."""
     return jax.device_put(np.zeros(outline.shape, outline.dtype), outline.sharding)
-
-
-def stages_of(rows: SequenceOf[Row]) -> tuple[Stage, ...]:
-    """Runs of consecutive rows with equal placement."""
-    stages: list[Stage] = []
-    layer = 0
-    for placement, run in groupby(rows, key=lambda row: row.placement):
-        by_kind = {kind: tuple(group) for kind, group in groupby(run, key=lambda row: row.block.partition(".")[0])}
-        layers = by_kind.get("layers", ())
-        (embed,), (head,) = by_kind.get("embed", (None,)), by_kind.get("head", (None,))
-        stages.append(Stage(placement, embed, layers, head, layer))
-        layer += len(layers)
-    return tuple(stages)
 
 
 def wants_prompt_logprobs(chunk: Chunk) -> bool:

@@ -19,6 +19,7 @@ from jaxserve.executor.ahead import CompiledAhead
 from jaxserve.executor.blocks import abstract
 from jaxserve.executor.buckets import at_least
 from jaxserve.kernels import Pool, move_pages, release_pages
+from jaxserve.parallel.placement import bytes_held
 
 MOVES = (16, 128)  # pages that one call moves, and reads into temporary memory; padded with moves of the null page
 
@@ -72,7 +73,7 @@ class Pools:
     def nbytes(self) -> int:
         """Of all segments that there are, on each device, summed over devices."""
         segments = chain.from_iterable(self._pools)
-        return sum(shard.data.nbytes for segment in segments for shard in segment.addressable_shards)
+        return sum(map(bytes_held, segments))
 
     def prepare(self, pages: int) -> Growth:
         """The segments that pools of so many pages need beside those that there are. From any thread."""

@@ -5,9 +5,11 @@ Modules name logical axes; the one table here maps them to the mesh axis "tp".
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TP = "tp"
@@ -37,3 +39,9 @@ class Placement:
 def spec(axes: Sequence[str | None] = ()) -> PartitionSpec:
     """How an array with these logical axes is split."""
     return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))
+
+
+def bytes_held(array: Array) -> int:
+    """Of an array on all its devices. Not by its shards, which JAX lists twice if two threads ask at once."""
+    sharding = array.sharding
+    return prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize * len(sharding.device_set)

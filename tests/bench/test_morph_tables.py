@@ -1,6 +1,7 @@
 """The measurement of adaptation: its tables, verdicts and plots."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -59,8 +60,9 @@ def test_exchanges_are_found_in_a_step_log():
         for n, (end, version) in enumerate(zip(ends, versions, strict=True))
     ]
     swaps = tuple(f"instance 0: layers.{n} bfloat16 -> int4 (frees 1.0 MB, about 5 ms)" for n in range(3))
+    grown = "instance 0: KV 50 -> 60 pages (needs 1.0 MB)"
     decided = [
-        Decided(0.0, "morph", "a pool alone", 1, 2, ("instance 0: KV 50 -> 60 pages (needs 1.0 MB)",), "started"),
+        Decided(0.2, "morph", "two things at once", 0, 1, (swaps[0], grown), "started"),
         Decided(1.0001, "manual", "the operator's plan", 1, 4, swaps, "started"),
         Decided(9.0, "manual", "nothing ran since", 4, 7, swaps, "started"),
     ]
@@ -68,6 +70,10 @@ def test_exchanges_are_found_in_a_step_log():
     assert (found.after, found.steps) == ("int4", 9), "of ten steps one had a prompt"
     times = found.seconds, found.step_before_s, found.step_during_s, found.longest_s
     assert times == pytest.approx((0.1749, 0.01, (8 * 0.015 + 0.04) / 9, 0.04))
+    for pages, after in (((50, 60), "more pages"), ((60, 50), "fewer pages")):
+        resized = decided[1]._replace(transitions=("instance 0: KV {} -> {} pages (frees 1.0 MB)".format(*pages),))
+        (other,) = found_in(Recording({}, steps=tuple(steps), decisions=(resized,)))
+        assert other == replace(found, after=after)
 
 
 def test_never_restored_is_a_miss():
