@@ -9,7 +9,9 @@ from jaxserve.control.transitions import Transition
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a transition ended: `error` says why it failed, and then nothing of it is in force."""
+    """How a transition ended: `error` says why it failed, and then nothing of it is in force. `seconds` are those of all
+    that were put in force with it.
+    """
 
     transition: Transition
     error: str | None
@@ -17,7 +19,7 @@ class Outcome:
 
 
 class Actuator(Protocol):
-    """Carries transitions out one after the other, while steps go on."""
+    """Carries transitions out in order, batch after batch (`transitions.batches`), while steps go on."""
 
     @property
     def busy(self) -> bool:
