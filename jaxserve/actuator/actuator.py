@@ -194,9 +194,8 @@ class PlanActuator:
         """Copies a layer's variant to the devices beside the row in use."""
         steps = instance.steps
         throttle = Throttle(self._copy_rate, self._copy_share, lambda: not steps.idle, self._closing.wait)
-        return instance.executor.prepare(
-            block, self._source.parameters(block, precision), precision, copied=throttle.copied
-        )
+        parameters = self._source.parameters(block, precision, between=lambda: throttle.copied(0))
+        return instance.executor.prepare(block, parameters, precision, copied=throttle.copied)
 
     def _between_steps(self, instance: Instance, commit: Callable[[Future[None]], None]) -> None:
         """Has `commit` run between two steps, and waits until it has settled its future. Raises what it raised, and

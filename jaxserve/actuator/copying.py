@@ -41,10 +41,14 @@ class LayerSource:
                         self._checkpoint.forget(block, precision)
                     self._kept[block, precision] = kept
 
-    def parameters(self, block: str, precision: str) -> Mapping[str, Parameter]:
-        """A variant's parameters by their dotted paths: arrays of the host, read-only, or what `load` has placed."""
+    def parameters(
+        self, block: str, precision: str, between: Callable[[], None] | None = None
+    ) -> Mapping[str, Parameter]:
+        """A variant's parameters by their dotted paths: arrays of the host, read-only, or what `load` has placed. Where
+        tensors have to be read, `between` is called before each, and may wait.
+        """
         kept = self._kept.get((block, precision))
-        return self._read(block, precision) if kept is None else kept
+        return self._read(block, precision, between) if kept is None else kept
 
     @property
     def nbytes(self) -> int:
@@ -59,8 +63,8 @@ class LayerSource:
                     leaf.delete()
             self._kept.clear()
 
-    def _read(self, block: str, precision: str) -> Mapping[str, Parameter]:
-        return self._checkpoint.variant(block, precision, self._physical)
+    def _read(self, block: str, precision: str, between: Callable[[], None] | None = None) -> Mapping[str, Parameter]:
+        return self._checkpoint.variant(block, precision, self._physical, between)
 
 
 class Throttle:
@@ -75,7 +79,9 @@ class Throttle:
         self._begin()
 
     def copied(self, size: int) -> None:
-        """Waits for what is left of the time that `size` bytes are to take, counted from the call before. Mutates."""
+        """Waits for what is left of the time that `size` bytes are to take, or the thread's work since the call before,
+        counted from that call. Mutates.
+        """
         least = max(size / self._rate, (time.thread_time() - self._worked) / self._share)
         left = least - (time.monotonic() - self._since)
         if left > 0 and self._busy():

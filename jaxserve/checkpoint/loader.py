@@ -1,6 +1,7 @@
 """A checkpoint directory as a configuration and blocks that are read one at a time."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -55,9 +56,13 @@ class Checkpoint:
     prepared: VariantStore | None = None
 
     def variant(
-        self, block_id: str, precision: str, physical: ModelConfig | None = None
+        self,
+        block_id: str,
+        precision: str,
+        physical: ModelConfig | None = None,
+        between: Callable[[], None] | None = None,
     ) -> dict[str, np.ndarray | QArray]:
-        """A block's parameters in a precision, in the layout of `block`.
+        """A block's parameters in a precision, in the layout of `block`; `between` as there, in full precision.
 
         A quantised layer is as the checkpoint stores it, or as it was prepared (`jaxserve quantize`), or rounded to the
         nearest: the first of these that there is. What was prepared is not used where `physical` pads the weights or
@@ -65,7 +70,7 @@ class Checkpoint:
         """
         config, physical = self.config, physical or self.config
         if precision not in BITS:
-            return {**self.block(block_id, physical)}
+            return {**self.block(block_id, physical, between)}
         if not block_id.startswith("layers."):
             return rounded_block(physical, block_id, self.block(block_id, physical), precision)
         if isinstance(self.store, ImportedStore) and precision == self.precision(block_id):
@@ -103,17 +108,26 @@ class Checkpoint:
             self.store.precision(self.config, block_id) if isinstance(self.store, ImportedStore) else self.config.dtype
         )
 
-    def block(self, block_id: str, physical: ModelConfig | None = None) -> dict[str, np.ndarray]:
+    def block(
+        self, block_id: str, physical: ModelConfig | None = None, between: Callable[[], None] | None = None
+    ) -> dict[str, np.ndarray]:
         """A block's parameters by their dotted path in its module, packed for `physical` (by default `config`).
 
         Reads the block's tensors and nothing else; the arrays are new, in the dtype of the configuration. With tied
-        embeddings the head's `weight` is a copy of embed's, for the caller to share.
+        embeddings the head's `weight` is a copy of embed's, for the caller to share. `between` is called before each
+        tensor is read, and may wait: others may need the cores.
         """
         config = self.config
         target = Target(config, physical or config, numpy_dtype(config))
         stacked = stacked_name(block_id) in self.store
         shapes = tensor_shapes(config, block_id, stacked_experts=stacked)
-        packed = pack_block(target, block_id, lambda name: self.store.get(name, shapes[name]), stacked_experts=stacked)
+
+        def read(name: str) -> np.ndarray:
+            if between is not None:
+                between()
+            return self.store.get(name, shapes[name])
+
+        packed = pack_block(target, block_id, read, stacked_experts=stacked)
         self.store.forget()  # else all of a mapped file would be resident beside the model
         return packed
 

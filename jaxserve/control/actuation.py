@@ -9,8 +9,9 @@ from jaxserve.control.transitions import Transition
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a transition ended: `error` says why it failed, and then nothing of it is in force. `seconds` are those of all
-    that were put in force with it.
+    """How a transition ended: `error` says why it failed, and then nothing of it is in force.
+
+    `seconds` are those of all that were put in force with it.
     """
 
     transition: Transition

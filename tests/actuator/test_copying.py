@@ -3,7 +3,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxserve.actuator import copying
-from jaxserve.actuator.copying import Throttle
+from jaxserve.actuator.copying import LayerSource, Throttle
+from jaxserve.checkpoint import open_checkpoint
 
 
 class Thread:
@@ -45,6 +46,28 @@ def test_small_arrays_take_no_more_of_a_core_than_their_share(thread):
         thread.work(0.002)
         throttle.copied(1000)
     assert thread.now == pytest.approx(3 * 0.02)
+
+
+def test_a_layer_is_read_tensor_by_tensor_and_other_work_comes_in_between(tiny_model, monkeypatch):
+    """Else the thread would have a core for as long as all of a layer takes."""
+    checkpoint = open_checkpoint(tiny_model, "dummy")
+    source = LayerSource(checkpoint, checkpoint.config, keep_full=False)
+    read, happened = checkpoint.store.get, []
+
+    def noted(name, shape):
+        happened.append(name)
+        return read(name, shape)
+
+    monkeypatch.setattr(checkpoint.store, "get", noted)
+    parameters = source.parameters("layers.1", "float32", between=lambda: happened.append(""))
+    assert happened[::2] == [""] * 9, "before each of its nine tensors"
+    assert len(set(happened[1::2])) == 9
+    assert parameters.keys() == source.parameters("layers.1", "float32").keys()
+    happened.clear()
+    source.load("layers.1", "int4")
+    happened.clear()
+    source.parameters("layers.1", "int4", between=lambda: happened.append(""))
+    assert happened == [], "what is kept is not read"
 
 
 def test_time_without_the_core_counts_as_waited(thread):

@@ -189,7 +189,7 @@ def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
     start, done = adapted.plan, adapted.ended("done")
     entries, rows = dict(built.resolved.ledger.entries), [steps.executor.rows[2] for steps in built.instances]
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(adapted.actuator._source, "parameters", fail)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.control.plan import Plan
-from jaxserve.core.config import EngineConfig, ModelConfig
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.factory import build
 from jaxserve.resolution import resolve
@@ -163,8 +163,8 @@ def test_full_precision_is_there_once_on_its_way_back(tiny_model: Path, tp: int)
     adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
     read, found = source.parameters, []
 
-    def parameters(block: str, precision: str) -> Mapping[str, Any]:
-        found.append(read(block, precision))
+    def parameters(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        found.append(read(*args, **kwargs))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -247,9 +247,9 @@ def test_layers_that_are_split_staged_or_replicated_change_too(
     reads: Counter[str] = Counter()
     variant = Checkpoint.variant
 
-    def counted(checkpoint: Checkpoint, block: str, precision: str, physical: ModelConfig) -> dict[str, Any]:
+    def counted(checkpoint: Checkpoint, block: str, precision: str, *args: Any) -> dict[str, Any]:
         reads[block] += precision == "int4"
-        return variant(checkpoint, block, precision, physical)
+        return variant(checkpoint, block, precision, *args)
 
     monkeypatch.setattr(Checkpoint, "variant", counted)
     options = OPTIONS | {"memory_gb": 8, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "variants": ("int4",)}
