@@ -36,7 +36,8 @@ KEYS = {FULL: "static", INT4: "int4", ACCURACY: "morph", PERFORMANCE: "morph"}  
 SETUP = Setup(bundled_model_path(), kv_pages=56, max_model_len=512, max_num_seqs=8, prefill_tokens=128)
 PROMPT, ANSWER, SPREAD = 288, 96, 0.25  # tokens: means, and the share of them by which lengths differ at most
 AT_ONCE = 64  # requests that saturate
-CALM, PEAK = 0.15, 1.3  # tokens asked for, over what full precision generates
+TRIES = 2  # at saturating it: at first a server is slower, and what else the machine does comes and goes
+CALM, PEAK = 0.15, 1.35  # tokens asked for, over what full precision generates
 PHASES = ((2.0, CALM), (11.0, PEAK), (3.0, CALM))  # seconds each
 MODULES = ("argparse", "ast", "inspect", "tarfile", "typing", "zipfile")  # prompts are pieces of their text
 UNSAVED = ("prompts", "generated_texts")
@@ -94,13 +95,15 @@ def _run(console: Console, mode: str) -> dict[str, dict[str, Any]]:
 
 
 def _capacity(url: str, prompts: Prompts) -> float:
-    """Tokens per second when all requests are there at once."""
-    rng = np.random.default_rng(5)
-    trace = at_once(_lengths(np.zeros(AT_ONCE)), AT_ONCE, rng)
-    seen = asyncio.run(measure(url, workload(trace, prompts, rng)))
-    found = saturated_throughput(per_request(seen.load.records))
-    assert found is not None, "requests were answered"
-    return found
+    """Tokens per second when all requests are there at once: the most of some tries."""
+    rng, most = np.random.default_rng(5), 0.0
+    for _ in range(TRIES):
+        trace = at_once(_lengths(np.zeros(AT_ONCE)), AT_ONCE, rng)
+        seen = asyncio.run(measure(url, workload(trace, prompts, rng)))
+        found = saturated_throughput(per_request(seen.load.records))
+        assert found is not None, "requests were answered"
+        most = max(most, found)
+    return most
 
 
 def _burst(capacity: float) -> Trace:
