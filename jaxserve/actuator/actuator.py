@@ -160,17 +160,16 @@ class PlanActuator:
         number, needed = swaps[0].instance, any(swap.bytes_needed for swap in swaps)
         self._ledger.update(self._entries(after if needed else self._plan))
         blocks = {swap.block for swap in swaps}
-        rows = [row for row in instance.executor.rows if row.block in blocks]
+        replaced, prepared = [row for row in instance.executor.rows if row.block in blocks], list[Row]()
 
         def drop() -> None:
-            for row in rows:
+            for row in (*replaced, *prepared):
                 if all(other is not row for other in instance.executor.rows):
                     row.free()
 
         try:
             for swap in swaps:
-                rows.append(self._prepare(instance, swap.block, swap.after))
-            prepared = rows[len(blocks) :]
+                prepared.append(self._prepare(instance, swap.block, swap.after))
             self._between_steps(instance, lambda done: self._swap(instance, number, prepared, after, done))
         except BaseException:
             drop()
