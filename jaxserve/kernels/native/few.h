@@ -87,7 +87,7 @@ struct Few {
       const uint8_t* x = packed + row * x_bytes;
       typename I::Lanes sums[R][kOuts] = {};
       int64_t at = done % kWidened * m.w.groups, left = m.w.inner;
-      for (int64_t s = 0, in_group = 0; s < segments.number; ++s, x += I::segment_bytes(L), left -= L * kStep) {
+      for (int64_t s = 0, in_group = 0; s < segments.number; ++s, x += I::segment_bytes(Bits, L), left -= L * kStep) {
         if (Bits != 8 || left >= L * kStep) {  // rows of fewer bits are padded
           I::template segment<R, Bits, L, Zeros, true>(w, s, left, x, x_bytes, numbers, at, sums);
         } else {

@@ -1,5 +1,7 @@
 """The product with a weight as a custom call; matmul_*.cc are the kernels."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from jaxserve.quantization import QArray
 
 MAX_VECTOR_ROWS = 8  # of a bfloat16 weight where the kernels do not multiply all; beyond, XLA's own product is as fast
 STEP = 32  # inputs that the kernels unpack at once
+TINY = np.float32(1e-30)  # segments of smaller numbers become zeros
+ROUND_X = ("vnni", "avx512bf16", "avx2few", "avx2")  # variants
 
 
 def supports(x: Rows, w: jax.Array | QArray) -> bool:
@@ -29,8 +33,8 @@ def matmul(x: Rows, w: jax.Array | QArray, *, dtype: DTypeLike = jnp.float32, va
 
     `variant` is one of `library.VARIANTS`, by default the fastest that this machine has for the dtype of `x`; one that
     it lacks is an error when the step runs. On the matrix unit a QArray's weights are rounded to bfloat16, like
-    `w.dequantize(bfloat16)`; "vnni", "avx512bf16", "avx2few" and "avx2", where they meet codes, round x to 16 bits
-    beside its neighbours; all else is computed in float32.
+    `w.dequantize(bfloat16)`; those of `ROUND_X`, for x in bfloat16, round it by `in_integers` where it meets codes; all
+    else is computed in float32.
     """
     call = jax.ffi.ffi_call(MATMUL, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype))
     operands, bits = (jax.tree.leaves(w), w.bits) if isinstance(w, QArray) else ([w], 16)
@@ -41,6 +45,20 @@ def matmul(x: Rows, w: jax.Array | QArray, *, dtype: DTypeLike = jnp.float32, va
         case Gated(gate_up):
             prologue, x = "swiglu", _halves(gate_up)
     return call(x, *operands, bits=np.int64(bits), variant=variant, prologue=prologue, eps=np.float32(eps))
+
+
+def in_integers(x: jax.Array, w: QArray) -> jax.Array:
+    """x [R, c] as vectors take it beside the codes of w, float32: the specification of native/integers.h.
+
+    Whole numbers times a scale for each segment of at most 128 inputs, none of which crosses a group of w: of 16 bits
+    (less what two signed bytes leave) where codes have 8, of 8 bits where they have fewer.
+    """
+    most = np.float32(127 * 256 + 127 if w.bits == 8 else 127)
+    segment = 4 * STEP if w.group == w.size else math.gcd(w.group, 4 * STEP)
+    parts = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -w.size % segment))).reshape(len(x), -1, segment)
+    largest = jnp.abs(parts).max(axis=-1, keepdims=True)
+    factor = jnp.where(largest > TINY, most / jnp.maximum(largest, TINY), 0)
+    return (jnp.round(parts * factor) * (largest * (1 / most))).reshape(len(x), -1)[:, : w.size]
 
 
 def _halves(gate_up: jax.Array) -> jax.Array:

@@ -2,20 +2,19 @@
 //
 // Four rows of the weight are read beside each other, straight into registers, and each is used at once for all rows of x
 // (few.h). bfloat16 numbers are widened to float32, the even and the odd ones apart, which takes no shuffles; x is brought to that
-// order. Codes meet x in 16-bit fixed point, in integers that 8 lanes of 32 bits add up; only when a segment is through, of at most
-// 128 inputs, are the lanes brought to float32 and scaled. Each lane of a segment of x has a scale of its own, the largest of the at
-// most 16 numbers that it holds, so that x keeps more of its digits than bfloat16 has, unless it is smaller than its greatest
-// neighbour by a factor of 2^8 or more.
+// order. Codes meet x in integers (integers.h), which 8 lanes of 32 bits add up; only when a segment is through, of at most 128
+// inputs, are the lanes brought to float32 and scaled.
 //
-// Four bits in segments of whole units stay bytes, and the integers of x are their upper and their lower bytes, x = 256 * upper +
-// lower with both signed: four products of codes fit into 16 bits, and only their sums are widened. All other codes are widened to
-// words first. Codes count from 0 there; what they count from, times x, is taken off by the instruction that scales the lanes.
+// Four bits in segments of whole units stay bytes and meet bytes: four products of codes fit into 16 bits, and only their sums are
+// widened. All other codes are widened to words first. Codes count from 0 in all of this; what they count from, times x, is what the
+// first lane begins with.
 
 #include "matmul.h"
 
 #if defined(__x86_64__)
 
 #include "few.h"
+#include "integers.h"
 #include "vectors.h"
 
 namespace jaxserve {
@@ -27,14 +26,14 @@ constexpr int64_t kVector = 16;  // inputs of a vector of words, or of two of fl
 // Whether segments of so many steps meet x as bytes.
 constexpr bool in_bytes(int bits, int64_t steps) { return bits == 4 && steps == 4; }
 
-// A packed segment: the integers (as words, or all upper bytes and then all lower ones), the lanes' scales, and the lanes' sums
-// of x times the middle of the codes, which is what they count from without zeros.
-constexpr int64_t segment_bytes(int64_t steps) { return steps * kStep * 2 + kLanes * 8; }
+// A packed segment: the integers and a Base.
+constexpr int64_t integers_bytes(int bits, int64_t steps) { return steps * kStep * (in_bytes(bits, steps) ? 1 : 2); }
+constexpr int64_t segment_bytes(int bits, int64_t steps) { return integers_bytes(bits, steps) + kBaseBytes; }
 
 // A packed row; for numbers, all inputs in float32.
 int64_t row_bytes(const Weight& w) {
   const Segments s(w);
-  return w.bits == 16 ? steps_of(w.inner) * kStep * 4 : s.number * segment_bytes(s.steps);
+  return w.bits == 16 ? steps_of(w.inner) * kStep * 4 : s.number * segment_bytes(w.bits, s.steps);
 }
 
 size_t packed_bytes(const Matmul& m) { return static_cast<size_t>(m.rows * row_bytes(m.w)); }
@@ -67,37 +66,33 @@ void pack_segment(const uint16_t* x, int bits, uint8_t* to) {
     look_at(pairs[i].first);
     look_at(pairs[i].second);
   }
-  constexpr float kMost = 127 * 256 + 127, kLeast = 1e-30f;  // below it the quotient may overflow
-  const Floats factor = largest > kLeast ? kMost / largest : Floats{};
-  const Floats scale = (largest > kLeast ? largest * (1 / kMost) : Floats{}) + poison;
-  const auto whole = [factor](Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)(x * factor)); };
-  Ints even[kVectors], odd[kVectors], sum = {};
+  float most = 0;
+  for (int i = 0; i < kLanes; ++i) most = largest[i] > most ? largest[i] : most;
+  const Rounding rounding(bits, most, jaxserve::sum(poison));
+  const auto whole = [&](Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)(x * rounding.factor)); };
+  Ints even[kVectors], odd[kVectors], sums = {};
   for (int i = 0; i < kVectors; ++i) {
     even[i] = whole(pairs[i].first);
     odd[i] = whole(pairs[i].second);
-    sum += even[i] + odd[i];
+    sums += even[i] + odd[i];
   }
   for (int i = 0; i < kVectors; ++i) {
     if (!in_bytes(bits, Steps)) {
       store_integers(to + 32 * i, (even[i] & 0xffff) | odd[i] << 16);
     } else if (i < kVectors / 2) {  // where a unit's bytes have half i / 2 of steps i % 2 and i % 2 + 2
       const int a = 2 * (i % 2) + i / 2, b = a + kVectors / 2;
-      const auto bytes = [&](auto part) {
-        return (part(even[a]) & 255) | (part(even[b]) & 255) << 8 | (part(odd[a]) & 255) << 16 | part(odd[b]) << 24;
-      };
-      store_integers(to + 32 * i, bytes([](Ints x) { return (x + 128) >> 8; }));
-      store_integers(to + 32 * (i + kVectors / 2), bytes([](Ints x) { return x; }));
+      store_integers(to + 32 * i, (even[a] & 255) | (even[b] & 255) << 8 | (odd[a] & 255) << 16 | odd[b] << 24);
     }
   }
-  auto* scales = reinterpret_cast<float*>(to + Steps * kStep * 2);
-  store(scales, scale);
-  store(scales + kLanes, convert<Floats>(sum << (bits - 1)) * scale);
+  int32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += sums[i];
+  *reinterpret_cast<Base*>(to + integers_bytes(bits, Steps)) = Base(bits, rounding.scale, total);
 }
 
 template <int Steps>
 void pack_codes(const uint16_t* x, int64_t inputs, int bits, uint8_t* to) {
   constexpr int64_t kInputs = Steps * kStep;
-  for (; inputs >= kInputs; x += kInputs, inputs -= kInputs, to += segment_bytes(Steps)) pack_segment<Steps>(x, bits, to);
+  for (; inputs >= kInputs; x += kInputs, inputs -= kInputs, to += segment_bytes(bits, Steps)) pack_segment<Steps>(x, bits, to);
   if (inputs > 0) pack_segment<Steps>(Filled<uint16_t, kInputs>(x, inputs).elements, bits, to);
 }
 
@@ -249,22 +244,20 @@ inline void add_products(__m256i& sums, __m256i bytes, const __m256i& x) {
   __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(bytes), "m"(x));
 }
 
-// Sums of products of a segment's codes with the packed integers of x. Of four bytes, 4 * 2 * 15 * 128 at most.
-inline __m256i multiply_bytes(const __m256i (&bytes)[4], const __m256i* integers) {
-  __m256i upper = _mm256_maddubs_epi16(bytes[0], integers[0]), lower = _mm256_maddubs_epi16(bytes[0], integers[4]);
+// What the lanes of a segment begin with.
+inline __m256i start_of(const Base& base) { return _mm256_zextsi128_si256(_mm_cvtsi32_si128(base.start)); }
+
+// Sums of products of a segment's codes with the packed integers of x, and the start. Of four bytes, 4 * 2 * 15 * 127 at most.
+inline __m256i multiply_bytes(const __m256i (&bytes)[4], const __m256i* integers, __m256i start) {
+  __m256i sums = _mm256_maddubs_epi16(bytes[0], integers[0]);
 #pragma GCC unroll 4
-  for (int i = 1; i < 4; ++i) {
-    add_products(upper, bytes[i], integers[i]);
-    add_products(lower, bytes[i], integers[4 + i]);
-  }
-  upper = _mm256_madd_epi16(upper, _mm256_set1_epi16(256));
-  return _mm256_add_epi32(upper, _mm256_madd_epi16(lower, _mm256_set1_epi16(1)));
+  for (int i = 1; i < 4; ++i) add_products(sums, bytes[i], integers[i]);
+  return _mm256_add_epi32(start, _mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
 }
 
 template <int Vectors>
-inline __m256i multiply_words(const __m256i (&words)[Vectors], const __m256i* integers) {
-  __m256i sum = _mm256_madd_epi16(words[0], integers[0]);
-  for (int i = 1; i < Vectors; ++i) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(words[i], integers[i]));
+inline __m256i multiply_words(const __m256i (&words)[Vectors], const __m256i* integers, __m256i sum) {
+  for (int i = 0; i < Vectors; ++i) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(words[i], integers[i]));
   return sum;
 }
 
@@ -279,7 +272,6 @@ template <int R, int Bits, int L, bool Zeros, bool Whole>
 __attribute__((always_inline)) inline void segment(const Quad& w, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes, const Numbers& n, int64_t at,
                     Floats (&sums)[R][kOuts]) {
   constexpr int64_t kBytes = L * kStep * Bits / 8;
-  constexpr float kPerMiddle = 1.0f / static_cast<float>(1 << (Bits - 1));
 #pragma GCC unroll 4
   for (int o = 0; o < kOuts; ++o, at += n.groups) {
     for (int64_t i = 0; i < kBytes; i += 64) w.prefetch(o, s * kBytes + i);
@@ -292,17 +284,18 @@ __attribute__((always_inline)) inline void segment(const Quad& w, int64_t s, int
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const auto* integers = reinterpret_cast<const __m256i*>(x + r * x_bytes);
+      const Base& base = *reinterpret_cast<const Base*>(x + r * x_bytes + integers_bytes(Bits, L));
       __m256i lanes;
       if constexpr (in_bytes(Bits, L)) {
-        lanes = multiply_bytes(codes, integers);
+        lanes = multiply_bytes(codes, integers, start_of(base));
       } else {
-        lanes = multiply_words(codes, integers);
+        lanes = multiply_words(codes, integers, start_of(base));
       }
-      const auto* scales = reinterpret_cast<const float*>(integers + 2 * L);
-      const Floats scale = load(scales), middle = load(scales + kLanes);
-      Floats values = convert<Floats>((Ints)lanes) * scale - middle;
-      if constexpr (Zeros) values -= middle * kPerMiddle * n.zeros[at];  // more of what the codes count from
-      sums[r][o] += values * n.scales[at];
+      Floats values = convert<Floats>((Ints)lanes);
+      if constexpr (Zeros) {  // more of what the codes count from
+        values -= (Floats)_mm256_zextps128_ps256(_mm_set_ss(base.sum)) * n.zeros[at];
+      }
+      sums[r][o] += values * (base.scale * splat(n.scales[at]));
     }
   }
 }

@@ -5,10 +5,9 @@
 // same element of x, which is brought to all lanes.
 //
 // Of bfloat16 numbers an element is a pair (AVX-512 multiplies and adds up pairs) or one, widened to float32 (AVX2: of 256 inputs
-// first the even ones, then the odd ones). They are always summed in the same order. Codes meet x in 16-bit fixed point, by
-// pairs too, in integers that a lane adds up exactly over a segment of at most 128 inputs; only its sum is brought to float32
-// and scaled. Each segment of x has a scale of its own, so that a number of it keeps more of its digits than bfloat16 has, unless
-// it is smaller than the largest by a factor of 2^7 or more. So a row's result does not depend on how many rows there are.
+// first the even ones, then the odd ones). They are always summed in the same order. Codes meet x in integers (integers.h): of 8
+// bits by pairs of words, of 4 and 3 bits by fours of bytes. A lane adds them up exactly over a segment of at most 128 inputs; only
+// its sum is brought to float32 and scaled. So a row's result does not depend on how many rows there are.
 //
 // A slice of a panel of two vectors of outs is turned into a buffer that stays in L1, and groups of rows of x are multiplied by it,
 // as many as registers have room for sums. For few rows there are matmul_avx2.cc and matmul_vnni.cc.
@@ -23,6 +22,7 @@
 #include <utility>
 
 #include "groups.h"
+#include "integers.h"
 #include "vectors.h"
 #if LANES == 16
 #include "transpose.h"
@@ -48,7 +48,8 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 // elements they make.
 constexpr int64_t inputs_of(int bits) { return bits == 3 || bits == 16 ? 256 : 128; }
 constexpr int64_t bytes_of(int bits) { return inputs_of(bits) * bits / 8; }
-constexpr int64_t elements_of(int bits) { return bits == 16 && LANES == 8 ? inputs_of(bits) : inputs_of(bits) / 2; }
+constexpr int64_t in_element(int bits) { return bits < 8 ? 4 : bits == 16 && LANES == 8 ? 1 : 2; }
+constexpr int64_t elements_of(int bits) { return inputs_of(bits) / in_element(bits); }
 constexpr int kChains = LANES == 16 ? 1 : 2;                 // sums of a slice of numbers, one after the other;
 constexpr int64_t kChain = inputs_of(16) / 2;                // and elements of each
 
@@ -72,25 +73,32 @@ inline void elements_of_pair(T numbers, F f) {
 #endif
 }
 
-// sums + products of elements: of numbers, and of pairs of words.
+// sums + products of elements: numbers, pairs of words, fours of bytes.
+template <int B>
+inline Ints add_products(Ints sums, Ints codes, Ints x) {
 #if LANES == 16
-inline Floats add_products(Floats sums, Ints weights, Ints x) {
-  return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)x);
-}
-
-inline Ints add_products(Ints sums, Ints codes, Ints x) {
+  if constexpr (B < 8) return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
   return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
-}
 #else
-inline Floats add_products(Floats sums, Ints weights, Ints x) { return (Floats)weights * (Floats)x + sums; }
-
-// As one piece, because compilers move the additions behind all products, and then run out of registers.
-inline Ints add_products(Ints sums, Ints codes, Ints x) {
+  // As one piece, because compilers move the additions behind all products, and then run out of registers. Of bytes sums of 16 bits.
   Ints products;
-  __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(codes), "x"(x));
+  if constexpr (B < 8) {
+    __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(codes), "x"(x));
+  } else {
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(codes), "x"(x));
+  }
   return sums;
-}
 #endif
+}
+
+template <int B>
+inline Floats add_products(Floats sums, Ints weights, Ints x) {
+#if LANES == 16
+  return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)x);
+#else
+  return (Floats)weights * (Floats)x + sums;
+#endif
+}
 
 // x as the weight meets it, slice by slice, so that what is used together lies together: elements [slices, rows, ...]; for codes
 // also scales [segments, rows], and what a segment's sums begin with.
@@ -132,12 +140,19 @@ inline float most(__m256 x) {
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
 
+#if LANES == 8
+// Sums of neighbouring words.
+inline Ints pairs_of(Ints words) { return (Ints)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi16(1)); }
+#endif
+
 inline __m256i low_words(__m256i a, __m256i b) {  // as they are, in turn by 16 bits
   return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
 }
 
-// A segment in integers. Bytes are unpacked into even and odd ones, so x of such a weight is parted likewise, by 32 inputs.
-void pack_segment(const uint16_t* x, int64_t steps, int bits, int32_t* pairs, float* scale, int32_t* start) {
+// A segment in integers. Codes of 8 bits are unpacked into even and odd ones, so x of such a weight is parted likewise, by 32 inputs.
+// Of fewer bits, a four has a pair of the segment's first half and the pair of its second half that lies as far behind.
+void pack_segment(const uint16_t* x, int64_t steps, int bits, int32_t* elements, float* scale, int32_t* start) {
+  constexpr int64_t kMost = 8;  // vectors of 16 numbers
   const __m256 sign = _mm256_set1_ps(-0.0f);
   __m256 largest = _mm256_setzero_ps(), poison = _mm256_setzero_ps();
   for (int64_t i = 0; i < 2 * steps; ++i) {
@@ -145,31 +160,34 @@ void pack_segment(const uint16_t* x, int64_t steps, int bits, int32_t* pairs, fl
     largest = _mm256_max_ps(largest, _mm256_max_ps(_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)));
     poison = _mm256_fmadd_ps(_mm256_add_ps(a, b), _mm256_setzero_ps(), poison);  // what is not finite stays
   }
-  constexpr float kMost = 32767, kLeast = 1e-30f;  // below it the quotient may overflow
-  const float top = most(largest), factor = top > kLeast ? kMost / top : 0;
   float lost = 0;
   for (int i = 0; i < 8; ++i) lost += reinterpret_cast<const float*>(&poison)[i];
-  *scale = (top > kLeast ? top * (1 / kMost) : 0) + lost;
-  __m256i sum = _mm256_setzero_si256();
-  for (int64_t i = 0; i < 2 * steps; i += 2, pairs += kStep / 2) {
-    __m256i a[2], b[2];
-    for (int j = 0; j < 2; ++j) {
-      const __m256i numbers = load_words(x + 16 * (i + j));
-      a[j] = _mm256_cvtps_epi32(_mm256_mul_ps(even(numbers), _mm256_set1_ps(factor)));
-      b[j] = _mm256_cvtps_epi32(_mm256_mul_ps(odd(numbers), _mm256_set1_ps(factor)));
-      sum = _mm256_add_epi32(sum, _mm256_add_epi32(a[j], b[j]));
+  const Rounding rounding(bits, most(largest), lost);
+  const __m256 factor = _mm256_set1_ps(rounding.factor);
+  __m256i first[kMost], second[kMost], sum = _mm256_setzero_si256();
+  for (int64_t i = 0; i < 2 * steps; ++i) {
+    first[i] = _mm256_cvtps_epi32(_mm256_mul_ps(even(load_words(x + 16 * i)), factor));
+    second[i] = _mm256_cvtps_epi32(_mm256_mul_ps(odd(load_words(x + 16 * i)), factor));
+    sum = _mm256_add_epi32(sum, _mm256_add_epi32(first[i], second[i]));
+  }
+  auto* to = reinterpret_cast<__m256i*>(elements);
+  if (bits == 8) {
+    for (int64_t i = 0; i < 2 * steps; i += 2) {
+      _mm256_storeu_si256(to++, _mm256_permute4x64_epi64(_mm256_packs_epi32(first[i], first[i + 1]), 0xd8));
+      _mm256_storeu_si256(to++, _mm256_permute4x64_epi64(_mm256_packs_epi32(second[i], second[i + 1]), 0xd8));
     }
-    __m256i first = low_words(a[0], b[0]), second = low_words(a[1], b[1]);
-    if (bits == 8) {
-      first = _mm256_permute4x64_epi64(_mm256_packs_epi32(a[0], a[1]), 0xd8);
-      second = _mm256_permute4x64_epi64(_mm256_packs_epi32(b[0], b[1]), 0xd8);
+  } else {
+    const __m256i bytes = _mm256_set1_epi16(255);
+    for (int64_t i = 0; i < steps; ++i) {
+      const __m256i a = low_words(first[i], second[i]), b = low_words(first[i + steps], second[i + steps]);
+      _mm256_storeu_si256(to++, _mm256_or_si256(_mm256_and_si256(a, bytes), _mm256_slli_epi16(b, 8)));
     }
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs), first);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs + 8), second);
   }
   int32_t total = 0;
   for (int i = 0; i < 8; ++i) total += reinterpret_cast<const int32_t*>(&sum)[i];
-  *start = -total * (1 << (bits - 1));  // codes count from -2^(bits - 1)
+  const Base base(bits, rounding.scale, total);
+  *scale = base.scale;
+  *start = base.start;
 }
 
 void pack(const Matmul& m, int64_t row, void* packed) {
@@ -182,20 +200,20 @@ void pack(const Matmul& m, int64_t row, void* packed) {
   for (const int64_t end = row + kPackRows < m.rows ? row + kPackRows : m.rows; row < end; ++row) {
     const uint16_t* x = static_cast<const uint16_t*>(m.x) + row * w.inner;
     for (int64_t i = 0; i < form.slices * inputs; i += size) {
-      const int64_t pair = i % inputs / 2, segment = i / size * form.rows + row;
+      const int64_t element = i % inputs / in_element(w.bits), segment = i / size * form.rows + row;
       int32_t* to = elements + form.at(i / inputs, row);
       Filled rest;
       const uint16_t* from = rest.fill(x + i, w.inner - i, size);
       if (w.bits == 16) {
         for (int j = 0; j < size / 2; ++j) {
-          elements_of_pair(pair_at(from + 2 * j), [to, at = pair + j](int chain, uint32_t element) {
-            to[chain * kChain + at] = static_cast<int32_t>(element);
+          elements_of_pair(pair_at(from + 2 * j), [to, at = i % inputs / 2 + j](int chain, uint32_t numbers) {
+            to[chain * kChain + at] = static_cast<int32_t>(numbers);
           });
         }
       } else if (i < w.inner) {
-        pack_segment(from, steps, w.bits, to + pair, scales + segment, starts + segment);
+        pack_segment(from, steps, w.bits, to + element, scales + segment, starts + segment);
       } else {  // beyond the last segment
-        __builtin_memset(to + pair, 0, static_cast<size_t>(size) * 2);
+        __builtin_memset(to + element, 0, static_cast<size_t>(size) * 4 / in_element(w.bits));
       }
     }
   }
@@ -277,28 +295,50 @@ inline Bits high_bits(Bits masks, int pair) {
   return (bits << 2 & 4u) | (bits << 17 & 0x40000u);
 }
 
-// A slice of kLanes outs into one half of a panel's buffer: vectors of elements, kPanel apart.
-template <int B>
+// The codes of a slice of kLanes outs in 4 or 3 bits, `count` pairs of each step from `first` on, as fours of bytes.
+template <int B, int Steps, int Columns>
+inline void unpack_codes(const Bits (&x)[Columns], [[maybe_unused]] const Bits* masks, int first, int32_t* panel) {
+  constexpr int kSteps = static_cast<int>(inputs_of(B) / kStep), kPairs = 16;
+  const auto pair = [&](int step, int j) {
+    if constexpr (B == 4) return x[j] >> 4 * step & 0x000f000fu;
+    else return (x[j] >> 2 * step & 0x00030003u) | high_bits(masks[step], first + j);
+  };
+  for (int s = 0; s < kSteps; s += Steps) {
+    const auto put = [&](int element, Bits four) { store(panel + (s * kPairs / 2 + element) * kPanel, (Ints)four); };
+    if constexpr (Steps == 1) {
+      for (int j = 0; j < kPairs / 2; ++j) put(j, pair(s, j) | pair(s, j + kPairs / 2) << 8);
+    } else {
+      for (int t = 0; t < Steps / 2; ++t) {
+        for (int j = 0; j < Columns; ++j) {
+          if constexpr (B == 4 && Steps == 4) put(t * kPairs + first + j, x[j] >> 4 * t & 0x0f0f0f0fu);
+          else put(t * kPairs + first + j, pair(s + t, j) | pair(s + t + Steps / 2, j) << 8);
+        }
+      }
+    }
+  }
+}
+
+// A slice of kLanes outs into one half of a panel's buffer: vectors of elements, kPanel apart. Segments have so many steps.
+template <int B, int Steps>
 void unpack(const uint8_t* rows, int64_t stride, int32_t* panel) {
+  constexpr int kAtOnce = B < 8 && Steps == 1 ? 16 : kColumns;
   const auto put = [panel](int64_t element, Bits x) { store(panel + element * kPanel, (Ints)x); };
-  Bits masks[B == 3 ? 8 : kColumns];
+  Bits masks[8];
   if constexpr (B == 3) turn(rows + 64, stride, masks);
-  for (int64_t i = 0; i < bytes_of(B == 3 ? 4 : B) / 4; i += kColumns) {
-    Bits x[kColumns];
+  for (int64_t i = 0; i < bytes_of(B == 3 ? 4 : B) / 4; i += kAtOnce) {
+    Bits x[kAtOnce];
     turn(rows + 4 * i, stride, x);
-    for (int j = 0; j < kColumns; ++j) {
+    if constexpr (B < 8) {
+      unpack_codes<B, Steps>(x, masks, static_cast<int>(i), panel);
+      continue;
+    }
+    for (int j = 0; j < kAtOnce; ++j) {
       const int64_t column = i + j;
       if constexpr (B == 16) {
         elements_of_pair(x[j], [&](int chain, Bits element) { put(chain * kChain + column, element); });
-      } else if constexpr (B == 8) {  // the even bytes of 32, then the odd ones
+      } else {  // the even bytes of 32, then the odd ones
         put(column / 8 * 16 + column % 8, x[j] & 0x00ff00ffu);
         put(column / 8 * 16 + column % 8 + 8, x[j] >> 8 & 0x00ff00ffu);
-      } else if constexpr (B == 4) {
-        for (int s = 0; s < 4; ++s) put(16 * s + column, x[j] >> 4 * s & 0x000f000fu);
-      } else {
-        for (int s = 0; s < 8; ++s) {
-          put(16 * s + column, (x[j] >> 2 * s & 0x00030003u) | high_bits(masks[s], static_cast<int>(column)));
-        }
       }
     }
   }
@@ -356,25 +396,44 @@ void write(const Matmul& m, int64_t row, int64_t out, const float* sums) {
   __builtin_memcpy(to, &rounded, static_cast<size_t>(count) * 2);
 }
 
-// totals [R, 2] = starts + `count` elements of x [R, ...], rows `Stride` apart, times those of a panel. Asks for `bytes` of the
-// weight for each 32 elements. A function of its own, because compilers keep fewer sums in registers within another.
-template <int R, int64_t Stride, typename Sum>
+// sums [R, 2] += `count` elements of x [R, ...], rows elements_of(B) apart, times those of a panel.
+template <int B, int R, typename Sum>
+inline void add_all(const int32_t* x, int64_t count, const int32_t* panel, Sum (&sums)[R][2]) {
+  int64_t i = 0;
+  do {
+    const Ints first = load(panel + i * kPanel), second = load(panel + i * kPanel + kLanes);
+    for (int r = 0; r < R; ++r) {
+      const Ints element = Ints{} + x[r * elements_of(B) + i];
+      sums[r][0] = add_products<B>(sums[r][0], first, element);
+      sums[r][1] = add_products<B>(sums[r][1], second, element);
+    }
+  } while (++i < count);
+}
+
+// totals [R, 2] = starts + products of elements. Asks for `bytes` of the weight for each 32 elements. A function of its own, because
+// compilers keep fewer sums in registers within another.
+template <int B, int R, typename Sum>
 __attribute__((noinline)) void multiply(const int32_t* x, int64_t count, const int32_t* panel, const int32_t* starts,
                                         Ahead& ahead, int64_t bytes, Sum (&totals)[R][2]) {
+  constexpr bool kNarrow = LANES == 8 && B < 8;  // 8 sums of 4 products fit into 16 bits: 8 * 2 * 15 * 127
+  constexpr int64_t kAtOnce = kNarrow ? 8 : 32;
   Sum sums[R][2];
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = (Sum)(Ints{} + starts[r]);
   int64_t i = 0;
   do {
-    ahead.ask(bytes);
-    const int64_t end = least(i + 32, count);
-    do {
-      const Ints first = load(panel + i * kPanel), second = load(panel + i * kPanel + kLanes);
+    if (i % 32 == 0) ahead.ask(bytes);
+    const int64_t some = least(kAtOnce, count - i);
+    const int32_t *from = x + i, *weights = panel + i * kPanel;
+    if constexpr (kNarrow) {
+      Ints narrow[R][2] = {};
+      add_all<B>(from, some, weights, narrow);
       for (int r = 0; r < R; ++r) {
-        const Ints element = Ints{} + x[r * Stride + i];
-        sums[r][0] = add_products(sums[r][0], first, element);
-        sums[r][1] = add_products(sums[r][1], second, element);
+        for (int h = 0; h < 2; ++h) sums[r][h] += pairs_of(narrow[r][h]);
       }
-    } while (++i < end);
+    } else {
+      add_all<B>(from, some, weights, sums);
+    }
+    i += some;
   } while (i < count);
   for (int r = 0; r < R; ++r) {
     for (int h = 0; h < 2; ++h) totals[r][h] = sums[r][h];
@@ -387,7 +446,7 @@ void add_numbers(const int32_t* x, const int32_t* panel, float* sums, Ahead& ahe
   static const int32_t zeros[R] = {};
   for (int chain = 0; chain < kChains; ++chain, x += kChain, panel += kChain * kPanel) {
     Floats totals[R][2];
-    multiply<R, elements_of(16)>(x, kChain, panel, zeros, ahead, bytes, totals);
+    multiply<16, R>(x, kChain, panel, zeros, ahead, bytes, totals);
     for (int64_t r = 0; r < R; ++r) {
       for (int64_t h = 0; h < 2; ++h) {
         float* sum = sums + r * kPanel + h * kLanes;
@@ -398,11 +457,11 @@ void add_numbers(const int32_t* x, const int32_t* panel, float* sums, Ahead& ahe
 }
 
 // sums [R, kPanel] += a segment of x [R, ...] times its part of a panel, in codes.
-template <int R, int64_t Stride>
-void add_codes(const int32_t* x, int64_t pairs, const float* x_scales, const int32_t* starts, const int32_t* panel,
+template <int B, int R>
+void add_codes(const int32_t* x, int64_t count, const float* x_scales, const int32_t* starts, const int32_t* panel,
                const Scales (&scales)[2], bool zeros, float* sums, Ahead& ahead, int64_t bytes) {
   Ints totals[R][2];
-  multiply<R, Stride>(x, pairs, panel, starts, ahead, bytes, totals);
+  multiply<B, R>(x, count, panel, starts, ahead, bytes, totals);
   for (int64_t r = 0; r < R; ++r) {
     for (int64_t h = 0; h < 2; ++h) {
       float* sum = sums + r * kPanel + h * kLanes;
@@ -422,14 +481,14 @@ inline void with_rows(int64_t rows, F f) {
 
 // Many rows: some panels, slice by slice, before those from `next` on. Behind `panel`, a buffer for a panel's slice, is one for the
 // sums [panels, rows, kPanel].
-template <int B>
+template <int B, int Steps>
 void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, const Block& b, int64_t next, int32_t* panel) {
   const Weight& w = m.w;
   constexpr int64_t kElements = elements_of(B);
   auto* sums = reinterpret_cast<float*>(panel + kElements * kPanel);
   const Segments& segments = form.segments;
-  const int64_t panels = parts(b.outs, kPanel), in_slice = inputs_of(B) / (segments.steps * kStep);
-  const int64_t passes = parts(b.rows, kRows), height = parts(b.rows, passes), pairs = segments.steps * kStep / 2;
+  const int64_t panels = parts(b.outs, kPanel), in_slice = inputs_of(B) / (Steps * kStep);
+  const int64_t passes = parts(b.rows, kRows), height = parts(b.rows, passes), elements = Steps * kStep / in_element(B);
   const int64_t asked = b.rows <= kMemoryRows ? kPanel * bytes_of(B) / passes : 0;  // for a slice and a pass
   Ahead ahead(w, next);
   for (int64_t i = 0; i < panels * b.rows * kPanel; i += kLanes) store(sums + i, Floats{});
@@ -438,8 +497,8 @@ void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, cons
     for (int64_t p = 0; p < panels; ++p) {
       const int64_t out = b.out + p * kPanel;
       const Slice<B> slice(w, out, s);
-      unpack<B>(slice.first, slice.stride, panel);
-      unpack<B>(slice.first + kLanes * slice.stride, slice.stride, panel + kLanes);
+      unpack<B, Steps>(slice.first, slice.stride, panel);
+      unpack<B, Steps>(slice.first + kLanes * slice.stride, slice.stride, panel + kLanes);
       const auto for_rows = [&](auto add) {
         for (int64_t row = 0; row < b.rows; row += height) {
           float* to = sums + (p * b.rows + row) * kPanel;
@@ -452,12 +511,12 @@ void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, cons
         });
       } else {
         for (int64_t i = first; i < end; ++i) {
-          const int64_t group = i / segments.per_group, pair = (i - first) * pairs;
+          const int64_t group = i / segments.per_group, element = (i - first) * elements;
           const Scales scales[2] = {Scales(w, out, group), Scales(w, out + kLanes, group)};
           for_rows([&](auto rows, int64_t row, float* to) {
             const int64_t at = i * form.rows + row;
-            add_codes<rows, kElements>(x + form.at(s, row) + pair, pairs, form.scales(x) + at, form.starts(x) + at,
-                                       panel + pair * kPanel, scales, w.zeros, to, ahead, asked / in_slice / parts(pairs, 32));
+            add_codes<B, rows>(x + form.at(s, row) + element, elements, form.scales(x) + at, form.starts(x) + at,
+                               panel + element * kPanel, scales, w.zeros, to, ahead, asked / in_slice / parts(elements, 32));
           });
         }
       }
@@ -469,14 +528,14 @@ void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, cons
   }
 }
 
-template <int B>
+template <int B, int Steps>
 void multiply_block(const Matmul& m, const int32_t* x, const Block& b, const Block* after, int32_t* buffer) {
   const Packed form(m);
   const int64_t outs = b.rows <= kMemoryRows ? kPanel : b.outs;  // at once
   for (int64_t out = 0; out < b.outs; out += outs) {
     const Block part = {b.out + out, least(outs, b.outs - out), b.row, b.rows};
     const int64_t next = out + outs < b.outs || !after ? part.out + part.outs : after->out;
-    multiply_panels<B>(m, form, x, part, next, buffer);
+    multiply_panels<B, Steps>(m, form, x, part, next, buffer);
   }
 }
 
@@ -494,10 +553,16 @@ size_t scratch_bytes(const Matmul& m) {
 void multiply(const Matmul& m, const void* packed, const Block& b, const Block* after, void* scratch) {
   const auto* x = static_cast<const int32_t*>(packed);
   auto* buffer = static_cast<int32_t*>(scratch);
-  if (m.w.bits == 16) return multiply_block<16>(m, x, b, after, buffer);
-  if (m.w.bits == 8) return multiply_block<8>(m, x, b, after, buffer);
-  if (m.w.bits == 4) return multiply_block<4>(m, x, b, after, buffer);
-  multiply_block<3>(m, x, b, after, buffer);
+  const auto in_segments = [&](auto bits) {
+    const int64_t steps = Segments(m.w).steps;
+    if (steps == 4) return multiply_block<bits, 4>(m, x, b, after, buffer);
+    if (steps == 2) return multiply_block<bits, 2>(m, x, b, after, buffer);
+    multiply_block<bits, 1>(m, x, b, after, buffer);
+  };
+  if (m.w.bits == 16) return multiply_block<16, 1>(m, x, b, after, buffer);
+  if (m.w.bits == 8) return in_segments(std::integral_constant<int, 8>{});
+  if (m.w.bits == 4) return in_segments(std::integral_constant<int, 4>{});
+  in_segments(std::integral_constant<int, 3>{});
 }
 
 }  // namespace

@@ -1,15 +1,13 @@
 // Products of a few rows of bfloat16 at the speed of memory, on AVX512-VNNI and AVX512-BF16.
 //
 // Four rows of the weight are read beside each other, straight into registers, and each is used at once for up to kRows
-// rows of x. bfloat16 meets bfloat16. Codes meet x in 16-bit fixed point, in integers that 16 lanes of 32 bits add up;
-// only when a segment is through, of at most 128 inputs, are the lanes brought to float32 and scaled. Each lane of a
-// segment of x has a scale of its own, the largest of the at most 8 numbers that it holds, so that x keeps more of its
-// digits than bfloat16 has, unless it is smaller than its greatest neighbour by a factor of 2^8 or more.
+// rows of x. bfloat16 meets bfloat16. Codes meet x in integers (integers.h), which 16 lanes of 32 bits add up; only when a segment
+// is through, of at most 128 inputs, are the lanes brought to float32 and scaled.
 //
-// Where a lane's bytes all belong to one segment, an instruction takes 64 codes as bytes, and the integers of x as their
-// upper and their lower bytes, x = 256 * upper + lower with both signed: two instructions for 64 codes. Elsewhere codes are
-// widened to words of 16 bits first, and an instruction takes 32. Codes count from 0 there; what they count from, times x, is
-// taken off by the instruction that scales the lanes.
+// Where a lane's bytes all belong to one segment, an instruction takes 64 codes as bytes: once for codes of 4 bits, which meet bytes,
+// and twice for those of 8 bits, which meet the upper and the lower bytes of words, x = 256 * upper + lower with both signed.
+// Elsewhere codes are widened to words of 16 bits first, and an instruction takes 32. Codes count from 0 in all of this; what they
+// count from, times x, is what the first lane begins with.
 
 #include "matmul.h"
 
@@ -18,6 +16,7 @@
 #include <immintrin.h>
 
 #include "few.h"
+#include "integers.h"
 
 namespace jaxserve {
 namespace {
@@ -30,12 +29,12 @@ constexpr int64_t kShortBytes = 1024, kHalfPage = 2048;
 // Whether segments of so many steps meet x as bytes: eight bits in whole vectors, four bits in whole units.
 constexpr bool in_bytes(int bits, int64_t steps) { return bits == 8 ? steps >= 2 : bits == 4 && steps == 4; }
 
-// A packed segment: the integers (as words, or all upper bytes and then all lower ones), the lanes' scales, and the lanes' sums
-// of x times the middle of the codes, which is what they count from without zeros.
-constexpr int64_t segment_bytes(int64_t steps) { return steps * kStep * 2 + kLanes * 8; }
+// A packed segment: the integers (as words, or all upper bytes, if there are any, and then all lower ones) and a Base.
+constexpr int64_t integers_bytes(int bits, int64_t steps) { return steps * kStep * (bits == 4 && steps == 4 ? 1 : 2); }
+constexpr int64_t segment_bytes(int bits, int64_t steps) { return integers_bytes(bits, steps) + kBaseBytes; }
 int64_t row_bytes(const Weight& w) {
   const Segments s(w);
-  return s.number * segment_bytes(s.steps);
+  return s.number * segment_bytes(w.bits, s.steps);
 }
 
 size_t packed_bytes(const Matmul& m) {
@@ -76,10 +75,8 @@ void pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, ui
     largest = _mm512_max_ps(largest, _mm512_max_ps(_mm512_abs_ps(even[i]), _mm512_abs_ps(odd[i])));
     poison = _mm512_fmadd_ps(_mm512_add_ps(even[i], odd[i]), _mm512_setzero_ps(), poison);  // what is not finite stays
   }
-  constexpr float kMost = 127 * 256 + 127, kLeast = 1e-30f;  // below it the quotient may overflow
-  const __mmask16 any = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(kLeast), _CMP_GT_OQ);
-  const __m512 factor = _mm512_maskz_div_ps(any, _mm512_set1_ps(kMost), largest);
-  const __m512 scale = _mm512_add_ps(_mm512_maskz_mul_ps(any, largest, _mm512_set1_ps(1 / kMost)), poison);
+  const Rounding rounding(bits, _mm512_reduce_max_ps(largest), _mm512_reduce_add_ps(poison));
+  const __m512 factor = _mm512_set1_ps(rounding.factor);
   __m512i first[4], second[4], sum = _mm512_setzero_si512();
   for (int64_t i = 0; i < steps; ++i) {
     first[i] = _mm512_cvtps_epi32(_mm512_mul_ps(even[i], factor));
@@ -96,13 +93,13 @@ void pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, ui
         const __m512i x[4] = {part(first[a]), part(second[a]), part(first[b]), part(second[b])};
         _mm512_storeu_si512(to + at, bits == 8 ? bytes_of(x[0], x[1], x[2], x[3]) : bytes_of(x[0], x[2], x[1], x[3]));
       };
-      store(i * 64, [](__m512i x) { return _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8); });
-      store((steps / 2 + i) * 64, [](__m512i x) { return x; });
+      const auto lower = [](__m512i x) { return x; };
+      const auto upper = [](__m512i x) { return _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8); };
+      if (bits == 8) store(i * 64, upper);
+      store((bits == 8 ? steps / 2 + i : i) * 64, lower);
     }
   }
-  to += steps * 2 * kStep;
-  _mm512_storeu_ps(to, scale);
-  _mm512_storeu_ps(to + kLanes * 4, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_slli_epi32(sum, bits - 1)), scale));
+  *reinterpret_cast<Base*>(to + integers_bytes(bits, steps)) = Base(bits, rounding.scale, _mm512_reduce_add_epi32(sum));
 }
 
 void pack(const Matmul& m, int64_t row, void* packed) {
@@ -111,7 +108,7 @@ void pack(const Matmul& m, int64_t row, void* packed) {
   for (const int64_t end = row + kPackRows < m.rows ? row + kPackRows : m.rows; row < end; ++row) {
     const uint16_t* x = static_cast<const uint16_t*>(m.x) + row * m.w.inner;
     uint8_t* to = static_cast<uint8_t*>(packed) + row * row_bytes(m.w);
-    for (int64_t s = 0; s < segments.number; ++s, to += segment_bytes(segments.steps)) {
+    for (int64_t s = 0; s < segments.number; ++s, to += segment_bytes(m.w.bits, segments.steps)) {
       const int64_t first = s * segments.steps * kStep;
       pack_segment(x + first, m.w.inner - first, segments.steps, m.w.bits, to);
     }
@@ -235,19 +232,23 @@ inline void unpack_bytes(const uint8_t* row, int64_t segment, int64_t left, __m5
   }
 }
 
-// Sums of products of a segment's codes with the packed integers of x.
-template <int L>
-inline __m512i multiply_bytes(const __m512i (&bytes)[L / 2], const uint8_t* integers) {
-  __m512i sum = _mm512_setzero_si512();
-  for (int i = 0; i < L / 2; ++i) sum = _mm512_dpbusd_epi32(sum, bytes[i], _mm512_loadu_si512(integers + i * 64));
-  sum = _mm512_slli_epi32(sum, 8);
-  for (int i = L / 2; i < L; ++i) sum = _mm512_dpbusd_epi32(sum, bytes[i - L / 2], _mm512_loadu_si512(integers + i * 64));
-  return sum;
+// What the lanes of a segment begin with.
+inline __m512i start_of(const Base& base) { return _mm512_zextsi128_si512(_mm_cvtsi32_si128(base.start)); }
+
+// Sums of products of a segment's codes with the packed integers of x, and the start.
+template <int Bits, int L>
+inline __m512i multiply_bytes(const __m512i (&bytes)[L / 2], const uint8_t* integers, __m512i lower) {
+  if constexpr (Bits == 8) {
+    __m512i upper = _mm512_setzero_si512();
+    for (int i = 0; i < L / 2; ++i, integers += 64) upper = _mm512_dpbusd_epi32(upper, bytes[i], _mm512_loadu_si512(integers));
+    lower = _mm512_add_epi32(lower, _mm512_slli_epi32(upper, 8));
+  }
+  for (int i = 0; i < L / 2; ++i, integers += 64) lower = _mm512_dpbusd_epi32(lower, bytes[i], _mm512_loadu_si512(integers));
+  return lower;
 }
 
 template <int L>
-inline __m512i multiply_words(const __m512i (&words)[L], const uint8_t* integers) {
-  __m512i sum = _mm512_setzero_si512();
+inline __m512i multiply_words(const __m512i (&words)[L], const uint8_t* integers, __m512i sum) {
   for (int i = 0; i < L; ++i) sum = _mm512_dpwssd_epi32(sum, words[i], _mm512_loadu_si512(integers + i * 64));
   return sum;
 }
@@ -272,7 +273,6 @@ __attribute__((always_inline)) inline void segment(const Quad& w, int64_t s, int
                     __m512 (&sums)[R][kOuts]) {
   constexpr int64_t kBytes = L * kStep * Bits / 8;
   constexpr bool kInBytes = in_bytes(Bits, L);
-  const __m512 per_middle = _mm512_set1_ps(1.0f / static_cast<float>(1 << (Bits - 1)));
 #pragma GCC unroll 4
   for (int o = 0; o < kOuts; ++o, at += n.groups) {
     for (int64_t i = 0; i < kBytes; i += 64) w.prefetch(o, s * kBytes + i);
@@ -285,19 +285,20 @@ __attribute__((always_inline)) inline void segment(const Quad& w, int64_t s, int
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const uint8_t* integers = x + r * x_bytes;
+      const Base& base = *reinterpret_cast<const Base*>(integers + integers_bytes(Bits, L));
       __m512i lanes;
       if constexpr (kInBytes) {
-        lanes = multiply_bytes<L>(codes, integers);
+        lanes = multiply_bytes<Bits, L>(codes, integers, start_of(base));
       } else {
-        lanes = multiply_words<L>(codes, integers);
+        lanes = multiply_words<L>(codes, integers, start_of(base));
       }
-      const __m512 scale = _mm512_loadu_ps(integers + L * kStep * 2);
-      const __m512 middle = _mm512_loadu_ps(integers + L * kStep * 2 + kLanes * 4);
-      __m512 values = _mm512_fmsub_ps(_mm512_cvtepi32_ps(lanes), scale, middle);
+      __m512 values = _mm512_cvtepi32_ps(lanes);
       if constexpr (Zeros) {  // more of what the codes count from
-        values = _mm512_fnmadd_ps(_mm512_mul_ps(middle, per_middle), _mm512_set1_ps(n.zeros[at]), values);
+        const __m512 sum = _mm512_zextps128_ps512(_mm_set_ss(base.sum));
+        values = _mm512_fnmadd_ps(sum, _mm512_set1_ps(n.zeros[at]), values);
       }
-      sums[r][o] = _mm512_fmadd_ps(values, _mm512_set1_ps(n.scales[at]), sums[r][o]);
+      const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(base.scale), _mm512_set1_ps(n.scales[at]));
+      sums[r][o] = _mm512_fmadd_ps(values, scale, sums[r][o]);
     }
   }
 }
