@@ -2,10 +2,13 @@
 
     python -m bench.quantization [--methods rtn,awq,gptq] [--precisions int8,int4,int3] [--zero-points] [--tokens N]
     python -m bench.quantization --kv-cache
+    python -m bench.quantization --served
 
 Calibration text: modules of the standard library from the side of the split that the model was trained on. Held-out
 text: the documents that were kept from training and from calibration. Every method is calibrated on the same tokens.
-With --kv-cache it is the KV cache that has fewer bits, and the engine that reads the text, in the model's own dtype.
+With --kv-cache it is the KV cache that has fewer bits, and the engine that reads the text, in the model's own dtype. With
+--served the engine reads it with the layers rounded to the nearest, by the fastest products and by XLA's, which multiply
+x as it is: what the kernels lose.
 """
 
 import argparse
@@ -49,6 +52,8 @@ def main() -> None:
     print(f"{rows.shape[0] * LENGTH} held-out tokens, sha256 {hashlib.sha256(rows.tobytes()).hexdigest()[:12]}")
     if options.kv_cache:
         report_kv_cache(rows)
+    elif options.served:
+        report_served(rows, options.precisions.split(","))
     else:
         report_weights(options, model, rows, calibration)
 
@@ -83,6 +88,20 @@ def report_kv_cache(rows: np.ndarray) -> None:
             found = served_loss(llm, rows)
         full = found if full is None else full
         print(f"| {dtype} | {found:.5f} | {found - full:+.5f} |", flush=True)
+
+
+def report_served(rows: np.ndarray, precisions: list[str]) -> None:
+    """Prints what the engine loses by its own products, and by XLA's."""
+    print("| precision | by the kernels, nats per token | by XLA | difference |")
+    print("| --- | ---: | ---: | ---: |")
+    for precision in ("auto", *precisions):
+        found = {}
+        for backend in ("auto", "xla"):
+            options = {"precision": precision, "kernel_backend": backend, "prefix_caching": False}
+            with LLM(max_model_len=LENGTH + 2, max_num_seqs=BATCH, **options) as llm:
+                found[backend] = served_loss(llm, rows)
+        difference = found["auto"] - found["xla"]
+        print(f"| {precision} | {found['auto']:.5f} | {found['xla']:.5f} | {difference:+.5f} |", flush=True)
 
 
 def served_loss(llm: LLM, rows: np.ndarray) -> float:
@@ -152,6 +171,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=131072, help="of held-out text")
     parser.add_argument("--zero-points", action="store_true")
     parser.add_argument("--kv-cache", action="store_true", help="of the KV cache, not of the weights")
+    parser.add_argument("--served", action="store_true", help="by the engine, with its kernels and without them")
     return parser.parse_args()
 
 

@@ -94,6 +94,15 @@ def test_what_is_not_finite_stays_so(poison: float, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_integers_of_the_largest_numbers_do_not_overflow(rows: int, bits: int) -> None:
+    x, w = operands(rows, 40, 512, bits)
+    x, w = jnp.ones_like(x).at[1::2].mul(-1), replace(w, codes=jnp.full_like(w.codes, 255))
+    for variant in library.variants():
+        assert_close(native.matmul(x, w, variant=variant), product(x, w, variant), bits, variant)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_zeros_and_denormals_are_multiplied(rows: int, bits: int) -> None:
     x, w = operands(rows, 40, 384, bits)

@@ -1,5 +1,5 @@
-// x in integers, to meet codes: 16 bits beside codes of 8 bits, and 8 bits beside those of fewer, whose own rounding is twenty
-// times as coarse or more. Every segment of a row has a scale of its own, the largest of its at most 128 numbers. All products by
+// x in integers, to meet codes: 16 bits beside codes of 8 bits, and 8 bits beside those of fewer, whose own rounding is nearly
+// twenty times as coarse or more. Every segment of a row has a scale of its own, the largest of its at most 128 numbers. All products by
 // codes on vectors round x alike, so that what they give differs only by the order in which float32 numbers are added.
 
 #pragma once

@@ -295,7 +295,7 @@ inline Bits high_bits(Bits masks, int pair) {
   return (bits << 2 & 4u) | (bits << 17 & 0x40000u);
 }
 
-// The codes of a slice of kLanes outs in 4 or 3 bits, `count` pairs of each step from `first` on, as fours of bytes.
+// The codes of kLanes outs in 4 or 3 bits as fours of bytes: of each step of a slice as many pairs as there are columns, from `first` on.
 template <int B, int Steps, int Columns>
 inline void unpack_codes(const Bits (&x)[Columns], [[maybe_unused]] const Bits* masks, int first, int32_t* panel) {
   constexpr int kSteps = static_cast<int>(inputs_of(B) / kStep), kPairs = 16;
@@ -328,11 +328,7 @@ void unpack(const uint8_t* rows, int64_t stride, int32_t* panel) {
   for (int64_t i = 0; i < bytes_of(B == 3 ? 4 : B) / 4; i += kAtOnce) {
     Bits x[kAtOnce];
     turn(rows + 4 * i, stride, x);
-    if constexpr (B < 8) {
-      unpack_codes<B, Steps>(x, masks, static_cast<int>(i), panel);
-      continue;
-    }
-    for (int j = 0; j < kAtOnce; ++j) {
+    for (int j = 0; B >= 8 && j < kAtOnce; ++j) {
       const int64_t column = i + j;
       if constexpr (B == 16) {
         elements_of_pair(x[j], [&](int chain, Bits element) { put(chain * kChain + column, element); });
@@ -341,6 +337,7 @@ void unpack(const uint8_t* rows, int64_t stride, int32_t* panel) {
         put(column / 8 * 16 + column % 8 + 8, x[j] >> 8 & 0x00ff00ffu);
       }
     }
+    if constexpr (B < 8) unpack_codes<B, Steps>(x, masks, static_cast<int>(i), panel);
   }
 }
 
