@@ -6,9 +6,9 @@
 
 Calibration text: modules of the standard library from the side of the split that the model was trained on. Held-out
 text: the documents that were kept from training and from calibration. Every method is calibrated on the same tokens.
-With --kv-cache it is the KV cache that has fewer bits, and the engine that reads the text, in the model's own dtype. With
---served the engine reads it with the layers rounded to the nearest, by the fastest products and by XLA's, which multiply
-x as it is: what the kernels lose.
+With --kv-cache it is the KV cache that has fewer bits, and the engine that reads the text, in the model's own dtype.
+With --served the engine reads it with the layers rounded to the nearest, by the fastest products and by XLA's, which
+multiply x as it is: what the kernels lose.
 """
 
 import argparse

@@ -75,7 +75,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_prepared_variants_are_served_and_counted(prepared: Path) -> None:
     precisions = {f"layers.{n}": "int4" for n in range(8)} | {"layers.3": "int8"}
-    # XLA multiplies x as it is. The kernels round it beside codes, which moves single logits by more than is allowed here.
+    # XLA multiplies x as it is; rounding it, as the kernels do, moves single logits by more than is allowed here.
     options = {"precision": "int4", "layer_precision": "3:int8", "kernel_backend": "xla"}
     resolved = resolve(EngineConfig(model=prepared, **OPTIONS, **options))
     qkv = resolved.checkpoint.variant("layers.0", "int4")["attention.qkv"]
