@@ -93,10 +93,10 @@ void pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, ui
         const __m512i x[4] = {part(first[a]), part(second[a]), part(first[b]), part(second[b])};
         _mm512_storeu_si512(to + at, bits == 8 ? bytes_of(x[0], x[1], x[2], x[3]) : bytes_of(x[0], x[2], x[1], x[3]));
       };
-      const auto lower = [](__m512i x) { return x; };
-      const auto upper = [](__m512i x) { return _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8); };
-      if (bits == 8) store(i * 64, upper);
-      store((bits == 8 ? steps / 2 + i : i) * 64, lower);
+      const auto lower_bytes = [](__m512i x) { return x; };
+      const auto upper_bytes = [](__m512i x) { return _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8); };
+      if (bits == 8) store(i * 64, upper_bytes);
+      store((bits == 8 ? steps / 2 + i : i) * 64, lower_bytes);
     }
   }
   *reinterpret_cast<Base*>(to + integers_bytes(bits, steps)) = Base(bits, rounding.scale, _mm512_reduce_add_epi32(sum));
