@@ -1,6 +1,5 @@
-// x in integers, to meet codes: 16 bits beside codes of 8 bits, and 8 bits beside those of fewer, whose own rounding is nearly
-// twenty times as coarse or more. Every segment of a row has a scale of its own, the largest of its at most 128 numbers. All products by
-// codes on vectors round x alike, so that what they give differs only by the order in which float32 numbers are added.
+// x in integers of 8 bits, to meet codes. Every segment of a row has a scale of its own, the largest of its at most 128 numbers. All
+// products by codes on vectors round x alike, so that what they give differs only by the order in which float32 numbers are added.
 
 #pragma once
 
@@ -13,12 +12,12 @@ namespace {
 struct Rounding {
   float factor, scale;
 
-  Rounding(int bits, float largest, float poison) {
+  Rounding(float largest, float poison) {
     constexpr float kLeast = 1e-30f;  // below it the quotient may overflow
-    const float most = bits == 8 ? 127 * 256 + 127 : 127;
+    constexpr float kMost = 127;
     const bool any = largest > kLeast;
-    factor = any ? most / largest : 0;
-    scale = (any ? largest * (1 / most) : 0) + poison;
+    factor = any ? kMost / largest : 0;
+    scale = (any ? largest * (1 / kMost) : 0) + poison;
   }
 };
 

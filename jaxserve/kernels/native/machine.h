@@ -2,6 +2,10 @@
 
 #pragma once
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "matmul.h"
 #include "rows.h"
 
@@ -11,6 +15,13 @@ namespace jaxserve {
 inline bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+// Whether 512 bits take two passes through the units that compute: Zen 4, of AMD's family 25.
+inline bool halves_avx512() {
+  unsigned eax = 0, ebx, ecx, edx;
+  __get_cpuid(1, &eax, &ebx, &ecx, &edx);
+  return (eax >> 8 & 15) + (eax >> 20 & 255) == 25;
 }
 
 inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }

@@ -50,10 +50,9 @@ def matmul(x: Rows, w: jax.Array | QArray, *, dtype: DTypeLike = jnp.float32, va
 def in_integers(x: jax.Array, w: QArray) -> jax.Array:
     """x [R, c] as vectors take it beside the codes of w, float32: the specification of native/integers.h.
 
-    Whole numbers times a scale for each segment of at most 128 inputs, none of which crosses a group of w: of 16 bits
-    (less what two signed bytes leave) where codes have 8, of 8 bits where they have fewer.
+    Whole numbers of 8 bits times a scale for each segment of at most 128 inputs, none of which crosses a group of w.
     """
-    most = np.float32(127 * 256 + 127 if w.bits == 8 else 127)
+    most = np.float32(127)
     segment = 4 * STEP if w.group == w.size else math.gcd(w.group, 4 * STEP)
     parts = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -w.size % segment))).reshape(len(x), -1, segment)
     largest = jnp.abs(parts).max(axis=-1, keepdims=True)

@@ -68,7 +68,7 @@ void pack_segment(const uint16_t* x, int bits, uint8_t* to) {
   }
   float most = 0;
   for (int i = 0; i < kLanes; ++i) most = largest[i] > most ? largest[i] : most;
-  const Rounding rounding(bits, most, jaxserve::sum(poison));
+  const Rounding rounding(most, jaxserve::sum(poison));
   const auto whole = [&](Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)(x * rounding.factor)); };
   Ints even[kVectors], odd[kVectors], sums = {};
   for (int i = 0; i < kVectors; ++i) {

@@ -17,6 +17,7 @@ namespace jaxserve {
 namespace {
 
 constexpr int64_t kFewCodes = 4, kFewNumbers = 8;  // rows up to which each weight is fastest read as it lies
+constexpr int64_t kFewNumbersHalved = 64;          // where the units are slower than reading x again from L1 and L2
 
 // The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none. Each
 // gives a row the same result whatever the others are; which one runs may depend on how many rows there are.
@@ -24,17 +25,18 @@ const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, 
                          [[maybe_unused]] bool codes) {
   const auto wanted = [&](const char* variant) { return name.empty() || name == variant; };
 #if defined(__x86_64__)
-  const bool few = name.empty() && rows <= (codes ? kFewCodes : kFewNumbers);
+  const auto few = [&](int64_t numbers) { return name.empty() && rows <= (codes ? kFewCodes : numbers); };
 #if defined(__linux__)
   static const bool amx = has_amx();  // asked once: cpuid leaves a virtual machine each time
-  if (wanted("amx") && bfloat16 && amx && (!few || !codes)) return &kMatmulAmx;
+  if (wanted("amx") && bfloat16 && amx && !(codes && few(0))) return &kMatmulAmx;
 #endif
   if (bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
-    if (few || name == "vnni") return &kMatmulVnni;
+    static const int64_t numbers = halves_avx512() ? kFewNumbersHalved : kFewNumbers;
+    if (few(numbers) || name == "vnni") return &kMatmulVnni;
     if (wanted("avx512bf16")) return &kMatmulAvx512;
   }
   if (bfloat16 && has_avx2() && (codes || !has_avx512() || !name.empty())) {
-    if (few || name == "avx2few") return &kMatmulFewAvx2;
+    if (few(kFewNumbers) || name == "avx2few") return &kMatmulFewAvx2;
     if (wanted("avx2")) return &kMatmulAvx2;
   }
   if (wanted("avx512") && has_avx512()) return &kMatmulFloatAvx512;

@@ -5,8 +5,8 @@
 // same element of x, which is brought to all lanes.
 //
 // Of bfloat16 numbers an element is a pair (AVX-512 multiplies and adds up pairs) or one, widened to float32 (AVX2: of 256 inputs
-// first the even ones, then the odd ones). They are always summed in the same order. Codes meet x in integers (integers.h): of 8
-// bits by pairs of words, of 4 and 3 bits by fours of bytes. A lane adds them up exactly over a segment of at most 128 inputs; only
+// first the even ones, then the odd ones). They are always summed in the same order. Codes meet x in integers (integers.h): by
+// fours of bytes, or, of 8 bits on AVX2, whose sums of bytes are too narrow for them, by pairs of words. A lane adds them up exactly over a segment of at most 128 inputs; only
 // its sum is brought to float32 and scaled. So a row's result does not depend on how many rows there are.
 //
 // A slice of a panel of two vectors of outs is turned into a buffer that stays in L1, and groups of rows of x are multiplied by it,
@@ -48,7 +48,8 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 // elements they make.
 constexpr int64_t inputs_of(int bits) { return bits == 3 || bits == 16 ? 256 : 128; }
 constexpr int64_t bytes_of(int bits) { return inputs_of(bits) * bits / 8; }
-constexpr int64_t in_element(int bits) { return bits < 8 ? 4 : bits == 16 && LANES == 8 ? 1 : 2; }
+constexpr bool in_bytes(int bits) { return LANES == 16 ? bits <= 8 : bits < 8; }
+constexpr int64_t in_element(int bits) { return in_bytes(bits) ? 4 : bits == 16 && LANES == 8 ? 1 : 2; }
 constexpr int64_t elements_of(int bits) { return inputs_of(bits) / in_element(bits); }
 constexpr int kChains = LANES == 16 ? 1 : 2;                 // sums of a slice of numbers, one after the other;
 constexpr int64_t kChain = inputs_of(16) / 2;                // and elements of each
@@ -77,12 +78,11 @@ inline void elements_of_pair(T numbers, F f) {
 template <int B>
 inline Ints add_products(Ints sums, Ints codes, Ints x) {
 #if LANES == 16
-  if constexpr (B < 8) return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
-  return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
+  if constexpr (in_bytes(B)) return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
 #else
   // As one piece, because compilers move the additions behind all products, and then run out of registers. Of bytes sums of 16 bits.
   Ints products;
-  if constexpr (B < 8) {
+  if constexpr (in_bytes(B)) {
     __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(codes), "x"(x));
   } else {
     __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(codes), "x"(x));
@@ -145,12 +145,13 @@ inline float most(__m256 x) {
 inline Ints pairs_of(Ints words) { return (Ints)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi16(1)); }
 #endif
 
-inline __m256i low_words(__m256i a, __m256i b) {  // as they are, in turn by 16 bits
+inline __m256i low_words(__m256i a, __m256i b) {  // in turn
   return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
 }
 
-// A segment in integers. Codes of 8 bits are unpacked into even and odd ones, so x of such a weight is parted likewise, by 32 inputs.
-// Of fewer bits, a four has a pair of the segment's first half and the pair of its second half that lies as far behind.
+// A segment in integers, in the order of the unpacked codes. A four of bytes is, of codes of 8 bits, four neighbours; of fewer bits a
+// pair of the segment's first half and the pair of its second half that lies as far behind. Words of 8 bits are parted into even and
+// odd ones, by 32 inputs.
 void pack_segment(const uint16_t* x, int64_t steps, int bits, int32_t* elements, float* scale, int32_t* start) {
   constexpr int64_t kMost = 8;  // vectors of 16 numbers
   const __m256 sign = _mm256_set1_ps(-0.0f);
@@ -162,7 +163,7 @@ void pack_segment(const uint16_t* x, int64_t steps, int bits, int32_t* elements,
   }
   float lost = 0;
   for (int i = 0; i < 8; ++i) lost += reinterpret_cast<const float*>(&poison)[i];
-  const Rounding rounding(bits, most(largest), lost);
+  const Rounding rounding(most(largest), lost);
   const __m256 factor = _mm256_set1_ps(rounding.factor);
   __m256i first[kMost], second[kMost], sum = _mm256_setzero_si256();
   for (int64_t i = 0; i < 2 * steps; ++i) {
@@ -172,10 +173,16 @@ void pack_segment(const uint16_t* x, int64_t steps, int bits, int32_t* elements,
   }
   auto* to = reinterpret_cast<__m256i*>(elements);
   if (bits == 8) {
+#if LANES == 16
+    for (int64_t i = 0; i < 2 * steps; ++i) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(elements) + i, _mm256_cvtepi16_epi8(low_words(first[i], second[i])));
+    }
+#else
     for (int64_t i = 0; i < 2 * steps; i += 2) {
       _mm256_storeu_si256(to++, _mm256_permute4x64_epi64(_mm256_packs_epi32(first[i], first[i + 1]), 0xd8));
       _mm256_storeu_si256(to++, _mm256_permute4x64_epi64(_mm256_packs_epi32(second[i], second[i + 1]), 0xd8));
     }
+#endif
   } else {
     const __m256i bytes = _mm256_set1_epi16(255);
     for (int64_t i = 0; i < steps; ++i) {
@@ -332,6 +339,8 @@ void unpack(const uint8_t* rows, int64_t stride, int32_t* panel) {
       const int64_t column = i + j;
       if constexpr (B == 16) {
         elements_of_pair(x[j], [&](int chain, Bits element) { put(chain * kChain + column, element); });
+      } else if constexpr (in_bytes(B)) {
+        put(column, x[j]);
       } else {  // the even bytes of 32, then the odd ones
         put(column / 8 * 16 + column % 8, x[j] & 0x00ff00ffu);
         put(column / 8 * 16 + column % 8 + 8, x[j] >> 8 & 0x00ff00ffu);
@@ -412,7 +421,7 @@ inline void add_all(const int32_t* x, int64_t count, const int32_t* panel, Sum (
 template <int B, int R, typename Sum>
 __attribute__((noinline)) void multiply(const int32_t* x, int64_t count, const int32_t* panel, const int32_t* starts,
                                         Ahead& ahead, int64_t bytes, Sum (&totals)[R][2]) {
-  constexpr bool kNarrow = LANES == 8 && B < 8;  // 8 sums of 4 products fit into 16 bits: 8 * 2 * 15 * 127
+  constexpr bool kNarrow = LANES == 8 && in_bytes(B);  // 8 sums of 4 products fit into 16 bits: 8 * 2 * 15 * 127
   constexpr int64_t kAtOnce = kNarrow ? 8 : 32;
   Sum sums[R][2];
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = (Sum)(Ints{} + starts[r]);

@@ -4,10 +4,9 @@
 // rows of x. bfloat16 meets bfloat16. Codes meet x in integers (integers.h), which 16 lanes of 32 bits add up; only when a segment
 // is through, of at most 128 inputs, are the lanes brought to float32 and scaled.
 //
-// Where a lane's bytes all belong to one segment, an instruction takes 64 codes as bytes: once for codes of 4 bits, which meet bytes,
-// and twice for those of 8 bits, which meet the upper and the lower bytes of words, x = 256 * upper + lower with both signed.
-// Elsewhere codes are widened to words of 16 bits first, and an instruction takes 32. Codes count from 0 in all of this; what they
-// count from, times x, is what the first lane begins with.
+// Where a vector's bytes all belong to one segment, codes stay bytes, and an instruction takes 64 of them. Elsewhere they are widened
+// to words of 16 bits first, and an instruction takes 32. Codes count from 0 in all of this; what they count from, times x, is what
+// the first lane begins with.
 
 #include "matmul.h"
 
@@ -29,8 +28,8 @@ constexpr int64_t kShortBytes = 1024, kHalfPage = 2048;
 // Whether segments of so many steps meet x as bytes: eight bits in whole vectors, four bits in whole units.
 constexpr bool in_bytes(int bits, int64_t steps) { return bits == 8 ? steps >= 2 : bits == 4 && steps == 4; }
 
-// A packed segment: the integers (as words, or all upper bytes, if there are any, and then all lower ones) and a Base.
-constexpr int64_t integers_bytes(int bits, int64_t steps) { return steps * kStep * (bits == 4 && steps == 4 ? 1 : 2); }
+// A packed segment: the integers and a Base.
+constexpr int64_t integers_bytes(int bits, int64_t steps) { return steps * kStep * (in_bytes(bits, steps) ? 1 : 2); }
 constexpr int64_t segment_bytes(int bits, int64_t steps) { return integers_bytes(bits, steps) + kBaseBytes; }
 int64_t row_bytes(const Weight& w) {
   const Segments s(w);
@@ -41,62 +40,36 @@ size_t packed_bytes(const Matmul& m) {
   return m.w.bits == 16 ? 0 : static_cast<size_t>(m.rows * row_bytes(m.w));
 }
 
-// What a vector of 64 bytes holds in each lane: one number of each of four vectors.
-inline __m512i bytes_of(__m512i a, __m512i b, __m512i c, __m512i d) {
-  const __m512i mask = _mm512_set1_epi32(255);
-  const __m512i lower = _mm512_or_si512(_mm512_and_si512(a, mask), _mm512_slli_epi32(_mm512_and_si512(b, mask), 8));
-  const __m512i upper = _mm512_or_si512(_mm512_slli_epi32(_mm512_and_si512(c, mask), 16), _mm512_slli_epi32(d, 24));
-  return _mm512_or_si512(lower, upper);
-}
-
-// Two neighbouring vectors of pairs as the pairs of even and of odd number.
-inline void part_pairs(__m512i& a, __m512i& b) {
-  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i first = _mm512_permutex2var_epi32(a, even, b);
-  b = _mm512_permutex2var_epi32(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
-  a = first;
-}
-
 void pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, uint8_t* to) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  const bool bytes = in_bytes(bits, steps);
-  __m512i pairs[4];
+  __m512 even[4], odd[4], largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();
   for (int64_t i = 0; i < steps; ++i, inputs -= kStep) {
     const __mmask32 mask = inputs >= kStep ? ~0u : inputs > 0 ? (1u << inputs) - 1 : 0;
-    pairs[i] = _mm512_maskz_loadu_epi16(mask, x + i * kStep);
-  }
-  if (bytes && bits == 8) {  // so that a lane has four neighbours, as a lane of codes has
-    for (int64_t i = 0; i < steps; i += 2) part_pairs(pairs[i], pairs[i + 1]);
-  }
-  __m512 even[4], odd[4], largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();
-  for (int64_t i = 0; i < steps; ++i) {
-    even[i] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs[i], 16));
-    odd[i] = _mm512_castsi512_ps(_mm512_and_si512(pairs[i], upper));
+    const __m512i pairs = _mm512_maskz_loadu_epi16(mask, x + i * kStep);
+    even[i] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    odd[i] = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
     largest = _mm512_max_ps(largest, _mm512_max_ps(_mm512_abs_ps(even[i]), _mm512_abs_ps(odd[i])));
     poison = _mm512_fmadd_ps(_mm512_add_ps(even[i], odd[i]), _mm512_setzero_ps(), poison);  // what is not finite stays
   }
-  const Rounding rounding(bits, _mm512_reduce_max_ps(largest), _mm512_reduce_add_ps(poison));
+  const Rounding rounding(_mm512_reduce_max_ps(largest), _mm512_reduce_add_ps(poison));
   const __m512 factor = _mm512_set1_ps(rounding.factor);
-  __m512i first[4], second[4], sum = _mm512_setzero_si512();
+  __m512i words[4], sum = _mm512_setzero_si512();
   for (int64_t i = 0; i < steps; ++i) {
-    first[i] = _mm512_cvtps_epi32(_mm512_mul_ps(even[i], factor));
-    second[i] = _mm512_cvtps_epi32(_mm512_mul_ps(odd[i], factor));
-    sum = _mm512_add_epi32(sum, _mm512_add_epi32(first[i], second[i]));
+    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(even[i], factor));
+    const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(odd[i], factor));
+    words[i] = _mm512_mask_blend_epi16(0xaaaaaaaa, first, _mm512_slli_epi32(second, 16));
+    sum = _mm512_add_epi32(sum, _mm512_add_epi32(first, second));
   }
-  for (int64_t i = 0; i < steps; ++i) {
-    if (!bytes) {
-      const __m512i words = _mm512_mask_blend_epi16(0xaaaaaaaa, first[i], _mm512_slli_epi32(second[i], 16));
-      _mm512_storeu_si512(to + i * 64, words);
-    } else if (i < steps / 2) {
-      const int64_t a = bits == 8 ? 2 * i : i, b = bits == 8 ? a + 1 : a + 2;
-      const auto store = [&](int64_t at, auto part) {
-        const __m512i x[4] = {part(first[a]), part(second[a]), part(first[b]), part(second[b])};
-        _mm512_storeu_si512(to + at, bits == 8 ? bytes_of(x[0], x[1], x[2], x[3]) : bytes_of(x[0], x[2], x[1], x[3]));
-      };
-      const auto lower_bytes = [](__m512i x) { return x; };
-      const auto upper_bytes = [](__m512i x) { return _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8); };
-      if (bits == 8) store(i * 64, upper_bytes);
-      store((bits == 8 ? steps / 2 + i : i) * 64, lower_bytes);
+  if (!in_bytes(bits, steps)) {
+    for (int64_t i = 0; i < steps; ++i) _mm512_storeu_si512(to + i * 64, words[i]);
+  } else if (bits == 8) {
+    for (int64_t i = 0; i < steps; ++i) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * 32), _mm512_cvtepi16_epi8(words[i]));
+    }
+  } else {  // as a unit of codes has them: of steps 0 and 2, and of steps 1 and 3
+    for (int64_t i = 0; i < 2; ++i) {
+      const __m512i lower = _mm512_and_si512(words[i], _mm512_set1_epi16(255)), upper = _mm512_slli_epi16(words[i + 2], 8);
+      _mm512_storeu_si512(to + i * 64, _mm512_or_si512(lower, upper));
     }
   }
   *reinterpret_cast<Base*>(to + integers_bytes(bits, steps)) = Base(bits, rounding.scale, _mm512_reduce_add_epi32(sum));
@@ -236,20 +209,15 @@ inline void unpack_bytes(const uint8_t* row, int64_t segment, int64_t left, __m5
 inline __m512i start_of(const Base& base) { return _mm512_zextsi128_si512(_mm_cvtsi32_si128(base.start)); }
 
 // Sums of products of a segment's codes with the packed integers of x, and the start.
-template <int Bits, int L>
-inline __m512i multiply_bytes(const __m512i (&bytes)[L / 2], const uint8_t* integers, __m512i lower) {
-  if constexpr (Bits == 8) {
-    __m512i upper = _mm512_setzero_si512();
-    for (int i = 0; i < L / 2; ++i, integers += 64) upper = _mm512_dpbusd_epi32(upper, bytes[i], _mm512_loadu_si512(integers));
-    lower = _mm512_add_epi32(lower, _mm512_slli_epi32(upper, 8));
-  }
-  for (int i = 0; i < L / 2; ++i, integers += 64) lower = _mm512_dpbusd_epi32(lower, bytes[i], _mm512_loadu_si512(integers));
-  return lower;
+template <int Vectors>
+inline __m512i multiply_bytes(const __m512i (&bytes)[Vectors], const uint8_t* integers, __m512i sum) {
+  for (int i = 0; i < Vectors; ++i) sum = _mm512_dpbusd_epi32(sum, bytes[i], _mm512_loadu_si512(integers + i * 64));
+  return sum;
 }
 
-template <int L>
-inline __m512i multiply_words(const __m512i (&words)[L], const uint8_t* integers, __m512i sum) {
-  for (int i = 0; i < L; ++i) sum = _mm512_dpwssd_epi32(sum, words[i], _mm512_loadu_si512(integers + i * 64));
+template <int Vectors>
+inline __m512i multiply_words(const __m512i (&words)[Vectors], const uint8_t* integers, __m512i sum) {
+  for (int i = 0; i < Vectors; ++i) sum = _mm512_dpwssd_epi32(sum, words[i], _mm512_loadu_si512(integers + i * 64));
   return sum;
 }
 
@@ -288,9 +256,9 @@ __attribute__((always_inline)) inline void segment(const Quad& w, int64_t s, int
       const Base& base = *reinterpret_cast<const Base*>(integers + integers_bytes(Bits, L));
       __m512i lanes;
       if constexpr (kInBytes) {
-        lanes = multiply_bytes<Bits, L>(codes, integers, start_of(base));
+        lanes = multiply_bytes(codes, integers, start_of(base));
       } else {
-        lanes = multiply_words<L>(codes, integers, start_of(base));
+        lanes = multiply_words(codes, integers, start_of(base));
       }
       __m512 values = _mm512_cvtepi32_ps(lanes);
       if constexpr (Zeros) {  // more of what the codes count from
