@@ -1,5 +1,5 @@
 // Paged attention of one tile, compiled once per instruction set (attention.cc, attention_decode.cc, attention_vnni.cc,
-// attention_amx.cc) and chosen at run time (attention_call.cc).
+// attention_amx.cc, attention_bf16.cc) and chosen at run time (attention_call.cc).
 
 #pragma once
 
@@ -44,6 +44,7 @@ void attend_avx512(const Attention&, const Tile&, const Tile* after, float* scra
 void attend_decode_avx2(const Attention&, const Tile&, const Tile* after, float* scratch);    // bfloat16, one token
 void attend_decode_avx512(const Attention&, const Tile&, const Tile* after, float* scratch);  // the same
 void attend_vnni(const Attention&, const Tile&, const Tile* after, float* scratch);  // bfloat16 queries, int8 pools
+void attend_avx512bf16(const Attention&, const Tile&, const Tile* after, float* scratch);  // bfloat16; head_dim as for AMX
 void attend_amx(const Attention&, const Tile&, const Tile* after, float* scratch);   // bfloat16; head_dim a multiple of 32
 
 }  // namespace jaxserve

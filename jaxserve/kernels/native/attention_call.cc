@@ -46,12 +46,16 @@ Attend decode_attend([[maybe_unused]] const Attention& a, Attend best) {
   return best;
 }
 
-// What computes the tiles of prompts: on the matrix unit, where there is one, as fast as it has rows; `best` otherwise. It
-// does not depend on a tile's length, so that a token's result is the same in whatever pieces its prompt comes.
+// What computes the tiles of prompts: on the matrix unit, where there is one, or by pairs of bfloat16; `best` otherwise. It does
+// not depend on a tile's length, so that a token's result is the same in whatever pieces its prompt comes.
 Attend chunk_attend([[maybe_unused]] bool matrix_unit, [[maybe_unused]] const Attention& a, Attend best) {
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
+  if (!a.bfloat16 || a.int8 || a.head_dim % 32) return best;
+#if defined(__linux__)
   static const bool amx = has_amx();  // asked once: cpuid leaves a virtual machine each time
-  if (matrix_unit && amx && a.bfloat16 && !a.int8 && a.head_dim % 32 == 0) return attend_amx;
+  if (matrix_unit && amx) return attend_amx;
+#endif
+  if (best == attend_avx512 && __builtin_cpu_supports("avx512bf16")) return attend_avx512bf16;
 #endif
   return best;
 }

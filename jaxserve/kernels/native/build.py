@@ -34,6 +34,7 @@ X86_64 = (
     *(("attention_decode.cc", [*flags, *QUIET]) for flags in (AVX2, [*AVX512, "-mavx512bf16"])),
     ("attention_vnni.cc", [*AVX512, "-mavx512vnni", *QUIET]),
     ("attention_amx.cc", AMX),
+    ("attention_bf16.cc", [*AVX512, "-mavx512bf16", *QUIET]),
     *(("matmul_panels.cc", flags) for flags in ([*AVX2, *QUIET], VNNI)),
     ("matmul_avx2.cc", [*AVX2, *QUIET]),
     ("matmul_vnni.cc", VNNI),
