@@ -3,8 +3,8 @@
     python -m bench.morph [--models bundled,160m] [--traces FOLDER] [--rounds N] [--out FOLDER]
 
 Every workload is run by every system in turn, each with a server of its own, and all of it again, `--rounds` times,
-backwards every other time. First the static engine in full precision is saturated: how many tokens per second it then
-generates is what the traces are scaled to, so that their busiest ten seconds ask for `--peak` times as many. With
+backwards every other time. Before each of them the static engine in full precision is saturated: how many tokens per second
+it then generates is what the traffic is scaled to, so that its busiest ten seconds ask for `--peak` times as many. With
 `--traces`, 72-second windows of published traces are replayed besides the synthetic burst.
 
 Writes each run as a result of `jaxserve bench` to the folder, and from all that are there report.md and a plot for each
@@ -14,7 +14,7 @@ workload. `--resume` leaves runs alone that are there already; `--report-only` r
 import argparse
 import datetime
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,10 +96,15 @@ def _measure(name: str, setup: Setup, options: argparse.Namespace, out: Path) ->
     chosen = [known[system] for system in options.systems.split(",")]
     print(_told(setup, room, known), flush=True)
     traffic = Traffic(PRESETS[name], _prompts(name, setup), options)
-    capacity = options.capacity or _capacity(known[FULL], setup, traffic, out, options)
-    print(f"full precision at saturation: {capacity:.0f} tokens/s\n", flush=True)
     for number in range(options.rounds):
-        for label, load_of in traffic.workloads(capacity, number):
+        for label in traffic.names:
+            if label == SATURATION:
+                capacity, load_of = None, traffic.saturation(number)
+            else:  # just before: a machine that others use too changes
+                path = out / f"capacity_{label}_{number}.json"
+                capacity = options.capacity or _capacity(known[FULL], setup, traffic.saturation(number), path, options)
+                print(f"full precision at saturation: {capacity:.0f} tokens/s", flush=True)
+                load_of = traffic.scaled(label, capacity, number)
             for system in chosen if number % 2 == 0 else reversed(chosen):
                 path = out / f"{label}-{system.name}-{number}.json"
                 if not (options.resume and path.exists()):
@@ -124,14 +129,13 @@ def _one(system: System, setup: Setup, load_of: Workload, facts: Mapping[str, An
     return measured
 
 
-def _capacity(full: System, setup: Setup, traffic: "Traffic", out: Path, options: argparse.Namespace) -> float:
+def _capacity(full: System, setup: Setup, load_of: Workload, path: Path, options: argparse.Namespace) -> float:
     """Tokens per second of the static engine in full precision, when all requests are there at once."""
-    path = out / "capacity.json"
     if options.resume and path.exists():
         measured = load(path)
     else:
         facts = {"traffic": "capacity", "round": 0, "capacity": None}
-        measured = _one(full, setup, traffic.saturation(0), facts, path)
+        measured = _one(full, setup, load_of, facts, path)
     found = saturated_throughput(measured)
     assert found is not None, "no request was answered"
     return found
@@ -143,21 +147,20 @@ class Traffic:
     def __init__(self, preset: Preset, prompts: Prompts, options: argparse.Namespace):
         self._preset, self._prompts, self._options = preset, prompts, options
 
-    def workloads(self, capacity: float, number: int) -> Iterator[tuple[str, Workload]]:
-        """Those that are asked for, by name, for round `number`. `capacity`: tokens/s."""
+    @property
+    def names(self) -> list[str]:
+        """Those that are asked for."""
         chosen = self._options.workloads.split(",") if self._options.workloads else None
-        for name in (SATURATION, LIGHT, BURST, *(WINDOWS if self._options.traces else ())):
-            if chosen is None or name in chosen:
-                yield name, self._named(name, capacity, number)
+        known = (SATURATION, LIGHT, BURST, *(WINDOWS if self._options.traces else ()))
+        return [name for name in known if chosen is None or name in chosen]
 
     def saturation(self, number: int) -> Workload:
         """Everything at once."""
         trace = with_lengths(_burst(SECONDS), self._preset.lengths)
         return self._of(at_once(trace, self._preset.at_once, np.random.default_rng(1)), number)
 
-    def _named(self, name: str, capacity: float, number: int) -> Workload:
-        if name == SATURATION:
-            return self.saturation(number)
+    def scaled(self, name: str, capacity: float, number: int) -> Workload:
+        """Traffic to what full precision generates when it is saturated, in tokens/s."""
         if name == LIGHT:
             return self._light(capacity, number)
         trace = _burst(SECONDS) if name == BURST else load_trace(self._options.traces / WINDOWS[name])

@@ -37,12 +37,11 @@ class Buckets:
     tile: int
     min_rows: int  # smaller products are slower on some platforms than padded ones
     widths: tuple[int, ...]
-    finer: bool = False  # decode rows also between powers of two: where padded rows cost as much as others
+    finer: bool = False  # rows and tiles also between powers of two: where padded rows cost as much as others
 
     @cached_property
     def decodes(self) -> tuple[int, ...]:
-        sizes = powers_of_two(min(self.min_rows, self.max_num_seqs), self.max_num_seqs)
-        return halfway_too(sizes) if self.finer else sizes
+        return self._sizes(min(self.min_rows, self.max_num_seqs), self.max_num_seqs)
 
     @cached_property
     def mixed_decodes(self) -> tuple[int, ...]:
@@ -51,11 +50,15 @@ class Buckets:
 
     @cached_property
     def tiles(self) -> tuple[int, ...]:
-        return powers_of_two(1, self.max_tiles)
+        return self._sizes(1, self.max_tiles)
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
         return powers_of_two(self.min_rows, max(self.max_num_seqs + self.max_tiles, self.min_rows))
+
+    def _sizes(self, low: int, high: int) -> tuple[int, ...]:
+        sizes = powers_of_two(low, high)
+        return halfway_too(sizes) if self.finer else sizes
 
     def shape(self, decodes: int, tiles: int, pages: int) -> StepShape:
         """The smallest shape that holds a step of so many decode rows, prefill tiles and pages per row."""

@@ -1,5 +1,7 @@
 """Which step shapes exist, and which one a step gets."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxserve.executor.buckets import Buckets
@@ -22,6 +24,13 @@ def buckets(seqs: int, *, finer: bool) -> Buckets:
 )
 def test_decode_rows_come_in_few_sizes(seqs: int, finer: bool, sizes: tuple[int, ...]) -> None:
     assert buckets(seqs, finer=finer).decodes == sizes
+
+
+@pytest.mark.parametrize(
+    ("most", "finer", "sizes"), [(16, False, (1, 2, 4, 8, 16)), (16, True, (1, 2, 4, 6, 8, 12, 16)), (8, True, (1, 2, 4, 6, 8))]
+)
+def test_tiles_come_in_few_numbers(most: int, finer: bool, sizes: tuple[int, ...]) -> None:
+    assert replace(buckets(16, finer=finer), max_tiles=most).tiles == sizes
 
 
 @pytest.mark.parametrize("finer", [False, True])

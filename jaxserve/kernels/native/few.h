@@ -16,6 +16,7 @@ constexpr int64_t kWidened = 32;            // rows of the weight whose scales a
 constexpr int64_t kLine = 16;               // of them may be written beyond the last
 constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly,
 constexpr int64_t kLeastBlocks = 4;         // and parts of even a small weight
+constexpr int64_t kRowsBytes = 256 << 10;   // of x: they stay in L2 while they meet a block of the weight
 constexpr int64_t kAheadBytes = 8192;       // how far ahead memory is asked for, or four rows if they are longer
 
 // Four neighbouring rows of the weight; those beyond the last repeat it.
@@ -127,13 +128,19 @@ struct Few {
 
   static void multiply(const Matmul& m, const void* packed, const Block& b, const Block* after, void* scratch) {
     const Product products[kRows] = {product_of<1>(m.w), product_of<2>(m.w), product_of<3>(m.w), product_of<4>(m.w)};
-    const int64_t end = b.out + b.outs;
-    Part part = {b.out, b.outs, end, m.w.data + (after ? after->out : end) * m.w.row_bytes};
-    if (b.rows > kRows) part.outs = kOuts;  // all rows of x meet it while it is in L1
-    for (; part.out < end; part.out += part.outs) {
-      for (int64_t row = b.row, left = b.rows; left > 0; row += kRows, left -= kRows) {
-        products[(left < kRows ? left : kRows) - 1](m, static_cast<const uint8_t*>(packed), row, part, scratch);
+    const auto multiply_rows = [&](int64_t first, int64_t rows) {
+      const int64_t end = b.out + b.outs;
+      Part part = {b.out, b.outs, end, m.w.data + (after ? after->out : end) * m.w.row_bytes};
+      if (rows > kRows) part.outs = kOuts;  // all these rows meet it while it is in L1
+      for (; part.out < end; part.out += part.outs) {
+        for (int64_t row = first, left = rows; left > 0; row += kRows, left -= kRows) {
+          products[(left < kRows ? left : kRows) - 1](m, static_cast<const uint8_t*>(packed), row, part, scratch);
+        }
       }
+    };
+    const int64_t fit = kRowsBytes / (2 * m.w.inner) / kRows * kRows, at_once = fit ? fit : kRows;
+    for (int64_t done = 0; done < b.rows; done += at_once) {
+      multiply_rows(b.row + done, at_once < b.rows - done ? at_once : b.rows - done);
     }
   }
 };

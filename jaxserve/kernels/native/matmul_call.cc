@@ -17,26 +17,27 @@ namespace jaxserve {
 namespace {
 
 constexpr int64_t kFewCodes = 4, kFewNumbers = 8;  // rows up to which each weight is fastest read as it lies
-constexpr int64_t kFewNumbersHalved = 64;          // where the units are slower than reading x again from L1 and L2
+constexpr int64_t kShort = 2048;                   // inputs: four rows of the weight and four of x, in bfloat16, fill L1
 
 // The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none. Each
 // gives a row the same result whatever the others are; which one runs may depend on how many rows there are.
 const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, [[maybe_unused]] int64_t rows,
-                         [[maybe_unused]] bool codes) {
+                         [[maybe_unused]] bool codes, [[maybe_unused]] int64_t inner) {
   const auto wanted = [&](const char* variant) { return name.empty() || name == variant; };
 #if defined(__x86_64__)
-  const auto few = [&](int64_t numbers) { return name.empty() && rows <= (codes ? kFewCodes : numbers); };
+  const bool few = name.empty() && rows <= (codes ? kFewCodes : kFewNumbers);
 #if defined(__linux__)
   static const bool amx = has_amx();  // asked once: cpuid leaves a virtual machine each time
-  if (wanted("amx") && bfloat16 && amx && !(codes && few(0))) return &kMatmulAmx;
+  if (wanted("amx") && bfloat16 && amx && (!few || !codes)) return &kMatmulAmx;
 #endif
   if (bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
-    static const int64_t numbers = halves_avx512() ? kFewNumbersHalved : kFewNumbers;
-    if (few(numbers) || name == "vnni") return &kMatmulVnni;
+    static const bool halved = halves_avx512();
+    const bool as_they_lie = halved && !codes && inner <= kShort;  // any rows: L1 keeps up with the units
+    if (few || name == "vnni" || (name.empty() && as_they_lie)) return &kMatmulVnni;
     if (wanted("avx512bf16")) return &kMatmulAvx512;
   }
   if (bfloat16 && has_avx2() && (codes || !has_avx512() || !name.empty())) {
-    if (few(kFewNumbers) || name == "avx2few") return &kMatmulFewAvx2;
+    if (few || name == "avx2few") return &kMatmulFewAvx2;
     if (wanted("avx2")) return &kMatmulAvx2;
   }
   if (wanted("avx512") && has_avx512()) return &kMatmulFloatAvx512;
@@ -212,7 +213,7 @@ ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest,
   m.x_bfloat16 = bfloat16;
   m.y_bfloat16 = y->element_type() == ffi::BF16;
   m.rows = rows;
-  const Multiplier* multiplier = choose(variant, bfloat16, rows, bits != 16);
+  const Multiplier* multiplier = choose(variant, bfloat16, rows, bits != 16, inner);
   if (multiplier == nullptr) return invalid("this machine has no variant " + std::string(variant) + " for this dtype");
   multiply_all(m, first, multiplier);
   return ffi::Error::Success();
@@ -234,5 +235,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, jaxserve::matmul,
 
 // Whether this machine has the named variant of the product, for bfloat16.
 extern "C" bool jaxserve_has_matmul(const char* name, size_t length) {
-  return jaxserve::choose({name, length}, true, 1, true) != nullptr;
+  return jaxserve::choose({name, length}, true, 1, true, 1) != nullptr;
 }
