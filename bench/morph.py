@@ -3,9 +3,9 @@
     python -m bench.morph [--models bundled,160m] [--traces FOLDER] [--rounds N] [--out FOLDER]
 
 Every workload is run by every system in turn, each with a server of its own, and all of it again, `--rounds` times,
-backwards every other time. Before each of them the static engine in full precision is saturated: how many tokens per second
-it then generates is what the traffic is scaled to, so that its busiest ten seconds ask for `--peak` times as many. With
-`--traces`, 72-second windows of published traces are replayed besides the synthetic burst.
+backwards every other time. Before each of them the static engine in full precision is saturated: how many tokens per
+second it then generates is what the traffic is scaled to, so that its busiest ten seconds ask for `--peak` times as
+many. With `--traces`, 72-second windows of published traces are replayed besides the synthetic burst.
 
 Writes each run as a result of `jaxserve bench` to the folder, and from all that are there report.md and a plot for each
 workload. `--resume` leaves runs alone that are there already; `--report-only` runs nothing.

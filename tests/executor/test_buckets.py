@@ -27,7 +27,8 @@ def test_decode_rows_come_in_few_sizes(seqs: int, finer: bool, sizes: tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("most", "finer", "sizes"), [(16, False, (1, 2, 4, 8, 16)), (16, True, (1, 2, 4, 6, 8, 12, 16)), (8, True, (1, 2, 4, 6, 8))]
+    ("most", "finer", "sizes"),
+    [(16, False, (1, 2, 4, 8, 16)), (16, True, (1, 2, 4, 6, 8, 12, 16)), (8, True, (1, 2, 4, 6, 8))],
 )
 def test_tiles_come_in_few_numbers(most: int, finer: bool, sizes: tuple[int, ...]) -> None:
     assert replace(buckets(16, finer=finer), max_tiles=most).tiles == sizes
