@@ -27,7 +27,7 @@ struct Buffers {
   uint16_t* keys;     // [kBlock, D]
   uint32_t* values;   // [D / 16, kSteps][16 dims, 16 pairs of positions]
   float* scores;      // [kBlock, 16 rows]
-  uint32_t* weights;  // [kSteps, 2][16 pairs of positions, 16 rows]: upper halves, and what they leave
+  uint32_t* weights;  // [kSteps, 2][16 pairs of positions, 16 rows]: rounded; or upper halves, and what they leave
   uint32_t* q;        // [rows / 16, D / kStep][16 pairs of dims, 16 rows]
   float* out;         // [rows / 16][D, 16 rows]
   float *top, *total;  // [rows / 16][16 rows]
