@@ -79,7 +79,9 @@ def test_rounding_x_costs_little_beside_its_largest_neighbours(bits: int) -> Non
     x, w = operands(5, 60, 640, bits)
     x = x.at[0, 7].mul(1000).at[1, 128:256].mul(1e-3)
     exact, rounded = product(x, w, ""), np.asarray(IN_INTEGERS(x, w), np.float64) @ np.asarray(w.dequantize()).T
-    assert (np.linalg.norm(rounded - exact, axis=1) < 0.05 * np.linalg.norm(exact, axis=1)).all()
+    lost = np.linalg.norm(rounded - exact, axis=1) / np.linalg.norm(exact, axis=1)
+    assert lost[0] < 0.05
+    assert (lost[1:] < 0.01).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3])

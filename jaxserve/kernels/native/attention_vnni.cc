@@ -38,26 +38,22 @@ struct Buffers {
 };
 
 Buffers lay_out(float* at, int64_t dims, int64_t rows) {
-  const auto take = [&at](int64_t floats) {
-    float* taken = at;
-    at += floats;
-    return taken;
-  };
+  Pieces pieces = {at};
   Buffers b;
   b.dims = dims;
-  b.keys = reinterpret_cast<uint32_t*>(take(dims / kWord * kBlock));
-  b.values = reinterpret_cast<uint32_t*>(take(kBlock / kWord * dims));
-  b.scores = take(kRows * kBlock);
-  b.weights = reinterpret_cast<uint8_t*>(take(kRows * 2 * kBlock / kWord));
-  b.decay = take(LANES);  // kRows, and a whole cache line
-  b.unit = take(LANES);
-  b.scales = {take(kBlock), take(kBlock)};
-  b.q = reinterpret_cast<uint32_t*>(take(rows * 2 * dims / kWord));
-  b.out = take(rows * dims);
-  b.total = take(rows * LANES);
-  b.start = reinterpret_cast<int32_t*>(take(rows * 2));
-  b.scale = take(rows);
-  b.top = take(rows);
+  b.keys = reinterpret_cast<uint32_t*>(pieces.take(dims / kWord * kBlock));
+  b.values = reinterpret_cast<uint32_t*>(pieces.take(kBlock / kWord * dims));
+  b.scores = pieces.take(kRows * kBlock);
+  b.weights = reinterpret_cast<uint8_t*>(pieces.take(kRows * 2 * kBlock / kWord));
+  b.decay = pieces.take(LANES);  // kRows, and a whole cache line
+  b.unit = pieces.take(LANES);
+  b.scales = {pieces.take(kBlock), pieces.take(kBlock)};
+  b.q = reinterpret_cast<uint32_t*>(pieces.take(rows * 2 * dims / kWord));
+  b.out = pieces.take(rows * dims);
+  b.total = pieces.take(rows * LANES);
+  b.start = reinterpret_cast<int32_t*>(pieces.take(rows * 2));
+  b.scale = pieces.take(rows);
+  b.top = pieces.take(rows);
   return b;
 }
 

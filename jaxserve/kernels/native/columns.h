@@ -34,20 +34,16 @@ struct Buffers {
 };
 
 Buffers lay_out(float* at, int64_t dims, int64_t row_tiles) {
-  const auto take = [&at](int64_t floats) {
-    float* taken = at;
-    at += floats;
-    return taken;
-  };
+  Pieces pieces = {at};
   Buffers b;
-  b.keys = reinterpret_cast<uint16_t*>(take(kBlock * dims / 2));
-  b.values = reinterpret_cast<uint32_t*>(take(kBlock * dims / 2));
-  b.scores = take(kBlock * kTile);
-  b.weights = reinterpret_cast<uint32_t*>(take(2 * kSteps * kWords));
-  b.q = reinterpret_cast<uint32_t*>(take(row_tiles * dims / 2 * kTile));
-  b.out = take(row_tiles * dims * kTile);
-  b.top = take(row_tiles * kTile);
-  b.total = take(row_tiles * kTile);
+  b.keys = reinterpret_cast<uint16_t*>(pieces.take(kBlock * dims / 2));
+  b.values = reinterpret_cast<uint32_t*>(pieces.take(kBlock * dims / 2));
+  b.scores = pieces.take(kBlock * kTile);
+  b.weights = reinterpret_cast<uint32_t*>(pieces.take(2 * kSteps * kWords));
+  b.q = reinterpret_cast<uint32_t*>(pieces.take(row_tiles * dims / 2 * kTile));
+  b.out = pieces.take(row_tiles * dims * kTile);
+  b.top = pieces.take(row_tiles * kTile);
+  b.total = pieces.take(row_tiles * kTile);
   return b;
 }
 

@@ -41,6 +41,17 @@ inline Floats load(const float* p) {
 
 inline void store(float* p, Floats x) { memcpy(p, &x, sizeof(x)); }
 
+// Hands out scratch memory, piece by piece.
+struct Pieces {
+  float* at;
+
+  float* take(int64_t floats) {
+    float* taken = at;
+    at += floats;
+    return taken;
+  }
+};
+
 inline Floats splat(float x) { return Floats{} + x; }
 
 template <typename To, typename From>
