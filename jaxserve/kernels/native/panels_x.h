@@ -1,0 +1,141 @@
+// x as panels of a weight meet it (panels.h): numbers as they are, or integers with scales (integers.h).
+
+#pragma once
+
+#include "groups.h"
+#include "integers.h"
+#include "matmul.h"
+#include "panels.h"
+
+namespace jaxserve {
+namespace {
+
+inline uint32_t pair_at(const uint16_t* from) {
+  uint32_t pair;
+  __builtin_memcpy(&pair, from, 4);
+  return pair;
+}
+
+// x as the weight meets it, slice by slice, so that what is used together lies together: elements [slices, rows, ...]; for codes
+// also scales [segments, rows], and what a segment's sums begin with.
+struct Packed {
+  Segments segments;
+  int64_t rows, slices, elements;
+
+  explicit Packed(const Matmul& m)
+      : segments(m.w), rows(m.rows), slices(parts(m.w.inner, inputs_of(m.w.bits))), elements(elements_of(m.w.bits)) {}
+
+  int64_t at(int64_t slice, int64_t row) const { return (slice * rows + row) * elements; }
+  const float* scales(const int32_t* x) const { return reinterpret_cast<const float*>(x + at(slices, 0)); }
+  const int32_t* starts(const int32_t* x) const { return x + at(slices, 0) + segments.number * rows; }
+};
+
+size_t packed_bytes(const Matmul& m) {
+  const Packed form(m);
+  return static_cast<size_t>(form.at(form.slices, 0) + (m.w.bits == 16 ? 0 : form.segments.number * form.rows * 2)) * 4;
+}
+
+inline __m256i load_words(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline __m256 even(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+inline __m256 odd(__m256i x) { return _mm256_castsi256_ps(_mm256_blend_epi16(x, _mm256_setzero_si256(), 0x55)); }
+
+// `count` numbers of x, and zeros up to `size`.
+struct Filled {
+  alignas(32) uint16_t numbers[4 * kStep];
+
+  const uint16_t* fill(const uint16_t* x, int64_t count, int64_t size) {
+    if (count >= size) return x;
+    for (int64_t i = 0; i < size; ++i) numbers[i] = i < count ? x[i] : 0;
+    return numbers;
+  }
+};
+
+inline float most(__m256 x) {
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+inline __m256i low_words(__m256i a, __m256i b) {  // in turn
+  return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+}
+
+// A segment in integers, in the order of the unpacked codes. A four of bytes is, of codes of 8 bits, four neighbours; of fewer bits a
+// pair of the segment's first half and the pair of its second half that lies as far behind. Words of 8 bits are parted into even and
+// odd ones, by 32 inputs.
+void pack_segment(const uint16_t* x, int64_t steps, int bits, int32_t* elements, float* scale, int32_t* start) {
+  constexpr int64_t kMost = 8;  // vectors of 16 numbers
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  __m256 largest = _mm256_setzero_ps(), poison = _mm256_setzero_ps();
+  for (int64_t i = 0; i < 2 * steps; ++i) {
+    const __m256 a = even(load_words(x + 16 * i)), b = odd(load_words(x + 16 * i));
+    largest = _mm256_max_ps(largest, _mm256_max_ps(_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)));
+    poison = _mm256_fmadd_ps(_mm256_add_ps(a, b), _mm256_setzero_ps(), poison);  // what is not finite stays
+  }
+  float lost = 0;
+  for (int i = 0; i < 8; ++i) lost += reinterpret_cast<const float*>(&poison)[i];
+  const Rounding rounding(most(largest), lost);
+  const __m256 factor = _mm256_set1_ps(rounding.factor);
+  __m256i first[kMost], second[kMost], sum = _mm256_setzero_si256();
+  for (int64_t i = 0; i < 2 * steps; ++i) {
+    first[i] = _mm256_cvtps_epi32(_mm256_mul_ps(even(load_words(x + 16 * i)), factor));
+    second[i] = _mm256_cvtps_epi32(_mm256_mul_ps(odd(load_words(x + 16 * i)), factor));
+    sum = _mm256_add_epi32(sum, _mm256_add_epi32(first[i], second[i]));
+  }
+  auto* to = reinterpret_cast<__m256i*>(elements);
+  if (bits == 8) {
+#if LANES == 16
+    for (int64_t i = 0; i < 2 * steps; ++i) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(elements) + i, _mm256_cvtepi16_epi8(low_words(first[i], second[i])));
+    }
+#else
+    for (int64_t i = 0; i < 2 * steps; i += 2) {
+      _mm256_storeu_si256(to++, _mm256_permute4x64_epi64(_mm256_packs_epi32(first[i], first[i + 1]), 0xd8));
+      _mm256_storeu_si256(to++, _mm256_permute4x64_epi64(_mm256_packs_epi32(second[i], second[i + 1]), 0xd8));
+    }
+#endif
+  } else {
+    const __m256i bytes = _mm256_set1_epi16(255);
+    for (int64_t i = 0; i < steps; ++i) {
+      const __m256i a = low_words(first[i], second[i]), b = low_words(first[i + steps], second[i + steps]);
+      _mm256_storeu_si256(to++, _mm256_or_si256(_mm256_and_si256(a, bytes), _mm256_slli_epi16(b, 8)));
+    }
+  }
+  int32_t total = 0;
+  for (int i = 0; i < 8; ++i) total += reinterpret_cast<const int32_t*>(&sum)[i];
+  const Base base(bits, rounding.scale, total);
+  *scale = base.scale;
+  *start = base.start;
+}
+
+void pack(const Matmul& m, int64_t row, void* packed) {
+  const Weight& w = m.w;
+  const Packed form(m);
+  const int64_t steps = w.bits == 16 ? 1 : form.segments.steps, size = steps * kStep, inputs = inputs_of(w.bits);
+  auto* elements = static_cast<int32_t*>(packed);
+  auto* scales = const_cast<float*>(form.scales(elements));
+  auto* starts = const_cast<int32_t*>(form.starts(elements));
+  for (const int64_t end = row + kPackRows < m.rows ? row + kPackRows : m.rows; row < end; ++row) {
+    const uint16_t* x = static_cast<const uint16_t*>(m.x) + row * w.inner;
+    for (int64_t i = 0; i < form.slices * inputs; i += size) {
+      const int64_t element = i % inputs / in_element(w.bits), segment = i / size * form.rows + row;
+      int32_t* to = elements + form.at(i / inputs, row);
+      Filled rest;
+      const uint16_t* from = rest.fill(x + i, w.inner - i, size);
+      if (w.bits == 16) {
+        for (int j = 0; j < size / 2; ++j) {
+          elements_of_pair(pair_at(from + 2 * j), [to, at = i % inputs / 2 + j](int chain, uint32_t numbers) {
+            to[chain * kChain + at] = static_cast<int32_t>(numbers);
+          });
+        }
+      } else if (i < w.inner) {
+        pack_segment(from, steps, w.bits, to + element, scales + segment, starts + segment);
+      } else {  // beyond the last segment
+        __builtin_memset(to + element, 0, static_cast<size_t>(size) * 4 / in_element(w.bits));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jaxserve
