@@ -1,4 +1,4 @@
-"""Adaptation measured: one engine and one memory budget, static in full precision, static in int4, and morph.
+"""Adaptation measured: one engine and one memory budget, in full precision, in int4, and with morph in its modes.
 
     python -m bench.morph [--models bundled,160m] [--traces FOLDER] [--rounds N] [--out FOLDER]
 

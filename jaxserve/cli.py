@@ -66,11 +66,15 @@ def serve(
     engine: EngineOptions,
     variant: Annotated[
         list[str] | None,
-        option("Adaptation", "Precision that layers may change to while serving; may be repeated; default: int4."),
+        option(
+            "Adaptation", "Precision that layers may change to while serving; may be repeated; default: the policy's."
+        ),
     ] = None,
     policy: Annotated[
         str | None,
-        option("Adaptation", "What changes the plan: static, manual, morph, morph-performance, or a YAML file."),
+        option(
+            "Adaptation", "What changes the plan: static, manual, morph, morph-int8, morph-performance, or a YAML file."
+        ),
     ] = None,
     slo_ttft: Annotated[
         float | None, option("Adaptation", "Seconds to the first token that the policy keeps; default: its own.")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from jaxserve.control.plan import Plan, chain_of, static_plan
+from jaxserve.control.policies import settings_of
 from jaxserve.core.config import EngineConfig, KVCacheDType, ModelConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import head_precision, layer_precisions, parse_precision
@@ -12,7 +13,7 @@ from jaxserve.executor.buckets import Buckets
 from jaxserve.platforms import PlatformDefaults
 
 STATIC = "static"  # the policy that changes nothing
-DEFAULT_VARIANTS = ("int4",)  # of any other
+DEFAULT_VARIANT = "int4"  # of a policy that names none
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,13 @@ def check(config: EngineConfig) -> None:
 
 
 def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tuple[str, ...]:
-    """Those that the user names, and those that layers start with, to which they may return."""
-    wanted = config.variants or (() if config.policy == STATIC else DEFAULT_VARIANTS)
+    """Those that the user names, or what the policy changes layers to; and those that layers start with, to which they
+    may return.
+    """
+    wanted = config.variants
+    if not wanted and config.policy != STATIC:
+        morph = settings_of(config.policy)
+        wanted = (DEFAULT_VARIANT if morph is None else morph.precision,)
     named = [parse_precision(name, dtype, "variants") for name in wanted]
     return tuple(dict.fromkeys((*named, *precisions))) if named else ()
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve import LLM, SamplingParams
 
-REQUESTS = 160  # scored of each result
+REQUESTS = 640  # scored of each result
 
 
 @dataclass(frozen=True)

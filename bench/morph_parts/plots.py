@@ -10,14 +10,14 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bench.morph_parts.systems import ACCURACY, FULL, INT4, LABELS, NAMES, PERFORMANCE, QUANTISED
+from bench.morph_parts.systems import ACCURACY, ADAPTING, FULL, INT4, INT8, LABELS, NAMES, PERFORMANCE, PRECISIONS
 from bench.morph_parts.timeline import Timeline
 from jaxserve.bench.report.figure import DPI, FAINT, INK, label_axes, plain_numbers, png
 from jaxserve.bench.report.series import Requests, server_series, server_times
 
 Result = Mapping[str, Any]
-COLOURS = {FULL: "#333333", INT4: "#e69f00", ACCURACY: "#0072b2", PERFORMANCE: "#009e73"}
-MARKERS = {FULL: "s", INT4: "^", ACCURACY: "o", PERFORMANCE: "D"}
+COLOURS = {FULL: "#333333", INT4: "#e69f00", ACCURACY: "#0072b2", INT8: "#cc79a7", PERFORMANCE: "#009e73"}
+MARKERS = {FULL: "s", INT4: "^", ACCURACY: "o", INT8: "v", PERFORMANCE: "D"}
 SLO = "#cc0000"
 SHADES = LinearSegmentedColormap.from_list("layers", ["#d9e8f5", "#e69f00", "#b2182b"])
 WIDTH, LEAST_TTFT_S = 8.4, 0.01
@@ -43,6 +43,10 @@ def draw(results: Sequence[Result], title: str) -> bytes:
     look = {"fontsize": 8.5, "frameon": False, "labelcolor": INK, "markerscale": 2}
     figure.legend(handles, names, loc="outside lower left", ncols=5, **look)
     return png(figure)
+
+
+def _timeline(run: Result) -> Timeline:
+    return Timeline.of(run, PRECISIONS[run["system"]])
 
 
 def _style(axes: Axes) -> None:
@@ -74,9 +78,9 @@ def _ttft(axes: Axes, runs: Sequence[Result]) -> None:
 
 def _layers(axes: Axes, runs: Sequence[Result]) -> None:
     """A strip for each system: how many layers are swapped."""
-    most = max(int(Timeline.of(run, QUANTISED).swapped.max(initial=0)) for run in runs)
-    for row, run in enumerate(runs):
-        timeline = Timeline.of(run, QUANTISED)
+    timelines = [_timeline(run) for run in runs]
+    most = max(int(timeline.swapped.max(initial=0)) for timeline in timelines)
+    for row, (run, timeline) in enumerate(zip(runs, timelines, strict=True)):
         edges = np.append(timeline.time_s, _end(run))
         axes.pcolormesh(
             edges,
@@ -92,7 +96,7 @@ def _layers(axes: Axes, runs: Sequence[Result]) -> None:
     axes.grid(visible=False)
     levels = sorted({round(most * part / 4) for part in range(5)})
     keys = [
-        Patch(color=SHADES(level / max(most, 1)), label=f"{level} in {QUANTISED}" if level else "full precision")
+        Patch(color=SHADES(level / max(most, 1)), label=f"{level} in fewer bits" if level else "full precision")
         for level in levels
     ]
     axes.legend(handles=keys, loc="lower right", bbox_to_anchor=(1, 1), ncols=5, fontsize=8, frameon=False)
@@ -101,10 +105,10 @@ def _layers(axes: Axes, runs: Sequence[Result]) -> None:
 def _pages(axes: Axes, runs: Sequence[Result]) -> None:
     """Lines: the pool. Filled: what is in use of it, of the systems that change it."""
     for run in runs:
-        timeline, name = Timeline.of(run, QUANTISED), run["system"]
+        timeline, name = _timeline(run), run["system"]
         times, shade = timeline.time_s, COLOURS[name]
         axes.step(times, timeline.kv_pages, where="post", color=shade, linewidth=1.6)
-        if name in (ACCURACY, PERFORMANCE):
+        if name in ADAPTING:
             axes.fill_between(times, timeline.kv_used, step="post", color=shade, alpha=0.16, linewidth=0)
     axes.set_ylim(bottom=0)
     label_axes(axes, "", "KV pages\n(filled: in use)")

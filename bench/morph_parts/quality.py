@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.morph_parts.systems import QUANTISED
+from bench.morph_parts.systems import PRECISIONS
 from bench.morph_parts.timeline import Timeline, step_ratios, tokens_by_swapped, transitions
 from jaxserve.quantization.sensitivity.profile import FILE_NAME, LIS, Curve, SensitivityProfile
 
@@ -25,20 +25,21 @@ def describe(result: Mapping[str, Any], profile: SensitivityProfile | None) -> d
 
     Both are those of the mixtures on the profile's held-out text, weighted by the tokens generated with each.
     """
-    timeline = Timeline.of(result, QUANTISED)
-    tokens = tokens_by_swapped(result, QUANTISED)
+    precision = PRECISIONS[result["system"]]
+    timeline = Timeline.of(result, precision)
+    tokens = tokens_by_swapped(result, precision)
     adaptation = {
         "tokens_by_swapped_layers": {str(count): round(number) for count, number in tokens.items()},
         "most_swapped_layers": int(timeline.swapped.max(initial=0)),
         "peak_kv_pages": int(timeline.kv_pages.max(initial=0)),
         "transitions": transitions(result),
-        "gap_during_swaps_over_before": [round(ratio, 3) for ratio in step_ratios(result, QUANTISED)],
+        "gap_during_swaps_over_before": [round(ratio, 3) for ratio in step_ratios(result, precision)],
         "swapped_in_profile_order": None,
     }
     quality = {"cross_entropy": None, "cross_entropy_full": None, "top1": None}
     if profile is not None:
-        curve = curve_of(profile)
-        adaptation["swapped_in_profile_order"] = in_order(result.get("decisions") or (), profile.order(QUANTISED))
+        curve, order = curve_of(profile, precision), profile.order(precision)
+        adaptation["swapped_in_profile_order"] = in_order(result.get("decisions") or (), order, precision)
         quality = {
             "cross_entropy": weighted(curve, curve.cross_entropy, tokens),
             "cross_entropy_full": curve.cross_entropy[0],
@@ -47,9 +48,9 @@ def describe(result: Mapping[str, Any], profile: SensitivityProfile | None) -> d
     return {"adaptation": adaptation, **quality}
 
 
-def curve_of(profile: SensitivityProfile) -> Curve:
-    """Quality by the number of layers swapped in the profile's order."""
-    return profile.curves[QUANTISED][LIS][0]
+def curve_of(profile: SensitivityProfile, precision: str) -> Curve:
+    """Quality by the number of layers swapped to a precision in the profile's order."""
+    return profile.curves[precision][LIS][0]
 
 
 def weighted(curve: Curve, values: Sequence[float], tokens: Mapping[int, float]) -> float | None:
@@ -60,7 +61,7 @@ def weighted(curve: Curve, values: Sequence[float], tokens: Mapping[int, float])
     return float(np.average(np.interp(counts, curve.swapped, values), weights=[tokens[count] for count in counts]))
 
 
-def in_order(decisions: Sequence[Mapping[str, Any]], order: Sequence[int]) -> bool:
+def in_order(decisions: Sequence[Mapping[str, Any]], order: Sequence[int], precision: str) -> bool:
     """Whether after every decision the layers swapped were the first ones of the order: their number then says which.
 
     Decisions that failed may have left a part undone: then nothing is known, and it is False.
@@ -72,7 +73,7 @@ def in_order(decisions: Sequence[Mapping[str, Any]], order: Sequence[int]) -> bo
         for line in decision["transitions"]:
             if found := SWAP.search(line):
                 layer, after = int(found[1]), found[2]
-                swapped = swapped | {layer} if after == QUANTISED else swapped - {layer}
+                swapped = swapped | {layer} if after == precision else swapped - {layer}
         if swapped != set(order[: len(swapped)]):
             return False
     return True

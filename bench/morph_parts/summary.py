@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.morph_parts.systems import ACCURACY, FULL, INT4, LABELS, NAMES, PERFORMANCE
+from bench.morph_parts.systems import ACCURACY, FULL, INT4, INT8, LABELS, NAMES, PERFORMANCE
 from bench.morph_parts.timeline import saturated_throughput
 
 Result = Mapping[str, Any]
@@ -159,27 +159,36 @@ class Verdict:
     met: bool | None
 
 
+TTFT_BETTER = {ACCURACY: 3.9, INT8: 3.9, PERFORMANCE: 10.0}  # P95
+TPOT_MOST = {ACCURACY: 1.06, INT8: 1.06, PERFORMANCE: 1.0}  # median; that of performance mode below it
+CAREFUL = (ACCURACY, INT8)  # of quality
+
+
 def verdicts(found: Cells) -> list[Verdict]:
-    """The targets of both modes."""
-    traces = [name for name in found if name not in NOT_TRACES and {FULL, ACCURACY, PERFORMANCE} <= found[name].keys()]
+    """The targets of both modes, and of layers in int8 where that was measured."""
+    modes = [mode for mode in TTFT_BETTER if mode != INT8 or any(mode in cells for cells in found.values())]
+    traces = [name for name in found if name not in NOT_TRACES and {FULL, *modes} <= found[name].keys()]
     listed = []
-    for mode, least in ((ACCURACY, 3.9), (PERFORMANCE, 10.0)):
-        listed.append(_fewer_violations(found, traces, mode))
-        listed.append(_each(found, traces, mode, f"P95 TTFT at least {least:g}x better", _ttft_ratio, least))
-    listed += [_throughput_verdict(found, mode) for mode in (ACCURACY, PERFORMANCE)]
-    for mode in (ACCURACY, PERFORMANCE):
-        text = "peak KV capacity at least 1.33x"
-        listed.append(_each(found, traces, mode, text, lambda c, full: c.peak_pages / full.peak_pages, 1.33))
-    listed.append(_each(found, traces, ACCURACY, "median TPOT at most 1.06x", _tpot_ratio, 1.06, at_most=True))
-    listed.append(_each(found, traces, PERFORMANCE, "median TPOT below 1x", _tpot_ratio, 1.0, at_most=True))
-    for what, lost in (("cross-entropy", lambda c, _: c.loss), ("agreement with full precision", _agreement_lost)):
-        listed += [_loss(found, traces, what, lost), _half_loss(found, traces, what, lost)]
-    for mode in (ACCURACY, PERFORMANCE):
+    for mode in modes:
+        least, most = TTFT_BETTER[mode], TPOT_MOST[mode]
+        words = "below" if mode == PERFORMANCE else "at most"
         longest = max((c[mode].restored_s or 0.0 for c in found.values() if mode in c), default=None)
-        met = None if longest is None else longest <= RESTORED_S
-        name = f"{LABELS[mode]}: restored within {RESTORED_S:g} s of the end, every time"
-        listed.append(Verdict(name, _text(longest, "at most {:.1f} s"), met))
-    return [*listed, *(_nothing(found, mode) for mode in (ACCURACY, PERFORMANCE))]
+        listed += [
+            _fewer_violations(found, traces, mode),
+            _each(found, traces, mode, f"P95 TTFT at least {least:g}x better", _ttft_ratio, least),
+            _throughput_verdict(found, mode),
+            _each(found, traces, mode, "peak KV capacity at least 1.33x", _pages_ratio, 1.33),
+            _each(found, traces, mode, f"median TPOT {words} {most:g}x", _tpot_ratio, most, at_most=True),
+            Verdict(
+                f"{LABELS[mode]}: restored within {RESTORED_S:g} s of the end, every time",
+                _text(longest, "at most {:.1f} s"),
+                None if longest is None else longest <= RESTORED_S,
+            ),
+            _nothing(found, mode),
+        ]
+        for what, lost in LOSSES.items() if mode in CAREFUL else ():
+            listed += [_loss(found, traces, mode, what, lost), _half_loss(found, traces, mode, what, lost)]
+    return listed
 
 
 def _fewer_violations(found: Cells, traces: Sequence[str], mode: str) -> Verdict:
@@ -231,23 +240,30 @@ def _throughput_verdict(found: Cells, mode: str) -> Verdict:
     return Verdict(target, f"{ratio:.2f}x ({full.throughput:.0f} to {c.throughput:.0f} tokens/s)", ratio >= 1.6)
 
 
+def _pages_ratio(c: Cell, full: Cell) -> float:
+    return c.peak_pages / full.peak_pages
+
+
 def _agreement_lost(c: Cell, full: Cell) -> float | None:
     return None if c.agreement is None or not full.agreement else 1 - c.agreement / full.agreement
 
 
-def _loss(found: Cells, traces: Sequence[str], what: str, lost: Lost) -> Verdict:
-    target = f"{LABELS[ACCURACY]}: loses at most 2.2 % ({what}), in every trace"
-    losses = [value for name in traces if (value := lost(found[name][ACCURACY], found[name][FULL])) is not None]
+LOSSES: Mapping[str, Lost] = {"cross-entropy": lambda c, _: c.loss, "agreement with full precision": _agreement_lost}
+
+
+def _loss(found: Cells, traces: Sequence[str], mode: str, what: str, lost: Lost) -> Verdict:
+    target = f"{LABELS[mode]}: loses at most 2.2 % ({what}), in every trace"
+    losses = [value for name in traces if (value := lost(found[name][mode], found[name][FULL])) is not None]
     return Verdict(target, f"at most {max(losses):.2%}" if losses else "-", max(losses) <= 0.022 if losses else None)
 
 
-def _half_loss(found: Cells, traces: Sequence[str], what: str, lost: Lost) -> Verdict:
-    target = f"{LABELS[ACCURACY]}: loses at most half of static int4 ({what}), in every trace"
+def _half_loss(found: Cells, traces: Sequence[str], mode: str, what: str, lost: Lost) -> Verdict:
+    target = f"{LABELS[mode]}: loses at most half of static int4 ({what}), in every trace"
     shares = {
         name: mine / static
         for name in traces
         if INT4 in found[name]
-        and (mine := lost(found[name][ACCURACY], found[name][FULL])) is not None
+        and (mine := lost(found[name][mode], found[name][FULL])) is not None
         and (static := lost(found[name][INT4], found[name][FULL]))
     }
     told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())

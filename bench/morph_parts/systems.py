@@ -1,4 +1,4 @@
-"""The systems that are compared: one engine in one memory budget, used in four ways."""
+"""The systems that are compared: one engine in one memory budget, used in several ways."""
 
 import math
 from dataclasses import dataclass
@@ -7,15 +7,18 @@ from pathlib import Path
 from jaxserve.core.config import EngineConfig
 from jaxserve.resolution import Resolved, resolve
 
-FULL, INT4, ACCURACY, PERFORMANCE = "full", "int4", "morph", "morph-performance"
-NAMES = (FULL, INT4, ACCURACY, PERFORMANCE)
+FULL, INT4, ACCURACY, INT8, PERFORMANCE = "full", "int4", "morph", "morph-int8", "morph-performance"
+NAMES = (FULL, INT4, ACCURACY, INT8, PERFORMANCE)
+ADAPTING = (ACCURACY, INT8, PERFORMANCE)
 LABELS = {
     FULL: "full precision",
     INT4: "static int4",
     ACCURACY: "morph, accuracy",
+    INT8: "morph, int8",
     PERFORMANCE: "morph, performance",
 }
 QUANTISED = "int4"
+PRECISIONS = dict.fromkeys(NAMES, QUANTISED) | {INT8: "int8"}  # that layers change to, or are in
 
 
 @dataclass(frozen=True)
@@ -59,25 +62,25 @@ class System:
         return LABELS[self.name]
 
 
-def envelope(setup: Setup) -> Envelope:
+def envelope(setup: Setup, precision: str = QUANTISED) -> Envelope:
     """From the checkpoint's headers alone. Raises `ConfigError` for sizes that do not fit together."""
-    resolved = _resolved(setup, setup.kv_pages)
+    resolved = _resolved(setup, precision, setup.kv_pages)
     (stage,) = resolved.stages
     full, layers = resolved.physical.dtype, resolved.physical.num_layers
 
     def layers_in(precision: str) -> int:
         return sum(resolved.layer_bytes[f"layers.{layer}", precision] for layer in range(layers))
 
-    return Envelope(stage.page, layers_in(full), layers_in(QUANTISED), stage.exchange, full, layers)
+    return Envelope(stage.page, layers_in(full), layers_in(precision), stage.exchange, full, layers)
 
 
-def _resolved(setup: Setup, kv_pages: int, most: int | None = None) -> Resolved:
+def _resolved(setup: Setup, precision: str, kv_pages: int, most: int | None = None) -> Resolved:
     """As a server that morphs would have it."""
     return resolve(
         EngineConfig(
             model=setup.model,
             policy=ACCURACY,
-            variants=(QUANTISED,),
+            variants=(precision,),
             kv_pages=kv_pages,
             max_kv_pages=most,
             max_model_len=setup.max_model_len,
@@ -87,36 +90,54 @@ def _resolved(setup: Setup, kv_pages: int, most: int | None = None) -> Resolved:
     )
 
 
-def _budget(setup: Setup, kv_pages: int, most: int) -> int:
-    """Bytes that a server which morphs needs for so many pages at the start, and not one more."""
-    resolved = _resolved(setup, kv_pages, most)
-    (stage,) = resolved.plan.instances[0].stages
-    return resolved.resources(copy_rate=1.0).stage_bytes(0, stage)
-
-
 def systems(setup: Setup, room: Envelope) -> dict[str, System]:
-    """All of them, by name, in the budget of `setup.kv_pages` pages beside the layers in full precision.
+    """All of them, by name, in the budget of `setup.kv_pages` pages beside the layers in full precision. `room` is that
+    of `QUANTISED`.
 
-    Where layers are copied, what changes them keeps room for one in int4 beside the one in use; the static engines use
-    that room for pages. (It also keeps all layers in int4 in memory of the host, which is none of the budget: where the
-    host is the device, static engines have as much and leave it unused.) All reserve addresses for the same number of
-    pages, that of static int4, so that all run the same executables and none has more. The heads stay in full
-    precision.
+    Where layers are copied, what changes them keeps room for one in fewer bits beside the one in use; the static
+    engines use that room for pages. (It also keeps all layers in fewer bits in memory of the host, which is none of the
+    budget: where the host is the device, static engines have as much and leave it unused.) All reserve addresses for as
+    many pages as a static engine in their precision has, full precision for static int4's, so that none ever has more.
+    The heads stay in full precision.
     """
-    freed = (room.full_layers - room.quantised_layers) // room.page
-    morph = setup.kv_pages - math.ceil(room.exchange / room.page)
-    pages = {FULL: setup.kv_pages, INT4: setup.kv_pages + freed, ACCURACY: morph, PERFORMANCE: morph}
+    static = {
+        FULL: _system(setup, FULL, room, setup.kv_pages),
+        INT4: _system(
+            *(setup, INT4, room, _most(setup, room)),
+            *("--precision", QUANTISED, "--head-precision", room.full_precision),
+        ),
+    }
+    return static | {name: _adapting(setup, name) for name in ADAPTING}
+
+
+def _adapting(setup: Setup, name: str) -> System:
+    room = envelope(setup, PRECISIONS[name])
+    given = ("--policy", name, "--variant", PRECISIONS[name], "--slo-ttft", f"{setup.slo_ttft:g}")
+    return _system(setup, name, room, _least(setup, room), *given)
+
+
+def _system(setup: Setup, name: str, room: Envelope, kv_pages: int, *own: str) -> System:
+    most = _most(setup, room)
     common = (
         *(str(setup.model), "--max-model-len", str(setup.max_model_len), "--max-num-seqs", str(setup.max_num_seqs)),
         *("--max-num-batched-tokens", str(setup.max_num_seqs + setup.prefill_tokens)),
-        *("--max-kv-pages", str(pages[INT4])),
-        *("--memory-gb", f"{(_budget(setup, morph, pages[INT4]) + 1) / 1e9:.9f}"),
+        *("--max-kv-pages", str(most), "--memory-gb", f"{(_budget(setup, name, room) + 1) / 1e9:.9f}"),
     )
-    morphing = ("--variant", QUANTISED, "--slo-ttft", f"{setup.slo_ttft:g}")
-    own = {
-        FULL: (),
-        INT4: ("--precision", QUANTISED, "--head-precision", room.full_precision),
-        ACCURACY: ("--policy", ACCURACY, *morphing),
-        PERFORMANCE: ("--policy", PERFORMANCE, *morphing),
-    }
-    return {name: System(name, pages[name], (*common, "--kv-pages", str(pages[name]), *own[name])) for name in NAMES}
+    return System(name, kv_pages, (*common, "--kv-pages", str(kv_pages), *own))
+
+
+def _least(setup: Setup, room: Envelope) -> int:
+    """Pages that what morphs starts with."""
+    return setup.kv_pages - math.ceil(room.exchange / room.page)
+
+
+def _most(setup: Setup, room: Envelope) -> int:
+    """Pages beside all layers in fewer bits."""
+    return setup.kv_pages + (room.full_layers - room.quantised_layers) // room.page
+
+
+def _budget(setup: Setup, name: str, room: Envelope) -> int:
+    """Bytes that a server which morphs needs for the pages that it starts with, and not one more."""
+    resolved = _resolved(setup, PRECISIONS[name], _least(setup, room), _most(setup, room))
+    (stage,) = resolved.plan.instances[0].stages
+    return resolved.resources(copy_rate=1.0).stage_bytes(0, stage)

@@ -62,11 +62,16 @@ class ClusterOptions:
     ] = None
     variant: Annotated[
         list[str] | None,
-        option("Adaptation", "Precision that layers may change to while serving; may be repeated; default: int4."),
+        option(
+            "Adaptation", "Precision that layers may change to while serving; may be repeated; default: the policy's."
+        ),
     ] = None
     policy: Annotated[
         str | None,
-        option("Adaptation", "What changes the plan: static, morph, morph-performance, a YAML file or FILE.py:NAME."),
+        option(
+            "Adaptation",
+            "What changes the plan: static, morph, morph-int8, morph-performance, a YAML file or FILE.py:NAME.",
+        ),
     ] = None
     slo_ttft: Annotated[
         float | None, option("Adaptation", "Seconds to the first token that the policy keeps; default: its own.")

@@ -2,10 +2,10 @@
 
 from bench.morph_parts.quality import describe, profile_of
 from bench.morph_parts.summary import LIGHT, SATURATION
-from bench.morph_parts.systems import ACCURACY, FULL, INT4, LABELS, NAMES
+from bench.morph_parts.systems import ACCURACY, FULL, INT4, INT8, LABELS, NAMES
 from jaxserve.bundled import bundled_model_path
 
-INT4_LAYERS = 'layers_by_precision{precision="int4"}'
+INT4_LAYERS, INT8_LAYERS = (f'layers_by_precision{{precision="{name}"}}' for name in ("int4", "int8"))
 SWAPS = 'transitions_total{kind="SwapPrecision",outcome="done"}'
 
 
@@ -39,6 +39,13 @@ def made_result(**changes):
     return result | changes
 
 
+def in_int8(result):
+    """The same, had layers changed to int8."""
+    return result | {
+        "server": {key.replace(INT4_LAYERS, INT8_LAYERS): series for key, series in result["server"].items()}
+    }
+
+
 def decision(*lines, outcome="done"):
     return {"outcome": outcome, "transitions": list(lines)}
 
@@ -58,5 +65,6 @@ def made_results():
             if name in (FULL, INT4) or traffic == LIGHT:
                 still = {INT4_LAYERS: [8.0 if name == INT4 else 0.0] * 5, "kv_pages_total": [12] * 5}
                 result["server"] = {key: value for key, value in result["server"].items() if key != SWAPS} | still
+            result = in_int8(result) if name == INT8 else result
             results.append(result | describe(result, profile))
     return results

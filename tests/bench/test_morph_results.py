@@ -5,6 +5,7 @@ import pytest
 
 from bench.morph_parts.measure import Watch
 from bench.morph_parts.quality import describe, in_order, profile_of
+from bench.morph_parts.systems import INT8
 from bench.morph_parts.timeline import (
     Timeline,
     Tokens,
@@ -15,7 +16,7 @@ from bench.morph_parts.timeline import (
 )
 from jaxserve.bench.prometheus import Scrape
 from jaxserve.bundled import bundled_model_path
-from tests.bench.morph_results import INT4_LAYERS, decision, made_result, swap
+from tests.bench.morph_results import INT4_LAYERS, decision, in_int8, made_result, swap
 
 
 def test_tokens_come_when_the_client_had_them():
@@ -73,6 +74,13 @@ def test_quality_is_weighted_by_the_tokens_of_each_mixture():
     assert told["adaptation"]["most_swapped_layers"] == 2
 
 
+def test_layers_in_int8_lose_what_the_profile_says_of_int8():
+    profile = profile_of(bundled_model_path())
+    told = describe(in_int8(made_result(system=INT8)), profile)
+    losses = profile.curves["int8"]["lis"][0].cross_entropy
+    assert told["cross_entropy"] == pytest.approx((losses[0] + losses[2]) / 2)
+
+
 def test_a_model_without_a_profile_has_no_cross_entropy(tmp_path):
     assert profile_of(tmp_path) is None
     assert describe(made_result(), None)["cross_entropy"] is None
@@ -80,9 +88,9 @@ def test_a_model_without_a_profile_has_no_cross_entropy(tmp_path):
 
 def test_the_number_of_layers_says_which_if_all_decisions_keep_the_order():
     entry = decision(swap(1, "int4"), swap(3, "int4"), "instance 0: KV 54 -> 80 pages (needs 1.7 MB)")
-    assert in_order([entry, decision(swap(1, "bfloat16"))], (3, 1, 0, 2))
-    assert not in_order([entry, decision(swap(3, "bfloat16"))], (3, 1, 0, 2))
-    assert not in_order([decision(swap(3, "int4"), outcome="failed: layers.3")], (3, 1, 0, 2))
+    assert in_order([entry, decision(swap(1, "bfloat16"))], (3, 1, 0, 2), "int4")
+    assert not in_order([entry, decision(swap(3, "bfloat16"))], (3, 1, 0, 2), "int4")
+    assert not in_order([decision(swap(3, "int4"), outcome="failed: layers.3")], (3, 1, 0, 2), "int4")
 
 
 def test_restored_means_as_at_the_start_until_the_end():

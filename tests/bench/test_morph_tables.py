@@ -8,7 +8,7 @@ import pytest
 from bench.morph_parts import plots
 from bench.morph_parts.steady import Exchange, exchange_table, found_in
 from bench.morph_parts.summary import cells, verdict_table, verdicts, workload_tables
-from bench.morph_parts.systems import ACCURACY, FULL, INT4, LABELS, NAMES, PERFORMANCE
+from bench.morph_parts.systems import ACCURACY, FULL, INT4, INT8, LABELS, NAMES, PERFORMANCE
 from jaxserve.engine.step_log import Decided, Recording, Step
 from tests.bench.morph_results import made_results
 
@@ -35,12 +35,13 @@ def test_targets_are_judged_by_what_was_measured():
 
 @pytest.mark.parametrize(("share", "met"), [(0.93, (True, True)), (0.925, (False, True)), (0.92, (False, False))])
 def test_agreement_is_judged_beside_that_of_full_precision_with_itself(share, met):
-    shares = {FULL: 0.95, INT4: 0.90, ACCURACY: share, PERFORMANCE: 0.90}
+    shares = {FULL: 0.95, INT4: 0.90, ACCURACY: share, INT8: 0.95, PERFORMANCE: 0.90}
     results = [result | {"agreement": {"share": shares[result["system"]]}} for result in made_results()]
     judged = {verdict.target: verdict.met for verdict in verdicts(cells(results))}
     what = "(agreement with full precision), in every trace"
     found = (judged[f"morph, accuracy: loses at most {limit} {what}"] for limit in ("2.2 %", "half of static int4"))
     assert tuple(found) == met
+    assert judged[f"morph, int8: loses at most half of static int4 {what}"] is True
 
 
 def test_exchanges_are_told_by_direction():
@@ -80,6 +81,12 @@ def test_never_restored_is_a_miss():
     results = [result | {"restored_after_s": None} for result in made_results()]
     judged = {verdict.target: verdict.met for verdict in verdicts(cells(results))}
     assert judged["morph, accuracy: restored within 10 s of the end, every time"] is False
+
+
+def test_layers_in_int8_are_judged_where_they_were_measured():
+    without = [result for result in made_results() if result["system"] != INT8]
+    labels = [{verdict.target.split(":")[0] for verdict in verdicts(cells(some))} for some in (made_results(), without)]
+    assert labels[0] - labels[1] == {LABELS[INT8]}
 
 
 def test_without_results_nothing_is_met():

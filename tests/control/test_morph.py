@@ -9,6 +9,7 @@ import pytest
 from jaxserve.control import Plan, Resources, chain
 from jaxserve.control.policies import (
     ACCURACY,
+    INT8,
     PERFORMANCE,
     POLICY_NAMES,
     ManualPolicy,
@@ -187,6 +188,15 @@ def test_performance_mode_takes_all() -> None:
     driver = Driver(PERFORMANCE)
     driver.press()
     assert int4(driver.plan) == list(range(16))
+
+
+def test_all_layers_may_go_to_int8_and_none_further() -> None:
+    driver = Driver(INT8)
+    driver.press()
+    assert set(driver.plan.instances[0].layer_precisions) == {"int8"}
+    assert driver.plan.instances[0].kv_pages == MACHINE.kv_capacity(driver.plan.instances[0])
+    driver.see_for(30, 20)
+    assert driver.plan.instances == HOME.instances
 
 
 @pytest.mark.parametrize(("settings", "counts"), [(ACCURACY, [2, 4, 8, 12]), (PERFORMANCE, [4, 8, 16])])
@@ -407,7 +417,7 @@ def test_policies_have_names() -> None:
     assert [policy.name for policy in policies] == list(POLICY_NAMES)
     assert policies[:2] == [StaticPolicy(), ManualPolicy(HOME)]
     modes = [policy.settings for policy in policies[2:] if isinstance(policy, MorphPolicy)]
-    assert modes == [ACCURACY, PERFORMANCE]
+    assert modes == [ACCURACY, INT8, PERFORMANCE]
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
@@ -428,7 +438,7 @@ def test_the_file_of_accuracy_mode_has_every_threshold() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("policy: morf", "it has 'policy', one of static, manual, morph, morph-performance"),
+        ("policy: morf", "it has 'policy', one of static, manual, morph, morph-int8, morph-performance"),
         ("policy: morph\nsettins: {}", "it has 'policy'"),
         ("policy: static\nsettings: {slo_ttft: 1}", "static has no settings"),
         ("policy: morph\nsettings: {kv_useage: 0.8}", "settings has 'kv_useage'; there are precision, slo_ttft"),

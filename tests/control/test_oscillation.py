@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxserve.control import ResizeKVPool
 from jaxserve.control.controller import Controller
-from jaxserve.control.policies import ACCURACY, PERFORMANCE, MorphPolicy, MorphSettings
+from jaxserve.control.policies import ACCURACY, INT8, PERFORMANCE, MorphPolicy, MorphSettings
 from jaxserve.control.validate import validate
 from tests.control.worlds import Fluid, VirtualActuator, home_plan, machine, swaps
 
@@ -51,7 +51,7 @@ def run(load: Wave, seconds: float, mode: MorphSettings, engine: dict[str, int])
         if len(actuator.started) > decided:
             validate(controller.plan, MACHINE)
             transitions = actuator.started[-1]
-            result.directions.append("entry" if swaps(transitions, "int4") else "release")
+            result.directions.append("entry" if swaps(transitions, mode.precision) else "release")
             for transition in transitions:
                 if isinstance(transition, ResizeKVPool) and transition.after < transition.before:
                     assert snapshot.kv_pages_used <= mode.release_usage * (transition.after - 1)
@@ -71,7 +71,7 @@ def sine(period: float, low: float, high: float) -> Wave:
     return lambda t: (high + low) / 2 + (high - low) / 2 * math.sin(2 * math.pi * t / period)
 
 
-MODES = pytest.mark.parametrize("mode", [ACCURACY, PERFORMANCE], ids=["accuracy", "performance"])
+MODES = pytest.mark.parametrize("mode", [ACCURACY, INT8, PERFORMANCE], ids=["accuracy", "int8", "performance"])
 ENGINES = pytest.mark.parametrize("engine", [CACHE_BOUND, SLOT_BOUND], ids=["cache-bound", "slot-bound"])
 
 
@@ -123,7 +123,7 @@ def test_a_load_that_changes_faster_than_it_can_be_followed_is_not_followed(mode
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.5, 60), st.floats(0, 2.5)), min_size=1, max_size=8),
-    st.sampled_from([ACCURACY, PERFORMANCE]),
+    st.sampled_from([ACCURACY, INT8, PERFORMANCE]),
     st.sampled_from([CACHE_BOUND, SLOT_BOUND]),
 )
 def test_whatever_the_load_was_full_precision_returns_when_it_ends(

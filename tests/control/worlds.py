@@ -82,7 +82,7 @@ class VirtualActuator:
 class Fluid:
     """An engine as a fluid: sequences arrive at a rate, wait for pages and slots, run, and leave.
 
-    Layers in int4 make all of it faster, up to `speedup` if all are.
+    Layers in fewer bits make all of it faster, up to `speedup` if all are.
     """
 
     max_seqs: int = 64

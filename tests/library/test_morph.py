@@ -14,6 +14,7 @@ from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.factory import build_async_engine
 from jaxserve.kernels.native import pool as native
+from jaxserve.resolution import resolve
 from tests.library.adapting import OPTIONS, QUICK, burst_until, until
 
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -101,6 +102,15 @@ def test_the_operators_plan_comes_into_force_and_the_policy_back(tiny_model: Pat
         await engine.shutdown()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_layers_can_become_what_the_policy_wants_without_being_told(
+    tiny_model: Path, tmp_path: Path, named: bool
+) -> None:
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"policy": "morph", "settings": {"precision": "int8"}}))
+    policy = "morph-int8" if named else str(tmp_path / "own.yaml")
+    assert resolve(EngineConfig(model=tiny_model, load_format="dummy", policy=policy)).variants == ("int8", "float32")
 
 
 def test_a_server_without_a_policy_shows_its_plan_and_takes_another(tiny_model: Path) -> None:

@@ -1,13 +1,14 @@
 """Policies: static, manual, morph; no one knows another."""
 
-from jaxserve.control.policies.loading import POLICY_NAMES, load_policy
+from jaxserve.control.policies.loading import POLICY_NAMES, load_policy, settings_of
 from jaxserve.control.policies.manual import ManualPolicy
 from jaxserve.control.policies.morph import MorphPolicy
-from jaxserve.control.policies.morph_settings import ACCURACY, PERFORMANCE, MorphSettings
+from jaxserve.control.policies.morph_settings import ACCURACY, INT8, PERFORMANCE, MorphSettings
 from jaxserve.control.policies.static import StaticPolicy
 
 __all__ = [
     "ACCURACY",
+    "INT8",
     "PERFORMANCE",
     "POLICY_NAMES",
     "ManualPolicy",
@@ -15,4 +16,5 @@ __all__ = [
     "MorphSettings",
     "StaticPolicy",
     "load_policy",
+    "settings_of",
 ]

@@ -12,13 +12,13 @@ import yaml
 from jaxserve.control.plan import Plan
 from jaxserve.control.policies.manual import ManualPolicy
 from jaxserve.control.policies.morph import MorphPolicy
-from jaxserve.control.policies.morph_settings import ACCURACY, PERFORMANCE, MorphSettings
+from jaxserve.control.policies.morph_settings import ACCURACY, INT8, PERFORMANCE, MorphSettings
 from jaxserve.control.policies.static import StaticPolicy
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
 from jaxserve.core.errors import ConfigError
 
-MORPH_MODES = {"morph": ACCURACY, "morph-performance": PERFORMANCE}
+MORPH_MODES = {"morph": ACCURACY, "morph-int8": INT8, "morph-performance": PERFORMANCE}
 POLICY_NAMES = ("static", "manual", *MORPH_MODES)
 
 
@@ -57,6 +57,15 @@ def load_policy(
     if not text.endswith((".yaml", ".yml")):
         raise ConfigError(f"policy is {text!r}; it is {', '.join(POLICY_NAMES)}, a .yaml file or FILE.py:NAME")
     return make(*_from_yaml(Path(text)))
+
+
+def settings_of(source: str | Path) -> MorphSettings | None:
+    """Those of a morph policy, by its name or of its YAML file; None of other policies. Raises `ConfigError`."""
+    text = str(source)
+    if text.endswith((".yaml", ".yml")):
+        _, settings = _from_yaml(Path(text))
+        return settings
+    return MORPH_MODES.get(text)
 
 
 def _from_yaml(path: Path) -> tuple[str, MorphSettings | None]:

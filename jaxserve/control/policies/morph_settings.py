@@ -1,6 +1,6 @@
-"""MorphSettings: every threshold of the morph policy, and its two modes. configs/policies/ says where each is from."""
+"""MorphSettings: every threshold of the morph policy, and its modes. configs/policies/ says where each is from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from jaxserve.core.errors import ConfigError
@@ -62,6 +62,7 @@ def _check(name: str, value: object, valid: bool, rule: str) -> None:
 
 
 ACCURACY = MorphSettings()
+INT8 = replace(ACCURACY, precision="int8", most_layers=1.0)
 PERFORMANCE = MorphSettings(
     kv_usage=0.7,
     queue_delay=0.05,
