@@ -64,9 +64,9 @@ def launch(
 ) -> Callable[..., Any]:
     """A function of device arrays that runs `kernel(*inputs, *outputs, **scratch)` once per point of the grid.
 
-    Each program is one warpgroup, with the barriers that Mosaic puts around copies and stores: kernels refill buffers that
-    other warps have read without one of their own. The last axis of the grid varies fastest. `interpret` simulates the launch on a CPU
-    instead: True, or JAX's own parameters (`InterpretGPUParams`).
+    Each program is one warpgroup. It has the barriers that Mosaic puts around copies and stores: kernels refill buffers
+    that other warps have read without one of their own. The last axis of the grid varies fastest. `interpret` simulates
+    the launch on a CPU instead: True, or JAX's own parameters (`InterpretGPUParams`).
     """
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
