@@ -41,7 +41,7 @@ def draw(results: Sequence[Result], title: str) -> bytes:
     queue.set_xlim(0, max(_end(run) for run in runs))
     handles, names = ttft.get_legend_handles_labels()
     look = {"fontsize": 8.5, "frameon": False, "labelcolor": INK, "markerscale": 2}
-    figure.legend(handles, names, loc="outside lower left", ncols=5, **look)
+    figure.legend(handles, names, loc="outside lower left", ncols=6, **look)
     return png(figure)
 
 
