@@ -100,12 +100,10 @@ def systems(setup: Setup, room: Envelope) -> dict[str, System]:
     many pages as a static engine in their precision has, full precision for static int4's, so that none ever has more.
     The heads stay in full precision.
     """
+    quantised = ("--precision", QUANTISED, "--head-precision", room.full_precision)
     static = {
         FULL: _system(setup, FULL, room, setup.kv_pages),
-        INT4: _system(
-            *(setup, INT4, room, _most(setup, room)),
-            *("--precision", QUANTISED, "--head-precision", room.full_precision),
-        ),
+        INT4: _system(setup, INT4, room, _most(setup, room), *quantised),
     }
     return static | {name: _adapting(setup, name) for name in ADAPTING}
 

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -11,12 +10,9 @@ from jaxserve.control.policies import (
     ACCURACY,
     INT8,
     PERFORMANCE,
-    POLICY_NAMES,
-    ManualPolicy,
     MorphPolicy,
     MorphSettings,
     StaticPolicy,
-    load_policy,
 )
 from jaxserve.control.validate import validate
 from jaxserve.core.errors import ConfigError
@@ -25,7 +21,6 @@ from tests.control.worlds import home_plan, machine, snapshot
 
 ORDER = (3, 7, 11, 1, 5, 9, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14)
 HOME, MACHINE = home_plan(), machine()
-CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "policies"
 CALM = Recent(5.0, 0.0, 0.0, 0.0, 0.0, 0, None, None, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -407,68 +402,3 @@ def test_with_an_infinite_queue_delay_usage_alone_is_pressure() -> None:
     driver = Driver(replace(ACCURACY, queue_delay=float("inf")))
     assert not driver.see_for(0, 2, num_waiting=9, oldest_wait=60.0)
     assert driver.see_for(2, 2, num_waiting=9, oldest_wait=60.0, kv_pages_used=390)
-
-
-# -- by name and from files
-
-
-def test_policies_have_names() -> None:
-    policies = [load_policy(name, MACHINE, ORDER, target=HOME) for name in POLICY_NAMES]
-    assert [policy.name for policy in policies] == list(POLICY_NAMES)
-    assert policies[:2] == [StaticPolicy(), ManualPolicy(HOME)]
-    modes = [policy.settings for policy in policies[2:] if isinstance(policy, MorphPolicy)]
-    assert modes == [ACCURACY, INT8, PERFORMANCE]
-
-
-@pytest.mark.parametrize("name", POLICY_NAMES)
-def test_each_has_a_file_that_says_the_same(name: str) -> None:
-    by_name, by_file = (load_policy(source, MACHINE, ORDER) for source in (name, CONFIGS / f"{name}.yaml"))
-    assert by_file.name == by_name.name
-    if isinstance(by_name, MorphPolicy):
-        assert isinstance(by_file, MorphPolicy)
-        assert by_file.settings == by_name.settings
-
-
-def test_the_file_of_accuracy_mode_has_every_threshold() -> None:
-    text = (CONFIGS / "morph.yaml").read_text()
-    assert [name for name in vars(ACCURACY) if f"\n  {name}:" not in text] == []
-    assert len(list(CONFIGS.iterdir())) == len(POLICY_NAMES)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("policy: morf", "it has 'policy', one of static, manual, morph, morph-int8, morph-performance"),
-        ("policy: morph\nsettins: {}", "it has 'policy'"),
-        ("policy: static\nsettings: {slo_ttft: 1}", "static has no settings"),
-        ("policy: morph\nsettings: {kv_useage: 0.8}", "settings has 'kv_useage'; there are precision, slo_ttft"),
-        ("policy: morph\nsettings: {kv_usage: high}", "settings.kv_usage is 'high'; it must be of type float"),
-        ("policy: morph\nsettings: {entry_layers: 1.5}", "settings.entry_layers is 1.5; it must be of type int"),
-        ("policy: morph\nsettings: [1]", "it has names and values"),
-        ("policy: morph\nsettings: {kv_usage: 2}", "kv_usage is 2, it must be a share"),
-        ("- 1", "it has 'policy'"),
-        ("policy: [", "policy.yaml: "),
-    ],
-)
-def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "policy.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_policy(path, MACHINE, ORDER)
-
-
-def test_the_slo_can_be_given_beside_the_policy(tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text("policy: morph-performance\nsettings: {most_layers: 0.25}")
-    policy = load_policy(tmp_path / "own.yaml", MACHINE, ORDER, slo_ttft=5.0)
-    assert isinstance(policy, MorphPolicy)
-    assert policy.settings == replace(PERFORMANCE, most_layers=0.25, slo_ttft=5.0)
-    assert policy.slo_ttft == 5.0
-    with pytest.raises(ConfigError, match="slo_ttft is inf, it must be finite"):
-        load_policy("morph", MACHINE, ORDER, slo_ttft=float("inf"))
-
-
-def test_what_is_no_policy_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("")
-    for source in ("morf", tmp_path / "no.yaml", f"{tmp_path}/no.py:Own", f"{tmp_path}/own.py:Own"):
-        with pytest.raises(ConfigError):
-            load_policy(source, MACHINE, ORDER)
