@@ -27,7 +27,7 @@ demo: $(RUNTIME) $(NATIVE) ## a burst, and precision and KV capacity that follow
 	@$(BIN)/python -m bench.demo $(ARGS)
 
 test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...", WORKERS=0 for one process)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 1 $(ARGS)
 
 check: $(DEV) ## lint, format, types of the JAX-free packages, who imports whom
 	$(BIN)/ruff check $(SOURCES)

@@ -28,6 +28,7 @@ from jaxserve.memory_plan import OF_STAGES
 from tests.canary import Canary
 
 PATIENCE = 30.0  # seconds for a thread to do what it will
+MOST_STEPS = 100_000  # of a run; the longest has some hundreds
 OPTIONS = {
     "load_format": "dummy",
     "max_num_seqs": 4,
@@ -165,10 +166,22 @@ class Adapted:
         """The ledger has what lies on each device: rows, layers that are kept, arrays beside them, what of a copy has
         been made, pages, and room for a step. Returns the bytes of all pages.
         """
-        ledger, rows = self.built.resolved.ledger, list(self.steps.executor.rows)
-        held, pages = Counter(made or {}), 0
-        used = (leaf for row in rows for leaf in row.leaves)
-        leaves = {id(leaf): leaf for leaf in (*used, *self.kept_arrays(), *beside)}
+        ledger = self.built.resolved.ledger
+        while True:
+            entries = dict(ledger.entries)
+            held, pages = self._held(beside, made or {})
+            if ledger.entries == entries:  # otherwise a transition has ended meanwhile, in the actuator's thread
+                break
+        assert sum(entries.values()) <= ledger.budget
+        assert max(held.values()) <= sum(entries.get(name, 0) for name in OF_STAGES)
+        return pages
+
+    def _held(self, beside: Sequence[Array], made: Mapping[object, int]) -> tuple[Counter, int]:
+        """Bytes by device, and those of all pages."""
+        held, pages = Counter(made), 0
+        used = (leaf for row in list(self.steps.executor.rows) for leaf in row.leaves)
+        there = (leaf for leaf in beside if not leaf.is_deleted())
+        leaves = {id(leaf): leaf for leaf in (*used, *self.kept_arrays(), *there)}
         for leaf in leaves.values():  # not by its shards: JAX lists them twice if two threads ask at once
             share = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             held.update(dict.fromkeys(leaf.sharding.device_set, share))
@@ -178,9 +191,7 @@ class Adapted:
                 pages += size * len(stage.devices)
                 for device in stage.devices:
                     held[self.built.resolved.devices[device]] += size + memory.workspace
-        assert ledger.used <= ledger.budget
-        assert max(held.values()) <= sum(ledger.entries.get(name, 0) for name in OF_STAGES)
-        return pages
+        return held, pages
 
     def ended(self, outcome: str) -> int:
         """How many transitions have ended so, as the metrics show it."""
@@ -227,6 +238,7 @@ class Adapted:
         for number in itertools.count():
             if self.engine.idle:
                 break
+            assert number < MOST_STEPS, "requests make no progress"
             if self.settled() and targets:
                 self.begin(targets.pop(0))
             for request in (request for request, step in (leaving or {}).items() if step == number):

@@ -5,9 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 180  # seconds; a test that waits so long has failed
@@ -15,25 +18,30 @@ PATIENCE = 180  # seconds; a test that waits so long has failed
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A process that serves at `url`."""
+    """A process that serves at `url`. What it prints goes to files, so that it never waits for a reader."""
 
     process: subprocess.Popen
     url: str
+    output: Path
+    errors: Path
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
     def wait(self) -> int:
         """The exit status."""
-        return self.process.wait(PATIENCE)
+        try:
+            return self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(_stacks(self.process, self.errors)) from None
 
 
 @contextlib.contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen]:
-    """`python arguments...` with its output in pipes; killed at the end if it still runs."""
-    process = subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen]:
+    """`python arguments...`, killed at the end if it still runs; its output is in pipes unless told otherwise."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-X", "faulthandler", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, **(pipes | options))
     try:
         yield process
     finally:
@@ -44,9 +52,19 @@ def started(*arguments: str) -> Iterator[subprocess.Popen]:
 @contextlib.contextmanager
 def server_process(*arguments: str) -> Iterator[ServerProcess]:
     """As `started`, once it has printed the address at which it is ready."""
-    with started(*arguments) as process:
-        for line in process.stdout:
-            if found := re.search(r"http://[\d.]+:\d+", line):
-                yield ServerProcess(process, found[0])
-                return
-        raise AssertionError(f"the server ended before it was ready:\n{process.stderr.read()}")
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        with output.open("w") as out, errors.open("w") as err, started(*arguments, stdout=out, stderr=err) as process:
+            deadline = time.monotonic() + PATIENCE
+            while not (found := re.search(r"http://[\d.]+:\d+", output.read_text())):
+                assert process.poll() is None, f"the server ended before it was ready:\n{errors.read_text()}"
+                assert time.monotonic() < deadline, _stacks(process, errors)
+                time.sleep(0.02)
+            yield ServerProcess(process, found[0], output, errors)
+
+
+def _stacks(process: subprocess.Popen, errors: Path) -> str:
+    """What a process that does not go on has printed, and last where each of its threads is. It ends of that."""
+    process.send_signal(signal.SIGABRT)
+    process.wait()
+    return f"no end after {PATIENCE} s:\n{errors.read_text()}"

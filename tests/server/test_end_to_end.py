@@ -65,7 +65,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def test_the_printed_curl_works_as_it_stands(arguments):
     with server_process(*arguments) as server:
-        command = server.process.stdout.readline()
+        wait_for(lambda: server.output.read_text().count("\n") > 1)
+        command = server.output.read_text().splitlines()[1]
         body = json.loads(command[command.index("-d '") + 4 : command.rindex("'")])
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert command.startswith(f"curl {server.url}/v1/completions -H 'content-type: application/json' -d ")
@@ -238,7 +239,7 @@ def test_sigterm_lets_a_stream_end_while_the_plan_keeps_changing(arguments):
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
         assert server.wait() == 0
-        assert "Traceback" not in server.process.stderr.read()
+        assert "Traceback" not in server.errors.read_text()
 
 
 def test_compiles_nothing_while_serving(server):

@@ -173,7 +173,7 @@ def test_after_a_kill_all_is_as_before_and_a_sigterm_lets_requests_end(
         (ended / "go").touch()
         assert outcomes() == ["length"] * (RUNNING + WAITING)
         assert server.wait() == 0
-        assert "Traceback" not in server.process.stderr.read()
+        assert "Traceback" not in server.errors.read_text()
     assert check_log(arguments) == ["length"] * (1 + RUNNING + WAITING)
 
 
@@ -184,4 +184,4 @@ def test_a_copy_that_outlasts_the_time_to_end_is_given_up(arguments: list[str], 
         (tmp_path / "go").touch()
         assert outcomes() == ["an error"] * (RUNNING + WAITING)
         assert server.wait() == 0
-        assert "Traceback" not in server.process.stderr.read()
+        assert "Traceback" not in server.errors.read_text()
