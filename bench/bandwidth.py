@@ -7,14 +7,13 @@ way, because a ceiling that is too low would flatter what stands beside it.
 
 import argparse
 import ctypes
-import json
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +36,12 @@ class Bandwidth:
         return 1e-9 * size / seconds / self.median
 
 
-def measure(threads: int, size: int = SIZE, passes: int = PASSES) -> Bandwidth:
-    """Reads `size` bytes in each thread, `passes` times.
+def measure(threads: int, size: int = SIZE, passes: int = PASSES, read: Read | None = None) -> Bandwidth:
+    """Reads `size` bytes in each thread, `passes` times, by `compiled()` unless it is given.
 
     Raises OSError (no compiler) or subprocess.CalledProcessError (it does not compile).
     """
-    read = compiled()
+    read = read or compiled()
     arrays = [np.ones(size // 8, np.uint64) for _ in range(threads)]
     rates = []
     with ThreadPoolExecutor(threads) as pool:
@@ -66,16 +65,14 @@ def compiled() -> Read:
 
 
 def main() -> None:
-    """Prints a sentence, or a line of JSON."""
+    """Prints a sentence."""
     from bench.peers.worker import limit_threads
 
     parser = argparse.ArgumentParser(prog="python -m bench.bandwidth", description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args()
     limit_threads(args.threads)
-    found = measure(args.threads)
-    print(json.dumps(asdict(found)) if args.json else sentence(found, args.threads))
+    print(sentence(measure(args.threads), args.threads))
 
 
 def sentence(found: Bandwidth, threads: int) -> str:

@@ -1,4 +1,4 @@
-"""Runs the engines in turn and prints one table per model; `--out` keeps everything as JSON.
+"""Has the engines take turns and prints one table per model; `--out` keeps everything as JSON.
 
     python -m bench.peers --peer-python /path/to/peers/bin/python --models 160m 1.1b --precisions bf16 int8 int4
 
@@ -47,8 +47,8 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, model: str, outcomes: dict[str, Outcome], report: dict) -> None:
-    """One model in every precision. Fills the outcomes; the report and its file are up to date after every turn."""
-    settings = Settings(args.engines, args.batches, args.threads, args.rounds, args.repeats, str(args.peer_python))
+    """One model in every precision. Fills the outcomes; the report and its file are up to date after every round."""
+    settings = Settings(args.engines, args.batches, args.threads, args.rounds, str(args.peer_python))
 
     def save() -> None:
         report["models"][model] = summaries(outcomes)
@@ -56,13 +56,16 @@ def measure(args: argparse.Namespace, model: str, outcomes: dict[str, Outcome], 
             write(args.out, report)
 
     path = ensure_checkpoint(model, args.cache_dir)
-    for precision, outcome in outcomes.items():
-        measure_in_turn(settings, path, precision, outcome, save)
+    try:
+        for precision, outcome in outcomes.items():
+            measure_in_turn(settings, path, precision, outcome, save)
+    finally:
+        save()
 
 
 def summaries(outcomes: Mapping[str, Outcome]) -> dict[str, dict]:
     """By precision, of those that there is something to say about."""
-    return {name: summary(outcome) for name, outcome in outcomes.items() if outcome.rounds or outcome.skipped}
+    return {name: summary(outcome) for name, outcome in outcomes.items() if outcome.samples or outcome.skipped}
 
 
 def write(out: Path, report: dict) -> None:
@@ -82,10 +85,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peer-python", type=Path, default=sys.executable, help="interpreter that has the peers")
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32])
     parser.add_argument("--threads", type=positive, default=2)
-    parser.add_argument("--rounds", type=positive, default=3, help="processes per engine and precision, alternating")
-    parser.add_argument("--repeats", type=positive, default=3, help="measurements of a case within a process")
+    parser.add_argument("--rounds", type=positive, default=5, help="measurements of each case, the engines in turn")
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE, help="where the checkpoints are kept")
-    parser.add_argument("--out", type=Path, help="JSON file for the results, rewritten after every turn")
+    parser.add_argument("--out", type=Path, help="JSON file for the results, rewritten after every round")
     args = parser.parse_args(arguments)
     for name in ("models", "precisions", "batches"):  # once each, in the order given
         setattr(args, name, tuple(dict.fromkeys(getattr(args, name))))

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from bench.bandwidth import Bandwidth
-from bench.peers.turns import OURS, Outcome
+from bench.peers.turns import MEMORY_BOUND, OURS, Outcome
 
 Results = dict[str, float]  # by case: "decode_1", ..., "prefill", "weights", "memory"
 
@@ -22,7 +22,6 @@ REPORTED: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
     },
 }
 REPORTED_CASES = ("decode_1", "decode_8", "decode_32", "prefill")
-MEMORY_BOUND = "decode_1"  # the case whose share of the bandwidth is told
 DECIMALS = {"prefill": 0, "weights": 0, "memory": 2}
 LABELS = {
     "prefill": "prefill 4 x 512, tokens/s",
@@ -32,40 +31,65 @@ LABELS = {
 
 
 def summary(outcome: Outcome) -> dict:
-    """The medians over rounds, the bandwidth and jaxserve's share of it, as JSON, with all that they come from."""
-    measured = {name: combine([answer["results"] for answer in found]) for name, found in outcome.rounds.items()}
-    bandwidth = combine(outcome.bandwidth) if outcome.bandwidth else None
+    """The medians over rounds, ratios, and jaxserve's share of the bandwidth, as JSON, with all that they come from."""
+    ours = outcome.samples.get(OURS, {})
     return {
-        "measured": measured,
-        "bandwidth": bandwidth,
-        "share": share(measured.get(OURS, {}), bandwidth),
+        "measured": {name: medians(found) | _facts(outcome.engines[name]) for name, found in outcome.samples.items()},
+        "ratios": {name: ratios(ours, found) for name, found in outcome.samples.items() if name != OURS},
+        "bandwidth": medians(_transposed(outcome.bandwidths)),
+        "share": share(ours.get(MEMORY_BOUND, []), outcome.engines.get(OURS, {}), outcome.bandwidths),
         "skipped": outcome.skipped,
-        "packages": {name: found[0]["packages"] for name, found in outcome.rounds.items()},
-        "rounds": outcome.rounds,
-        "bandwidths": outcome.bandwidth,
+        "engines": outcome.engines,
+        "samples": outcome.samples,
+        "bandwidths": outcome.bandwidths,
     }
 
 
-def combine(rounds: Sequence[Mapping[str, float]]) -> Results:
+def medians(samples: Mapping[str, Sequence[float]]) -> Results:
     """The median over rounds of every case."""
-    return {case: statistics.median(r[case] for r in rounds) for case in rounds[0]}
+    return {case: statistics.median(found) for case, found in samples.items()}
 
 
-def share(results: Results, bandwidth: Mapping[str, float] | None) -> float | None:
+def ratios(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]) -> Results:
+    """By case, the median over rounds of how much of the other's time jaxserve took in the same round.
+
+    Both take their turns within seconds, so that it says more than the ratio of two medians.
+    """
+    return {
+        case: statistics.median(_ratio(case, a, b) for a, b in zip(ours[case], theirs[case], strict=False))
+        for case in ours.keys() & theirs.keys()
+    }
+
+
+def share(
+    steps: Sequence[float], engine: Mapping[str, float], bandwidths: Sequence[Mapping[str, float]]
+) -> float | None:
     """The part of the memory's bandwidth at which a decode step of one sequence reads the weights, if both are known.
 
-    Keys and values, of some 100 tokens, are not counted.
+    `steps` in ms; the bandwidth was measured right before and right after each. The median over rounds. Keys and
+    values, of some 100 tokens, are not counted.
     """
-    if bandwidth is None or MEMORY_BOUND not in results:
-        return None
-    return Bandwidth(**bandwidth).share(1e6 * results["weights"], 1e-3 * results[MEMORY_BOUND])
+    rounds = zip(steps, bandwidths[::2], bandwidths[1::2], strict=False)
+    shares = [
+        statistics.mean(Bandwidth(**found).share(1e6 * engine["weights"], 1e-3 * ms) for found in around)
+        for ms, *around in rounds
+    ]
+    return statistics.median(shares) if shares else None
+
+
+def _facts(engine: Mapping[str, float]) -> Results:
+    return {name: engine[name] for name in ("weights", "memory") if name in engine}
+
+
+def _transposed(entries: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    return {key: [entry[key] for entry in entries] for key in (entries[0] if entries else ())}
 
 
 def table(model: str, summaries: Mapping[str, dict]) -> str:
     """One Markdown table per model: a row per case and precision, a column per engine with jaxserve's ratio to it.
 
-    `summaries` by precision. The ratio is of time for time: below 1, jaxserve is the faster one, in decode and prefill
-    alike. A "-" is what was not measured, or does not exist.
+    `summaries` by precision. The ratio is of time for time, of the same rounds: below 1, jaxserve is the faster one, in
+    decode and prefill alike. A "-" is what was not measured, or does not exist.
     """
     peers = list(dict.fromkeys(name for s in summaries.values() for name in s["measured"] if name != OURS))
     reported = {name: found for name, found in REPORTED.get(model, {}).items() if found.keys() & summaries.keys()}
@@ -80,7 +104,10 @@ def table(model: str, summaries: Mapping[str, dict]) -> str:
                 _number(case, ours),
                 _percent(s["share"] if case == MEMORY_BOUND else None),
             ]
-            cells += [_cell(case, s["measured"].get(name, {}).get(case), ours) for name in peers]
+            cells += [
+                _cell(case, s["measured"].get(name, {}).get(case), ours, s["ratios"].get(name, {}).get(case))
+                for name in peers
+            ]
             cells += [_cell(case, _reported(found.get(precision), case), ours) for found in reported.values()]
             lines.append(_row(cells))
     return "\n".join([*lines, "", *(line for p, s in summaries.items() for line in _remarks(p, s))])
@@ -101,7 +128,7 @@ def _remarks(precision: str, summary: dict) -> list[str]:
     if summary["bandwidth"]:
         lines.append("memory is read at {median:.1f} GB/s (best pass {best:.1f})".format(**summary["bandwidth"]))
     lines += [f"{name}: skipped: {reason}" for name, reason in summary["skipped"].items()]
-    lines += agreement({name: found[0]["first_tokens"] for name, found in summary["rounds"].items()})
+    lines += agreement({name: found["first_tokens"] for name, found in summary["engines"].items()})
     return [f"- {precision}: {line}" for line in lines]
 
 
@@ -109,11 +136,16 @@ def _reported(values: tuple[float, ...] | None, case: str) -> float | None:
     return values[REPORTED_CASES.index(case)] if values and case in REPORTED_CASES else None
 
 
-def _cell(case: str, peer: float | None, ours: float | None) -> str:
+def _cell(case: str, peer: float | None, ours: float | None, ratio: float | None = None) -> str:
+    """A peer's number and the ratio to it: that of the rounds if it is known."""
     if peer is None or ours is None:
         return _number(case, peer)
-    ratio = peer / ours if case == "prefill" else ours / peer
-    return f"{_number(case, peer)} ({ratio:.2f}x)"
+    return f"{_number(case, peer)} ({_ratio(case, ours, peer) if ratio is None else ratio:.2f}x)"
+
+
+def _ratio(case: str, ours: float, theirs: float) -> float:
+    """Of times."""
+    return theirs / ours if case == "prefill" else ours / theirs
 
 
 def _label(case: str) -> str:

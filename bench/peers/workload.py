@@ -5,13 +5,11 @@ can help. With T(n) the time to generate n tokens for a batch of prompts:
 
 - decode step = (T(1 + STEPS) - T(1)) / STEPS, from prompts of DECODE_PROMPT tokens, at each batch size;
 - prefill tokens/s = PREFILL_BATCH * PREFILL_PROMPT / T(1).
-
-Each case runs once unmeasured and then `repeats` times; T is the median.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +21,8 @@ PREFILL_BATCH, PREFILL_PROMPT = 4, 512
 MAX_LENGTH = 640  # of any sequence, prompt included
 
 Prompts = list[list[int]]
+Seconds = Callable[[int, int, int], float]
+"""How long an engine takes to generate: sequences, tokens of each prompt, tokens of each answer."""
 
 
 class Engine(Protocol):
@@ -38,19 +38,17 @@ class Engine(Protocol):
         ...
 
 
-def measure(engine: Engine, batches: Iterable[int], repeats: int) -> dict[str, float]:
-    """Decode step in ms by batch size ("decode_1", ...) and prefill in tokens/s ("prefill")."""
-    rng = np.random.default_rng(1)
+def cases(batches: Iterable[int]) -> dict[str, Callable[[Seconds], float]]:
+    """What a case says, measured once: a decode step in ms by batch size ("decode_1", ...), "prefill" in tokens/s."""
+    return {f"decode_{batch}": partial(_decode_step, batch) for batch in batches} | {"prefill": _prefill}
 
-    def timed(batch: int, length: int, max_tokens: int) -> float:
-        return _median(lambda: _generate(engine, rng, batch, length, max_tokens), repeats)
 
-    results = {}
-    for batch in batches:
-        first, all_tokens = timed(batch, DECODE_PROMPT, 1), timed(batch, DECODE_PROMPT, 1 + STEPS)
-        results[f"decode_{batch}"] = (all_tokens - first) / STEPS * 1e3
-    results["prefill"] = PREFILL_BATCH * PREFILL_PROMPT / timed(PREFILL_BATCH, PREFILL_PROMPT, 1)
-    return results
+def _decode_step(batch: int, seconds: Seconds) -> float:
+    return (seconds(batch, DECODE_PROMPT, 1 + STEPS) - seconds(batch, DECODE_PROMPT, 1)) / STEPS * 1e3
+
+
+def _prefill(seconds: Seconds) -> float:
+    return PREFILL_BATCH * PREFILL_PROMPT / seconds(PREFILL_BATCH, PREFILL_PROMPT, 1)
 
 
 def first_tokens(engine: Engine) -> list[int]:
@@ -63,7 +61,7 @@ def first_tokens(engine: Engine) -> list[int]:
     return [token for batch in prompts for (token,) in engine.generate(batch, 1)]
 
 
-def _generate(engine: Engine, rng: np.random.Generator, batch: int, length: int, max_tokens: int) -> float:
+def generation(engine: Engine, rng: np.random.Generator, batch: int, length: int, max_tokens: int) -> float:
     """Seconds of one generation; fails if the engine did not produce what it was asked for."""
     prompts = rng.integers(2, VOCAB, (batch, length)).tolist()
     start = time.perf_counter()
@@ -73,8 +71,3 @@ def _generate(engine: Engine, rng: np.random.Generator, batch: int, length: int,
     if lengths != [max_tokens] * batch:
         raise RuntimeError(f"asked for {batch} answers of {max_tokens} tokens, got {lengths}")
     return seconds
-
-
-def _median(sample: Callable[[], float], repeats: int) -> float:
-    sample()
-    return statistics.median(sample() for _ in range(repeats))

@@ -1,26 +1,33 @@
 """bench.peers: options, arithmetic, the table, and what becomes of a run that is ended or whose worker fails."""
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from bench.peers.__main__ import parse
-from bench.peers.report import combine, share, summary, table
-from bench.peers.turns import Outcome, WorkerFailed, answer_of, turns_of
+from bench.peers.report import medians, ratios, share, summary, table
+from bench.peers.turns import Outcome, Worker, WorkerFailed, turns_of
+from bench.peers.workload import cases
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = {"decode_1": 8.0, "decode_8": 16.0, "prefill": 1000.0, "weights": 50.0, "memory": 1.0}
+SAMPLES = {"decode_1": [8.0], "decode_8": [16.0], "prefill": [1000.0]}
+ENGINE = {"weights": 50.0, "memory": 1.0, "first_tokens": [1, 2], "packages": "some 1.0"}
 BANDWIDTH = {"median": 10.0, "best": 12.0}
 
 
-def answer(tokens: tuple[int, ...] = (1, 2), **results: float) -> dict:
-    return {"results": CASES | results, "first_tokens": list(tokens), "packages": "some 1.0"}
+def outcome(**engines: dict) -> Outcome:
+    """Of engines with the samples above but for those given."""
+    samples = {name.replace("_", "."): SAMPLES | found for name, found in engines.items()}
+    return Outcome(samples, {name: dict(ENGINE) for name in samples}, [BANDWIDTH, BANDWIDTH])
 
 
 def rows(text: str) -> dict[tuple[str, str], list[str]]:
@@ -32,27 +39,45 @@ def rows(text: str) -> dict[tuple[str, str], list[str]]:
 # -- arithmetic
 
 
+def test_a_step_is_what_64_more_tokens_take():
+    asked = []
+
+    def seconds(batch: int, length: int, tokens: int) -> float:
+        asked.append((batch, length, tokens))
+        return 0.5 + 0.01 * (tokens - 1)
+
+    found = {case: sample(seconds) for case, sample in cases([1, 8]).items()}
+    assert found == pytest.approx({"decode_1": 10.0, "decode_8": 10.0, "prefill": 2048 / 0.5})
+    assert asked == [(1, 32, 65), (1, 32, 1), (8, 32, 65), (8, 32, 1), (4, 512, 1)]
+
+
 def test_rounds_are_combined_by_their_median():
-    assert combine([{"decode_1": 1.0}, {"decode_1": 9.0}, {"decode_1": 2.0}]) == {"decode_1": 2.0}
+    assert medians({"decode_1": [1.0, 9.0, 2.0]}) == {"decode_1": 2.0}
 
 
-def test_the_share_is_weights_over_time_over_bandwidth():
-    assert share({"decode_1": 8.0, "weights": 50.0}, BANDWIDTH) == pytest.approx(50e6 / 8e-3 / 10e9)
+def test_a_ratio_is_of_turns_of_the_same_round():
+    ours, theirs = {"decode_1": [1.0, 30.0, 3.0, 4.0]}, {"decode_1": [2.0, 60.0, 3.0], "prefill": [1.0]}
+    assert ratios(ours, theirs) == {"decode_1": 0.5}, "of 0.5, 0.5, 1; the fourth turn of one was not the other's"
+    assert ratios({"prefill": [100.0]}, {"prefill": [50.0]}) == {"prefill": 0.5}, "twice the rate is half the time"
 
 
-@pytest.mark.parametrize(
-    ("results", "bandwidth"), [({}, BANDWIDTH), ({"decode_8": 1.0, "weights": 1.0}, BANDWIDTH), (CASES, None)]
-)
-def test_there_is_no_share_without_a_bandwidth_and_a_step_of_one_sequence(results, bandwidth):
-    assert share(results, bandwidth) is None
+def test_the_share_is_of_what_was_read_around_the_step():
+    around = [{"median": rate, "best": 99.0} for rate in (8.0, 12.0, 4.0, 6.0, 90.0)]
+    shares = [50e6 / ms / 1e9 * (1 / a + 1 / b) / 2 for ms, a, b in ((8e-3, 8.0, 12.0), (20e-3, 4.0, 6.0))]
+    assert share([8.0, 20.0], {"weights": 50.0}, around) == pytest.approx(sum(shares) / 2)
+
+
+@pytest.mark.parametrize(("steps", "bandwidths"), [([], [BANDWIDTH] * 2), ([8.0], []), ([8.0], [BANDWIDTH])])
+def test_there_is_no_share_without_a_bandwidth_and_a_step_of_one_sequence(steps, bandwidths):
+    assert share(steps, ENGINE, bandwidths) is None
 
 
 # -- the table
 
 
 def test_the_table_has_a_row_for_each_case_and_precision():
-    bf16 = Outcome({"jaxserve": [answer()], "transformers": [answer(decode_1=16.0, prefill=2000.0)]}, [BANDWIDTH])
-    int4 = Outcome({"jaxserve": [answer(decode_1=4.0)], "llama.cpp": [answer(decode_1=2.0)]}, [BANDWIDTH])
+    bf16 = outcome(jaxserve={}, transformers={"decode_1": [16.0], "prefill": [2000.0]})
+    int4 = outcome(jaxserve={"decode_1": [4.0]}, llama_cpp={"decode_1": [2.0]})
     found = rows(table("160m", {"bf16": summary(bf16), "int4": summary(int4)}))
     assert found["case", "precision"][:4] == ["jaxserve", "of bandwidth", "transformers", "llama.cpp"]
     step = "decode step, batch 1, ms"
@@ -62,16 +87,21 @@ def test_the_table_has_a_row_for_each_case_and_precision():
     assert found[step, "int4"] == ["4.0", "125 %", "-", "2.0 (2.00x)", "-", "2.4 (1.67x)", "-"]
     assert found["decode step, batch 8, ms", "int4"][1] == "-", "only a single sequence is bound by the weights"
     assert found["prefill 4 x 512, tokens/s", "bf16"][2] == "2000 (2.00x)", "a ratio of times, also of a rate"
-    assert len(found) == 1 + 2 * len(CASES)
+    assert found["weights that a step reads, MB", "bf16"][2] == "50 (1.00x)"
+    assert len(found) == 1 + 2 * (len(SAMPLES) + 2)
+
+
+def test_the_ratio_beside_two_medians_is_that_of_the_rounds():
+    drifting = outcome(jaxserve={"decode_1": [10.0, 20.0, 40.0]}, llama_cpp={"decode_1": [40.0, 80.0, 20.0]})
+    found = rows(table("160m", {"int4": summary(drifting)}))
+    assert found["decode step, batch 1, ms", "int4"][2] == "40.0 (0.25x)", "of 0.25, 0.25 and 2"
 
 
 def test_the_table_says_what_is_missing_and_whether_the_models_agree():
-    outcome = Outcome(
-        {"jaxserve": [answer((1, 2, 3))], "llama.cpp": [answer((1, 0, 3))]},
-        [BANDWIDTH],
-        {"transformers": "not installed: torch"},
-    )
-    text = table("unheard-of", {"bf16": summary(outcome)})
+    found = outcome(jaxserve={}, llama_cpp={})
+    found.engines["jaxserve"]["first_tokens"], found.engines["llama.cpp"]["first_tokens"] = [1, 2, 3], [1, 0, 3]
+    found.skipped["transformers"] = "not installed: torch"
+    text = table("unheard-of", {"bf16": summary(found)})
     assert "- bf16: memory is read at 10.0 GB/s (best pass 12.0)" in text
     assert "- bf16: transformers: skipped: not installed: torch" in text
     assert "- bf16: first tokens equal to jaxserve's: llama.cpp 2 of 3" in text
@@ -116,17 +146,35 @@ def test_the_bandwidth_is_measured_around_the_engine_whose_share_is_told():
     assert turns_of(["transformers", "llama.cpp"]) == ["transformers", "llama.cpp"]
 
 
-def test_an_answer_is_the_last_line():
-    assert answer_of([sys.executable, "-c", "print('Loading...'); print('{\"results\": {}}')"]) == {"results": {}}
+@contextmanager
+def worker(program: str) -> Iterator[Worker]:
+    found = Worker([sys.executable, "-c", program])
+    try:
+        yield found
+    finally:
+        found.kill()
+
+
+def test_a_worker_answers_each_question_with_a_line():
+    with worker("import sys\nprint('{}', flush=True)\nfor line in sys.stdin: print(line, flush=True)") as echo:
+        assert echo.answer() == {}
+        assert echo.ask({"seconds": 2}) == {"seconds": 2}
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
-    [("raise SystemExit(3)", "ended with status 3"), ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV")],
+    ("program", "told"), [("raise SystemExit(3)", "with status 3"), ("import os; os.kill(os.getpid(), 11)", "SIGSEGV")]
 )
 def test_a_worker_that_fails_says_how(program, told):
-    with pytest.raises(WorkerFailed, match=told):
-        answer_of([sys.executable, "-c", program])
+    with worker(program) as failing, pytest.raises(WorkerFailed, match=told):
+        failing.ask(1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is not None, reason="llama.cpp is installed")
+def test_an_engine_that_is_not_installed_says_what_it_needs(tmp_path):
+    command = ["-m", "bench.peers.worker", "llama.cpp", str(tmp_path), "bf16", "--threads", "1", "--batches", "1"]
+    missing = Worker([sys.executable, *command])
+    assert "llama_cpp" in missing.answer()["skipped"]
+    missing.kill()
 
 
 FAKE_PEER = f"""#!{sys.executable}
@@ -134,21 +182,25 @@ import json, os, pathlib, sys, time
 _, _, _, engine, model, precision, *_ = sys.argv
 folder = pathlib.Path(__file__).parent
 calls = folder / "calls"
-number = len(calls.read_text().split()) if calls.exists() else 0
-calls.open("a").write(engine + " ")
-if number == int((folder / "stop").read_text()):
-    if (folder / "fails").exists():
-        raise SystemExit(7)
-    (folder / "pid").write_text(str(os.getpid()))
-    time.sleep(90)
-results = {{"decode_1": 10.0 + number, "prefill": 1.0, "weights": 1.0, "memory": 1.0}}
-print(json.dumps({{"results": results, "first_tokens": [1], "packages": ""}}))
+print(json.dumps({{"first_tokens": [1], "packages": "", "weights": 1.0}}), flush=True)
+for line in sys.stdin:
+    batch, length, tokens = json.loads(line)
+    number = len(calls.read_text().split()) if calls.exists() else 0
+    with calls.open("a") as file:
+        file.write(engine + " ")
+    if number == int((folder / "stop").read_text()):
+        if (folder / "fails").exists():
+            raise SystemExit(7)
+        (folder / "pid").write_text(str(os.getpid()))
+        time.sleep(90)
+    seconds = 1.0 if length == 512 else 0.064 * (10 + number) if tokens > 1 else 0.0
+    print(json.dumps({{"seconds": seconds, "memory": 1.0}}), flush=True)
 """
 
 
 @pytest.fixture
 def peers(tmp_path: Path) -> Path:
-    """A folder with an interpreter `python` that answers as a worker would, until its call number `stop`."""
+    """A folder with an interpreter `python` that answers as workers would, until question number `stop` of all."""
     python = tmp_path / "python"
     python.write_text(FAKE_PEER)
     python.chmod(0o755)
@@ -160,7 +212,8 @@ def peers(tmp_path: Path) -> Path:
 
 def command(peers: Path) -> list[str]:
     return [
-        sys.executable, "-m", "bench.peers", "--models", "160m", "--engines", "transformers", "llama.cpp",
+        sys.executable, "-m", "bench.peers", "--models", "160m", "--batches", "1",
+        "--engines", "transformers", "llama.cpp",
         "--peer-python", str(peers / "python"), "--cache-dir", str(peers / "cache"), "--out", str(peers / "out.json"),
     ]  # fmt: skip
 
@@ -175,7 +228,7 @@ def within(seconds: float, condition) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("ignored", [False, True], ids=["", "SIGINT ignored"])
 def test_a_signal_ends_it_with_the_finished_rounds(peers, number, ignored):
-    (peers / "stop").write_text("3")  # llama.cpp's second round
+    (peers / "stop").write_text("10")  # llama.cpp's second round
     shell = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"] if ignored else []
     process = subprocess.Popen(
         [*shell, *command(peers)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -188,18 +241,26 @@ def test_a_signal_ends_it_with_the_finished_rounds(peers, number, ignored):
         process.kill()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    assert rows(output)["decode step, batch 1, ms", "bf16"][2:4] == ["11.0", "11.0"], "medians of 10, 12 and of 11"
-    measured = json.loads((peers / "out.json").read_text())["models"]["160m"]["bf16"]["rounds"]
-    assert {name: len(found) for name, found in measured.items()} == {"transformers": 2, "llama.cpp": 1}
+    assert rows(output)["decode step, batch 1, ms", "bf16"][2:4] == ["16.0", "16.0"], "medians of 14, 18 and of 16"
+    measured = json.loads((peers / "out.json").read_text())["models"]["160m"]["bf16"]["samples"]
+    assert measured["transformers"]["decode_1"] == pytest.approx([14, 18])
+    assert measured["llama.cpp"]["decode_1"] == pytest.approx([16])
     with pytest.raises(ProcessLookupError):  # its worker is gone too
         os.kill(int((peers / "pid").read_text()), 0)
 
 
 def test_a_worker_that_fails_costs_only_its_engine(peers):
-    (peers / "stop").write_text("1")
+    (peers / "stop").write_text("6")
     (peers / "fails").touch()
     done = subprocess.run([*command(peers), "--rounds", "2"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "- bf16: llama.cpp: skipped: its process ended with status 7" in done.stdout
-    assert (peers / "calls").read_text().split() == ["transformers", "llama.cpp", "transformers"]
-    assert rows(done.stdout)["decode step, batch 1, ms", "bf16"][2] == "11.0", "of 10 and 12"
+    asked = (peers / "calls").read_text().split()
+    once, first, second, prefill = (
+        ["transformers"] * 2,
+        ["transformers"] * 2,
+        ["transformers"] * 2,
+        ["transformers"] * 3,
+    )
+    assert asked == [*once, "llama.cpp", "llama.cpp", *first, "llama.cpp", *second, *prefill]
+    assert rows(done.stdout)["decode step, batch 1, ms", "bf16"][2] == "15.5", "of 14 and 17"
