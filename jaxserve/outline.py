@@ -70,7 +70,7 @@ def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tu
     wanted = config.variants
     if not wanted and config.policy != STATIC:
         morph = settings_of(config.policy)
-        wanted = (DEFAULT_VARIANT if morph is None else morph.precision,)
+        wanted = (DEFAULT_VARIANT,) if morph is None else morph.precisions
     named = [parse_precision(name, dtype, "variants") for name in wanted]
     return tuple(dict.fromkeys((*named, *precisions))) if named else ()
 

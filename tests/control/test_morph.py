@@ -185,6 +185,29 @@ def test_performance_mode_takes_all() -> None:
     assert int4(driver.plan) == list(range(16))
 
 
+def test_what_is_left_of_the_layers_may_get_another_precision() -> None:
+    driver = Driver(replace(ACCURACY, most_layers=0.5, rest="int8"))
+    driver.see_for(0, 30, num_waiting=9, oldest_wait=0.3)
+    assert int4(driver.plan) == sorted(ORDER[:8])
+    assert [driver.plan.instances[0].layer_precisions[layer] for layer in ORDER[8:]] == ["int8"] * 8
+    assert driver.plan.instances[0].kv_pages == MACHINE.kv_capacity(driver.plan.instances[0])
+    assert driver.note.endswith("no layer is left to go to int4 or int8")
+    driver.see_for(30, 6)
+    assert int4(driver.plan) == sorted(ORDER[:8]), "the last to go are the first to come back"
+    driver.see_for(36, 14)
+    assert driver.plan.instances == HOME.instances
+
+
+def test_a_decision_may_go_to_both_precisions_and_says_so() -> None:
+    driver = Driver(replace(ACCURACY, most_layers=0.125, rest="int8", entry_layers=4))
+    driver.see_for(0, 0.3, num_waiting=9, oldest_wait=0.3)
+    first, second, third, fourth = ORDER[:4]
+    assert f"layers {first}, {second} to int4, layers {third}, {fourth} to int8, KV" in driver.reasons[0]
+    driver.press()
+    foreseen = driver.policy.foresee(HOME)[-1].instances[0].layer_precisions
+    assert foreseen == driver.plan.instances[0].layer_precisions
+
+
 def test_all_layers_may_go_to_int8_and_none_further() -> None:
     driver = Driver(INT8)
     driver.press()
@@ -370,6 +393,7 @@ def test_it_goes_on_from_the_plan_in_force_whatever_has_failed() -> None:
         ((1, 2, 1), ACCURACY, "names a layer twice: [1, 2, 1]"),
         ((1, 16), ACCURACY, "layers.16 of the swap order cannot be int4; there are none: there is no such layer"),
         ((1,), replace(ACCURACY, precision="int3"), "cannot be int3; there are bfloat16, int8, int4"),
+        ((1,), replace(ACCURACY, rest="int3"), "cannot be int3; there are bfloat16, int8, int4"),
     ],
 )
 def test_an_order_that_cannot_be_is_refused(order: tuple[int, ...], settings: MorphSettings, message: str) -> None:

@@ -4,7 +4,7 @@ in the worst of rhythms and just at what full precision can serve.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -71,7 +71,9 @@ def sine(period: float, low: float, high: float) -> Wave:
     return lambda t: (high + low) / 2 + (high - low) / 2 * math.sin(2 * math.pi * t / period)
 
 
-MODES = pytest.mark.parametrize("mode", [ACCURACY, INT8, PERFORMANCE], ids=["accuracy", "int8", "performance"])
+MIXED = replace(ACCURACY, most_layers=0.5, rest="int8")
+NAMES = ["accuracy", "int8", "mixed", "performance"]
+MODES = pytest.mark.parametrize("mode", [ACCURACY, INT8, MIXED, PERFORMANCE], ids=NAMES)
 ENGINES = pytest.mark.parametrize("engine", [CACHE_BOUND, SLOT_BOUND], ids=["cache-bound", "slot-bound"])
 
 
@@ -123,7 +125,7 @@ def test_a_load_that_changes_faster_than_it_can_be_followed_is_not_followed(mode
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.5, 60), st.floats(0, 2.5)), min_size=1, max_size=8),
-    st.sampled_from([ACCURACY, INT8, PERFORMANCE]),
+    st.sampled_from([ACCURACY, INT8, MIXED, PERFORMANCE]),
     st.sampled_from([CACHE_BOUND, SLOT_BOUND]),
 )
 def test_whatever_the_load_was_full_precision_returns_when_it_ends(

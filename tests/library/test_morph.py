@@ -104,13 +104,20 @@ def test_the_operators_plan_comes_into_force_and_the_policy_back(tiny_model: Pat
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "variants"),
+    [
+        (None, ("int8", "float32")),
+        ({"precision": "int8"}, ("int8", "float32")),
+        ({"rest": "int8"}, ("int4", "int8", "float32")),
+    ],
+)
 def test_layers_can_become_what_the_policy_wants_without_being_told(
-    tiny_model: Path, tmp_path: Path, named: bool
+    tiny_model: Path, tmp_path: Path, settings: dict | None, variants: tuple[str, ...]
 ) -> None:
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"policy": "morph", "settings": {"precision": "int8"}}))
-    policy = "morph-int8" if named else str(tmp_path / "own.yaml")
-    assert resolve(EngineConfig(model=tiny_model, load_format="dummy", policy=policy)).variants == ("int8", "float32")
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"policy": "morph", "settings": settings}))
+    policy = "morph-int8" if settings is None else str(tmp_path / "own.yaml")
+    assert resolve(EngineConfig(model=tiny_model, load_format="dummy", policy=policy)).variants == variants
 
 
 def test_a_server_without_a_policy_shows_its_plan_and_takes_another(tiny_model: Path) -> None:

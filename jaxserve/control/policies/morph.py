@@ -6,7 +6,7 @@ far it has gone is read off the plan in force, so that failed transitions need n
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxserve.control.plan import InstancePlan, Plan
@@ -80,9 +80,10 @@ class MorphPolicy:
         if len(self._rank) < len(self._order):
             raise ConfigError(f"the swap order names a layer twice: {list(swap_order)}")
         for block in self._order:
-            if settings.precision not in resources.precisions(block):
-                known = ", ".join(resources.precisions(block)) or "none: there is no such layer"
-                raise ConfigError(f"{block} of the swap order cannot be {settings.precision}; there are {known}")
+            for precision in settings.precisions:
+                if precision not in resources.precisions(block):
+                    known = ", ".join(resources.precisions(block)) or "none: there is no such layer"
+                    raise ConfigError(f"{block} of the swap order cannot be {precision}; there are {known}")
 
     @property
     def slo_ttft(self) -> float:
@@ -118,8 +119,7 @@ class MorphPolicy:
         """The plan at the start with the first layers of the order swapped, as many as the mode allows."""
         version = plan.version
         for number, home in enumerate(plan.instances):
-            blocks = self._next_blocks(home, home, count)
-            plan = plan.with_precisions(number, dict.fromkeys(blocks, self.settings.precision))
+            plan = plan.with_precisions(number, self._next_swaps(home, home, count))
         return replace(plan, version=version)
 
     def _update_instance(self, view: _View, state: InstanceState) -> tuple[Plan, InstanceState, str]:
@@ -156,45 +156,45 @@ class MorphPolicy:
         if view.snapshot.oldest_wait >= urgent_after:
             count = max(count, settings.urgent_layers)
             pressure = [*pressure, f"near the SLO (from {_ms(urgent_after)})"]
-        blocks, plan = self._entered(view, state.home, count)
+        swaps, plan = self._entered(view, state.home, count)
         pages = plan.instances[view.number].kv_pages
-        faster = bool(blocks) and view.snapshot.oldest_wait > settings.queue_delay and pages == instance.kv_pages
+        faster = bool(swaps) and view.snapshot.oldest_wait > settings.queue_delay and pages == instance.kv_pages
         if pages <= instance.kv_pages and not faster:  # with no more pages to be had, only a queue is a reason
-            left = (
-                "more layers would give no more pages" if blocks else f"no layer is left to go to {settings.precision}"
-            )
+            no_layer = f"no layer is left to go to {' or '.join(settings.precisions)}"
+            left = "more layers would give no more pages" if swaps else no_layer
             return view.plan, state, f"{', '.join(pressure)}: {left}"
         state = replace(state, last_entry=now, returned=now if state.returned is None else state.returned)
-        return plan, state, f"{', '.join(pressure)}: {_change(blocks, settings.precision, instance, pages)}"
+        return plan, state, f"{', '.join(pressure)}: {_change(swaps, instance, pages)}"
 
-    def _entered(self, view: _View, home: InstancePlan, count: int) -> tuple[list[str], Plan]:
-        """The next layers of the order, and the plan with them swapped: so many, or, where pools grow by segments, and
-        where pages alone are wanted, as many more as the pools need to grow, if that can be had.
+    def _entered(self, view: _View, home: InstancePlan, count: int) -> tuple[dict[str, str], Plan]:
+        """The precisions that the next layers of the order get, and the plan with them: so many layers, or, where pools
+        grow by segments, and where pages alone are wanted, as many more as the pools need to grow, if that can be had.
         """
-        blocks, before = self._next_blocks(view.instance, home, len(self._order)), view.instance.kv_pages
+        swaps, before = list(self._next_swaps(view.instance, home, len(self._order)).items()), view.instance.kv_pages
 
         def swapped(count: int) -> Plan:
-            return self._swapped(view, home, dict.fromkeys(blocks[:count], self.settings.precision))
+            return self._swapped(view, home, dict(swaps[:count]))
 
-        count = min(count, len(blocks))
+        count = min(count, len(swaps))
         if self._resources.segments or view.snapshot.oldest_wait <= self.settings.queue_delay:
-            counts = range(count, len(blocks) + 1)
+            counts = range(count, len(swaps) + 1)
             more = bisect_left(counts, True, key=lambda count: swapped(count).instances[view.number].kv_pages > before)
             count = counts[more] if more < len(counts) else count
-        return blocks[:count], swapped(count)
+        return dict(swaps[:count]), swapped(count)
 
-    def _next_blocks(self, instance: InstancePlan, home: InstancePlan, count: int) -> list[str]:
-        """The next layers of the swap order, as many as the mode allows."""
-        bytes_of, precision = self._resources.bytes_of, self.settings.precision
+    def _next_swaps(self, instance: InstancePlan, home: InstancePlan, count: int) -> dict[str, str]:
+        """The next layers of the swap order and the precisions that they get, as many as the mode allows."""
+        bytes_of, settings = self._resources.bytes_of, self.settings
         now, then = _precisions(instance), _precisions(home)
-        most = max(1, int(self.settings.most_layers * len(home.layer_precisions)))
-        left = most - len(self._away(instance, home))
-        free = [
-            block
-            for block in self._order
-            if now[block] == then[block] and bytes_of(block, precision) < bytes_of(block, then[block])
-        ]
-        return free[: max(0, min(count, left))]
+        most = max(1, int(settings.most_layers * len(home.layer_precisions)))
+        changed, swaps = len(self._away(instance, home)), dict[str, str]()
+        for block in self._order:
+            precision = settings.precision if changed + len(swaps) < most else settings.rest
+            if len(swaps) == count or not precision:
+                break
+            if now[block] == then[block] and bytes_of(block, precision) < bytes_of(block, then[block]):
+                swaps[block] = precision
+        return swaps
 
     # -- release
 
@@ -210,8 +210,11 @@ class MorphPolicy:
         back = self._away(view.instance, home)[::-1]
         most = min(len(back), math.ceil(settings.release_layers * len(home.layer_precisions)))
 
+        def restored(count: int) -> dict[str, str]:
+            return {block: home.precision(block) for block in back[:count]}
+
         def with_back(count: int) -> Plan:
-            return self._swapped(view, home, {block: home.precision(block) for block in back[:count]})
+            return self._swapped(view, home, restored(count))
 
         # The more layers are back, the fewer pages are left: the most that fit.
         count = bisect_left(range(1, most + 1), True, key=lambda count: not self._fits(view, with_back(count)))
@@ -222,8 +225,7 @@ class MorphPolicy:
         pages = plan.instances[view.number].kv_pages
         calm = self._calm(view, state)
         fits = f"{view.snapshot.kv_pages_used} pages in use <= {settings.release_usage:.0%} of {pages - 1}"
-        precision = " or ".join(sorted({home.precision(block) for block in back[:count]}))
-        reason = f"{calm}, {fits}: {_change(back[:count], precision, view.instance, pages)}"
+        reason = f"{calm}, {fits}: {_change(restored(count), view.instance, pages)}"
         load = view.arrivals
         return plan, replace(state, last_release=now, released_at=load, peak=load, returned=None), reason
 
@@ -319,12 +321,12 @@ def _precisions(instance: InstancePlan) -> dict[str, str]:
     return {block.block: block.precision for block in instance.blocks}
 
 
-def _change(blocks: Sequence[str], precision: str, instance: InstancePlan, pages: int) -> str:
+def _change(swaps: Mapping[str, str], instance: InstancePlan, pages: int) -> str:
     """What a decision changes, in words: "layers 3, 7 to int4, KV 800 -> 960 pages"."""
     parts = []
-    if blocks:
-        numbers = ", ".join(block.removeprefix("layers.") for block in blocks)
-        parts.append(f"layer{'s' if len(blocks) > 1 else ''} {numbers} to {precision}")
+    for precision in dict.fromkeys(swaps.values()):
+        numbers = [block.removeprefix("layers.") for block, after in swaps.items() if after == precision]
+        parts.append(f"layer{'s' if len(numbers) > 1 else ''} {', '.join(numbers)} to {precision}")
     if pages != instance.kv_pages:
         parts.append(f"KV {instance.kv_pages} -> {pages} pages")
     return ", ".join(parts)

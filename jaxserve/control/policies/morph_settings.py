@@ -24,7 +24,8 @@ class MorphSettings:
     entry_layers: int = 2  # per decision
     urgent_delay: float = 0.5  # a share of the SLO; when a sequence has waited that long:
     urgent_layers: int = 8  # per decision
-    most_layers: float = 0.75  # the share of the decoder layers that may be swapped
+    most_layers: float = 0.75  # the share of the decoder layers that may be swapped to it
+    rest: str = ""  # the precision that the others get after these; "": they keep theirs
     # release
     release_quiet: float = 5.0  # s without pressure
     release_waiting: float = 0.5  # mean sequences waiting, at most
@@ -37,6 +38,11 @@ class MorphSettings:
     relapse_rise: float = 1.5  # and arrivals are not above so many times those at the release,
     relapse_load: float = 0.75  # nothing is released while they are above this share of them,
     relapse_memory: float = 600.0  # for so many s
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Those that layers get under pressure."""
+        return (self.precision, self.rest) if self.rest else (self.precision,)
 
     def __post_init__(self) -> None:
         shares = ("kv_usage", "urgent_delay", "most_layers", "release_usage", "release_layers", "relapse_load")
