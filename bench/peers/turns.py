@@ -105,7 +105,7 @@ def measure_in_turn(
     with ExitStack() as ends:
         workers: dict[str, Worker] = {}
         for name in dict.fromkeys(turns):
-            _say(f"{model.name}, {precision}: {name} is loaded")
+            _say(f"{model.name}, {precision}: loading {name}")
             workers[name] = Worker(_command(settings, model, precision, name))
             ends.callback(workers[name].kill)
             with _told(name, outcome):
