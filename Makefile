@@ -26,6 +26,7 @@ serve: $(RUNTIME) $(NATIVE) ## serve the bundled model (HOST, PORT, ARGS="MODEL 
 demo: $(RUNTIME) $(NATIVE) ## a burst, and precision and KV capacity that follow it: build/demo/report.html and result.json
 	@$(BIN)/python -m bench.demo $(ARGS)
 
+# The process of a test that hangs ends, and is replaced once.
 test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...", WORKERS=0 for one process)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 1 $(ARGS)
 

@@ -147,8 +147,8 @@ def test_the_bandwidth_is_measured_around_the_engine_whose_share_is_told():
 
 
 @contextmanager
-def worker(program: str) -> Iterator[Worker]:
-    found = Worker([sys.executable, "-c", program])
+def worker(*arguments: str) -> Iterator[Worker]:
+    found = Worker([sys.executable, *arguments])
     try:
         yield found
     finally:
@@ -156,7 +156,7 @@ def worker(program: str) -> Iterator[Worker]:
 
 
 def test_a_worker_answers_each_question_with_a_line():
-    with worker("import sys\nprint('{}', flush=True)\nfor line in sys.stdin: print(line, flush=True)") as echo:
+    with worker("-c", "import sys\nprint('{}', flush=True)\nfor line in sys.stdin: print(line, flush=True)") as echo:
         assert echo.answer() == {}
         assert echo.ask({"seconds": 2}) == {"seconds": 2}
 
@@ -165,16 +165,15 @@ def test_a_worker_answers_each_question_with_a_line():
     ("program", "told"), [("raise SystemExit(3)", "with status 3"), ("import os; os.kill(os.getpid(), 11)", "SIGSEGV")]
 )
 def test_a_worker_that_fails_says_how(program, told):
-    with worker(program) as failing, pytest.raises(WorkerFailed, match=told):
+    with worker("-c", program) as failing, pytest.raises(WorkerFailed, match=told):
         failing.ask(1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is not None, reason="llama.cpp is installed")
 def test_an_engine_that_is_not_installed_says_what_it_needs(tmp_path):
     command = ["-m", "bench.peers.worker", "llama.cpp", str(tmp_path), "bf16", "--threads", "1", "--batches", "1"]
-    missing = Worker([sys.executable, *command])
-    assert "llama_cpp" in missing.answer()["skipped"]
-    missing.kill()
+    with worker(*command) as missing:
+        assert "llama_cpp" in missing.answer()["skipped"]
 
 
 FAKE_PEER = f"""#!{sys.executable}

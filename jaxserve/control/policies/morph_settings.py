@@ -24,8 +24,8 @@ class MorphSettings:
     entry_layers: int = 2  # per decision
     urgent_delay: float = 0.5  # a share of the SLO; when a sequence has waited that long:
     urgent_layers: int = 8  # per decision
-    most_layers: float = 0.75  # the share of the decoder layers that may be swapped to it
-    rest: str = ""  # the precision that the others get after these; "": they keep theirs
+    most_layers: float = 0.75  # the share of the decoder layers that may be swapped
+    rest: str = ""  # the precision that the others may get after these; "": they keep theirs
     # release
     release_quiet: float = 5.0  # s without pressure
     release_waiting: float = 0.5  # mean sequences waiting, at most
