@@ -4,7 +4,7 @@ in the worst of rhythms and just at what full precision can serve.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -13,7 +13,7 @@ from jaxserve.control import ResizeKVPool
 from jaxserve.control.controller import Controller
 from jaxserve.control.policies import ACCURACY, INT8, PERFORMANCE, MorphPolicy, MorphSettings
 from jaxserve.control.validate import validate
-from tests.control.worlds import Fluid, VirtualActuator, home_plan, machine, swaps
+from tests.control.worlds import TO_INT4, Fluid, VirtualActuator, home_plan, machine, swaps
 
 TICK = 0.25  # s
 TWO_HOURS = 7200.0  # s
@@ -51,7 +51,8 @@ def run(load: Wave, seconds: float, mode: MorphSettings, engine: dict[str, int])
         if len(actuator.started) > decided:
             validate(controller.plan, MACHINE)
             transitions = actuator.started[-1]
-            result.directions.append("entry" if swaps(transitions, mode.precision) else "release")
+            entered = any(swaps(transitions, precision) for precision in mode.precisions)
+            result.directions.append("entry" if entered else "release")
             for transition in transitions:
                 if isinstance(transition, ResizeKVPool) and transition.after < transition.before:
                     assert snapshot.kv_pages_used <= mode.release_usage * (transition.after - 1)
@@ -71,9 +72,8 @@ def sine(period: float, low: float, high: float) -> Wave:
     return lambda t: (high + low) / 2 + (high - low) / 2 * math.sin(2 * math.pi * t / period)
 
 
-MIXED = replace(ACCURACY, most_layers=0.5, rest="int8")
-NAMES = ["accuracy", "int8", "mixed", "performance"]
-MODES = pytest.mark.parametrize("mode", [ACCURACY, INT8, MIXED, PERFORMANCE], ids=NAMES)
+ALL = [ACCURACY, TO_INT4, INT8, PERFORMANCE]
+MODES = pytest.mark.parametrize("mode", ALL, ids=["accuracy", "to-int4", "int8", "performance"])
 ENGINES = pytest.mark.parametrize("engine", [CACHE_BOUND, SLOT_BOUND], ids=["cache-bound", "slot-bound"])
 
 
@@ -125,7 +125,7 @@ def test_a_load_that_changes_faster_than_it_can_be_followed_is_not_followed(mode
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.5, 60), st.floats(0, 2.5)), min_size=1, max_size=8),
-    st.sampled_from([ACCURACY, INT8, MIXED, PERFORMANCE]),
+    st.sampled_from(ALL),
     st.sampled_from([CACHE_BOUND, SLOT_BOUND]),
 )
 def test_whatever_the_load_was_full_precision_returns_when_it_ends(

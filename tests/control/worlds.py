@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.control import Outcome, Plan, Resources, SwapPrecision, Transition, chain_of, static_plan
+from jaxserve.control.policies import MorphSettings
 from jaxserve.telemetry import Recent, Snapshot
 from jaxserve.telemetry.metrics import TIME_BOUNDS
 
 MB = 1_000_000
 LAYER = {"bfloat16": 20 * MB, "int8": 10 * MB, "int4": 5 * MB}
 PAGE = MB // 2  # of all layers
+TO_INT4 = MorphSettings(entry_interval=0.5, most_layers=0.75, rest="")  # three quarters of the layers, and no further
 
 
 def machine(

@@ -20,12 +20,12 @@ class MorphSettings:
     queue_delay: float = 0.1  # s; when a sequence has waited longer
     # entry
     entry_hold: float = 0.2  # s that pressure must last
-    entry_interval: float = 0.5  # s from one decision to the next
+    entry_interval: float = 0.25  # s from one decision to the next
     entry_layers: int = 2  # per decision
     urgent_delay: float = 0.5  # a share of the SLO; when a sequence has waited that long:
     urgent_layers: int = 8  # per decision
-    most_layers: float = 0.75  # the share of the decoder layers that may be swapped
-    rest: str = ""  # the precision that the others may get after these; "": they keep theirs
+    most_layers: float = 0.25  # the share of the decoder layers that may get it
+    rest: str = "int8"  # the precision that the others may get after these; "": they keep theirs
     # release
     release_quiet: float = 5.0  # s without pressure
     release_waiting: float = 0.5  # mean sequences waiting, at most
@@ -42,7 +42,7 @@ class MorphSettings:
     @property
     def precisions(self) -> tuple[str, ...]:
         """Those that layers get under pressure."""
-        return (self.precision, self.rest) if self.rest else (self.precision,)
+        return (self.precision, self.rest) if self.rest and self.most_layers < 1 else (self.precision,)
 
     def __post_init__(self) -> None:
         shares = ("kv_usage", "urgent_delay", "most_layers", "release_usage", "release_layers", "relapse_load")
@@ -73,7 +73,6 @@ PERFORMANCE = MorphSettings(
     kv_usage=0.7,
     queue_delay=0.05,
     entry_hold=0.1,
-    entry_interval=0.25,
     entry_layers=4,
     urgent_delay=0.25,
     urgent_layers=16,
