@@ -1,4 +1,4 @@
-"""The demonstration: a burst arrives, layers turn to int4, their memory becomes KV pages, and all comes back.
+"""The demonstration: a burst arrives, layers turn to int4 and int8, their memory becomes KV pages, and all comes back.
 
     python -m bench.demo [--mode morph|morph-performance] [--out FOLDER]
 

@@ -20,7 +20,7 @@ ROWS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "TTFT P99, s": lambda r: _seconds(r["p99_ttft_ms"]),
     "TPOT median, ms": lambda r: "-" if r["median_tpot_ms"] is None else f"{r['median_tpot_ms']:.1f}",
     "KV pages, at most": lambda r: f"{r['adaptation']['peak_kv_pages']}",
-    "layers in int4, at most": lambda r: f"{r['adaptation']['most_swapped_layers']}",
+    "layers in fewer bits, at most": lambda r: f"{r['adaptation']['most_swapped_layers']}",
     "cross-entropy, nats": lambda r: f"{r['cross_entropy']:.4f} ({_loss(r):+.2%})",
     "transitions": lambda r: ", ".join(f"{n} {k}" for k, n in r["adaptation"]["transitions"].items()) or "-",
     "restored after the last answer": lambda r: _restored(r),

@@ -1,6 +1,6 @@
 """What the demo shows while a system is under load: layers, KV pages, queue and time to first token."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -9,10 +9,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from bench.morph_parts.systems import QUANTISED
 from jaxserve.bench.prometheus import Scrape
+from jaxserve.core.precision import BITS
 
-FULL_STYLE, SWAPPED_STYLE = "black on #9ecae1", "black on #e69f00"
+FEWEST_FIRST = sorted(BITS, key=lambda precision: BITS[precision])
+FULL_STYLE = "black on #9ecae1"
+STYLES = {"int8": "black on #f0e442", "int4": "black on #e69f00", "int3": "black on #d55e00"}
 USED, FREE, BEYOND = "#0072b2", "#bdd7e7", "grey30"
 BAR = 60  # characters for the most pages of any system
 PLAIN_EVERY_S = 2.0  # where there is no terminal to draw on
@@ -24,7 +26,7 @@ class State:
     """The server at one look."""
 
     time_s: float
-    swapped: int  # layers
+    swapped: Mapping[str, int]  # layers in fewer bits by precision, the fewest first
     pages: int
     used: int
     running: int
@@ -42,7 +44,7 @@ class State:
         first_tokens = more("time_to_first_token_seconds_count") if before else 0
         return cls(
             time_s,
-            int(values.get(f'layers_by_precision{{precision="{QUANTISED}"}}', 0)),
+            {name: int(values.get(f'layers_by_precision{{precision="{name}"}}', 0)) for name in FEWEST_FIRST},
             int(values.get("kv_pages_total", 0)),
             int(values.get("kv_pages_used", 0)),
             int(values.get("num_requests_running", 0)),
@@ -98,12 +100,13 @@ class Screen:
         return Group(heading, table, *(Text(event, style="dim") for event in self._events[-SHOWN_EVENTS:]))
 
     def _layers(self, state: State) -> Text:
-        swapped = set(self._order[: state.swapped])
+        swapped = [STYLES[name] for name, count in state.swapped.items() for _ in range(count)]
+        styles = dict(zip(self._order, swapped, strict=False))  # the first of the order have the fewest bits
         text = Text()
         for layer in range(len(self._order)):
-            text.append(f" {layer} ", SWAPPED_STYLE if layer in swapped else FULL_STYLE)
+            text.append(f" {layer} ", styles.get(layer, FULL_STYLE))
             text.append(" ")
-        return text.append(f" {state.swapped} of {len(self._order)} in {QUANTISED}")
+        return text.append(f" {_precisions(state)}")
 
     def _pages(self, state: State) -> Text:
         used, pages = (round(BAR * count / self._most_pages) for count in (state.used, state.pages))
@@ -119,18 +122,27 @@ class Screen:
     def _line(self, state: State, change: str) -> str:
         ttft = "-" if self._ttft is None else f"{self._ttft:.2f} s"
         seen = (
-            f"{state.time_s:5.1f} s  {state.swapped} layers in {QUANTISED}, {state.used:3d} of {state.pages} KV pages, "
+            f"{state.time_s:5.1f} s  layers {_precisions(state)}; {state.used:3d} of {state.pages} KV pages, "
             f"{state.running:2d} running, {state.waiting:3d} waiting, TTFT {ttft}"
         )
         return f"{seen}  <- {change}" if change else seen
 
 
+def _precisions(state: State) -> str:
+    """That of the layers, in words: "2 in int4, 6 in int8"."""
+    return ", ".join(f"{count} in {name}" for name, count in state.swapped.items() if count) or "in full precision"
+
+
 def _change(before: State, after: State) -> str:
     """What is another than at the last look, in words."""
-    parts = []
-    if after.swapped != before.swapped:
-        what = f"to {QUANTISED}" if after.swapped > before.swapped else "back to full precision"
-        parts.append(f"{abs(after.swapped - before.swapped)} layers {what}")
+    more = {name: count - before.swapped[name] for name, count in after.swapped.items()}
+    parts = [f"{_layers(count)} to {name}" for name, count in more.items() if count > 0]
+    if (back := -sum(more.values())) > 0:
+        parts.append(f"{_layers(back)} back to full precision")
     if after.pages != before.pages:
         parts.append(f"KV {before.pages} to {after.pages} pages")
     return ", ".join(parts)
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"

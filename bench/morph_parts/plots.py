@@ -10,8 +10,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bench.morph_parts.systems import ACCURACY, ADAPTING, FULL, INT4, INT8, LABELS, NAMES, PERFORMANCE, PRECISIONS
-from bench.morph_parts.timeline import Timeline
+from bench.morph_parts.systems import ACCURACY, ADAPTING, FULL, INT4, INT8, LABELS, NAMES, PERFORMANCE
+from bench.morph_parts.timeline import FULL_BITS, Timeline
 from jaxserve.bench.report.figure import DPI, FAINT, INK, label_axes, plain_numbers, png
 from jaxserve.bench.report.series import Requests, server_series, server_times
 
@@ -19,7 +19,8 @@ Result = Mapping[str, Any]
 COLOURS = {FULL: "#333333", INT4: "#e69f00", ACCURACY: "#0072b2", INT8: "#cc79a7", PERFORMANCE: "#009e73"}
 MARKERS = {FULL: "s", INT4: "^", ACCURACY: "o", INT8: "v", PERFORMANCE: "D"}
 SLO = "#cc0000"
-SHADES = LinearSegmentedColormap.from_list("layers", ["#d9e8f5", "#e69f00", "#b2182b"])
+SHADES = LinearSegmentedColormap.from_list("bits", ["#b2182b", "#e69f00", "#d9e8f5"])
+FEWEST_BITS, BITS_SHOWN = 4, (16, 12, 8, 6, 4)
 WIDTH, LEAST_TTFT_S = 8.4, 0.01
 
 
@@ -43,10 +44,6 @@ def draw(results: Sequence[Result], title: str) -> bytes:
     look = {"fontsize": 8.5, "frameon": False, "labelcolor": INK, "markerscale": 2}
     figure.legend(handles, names, loc="outside lower left", ncols=6, **look)
     return png(figure)
-
-
-def _timeline(run: Result) -> Timeline:
-    return Timeline.of(run, PRECISIONS[run["system"]])
 
 
 def _style(axes: Axes) -> None:
@@ -77,35 +74,27 @@ def _ttft(axes: Axes, runs: Sequence[Result]) -> None:
 
 
 def _layers(axes: Axes, runs: Sequence[Result]) -> None:
-    """A strip for each system: how many layers are swapped."""
-    timelines = [_timeline(run) for run in runs]
-    most = max(int(timeline.swapped.max(initial=0)) for timeline in timelines)
-    for row, (run, timeline) in enumerate(zip(runs, timelines, strict=True)):
-        edges = np.append(timeline.time_s, _end(run))
-        axes.pcolormesh(
-            edges,
-            [row - 0.4, row + 0.4],
-            timeline.swapped[None, :] / max(most, 1),
-            cmap=SHADES,
-            vmin=0,
-            vmax=1,
-            rasterized=True,
-        )
+    """A strip for each system: how many bits a weight of the layers has."""
+    for row, run in enumerate(runs):
+        timeline = Timeline.of(run)
+        edges, shades = np.append(timeline.time_s, _end(run)), _shade(timeline.bits)
+        axes.pcolormesh(edges, [row - 0.4, row + 0.4], shades[None, :], cmap=SHADES, vmin=0, vmax=1, rasterized=True)
     axes.set_yticks(range(len(runs)), [LABELS[run["system"]] for run in runs])
     axes.set_ylim(len(runs) - 0.5, -0.5)
     axes.grid(visible=False)
-    levels = sorted({round(most * part / 4) for part in range(5)})
-    keys = [
-        Patch(color=SHADES(level / max(most, 1)), label=f"{level} in fewer bits" if level else "full precision")
-        for level in levels
-    ]
+    keys = [Patch(color=SHADES(_shade(bits)), label=f"{bits} bits") for bits in BITS_SHOWN]
     axes.legend(handles=keys, loc="lower right", bbox_to_anchor=(1, 1), ncols=5, fontsize=8, frameon=False)
+
+
+def _shade(bits: Any) -> Any:
+    """From 0, the fewest, to 1: by the logarithm, since memory and speed follow ratios."""
+    return np.log(bits / FEWEST_BITS) / np.log(FULL_BITS / FEWEST_BITS)
 
 
 def _pages(axes: Axes, runs: Sequence[Result]) -> None:
     """Lines: the pool. Filled: what is in use of it, of the systems that change it."""
     for run in runs:
-        timeline, name = _timeline(run), run["system"]
+        timeline, name = Timeline.of(run), run["system"]
         times, shade = timeline.time_s, COLOURS[name]
         axes.step(times, timeline.kv_pages, where="post", color=shade, linewidth=1.6)
         if name in ADAPTING:

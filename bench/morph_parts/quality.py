@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.morph_parts.systems import PRECISIONS
+from bench.morph_parts.systems import mixture
 from bench.morph_parts.timeline import Timeline, step_ratios, tokens_by_swapped, transitions
-from jaxserve.quantization.sensitivity.profile import FILE_NAME, LIS, Curve, SensitivityProfile
+from jaxserve.core.precision import BITS
+from jaxserve.quantization.sensitivity.profile import FILE_NAME, LIS, SensitivityProfile
 
 SWAP = re.compile(r"layers\.(\d+) \S+ -> (\S+) ")
 
@@ -23,57 +25,67 @@ def profile_of(model: Path) -> SensitivityProfile | None:
 def describe(result: Mapping[str, Any], profile: SensitivityProfile | None) -> dict[str, Any]:
     """What is added to a result: `adaptation`, and `cross_entropy` and `top1` (None without a profile).
 
-    Both are those of the mixtures on the profile's held-out text, weighted by the tokens generated with each.
+    Both are those of the mixtures on the profile's held-out text (see `measures`), weighted by the tokens generated
+    with each.
     """
-    precision = PRECISIONS[result["system"]]
-    timeline = Timeline.of(result, precision)
-    tokens = tokens_by_swapped(result, precision)
+    timeline, tokens = Timeline.of(result), tokens_by_swapped(result)
     adaptation = {
         "tokens_by_swapped_layers": {str(count): round(number) for count, number in tokens.items()},
         "most_swapped_layers": int(timeline.swapped.max(initial=0)),
         "peak_kv_pages": int(timeline.kv_pages.max(initial=0)),
         "transitions": transitions(result),
-        "gap_during_swaps_over_before": [round(ratio, 3) for ratio in step_ratios(result, precision)],
+        "gap_during_swaps_over_before": [round(ratio, 3) for ratio in step_ratios(result)],
         "swapped_in_profile_order": None,
     }
     quality = {"cross_entropy": None, "cross_entropy_full": None, "top1": None}
     if profile is not None:
-        curve, order = curve_of(profile, precision), profile.order(precision)
-        adaptation["swapped_in_profile_order"] = in_order(result.get("decisions") or (), order, precision)
+        mixed = mixture(result["system"], profile.num_layers)
+        swaps = dict(zip(profile.order(mixed[0]), mixed, strict=False))
+        adaptation["swapped_in_profile_order"] = in_order(result.get("decisions") or (), swaps)
+        entropies = measures(profile, mixed, "cross_entropy")
         quality = {
-            "cross_entropy": weighted(curve, curve.cross_entropy, tokens),
-            "cross_entropy_full": curve.cross_entropy[0],
-            "top1": weighted(curve, curve.top1, tokens),
+            "cross_entropy": weighted(entropies, tokens),
+            "cross_entropy_full": float(entropies[0]),
+            "top1": weighted(measures(profile, mixed, "top1"), tokens),
         }
     return {"adaptation": adaptation, **quality}
 
 
-def curve_of(profile: SensitivityProfile, precision: str) -> Curve:
-    """Quality by the number of layers swapped to a precision in the profile's order."""
-    return profile.curves[precision][LIS][0]
+def measures(profile: SensitivityProfile, mixed: Sequence[str], measure: str) -> np.ndarray:
+    """A measure of the profile's curves with 0, 1, ... layers swapped, in its order, to the precisions of `mixed`.
+
+    Each layer adds what the curve of its precision says of a layer at its place. With one precision that is the curve;
+    with two it takes what layers lose for independent of each other, and both orders for the same.
+    """
+    values = {}
+    for precision in dict.fromkeys(mixed):
+        curve = profile.curves[precision][LIS][0]
+        values[precision] = np.interp(np.arange(len(mixed) + 1), curve.swapped, getattr(curve, measure))
+    steps = (values[precision][place + 1] - values[precision][place] for place, precision in enumerate(mixed))
+    return np.cumsum([values[mixed[0]][0], *steps])
 
 
-def weighted(curve: Curve, values: Sequence[float], tokens: Mapping[int, float]) -> float | None:
-    """The mean of a measure over tokens; None without any. Between points of the curve it is interpolated."""
+def weighted(values: np.ndarray, tokens: Mapping[int, float]) -> float | None:
+    """The mean over tokens of a measure by the number of layers swapped; None without any token."""
     counts = list(tokens)
-    if not counts:
-        return None
-    return float(np.average(np.interp(counts, curve.swapped, values), weights=[tokens[count] for count in counts]))
+    return float(np.average(values[counts], weights=[tokens[count] for count in counts])) if counts else None
 
 
-def in_order(decisions: Sequence[Mapping[str, Any]], order: Sequence[int], precision: str) -> bool:
-    """Whether after every decision the layers swapped were the first ones of the order: their number then says which.
+def in_order(decisions: Sequence[Mapping[str, Any]], swaps: Mapping[int, str]) -> bool:
+    """Whether after every decision the layers swapped were the first ones of `swaps`, which has the order and to what:
+    their number then says which mixture it was.
 
     Decisions that failed may have left a part undone: then nothing is known, and it is False.
     """
-    swapped: set[int] = set()
+    swapped: dict[int, str] = {}
     for decision in decisions:
         if decision["outcome"] not in ("done", "started"):
             return False
         for line in decision["transitions"]:
             if found := SWAP.search(line):
-                layer, after = int(found[1]), found[2]
-                swapped = swapped | {layer} if after == precision else swapped - {layer}
-        if swapped != set(order[: len(swapped)]):
+                swapped.pop(int(found[1]), None)
+                if found[2] in BITS:
+                    swapped[int(found[1])] = found[2]
+        if swapped != dict(islice(swaps.items(), len(swapped))):
             return False
     return True

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxserve.control.policies.loading import MORPH_MODES
 from jaxserve.core.config import EngineConfig
 from jaxserve.resolution import Resolved, resolve
 
@@ -17,8 +18,15 @@ LABELS = {
     INT8: "morph, int8",
     PERFORMANCE: "morph, performance",
 }
-QUANTISED = "int4"
-PRECISIONS = dict.fromkeys(NAMES, QUANTISED) | {INT8: "int8"}  # that layers change to, or are in
+QUANTISED = "int4"  # of the static engine
+MODES = dict.fromkeys(NAMES, PERFORMANCE) | {ACCURACY: ACCURACY, INT8: INT8}  # whose mixtures a system's layers take
+
+
+def mixture(name: str, num_layers: int) -> tuple[str, ...]:
+    """The precisions that a system's layers get under pressure at most, or are in, by place in the swap order."""
+    settings = MORPH_MODES[MODES[name]]
+    found = (settings.precision_at(place, num_layers) for place in range(num_layers))
+    return tuple(precision for precision in found if precision)
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Envelope:
-    """Where the budget goes, in bytes: a page of all layers, the layers in both forms, room to exchange one of them."""
+    """Where the budget goes, in bytes: a page of all layers, the layers in full precision and in the fewest bits that a
+    system takes them to, room to exchange one of them.
+    """
 
     page: int
     full_layers: int
-    quantised_layers: int
+    fewest_layers: int
     exchange: int
     full_precision: str  # its name, as the engine and its metrics have it
     num_layers: int
@@ -62,25 +72,25 @@ class System:
         return LABELS[self.name]
 
 
-def envelope(setup: Setup, precision: str = QUANTISED) -> Envelope:
-    """From the checkpoint's headers alone. Raises `ConfigError` for sizes that do not fit together."""
-    resolved = _resolved(setup, precision, setup.kv_pages)
+def envelope(setup: Setup, name: str = INT4) -> Envelope:
+    """A system's, from the checkpoint's headers alone. Raises `ConfigError` for sizes that do not fit together."""
+    resolved = _resolved(setup, name, setup.kv_pages)
     (stage,) = resolved.stages
     full, layers = resolved.physical.dtype, resolved.physical.num_layers
 
-    def layers_in(precision: str) -> int:
-        return sum(resolved.layer_bytes[f"layers.{layer}", precision] for layer in range(layers))
+    def layers_in(precisions: tuple[str, ...]) -> int:
+        named = enumerate((*precisions, *[full] * (layers - len(precisions))))
+        return sum(resolved.layer_bytes[f"layers.{layer}", precision] for layer, precision in named)
 
-    return Envelope(stage.page, layers_in(full), layers_in(precision), stage.exchange, full, layers)
+    return Envelope(stage.page, layers_in(()), layers_in(mixture(name, layers)), stage.exchange, full, layers)
 
 
-def _resolved(setup: Setup, precision: str, kv_pages: int, most: int | None = None) -> Resolved:
+def _resolved(setup: Setup, name: str, kv_pages: int, most: int | None = None) -> Resolved:
     """As a server that morphs would have it."""
     return resolve(
         EngineConfig(
             model=setup.model,
-            policy=ACCURACY,
-            variants=(precision,),
+            policy=MODES[name],
             kv_pages=kv_pages,
             max_kv_pages=most,
             max_model_len=setup.max_model_len,
@@ -92,13 +102,14 @@ def _resolved(setup: Setup, precision: str, kv_pages: int, most: int | None = No
 
 def systems(setup: Setup, room: Envelope) -> dict[str, System]:
     """All of them, by name, in the budget of `setup.kv_pages` pages beside the layers in full precision. `room` is that
-    of `QUANTISED`.
+    of static int4.
 
     Where layers are copied, what changes them keeps room for one in fewer bits beside the one in use; the static
-    engines use that room for pages. (It also keeps all layers in fewer bits in memory of the host, which is none of the
-    budget: where the host is the device, static engines have as much and leave it unused.) All reserve addresses for as
-    many pages as a static engine in their precision has, full precision for static int4's, so that none ever has more.
-    The heads stay in full precision.
+    engines use that room for pages. (It also keeps all layers in fewer bits in memory of the host, in both precisions
+    where it takes them to two, which is none of the budget: where the host is the device, static engines have as much
+    and leave it unused.) All reserve addresses for as many pages as a static engine has whose layers are in the fewest
+    bits that theirs come to, full precision for static int4's, so that none ever has more. The heads stay in full
+    precision.
     """
     quantised = ("--precision", QUANTISED, "--head-precision", room.full_precision)
     static = {
@@ -109,9 +120,8 @@ def systems(setup: Setup, room: Envelope) -> dict[str, System]:
 
 
 def _adapting(setup: Setup, name: str) -> System:
-    room = envelope(setup, PRECISIONS[name])
-    given = ("--policy", name, "--variant", PRECISIONS[name], "--slo-ttft", f"{setup.slo_ttft:g}")
-    return _system(setup, name, room, _least(setup, room), *given)
+    room = envelope(setup, name)
+    return _system(setup, name, room, _least(setup, room), "--policy", name, "--slo-ttft", f"{setup.slo_ttft:g}")
 
 
 def _system(setup: Setup, name: str, room: Envelope, kv_pages: int, *own: str) -> System:
@@ -130,12 +140,12 @@ def _least(setup: Setup, room: Envelope) -> int:
 
 
 def _most(setup: Setup, room: Envelope) -> int:
-    """Pages beside all layers in fewer bits."""
-    return setup.kv_pages + (room.full_layers - room.quantised_layers) // room.page
+    """Pages beside layers in the fewest bits."""
+    return setup.kv_pages + (room.full_layers - room.fewest_layers) // room.page
 
 
 def _budget(setup: Setup, name: str, room: Envelope) -> int:
     """Bytes that a server which morphs needs for the pages that it starts with, and not one more."""
-    resolved = _resolved(setup, PRECISIONS[name], _least(setup, room), _most(setup, room))
+    resolved = _resolved(setup, name, _least(setup, room), _most(setup, room))
     (stage,) = resolved.plan.instances[0].stages
     return resolved.resources(copy_rate=1.0).stage_bytes(0, stage)

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.report.series import Floats, server_series, server_series_by, server_times
+from jaxserve.core.precision import BITS
 
 BEFORE_S = 1.0  # before a swap, with which the time during it is compared
+FULL_BITS = 16  # of a weight in full precision, bfloat16
 FEWEST_GAPS = 20  # between tokens, for a median to mean anything
 
 
@@ -43,22 +45,27 @@ class Timeline:
     """The server as it was sampled."""
 
     time_s: Floats
-    swapped: Floats  # decoder layers in the other precision
+    swapped: Floats  # decoder layers in fewer bits
+    bits: Floats  # of a weight, the mean of the decoder layers
     kv_pages: Floats
     kv_used: Floats
     swaps: Floats  # layers exchanged since the start
 
     @classmethod
-    def of(cls, result: Mapping[str, Any], precision: str) -> "Timeline":
-        """`precision`: the one that layers are swapped to."""
+    def of(cls, result: Mapping[str, Any]) -> "Timeline":
+        """Reads the server's series of a result."""
         time_s = server_times(result)
         nothing = np.zeros_like(time_s)
-        layers = server_series_by(result, "layers_by_precision", "precision")
+        by_precision = server_series_by(result, "layers_by_precision", "precision")
+        layers = {precision: np.nan_to_num(counts) for precision, counts in by_precision.items()}
+        fewer = [(counts, BITS[precision]) for precision, counts in layers.items() if precision in BITS]
+        saved = sum((counts * (FULL_BITS - bits) for counts, bits in fewer), nothing)
         swaps = server_series_by(result, "transitions_total", "kind").get("SwapPrecision", nothing)
         pages, used = (server_series(result, name) for name in ("kv_pages_total", "kv_pages_used"))
         return cls(
             time_s,
-            np.nan_to_num(layers.get(precision, nothing)),
+            sum((counts for counts, _ in fewer), nothing),
+            FULL_BITS - saved / np.maximum(sum(layers.values(), nothing), 1),
             nothing if pages is None else pages,
             nothing if used is None else used,
             np.nan_to_num(swaps),
@@ -84,20 +91,20 @@ class Timeline:
             yield begin, end
 
 
-def tokens_by_swapped(result: Mapping[str, Any], precision: str) -> dict[int, float]:
+def tokens_by_swapped(result: Mapping[str, Any]) -> dict[int, float]:
     """Tokens that were generated with 0, 1, ... layers swapped."""
-    tokens, timeline = Tokens.of(result), Timeline.of(result, precision)
+    tokens, timeline = Tokens.of(result), Timeline.of(result)
     counts = timeline.swapped_at(tokens.time_s)
     return {int(count): float(tokens.weight[counts == count].sum()) for count in np.unique(counts)}
 
 
-def step_ratios(result: Mapping[str, Any], precision: str) -> list[float]:
+def step_ratios(result: Mapping[str, Any]) -> list[float]:
     """For each stretch of swaps: the median gap between two tokens in it, over that in the second before it.
 
     Stretches before which most tokens reached the client together with another say nothing of steps: they are left out.
     """
     tokens, ratios = Tokens.of(result), []
-    for begin, end in Timeline.of(result, precision).swap_spans():
+    for begin, end in Timeline.of(result).swap_spans():
         during, before = (_gaps(tokens, *span) for span in ((begin, end), (begin - BEFORE_S, begin)))
         if min(len(during), len(before)) >= FEWEST_GAPS and np.median(before) > 0:
             ratios.append(float(np.median(during) / np.median(before)))

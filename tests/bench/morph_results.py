@@ -5,7 +5,9 @@ from bench.morph_parts.summary import LIGHT, SATURATION
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, INT8, LABELS, NAMES
 from jaxserve.bundled import bundled_model_path
 
-INT4_LAYERS, INT8_LAYERS = (f'layers_by_precision{{precision="{name}"}}' for name in ("int4", "int8"))
+FULL_LAYERS, INT4_LAYERS, INT8_LAYERS = (
+    f'layers_by_precision{{precision="{name}"}}' for name in ("bfloat16", "int4", "int8")
+)
 SWAPS = 'transitions_total{kind="SwapPrecision",outcome="done"}'
 
 
@@ -29,6 +31,7 @@ def made_result(**changes):
         "decisions": [],
         "server": {
             "t": [0.0, 1.0, 2.0, 3.0, 3.5],
+            FULL_LAYERS: [8.0, 8.0, 6.0, 6.0, 8.0],
             INT4_LAYERS: [None, None, 2.0, 2.0, 0.0],
             "kv_pages_total": [10, 10, 20, 20, 10],
             "kv_pages_used": [0, 9, 19, 5, 0],

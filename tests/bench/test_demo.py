@@ -8,7 +8,7 @@ from bench.morph_parts import comparison
 from bench.morph_parts.live import Screen
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, LABELS
 from jaxserve.bench.prometheus import Scrape
-from tests.bench.morph_results import INT4_LAYERS, decision, made_results, swap
+from tests.bench.morph_results import INT4_LAYERS, INT8_LAYERS, decision, made_results, swap
 
 
 def demo_results():
@@ -63,6 +63,22 @@ def test_the_screen_tells_every_change_where_there_is_no_terminal():
     assert lines[4].endswith("KV 20 to 10 pages")
 
 
+def test_the_screen_tells_precisions_apart():
+    output = io.StringIO()
+    screen = Screen(Console(file=output, width=200), "a system", order=(1, 0, 2), most_pages=20, slo_s=2)
+    with screen.shown():
+        for time_s, (int4, int8) in enumerate(((0, 0), (1, 2), (1, 1), (0, 0))):
+            seen = scrape(int4)
+            screen.look(time_s / 10, Scrape(seen.values | {INT8_LAYERS: int8}, {}))
+    changes = [line.partition("<- ")[2] for line in output.getvalue().splitlines()[2:]]
+    assert changes == [
+        "1 layer to int4, 2 layers to int8",
+        "1 layer back to full precision",
+        "2 layers back to full precision",
+    ]
+    assert "layers 1 in int4, 2 in int8; " in output.getvalue()
+
+
 def test_the_screen_draws_in_a_terminal():
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=120)
@@ -70,6 +86,6 @@ def test_the_screen_draws_in_a_terminal():
         screen.look(0.0, scrape())
         screen.look(0.1, scrape(1, 20, 4))
     drawn = output.getvalue()
-    assert "1 of 2 in int4" in drawn
+    assert "1 in int4" in drawn
     assert "4 of 20" in drawn
     assert "0.25 s (SLO 2 s)" in drawn

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench.morph_parts.measure import Watch
-from bench.morph_parts.quality import describe, in_order, profile_of
+from bench.morph_parts.quality import describe, in_order, measures, profile_of
 from bench.morph_parts.systems import INT8
 from bench.morph_parts.timeline import (
     Timeline,
@@ -32,31 +32,31 @@ def test_tokens_of_one_chunk_share_its_time():
 
 
 def test_a_token_near_a_change_counts_for_the_worse_mixture():
-    timeline = Timeline.of(made_result(), "int4")
+    timeline = Timeline.of(made_result())
     assert timeline.swapped_at(np.array([0.5, 1.5, 2.5, 3.2, 9.0])).tolist() == [0, 2, 2, 2, 0]
-    assert tokens_by_swapped(made_result(), "int4") == {0: 4, 2: 4}
+    assert tokens_by_swapped(made_result()) == {0: 4, 2: 4}
 
 
 def test_swaps_are_found_and_counted():
     result = made_result()
-    assert list(Timeline.of(result, "int4").swap_spans()) == [(1.0, 2.0), (3.0, 3.5)]
+    assert list(Timeline.of(result).swap_spans()) == [(1.0, 2.0), (3.0, 3.5)]
     assert transitions(result) == {"done": 4}
 
 
 def test_gaps_during_swaps_are_compared_with_those_before():
     gaps = [0.02] * 50 + [0.03] * 30  # from second 0 on: the swap is between 1 and 2
     result = made_result(start_times=[0.0], ttfts=[0.0], itls=[gaps], output_lens=[81], errors=[""])
-    assert step_ratios(result, "int4") == [pytest.approx(1.5)]
+    assert step_ratios(result) == [pytest.approx(1.5)]
 
 
 def test_too_few_gaps_say_nothing():
-    assert step_ratios(made_result(), "int4") == []
+    assert step_ratios(made_result()) == []
 
 
 def test_tokens_that_came_together_say_nothing_of_steps():
     gaps = [0.0, 0.0, 0.06] * 16 + [0.03] * 30
     result = made_result(start_times=[0.0], ttfts=[0.0], itls=[gaps], output_lens=[79], errors=[""])
-    assert step_ratios(result, "int4") == []
+    assert step_ratios(result) == []
 
 
 def test_saturated_throughput_leaves_out_start_and_end():
@@ -81,16 +81,32 @@ def test_layers_in_int8_lose_what_the_profile_says_of_int8():
     assert told["cross_entropy"] == pytest.approx((losses[0] + losses[2]) / 2)
 
 
+def test_two_precisions_lose_what_each_loses():
+    profile = profile_of(bundled_model_path())
+    int4, int8 = (profile.curves[precision]["lis"][0].top1 for precision in ("int4", "int8"))
+    found = measures(profile, ["int4"] * 2 + ["int8"] * 6, "top1")
+    assert found[:3] == pytest.approx(int4[:3])
+    assert found[8] == pytest.approx(int4[2] + int8[8] - int8[2])
+
+
 def test_a_model_without_a_profile_has_no_cross_entropy(tmp_path):
     assert profile_of(tmp_path) is None
     assert describe(made_result(), None)["cross_entropy"] is None
 
 
 def test_the_number_of_layers_says_which_if_all_decisions_keep_the_order():
+    swaps = dict(zip((3, 1, 0, 2), ("int4", "int4", "int8", "int8"), strict=True))
     entry = decision(swap(1, "int4"), swap(3, "int4"), "instance 0: KV 54 -> 80 pages (needs 1.7 MB)")
-    assert in_order([entry, decision(swap(1, "bfloat16"))], (3, 1, 0, 2), "int4")
-    assert not in_order([entry, decision(swap(3, "bfloat16"))], (3, 1, 0, 2), "int4")
-    assert not in_order([decision(swap(3, "int4"), outcome="failed: layers.3")], (3, 1, 0, 2), "int4")
+    assert in_order([entry, decision(swap(1, "bfloat16"))], swaps)
+    assert in_order([entry, decision(swap(0, "int8")), decision(swap(0, "bfloat16"))], swaps)
+    assert not in_order([entry, decision(swap(0, "int4"))], swaps)
+    assert not in_order([entry, decision(swap(3, "bfloat16"))], swaps)
+    assert not in_order([decision(swap(3, "int4"), outcome="failed: layers.3")], swaps)
+
+
+def test_bits_are_those_of_all_layers():
+    assert Timeline.of(made_result()).bits.tolist() == [16, 16, 13, 13, 16]
+    assert Timeline.of(in_int8(made_result())).bits.tolist() == [16, 16, 14, 14, 16]
 
 
 def test_restored_means_as_at_the_start_until_the_end():

@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 
-from bench.morph_parts.systems import ACCURACY, ADAPTING, FULL, INT4, INT8, PRECISIONS, Setup, envelope, systems
+from bench.morph_parts.systems import (
+    ACCURACY,
+    ADAPTING,
+    FULL,
+    INT4,
+    INT8,
+    PERFORMANCE,
+    Setup,
+    envelope,
+    mixture,
+    systems,
+)
 from bench.morph_parts.traffic import Lengths, Prompts, at_once, peak_demand, with_lengths, with_peak, workload
 from jaxserve.bench.traces.synthetic import synthetic
 from jaxserve.bench.traces.trace import Trace
@@ -56,22 +67,30 @@ def test_a_workload_has_the_traces_lengths_and_pieces_of_the_text():
 
 def test_every_system_fills_the_same_budget():
     setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=8)
-    rooms = {name: envelope(setup, PRECISIONS[name]) for name in (FULL, INT4, *ADAPTING)}
+    rooms = {name: envelope(setup, name) for name in (FULL, INT4, *ADAPTING)}
     known = systems(setup, rooms[FULL])
     budget = rooms[FULL].full_layers + 56 * rooms[FULL].page
     for name, room in rooms.items():
-        layers = {FULL: room.full_layers, INT4: room.quantised_layers}.get(name, room.full_layers + room.exchange)
+        layers = {FULL: room.full_layers, INT4: room.fewest_layers}.get(name, room.full_layers + room.exchange)
         left = budget - layers - known[name].kv_pages * room.page
         assert 0 <= left < room.page, name
 
 
-def test_none_ever_has_more_pages_than_a_static_engine_in_its_precision():
+def test_none_ever_has_more_pages_than_a_static_engine_in_its_fewest_bits():
     setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=8)
     known = systems(setup, envelope(setup))
     most = {
         name: int(system.serve_args[system.serve_args.index("--max-kv-pages") + 1]) for name, system in known.items()
     }
-    room = envelope(setup, PRECISIONS[INT8])
-    assert most.pop(INT8) == 56 + (room.full_layers - room.quantised_layers) // room.page
-    assert set(most.values()) == {known[INT4].kv_pages}
+    for name, pages in most.items():
+        room = envelope(setup, name)
+        assert pages == 56 + (room.full_layers - room.fewest_layers) // room.page
+    assert most[FULL] == most[INT4] == most[PERFORMANCE] == known[INT4].kv_pages
+    assert most[INT8] < most[ACCURACY] < most[PERFORMANCE]
     assert known[ACCURACY].kv_pages <= 56
+
+
+def test_a_system_has_the_mixture_of_its_policy():
+    assert mixture(INT4, 4) == mixture(PERFORMANCE, 4) == ("int4",) * 4
+    assert mixture(INT8, 4) == ("int8",) * 4
+    assert mixture(ACCURACY, 8) == ("int4",) * 2 + ("int8",) * 6

@@ -184,12 +184,11 @@ class MorphPolicy:
 
     def _next_swaps(self, instance: InstancePlan, home: InstancePlan, count: int) -> dict[str, str]:
         """The next layers of the swap order and the precisions that they get, as many as the mode allows."""
-        bytes_of, settings = self._resources.bytes_of, self.settings
+        bytes_of, num_layers = self._resources.bytes_of, len(home.layer_precisions)
         now, then = _precisions(instance), _precisions(home)
-        most = max(1, int(settings.most_layers * len(home.layer_precisions)))
         changed, swaps = len(self._away(instance, home)), dict[str, str]()
         for block in self._order:
-            precision = settings.precision if changed + len(swaps) < most else settings.rest
+            precision = self.settings.precision_at(changed + len(swaps), num_layers)
             if len(swaps) == count or not precision:
                 break
             if now[block] == then[block] and bytes_of(block, precision) < bytes_of(block, then[block]):

@@ -44,6 +44,10 @@ class MorphSettings:
         """Those that layers get under pressure."""
         return (self.precision, self.rest) if self.rest and self.most_layers < 1 else (self.precision,)
 
+    def precision_at(self, place: int, num_layers: int) -> str:
+        """What the layer at a place of the swap order gets under pressure; "": it keeps its own."""
+        return self.precision if place < max(1, int(self.most_layers * num_layers)) else self.rest
+
     def __post_init__(self) -> None:
         shares = ("kv_usage", "urgent_delay", "most_layers", "release_usage", "release_layers", "relapse_load")
         for name in shares:
