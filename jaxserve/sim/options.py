@@ -63,7 +63,7 @@ class ClusterOptions:
     variant: Annotated[
         list[str] | None,
         option(
-            "Adaptation", "Precision that layers may change to while serving; may be repeated; default: the policy's."
+            "Adaptation", "Precision that layers may change to while serving, besides the policy's; may be repeated."
         ),
     ] = None
     policy: Annotated[
