@@ -80,10 +80,11 @@ def test_a_burst_is_seen_as_it_comes_and_goes(open_page, url):
     assert "SLO 2 s" in page.locator("#plot-ttft").text_content()
 
     with burst(url):
-        page.wait_for_function("() => document.querySelectorAll('.cell.int4').length >= 4")
-        swapped = page.locator(".cell.int4")
-        assert set(swapped.locator(".precision").all_text_contents()) == {"int4"}
-        assert {fill.evaluate("node => node.style.height") for fill in swapped.locator(".fill").all()} == {"25%"}
+        page.wait_for_function("() => document.querySelectorAll('.cell.int4, .cell.int8').length >= 4")
+        for precision, height in (("int4", "25%"), ("int8", "50%")):
+            swapped = page.locator(f".cell.{precision}")
+            assert set(swapped.locator(".precision").all_text_contents()) == {precision}
+            assert {fill.evaluate("node => node.style.height") for fill in swapped.locator(".fill").all()} == {height}
         page.wait_for_function(
             "pages => Number(document.querySelector('#memory-legend .kv-used ~ data').value) > pages",
             arg=before["KV used"] + before["KV free"],  # more than there were
@@ -97,7 +98,7 @@ def test_a_burst_is_seen_as_it_comes_and_goes(open_page, url):
         shoot(page, "burst")
         shoot(phone, "burst-phone")
 
-    page.wait_for_function("() => !document.querySelector('.cell.int4')")
+    page.wait_for_function("() => !document.querySelector('.cell.int4, .cell.int8')")
     wait_for_text(page, "#moving", "^steady$")
     assert precisions(page) == full
     assert as_the_ledger_has_it(page, url) == before
