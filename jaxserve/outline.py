@@ -64,13 +64,13 @@ def check(config: EngineConfig) -> None:
 
 
 def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tuple[str, ...]:
-    """Those that the user names, what the policy changes layers to, and those that layers start with, to which they may
+    """What the policy changes layers to, those that the user names, and those that layers start with, to which they may
     return.
     """
     wanted = config.variants
     if config.policy != STATIC:
         morph = settings_of(config.policy)
-        wanted = (*wanted, *morph.precisions) if morph else wanted or (DEFAULT_VARIANT,)
+        wanted = (*morph.precisions, *wanted) if morph else wanted or (DEFAULT_VARIANT,)  # its own give the swap order
     named = [parse_precision(name, dtype, "variants") for name in wanted]
     return tuple(dict.fromkeys((*named, *precisions))) if named else ()
 
