@@ -217,11 +217,17 @@ def test_all_layers_may_go_to_int8_and_none_further() -> None:
     assert driver.plan.instances == HOME.instances
 
 
-@pytest.mark.parametrize(("settings", "counts"), [(TO_INT4, [2, 4, 8, 12]), (PERFORMANCE, [4, 8, 16])])
+@pytest.mark.parametrize(
+    ("settings", "counts"), [(ACCURACY, [2, 4, 8, 16]), (TO_INT4, [2, 4, 8, 12]), (PERFORMANCE, [4, 8, 16])]
+)
 def test_where_pressure_leads_is_foreseen(settings: MorphSettings, counts: list[int]) -> None:
     policy = MorphPolicy(MACHINE, ORDER, settings)
     for asked in (policy, chain(StaticPolicy(), policy)):
-        assert [int4(plan) for plan in asked.foresee(HOME)] == [sorted(ORDER[:count]) for count in counts]
+        foreseen = [plan.instances[0].layer_precisions for plan in asked.foresee(HOME)]
+        assert [[layers[layer] for layer in ORDER] for layers in foreseen] == [
+            [settings.precision_at(place, 16) if place < count else "bfloat16" for place in range(16)]
+            for count in counts
+        ]
     assert list(chain(StaticPolicy()).foresee(HOME)) == []
 
 

@@ -1,6 +1,7 @@
 """The whole of it: a burst arrives, layers lose precision and pages come, everybody is answered, all goes back."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +110,8 @@ def test_the_operators_plan_comes_into_force_and_the_policy_back(tiny_model: Pat
     [
         (None, ("int8", "float32")),
         ({"precision": "int8"}, ("int8", "float32")),
-        ({"rest": "int8"}, ("int4", "int8", "float32")),
+        ({}, ("int4", "int8", "float32")),
+        ({"rest": ""}, ("int4", "float32")),
     ],
 )
 def test_layers_can_become_what_the_policy_wants_without_being_told(
@@ -117,7 +119,10 @@ def test_layers_can_become_what_the_policy_wants_without_being_told(
 ) -> None:
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"policy": "morph", "settings": settings}))
     policy = "morph-int8" if settings is None else str(tmp_path / "own.yaml")
-    assert resolve(EngineConfig(model=tiny_model, load_format="dummy", policy=policy)).variants == variants
+    config = EngineConfig(model=tiny_model, load_format="dummy", policy=policy)
+    assert resolve(config).variants == variants
+    more = resolve(replace(config, variants=("int3",))).variants  # besides, and behind: the first gives the swap order
+    assert more == (*variants[:-1], "int3", variants[-1])
 
 
 def test_a_server_without_a_policy_shows_its_plan_and_takes_another(tiny_model: Path) -> None:
