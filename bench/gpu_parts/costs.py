@@ -42,7 +42,7 @@ def decode(model: Model, batch: int, context: int, layer_bytes: int | None = Non
     `layer_bytes`: of the weights of all layers, where they are not in bfloat16.
     """
     s = model.shape
-    layers, head = s.layers * layer_weights(model), s.hidden * model.vocab
+    layers, head = s.layers * layer_weights(model), s.hidden * s.vocab
     weights = layers + head
     read = (layers * WORD if layer_bytes is None else layer_bytes) + head * WORD
     attention = 4 * s.layers * s.heads * s.head_dim * context  # scores and weighted values, per sequence
@@ -53,7 +53,7 @@ def decode(model: Model, batch: int, context: int, layer_bytes: int | None = Non
 def prefill(model: Model, prompts: int, length: int) -> Cost:
     """The prompts of so many sequences, with logits for the last token of each."""
     s = model.shape
-    layers, head = s.layers * layer_weights(model), s.hidden * model.vocab
+    layers, head = s.layers * layer_weights(model), s.hidden * s.vocab
     attention = 4 * s.layers * s.heads * s.head_dim * seen(length)
     kv = 2 * prompts * length * s.layers * token_bytes(model)  # written and read
     flops = prompts * (length * 2 * layers + 2 * head + attention)

@@ -129,7 +129,7 @@ def layer_products(model: Model) -> dict[str, tuple[int, int]]:
 
 def matmuls(model: Model) -> Iterator[Case]:
     """The products of a layer, and of the head for as many rows as are sampled at once."""
-    weights = {**layer_products(model), "head": (model.vocab, model.shape.hidden)}
+    weights = {**layer_products(model), "head": (model.shape.vocab, model.shape.hidden)}
     rows = dict.fromkeys(weights, model.kernel_rows)
     rows[LARGEST] = tuple(sorted({*model.kernel_rows, *model.quantised_rows}))
     for name, (out, inner) in weights.items():

@@ -9,12 +9,11 @@ from bench.peers.checkpoints import ensure_checkpoint, hf_config, write_tokenize
 
 def ensure_model(model: Model, cache: Path) -> Path:
     """The folder of a model under `cache`; written if it is not there yet, or was for other sizes."""
-    config = hf_config(model.shape) | {"vocab_size": model.vocab}
     name = f"{model.name}-{model.shape.hidden}x{model.shape.layers}"
     if model.written:
         return ensure_checkpoint(name, cache, model.shape)
     path = cache / f"llama-{name}"
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    write_tokenizer(path)
+    (path / "config.json").write_text(json.dumps(hf_config(model.shape)))
+    write_tokenizer(path, model.shape.vocab)
     return path

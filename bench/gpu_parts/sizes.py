@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bench.peers.checkpoints import VOCAB, Shape
+from bench.peers.checkpoints import Shape
 
 GiB = 2**30
 LARGEST = "gate_up"  # of a layer's weights
@@ -14,7 +14,6 @@ class Model:
 
     name: str
     shape: Shape
-    vocab: int
     written: bool  # as a checkpoint to disk; else the weights are made while it is loaded
     kernel_rows: tuple[int, ...]  # of the products
     quantised_rows: tuple[int, ...]  # of the largest one, in bfloat16 and in fewer bits
@@ -54,7 +53,6 @@ REAL = Sizes(
         Model(
             "1b",
             Shape(hidden=2048, layers=22, heads=32, kv_heads=4, intermediate=5632),
-            VOCAB,
             written=True,
             kernel_rows=(32,),
             quantised_rows=(32,),
@@ -66,8 +64,7 @@ REAL = Sizes(
         ),
         Model(
             "8b",
-            Shape(hidden=4096, layers=32, heads=32, kv_heads=8, intermediate=14336),
-            128256,
+            Shape(hidden=4096, layers=32, heads=32, kv_heads=8, intermediate=14336, vocab=128256),
             written=False,
             kernel_rows=(1, 32, 128, 2048),
             quantised_rows=(1, 2, 4, 8, 16, 32, 128, 512, 2048),
@@ -104,7 +101,6 @@ TINY = Sizes(
         Model(
             "1b",
             Shape(64, layers=2, **_TINY_SHAPE),
-            VOCAB,
             written=True,
             kernel_rows=(1, 8),
             quantised_rows=(1, 8),
@@ -115,7 +111,6 @@ TINY = Sizes(
         Model(
             "8b",
             Shape(64, layers=3, **_TINY_SHAPE),
-            VOCAB,
             written=False,
             kernel_rows=(8,),
             quantised_rows=(1, 8),

@@ -20,6 +20,8 @@ class Shape:
     heads: int
     kv_heads: int
     intermediate: int
+    vocab: int = VOCAB  # at least VOCAB: prompts are random ids below that
+    tied: bool = False  # whether the head is the embedding
 
     @property
     def head_dim(self) -> int:
@@ -29,6 +31,10 @@ class Shape:
 SHAPES = {
     "160m": Shape(hidden=768, layers=12, heads=12, kv_heads=4, intermediate=2048),
     "1.1b": Shape(hidden=2048, layers=22, heads=32, kv_heads=4, intermediate=5632),
+    # of published models: SmolLM2, Qwen2.5 (as a Llama) and Llama 3.2
+    "135m": Shape(hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152, tied=True),
+    "0.5b": Shape(hidden=896, layers=24, heads=14, kv_heads=2, intermediate=4864, vocab=151936, tied=True),
+    "1.2b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, intermediate=8192, vocab=128256, tied=True),
 }
 
 
@@ -50,7 +56,7 @@ def _write(shape: Shape, path: Path) -> None:
 
     rng = np.random.default_rng(0)
     (path / "config.json").write_text(json.dumps(hf_config(shape), indent=2))
-    write_tokenizer(path)
+    write_tokenizer(path, shape.vocab)
     weight_map, total = {}, 0
     for part, tensors in _parts(shape):
         arrays = {name: _random(rng, dims) for name, dims in tensors.items()}
@@ -64,7 +70,7 @@ def _write(shape: Shape, path: Path) -> None:
 def _parts(shape: Shape) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
     """File name and the shapes of its tensors, for each file."""
     e, i, kv = shape.hidden, shape.intermediate, shape.kv_heads * shape.head_dim
-    yield "embed.safetensors", {"model.embed_tokens.weight": (VOCAB, e)}
+    yield "embed.safetensors", {"model.embed_tokens.weight": (shape.vocab, e)}
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
         yield (
@@ -81,7 +87,8 @@ def _parts(shape: Shape) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
                 prefix + "post_attention_layernorm.weight": (e,),
             },
         )
-    yield "head.safetensors", {"model.norm.weight": (e,), "lm_head.weight": (VOCAB, e)}
+    head = {} if shape.tied else {"lm_head.weight": (shape.vocab, e)}
+    yield "head.safetensors", {"model.norm.weight": (e,), **head}
 
 
 def _random(rng: np.random.Generator, dims: tuple[int, ...]) -> np.ndarray:
@@ -98,7 +105,7 @@ def hf_config(shape: Shape) -> dict:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": VOCAB,
+        "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
@@ -109,20 +116,20 @@ def hf_config(shape: Shape) -> dict:
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": shape.tied,
         "bos_token_id": 0,
         "eos_token_id": 1,
         "torch_dtype": "bfloat16",
     }
 
 
-def write_tokenizer(path: Path) -> None:
-    """Writes a tokenizer of VOCAB tokens, bytes and names for the rest: engines want one, although prompts are ids."""
+def write_tokenizer(path: Path, vocab: int) -> None:
+    """Writes a tokenizer of so many tokens, bytes and names for the rest: engines want one, although prompts are ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<s>", "</s>", *alphabet]
-    words += [f"<{token}>" for token in range(len(words), VOCAB)]
+    words += [f"<{token}>" for token in range(len(words), vocab)]
     tokenizer = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

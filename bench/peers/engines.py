@@ -40,8 +40,9 @@ class Transformers:
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
         self._model.generation_config.eos_token_id = None
-        parameters = self._model.named_parameters()
-        self.weight_bytes = sum(p.nbytes for name, p in parameters if not name.endswith("embed_tokens.weight"))
+        embedding = self._model.get_input_embeddings().weight
+        is_head = embedding is self._model.get_output_embeddings().weight
+        self.weight_bytes = sum(p.nbytes for p in self._model.parameters()) - (0 if is_head else embedding.nbytes)
 
     def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
         tokens = self._torch.tensor(prompts)

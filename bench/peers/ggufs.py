@@ -17,11 +17,11 @@ from bench.peers.llama_log import errors_only
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = {"bf16": "bf16", "int8": "Q8_0", "int4": "Q4_0"}  # what llama.cpp calls a precision
-EMBEDDING = "token_embd.weight"
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 NAMES = {
     "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
+    "lm_head.weight": HEAD,
     "self_attn.q_proj.weight": "attn_q.weight",
     "self_attn.k_proj.weight": "attn_k.weight",
     "self_attn.v_proj.weight": "attn_v.weight",
@@ -62,10 +62,13 @@ def gguf_path(model: Path, precision: str) -> Path:
 
 
 def step_bytes(path: Path) -> int:
-    """Bytes of the weights that a decode step reads: all but the embedding, of which it reads a row."""
+    """Bytes of the weights that a decode step reads: all but the embedding, of which it reads a row, if it is not the
+    head too.
+    """
     import gguf
 
-    return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors if tensor.name != EMBEDDING)
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
+    return sum(sizes.values()) - (sizes[EMBEDDING] if HEAD in sizes else 0)
 
 
 def _write(model: Path, precision: str) -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.peers.ggufs import ensure_gguf, step_bytes
 from bench.peers.llama_log import errors_only
-from bench.peers.workload import MAX_LENGTH, VOCAB, Prompts
+from bench.peers.workload import MAX_LENGTH, Prompts
 
 
 class LlamaCpp:
@@ -26,6 +26,7 @@ class LlamaCpp:
         self._log = errors_only()
         llama_cpp.llama_backend_init()
         weights = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(weights))
         options = llama_cpp.llama_context_default_params()
         options.n_ctx = MAX_LENGTH * max_batch
         options.n_seq_max = max_batch
@@ -67,4 +68,4 @@ class LlamaCpp:
         return [int(self._logits(i).argmax()) for i in last]
 
     def _logits(self, index: int) -> np.ndarray:
-        return np.ctypeslib.as_array(self._c.llama_get_logits_ith(self._context, index), (VOCAB,))
+        return np.ctypeslib.as_array(self._c.llama_get_logits_ith(self._context, index), (self._vocab,))

@@ -20,7 +20,7 @@ from bench.gpu_parts.parts import PARTS, Outcome, Part, Settings, run_part, run_
 from bench.gpu_parts.sizes import REAL, TINY
 from bench.gpu_parts.table import ceilings, reached, table, with_shares
 from bench.gpu_parts.targets import targets, targets_table
-from bench.peers.checkpoints import VOCAB, _parts
+from bench.peers.checkpoints import _parts
 from jaxserve import kernels
 from jaxserve.core.kv_rows import SCALE_BYTES, int8_row
 from pallas_kernels.quantized_matmul import MAX_ROWS
@@ -146,19 +146,19 @@ def test_what_the_engine_takes_is_measured_before_what_is_beside_it():
 def test_a_decode_step_reads_every_weight_but_the_embedding(model):
     tensors = {name: prod(dims) for _, part in _parts(model.shape) for name, dims in part.items() if len(dims) == 2}
     embedding = tensors.pop("model.embed_tokens.weight")
-    weights = sum(tensors.values()) + (model.vocab - VOCAB) * model.shape.hidden
+    weights = sum(tensors.values())
     one, two = costs.decode(model, 1, 0), costs.decode(model, 2, 0)
     assert two.flops == 2 * one.flops == 4 * weights
     new_token = model.shape.layers * costs.token_bytes(model)
     assert one.bytes == 2 * weights + new_token
-    assert embedding == VOCAB * model.shape.hidden
+    assert embedding == model.shape.vocab * model.shape.hidden
     assert two.bytes - one.bytes == new_token
 
 
 def test_prefill_costs_what_its_tokens_cost_one_by_one_but_for_the_weights():
     model = REAL.models[0]
     decoded = sum(costs.decode(model, 1, context).flops for context in range(1, 65))
-    head = 2 * model.shape.hidden * model.vocab
+    head = 2 * model.shape.hidden * model.shape.vocab
     assert costs.prefill(model, 1, 64).flops == decoded - 63 * head
 
 
