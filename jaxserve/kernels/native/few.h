@@ -1,9 +1,12 @@
 // What products of a few rows have in common, whatever the instruction set: four rows of the weight are read beside each other,
-// straight into registers, and each is used at once for all rows of x. For files as in vectors.h.
+// straight into registers, and each is used at once for all rows of x; a single row of x meets long rows of the weight one after
+// the other. For files as in vectors.h.
 
 #pragma once
 
 #include <immintrin.h>
+
+#include <type_traits>
 
 #include "groups.h"
 
@@ -14,10 +17,14 @@ constexpr int64_t kOuts = 4;
 constexpr int64_t kRows = 4;                // that meet the weight at once
 constexpr int64_t kWidened = 32;            // rows of the weight whose scales are brought to float32 at once
 constexpr int64_t kLine = 16;               // of them may be written beyond the last
-constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly,
+constexpr int64_t kBlockBytes = 512 << 10;  // of the weight: small enough to share out evenly,
 constexpr int64_t kLeastBlocks = 4;         // and parts of even a small weight
 constexpr int64_t kRowsBytes = 256 << 10;   // of x: they stay in L2 while they meet a block of the weight
 constexpr int64_t kAheadBytes = 8192;       // how far ahead memory is asked for, or four rows if they are longer
+// Rows of codes longer than this, that meet a single row of x as bytes, are read one after the other: memory is faster so than by
+// four of them beside each other. Shorter ones, which small models have, lie in cache, where the processor would wait for each
+// row's sums; and codes that are widened first keep it busier than memory.
+constexpr int64_t kShortCodes = 256;
 
 // Four neighbouring rows of the weight; those beyond the last repeat it.
 struct Quad {
@@ -30,10 +37,7 @@ struct Quad {
 
   // Asks for a line of what comes soon, once for each line read here. In the order in which it lies, and not in that of
   // its use: prefetchers and memory are faster so. Into L2, where more requests may be under way than to L1.
-  __attribute__((always_inline)) void prefetch(int64_t o, int64_t offset) const {  // see blocks.h
-    prefetch_line(kOuts * offset + 64 * o);
-  }
-  __attribute__((always_inline)) void prefetch_line(int64_t offset) const {
+  __attribute__((always_inline)) void prefetch(int64_t offset) const {  // see blocks.h
     _mm_prefetch(reinterpret_cast<const char*>(soon + offset), _MM_HINT_T1);
   }
 };
@@ -65,38 +69,79 @@ struct Numbers {
   void widen(const Weight& w, int64_t out) {
     const int64_t count = (w.out - out < kWidened ? w.out - out : kWidened) * groups;
     widen_all(w.scales, w.wide_scales, out * groups, count, scales);
-    if (w.zeros) widen_all(w.zeros, w.wide_zeros, out * groups, count, zeros);
+    ask_for(w.scales, w.wide_scales, out * groups + count, count);
+    if (w.zeros) {
+      widen_all(w.zeros, w.wide_zeros, out * groups, count, zeros);
+      ask_for(w.zeros, w.wide_zeros, out * groups + count, count);
+    }
+  }
+
+  // Those of the next rows: so few that the hardware does not foresee them.
+  static void ask_for(const void* numbers, bool wide, int64_t index, int64_t count) {
+    const int64_t size = wide ? 4 : 2;
+    const char* from = static_cast<const char*>(numbers) + index * size;
+    for (int64_t at = 0; at < count * size; at += 64) _mm_prefetch(from + at, _MM_HINT_T0);
   }
 };
 
 using Product = void (*)(const Matmul&, const uint8_t* packed, int64_t row, const Part&, void* scratch);
 
-// An instruction set I says how R rows meet numbers, numbers<R>, and a segment of L steps of codes with zeros or without,
-// segment<R, Bits, L, Zeros>, in vectors I::Lanes; how x is packed, row_bytes and segment_bytes; and how sums are written.
+// An instruction set I says how R rows meet numbers, numbers<R>, and a segment of L steps of a row of codes with zeros or without,
+// segment<R, Bits, L, Zeros>, in vectors I::Lanes; whether that is as bytes, in_bytes; how x is packed, row_bytes and
+// segment_bytes; and how sums are written.
 template <typename I>
 struct Few {
+  using Lanes = typename I::Lanes;
+
+  // sums[Outs, R] of x times neighbouring rows of codes from row `first` of the four on, in segments of L steps. The scales of row
+  // `first` are at `at`.
+  template <int Outs, int R, int Bits, int L, bool Zeros>
+  static void multiply_codes(const Weight& w, const Quad& rows, int first, const uint8_t* x, const Numbers& numbers, int64_t at,
+                             Lanes (*to)[R]) {
+    constexpr int64_t kBytes = L * kStep * Bits / 8;
+    const Segments segments(w);
+    const int64_t x_bytes = I::row_bytes(w);
+    Lanes sums[Outs][R] = {};
+    int64_t left = w.inner;
+    for (int64_t s = 0, in_group = 0; s < segments.number; ++s, x += I::segment_bytes(Bits, L), left -= L * kStep) {
+      const auto meet = [&](auto whole) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int o = 0; o < Outs; ++o) {
+          for (int64_t i = s * kBytes; i < (s + 1) * kBytes; i += 64) rows.prefetch(first * w.row_bytes + Outs * i + 64 * o);
+          I::template segment<R, Bits, L, Zeros, decltype(whole)::value>(rows.data[first + o], s, left, x, x_bytes, numbers,
+                                                                         at + o * w.groups, sums[o]);
+        }
+      };
+      if (Bits != 8 || left >= L * kStep) {  // rows of fewer bits are padded
+        meet(std::true_type());
+      } else {
+        meet(std::false_type());
+      }
+      if (++in_group == segments.per_group) in_group = 0, ++at;
+    }
+    for (int o = 0; o < Outs; ++o) {
+      for (int r = 0; r < R; ++r) to[o][r] = sums[o][r];
+    }
+  }
+
   // y[R, outs] of a quantised weight, in segments of L steps.
   template <int R, int Bits, int L, bool Zeros>
   static void codes(const Matmul& m, const uint8_t* packed, int64_t row, const Part& part, void* scratch) {
-    const Segments segments(m.w);
-    const int64_t x_bytes = I::row_bytes(m.w);
+    const uint8_t* x = packed + row * I::row_bytes(m.w);
     Numbers numbers(m.w, scratch);
     for (int64_t done = 0; done < part.outs; done += kOuts) {
-      const int64_t out = part.out + done;
+      const int64_t out = part.out + done, at = done % kWidened * m.w.groups;
       if (done % kWidened == 0) numbers.widen<I::widen_all>(m.w, out);
-      const Quad w = part.quad(m.w, out);
-      const uint8_t* x = packed + row * x_bytes;
-      typename I::Lanes sums[R][kOuts] = {};
-      int64_t at = done % kWidened * m.w.groups, left = m.w.inner;
-      for (int64_t s = 0, in_group = 0; s < segments.number; ++s, x += I::segment_bytes(Bits, L), left -= L * kStep) {
-        if (Bits != 8 || left >= L * kStep) {  // rows of fewer bits are padded
-          I::template segment<R, Bits, L, Zeros, true>(w, s, left, x, x_bytes, numbers, at, sums);
-        } else {
-          I::template segment<R, Bits, L, Zeros, false>(w, s, left, x, x_bytes, numbers, at, sums);
+      const Quad rows = part.quad(m.w, out);
+      Lanes sums[kOuts][R];
+      if (R == 1 && I::in_bytes(Bits, L) && m.w.row_bytes > kShortCodes) {
+        for (int o = 0; o < kOuts; ++o) {
+          multiply_codes<1, R, Bits, L, Zeros>(m.w, rows, o, x, numbers, at + o * m.w.groups, sums + o);
         }
-        if (++in_group == segments.per_group) in_group = 0, ++at;
+      } else {
+        multiply_codes<kOuts, R, Bits, L, Zeros>(m.w, rows, 0, x, numbers, at, sums);
       }
-      for (int r = 0; r < R; ++r) I::write(m, row + r, out, I::sums_of(sums[r]));
+      for (int r = 0; r < R; ++r) I::write(m, row + r, out, I::sums_of({sums[0][r], sums[1][r], sums[2][r], sums[3][r]}));
     }
   }
 

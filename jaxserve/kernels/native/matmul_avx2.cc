@@ -170,7 +170,7 @@ void multiply_numbers(const Matmul& m, const float* x, int64_t inputs, int64_t r
   int64_t i = 0;
   const auto at = [&](int o) { return reinterpret_cast<const uint16_t*>(w.data[o]) + i; };
   for (; i + kStep <= m.w.inner; i += kStep) {
-    for (int64_t o = 0; o < kOuts; ++o) w.prefetch(o, 2 * i);
+    for (int64_t o = 0; o < kOuts; ++o) w.prefetch(kOuts * 2 * i + 64 * o);
     step<R>({at(0), at(1), at(2), at(3)}, x + i, inputs, sums);
   }
   if (const int64_t left = m.w.inner - i; left > 0) {
@@ -266,42 +266,37 @@ void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, flo
   for (int64_t i = 0; i < count; ++i) to[i] = read_number(numbers, wide, index + i);
 }
 
-// sums[R, kOuts] += segment s of x times that of the weight, of which `left` inputs are left. The first row's numbers are at
-// `at`.
+// sums[R] += segment s of x times that of a row of codes, of which `left` inputs are left. The row's numbers are at `at`.
 template <int R, int Bits, int L, bool Zeros, bool Whole>
-__attribute__((always_inline)) inline void segment(const Quad& w, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes, const Numbers& n, int64_t at,
-                    Floats (&sums)[R][kOuts]) {
-  constexpr int64_t kBytes = L * kStep * Bits / 8;
+__attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes,
+                                                   const Numbers& n, int64_t at, Floats (&sums)[R]) {
+  __m256i codes[in_bytes(Bits, L) ? 4 : 2 * L];
+  if constexpr (in_bytes(Bits, L)) {
+    unpack_bytes(row + s * L * kStep * Bits / 8, codes);
+  } else {
+    unpack<Bits, L, Whole>(row, s, left, codes);
+  }
 #pragma GCC unroll 4
-  for (int o = 0; o < kOuts; ++o, at += n.groups) {
-    for (int64_t i = 0; i < kBytes; i += 64) w.prefetch(o, s * kBytes + i);
-    __m256i codes[in_bytes(Bits, L) ? 4 : 2 * L];
+  for (int r = 0; r < R; ++r) {
+    const auto* integers = reinterpret_cast<const __m256i*>(x + r * x_bytes);
+    const Base& base = *reinterpret_cast<const Base*>(x + r * x_bytes + integers_bytes(Bits, L));
+    __m256i lanes;
     if constexpr (in_bytes(Bits, L)) {
-      unpack_bytes(w.data[o] + s * kBytes, codes);
+      lanes = multiply_bytes(codes, integers, start_of(base));
     } else {
-      unpack<Bits, L, Whole>(w.data[o], s, left, codes);
+      lanes = multiply_words(codes, integers, start_of(base));
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const auto* integers = reinterpret_cast<const __m256i*>(x + r * x_bytes);
-      const Base& base = *reinterpret_cast<const Base*>(x + r * x_bytes + integers_bytes(Bits, L));
-      __m256i lanes;
-      if constexpr (in_bytes(Bits, L)) {
-        lanes = multiply_bytes(codes, integers, start_of(base));
-      } else {
-        lanes = multiply_words(codes, integers, start_of(base));
-      }
-      Floats values = convert<Floats>((Ints)lanes);
-      if constexpr (Zeros) {  // more of what the codes count from
-        values -= (Floats)_mm256_zextps128_ps256(_mm_set_ss(base.sum)) * n.zeros[at];
-      }
-      sums[r][o] += values * (base.scale * splat(n.scales[at]));
+    Floats values = convert<Floats>((Ints)lanes);
+    if constexpr (Zeros) {  // more of what the codes count from
+      values -= (Floats)_mm256_zextps128_ps256(_mm_set_ss(base.sum)) * n.zeros[at];
     }
+    sums[r] += values * (base.scale * splat(n.scales[at]));
   }
 }
 
 struct Avx2 {
   using Lanes = Floats;
+  static constexpr auto in_bytes = jaxserve::in_bytes;
   static constexpr auto segment_bytes = jaxserve::segment_bytes;
   static constexpr auto row_bytes = jaxserve::row_bytes;
   static constexpr auto widen_all = jaxserve::widen_all;

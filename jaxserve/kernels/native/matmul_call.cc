@@ -63,22 +63,28 @@ struct Prologue {
   }
 };
 
-// Prepares x: an item is kPackRows rows.
-struct Packing final : Shared {
+// Prepares x, kPackRows rows at a time.
+struct Pack {
   Matmul matmul;
   Prologue prologue;
   const Multiplier* variant;
   void* packed;
 
-  void work() override {
-    const RowFunctions& functions = row_functions();
-    for (Items mine(*this); mine.more(); mine.advance()) {
-      const int64_t first = mine.now() * kPackRows, end = std::min(first + kPackRows, matmul.rows);
-      if (prologue.kind) {
-        for (int64_t row = first; row < end; ++row) prologue.apply(functions, matmul, row);
-      }
-      variant->pack(matmul, first, packed);
+  void operator()(int64_t item) const {
+    const int64_t first = item * kPackRows, end = std::min(first + kPackRows, matmul.rows);
+    if (prologue.kind) {
+      for (int64_t row = first; row < end; ++row) prologue.apply(row_functions(), matmul, row);
     }
+    variant->pack(matmul, first, packed);
+  }
+};
+
+struct Packing final : Shared {
+  Pack pack;
+
+  explicit Packing(const Pack& pack) : pack(pack) {}
+  void work() override {
+    for (Items mine(*this); mine.more(); mine.advance()) pack(mine.now());
   }
 };
 
@@ -95,7 +101,7 @@ struct Product final : Shared {
     if (!mine.more()) return;
     const Scratch scratch(variant->scratch_bytes(matmul));
     for (; mine.more(); mine.advance()) {
-      const Block part = block_of(mine.now()), after = block_of(mine.after());
+      const Block part = block_of(mine.now()), after = mine.knows_after() ? block_of(mine.after()) : Block{};
       variant->multiply(matmul, packed->get(), part, mine.knows_after() ? &after : nullptr, scratch.get());
     }
   }
@@ -125,14 +131,16 @@ void multiply_all(Matmul matmul, const Prologue& prologue, const Multiplier* var
   }
   product->items = product->columns * parts(matmul.rows, block.rows);
 
-  auto packing = std::make_shared<Packing>();
-  packing->matmul = matmul;
-  packing->prologue = prologue;
-  packing->variant = variant;
-  packing->packed = product->packed->get();
-  packing->items = parts(matmul.rows, kPackRows);
-  const int64_t work_per_number = prologue.kind ? 8 : 4;
-  if (prologue.kind || variant->packed_bytes(matmul)) run(packing, matmul.rows * matmul.w.inner * work_per_number);
+  if (prologue.kind || variant->packed_bytes(matmul)) {
+    const Pack pack = {matmul, prologue, variant, product->packed->get()};
+    if (const int64_t items = parts(matmul.rows, kPackRows); items == 1) {
+      pack(0);
+    } else {
+      const auto packing = std::make_shared<Packing>(pack);
+      packing->items = items;
+      run(packing, matmul.rows * matmul.w.inner * (prologue.kind ? 8 : 4));
+    }
+  }
   run(product, matmul.rows * matmul.w.out * matmul.w.inner);
 }
 

@@ -120,7 +120,7 @@ template <int R, bool Whole>
 inline void step(const Quad& w, const uint8_t* x, int64_t row_bytes, int64_t at, int64_t left, __m512 (&sums)[R][kOuts]) {
   __m512bh weights[kOuts];
   for (int o = 0; o < kOuts; ++o) {
-    w.prefetch(o, at);
+    w.prefetch(kOuts * at + 64 * o);
     weights[o] = load<Whole>(w.data[o] + at, left);
   }
   for (int r = 0; r < R; ++r) {
@@ -135,7 +135,7 @@ inline void rows_in_turn(const Quad& w, const uint8_t* x, int64_t row_bytes, int
   for (int o = 0; o < kOuts; ++o) {
     int64_t at = 0, left = inner;
     for (; left >= kStep; at += 2 * kStep, left -= kStep) {
-      w.prefetch_line(o * row_bytes + at);
+      w.prefetch(o * row_bytes + at);
       sums[o] = _mm512_dpbf16_ps(sums[o], load<true>(w.data[o] + at, left), load<true>(x + at, left));
     }
     if (left) sums[o] = _mm512_dpbf16_ps(sums[o], load<false>(w.data[o] + at, left), load<false>(x + at, left));
@@ -234,45 +234,40 @@ void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, flo
   }
 }
 
-// sums[R, kOuts] += segment s of x times that of the weight, of which `left` inputs are left. The first row's numbers are at
-// `at`.
+// sums[R] += segment s of x times that of a row of codes, of which `left` inputs are left. The row's numbers are at `at`.
 template <int R, int Bits, int L, bool Zeros, bool Whole>
-__attribute__((always_inline)) inline void segment(const Quad& w, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes, const Numbers& n, int64_t at,
-                    __m512 (&sums)[R][kOuts]) {
-  constexpr int64_t kBytes = L * kStep * Bits / 8;
+__attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes,
+                                                   const Numbers& n, int64_t at, __m512 (&sums)[R]) {
   constexpr bool kInBytes = in_bytes(Bits, L);
+  __m512i codes[kInBytes ? L / 2 : L];
+  if constexpr (kInBytes) {
+    unpack_bytes<Bits, L, Whole>(row, s, left, codes);
+  } else {
+    unpack<Bits, L, Whole>(row, s, left, codes);
+  }
 #pragma GCC unroll 4
-  for (int o = 0; o < kOuts; ++o, at += n.groups) {
-    for (int64_t i = 0; i < kBytes; i += 64) w.prefetch(o, s * kBytes + i);
-    __m512i codes[kInBytes ? L / 2 : L];
+  for (int r = 0; r < R; ++r) {
+    const uint8_t* integers = x + r * x_bytes;
+    const Base& base = *reinterpret_cast<const Base*>(integers + integers_bytes(Bits, L));
+    __m512i lanes;
     if constexpr (kInBytes) {
-      unpack_bytes<Bits, L, Whole>(w.data[o], s, left, codes);
+      lanes = multiply_bytes(codes, integers, start_of(base));
     } else {
-      unpack<Bits, L, Whole>(w.data[o], s, left, codes);
+      lanes = multiply_words(codes, integers, start_of(base));
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const uint8_t* integers = x + r * x_bytes;
-      const Base& base = *reinterpret_cast<const Base*>(integers + integers_bytes(Bits, L));
-      __m512i lanes;
-      if constexpr (kInBytes) {
-        lanes = multiply_bytes(codes, integers, start_of(base));
-      } else {
-        lanes = multiply_words(codes, integers, start_of(base));
-      }
-      __m512 values = _mm512_cvtepi32_ps(lanes);
-      if constexpr (Zeros) {  // more of what the codes count from
-        const __m512 sum = _mm512_zextps128_ps512(_mm_set_ss(base.sum));
-        values = _mm512_fnmadd_ps(sum, _mm512_set1_ps(n.zeros[at]), values);
-      }
-      const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(base.scale), _mm512_set1_ps(n.scales[at]));
-      sums[r][o] = _mm512_fmadd_ps(values, scale, sums[r][o]);
+    __m512 values = _mm512_cvtepi32_ps(lanes);
+    if constexpr (Zeros) {  // more of what the codes count from
+      const __m512 sum = _mm512_zextps128_ps512(_mm_set_ss(base.sum));
+      values = _mm512_fnmadd_ps(sum, _mm512_set1_ps(n.zeros[at]), values);
     }
+    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(base.scale), _mm512_set1_ps(n.scales[at]));
+    sums[r] = _mm512_fmadd_ps(values, scale, sums[r]);
   }
 }
 
 struct Vnni {
   using Lanes = __m512;
+  static constexpr auto in_bytes = jaxserve::in_bytes;
   static constexpr auto segment_bytes = jaxserve::segment_bytes;
   static constexpr auto row_bytes = jaxserve::row_bytes;
   static constexpr auto widen_all = jaxserve::widen_all;

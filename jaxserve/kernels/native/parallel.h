@@ -22,14 +22,53 @@ constexpr int64_t kWorkPerThread = 100'000;  // multiplications; below it sharin
 constexpr std::chrono::microseconds kLinger{200};  // longer than the pauses between a step's calls
 constexpr int kPatience = 20;  // microseconds or so that a caller keeps its processor while the last items are computed
 
-// Work of one call in items that threads share out through counters. A thread may come late and outlive the call, so
-// all own this together and touch nothing else once the items have run out.
+// Neighbouring items. One thread takes them from the front, and so goes through memory in order; those that have come to the end of
+// their own take them from the back.
+class Stretch {
+ public:
+  void set(int64_t first, int64_t end) { left_ = pack(first, end); }
+
+  // The next item from the front or the back; -1 if none is left.
+  int64_t take(bool front) {
+    uint64_t left = left_.load();
+    while (first_of(left) < end_of(left)) {
+      const int64_t first = first_of(left), end = end_of(left);
+      if (left_.compare_exchange_weak(left, front ? pack(first + 1, end) : pack(first, end - 1))) return front ? first : end - 1;
+    }
+    return -1;
+  }
+
+  bool has(int64_t item) const {
+    const uint64_t left = left_.load();
+    return first_of(left) <= item && item < end_of(left);
+  }
+
+ private:
+  std::atomic<uint64_t> left_{0};
+  char padding_[56];  // up to a cache line; not by alignment, which would make allocations slower
+
+  static uint64_t pack(int64_t first, int64_t end) { return static_cast<uint64_t>(end) << 32 | static_cast<uint64_t>(first); }
+  static int64_t first_of(uint64_t left) { return static_cast<uint32_t>(left); }
+  static int64_t end_of(uint64_t left) { return static_cast<int64_t>(left >> 32); }
+};
+
+// Work of one call in items, a stretch of them for each thread. A thread may come late and outlive the call, so all own
+// this together and touch nothing else once the items have run out.
 struct Shared {
+  static constexpr int64_t kStretches = 8;  // more threads share some
+
   virtual ~Shared() = default;
   virtual void work() = 0;  // until no item is left
 
+  void divide(int64_t threads) {
+    number = std::min(threads, kStretches);
+    for (int64_t i = 0; i < number; ++i) stretches[i].set(items * i / number, items * (i + 1) / number);
+  }
+
   int64_t items = 0;
-  std::atomic<int64_t> next{0}, done{0};
+  int64_t number = 0;  // of stretches
+  Stretch stretches[kStretches];
+  std::atomic<int64_t> joined{0}, done{0};
 };
 
 // A microsecond or so.
@@ -55,29 +94,34 @@ inline int64_t processors() {
   return count;
 }
 
-// One thread's way through a job's items. While there is plenty for all it takes the next one early, so that its memory can be
-// asked for.
+// One thread's way through a job's items.
 class Items {
  public:
-  explicit Items(Shared& job) : job_(job), now_(job.next.fetch_add(1)) { look_ahead(); }
+  explicit Items(Shared& job) : job_(job), home_(job.joined.fetch_add(1)) { take(); }
 
-  bool more() const { return now_ < job_.items; }
+  bool more() const { return now_ >= 0; }
   int64_t now() const { return now_; }
-  int64_t after() const { return after_; }  // no item if it is not known
-  bool knows_after() const { return after_ < job_.items; }
+  int64_t after() const { return after_; }  // most likely, so that its memory may be asked for; -1 if none is known
+  bool knows_after() const { return after_ >= 0; }
 
   void advance() {
     job_.done.fetch_add(1, std::memory_order_release);
-    now_ = knows_after() ? after_ : job_.next.fetch_add(1);
-    look_ahead();
+    take();
   }
 
  private:
   Shared& job_;
-  int64_t now_, after_ = 0;
+  const int64_t home_;
+  int64_t now_ = -1, after_ = -1;
 
-  void look_ahead() {
-    after_ = job_.items - job_.next.load() > 2 * processors() ? job_.next.fetch_add(1) : job_.items;
+  void take() {
+    now_ = -1;
+    for (int64_t i = 0; i < job_.number && now_ < 0; ++i) {
+      Stretch& stretch = job_.stretches[(home_ + i) % job_.number];
+      now_ = stretch.take(i == 0);
+      after_ = i == 0 ? now_ + 1 : now_ - 1;
+      if (!stretch.has(after_)) after_ = -1;
+    }
   }
 };
 
@@ -147,6 +191,7 @@ class Helpers {
 // that come late delay nothing.
 inline void run(const std::shared_ptr<Shared>& job, int64_t work) {
   const int64_t threads = std::min({processors(), job->items, 1 + work / kWorkPerThread});
+  job->divide(threads);
   if (threads > 1) Helpers::all().offer(job, threads - 1);
   job->work();
   if (threads > 1) Helpers::all().withdraw(job.get());
