@@ -9,14 +9,17 @@
 #include <type_traits>
 
 #include "groups.h"
+#include "integers.h"
+#include "vectors.h"
 
 namespace jaxserve {
 namespace {
 
+constexpr int64_t kLanes = LANES;
 constexpr int64_t kOuts = 4;
 constexpr int64_t kRows = 4;                // that meet the weight at once
 constexpr int64_t kWidened = 32;            // rows of the weight whose scales are brought to float32 at once
-constexpr int64_t kLine = 16;               // of them may be written beyond the last
+constexpr int64_t kBeyond = 16;             // of them may be written, and read, beyond the last
 constexpr int64_t kBlockBytes = 512 << 10;  // of the weight: small enough to share out evenly,
 constexpr int64_t kLeastBlocks = 4;         // and parts of even a small weight
 constexpr int64_t kRowsBytes = 256 << 10;   // of x: they stay in L2 while they meet a block of the weight
@@ -54,70 +57,130 @@ struct Part {
   }
 };
 
-// The scales of rows of the weight, and their zeros if there are any, in float32.
+// Of rows of the weight, each segment's scale, and its zero if there are any, in float32.
 struct Numbers {
-  int64_t groups;
-  float *scales, *zeros;  // [kWidened, groups]
+  const Segments segments;
+  float *scales, *zeros;  // [kWidened, segments]
 
   Numbers(const Weight& w, void* scratch)
-      : groups(w.groups), scales(static_cast<float*>(scratch)), zeros(scales + kWidened * groups + kLine) {}
+      : segments(w), scales(static_cast<float*>(scratch)), zeros(scales + kWidened * segments.number + kBeyond) {}
 
-  static size_t bytes(const Weight& w) { return static_cast<size_t>(2 * (kWidened * w.groups + kLine) * 4); }
+  static size_t bytes(const Weight& w) { return static_cast<size_t>(2 * (kWidened * Segments(w).number + kBeyond) * 4); }
 
-  // `widen_all` brings scales or zeros to float32.
+  // `widen_all` brings scales or zeros to float32: of at most kWidened rows.
   template <auto widen_all>
-  void widen(const Weight& w, int64_t out) {
-    const int64_t count = (w.out - out < kWidened ? w.out - out : kWidened) * groups;
-    widen_all(w.scales, w.wide_scales, out * groups, count, scales);
-    ask_for(w.scales, w.wide_scales, out * groups + count, count);
-    if (w.zeros) {
-      widen_all(w.zeros, w.wide_zeros, out * groups, count, zeros);
-      ask_for(w.zeros, w.wide_zeros, out * groups + count, count);
+  void widen(const Weight& w, int64_t out, int64_t most) {
+    const int64_t rows = w.out - out < most ? w.out - out : most;
+    const auto take = [&](const void* numbers, bool wide, float* to) {
+      const int64_t first = out * w.groups, count = rows * w.groups;
+      if (segments.per_group == 1) {
+        widen_all(numbers, wide, first, count, to);
+      } else {
+        for (int64_t i = 0; i < rows * segments.number; ++i) {
+          const int64_t row = i / segments.number, segment = i % segments.number;
+          to[i] = read_number(numbers, wide, first + row * w.groups + segment / segments.per_group);
+        }
+      }
+      // Those of the next rows are asked for: they are so few that the hardware does not foresee them.
+      const int64_t size = wide ? 4 : 2;
+      const char* next = static_cast<const char*>(numbers) + (first + count) * size;
+      for (int64_t at = 0; at < count * size; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
+    };
+    take(w.scales, w.wide_scales, scales);
+    if (w.zeros) take(w.zeros, w.wide_zeros, zeros);
+  }
+};
+
+// A row of x that meets codes: the integers of all segments, then their scales, what their products begin with, and their sums.
+struct Form {
+  int64_t integers, padded;  // bytes; scales, which may be read, though not used, beyond the last segment's
+
+  Form(const Weight& w, int64_t of_segment)
+      : integers(Segments(w).number * of_segment), padded((Segments(w).number + kLanes - 1) / kLanes * kLanes) {}
+
+  int64_t row_bytes() const { return integers + 3 * padded * 4; }
+  const float* scales(const uint8_t* row) const { return reinterpret_cast<const float*>(row + integers); }
+  const int32_t* starts(const uint8_t* row) const { return reinterpret_cast<const int32_t*>(row + integers) + padded; }
+  const float* sums(const uint8_t* row) const { return scales(row) + 2 * padded; }
+
+  // Writes a row: pack_segment(s, to) writes the integers of a segment and returns their Base.
+  template <typename PackSegment>
+  void write(uint8_t* row, int64_t of_segment, PackSegment pack_segment) const {
+    auto *const scales = reinterpret_cast<float*>(row + integers), *const sums = scales + 2 * padded;
+    auto* const starts = reinterpret_cast<int32_t*>(scales + padded);
+    for (int64_t s = 0; s < integers / of_segment; ++s) {
+      const Base base = pack_segment(s, row + s * of_segment);
+      scales[s] = base.scale;
+      starts[s] = base.start;
+      sums[s] = base.sum;
     }
   }
+};
 
-  // Those of the next rows: so few that the hardware does not foresee them.
-  static void ask_for(const void* numbers, bool wide, int64_t index, int64_t count) {
-    const int64_t size = wide ? 4 : 2;
-    const char* from = static_cast<const char*>(numbers) + index * size;
-    for (int64_t at = 0; at < count * size; at += 64) _mm_prefetch(from + at, _MM_HINT_T0);
+// A segment of R rows of x, each so many bytes behind the one before; the scale of its products with a row of codes; and that row's
+// zero.
+struct Meeting {
+  const uint8_t* integers;
+  const int32_t* starts;
+  const float *sums, *factors;  // factors[R, kLanes]
+  float zero;
+  int64_t row_bytes;
+
+  template <typename T>
+  const T* of_row(const T* first, int r) const {
+    return reinterpret_cast<const T*>(reinterpret_cast<const uint8_t*>(first) + r * row_bytes);
   }
 };
 
 using Product = void (*)(const Matmul&, const uint8_t* packed, int64_t row, const Part&, void* scratch);
 
-// An instruction set I says how R rows meet numbers, numbers<R>, and a segment of L steps of a row of codes with zeros or without,
-// segment<R, Bits, L, Zeros>, in vectors I::Lanes; whether that is as bytes, in_bytes; how x is packed, row_bytes and
-// segment_bytes; and how sums are written.
+// An instruction set I says how R rows meet numbers, numbers<R>, and a segment of L steps of a row of codes, segment<R, Bits, L, Zeros>;
+// whether that is as bytes, in_bytes; how x is packed, row_bytes and integers_bytes; and how sums are written.
 template <typename I>
 struct Few {
-  using Lanes = typename I::Lanes;
-
-  // sums[Outs, R] of x times neighbouring rows of codes from row `first` of the four on, in segments of L steps. The scales of row
-  // `first` are at `at`.
+  // sums[Outs, R] of x times neighbouring rows of codes from row `first` of the four on, in segments of L steps. The numbers of row
+  // `first` are at `at`. For several rows of x the scales of products are computed beforehand, for as many segments at once as a
+  // vector has lanes; a single row has too little use of them.
   template <int Outs, int R, int Bits, int L, bool Zeros>
   static void multiply_codes(const Weight& w, const Quad& rows, int first, const uint8_t* x, const Numbers& numbers, int64_t at,
-                             Lanes (*to)[R]) {
-    constexpr int64_t kBytes = L * kStep * Bits / 8;
-    const Segments segments(w);
-    const int64_t x_bytes = I::row_bytes(w);
-    Lanes sums[Outs][R] = {};
+                             Floats (*to)[R]) {
+    constexpr int64_t kBytes = L * kStep * Bits / 8, kOfX = I::integers_bytes(Bits, L);
+    const int64_t number = numbers.segments.number;
+    const Form form(w, kOfX);
+    const int64_t x_bytes = form.row_bytes();
+    const float *const scales = form.scales(x), *const totals = form.sums(x);
+    const int32_t* const starts = form.starts(x);
+    Floats sums[Outs][R] = {};
+    alignas(64) float factors[Outs][R][kLanes];
     int64_t left = w.inner;
-    for (int64_t s = 0, in_group = 0; s < segments.number; ++s, x += I::segment_bytes(Bits, L), left -= L * kStep) {
-      const auto meet = [&](auto whole) __attribute__((always_inline)) {
+    for (int64_t begin = 0; begin < number; begin += kLanes) {
+      if constexpr (R > 1) {
 #pragma GCC unroll 4
         for (int o = 0; o < Outs; ++o) {
-          for (int64_t i = s * kBytes; i < (s + 1) * kBytes; i += 64) rows.prefetch(first * w.row_bytes + Outs * i + 64 * o);
-          I::template segment<R, Bits, L, Zeros, decltype(whole)::value>(rows.data[first + o], s, left, x, x_bytes, numbers,
-                                                                         at + o * w.groups, sums[o]);
+          const Floats of_row = load(numbers.scales + at + o * number + begin);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) store(factors[o][r], of_row * load(form.scales(x + r * x_bytes) + begin));
         }
-      };
-      if (Bits != 8 || left >= L * kStep) {  // rows of fewer bits are padded
-        meet(std::true_type());
-      } else {
-        meet(std::false_type());
       }
-      if (++in_group == segments.per_group) in_group = 0, ++at;
+      const int64_t end = begin + kLanes < number ? begin + kLanes : number;
+      for (int64_t s = begin; s < end; ++s, left -= L * kStep) {
+        const auto meet = [&](auto whole) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+          for (int o = 0; o < Outs; ++o) {
+            for (int64_t i = s * kBytes; i < (s + 1) * kBytes; i += 64) rows.prefetch(first * w.row_bytes + Outs * i + 64 * o);
+            const int64_t here = at + o * number + s;
+            const float single = R == 1 ? scales[s] * numbers.scales[here] : 0;
+            const Meeting x_and_scales = {x + s * kOfX, starts + s, totals + s, R == 1 ? &single : factors[o][0] + s - begin,
+                                          Zeros ? numbers.zeros[here] : 0, x_bytes};
+            I::template segment<R, Bits, L, Zeros, decltype(whole)::value>(rows.data[first + o], s, left, x_and_scales, sums[o]);
+          }
+        };
+        if (Bits != 8 || left >= L * kStep) {  // rows of fewer bits are padded
+          meet(std::true_type());
+        } else {
+          meet(std::false_type());
+        }
+      }
     }
     for (int o = 0; o < Outs; ++o) {
       for (int r = 0; r < R; ++r) to[o][r] = sums[o][r];
@@ -129,14 +192,15 @@ struct Few {
   static void codes(const Matmul& m, const uint8_t* packed, int64_t row, const Part& part, void* scratch) {
     const uint8_t* x = packed + row * I::row_bytes(m.w);
     Numbers numbers(m.w, scratch);
+    const int64_t number = numbers.segments.number;
     for (int64_t done = 0; done < part.outs; done += kOuts) {
-      const int64_t out = part.out + done, at = done % kWidened * m.w.groups;
-      if (done % kWidened == 0) numbers.widen<I::widen_all>(m.w, out);
+      const int64_t out = part.out + done, at = done % kWidened * number;
+      if (done % kWidened == 0) numbers.widen<I::widen_all>(m.w, out, part.outs - done < kWidened ? part.outs - done : kWidened);
       const Quad rows = part.quad(m.w, out);
-      Lanes sums[kOuts][R];
+      Floats sums[kOuts][R];
       if (R == 1 && I::in_bytes(Bits, L) && m.w.row_bytes > kShortCodes) {
         for (int o = 0; o < kOuts; ++o) {
-          multiply_codes<1, R, Bits, L, Zeros>(m.w, rows, o, x, numbers, at + o * m.w.groups, sums + o);
+          multiply_codes<1, R, Bits, L, Zeros>(m.w, rows, o, x, numbers, at + o * number, sums + o);
         }
       } else {
         multiply_codes<kOuts, R, Bits, L, Zeros>(m.w, rows, 0, x, numbers, at, sums);

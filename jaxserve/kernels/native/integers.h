@@ -30,7 +30,5 @@ struct Base {
       : scale(scale), sum(static_cast<float>(total)), start(-total * (1 << (bits - 1))) {}
 };
 
-constexpr int64_t kBaseBytes = 64;  // that it takes behind the integers, so that these stay aligned
-
 }  // namespace
 }  // namespace jaxserve

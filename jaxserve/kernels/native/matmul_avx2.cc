@@ -20,20 +20,18 @@
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kLanes = LANES;
 constexpr int64_t kVector = 16;  // inputs of a vector of words, or of two of floats
 
 // Whether segments of so many steps meet x as bytes.
 constexpr bool in_bytes(int bits, int64_t steps) { return bits == 4 && steps == 4; }
 
-// A packed segment: the integers and a Base.
+// Of a segment of x.
 constexpr int64_t integers_bytes(int bits, int64_t steps) { return steps * kStep * (in_bytes(bits, steps) ? 1 : 2); }
-constexpr int64_t segment_bytes(int bits, int64_t steps) { return integers_bytes(bits, steps) + kBaseBytes; }
 
 // A packed row; for numbers, all inputs in float32.
 int64_t row_bytes(const Weight& w) {
-  const Segments s(w);
-  return w.bits == 16 ? steps_of(w.inner) * kStep * 4 : s.number * segment_bytes(w.bits, s.steps);
+  if (w.bits == 16) return steps_of(w.inner) * kStep * 4;
+  return Form(w, integers_bytes(w.bits, Segments(w).steps)).row_bytes();
 }
 
 size_t packed_bytes(const Matmul& m) { return static_cast<size_t>(m.rows * row_bytes(m.w)); }
@@ -52,7 +50,7 @@ struct Filled {
 };
 
 template <int Steps>
-void pack_segment(const uint16_t* x, int bits, uint8_t* to) {
+Base pack_segment(const uint16_t* x, int bits, uint8_t* to) {
   constexpr int kVectors = Steps * kStep / kVector;
   Pair pairs[kVectors];
   Floats largest = {}, poison = {};
@@ -86,14 +84,18 @@ void pack_segment(const uint16_t* x, int bits, uint8_t* to) {
   }
   int32_t total = 0;
   for (int i = 0; i < kLanes; ++i) total += sums[i];
-  *reinterpret_cast<Base*>(to + integers_bytes(bits, Steps)) = Base(bits, rounding.scale, total);
+  return {bits, rounding.scale, total};
 }
 
 template <int Steps>
-void pack_codes(const uint16_t* x, int64_t inputs, int bits, uint8_t* to) {
+void pack_codes(const uint16_t* x, const Weight& w, uint8_t* to) {
   constexpr int64_t kInputs = Steps * kStep;
-  for (; inputs >= kInputs; x += kInputs, inputs -= kInputs, to += segment_bytes(bits, Steps)) pack_segment<Steps>(x, bits, to);
-  if (inputs > 0) pack_segment<Steps>(Filled<uint16_t, kInputs>(x, inputs).elements, bits, to);
+  const int64_t of_segment = integers_bytes(w.bits, Steps);
+  Form(w, of_segment).write(to, of_segment, [&](int64_t s, uint8_t* integers) {
+    const int64_t left = w.inner - s * kInputs;
+    if (left >= kInputs) return pack_segment<Steps>(x + s * kInputs, w.bits, integers);
+    return pack_segment<Steps>(Filled<uint16_t, kInputs>(x + s * kInputs, left).elements, w.bits, integers);
+  });
 }
 
 void pack_numbers(const uint16_t* x, int64_t inputs, float* to) {
@@ -113,11 +115,11 @@ void pack(const Matmul& m, int64_t row, void* packed) {
     if (m.w.bits == 16) {
       pack_numbers(x, inner, reinterpret_cast<float*>(to));
     } else if (steps == 4) {
-      pack_codes<4>(x, inner, m.w.bits, to);
+      pack_codes<4>(x, m.w, to);
     } else if (steps == 2) {
-      pack_codes<2>(x, inner, m.w.bits, to);
+      pack_codes<2>(x, m.w, to);
     } else {
-      pack_codes<1>(x, inner, m.w.bits, to);
+      pack_codes<1>(x, m.w, to);
     }
   }
 }
@@ -244,8 +246,8 @@ inline void add_products(__m256i& sums, __m256i bytes, const __m256i& x) {
   __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(bytes), "m"(x));
 }
 
-// What the lanes of a segment begin with.
-inline __m256i start_of(const Base& base) { return _mm256_zextsi128_si256(_mm_cvtsi32_si128(base.start)); }
+// What products begin with, in the first lane.
+inline __m256i start_of(int32_t start) { return _mm256_zextsi128_si256(_mm_cvtsi32_si128(start)); }
 
 // Sums of products of a segment's codes with the packed integers of x, and the start. Of four bytes, 4 * 2 * 15 * 127 at most.
 inline __m256i multiply_bytes(const __m256i (&bytes)[4], const __m256i* integers, __m256i start) {
@@ -266,10 +268,10 @@ void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, flo
   for (int64_t i = 0; i < count; ++i) to[i] = read_number(numbers, wide, index + i);
 }
 
-// sums[R] += segment s of x times that of a row of codes, of which `left` inputs are left. The row's numbers are at `at`.
+// sums[R] += segment s of a row of codes, of which `left` inputs are left, times that of x.
 template <int R, int Bits, int L, bool Zeros, bool Whole>
-__attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes,
-                                                   const Numbers& n, int64_t at, Floats (&sums)[R]) {
+__attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s, int64_t left, const Meeting& x,
+                                                   Floats (&sums)[R]) {
   __m256i codes[in_bytes(Bits, L) ? 4 : 2 * L];
   if constexpr (in_bytes(Bits, L)) {
     unpack_bytes(row + s * L * kStep * Bits / 8, codes);
@@ -278,26 +280,25 @@ __attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    const auto* integers = reinterpret_cast<const __m256i*>(x + r * x_bytes);
-    const Base& base = *reinterpret_cast<const Base*>(x + r * x_bytes + integers_bytes(Bits, L));
+    const auto* integers = reinterpret_cast<const __m256i*>(x.of_row(x.integers, r));
+    const __m256i start = start_of(*x.of_row(x.starts, r));
     __m256i lanes;
     if constexpr (in_bytes(Bits, L)) {
-      lanes = multiply_bytes(codes, integers, start_of(base));
+      lanes = multiply_bytes(codes, integers, start);
     } else {
-      lanes = multiply_words(codes, integers, start_of(base));
+      lanes = multiply_words(codes, integers, start);
     }
     Floats values = convert<Floats>((Ints)lanes);
     if constexpr (Zeros) {  // more of what the codes count from
-      values -= (Floats)_mm256_zextps128_ps256(_mm_set_ss(base.sum)) * n.zeros[at];
+      values -= (Floats)_mm256_zextps128_ps256(_mm_set_ss(*x.of_row(x.sums, r))) * x.zero;
     }
-    sums[r] += values * (base.scale * splat(n.scales[at]));
+    sums[r] += values * splat(x.factors[r * kLanes]);
   }
 }
 
 struct Avx2 {
-  using Lanes = Floats;
   static constexpr auto in_bytes = jaxserve::in_bytes;
-  static constexpr auto segment_bytes = jaxserve::segment_bytes;
+  static constexpr auto integers_bytes = jaxserve::integers_bytes;
   static constexpr auto row_bytes = jaxserve::row_bytes;
   static constexpr auto widen_all = jaxserve::widen_all;
   static constexpr auto sums_of = jaxserve::sums_of;

@@ -16,23 +16,27 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kFewCodes = 4, kFewNumbers = 8;  // rows up to which each weight is fastest read as it lies
+constexpr int64_t kFewCodes = 4, kFewNumbers = 8;  // rows up to which each weight is fastest read as it lies;
+constexpr int64_t kFewBytes = 8, kLong = 768;      // codes of long rows in groups of 128 on AVX512-VNNI
 constexpr int64_t kShort = 2048;                   // inputs: four rows of the weight and four of x, in bfloat16, fill L1
 
 // The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none. Each
 // gives a row the same result whatever the others are; which one runs may depend on how many rows there are.
 const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, [[maybe_unused]] int64_t rows,
-                         [[maybe_unused]] bool codes, [[maybe_unused]] int64_t inner) {
+                         [[maybe_unused]] const Weight& w) {
   const auto wanted = [&](const char* variant) { return name.empty() || name == variant; };
 #if defined(__x86_64__)
-  const bool few = name.empty() && rows <= (codes ? kFewCodes : kFewNumbers);
+  const bool vnni = bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+  const bool codes = w.bits != 16;
+  const bool bytes = vnni && (w.bits == 8 || w.bits == 4) && (w.groups == 1 || w.group % 128 == 0) && w.inner >= kLong;
+  const bool few = name.empty() && rows <= (bytes ? kFewBytes : codes ? kFewCodes : kFewNumbers);
 #if defined(__linux__)
   static const bool amx = has_amx();  // asked once: cpuid leaves a virtual machine each time
   if (wanted("amx") && bfloat16 && amx && (!few || !codes)) return &kMatmulAmx;
 #endif
-  if (bfloat16 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
+  if (vnni) {
     static const bool halved = halves_avx512();
-    const bool as_they_lie = halved && !codes && inner <= kShort;  // any rows: L1 keeps up with the units
+    const bool as_they_lie = halved && !codes && w.inner <= kShort;  // any rows: L1 keeps up with the units
     if (few || name == "vnni" || (name.empty() && as_they_lie)) return &kMatmulVnni;
     if (wanted("avx512bf16")) return &kMatmulAvx512;
   }
@@ -221,7 +225,7 @@ ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest,
   m.x_bfloat16 = bfloat16;
   m.y_bfloat16 = y->element_type() == ffi::BF16;
   m.rows = rows;
-  const Multiplier* multiplier = choose(variant, bfloat16, rows, bits != 16, inner);
+  const Multiplier* multiplier = choose(variant, bfloat16, rows, m.w);
   if (multiplier == nullptr) return invalid("this machine has no variant " + std::string(variant) + " for this dtype");
   multiply_all(m, first, multiplier);
   return ffi::Error::Success();
@@ -243,5 +247,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, jaxserve::matmul,
 
 // Whether this machine has the named variant of the product, for bfloat16.
 extern "C" bool jaxserve_has_matmul(const char* name, size_t length) {
-  return jaxserve::choose({name, length}, true, 1, true, 1) != nullptr;
+  jaxserve::Weight codes = {};
+  codes.bits = 8;
+  return jaxserve::choose({name, length}, true, 1, codes) != nullptr;
 }

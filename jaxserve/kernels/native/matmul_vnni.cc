@@ -15,12 +15,10 @@
 #include <immintrin.h>
 
 #include "few.h"
-#include "integers.h"
 
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kLanes = 16;
 // Rows longer than this, of which a page has two or more, are read one after the other: within a page the hardware foresees a
 // single stream best (Zen 4: 29 GB/s instead of 25). With shorter ones, which small models have, in cache, it would wait for sums.
 constexpr int64_t kShortBytes = 1024, kHalfPage = 2048;
@@ -28,19 +26,15 @@ constexpr int64_t kShortBytes = 1024, kHalfPage = 2048;
 // Whether segments of so many steps meet x as bytes: eight bits in whole vectors, four bits in whole units.
 constexpr bool in_bytes(int bits, int64_t steps) { return bits == 8 ? steps >= 2 : bits == 4 && steps == 4; }
 
-// A packed segment: the integers and a Base.
+// Of a segment of x.
 constexpr int64_t integers_bytes(int bits, int64_t steps) { return steps * kStep * (in_bytes(bits, steps) ? 1 : 2); }
-constexpr int64_t segment_bytes(int bits, int64_t steps) { return integers_bytes(bits, steps) + kBaseBytes; }
-int64_t row_bytes(const Weight& w) {
-  const Segments s(w);
-  return s.number * segment_bytes(w.bits, s.steps);
-}
+int64_t row_bytes(const Weight& w) { return Form(w, integers_bytes(w.bits, Segments(w).steps)).row_bytes(); }
 
 size_t packed_bytes(const Matmul& m) {
   return m.w.bits == 16 ? 0 : static_cast<size_t>(m.rows * row_bytes(m.w));
 }
 
-void pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, uint8_t* to) {
+Base pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, uint8_t* to) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   __m512 even[4], odd[4], largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();
   for (int64_t i = 0; i < steps; ++i, inputs -= kStep) {
@@ -72,24 +66,24 @@ void pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, ui
       _mm512_storeu_si512(to + i * 64, _mm512_or_si512(lower, upper));
     }
   }
-  *reinterpret_cast<Base*>(to + integers_bytes(bits, steps)) = Base(bits, rounding.scale, _mm512_reduce_add_epi32(sum));
+  return {bits, rounding.scale, _mm512_reduce_add_epi32(sum)};
 }
 
 void pack(const Matmul& m, int64_t row, void* packed) {
   if (m.w.bits == 16) return;  // x is read as it lies
-  const Segments segments(m.w);
+  const int64_t steps = Segments(m.w).steps, of_segment = integers_bytes(m.w.bits, steps);
+  const Form form(m.w, of_segment);
   for (const int64_t end = row + kPackRows < m.rows ? row + kPackRows : m.rows; row < end; ++row) {
     const uint16_t* x = static_cast<const uint16_t*>(m.x) + row * m.w.inner;
-    uint8_t* to = static_cast<uint8_t*>(packed) + row * row_bytes(m.w);
-    for (int64_t s = 0; s < segments.number; ++s, to += segment_bytes(m.w.bits, segments.steps)) {
-      const int64_t first = s * segments.steps * kStep;
-      pack_segment(x + first, m.w.inner - first, segments.steps, m.w.bits, to);
-    }
+    form.write(static_cast<uint8_t*>(packed) + row * form.row_bytes(), of_segment, [&](int64_t s, uint8_t* to) {
+      const int64_t first = s * steps * kStep;
+      return pack_segment(x + first, m.w.inner - first, steps, m.w.bits, to);
+    });
   }
 }
 
 // The sums of the lanes of four vectors.
-inline __m128 sums_of(const __m512 (&x)[kOuts]) {
+inline __m128 sums_of(const Floats (&x)[kOuts]) {
   const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
   const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
   const __m512 c = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
@@ -205,8 +199,8 @@ inline void unpack_bytes(const uint8_t* row, int64_t segment, int64_t left, __m5
   }
 }
 
-// What the lanes of a segment begin with.
-inline __m512i start_of(const Base& base) { return _mm512_zextsi128_si512(_mm_cvtsi32_si128(base.start)); }
+// What products begin with, in the first lane.
+inline __m512i start_of(int32_t start) { return _mm512_zextsi128_si512(_mm_cvtsi32_si128(start)); }
 
 // Sums of products of a segment's codes with the packed integers of x, and the start.
 template <int Vectors>
@@ -234,10 +228,10 @@ void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, flo
   }
 }
 
-// sums[R] += segment s of x times that of a row of codes, of which `left` inputs are left. The row's numbers are at `at`.
+// sums[R] += segment s of a row of codes, of which `left` inputs are left, times that of x.
 template <int R, int Bits, int L, bool Zeros, bool Whole>
-__attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s, int64_t left, const uint8_t* x, int64_t x_bytes,
-                                                   const Numbers& n, int64_t at, __m512 (&sums)[R]) {
+__attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s, int64_t left, const Meeting& x,
+                                                   Floats (&sums)[R]) {
   constexpr bool kInBytes = in_bytes(Bits, L);
   __m512i codes[kInBytes ? L / 2 : L];
   if constexpr (kInBytes) {
@@ -247,28 +241,26 @@ __attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    const uint8_t* integers = x + r * x_bytes;
-    const Base& base = *reinterpret_cast<const Base*>(integers + integers_bytes(Bits, L));
+    const uint8_t* integers = x.of_row(x.integers, r);
+    const __m512i start = start_of(*x.of_row(x.starts, r));
     __m512i lanes;
     if constexpr (kInBytes) {
-      lanes = multiply_bytes(codes, integers, start_of(base));
+      lanes = multiply_bytes(codes, integers, start);
     } else {
-      lanes = multiply_words(codes, integers, start_of(base));
+      lanes = multiply_words(codes, integers, start);
     }
     __m512 values = _mm512_cvtepi32_ps(lanes);
     if constexpr (Zeros) {  // more of what the codes count from
-      const __m512 sum = _mm512_zextps128_ps512(_mm_set_ss(base.sum));
-      values = _mm512_fnmadd_ps(sum, _mm512_set1_ps(n.zeros[at]), values);
+      const __m512 sum = _mm512_zextps128_ps512(_mm_set_ss(*x.of_row(x.sums, r)));
+      values = _mm512_fnmadd_ps(sum, _mm512_set1_ps(x.zero), values);
     }
-    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(base.scale), _mm512_set1_ps(n.scales[at]));
-    sums[r] = _mm512_fmadd_ps(values, scale, sums[r]);
+    sums[r] = _mm512_fmadd_ps(values, _mm512_set1_ps(x.factors[r * kLanes]), sums[r]);
   }
 }
 
 struct Vnni {
-  using Lanes = __m512;
   static constexpr auto in_bytes = jaxserve::in_bytes;
-  static constexpr auto segment_bytes = jaxserve::segment_bytes;
+  static constexpr auto integers_bytes = jaxserve::integers_bytes;
   static constexpr auto row_bytes = jaxserve::row_bytes;
   static constexpr auto widen_all = jaxserve::widen_all;
   static constexpr auto sums_of = jaxserve::sums_of;

@@ -52,7 +52,7 @@ struct Pieces {
   }
 };
 
-inline Floats splat(float x) { return Floats{} + x; }
+inline Floats splat(float x) { return x - Floats{}; }  // a sum with 0 would be computed, for the sake of -0
 
 template <typename To, typename From>
 inline To convert(From x) {
