@@ -124,7 +124,7 @@ def hf_config(shape: Shape) -> dict:
 
 
 def write_tokenizer(path: Path, vocab: int) -> None:
-    """Writes a tokenizer of so many tokens, bytes and names for the rest: engines want one, although prompts are ids."""
+    """Writes a tokenizer of so many tokens, bytes and names for the rest: engines want one though prompts are ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
