@@ -34,6 +34,7 @@ constexpr int64_t kLeastBlocks = 4;          // and parts of even a small weight
 constexpr int64_t kBlockOuts = 128;          // for many rows: slices of x, and sums, fit into L2
 constexpr int64_t kBlockRows = LANES == 16 ? kManyRows : 128;
 constexpr int64_t kMemoryRows = 32;          // up to so many, the weight is read in the order in which it lies
+constexpr int64_t kBufferBytes = 16 << 10;   // of unpacked slices: half of L1
 
 // A panel's sums of one row.
 void write(const Matmul& m, int64_t row, int64_t out, const float* sums) {
@@ -74,15 +75,12 @@ inline void add_all(const int32_t* x, int64_t count, const int32_t* panel, Sum (
 inline Ints pairs_of(Ints words) { return (Ints)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi16(1)); }
 #endif
 
-// totals [R, 2] = starts + products of elements. Asks for `bytes` of the weight for each 32 elements. A function of its own, because
-// compilers keep fewer sums in registers within another.
+// sums [R, 2] += products of elements. Asks for `bytes` of the weight for each 32 elements.
 template <int B, int R, typename Sum>
-__attribute__((noinline)) void multiply(const int32_t* x, int64_t count, const int32_t* panel, const int32_t* starts,
-                                        Ahead& ahead, int64_t bytes, Sum (&totals)[R][2]) {
+__attribute__((always_inline)) inline void multiply(const int32_t* x, int64_t count, const int32_t* panel, Ahead& ahead,
+                                                    int64_t bytes, Sum (&sums)[R][2]) {
   constexpr bool kNarrow = LANES == 8 && in_bytes(B);  // 8 sums of 4 products fit into 16 bits: 8 * 2 * 15 * 127
   constexpr int64_t kAtOnce = kNarrow ? 8 : 32;
-  Sum sums[R][2];
-  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = (Sum)(Ints{} + starts[r]);
   int64_t i = 0;
   do {
     if (i % 32 == 0) ahead.ask(bytes);
@@ -99,20 +97,19 @@ __attribute__((noinline)) void multiply(const int32_t* x, int64_t count, const i
     }
     i += some;
   } while (i < count);
-  for (int r = 0; r < R; ++r) {
-    for (int h = 0; h < 2; ++h) totals[r][h] = sums[r][h];
-  }
 }
 
-// sums [R, kPanel] += x [R, a slice] times a panel's slice, in numbers.
+// sums [R, kPanel] += x [R, a slice] times a panel's slice, in numbers. This and the next are functions of their own, because compilers
+// keep fewer sums in registers within others.
 template <int R>
-void add_numbers(const int32_t* x, const int32_t* panel, float* sums, Ahead& ahead, int64_t bytes) {
-  static const int32_t zeros[R] = {};
+__attribute__((noinline)) void add_numbers(const int32_t* x, const int32_t* panel, float* sums, Ahead& ahead, int64_t bytes) {
   for (int chain = 0; chain < kChains; ++chain, x += kChain, panel += kChain * kPanel) {
-    Floats totals[R][2];
-    multiply<16, R>(x, kChain, panel, zeros, ahead, bytes, totals);
-    for (int64_t r = 0; r < R; ++r) {
-      for (int64_t h = 0; h < 2; ++h) {
+    Floats totals[R][2] = {};
+    multiply<16, R>(x, kChain, panel, ahead, bytes, totals);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
         float* sum = sums + r * kPanel + h * kLanes;
         store(sum, load(sum) + totals[r][h]);
       }
@@ -122,12 +119,17 @@ void add_numbers(const int32_t* x, const int32_t* panel, float* sums, Ahead& ahe
 
 // sums [R, kPanel] += a segment of x [R, ...] times its part of a panel, in codes.
 template <int B, int R>
-void add_codes(const int32_t* x, int64_t count, const float* x_scales, const int32_t* starts, const int32_t* panel,
-               const Scales (&scales)[2], bool zeros, float* sums, Ahead& ahead, int64_t bytes) {
+__attribute__((noinline)) void add_codes(const int32_t* x, int64_t count, const float* x_scales, const int32_t* starts,
+                                         const int32_t* panel, const Scales (&scales)[2], bool zeros, float* sums, Ahead& ahead,
+                                         int64_t bytes) {
   Ints totals[R][2];
-  multiply<B, R>(x, count, panel, starts, ahead, bytes, totals);
-  for (int64_t r = 0; r < R; ++r) {
-    for (int64_t h = 0; h < 2; ++h) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = Ints{} + starts[r];
+  multiply<B, R>(x, count, panel, ahead, bytes, totals);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
       float* sum = sums + r * kPanel + h * kLanes;
       store(sum, scales[h].add(load(sum), totals[r][h], starts[r], x_scales[r], zeros));
     }
@@ -143,50 +145,60 @@ inline void with_rows(int64_t rows, F f) {
   f(std::integral_constant<int, Most>{});
 }
 
-// Many rows: some panels, slice by slice, before those from `next` on. Behind `panel`, a buffer for a panel's slice, is one for the
-// sums [panels, rows, kPanel].
+// Slices that are unpacked at once: they stay in L1 while rows of x meet them, and so do these rows' sums.
+constexpr int64_t slices_of(int bits) { return kBufferBytes / (elements_of(bits) * kPanel * 4); }
+
+// Some panels, a few slices after the other, before that from row `next` of the weight on. Behind `panel`, a buffer for a panel's slices,
+// is one for the sums [panels, rows, kPanel].
 template <int B, int Steps>
 void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, const Block& b, int64_t next, int32_t* panel) {
   const Weight& w = m.w;
-  constexpr int64_t kElements = elements_of(B);
-  auto* sums = reinterpret_cast<float*>(panel + kElements * kPanel);
+  constexpr int64_t kSlices = slices_of(B), kSlice = elements_of(B) * kPanel, kInSlice = inputs_of(B) / (Steps * kStep);
+  constexpr int64_t kElements = Steps * kStep / in_element(B);  // of a segment
+  auto* const buffer = reinterpret_cast<float*>(panel + kSlices * kSlice);
   const Segments& segments = form.segments;
-  const int64_t panels = parts(b.outs, kPanel), in_slice = inputs_of(B) / (Steps * kStep);
-  const int64_t passes = parts(b.rows, kRows), height = parts(b.rows, passes), elements = Steps * kStep / in_element(B);
-  const int64_t asked = b.rows <= kMemoryRows ? kPanel * bytes_of(B) / passes : 0;  // for a slice and a pass
-  Ahead ahead(w, next);
-  for (int64_t i = 0; i < panels * b.rows * kPanel; i += kLanes) store(sums + i, Floats{});
-  for (int64_t s = 0; s < form.slices; ++s) {
-    const int64_t first = s * in_slice, end = least(first + in_slice, segments.number);
+  const int64_t panels = parts(b.outs, kPanel), passes = parts(b.rows, kRows), height = parts(b.rows, passes);
+  const int64_t asked = parts(kPanel * bytes_of(B), passes);  // for a slice and a pass
+  const auto row_of = [&](int64_t out) { return w.data + least(out, w.out - 1) * w.row_bytes; };
+  Ahead ahead(row_of(next), w.row_bytes, w.row_bytes);
+  for (int64_t slice = 0; slice < form.slices; slice += kSlices) {
+    const int64_t end = least(slice + kSlices, form.slices);
     for (int64_t p = 0; p < panels; ++p) {
       const int64_t out = b.out + p * kPanel;
-      const Slice<B> slice(w, out, s);
-      unpack<B, Steps>(slice.first, slice.stride, panel);
-      unpack<B, Steps>(slice.first + kLanes * slice.stride, slice.stride, panel + kLanes);
-      const auto for_rows = [&](auto add) {
-        for (int64_t row = 0; row < b.rows; row += height) {
-          float* to = sums + (p * b.rows + row) * kPanel;
-          with_rows(least(b.rows - row, height), [&](auto rows) { add(rows, b.row + row, to); });
-        }
-      };
-      if constexpr (B == 16) {
-        for_rows([&](auto rows, int64_t row, float* to) {
-          add_numbers<rows>(x + form.at(s, row), panel, to, ahead, asked / (kElements / 32));
-        });
-      } else {
-        for (int64_t i = first; i < end; ++i) {
-          const int64_t group = i / segments.per_group, element = (i - first) * elements;
-          const Scales scales[2] = {Scales(w, out, group), Scales(w, out + kLanes, group)};
-          for_rows([&](auto rows, int64_t row, float* to) {
-            const int64_t at = i * form.rows + row;
-            add_codes<B, rows>(x + form.at(s, row) + element, elements, form.scales(x) + at, form.starts(x) + at,
-                               panel + element * kPanel, scales, w.zeros, to, ahead, asked / in_slice / parts(elements, 32));
-          });
-        }
+      for (int64_t s = slice; s < end; ++s) {
+        const Slice<B> rows(w, out, s);
+        int32_t* to = panel + (s - slice) * kSlice;
+        unpack<B, Steps>(rows.first, rows.stride, to);
+        unpack<B, Steps>(rows.first + kLanes * rows.stride, rows.stride, to + kLanes);
       }
-      if (s + 1 < form.slices) continue;
-      for (int64_t row = 0; row < b.rows; ++row) {
-        write(m, b.row + row, out, sums + (p * b.rows + row) * kPanel);
+      if (b.rows > kMemoryRows) {  // the next of these panels, or the first one in the slices behind
+        const bool last = p + 1 == panels, over = last && end == form.slices;
+        const int64_t column = over ? 0 : last ? end : slice;
+        ahead = Ahead(row_of(over ? next : last ? b.out : out + kPanel) + column * bytes_of(B), w.row_bytes, kSlices * bytes_of(B));
+      }
+      Scales scales[B == 16 ? 1 : kSlices * kInSlice][2];
+      for (int64_t i = slice * kInSlice; B != 16 && i < least(end * kInSlice, segments.number); ++i) {
+        for (int64_t h = 0; h < 2; ++h) scales[i - slice * kInSlice][h] = {w, out + h * kLanes, i / segments.per_group};
+      }
+      for (int64_t done = 0; done < b.rows; done += height) {
+        const int64_t count = least(b.rows - done, height), row = b.row + done;
+        float* const sums = buffer + (p * b.rows + done) * kPanel;
+        if (slice == 0) __builtin_memset(sums, 0, static_cast<size_t>(count * kPanel) * 4);
+        with_rows(count, [&](auto rows) {
+          for (int64_t s = slice; s < end; ++s) {
+            const int32_t *from = x + form.at(s, row), *weights = panel + (s - slice) * kSlice;
+            if constexpr (B == 16) {
+              add_numbers<rows>(from, weights, sums, ahead, asked / (elements_of(B) / 32));
+            } else {
+              for (int64_t i = s * kInSlice; i < least((s + 1) * kInSlice, segments.number); ++i) {
+                const int64_t at = i * form.rows + row, element = (i - s * kInSlice) * kElements;
+                add_codes<B, rows>(from + element, kElements, form.scales(x) + at, form.starts(x) + at, weights + element * kPanel,
+                                   scales[i - slice * kInSlice], w.zeros, sums, ahead, asked / kInSlice / parts(kElements, 32));
+              }
+            }
+          }
+        });
+        for (int64_t i = 0; end == form.slices && i < count; ++i) write(m, row + i, out, sums + i * kPanel);
       }
     }
   }
@@ -211,7 +223,7 @@ Block block(const Matmul& m) {
 
 size_t scratch_bytes(const Matmul& m) {
   const int64_t sums = least(m.rows, kBlockRows) * (m.rows > kMemoryRows ? kBlockOuts : kPanel);
-  return static_cast<size_t>(elements_of(m.w.bits) * kPanel + sums) * 4;
+  return static_cast<size_t>(kBufferBytes + sums * 4);
 }
 
 void multiply(const Matmul& m, const void* packed, const Block& b, const Block* after, void* scratch) {

@@ -38,17 +38,23 @@ struct Slice {
   }
 };
 
-// Asks for a weight's bytes in the order in which they lie, from the panel on that comes next. A little at a time: only so many
-// requests may be under way.
-struct Ahead {
-  const uint8_t* at;     // a line
-  const uint8_t* until;  // what has been asked for
-
-  Ahead(const Weight& w, int64_t out) : at(w.data + (out < w.out ? out : w.out) * w.row_bytes), until(at) {}
+// Asks for a panel's bytes: of each row from `first` on so many, `width`, in the order in which they lie. A little at a time: only so
+// many requests may be under way.
+class Ahead {
+ public:
+  Ahead(const uint8_t* first, int64_t stride, int64_t width) : row_(first), stride_(stride), width_(width) {}
 
   void ask(int64_t bytes) {
-    for (until += bytes; at < until; at += 64) _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+    for (due_ += bytes; due_ > 0; due_ -= 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(row_ + at_), _MM_HINT_T1);
+      at_ += 64;
+      if (at_ >= width_) at_ = 0, row_ += stride_;
+    }
   }
+
+ private:
+  const uint8_t* row_;
+  int64_t stride_, width_, at_ = 0, due_ = 0;
 };
 
 // Elements [kLanes rows, Columns] as columns; at most kColumns.
@@ -143,6 +149,7 @@ void unpack(const uint8_t* rows, int64_t stride, int32_t* panel) {
 struct Scales {
   Floats scale, zero;
 
+  Scales() = default;
   Scales(const Weight& w, int64_t out, int64_t group) : scale(read(w, w.scales, w.wide_scales, out, group)) {
     if (w.zeros) zero = read(w, w.zeros, w.wide_zeros, out, group) * (1.0f / static_cast<float>(1 << (w.bits - 1)));
   }
