@@ -58,6 +58,7 @@ inline void multiply_dims(const uint32_t* values, const uint32_t* weights, int s
 
 struct MatrixUnit {
   static constexpr bool kExact = true;
+  static constexpr int kTiles = 1;
 
   MatrixUnit() {
     const Config config;
@@ -66,6 +67,7 @@ struct MatrixUnit {
   ~MatrixUnit() { _tile_release(); }
 
   // scores[kBlock, 16] = keys[kBlock, D] q[D, 16]
+  template <int N>
   static void multiply_keys(const Buffers& b, const uint32_t* q, int64_t dims) {
     written();
     _tile_zero(0);
@@ -92,6 +94,7 @@ struct MatrixUnit {
   }
 
   // out[D, 16] += values weights[steps, 16]
+  template <int N>
   static void add_values(const Buffers& b, int steps, int64_t dims, float* out) {
     written();
     int64_t d = 0;

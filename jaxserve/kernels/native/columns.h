@@ -18,16 +18,20 @@ constexpr int kTile = LANES;            // rows of a tile; 32 numbers of 16 bits
 constexpr int kStep = 2 * kTile;        // dimensions or positions that one product sums over
 constexpr int kSteps = kBlock / kStep;  // of a block's positions
 constexpr int kWords = kTile * kTile;   // of 32 bits in a tile
+constexpr int kScores = kBlock * kTile;   // of 16 rows and a block,
+constexpr int kWeights = 2 * kSteps * kWords;
+constexpr int kAtOnce = 2;              // tiles of rows that meet a block, at most
 constexpr int kChains = 4;              // of maxima that do not wait for each other
 constexpr float kLowest = -1e30f;       // below all scores, and finite: what is seen of nothing is no NaN
 constexpr float kUnseen = 2 * kLowest;  // the score of a position that is not seen
 
-// Buffers of one kv head of a tile; D: head_dim, a multiple of kStep. What is in brackets beside [16, 16] counts tiles.
+// Buffers of one kv head of a tile; D: head_dim, a multiple of kStep. What is in brackets beside [16, 16] counts tiles. Scores and
+// weights are those of the rows that meet a block at once, 16 after the other.
 struct Buffers {
   uint16_t* keys;     // [kBlock, D]
   uint32_t* values;   // [D / 16, kSteps][16 dims, 16 pairs of positions]
-  float* scores;      // [kBlock, 16 rows]
-  uint32_t* weights;  // [kSteps, 2][16 pairs of positions, 16 rows]: rounded; or upper halves, and what they leave
+  float* scores;      // [kAtOnce][kBlock, 16 rows]
+  uint32_t* weights;  // [kAtOnce][kSteps, 2][16 pairs of positions, 16 rows]: rounded; or upper halves, and what they leave
   uint32_t* q;        // [rows / 16, D / kStep][16 pairs of dims, 16 rows]
   float* out;         // [rows / 16][D, 16 rows]
   float *top, *total;  // [rows / 16][16 rows]
@@ -38,8 +42,8 @@ Buffers lay_out(float* at, int64_t dims, int64_t row_tiles) {
   Buffers b;
   b.keys = reinterpret_cast<uint16_t*>(pieces.take(kBlock * dims / 2));
   b.values = reinterpret_cast<uint32_t*>(pieces.take(kBlock * dims / 2));
-  b.scores = pieces.take(kBlock * kTile);
-  b.weights = reinterpret_cast<uint32_t*>(pieces.take(2 * kSteps * kWords));
+  b.scores = pieces.take(kAtOnce * kScores);
+  b.weights = reinterpret_cast<uint32_t*>(pieces.take(kAtOnce * kWeights));
   b.q = reinterpret_cast<uint32_t*>(pieces.take(row_tiles * dims / 2 * kTile));
   b.out = pieces.take(row_tiles * dims * kTile);
   b.top = pieces.take(row_tiles * kTile);
@@ -86,7 +90,7 @@ void gather_block(const Rows<uint16_t>& rows, int64_t dims, const Coming& next, 
   }
 }
 
-// Which positions of the block each of 16 rows sees: [begin, end).
+// Which positions of the block each of 16 rows sees: [begin, end), unless all see all.
 struct Seen {
   alignas(64) int32_t begin[kTile], end[kTile];
   bool nothing = true, all = true;  // of all rows
@@ -106,20 +110,28 @@ inline Floats power(Floats x) {
   return (Floats)_mm512_scalef_ps((__m512)p, whole);
 }
 
+// The bfloat16 next to the numbers of two vectors, in pairs.
+inline Bits round_to_pairs(Floats first, Floats second) {
+  alignas(64) static constexpr uint16_t kOrder[2 * LANES] = {0,  16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                             8,  24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  return (Bits)_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both);
+}
+
 // Turns scores into weights relative to each row's new maximum; returns by how much what was summed before must be scaled. With
 // `Exact` a weight becomes two bfloat16, its upper half and what that leaves; without, the one next to it.
 template <bool Exact>
-Floats soften_columns(const Buffers& b, const Seen& seen, float scale, float* top, float* total) {
+Floats soften_columns(float* scores, uint32_t* to, const Seen& seen, float scale, float* top, float* total) {
   const __m512i begin = _mm512_load_si512(seen.begin), end = _mm512_load_si512(seen.end);
   const Floats before = load(top);
   Floats tops[kChains] = {before, before, before, before};
   for (int i = 0; i < kBlock; ++i) {
-    Floats x = load(b.scores + i * kTile) * scale;
+    Floats x = load(scores + i * kTile) * scale;
     if (!seen.all) {
       const __m512i at = _mm512_set1_epi32(i);
       const __mmask16 visible = _mm512_cmple_epi32_mask(begin, at) & _mm512_cmplt_epi32_mask(at, end);
       x = (Floats)_mm512_mask_blend_ps(visible, (__m512)splat(kUnseen), (__m512)x);
-      store(b.scores + i * kTile, x);
+      store(scores + i * kTile, x);
     }
     tops[i % kChains] = larger(x, tops[i % kChains]);
   }
@@ -127,24 +139,21 @@ Floats soften_columns(const Buffers& b, const Seen& seen, float scale, float* to
   const Floats decay = power(before - best);
   if (!seen.all) scale = 1.0f;  // it has been done
   Floats sums[2] = {load(total) * decay, Floats{}};
-  const auto put = [](uint32_t* pairs, Bits first, Bits second) {
-    const Bits both = first >> 16 | (second & 0xffff0000u);
-    memcpy(pairs, &both, sizeof(both));
-  };
-  uint32_t* to = b.weights;
+  const auto put = [](uint32_t* pairs, Bits both) { memcpy(pairs, &both, sizeof(both)); };
+  const auto upper_halves = [](Floats first, Floats second) { return (Bits)first >> 16 | ((Bits)second & 0xffff0000u); };
   for (int i = 0; i < kBlock; i += 2, to += kTile) {
     if (i == kStep) to += kWords;  // of the first step the lower halves
     Floats weights[2];
     for (int j = 0; j < 2; ++j) {
-      weights[j] = power(load(b.scores + (i + j) * kTile) * scale - best);
+      weights[j] = power(load(scores + (i + j) * kTile) * scale - best);
       sums[j] += weights[j];
     }
     if constexpr (Exact) {
-      const Bits upper[2] = {(Bits)weights[0] & 0xffff0000u, (Bits)weights[1] & 0xffff0000u};
-      put(to, upper[0], upper[1]);
-      put(to + kWords, (Bits)(weights[0] - (Floats)upper[0]), (Bits)(weights[1] - (Floats)upper[1]));
+      const auto left_of = [](Floats x) { return x - (Floats)((Bits)x & 0xffff0000u); };
+      put(to, upper_halves(weights[0], weights[1]));
+      put(to + kWords, upper_halves(left_of(weights[0]), left_of(weights[1])));
     } else {
-      put(to, round_to_bfloat16(weights[0]), round_to_bfloat16(weights[1]));
+      put(to, round_to_pairs(weights[0], weights[1]));
     }
   }
   store(top, best);
@@ -152,26 +161,24 @@ Floats soften_columns(const Buffers& b, const Seen& seen, float scale, float* to
   return decay;
 }
 
-// out[D, 16] = out * decay[16] + values weights[count, 16]
-template <typename Unit>
-void multiply_values(const Buffers& b, int count, int64_t dims, Floats decay, float* out) {
-  if (_mm512_cmp_ps_mask((__m512)decay, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ)) {
-    for (int64_t d = 0; d < dims; ++d) store(out + d * kTile, load(out + d * kTile) * decay);
-  }
-  Unit::add_values(b, (count + kStep - 1) / kStep, dims, out);
-}
-
 // What rows [row, row + 16) of the tile see of the block of `count` positions from `position` on.
 Seen seen_by(const Attention& a, const Tile& t, int64_t row, int64_t position, int count) {
   Seen seen;
   const int64_t last = t.length * a.groups - 1;
+  const auto query_of = [&](int64_t i) {  // relative to the block
+    return t.start + (row + i < last ? row + i : last) / a.groups - position;
+  };
+  if (count == kBlock && query_of(0) + 1 >= kBlock && query_of(kTile - 1) + 1 <= a.window) {
+    seen.nothing = false;
+    return seen;
+  }
+  seen.all = false;
   for (int i = 0; i < kTile; ++i) {
-    const int64_t query = t.start + (row + i < last ? row + i : last) / a.groups - position;  // relative to the block
+    const int64_t query = query_of(i);
     const int64_t begin = query + 1 > a.window ? query + 1 - a.window : 0;
     seen.begin[i] = (int32_t)(begin < kBlock ? begin : kBlock);
     seen.end[i] = (int32_t)(query + 1 < 0 ? 0 : query + 1 < count ? query + 1 : count);
     if (seen.begin[i] < seen.end[i]) seen.nothing = false;
-    if (seen.begin[i] > 0 || seen.end[i] < kBlock) seen.all = false;
   }
   return seen;
 }
@@ -190,7 +197,31 @@ void write_rows(float* out, const float* total, int count, int64_t dims, uint16_
   }
 }
 
-// A `Unit` begins, multiplies keys by a column of queries, adds the product of values and weights to out, and ends; see above.
+// N tiles of rows, of the tile's from row 16 * `tile` on, meet the block of `count` positions from `position` on.
+template <typename Unit, int N>
+void attend_block(const Attention& a, const Tile& t, const Buffers& b, int64_t tile, int64_t position, int count, float scale) {
+  const int64_t dims = a.head_dim;
+  float* const out = b.out + tile * kTile * dims;
+  Seen seen[N];
+  bool nothing = true;
+  for (int n = 0; n < N; ++n) {
+    seen[n] = seen_by(a, t, (tile + n) * kTile, position, count);
+    nothing = nothing && seen[n].nothing;
+  }
+  if (nothing) return;
+  Unit::template multiply_keys<N>(b, b.q + tile * kTile * dims / 2, dims);
+  for (int64_t n = 0; n < N; ++n) {
+    const int64_t row = (tile + n) * kTile;
+    const Floats decay = soften_columns<Unit::kExact>(b.scores + n * kScores, b.weights + n * kWeights, seen[n], scale, b.top + row,
+                                                      b.total + row);
+    if (!_mm512_cmp_ps_mask((__m512)decay, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ)) continue;
+    for (float* x = out + n * kTile * dims; x < out + (n + 1) * kTile * dims; x += kTile) store(x, load(x) * decay);
+  }
+  Unit::template add_values<N>(b, (count + kStep - 1) / kStep, dims, out);
+}
+
+// A `Unit` begins, multiplies keys by some columns of queries, adds the product of values and weights to out, and ends; it does so for up
+// to kTiles times 16 columns at once.
 template <typename Unit>
 void attend_columns(const Attention& a, const Tile& t, const Tile* after, float* scratch) {
   const int64_t rows = t.length * a.groups, dims = a.head_dim, row_tiles = (rows + kTile - 1) / kTile;
@@ -214,13 +245,11 @@ void attend_columns(const Attention& a, const Tile& t, const Tile* after, float*
     const int count = blocks.rows().count;
     gather_block(blocks.rows(), dims, blocks.next(), b);
     blocks.next().ask_for_values();
-    for (int64_t tile = 0; tile < row_tiles; ++tile) {
-      const Seen seen = seen_by(a, t, tile * kTile, blocks.position, count);
-      if (seen.nothing) continue;
-      Unit::multiply_keys(b, b.q + tile * kTile * dims / 2, dims);
-      const Floats decay = soften_columns<Unit::kExact>(b, seen, scale, b.top + tile * kTile, b.total + tile * kTile);
-      multiply_values<Unit>(b, count, dims, decay, b.out + tile * kTile * dims);
+    int64_t tile = 0;
+    for (; tile + Unit::kTiles <= row_tiles; tile += Unit::kTiles) {
+      attend_block<Unit, Unit::kTiles>(a, t, b, tile, blocks.position, count, scale);
     }
+    if (tile < row_tiles) attend_block<Unit, 1>(a, t, b, tile, blocks.position, count, scale);
   }
 
   for (int64_t tile = 0; tile < row_tiles; ++tile) {

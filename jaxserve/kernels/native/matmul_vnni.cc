@@ -15,6 +15,7 @@
 #include <immintrin.h>
 
 #include "few.h"
+#include "integers512.h"
 
 namespace jaxserve {
 namespace {
@@ -35,38 +36,14 @@ size_t packed_bytes(const Matmul& m) {
 }
 
 Base pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, uint8_t* to) {
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  __m512 even[4], odd[4], largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();
-  for (int64_t i = 0; i < steps; ++i, inputs -= kStep) {
-    const __mmask32 mask = inputs >= kStep ? ~0u : inputs > 0 ? (1u << inputs) - 1 : 0;
-    const __m512i pairs = _mm512_maskz_loadu_epi16(mask, x + i * kStep);
-    even[i] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-    odd[i] = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
-    largest = _mm512_max_ps(largest, _mm512_max_ps(_mm512_abs_ps(even[i]), _mm512_abs_ps(odd[i])));
-    poison = _mm512_fmadd_ps(_mm512_add_ps(even[i], odd[i]), _mm512_setzero_ps(), poison);  // what is not finite stays
-  }
-  const Rounding rounding(_mm512_reduce_max_ps(largest), _mm512_reduce_add_ps(poison));
-  const __m512 factor = _mm512_set1_ps(rounding.factor);
-  __m512i words[4], sum = _mm512_setzero_si512();
-  for (int64_t i = 0; i < steps; ++i) {
-    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(even[i], factor));
-    const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(odd[i], factor));
-    words[i] = _mm512_mask_blend_epi16(0xaaaaaaaa, first, _mm512_slli_epi32(second, 16));
-    sum = _mm512_add_epi32(sum, _mm512_add_epi32(first, second));
-  }
-  if (!in_bytes(bits, steps)) {
+  __m512i words[4];
+  const Base base = in_words(x, inputs, steps, bits, words);
+  if (in_bytes(bits, steps)) {
+    store_bytes(words, steps, bits, to);
+  } else {
     for (int64_t i = 0; i < steps; ++i) _mm512_storeu_si512(to + i * 64, words[i]);
-  } else if (bits == 8) {
-    for (int64_t i = 0; i < steps; ++i) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * 32), _mm512_cvtepi16_epi8(words[i]));
-    }
-  } else {  // as a unit of codes has them: of steps 0 and 2, and of steps 1 and 3
-    for (int64_t i = 0; i < 2; ++i) {
-      const __m512i lower = _mm512_and_si512(words[i], _mm512_set1_epi16(255)), upper = _mm512_slli_epi16(words[i + 2], 8);
-      _mm512_storeu_si512(to + i * 64, _mm512_or_si512(lower, upper));
-    }
   }
-  return {bits, rounding.scale, _mm512_reduce_add_epi32(sum)};
+  return base;
 }
 
 void pack(const Matmul& m, int64_t row, void* packed) {

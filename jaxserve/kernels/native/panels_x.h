@@ -4,6 +4,9 @@
 
 #include "groups.h"
 #include "integers.h"
+#if LANES == 16
+#include "integers512.h"
+#endif
 #include "matmul.h"
 #include "panels.h"
 
@@ -35,10 +38,6 @@ size_t packed_bytes(const Matmul& m) {
   return static_cast<size_t>(form.at(form.slices, 0) + (m.w.bits == 16 ? 0 : form.segments.number * form.rows * 2)) * 4;
 }
 
-inline __m256i load_words(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
-inline __m256 even(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
-inline __m256 odd(__m256i x) { return _mm256_castsi256_ps(_mm256_blend_epi16(x, _mm256_setzero_si256(), 0x55)); }
-
 // `count` numbers of x, and zeros up to `size`.
 struct Filled {
   alignas(32) uint16_t numbers[4 * kStep];
@@ -50,6 +49,21 @@ struct Filled {
   }
 };
 
+// A segment in integers, in the order of the unpacked codes. A four of bytes is, of codes of 8 bits, four neighbours; of fewer bits a
+// pair of the segment's first half and the pair of its second half that lies as far behind. Words of 8 bits are parted into even and
+// odd ones, by 32 inputs.
+#if LANES == 16
+Base pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, int32_t* elements) {
+  __m512i words[4];
+  const Base base = in_words(x, inputs, steps, bits, words);
+  store_bytes(words, steps, bits, reinterpret_cast<uint8_t*>(elements));
+  return base;
+}
+#else
+inline __m256i load_words(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline __m256 even(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+inline __m256 odd(__m256i x) { return _mm256_castsi256_ps(_mm256_blend_epi16(x, _mm256_setzero_si256(), 0x55)); }
+
 inline float most(__m256 x) {
   __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   y = _mm_max_ps(y, _mm_movehl_ps(y, y));
@@ -60,10 +74,9 @@ inline __m256i low_words(__m256i a, __m256i b) {  // in turn
   return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
 }
 
-// A segment in integers, in the order of the unpacked codes. A four of bytes is, of codes of 8 bits, four neighbours; of fewer bits a
-// pair of the segment's first half and the pair of its second half that lies as far behind. Words of 8 bits are parted into even and
-// odd ones, by 32 inputs.
-void pack_segment(const uint16_t* x, int64_t steps, int bits, int32_t* elements, float* scale, int32_t* start) {
+Base pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, int32_t* elements) {
+  Filled rest;
+  x = rest.fill(x, inputs, steps * kStep);
   constexpr int64_t kMost = 8;  // vectors of 16 numbers
   const __m256 sign = _mm256_set1_ps(-0.0f);
   __m256 largest = _mm256_setzero_ps(), poison = _mm256_setzero_ps();
@@ -84,16 +97,10 @@ void pack_segment(const uint16_t* x, int64_t steps, int bits, int32_t* elements,
   }
   auto* to = reinterpret_cast<__m256i*>(elements);
   if (bits == 8) {
-#if LANES == 16
-    for (int64_t i = 0; i < 2 * steps; ++i) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(elements) + i, _mm256_cvtepi16_epi8(low_words(first[i], second[i])));
-    }
-#else
     for (int64_t i = 0; i < 2 * steps; i += 2) {
       _mm256_storeu_si256(to++, _mm256_permute4x64_epi64(_mm256_packs_epi32(first[i], first[i + 1]), 0xd8));
       _mm256_storeu_si256(to++, _mm256_permute4x64_epi64(_mm256_packs_epi32(second[i], second[i + 1]), 0xd8));
     }
-#endif
   } else {
     const __m256i bytes = _mm256_set1_epi16(255);
     for (int64_t i = 0; i < steps; ++i) {
@@ -103,10 +110,9 @@ void pack_segment(const uint16_t* x, int64_t steps, int bits, int32_t* elements,
   }
   int32_t total = 0;
   for (int i = 0; i < 8; ++i) total += reinterpret_cast<const int32_t*>(&sum)[i];
-  const Base base(bits, rounding.scale, total);
-  *scale = base.scale;
-  *start = base.start;
+  return {bits, rounding.scale, total};
 }
+#endif
 
 void pack(const Matmul& m, int64_t row, void* packed) {
   const Weight& w = m.w;
@@ -120,16 +126,18 @@ void pack(const Matmul& m, int64_t row, void* packed) {
     for (int64_t i = 0; i < form.slices * inputs; i += size) {
       const int64_t element = i % inputs / in_element(w.bits), segment = i / size * form.rows + row;
       int32_t* to = elements + form.at(i / inputs, row);
-      Filled rest;
-      const uint16_t* from = rest.fill(x + i, w.inner - i, size);
       if (w.bits == 16) {
+        Filled rest;
+        const uint16_t* from = rest.fill(x + i, w.inner - i, size);
         for (int j = 0; j < size / 2; ++j) {
           elements_of_pair(pair_at(from + 2 * j), [to, at = i % inputs / 2 + j](int chain, uint32_t numbers) {
             to[chain * kChain + at] = static_cast<int32_t>(numbers);
           });
         }
       } else if (i < w.inner) {
-        pack_segment(from, steps, w.bits, to + element, scales + segment, starts + segment);
+        const Base base = pack_segment(x + i, w.inner - i, steps, w.bits, to + element);
+        scales[segment] = base.scale;
+        starts[segment] = base.start;
       } else {  // beyond the last segment
         __builtin_memset(to + element, 0, static_cast<size_t>(size) * 4 / in_element(w.bits));
       }
