@@ -218,8 +218,8 @@ ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots sl
 
 }  // namespace
 
-// Keys, values, scores, decay and scales of a block, then q, out, total and top of every row. Codes need less,
-// and so do tiles of the matrix unit: half the keys and values, up to 15 rows more, with 1.5 dims + 2 for each.
+// Keys, values, scores, decay and scales of a block, then q, out, total and top of every row. Codes need less. In columns
+// (columns.h) keys and values take half of that, scores and weights 64 for each position, and up to 15 rows more 1.5 dims + 2 each.
 size_t scratch_floats(const Attention& a, int64_t tokens) {
   const int64_t block = 64, rows = tokens * a.groups, dims = (a.head_dim + 63) / 64 * 64;
   return 2 * block * dims + 72 * block + kMaxLanes + rows * (2 * dims + kMaxLanes + 1);

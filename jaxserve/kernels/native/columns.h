@@ -122,13 +122,12 @@ inline Bits round_to_pairs(Floats first, Floats second) {
 // `Exact` a weight becomes two bfloat16, its upper half and what that leaves; without, the one next to it.
 template <bool Exact>
 Floats soften_columns(float* scores, uint32_t* to, const Seen& seen, float scale, float* top, float* total) {
-  const __m512i begin = _mm512_load_si512(seen.begin), end = _mm512_load_si512(seen.end);
   const Floats before = load(top);
   Floats tops[kChains] = {before, before, before, before};
   for (int i = 0; i < kBlock; ++i) {
     Floats x = load(scores + i * kTile) * scale;
     if (!seen.all) {
-      const __m512i at = _mm512_set1_epi32(i);
+      const __m512i at = _mm512_set1_epi32(i), begin = _mm512_load_si512(seen.begin), end = _mm512_load_si512(seen.end);
       const __mmask16 visible = _mm512_cmple_epi32_mask(begin, at) & _mm512_cmplt_epi32_mask(at, end);
       x = (Floats)_mm512_mask_blend_ps(visible, (__m512)splat(kUnseen), (__m512)x);
       store(scores + i * kTile, x);
