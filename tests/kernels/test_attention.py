@@ -37,6 +37,8 @@ SHAPES = {
     "bf16 window of one": Shape(dtype="bfloat16", window=1, N=4),
     "bf16 wide groups": Shape(dtype="bfloat16", K=1, G=8, N=0, S=16, W=20),
     "bf16 seven rows": Shape(dtype="bfloat16", G=7, N=0, D=128),
+    "bf16 twenty rows": Shape(dtype="bfloat16", K=1, G=20, N=0, S=16, W=20),
+    "bf16 128 rows": Shape(dtype="bfloat16", K=1, G=128, D=256, B=2, N=0),
     "bf16 D=160": Shape(dtype="bfloat16", D=160, N=0),
     "bf16 D=224": Shape(dtype="bfloat16", D=224, K=1, N=0),
     "bf16 D=80": Shape(dtype="bfloat16", D=80, K=4, G=1),

@@ -219,10 +219,11 @@ ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots sl
 }  // namespace
 
 // Keys, values, scores, decay and scales of a block, then q, out, total and top of every row. Codes need less. In columns
-// (columns.h) keys and values take half of that, scores and weights 64 for each position, and up to 15 rows more 1.5 dims + 2 each.
+// (columns.h) keys and values take half of that, scores and weights 64 for each position, and up to 15 rows more 1.5 dims + 2 each. Of
+// rows that decode (attention_decode.cc) q takes 2 dims for each and for up to 7 more; they need no keys and values.
 size_t scratch_floats(const Attention& a, int64_t tokens) {
   const int64_t block = 64, rows = tokens * a.groups, dims = (a.head_dim + 63) / 64 * 64;
-  return 2 * block * dims + 72 * block + kMaxLanes + rows * (2 * dims + kMaxLanes + 1);
+  return 2 * block * dims + 72 * block + kMaxLanes + rows * (2 * dims + kMaxLanes + 1) + a.groups * dims;
 }
 
 }  // namespace jaxserve

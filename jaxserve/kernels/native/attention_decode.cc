@@ -3,8 +3,9 @@
 //
 // A decode row brings few query rows to each key, so that turning keys would cost more than multiplying by them. Instead
 // keys are multiplied as they lie, and the lanes of as many keys as there are lanes are added up together. AVX512-BF16
-// multiplies pairs of numbers; on AVX2 keys are widened in registers, once for all query rows. Products of bfloat16 numbers are
-// exact, and sums are in float32. Values are widened in registers, once for up to 6 query rows.
+// multiplies pairs of numbers; on AVX2 keys are widened in registers, once for all query rows. Where many query rows share a
+// kv head, AVX-512 turns pairs of four keys within quarters of a vector, once for all of them: fewer lanes are left to add up.
+// Products of bfloat16 numbers are exact, and sums are in float32. Values are widened in registers, once for up to kRows query rows.
 
 #if defined(__x86_64__)
 
@@ -23,11 +24,16 @@
 namespace jaxserve {
 namespace {
 
-constexpr int kRows = 6;  // query rows that share what is read
+constexpr int kRows = LANES == 16 ? 8 : 6;  // query rows that share what is read
 constexpr int kPair = 2 * LANES;
+constexpr int kFew = 4;       // query rows for which keys are not turned
+constexpr int kQuarters = 4;  // of a vector of 16 words
+constexpr int kTurned = kQuarters * LANES;  // words of a pair of a query row that meets turned keys
 
 struct Scratch {
-  float *q, *scores, *decay, *out, *total, *top;  // q: on AVX2, in the order of pairs
+  float *q;  // on AVX2 [rows, D], in the order of pairs; on AVX-512 as `turn_queries` writes it, for each pass over the rows
+  float *quarters;  // [kQuarters, kRows, LANES]: sums of four keys
+  float *scores, *decay, *out, *total, *top;
 };
 
 // Adds up the lanes of each vector, sum of vector i in lane i: in each step halves of two vectors meet.
@@ -85,16 +91,87 @@ void multiply_keys(
   }
 }
 
+inline __m512i load_words(const void* p) { return _mm512_loadu_si512(p); }
+
+// Query rows [rows, D] of a pass to [D / kPair, kRows][4, 16]: vector i has, in all lanes of a quarter, the quarter's word i.
+void turn_queries(const uint16_t* q, int64_t rows, int64_t dims, float* to) {
+  for (int64_t d = 0; d < dims; d += kPair, to += kRows * kTurned) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const __m512i x = load_words(q + r * dims + d);
+      float* const words = to + r * kTurned;
+      _mm512_storeu_si512(words, _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0x00));
+      _mm512_storeu_si512(words + LANES, _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0x55));
+      _mm512_storeu_si512(words + 2 * LANES, _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0xaa));
+      _mm512_storeu_si512(words + 3 * LANES, _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0xff));
+    }
+  }
+}
+
+// Words of four keys, turned within quarters: vector i has word i of each quarter, a key to a lane.
+inline void turn(__m512i (&x)[kQuarters]) {
+  const __m512i low[2] = {_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpacklo_epi32(x[2], x[3])};
+  const __m512i high[2] = {_mm512_unpackhi_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[2], x[3])};
+  x[0] = _mm512_unpacklo_epi64(low[0], low[1]);
+  x[1] = _mm512_unpackhi_epi64(low[0], low[1]);
+  x[2] = _mm512_unpacklo_epi64(high[0], high[1]);
+  x[3] = _mm512_unpackhi_epi64(high[0], high[1]);
+}
+
+// Adds up the quarters of each vector: vector i's in quarter i.
+inline __m512 add_quarters(const __m512 (&x)[kQuarters]) {
+  const auto add = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  return add(add(x[0], x[1]), add(x[2], x[3]));
+}
+
+// Of several rows, by turned keys; `quarters` is scratch memory.
 template <int R, bool ask_next>
-void multiply_keys(
-    const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t* q, const float*, float scale, float* scores) {
-  multiply_keys<ask_next>(rows, next, dims, q, scale, scores);
-  for (int r = 1; r < R; ++r) multiply_keys<false>(rows, next, dims, q + r * dims, scale, scores + r * kBlock);
+void multiply_turned_keys(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const float* q, float scale, float* quarters,
+                          float* scores) {
+  for (int t = 0; t < rows.count; t += LANES) {
+    for (int g = 0; g < kQuarters; ++g) {
+      const int first = t + g * kQuarters;
+      __m512 sums[R] = {};
+      const float* queries = q;
+      for (int64_t d = 0; d < dims; d += kPair, queries += kRows * kTurned) {
+        __m512i x[kQuarters];
+        for (int i = 0; i < kQuarters; ++i) {
+          x[i] = load_words(rows.keys[first + i] + d);
+          if constexpr (ask_next) ask(next.keys[first + i], d, kPair);
+        }
+        turn(x);
+        for (int i = 0; i < kQuarters; ++i) {
+          for (int r = 0; r < R; ++r) {
+            const __m512i query = load_words(queries + r * kTurned + i * LANES);
+            sums[r] = _mm512_dpbf16_ps(sums[r], (__m512bh)x[i], (__m512bh)query);
+          }
+        }
+      }
+      for (int r = 0; r < R; ++r) _mm512_storeu_ps(quarters + (g * kRows + r) * LANES, sums[r]);
+    }
+    for (int r = 0; r < R; ++r) {
+      __m512 x[kQuarters];
+      for (int g = 0; g < kQuarters; ++g) x[g] = _mm512_loadu_ps(quarters + (g * kRows + r) * LANES);
+      store(scores + r * kBlock + t, (Floats)add_quarters(x) * scale);
+    }
+  }
+}
+
+template <int R, bool ask_next>
+void multiply_keys(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t* q, const float* turned, float scale,
+                   const Scratch& s) {
+  if constexpr (R > kFew) {
+    multiply_turned_keys<R, ask_next>(rows, next, dims, turned, scale, s.quarters, s.scores);
+  } else {
+    multiply_keys<ask_next>(rows, next, dims, q, scale, s.scores);
+    for (int r = 1; r < R; ++r) multiply_keys<false>(rows, next, dims, q + r * dims, scale, s.scores + r * kBlock);
+  }
 }
 #else
 template <int R, bool ask_next>
-void multiply_keys(
-    const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t*, const float* q, float scale, float* scores) {
+void multiply_keys(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t*, const float* q, float scale,
+                   const Scratch& s) {
   for (int t = 0; t < rows.count; t += LANES) {
     Floats sums[R][LANES];
     for (int i = 0; i < LANES; ++i) {
@@ -111,7 +188,7 @@ void multiply_keys(
       for (int r = 0; r < R; ++r) sums[r][i] = some[r];
     }
     for (int r = 0; r < R; ++r) {
-      store(scores + r * kBlock + t, add_lanes<LANES / 2>(sums[r], std::make_index_sequence<LANES>()) * scale);
+      store(s.scores + r * kBlock + t, add_lanes<LANES / 2>(sums[r], std::make_index_sequence<LANES>()) * scale);
     }
   }
 }
@@ -144,7 +221,7 @@ void multiply_values(
 
 template <int R, bool ask_next>
 void multiply_values(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const Scratch& s, float* out) {
-  constexpr int kColumns = LANES == 16 || R <= 3 ? 2 : 1;  // 24 sums in registers, or 12
+  constexpr int kColumns = R <= (LANES == 16 ? 6 : 3) ? 2 : 1;  // up to 24 sums in registers, or 12
   int64_t d = 0;
   for (; d + kColumns * kPair <= dims; d += kColumns * kPair) {
     multiply_values<R, kColumns, ask_next>(rows, next, d, dims, s, out);
@@ -154,9 +231,9 @@ void multiply_values(const Rows<uint16_t>& rows, const Coming& next, int64_t dim
 
 // R query rows against a block: scores, weights, and the weighted sum of values.
 template <int R, bool ask_next>
-void attend_rows(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t* q, int64_t row, float scale,
-                 const Scratch& s) {
-  multiply_keys<R, ask_next>(rows, next, dims, q + row * dims, s.q + row * dims, scale, s.scores);
+void attend_rows(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t* q, const float* packed, int64_t row,
+                 float scale, const Scratch& s) {
+  multiply_keys<R, ask_next>(rows, next, dims, q, packed, scale, s);
   for (int r = 0; r < R; ++r) {
     s.decay[r] = soften<false>(s.scores + r * kBlock, 0, rows.count, s.top + row + r, s.total + (row + r) * LANES, {});
   }
@@ -168,7 +245,11 @@ using AttendRows = decltype(&attend_rows<1, false>);
 template <bool ask_next>
 AttendRows attend_some(int rows) {
   constexpr AttendRows some[kRows] = {attend_rows<1, ask_next>, attend_rows<2, ask_next>, attend_rows<3, ask_next>,
-                                      attend_rows<4, ask_next>, attend_rows<5, ask_next>, attend_rows<6, ask_next>};
+                                      attend_rows<4, ask_next>, attend_rows<5, ask_next>, attend_rows<6, ask_next>,
+#if LANES == 16
+                                      attend_rows<7, ask_next>, attend_rows<8, ask_next>,
+#endif
+  };
   return some[rows - 1];
 }
 
@@ -178,27 +259,39 @@ void ATTEND(const Attention& a, const Tile& t, const Tile* after, float* scratch
   const int64_t dims = a.head_dim, groups = a.groups, origin = (t.row * a.kv_heads + t.head) * groups * dims;
   const auto* q = static_cast<const uint16_t*>(a.q) + origin;
   const float scale = a.scale * kLog2E;  // weights are powers of 2
+  const int64_t passes = (groups + kRows - 1) / kRows, height = (groups + passes - 1) / passes;
+  const auto rows_of = [&](int64_t pass) { return groups - pass * height < height ? groups - pass * height : height; };
+#if LANES == 16
+  const int64_t pass_floats = dims / kPair * kRows * kTurned;
+#else
+  const int64_t pass_floats = height * dims;
+#endif
+  Pieces pieces = {scratch};
   Scratch s;
-  s.q = scratch;
-  s.scores = s.q + groups * dims;
-  s.decay = s.scores + kRows * kBlock;
-  s.out = s.decay + LANES;
-  s.total = s.out + groups * dims;
-  s.top = s.total + groups * LANES;
+  s.q = pieces.take(passes * pass_floats);
+  s.quarters = pieces.take(kQuarters * kRows * LANES);
+  s.scores = pieces.take(kRows * kBlock);
+  s.decay = pieces.take(LANES);
+  s.out = pieces.take(groups * dims);
+  s.total = pieces.take(groups * LANES);
+  s.top = pieces.take(groups);
   memset(s.out, 0, (size_t)(groups * (dims + LANES)) * sizeof(float));  // and total
   for (int64_t r = 0; r < groups; ++r) s.top[r] = -__builtin_inff();
-  if (LANES == 8) {
-    for (int64_t d = 0; d < groups * dims; d += kPair) store_pair(s.q + d, load_pair(q + d));
+  for (int64_t i = 0; i < passes; ++i) {
+    const uint16_t* const of_pass = q + i * height * dims;
+    float* const to = s.q + i * pass_floats;
+#if LANES == 16
+    if (rows_of(i) > kFew) turn_queries(of_pass, rows_of(i), dims, to);
+#else
+    for (int64_t d = 0; d < rows_of(i) * dims; d += kPair) store_pair(to + d, load_pair(of_pass + d));
+#endif
   }
 
-  const int64_t passes = (groups + kRows - 1) / kRows, height = (groups + passes - 1) / passes;
   for (Blocks<uint16_t> blocks(a, t, after); blocks.more(); blocks.advance()) {
-    const Rows<uint16_t>& rows = blocks.rows();
     const Coming next = blocks.next();
-    for (int64_t row = 0; row < groups; row += height) {
-      const int some = (int)(groups - row < height ? groups - row : height);
-      const auto attend = row == 0 && next.count ? attend_some<true> : attend_some<false>;
-      attend(some)(rows, next, dims, q, row, scale, s);
+    for (int64_t i = 0; i < passes; ++i) {
+      const auto attend = i == 0 && next.count ? attend_some<true> : attend_some<false>;
+      attend((int)rows_of(i))(blocks.rows(), next, dims, q + i * height * dims, s.q + i * pass_floats, i * height, scale, s);
     }
   }
 

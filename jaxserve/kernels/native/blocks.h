@@ -83,11 +83,11 @@ class Blocks {
     const int64_t left = t.start + t.length - from;
     rows.count = static_cast<int>(left < kBlock ? left : kBlock);
     const int64_t half = a_.page_size * a_.row_size;
-    int64_t page = from / a_.page_size, within = from % a_.page_size;  // divided once: it takes as long as much of a row
-    for (int i = 0; i < rows.count; ++i) {
-      rows.keys[i] = static_cast<const P*>(a_.pool) + (t.pages[page] * a_.kv_heads + t.head) * 2 * half + within * a_.row_size;
-      rows.values[i] = rows.keys[i] + half;
-      if (++within == a_.page_size) ++page, within = 0;
+    int64_t page = from / a_.page_size, within = from % a_.page_size;
+    for (int i = 0; i < rows.count; ++page, within = 0) {
+      const P* key = static_cast<const P*>(a_.pool) + (t.pages[page] * a_.kv_heads + t.head) * 2 * half + within * a_.row_size;
+      const int64_t here = a_.page_size - within, end = rows.count - i < here ? rows.count : i + here;
+      for (; i < end; ++i, key += a_.row_size) rows.keys[i] = key, rows.values[i] = key + half;
     }
     for (int i = rows.count; i < kBlock; ++i) rows.keys[i] = rows.keys[0], rows.values[i] = rows.values[0];
   }

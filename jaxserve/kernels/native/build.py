@@ -19,24 +19,25 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 OLDEST_JAXLIB = "0.10.2"  # that is supported; pyproject.toml says so too
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-DNDEBUG", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
-AVX2 = ["-mavx2", "-mfma"]
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
 # GCC warns about its own header (its bug 105593).
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-VNNI = [*AVX512, "-mavx512vnni", "-mavx512bf16", *QUIET]
-AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", *QUIET]
+AVX2 = ["-mavx2", "-mfma", *QUIET]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512", *QUIET]
+BF16 = [*AVX512, "-mavx512bf16"]
+VNNI = [*BF16, "-mavx512vnni"]
+AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
 CALLS = ("attention_call.cc", "kv_call.cc", "matmul_call.cc", "pool_call.cc")  # these choose at run time
 # Kernels and the instruction sets that each is compiled for.
 X86_64 = (
     *(("attention.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("matmul_vector.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("rows.cc", flags) for flags in ([], AVX2, AVX512)),
-    *(("attention_decode.cc", [*flags, *QUIET]) for flags in (AVX2, [*AVX512, "-mavx512bf16"])),
-    ("attention_vnni.cc", [*AVX512, "-mavx512vnni", *QUIET]),
+    *(("attention_decode.cc", flags) for flags in (AVX2, BF16)),
+    ("attention_vnni.cc", [*AVX512, "-mavx512vnni"]),
     ("attention_amx.cc", AMX),
-    ("attention_bf16.cc", [*AVX512, "-mavx512bf16", *QUIET]),
-    *(("matmul_panels.cc", flags) for flags in ([*AVX2, *QUIET], VNNI)),
-    ("matmul_avx2.cc", [*AVX2, *QUIET]),
+    ("attention_bf16.cc", BF16),
+    *(("matmul_panels.cc", flags) for flags in (AVX2, VNNI)),
+    ("matmul_avx2.cc", AVX2),
     ("matmul_vnni.cc", VNNI),
     ("matmul_amx.cc", AMX),
 )

@@ -70,7 +70,8 @@ float soften(float* scores, int64_t begin, int64_t end, float* top, float* total
   }
   const float block_top = max_lane(best);
   const float new_top = block_top > *top ? block_top : *top;
-  const Floats decay = exp2(splat(*top - new_top));
+  Floats decay = splat(1.0f);
+  if (new_top != *top) decay = exp2(splat(*top - new_top));  // seldom after the first blocks
   Floats sum = load(total) * decay;
   for (int j = 0; j < kVectors; ++j) {
     Floats weight = exp2(x[j] - new_top);

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define LANES 16
 #elif defined(__AVX2__)
 #define LANES 8
@@ -116,20 +117,27 @@ inline void store_in_order(uint16_t* p, Floats x) {
   memcpy(p, &upper, sizeof(upper));
 }
 
-// 2^x for x <= 0, to 2e-7 relative: a polynomial on [-1/2, 1/2] and the exponent's bits. 0 below 2^-126.
+// 2^x for x <= 0, to 2e-7 relative: a polynomial on [-1/2, 1/2] and the exponent. 0 below 2^-126, or with AVX-512 2^-149.
 inline Floats exp2(Floats x) {
+#if LANES == 16
+  const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Floats f = x - (Floats)whole;  // NaN if x is infinite; a NaN times 2^-infinity is 0, by scalef's definition
+#else
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  Floats whole = x < -126.0f ? splat(-126.0f) : x;
-  Floats shifted = whole + magic;
-  Floats f = whole - (shifted - magic);
+  const Floats bounded = x < -126.0f ? splat(-126.0f) : x, shifted = bounded + magic;
+  const Floats f = bounded - (shifted - magic);
+#endif
   Floats p = 1.5403530e-4f * f + 1.3333558e-3f;
   p = p * f + 9.6181291e-3f;
   p = p * f + 5.5504109e-2f;
   p = p * f + 2.4022651e-1f;
   p = p * f + 6.9314718e-1f;
   p = p * f + 1.0f;
-  Floats power = (Floats)(((Bits)shifted << 23) + 0x3f800000u);
-  return x < -126.0f ? Floats{} : p * power;
+#if LANES == 16
+  return (Floats)_mm512_scalef_ps((__m512)p, whole);
+#else
+  return x < -126.0f ? Floats{} : p * (Floats)(((Bits)shifted << 23) + 0x3f800000u);
+#endif
 }
 
 }  // namespace
