@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from bench.interrupts import ended_by_signals
@@ -18,6 +19,7 @@ from bench.peers.checkpoints import SHAPES, ensure_checkpoint
 from bench.peers.engines import PRECISIONS
 from bench.peers.report import summary, table
 from bench.peers.turns import OURS, PEERS, Outcome, Settings, measure_in_turn
+from bench.peers.workload import Lengths
 from jaxserve.bench.environment import describe
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "bench"
@@ -27,17 +29,18 @@ INTERRUPTED = 130  # exit status, as of a program that SIGINT ended
 def main() -> None:
     """Parses options, measures every model and prints the tables."""
     args = parse(sys.argv[1:])
-    report: dict = {"machine": describe(), "threads": args.threads, "models": {}}
+    lengths = Lengths.of(args.context)
+    report: dict = {"machine": describe(), "threads": args.threads, "lengths": asdict(lengths), "models": {}}
     failed = interrupted = False
     for model in args.models:
         outcomes = {precision: Outcome() for precision in args.precisions}
         try:
             with ended_by_signals():
-                measure(args, model, outcomes, report)
+                measure(args, lengths, model, outcomes, report)
         except KeyboardInterrupt:
             print("interrupted: this is what was measured", file=sys.stderr)
             interrupted = True
-        print(table(model, summaries(outcomes)), flush=True)
+        print(table(model, summaries(outcomes, lengths), lengths), flush=True)
         failed |= any(outcome.failed for outcome in outcomes.values())
         if interrupted:
             break
@@ -46,12 +49,12 @@ def main() -> None:
     sys.exit(INTERRUPTED if interrupted else int(failed))
 
 
-def measure(args: argparse.Namespace, model: str, outcomes: dict[str, Outcome], report: dict) -> None:
+def measure(args: argparse.Namespace, lengths: Lengths, model: str, outcomes: dict[str, Outcome], report: dict) -> None:
     """One model in every precision. Fills the outcomes; the report and its file are up to date after every round."""
-    settings = Settings(args.engines, args.batches, args.threads, args.rounds, str(args.peer_python))
+    settings = Settings(args.engines, args.batches, lengths, args.threads, args.rounds, str(args.peer_python))
 
     def save() -> None:
-        report["models"][model] = summaries(outcomes)
+        report["models"][model] = summaries(outcomes, lengths)
         if args.out:
             write(args.out, report)
 
@@ -63,9 +66,9 @@ def measure(args: argparse.Namespace, model: str, outcomes: dict[str, Outcome], 
         save()
 
 
-def summaries(outcomes: Mapping[str, Outcome]) -> dict[str, dict]:
+def summaries(outcomes: Mapping[str, Outcome], lengths: Lengths) -> dict[str, dict]:
     """By precision, of those that there is something to say about."""
-    return {name: summary(outcome) for name, outcome in outcomes.items() if outcome.samples or outcome.skipped}
+    return {name: summary(outcome, lengths) for name, outcome in outcomes.items() if outcome.samples or outcome.skipped}
 
 
 def write(out: Path, report: dict) -> None:
@@ -84,6 +87,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=(OURS, *PEERS), help="default: all that have the precisions")
     parser.add_argument("--peer-python", type=Path, default=sys.executable, help="interpreter that has the peers")
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32])
+    parser.add_argument("--context", type=positive, help="tokens of all prompts (default: 32, and 512 in prefill)")
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--rounds", type=positive, default=5, help="measurements of each case, the engines in turn")
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE, help="where the checkpoints are kept")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from bench.peers.ggufs import TYPES
 from bench.peers.llamacpp import LlamaCpp
-from bench.peers.workload import MAX_LENGTH, Engine, Prompts
+from bench.peers.workload import Engine, Prompts
 
 PAGE_SIZE = 16
 
@@ -12,12 +12,12 @@ PAGE_SIZE = 16
 class Jaxserve:
     """jaxserve through its library, as a user calls it, with as much KV cache as the batch can fill."""
 
-    def __init__(self, model: Path, precision: str, threads: int, max_batch: int):
+    def __init__(self, model: Path, precision: str, threads: int, max_batch: int, longest: int):
         from jaxserve import LLM, SamplingParams
 
         self._params = SamplingParams
-        pages = max_batch * MAX_LENGTH // PAGE_SIZE + 1
-        limits = {"max_model_len": MAX_LENGTH, "max_num_seqs": max_batch, "kv_pages": pages, "page_size": PAGE_SIZE}
+        pages = max_batch * -(-longest // PAGE_SIZE) + 1
+        limits = {"max_model_len": longest, "max_num_seqs": max_batch, "kv_pages": pages, "page_size": PAGE_SIZE}
         self._llm = LLM(model, dtype="bfloat16", precision=precision, **limits)
         rows = [row for steps in self._llm._engine.instances for row in steps.executor.rows]
         self.weight_bytes = sum(row.nbytes for row in rows if row.block != "embed")
@@ -31,7 +31,7 @@ class Jaxserve:
 class Transformers:
     """Hugging Face Transformers: one static batch, SDPA attention, bf16 on torch's own threads."""
 
-    def __init__(self, model: Path, precision: str, threads: int, max_batch: int):
+    def __init__(self, model: Path, precision: str, threads: int, max_batch: int, longest: int):
         assert precision == "bf16", precision
         import torch
         from transformers import AutoModelForCausalLM

@@ -11,13 +11,13 @@ import numpy as np
 
 from bench.peers.ggufs import ensure_gguf, step_bytes
 from bench.peers.llama_log import errors_only
-from bench.peers.workload import MAX_LENGTH, Prompts
+from bench.peers.workload import Prompts
 
 
 class LlamaCpp:
     """llama.cpp on a GGUF made from the same checkpoint; greedy sampling by numpy's argmax over its logits."""
 
-    def __init__(self, model: Path, precision: str, threads: int, max_batch: int):
+    def __init__(self, model: Path, precision: str, threads: int, max_batch: int, longest: int):
         import llama_cpp
 
         file = ensure_gguf(model, precision)
@@ -28,9 +28,9 @@ class LlamaCpp:
         weights = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(weights))
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx = MAX_LENGTH * max_batch
+        options.n_ctx = options.n_batch = longest * max_batch
         options.n_seq_max = max_batch
-        options.n_batch = options.n_ubatch = 2048
+        options.n_ubatch = 2048  # tokens that it computes at once
         options.n_threads = options.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(weights, options)
         if not self._context:

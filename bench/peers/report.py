@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from bench.bandwidth import Bandwidth
 from bench.peers.turns import MEMORY_BOUND, OURS, Outcome
+from bench.peers.workload import PREFILL_BATCH, Lengths
 
 Results = dict[str, float]  # by case: "decode_1", ..., "prefill", "weights", "memory"
 
@@ -24,20 +25,19 @@ REPORTED: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
 REPORTED_CASES = ("decode_1", "decode_8", "decode_32", "prefill")
 DECIMALS = {"prefill": 0, "weights": 0, "memory": 2}
 LABELS = {
-    "prefill": "prefill 4 x 512, tokens/s",
     "weights": "weights that a step reads, MB",
     "memory": "most resident memory, GB",
 }
 
 
-def summary(outcome: Outcome) -> dict:
+def summary(outcome: Outcome, lengths: Lengths) -> dict:
     """The medians over rounds, ratios, and jaxserve's share of the bandwidth, as JSON, with all that they come from."""
     ours = outcome.samples.get(OURS, {})
     return {
         "measured": {name: medians(found) | _facts(outcome.engines[name]) for name, found in outcome.samples.items()},
         "ratios": {name: ratios(ours, found) for name, found in outcome.samples.items() if name != OURS},
         "bandwidth": medians(_transposed(outcome.bandwidths)),
-        "share": share(ours.get(MEMORY_BOUND, []), outcome.engines.get(OURS, {}), outcome.bandwidths),
+        "share": share(ours.get(MEMORY_BOUND, []), outcome.engines.get(OURS, {}), outcome.bandwidths, lengths),
         "skipped": outcome.skipped,
         "engines": outcome.engines,
         "samples": outcome.samples,
@@ -62,18 +62,21 @@ def ratios(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[fl
 
 
 def share(
-    steps: Sequence[float], engine: Mapping[str, float], bandwidths: Sequence[Mapping[str, float]]
+    steps: Sequence[float],
+    engine: Mapping[str, float],
+    bandwidths: Sequence[Mapping[str, float]],
+    lengths: Lengths,
 ) -> float | None:
-    """The part of the memory's bandwidth at which a decode step of one sequence reads the weights, if both are known.
+    """The part of the memory's bandwidth at which a decode step of one sequence reads weights, keys and values.
 
-    `steps` in ms; the bandwidth was measured right before and right after each. The median over rounds. Keys and
-    values, of some 100 tokens, are not counted.
+    `steps` in ms; the bandwidth was measured right before and right after each. The median over rounds;
+    None if one of them is missing.
     """
+    if not engine:
+        return None
+    size = 1e6 * (engine["weights"] + engine["token"] * (lengths.decode + lengths.steps / 2))
     rounds = zip(steps, bandwidths[::2], bandwidths[1::2], strict=False)
-    shares = [
-        statistics.mean(Bandwidth(**found).share(1e6 * engine["weights"], 1e-3 * ms) for found in around)
-        for ms, *around in rounds
-    ]
+    shares = [statistics.mean(Bandwidth(**found).share(size, 1e-3 * ms) for found in around) for ms, *around in rounds]
     return statistics.median(shares) if shares else None
 
 
@@ -85,21 +88,22 @@ def _transposed(entries: Sequence[Mapping[str, float]]) -> dict[str, list[float]
     return {key: [entry[key] for entry in entries] for key in (entries[0] if entries else ())}
 
 
-def table(model: str, summaries: Mapping[str, dict]) -> str:
+def table(model: str, summaries: Mapping[str, dict], lengths: Lengths) -> str:
     """One Markdown table per model: a row per case and precision, a column per engine with jaxserve's ratio to it.
 
     `summaries` by precision. The ratio is of time for time, of the same rounds: below 1, jaxserve is the faster one, in
     decode and prefill alike. A "-" is what was not measured, or does not exist.
     """
     peers = list(dict.fromkeys(name for s in summaries.values() for name in s["measured"] if name != OURS))
-    reported = {name: found for name, found in REPORTED.get(model, {}).items() if found.keys() & summaries.keys()}
+    elsewhere = REPORTED.get(model, {}) if lengths == Lengths() else {}
+    reported = {name: found for name, found in elsewhere.items() if found.keys() & summaries.keys()}
     head = ["case", "precision", OURS, "of bandwidth", *peers, *(f"{n}, reported, another machine" for n in reported)]
     lines = [f"### {model}", "", _row(head), _row(["---"] * 2 + ["---:"] * (len(head) - 2))]
     for case in dict.fromkeys(case for s in summaries.values() for found in s["measured"].values() for case in found):
         for precision, s in summaries.items():
             ours = s["measured"].get(OURS, {}).get(case)
             cells = [
-                _label(case),
+                _label(case, lengths),
                 precision,
                 _number(case, ours),
                 _percent(s["share"] if case == MEMORY_BOUND else None),
@@ -148,8 +152,11 @@ def _ratio(case: str, ours: float, theirs: float) -> float:
     return theirs / ours if case == "prefill" else ours / theirs
 
 
-def _label(case: str) -> str:
-    return LABELS.get(case) or f"decode step, batch {case.removeprefix('decode_')}, ms"
+def _label(case: str, lengths: Lengths) -> str:
+    if case == "prefill":
+        return f"prefill {PREFILL_BATCH} x {lengths.prefill}, tokens/s"
+    context = "" if lengths == Lengths() else f" after {lengths.decode}"
+    return LABELS.get(case) or f"decode step{context}, batch {case.removeprefix('decode_')}, ms"
 
 
 def _number(case: str, value: float | None) -> str:

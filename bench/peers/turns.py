@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.peers.engines import PRECISIONS
 from bench.peers.worker import BANDWIDTH
-from bench.peers.workload import cases
+from bench.peers.workload import Lengths, cases
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("transformers", "llama.cpp")
@@ -27,6 +27,7 @@ class Settings:
 
     engines: tuple[str, ...]
     batches: tuple[int, ...]
+    lengths: Lengths
     threads: int
     rounds: int
     peer_python: str  # an interpreter that has the peers
@@ -110,7 +111,7 @@ def measure_in_turn(
             ends.callback(workers[name].kill)
             with _told(name, outcome):
                 _introduce(name, workers[name].answer(), outcome)
-        for case, sample in cases(settings.batches).items():
+        for case, sample in cases(settings.batches, settings.lengths).items():
             for number in range(settings.rounds + 1):
                 _say(f"{model.name}, {precision}: {case}: {f'round {number}/{settings.rounds}' if number else 'once'}")
                 for name in turns:
@@ -159,7 +160,8 @@ def _told(name: str, outcome: Outcome) -> Iterator[None]:
 def _command(settings: Settings, model: Path, precision: str, name: str) -> list[str]:
     python = settings.peer_python if name in PEERS else sys.executable
     command = [python, "-m", "bench.peers.worker", name, str(model), precision]
-    return [*command, "--threads", str(settings.threads), "--batches", *map(str, settings.batches)]
+    limits = ["--threads", settings.threads, "--longest", settings.lengths.longest, "--batches", *settings.batches]
+    return [*command, *map(str, limits)]
 
 
 def _say(text: str) -> None:

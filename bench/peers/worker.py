@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("precision")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--batches", type=int, nargs="+", required=True)
+    parser.add_argument("--longest", type=int, required=True, help="tokens of a sequence at most")
     args = parser.parse_args()
     limit_threads(args.threads)  # before anything that counts cores is imported
     answers = os.fdopen(os.dup(1), "w")
@@ -42,7 +43,7 @@ class Missing(Exception):
 def measure_engine(args: argparse.Namespace, answers: TextIO) -> None:
     """Reads `[batch, prompt tokens, answer tokens]`, answers with the seconds and the most memory so far."""
     from bench.peers.engines import ENGINES, NEEDS
-    from bench.peers.workload import PREFILL_BATCH, first_tokens, generation
+    from bench.peers.workload import PREFILL_BATCH, first_tokens, generation, token_bytes
     from jaxserve.bench.environment import packages
 
     missing = [name for name in NEEDS[args.engine] if importlib.util.find_spec(name) is None]
@@ -50,8 +51,10 @@ def measure_engine(args: argparse.Namespace, answers: TextIO) -> None:
         raise Missing(f"not installed: {', '.join(missing)}")
     import numpy as np
 
-    engine = ENGINES[args.engine](args.model, args.precision, args.threads, max(*args.batches, PREFILL_BATCH))
-    say(answers, first_tokens=first_tokens(engine), packages=packages(), weights=engine.weight_bytes / 1e6)
+    most = max(*args.batches, PREFILL_BATCH)
+    engine = ENGINES[args.engine](args.model, args.precision, args.threads, most, args.longest)
+    sizes = {"weights": engine.weight_bytes / 1e6, "token": token_bytes(args.model) / 1e6}
+    say(answers, first_tokens=first_tokens(engine), packages=packages(), **sizes)
     rng = np.random.default_rng(1)
     for line in sys.stdin:
         say(answers, seconds=generation(engine, rng, *json.loads(line)), memory=peak_resident_gb())

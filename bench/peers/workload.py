@@ -3,26 +3,47 @@
 Every generation is greedy, ignores end-of-sequence, and gets prompts of fresh random token ids, so that no prefix cache
 can help. With T(n) the time to generate n tokens for a batch of prompts:
 
-- decode step = (T(1 + STEPS) - T(1)) / STEPS, from prompts of DECODE_PROMPT tokens, at each batch size;
-- prefill tokens/s = PREFILL_BATCH * PREFILL_PROMPT / T(1).
+- decode step = (T(1 + steps) - T(1)) / steps, from prompts of `decode` tokens, at each batch size;
+- prefill tokens/s = PREFILL_BATCH * prefill / T(1), of prompts of `prefill` tokens.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, Self
 
 import numpy as np
 
 VOCAB = 32000
-DECODE_PROMPT = 32
-STEPS = 64
-PREFILL_BATCH, PREFILL_PROMPT = 4, 512
-MAX_LENGTH = 640  # of any sequence, prompt included
+PREFILL_BATCH = 4
+KV_BYTES = 2  # of a number in all engines' KV caches
+FIRST_PROMPT = 32  # tokens, for `first_tokens`
 
 Prompts = list[list[int]]
 Seconds = Callable[[int, int, int], float]
 """How long an engine takes to generate: sequences, tokens of each prompt, tokens of each answer."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of each prompt before decode steps and in prefill, and the steps over which a difference is taken."""
+
+    decode: int = 32
+    prefill: int = 512
+    steps: int = 64
+
+    @classmethod
+    def of(cls, context: int | None) -> Self:
+        """All prompts of `context` tokens, and more steps, since longer prefills vary by more; None: the usual."""
+        return cls() if context is None else cls(decode=context, prefill=context, steps=192)
+
+    @property
+    def longest(self) -> int:
+        """Of any sequence, prompt included, and some more."""
+        return max(self.decode, self.prefill) + 2 * self.steps
 
 
 class Engine(Protocol):
@@ -38,17 +59,25 @@ class Engine(Protocol):
         ...
 
 
-def cases(batches: Iterable[int]) -> dict[str, Callable[[Seconds], float]]:
+def cases(batches: Iterable[int], lengths: Lengths) -> dict[str, Callable[[Seconds], float]]:
     """What a case says, measured once: a decode step in ms by batch size ("decode_1", ...), "prefill" in tokens/s."""
-    return {f"decode_{batch}": partial(_decode_step, batch) for batch in batches} | {"prefill": _prefill}
+    steps = {f"decode_{batch}": partial(_decode_step, batch, lengths) for batch in batches}
+    return steps | {"prefill": partial(_prefill, lengths.prefill)}
 
 
-def _decode_step(batch: int, seconds: Seconds) -> float:
-    return (seconds(batch, DECODE_PROMPT, 1 + STEPS) - seconds(batch, DECODE_PROMPT, 1)) / STEPS * 1e3
+def _decode_step(batch: int, lengths: Lengths, seconds: Seconds) -> float:
+    more, first = (seconds(batch, lengths.decode, tokens) for tokens in (1 + lengths.steps, 1))
+    return (more - first) / lengths.steps * 1e3
 
 
-def _prefill(seconds: Seconds) -> float:
-    return PREFILL_BATCH * PREFILL_PROMPT / seconds(PREFILL_BATCH, PREFILL_PROMPT, 1)
+def _prefill(prompt: int, seconds: Seconds) -> float:
+    return PREFILL_BATCH * prompt / seconds(PREFILL_BATCH, prompt, 1)
+
+
+def token_bytes(model: Path) -> int:
+    """Keys and values of a token in all layers, which a decode step reads for each token before it."""
+    config = json.loads((model / "config.json").read_text())
+    return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * KV_BYTES
 
 
 def first_tokens(engine: Engine) -> list[int]:
@@ -57,7 +86,7 @@ def first_tokens(engine: Engine) -> list[int]:
     Not all: with random weights the best logits lie close together, and engines round bf16 at different places.
     """
     rng = np.random.default_rng(2)
-    prompts = rng.integers(2, VOCAB, (8, PREFILL_BATCH, DECODE_PROMPT)).tolist()
+    prompts = rng.integers(2, VOCAB, (8, PREFILL_BATCH, FIRST_PROMPT)).tolist()
     return [token for batch in prompts for (token,) in engine.generate(batch, 1)]
 
 

@@ -16,11 +16,11 @@ import pytest
 from bench.peers.__main__ import parse
 from bench.peers.report import medians, ratios, share, summary, table
 from bench.peers.turns import Outcome, Worker, WorkerFailed, turns_of
-from bench.peers.workload import cases
+from bench.peers.workload import Lengths, cases, token_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = {"decode_1": [8.0], "decode_8": [16.0], "prefill": [1000.0]}
-ENGINE = {"weights": 50.0, "memory": 1.0, "first_tokens": [1, 2], "packages": "some 1.0"}
+ENGINE = {"weights": 50.0, "token": 0.0, "memory": 1.0, "first_tokens": [1, 2], "packages": "some 1.0"}
 BANDWIDTH = {"median": 10.0, "best": 12.0}
 
 
@@ -46,9 +46,18 @@ def test_a_step_is_what_64_more_tokens_take():
         asked.append((batch, length, tokens))
         return 0.5 + 0.01 * (tokens - 1)
 
-    found = {case: sample(seconds) for case, sample in cases([1, 8]).items()}
+    found = {case: sample(seconds) for case, sample in cases([1, 8], Lengths()).items()}
     assert found == pytest.approx({"decode_1": 10.0, "decode_8": 10.0, "prefill": 2048 / 0.5})
     assert asked == [(1, 32, 65), (1, 32, 1), (8, 32, 65), (8, 32, 1), (4, 512, 1)]
+
+
+def test_all_prompts_may_be_of_one_length():
+    asked = []
+    for sample in cases([1], Lengths.of(2048)).values():
+        sample(lambda *generation: asked.append(generation) or 1.0)
+    assert asked == [(1, 2048, 193), (1, 2048, 1), (4, 2048, 1)]
+    assert Lengths.of(2048).longest >= 2048 + 193
+    assert Lengths.of(None) == Lengths()
 
 
 def test_rounds_are_combined_by_their_median():
@@ -64,12 +73,21 @@ def test_a_ratio_is_of_turns_of_the_same_round():
 def test_the_share_is_of_what_was_read_around_the_step():
     around = [{"median": rate, "best": 99.0} for rate in (8.0, 12.0, 4.0, 6.0, 90.0)]
     shares = [50e6 / ms / 1e9 * (1 / a + 1 / b) / 2 for ms, a, b in ((8e-3, 8.0, 12.0), (20e-3, 4.0, 6.0))]
-    assert share([8.0, 20.0], {"weights": 50.0}, around) == pytest.approx(sum(shares) / 2)
+    engine = {"weights": 50.0, "token": 0.0}
+    assert share([8.0, 20.0], engine, around, Lengths()) == pytest.approx(sum(shares) / 2)
+    engine["token"] = 0.1  # MB for each of 200 tokens, and of half of the 100 that come to them
+    assert share([8.0, 20.0], engine, around, Lengths(200, 200, 100)) == pytest.approx(sum(shares) / 2 * 75 / 50)
+
+
+def test_a_token_has_a_key_and_a_value_in_each_layer(tmp_path):
+    shape = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert token_bytes(tmp_path) == 3 * 2 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize(("steps", "bandwidths"), [([], [BANDWIDTH] * 2), ([8.0], []), ([8.0], [BANDWIDTH])])
 def test_there_is_no_share_without_a_bandwidth_and_a_step_of_one_sequence(steps, bandwidths):
-    assert share(steps, ENGINE, bandwidths) is None
+    assert share(steps, ENGINE, bandwidths, Lengths()) is None
 
 
 # -- the table
@@ -78,7 +96,7 @@ def test_there_is_no_share_without_a_bandwidth_and_a_step_of_one_sequence(steps,
 def test_the_table_has_a_row_for_each_case_and_precision():
     bf16 = outcome(jaxserve={}, transformers={"decode_1": [16.0], "prefill": [2000.0]})
     int4 = outcome(jaxserve={"decode_1": [4.0]}, llama_cpp={"decode_1": [2.0]})
-    found = rows(table("160m", {"bf16": summary(bf16), "int4": summary(int4)}))
+    found = rows(table("160m", {"bf16": summary(bf16, Lengths()), "int4": summary(int4, Lengths())}, Lengths()))
     assert found["case", "precision"][:4] == ["jaxserve", "of bandwidth", "transformers", "llama.cpp"]
     step = "decode step, batch 1, ms"
     assert found[step, "bf16"] == [
@@ -91,9 +109,16 @@ def test_the_table_has_a_row_for_each_case_and_precision():
     assert len(found) == 1 + 2 * (len(SAMPLES) + 2)
 
 
+def test_what_was_reported_elsewhere_is_not_beside_other_lengths():
+    longer = Lengths.of(2048)
+    found = rows(table("160m", {"int4": summary(outcome(jaxserve={}), longer)}, longer))
+    assert found["case", "precision"] == ["jaxserve", "of bandwidth"]
+    assert {"decode step after 2048, batch 1, ms", "prefill 4 x 2048, tokens/s"} <= {case for case, _ in found}
+
+
 def test_the_ratio_beside_two_medians_is_that_of_the_rounds():
     drifting = outcome(jaxserve={"decode_1": [10.0, 20.0, 40.0]}, llama_cpp={"decode_1": [40.0, 80.0, 20.0]})
-    found = rows(table("160m", {"int4": summary(drifting)}))
+    found = rows(table("160m", {"int4": summary(drifting, Lengths())}, Lengths()))
     assert found["decode step, batch 1, ms", "int4"][2] == "40.0 (0.25x)", "of 0.25, 0.25 and 2"
 
 
@@ -101,14 +126,14 @@ def test_the_table_says_what_is_missing_and_whether_the_models_agree():
     found = outcome(jaxserve={}, llama_cpp={})
     found.engines["jaxserve"]["first_tokens"], found.engines["llama.cpp"]["first_tokens"] = [1, 2, 3], [1, 0, 3]
     found.skipped["transformers"] = "not installed: torch"
-    text = table("unheard-of", {"bf16": summary(found)})
+    text = table("unheard-of", {"bf16": summary(found, Lengths())}, Lengths())
     assert "- bf16: memory is read at 10.0 GB/s (best pass 12.0)" in text
     assert "- bf16: transformers: skipped: not installed: torch" in text
     assert "- bf16: first tokens equal to jaxserve's: llama.cpp 2 of 3" in text
 
 
 def test_a_table_of_nothing_is_a_heading():
-    assert set(rows(table("160m", {}))) == {("case", "precision")}
+    assert set(rows(table("160m", {}, Lengths()))) == {("case", "precision")}
 
 
 # -- options
@@ -171,7 +196,19 @@ def test_a_worker_that_fails_says_how(program, told):
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is not None, reason="llama.cpp is installed")
 def test_an_engine_that_is_not_installed_says_what_it_needs(tmp_path):
-    command = ["-m", "bench.peers.worker", "llama.cpp", str(tmp_path), "bf16", "--threads", "1", "--batches", "1"]
+    command = [
+        "-m",
+        "bench.peers.worker",
+        "llama.cpp",
+        str(tmp_path),
+        "bf16",
+        "--threads",
+        "1",
+        "--batches",
+        "1",
+        "--longest",
+        "9",
+    ]
     with worker(*command) as missing:
         assert "llama_cpp" in missing.answer()["skipped"]
 
@@ -181,7 +218,7 @@ import json, os, pathlib, sys, time
 _, _, _, engine, model, precision, *_ = sys.argv
 folder = pathlib.Path(__file__).parent
 calls = folder / "calls"
-print(json.dumps({{"first_tokens": [1], "packages": "", "weights": 1.0}}), flush=True)
+print(json.dumps({{"first_tokens": [1], "packages": "", "weights": 1.0, "token": 0.0}}), flush=True)
 for line in sys.stdin:
     batch, length, tokens = json.loads(line)
     number = len(calls.read_text().split()) if calls.exists() else 0
