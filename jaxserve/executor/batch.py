@@ -1,7 +1,8 @@
 """The inputs of one step as a single int32 vector: one transfer from the host, cut apart on the device.
 
 `shapes` says how the vector is laid out. Padding rows have length 0, write to the null page and sample into a spare
-slot.
+slot. Their embeddings are zeros and stay so; native products leave out rows of zeros in front of all others and behind
+them. So decode rows are the last of theirs, next to the tiles.
 """
 
 from math import prod
@@ -13,6 +14,8 @@ from jax import Array
 from jaxserve.core.work import Work
 from jaxserve.executor.shapes import StepShape
 from jaxserve.kernels import AttentionMeta
+
+NO_TOKEN = np.iinfo(np.int32).max  # beyond every vocabulary
 
 
 def unpack(packed: Array, shape: StepShape) -> dict[str, Array]:
@@ -32,8 +35,10 @@ def pack(work: Work, shape: StepShape, page_rows: np.ndarray, page_size: int) ->
     """
     packed = np.zeros(shape.size, np.int32)
     view = shape.views(packed)
+    view["tokens"][:] = NO_TOKEN
+    view["rows"][:] = shape.tokens  # there is none, so zeros
     if work.decodes:
-        _pack_decodes(work, view, page_rows, page_size)
+        _pack_decodes(work, shape.decodes - len(work.decodes), view, page_rows, page_size)
     tile, row = 0, len(work.decodes)
     for chunk in work.chunks:
         tile = _pack_chunk(chunk, shape, view, page_rows, page_size, tile, row)
@@ -41,19 +46,21 @@ def pack(work: Work, shape: StepShape, page_rows: np.ndarray, page_size: int) ->
     return packed
 
 
-def _pack_decodes(work: Work, view: dict[str, np.ndarray], page_rows: np.ndarray, page_size: int) -> None:
+def _pack_decodes(work: Work, first: int, view: dict[str, np.ndarray], page_rows: np.ndarray, page_size: int) -> None:
+    """Writes the rows that decode, from row `first` on."""
     count = len(work.decodes)
+    rows = slice(first, first + count)
     slots = np.fromiter((s.slot for s in work.decodes), np.int32, count)
     # A sequence with a second token in flight takes its input from the device.
     tokens = (-1 - s.slot if s.num_inflight > 1 else s.tokens[-1] for s in work.decodes)
-    view["tokens"][:count] = np.fromiter(tokens, np.int32, count)
+    view["tokens"][rows] = np.fromiter(tokens, np.int32, count)
     positions = np.fromiter((s.num_computed - 1 for s in work.decodes), np.int32, count)
-    view["positions"][:count] = positions
+    view["positions"][rows] = positions
     pages = page_rows[slots, : view["decode_pages"].shape[1]]
-    view["decode_pages"][:count] = pages
-    view["decode_lengths"][:count] = positions + 1
-    view["slots"][:count] = pages[np.arange(count), positions // page_size] * page_size + positions % page_size
-    view["rows"][:count] = np.arange(count)
+    view["decode_pages"][rows] = pages
+    view["decode_lengths"][rows] = positions + 1
+    view["slots"][rows] = pages[np.arange(count), positions // page_size] * page_size + positions % page_size
+    view["rows"][:count] = np.arange(first, first + count)
 
 
 def _pack_chunk(chunk, shape: StepShape, view, page_rows: np.ndarray, page_size: int, tile: int, row: int) -> int:

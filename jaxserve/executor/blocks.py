@@ -190,13 +190,14 @@ class BlockBuilder:
         return jax.jit(layer, donate_argnums=5, out_shardings=shardings)
 
     def _head(self, module: Shares, placement: Placement) -> Executable:
-        """(x [T, E], rows i32[R], leaves) -> (normalised hidden states [R, E], logits f32[R, V])."""
+        """(x [T, E], rows i32[R], leaves) -> (normalised hidden states [R, E], logits f32[R, V]). Row T is of zeros."""
         several = len(placement.devices) > 1
         whole = partial(jax.lax.all_gather, axis_name=TP, axis=1, tiled=True) if several else None
 
         def head(x: Array, rows: Array, *leaves: Array) -> tuple[Array, Array]:
             head = module.merge(leaves)
-            return head.norm(x[rows]), head(x[rows], whole)
+            x = x.at[rows].get(mode="fill", fill_value=0)
+            return head.norm(x), head(x, whole)
 
         head = _on_shares(head, placement, (WHOLE, WHOLE, *module.specs), (WHOLE, WHOLE))
         return jax.jit(head, out_shardings=placement.sharding())

@@ -37,7 +37,7 @@ class Buckets:
     tile: int
     min_rows: int  # smaller products are slower on some platforms than padded ones
     widths: tuple[int, ...]
-    finer: bool = False  # rows and tiles also between powers of two: where padded rows cost as much as others
+    finer: bool = False  # rows and tiles also between powers of two: where padded rows may cost as much as others
 
     @cached_property
     def decodes(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ full precision.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -180,8 +181,9 @@ class Embed(nnx.Module):
         self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size), bits=bits)
 
     def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
-        """The tokens' embeddings; ids beyond the vocabulary read its last row."""
-        rows = jax.tree.map(lambda leaf: jnp.take(leaf, tokens, axis=0, mode="clip"), self.weight[...])
+        """The tokens' embeddings; those of ids beyond the vocabulary, which padding has, are zeros."""
+        take = partial(jnp.take, indices=tokens, axis=0, mode="fill", fill_value=0)
+        rows = jax.tree.map(take, self.weight[...])
         return rows.dequantize(self.dtype) if isinstance(rows, QArray) else rows
 
 

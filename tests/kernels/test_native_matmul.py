@@ -171,6 +171,37 @@ def test_rows_normalised_and_gated_on_their_way(rows: int, inner: int, dtype: jn
             np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4, 3])
+@pytest.mark.parametrize(("front", "rows", "behind"), [(0, 3, 5), (24, 8, 0), (31, 40, 57), (1, 1, 1)])
+def test_rows_of_zeros_around_the_others_have_products_of_zeros(front: int, rows: int, behind: int, bits: int) -> None:
+    x, w = operands(rows, 100, 320, bits)
+    padded = jnp.pad(x.at[rows // 2].set(0), ((front, behind), (0, 0)))
+    got, alone = (np.asarray(native.matmul(a, w)) for a in (padded, x))
+    present = np.arange(rows) != rows // 2
+    np.testing.assert_array_equal(got[front : front + rows][present], alone[present])
+    assert not got[:front].any()
+    assert not got[front + rows :].any()
+    assert not got[front + rows // 2].any()
+
+
+@pytest.mark.parametrize("left", ["plain", "normed", "gated"])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_padding_is_not_multiplied(bits: int, left: str) -> None:
+    x, w = operands(12, 40, 64, bits)
+    if isinstance(w, QArray):
+        w = replace(w, scales=w.scales.at[0].set(jnp.nan))
+    else:
+        w = w.at[0].set(jnp.nan)
+    x = x.at[:4].set(0).at[-3:].set(0)
+    norm = jnp.ones(64, x.dtype)
+    rows = {"plain": x, "normed": Normed(x, norm, 1e-5), "gated": Gated(jnp.stack([x, x], axis=1)[:, None])}[left]
+    got = np.asarray(native.matmul(rows, w))
+    assert np.isnan(got[4:-3, 0]).all()
+    assert not got[:4].any()
+    assert not got[-3:].any()
+    assert not np.asarray(native.matmul(jnp.zeros_like(x), w)).any()
+
+
 def test_gates_cut_into_parts_are_put_together() -> None:
     rng = np.random.default_rng(0)
     gate_up, w = Gated(jnp.asarray(rng.standard_normal((3, 2, 2, 64)), jnp.bfloat16)), operands(3, 40, 128)[1]

@@ -2,6 +2,7 @@
 // of work over threads.
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -148,6 +149,33 @@ void multiply_all(Matmul matmul, const Prologue& prologue, const Multiplier* var
   run(product, matmul.rows * matmul.w.out * matmul.w.inner);
 }
 
+bool is_zero(const char* bytes, int64_t count) {
+  constexpr int64_t kSome = 64;
+  for (; count >= kSome; bytes += kSome, count -= kSome) {
+    uint64_t words[kSome / 8], any = 0;
+    memcpy(words, bytes, kSome);
+    for (const uint64_t word : words) any |= word;
+    if (any) return false;
+  }
+  return std::all_of(bytes, bytes + count, [](char byte) { return byte == 0; });
+}
+
+// Leaves out the rows of zeros that lie in front of all others and behind them, as a step's padding does, and writes their products: zeros.
+void leave_out_padding(Matmul& m, Prologue& prologue) {
+  const int64_t x_bytes = m.w.inner * (m.x_bfloat16 ? 2 : 4) * (prologue.kind == Prologue::kSwiglu ? 2 : 1);
+  const int64_t y_bytes = m.w.out * (m.y_bfloat16 ? 2 : 4);
+  const auto* x = static_cast<const char*>(prologue.x);
+  auto* y = static_cast<char*>(m.y);
+  int64_t first = 0, end = m.rows;
+  while (end > 0 && is_zero(x + (end - 1) * x_bytes, x_bytes)) --end;
+  while (first < end && is_zero(x + first * x_bytes, x_bytes)) ++first;
+  memset(y, 0, first * y_bytes);
+  memset(y + end * y_bytes, 0, (m.rows - end) * y_bytes);
+  m.rows = end - first;
+  m.x = prologue.x = x + first * x_bytes;
+  m.y = y + first * y_bytes;
+}
+
 bool is_number(ffi::DataType type) { return type == ffi::BF16 || type == ffi::F32; }
 
 bool is_matrix(const ffi::AnyBuffer& buffer, int64_t rows) {
@@ -225,9 +253,10 @@ ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest,
   m.x_bfloat16 = bfloat16;
   m.y_bfloat16 = y->element_type() == ffi::BF16;
   m.rows = rows;
-  const Multiplier* multiplier = choose(variant, bfloat16, rows, m.w);
+  leave_out_padding(m, first);
+  const Multiplier* multiplier = choose(variant, bfloat16, m.rows, m.w);
   if (multiplier == nullptr) return invalid("this machine has no variant " + std::string(variant) + " for this dtype");
-  multiply_all(m, first, multiplier);
+  if (m.rows) multiply_all(m, first, multiplier);
   return ffi::Error::Success();
 }
 
