@@ -27,7 +27,7 @@
 namespace jaxserve {
 namespace {
 
-constexpr int kRows = LANES == 16 ? 12 : 6;  // 24 or 12 sums in registers
+constexpr int kRows = LANES == 16 ? 8 : 6;   // 16 or 12 sums in registers; fewer passes of 12 rows ask memory faster than it answers
 constexpr int64_t kBlockBytes = 128 << 10;   // of the weight, for few rows: small enough to share out evenly,
 constexpr int64_t kBlockWork = 1 << 20;      // so many multiplications,
 constexpr int64_t kLeastBlocks = 4;          // and parts of even a small weight
