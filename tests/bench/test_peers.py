@@ -196,20 +196,9 @@ def test_a_worker_that_fails_says_how(program, told):
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is not None, reason="llama.cpp is installed")
 def test_an_engine_that_is_not_installed_says_what_it_needs(tmp_path):
-    command = [
-        "-m",
-        "bench.peers.worker",
-        "llama.cpp",
-        str(tmp_path),
-        "bf16",
-        "--threads",
-        "1",
-        "--batches",
-        "1",
-        "--longest",
-        "9",
-    ]
-    with worker(*command) as missing:
+    command = ["-m", "bench.peers.worker", "llama.cpp", str(tmp_path), "bf16"]
+    limits = ["--threads", "1", "--batches", "1", "--longest", "9"]
+    with worker(*command, *limits) as missing:
         assert "llama_cpp" in missing.answer()["skipped"]
 
 
