@@ -164,7 +164,7 @@ class LLM:
         """Hands on as many requests as the bounded queue has room for; the first one always, to be judged. Mutates."""
         while waiting and (self._engine.idle or waiting[0][1].n <= self._engine.room):
             prompt, params = waiting.popleft()
-            order.append(self._engine.add(prompt, params, embed=embed))
+            order.append(self._engine.add(prompt, params, embed=embed, stream=False))
 
     def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
         self._check_open()

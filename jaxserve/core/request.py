@@ -30,7 +30,9 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """One accepted request. `priority`: smaller is served first; `salt` separates prefix caches of tenants."""
+    """One accepted request. `priority`: smaller is served first; `salt` separates prefix caches of tenants; `stream`:
+    new tokens are told as they come, and else with the end of an answer.
+    """
 
     id: str
     prompt_token_ids: tuple[int, ...]
@@ -40,6 +42,7 @@ class Request:
     priority: int = 0
     salt: str = ""
     embed: bool = False  # return the pooled last hidden state instead of generating
+    stream: bool = True
 
 
 @dataclass(frozen=True)

@@ -216,12 +216,13 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         salt: str = "",
+        stream: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields what is new of the request's answers; see `EngineClient.generate`."""
-        request = await self._request(prompt, params, request_id, priority, salt, embed=False)
-        async with self._admitted(request) as stream:
+        request = await self._request(prompt, params, request_id, priority, salt, stream=stream)
+        async with self._admitted(request) as answers:
             while True:
-                output = await stream.next()
+                output = await answers.next()
                 yield output
                 if output.finished:
                     return
@@ -275,7 +276,15 @@ class AsyncEngine:
         self._on_close()
 
     async def _request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int, salt: str, *, embed: bool
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        salt: str,
+        *,
+        embed: bool = False,
+        stream: bool = True,
     ) -> Request:
         arrival = self._clock.now()
         if isinstance(prompt, TextPrompt):
@@ -291,6 +300,7 @@ class AsyncEngine:
             priority=priority,
             salt=salt,
             embed=embed,
+            stream=stream,
         )
 
     async def _encode(self, prompt: TextPrompt) -> tuple[int, ...]:

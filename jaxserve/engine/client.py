@@ -74,10 +74,10 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         salt: str = "",
+        stream: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields what is new for one or more of the request's n answers, until `finished`.
-
-        The last item has `prompt_logprobs`, if asked for.
+        """Yields what is new for one or more of the request's n answers, until `finished`; unless `stream`, an answer
+        is told of when it has ended. The last item has `prompt_logprobs`, if asked for.
 
         Closing the generator, or cancelling the task that waits for it, aborts the request and frees its pages.
         Raises, before the first item: RequestError (a limit is broken), QueueFull, EngineStopped (draining or

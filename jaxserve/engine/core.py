@@ -5,6 +5,7 @@ come out. No device, no clock, no thread: time is an argument.
 from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,6 @@ class _Step:
     output: StepOutput
     tokens: list[int]
     now: float
-    pieces: bool  # whether every new token is told
     generated: int = 0
     gaps: dict[float, int] = field(default_factory=dict)  # seconds between two tokens of a sequence -> how many
     changed: dict[str, list[Sequence]] = field(default_factory=dict)  # by request id
@@ -60,14 +60,14 @@ class EngineCore:
         self.salt = salt
         self.number = number
         self.static = static
-        self.snapshot = static
-        metrics.set_snapshot(static, number)
+        self._latest: tuple[Snapshot, dict[str, Any]] = (static, {})  # what `snapshot` is made of
+        metrics.follow(lambda: self.snapshot, number)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}
         self._steps = 0
         self._reported = (0, 0, 0)  # preemptions, prefix queries and hits already in the metrics
-        self._first_tokens = [0] * (len(TIME_BOUNDS) + 1)  # by seconds since their arrival
+        self._first_tokens = (0,) * (len(TIME_BOUNDS) + 1)  # by seconds since their arrival
         self._gaps, self._gap_seconds = 0, 0.0  # between two tokens of a sequence
         self._generated = self._finished = 0
 
@@ -122,6 +122,12 @@ class EngineCore:
         """Prompt tokens waiting plus sequences running; routers compare it."""
         return self.scheduler.waiting_tokens + len(self.scheduler.running)
 
+    @property
+    def snapshot(self) -> Snapshot:
+        """The state after the latest step, or what has happened since. From any thread."""
+        static, latest = self._latest
+        return replace(static, **latest)
+
     # -- steps
 
     def begin(self, now: float) -> Work:
@@ -134,11 +140,9 @@ class EngineCore:
             self._steps += 1
         return work
 
-    def finish(self, work: Work, output: StepOutput, now: float, *, pieces: bool = True) -> list[RequestOutput]:
-        """Takes the result of a step; returns what is new of each request; without `pieces`, only of those of which a
-        sequence has ended. Mutates.
-        """
-        step = _Step(output, output.tokens.tolist(), now, pieces)
+    def finish(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
+        """Takes the result of a step; returns what is to be told of each request. Mutates."""
+        step = _Step(output, output.tokens.tolist(), now)
         for row, sequence in enumerate(work.decodes):
             self._take_token(step, sequence, row)
         for index, chunk in enumerate(work.chunks):
@@ -266,12 +270,14 @@ class EngineCore:
         elif self._caching:
             self.scheduler.register_full_pages(sequence)
         step.generated += 1
-        if step.pieces or sequence.finish_reason is not None:
+        if request.stream or sequence.finish_reason is not None:
             step.changed.setdefault(request.id, []).append(sequence)
 
     def _take_first_token(self, seconds: float) -> None:
         self.metrics.first_token(seconds)
-        self._first_tokens[bisect_left(TIME_BOUNDS, seconds)] += 1
+        counts = list(self._first_tokens)
+        counts[bisect_left(TIME_BOUNDS, seconds)] += 1
+        self._first_tokens = tuple(counts)
 
     def _check_end(self, sequence: Sequence, token: int) -> None:
         params = sequence.request.params
@@ -356,24 +362,23 @@ class EngineCore:
         self._take_snapshot(step.now)
 
     def _take_snapshot(self, now: float) -> None:
-        scheduler = self.scheduler
-        self.snapshot = replace(
-            self.static,
-            time=now,
-            steps=self._steps,
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            waiting_tokens=scheduler.waiting_tokens,
-            kv_pages_used=scheduler.pages.used,
-            oldest_wait=0.0 if (since := scheduler.waiting_since) is None else now - since,
-            preemptions=scheduler.num_preemptions,
-            generated_tokens=self._generated,
-            finished=self._finished,
-            first_tokens=tuple(self._first_tokens),
-            gaps=self._gaps,
-            gap_seconds=self._gap_seconds,
-        )
-        self.metrics.set_snapshot(self.snapshot, self.number)
+        scheduler, since = self.scheduler, self.scheduler.waiting_since
+        latest = {
+            "time": now,
+            "steps": self._steps,
+            "num_running": len(scheduler.running),
+            "num_waiting": scheduler.num_waiting,
+            "waiting_tokens": scheduler.waiting_tokens,
+            "kv_pages_used": scheduler.pages.used,
+            "oldest_wait": 0.0 if since is None else now - since,
+            "preemptions": scheduler.num_preemptions,
+            "generated_tokens": self._generated,
+            "finished": self._finished,
+            "first_tokens": self._first_tokens,
+            "gaps": self._gaps,
+            "gap_seconds": self._gap_seconds,
+        }
+        self._latest = (self.static, latest)
 
     def _record_end(self, state: RequestState, reason: FinishReason, now: float) -> None:
         state.finished_at = now

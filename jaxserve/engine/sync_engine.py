@@ -2,8 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.request import Request, RequestOutput
@@ -36,7 +35,7 @@ class SyncEngine:
         for steps in self.instances:
             steps.wake = self._run_calls
 
-    def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, embed: bool = False) -> str:
+    def add(self, prompt: Prompt, params: SamplingParams, *, embed: bool = False, stream: bool = True) -> str:
         """Accepts a request and returns its id. Raises `RequestError` or `QueueFull`. Mutates."""
         if isinstance(prompt, TextPrompt):
             if self.tokenizer is None:
@@ -47,28 +46,34 @@ class SyncEngine:
             text, token_ids = prompt.text, tuple(prompt.token_ids)
         request_id = f"request-{next(self._ids)}"
         arrival = self._clock.now()
-        request = Request(request_id, token_ids, params, arrival, prompt=text, priority=priority, embed=embed)
-        with self._taking_turns():
+        request = Request(request_id, token_ids, params, arrival, prompt=text, embed=embed, stream=stream)
+        with self._turn:
             owner = min(self.instances, key=lambda steps: steps.core.load)
             owner.add(request)
             self._owners[request_id] = owner
+        self._run_calls()
         return request_id
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages. Mutates."""
-        with self._taking_turns():
+        with self._turn:
             owner = self._owners.pop(request_id, None)
             if owner is not None:
                 owner.core.abort(request_id, now=self._clock.now())
+        self._run_calls()
 
     def step(self) -> list[RequestOutput]:
         """One step of every instance that has work; returns what is new. Mutates."""
-        with self._taking_turns():
-            outputs = [output for steps in self.instances if not steps.idle for output in steps.step()]
+        outputs: list[RequestOutput] = []
+        with self._turn:
+            for steps in self.instances:
+                if not steps.idle:
+                    outputs += steps.step()
             for output in outputs:
                 if output.finished:
                     self._owners.pop(output.request_id, None)
-            return outputs
+        self._run_calls()
+        return outputs
 
     def settle(self) -> None:
         """Waits for what the executors prepare in the background."""
@@ -89,14 +94,10 @@ class SyncEngine:
         """Frees the device."""
         self._on_close()
 
-    @contextmanager
-    def _taking_turns(self) -> Iterator[None]:
-        with self._turn:
-            yield
-        self._run_calls()  # what came meanwhile, and may have no step to wait for
-
     def _run_calls(self) -> None:
-        """Runs what waits to be run between two steps, unless a step is in progress: that ends with this."""
+        """Runs what waits to be run between two steps, unless a step is in progress: that ends with this, since there
+        may be no step to wait for.
+        """
         while any(steps.has_calls for steps in self.instances) and self._turn.acquire(blocking=False):
             try:
                 for steps in self.instances:

@@ -53,6 +53,10 @@ class Buckets:
         return self._sizes(1, self.max_tiles)
 
     @cached_property
+    def _shapes(self) -> dict[tuple[int, int, int], StepShape]:
+        return {}  # by decode rows, tiles and width: every step asks
+
+    @cached_property
     def rows(self) -> tuple[int, ...]:
         return powers_of_two(self.min_rows, max(self.max_num_seqs + self.max_tiles, self.min_rows))
 
@@ -62,7 +66,12 @@ class Buckets:
 
     def shape(self, decodes: int, tiles: int, pages: int) -> StepShape:
         """The smallest shape that holds a step of so many decode rows, prefill tiles and pages per row."""
-        width = at_least(self.widths, pages)
+        key = decodes, tiles, at_least(self.widths, pages)
+        if key not in self._shapes:
+            self._shapes[key] = self._shape(*key)
+        return self._shapes[key]
+
+    def _shape(self, decodes: int, tiles: int, width: int) -> StepShape:
         if tiles == 0:
             size = at_least(self.decodes, decodes)
             return StepShape(size, 0, self.tile, width, at_least(self.rows, size))
@@ -71,9 +80,11 @@ class Buckets:
 
     def of(self, work: Work) -> StepShape:
         """The shape for a step's work."""
-        tiles = sum(-(-chunk.length // self.tile) for chunk in work.chunks)
-        sequences = (*work.decodes, *(chunk.sequence for chunk in work.chunks))
-        pages = max(len(s.pages) for s in sequences) if len(self.widths) > 1 else 0
+        tiles = pages = 0
+        for chunk in work.chunks:
+            tiles += -(-chunk.length // self.tile)
+        if len(self.widths) > 1:
+            pages = max(len(s.pages) for s in (*work.decodes, *(chunk.sequence for chunk in work.chunks)))
         return self.shape(len(work.decodes), tiles, pages)
 
     def all(self) -> tuple[StepShape, ...]:

@@ -72,16 +72,14 @@ class FusedTier:
         self._counter = counter
         self._patience = patience
         self._uses: Counter[Key] = Counter()
-        self._compiled: dict[Key, Future[Fused]] = {}
+        self._compiled: dict[Key, Future[None]] = {}
+        self._ready: dict[Key, Fused] = {}
         threads = compile_threads() if patience is None else 1  # while the engine serves, steps need the cores
         self._pool = ThreadPoolExecutor(threads, "jaxserve-fuse", initializer=self._mark_thread)
 
     def find(self, key: Key) -> Fused | None:
         """The executable of a `StageProgram`, if it is ready. Never waits."""
-        future = self._compiled.get(key)
-        if future is None or not future.done() or future.exception() is not None:
-            return None
-        return future.result()
+        return self._ready.get(key)
 
     def used(self, key: Key) -> bool:
         """Notes that a step ran block by block. Whether it has done so often enough to be compiled now. Mutates."""
@@ -93,9 +91,11 @@ class FusedTier:
     def compile(self, key: Key, program: StageProgram, *arguments: Any) -> None:
         """Starts to compile a stage's program for such arguments, unless it has been; the oldest give way. Mutates."""
         if key not in self._compiled:
-            self._compiled[key] = self._pool.submit(_compile, program, *jax.tree.map(abstract, arguments))
+            self._compiled[key] = self._pool.submit(self._compile, key, program, *jax.tree.map(abstract, arguments))
             while self._patience is not None and len(self._compiled) > KEPT:
-                self._compiled.pop(next(iter(self._compiled))).cancel()
+                oldest = next(iter(self._compiled))
+                self._compiled.pop(oldest).cancel()
+                self._ready.pop(oldest, None)
 
     def table_changed(self) -> None:
         """Begins to count anew; what has not begun to compile may never be needed. Mutates."""
@@ -111,17 +111,17 @@ class FusedTier:
         """Drops what has not begun to compile, and waits for what has."""
         self._pool.shutdown(cancel_futures=True)
         self._compiled.clear()
+        self._ready.clear()
 
     def _mark_thread(self) -> None:
         self._counter.fusing_threads.add(threading.get_ident())
 
-
-def _compile(program: StageProgram, packed, carried, pools, leaves) -> Fused:
-    placed = jax.tree.map(lambda array: array.sharding, pools)  # results lie as the arguments do
-    shardings = (packed.sharding, packed.sharding, placed)
-    try:
-        jitted = jax.jit(program.__call__, donate_argnums=2, out_shardings=shardings)
-        return jitted.lower(packed, carried, pools, leaves).compile()
-    except Exception:
-        log.exception("fusing failed; steps go on block by block")
-        raise
+    def _compile(self, key: Key, program: StageProgram, packed, carried, pools, leaves) -> None:
+        placed = jax.tree.map(lambda array: array.sharding, pools)  # results lie as the arguments do
+        shardings = (packed.sharding, packed.sharding, placed)
+        try:
+            jitted = jax.jit(program.__call__, donate_argnums=2, out_shardings=shardings)
+            self._ready[key] = jitted.lower(packed, carried, pools, leaves).compile()
+        except Exception:
+            log.exception("fusing failed; steps go on block by block")
+            raise

@@ -299,6 +299,12 @@ def needs_full(sequence: Sequence) -> bool:
     return p.logprobs is not None or p.penalized or is_biased(sequence)
 
 
+def may_need_full(sequence: Sequence) -> bool:
+    """Whether a row of the sequence may ever need it."""
+    p = sequence.params
+    return p.logprobs is not None or p.penalized or bool(p.logit_bias or sequence.bad_words or p.min_tokens)
+
+
 def is_biased(sequence: Sequence) -> bool:
     """Whether a row may have entries in `sparse_biases`."""
     p = sequence.params

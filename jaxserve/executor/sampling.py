@@ -35,6 +35,8 @@ class DeviceSampler:
         self._rows = np.tile(sampler.idle_row(slots, vocab), (slots + 1, 1))  # by slot; the last one stays idle
         self._unbiased_rows: dict[int, tuple[Array, Array]] = {}
         self._owners: list[tuple[Sequence, int] | None] = [None] * slots  # whose row a slot has, and which stay
+        self._drawing: set[int] = set()  # slots whose tokens are drawn at random
+        self._demanding: set[int] = set()  # slots that may need more than that
         jit = partial(jax.jit, out_shardings=sharding)
         self._greedy = jit(sampler.sample_greedy)
         self._random = jit(sampler.sample_random)
@@ -43,17 +45,12 @@ class DeviceSampler:
 
     def sample(self, logits: Array, sequences: list[Sequence | None]) -> Sampled:
         """Dispatches the sampling of logits f32[R, V] for these rows (None: a row that samples nothing). Mutates."""
-        rows = logits.shape[0]
         present = [s for s in sequences if s is not None]
         self._welcome(present)
-        packed = self._pack(sequences, rows)
-        if any(map(sampler.needs_full, present)):
-            biases = self._biases(sequences, rows) if any(map(sampler.is_biased, present)) else self._unbiased(rows)
-            tokens, self.newest, self._history, logprobs = self._full(
-                logits, packed, self.newest, self._history, *biases
-            )
-            return Sampled(tokens, logprobs if any(s.params.logprobs is not None for s in present) else None)
-        kind = self._greedy if all(s.params.greedy for s in present) else self._random
+        packed, slots = self._pack(sequences, logits.shape[0]), {s.slot for s in present}
+        if not slots.isdisjoint(self._demanding) and any(map(sampler.needs_full, present)):
+            return self._sample_full(logits, packed, sequences)
+        kind = self._greedy if slots.isdisjoint(self._drawing) else self._random
         tokens, self.newest = kind(logits, packed, self.newest)
         return Sampled(tokens)
 
@@ -80,6 +77,12 @@ class DeviceSampler:
         for array in (self.newest, *self._history, *chain.from_iterable(self._unbiased_rows.values())):
             array.delete()
 
+    def _sample_full(self, logits: Array, packed: np.ndarray, sequences: list[Sequence | None]) -> Sampled:
+        present, rows = [s for s in sequences if s is not None], logits.shape[0]
+        biases = self._biases(sequences, rows) if any(map(sampler.is_biased, present)) else self._unbiased(rows)
+        tokens, self.newest, self._history, logprobs = self._full(logits, packed, self.newest, self._history, *biases)
+        return Sampled(tokens, logprobs if any(s.params.logprobs is not None for s in present) else None)
+
     def _biases(self, sequences: list[Sequence | None], rows: int) -> tuple[Array, Array]:
         return jax.device_put(sampler.sparse_biases(sequences, rows), self._sharding)
 
@@ -96,6 +99,8 @@ class DeviceSampler:
             if owner is None or owner[0] is not sequence or owner[1] != sequence.preemptions:
                 self._owners[sequence.slot] = (sequence, sequence.preemptions)
                 self._rows[sequence.slot] = sampler.pack_row(sequence, self.vocab)
+                _note(self._drawing, sequence.slot, not sequence.params.greedy)
+                _note(self._demanding, sequence.slot, sampler.may_need_full(sequence))
                 if sequence.params.penalized:
                     self._set_history(sequence.slot, sequence.tokens, sequence.num_prompt)
 
@@ -103,13 +108,17 @@ class DeviceSampler:
         """The parameters of the sampled rows i32[12, R]. After scheduling, a sequence's number of computed tokens is
         the position of the token to be sampled.
         """
-        slots = np.full(rows, self.slots)
-        slots[: len(sequences)] = [self.slots if s is None else s.slot for s in sequences]
-        packed = self._rows[slots].T.copy()
-        packed[sampler.POSITION, : len(sequences)] = [0 if s is None else s.num_computed for s in sequences]
+        slots = [self.slots if s is None else s.slot for s in sequences]
+        packed = self._rows[slots + [self.slots] * (rows - len(slots))].T.copy()
+        packed[sampler.POSITION, : len(slots)] = [0 if s is None else s.num_computed for s in sequences]
         return packed
 
     def _set_history(self, slot: int, tokens: list[int], prompt: int) -> None:
         padded = np.zeros(self.max_len, np.int32)
         padded[: len(tokens)] = tokens
         self._history = self._load(self._history, np.int32(slot), padded, np.int32(prompt), np.int32(len(tokens)))
+
+
+def _note(members: set[int], member: int, belongs: bool) -> None:
+    """Adds a member to a set, or takes it out. Mutates."""
+    (members.add if belongs else members.discard)(member)

@@ -5,7 +5,8 @@ the decode rows, then one row per chunk.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
 
 import numpy as np
@@ -26,34 +27,29 @@ class StepShape:
         """T."""
         return self.decodes + self.tiles * self.tile
 
-    @property
-    def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Name -> (offset, shape) in the packed vector."""
-        return _fields(self)
+    @cached_property
+    def fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """Name -> where it lies in the packed vector, and its shape."""
+        sizes = {
+            "tokens": (self.tokens,),
+            "positions": (self.tokens,),
+            "slots": (self.tokens,),
+            "rows": (self.rows,),
+            "decode_pages": (self.decodes, self.width),
+            "decode_lengths": (self.decodes,),
+            "tile_pages": (self.tiles, self.width),
+            "tile_starts": (self.tiles,),
+            "tile_lengths": (self.tiles,),
+        }
+        ends = accumulate(map(prod, sizes.values()), initial=0)
+        return {name: (slice(*ends), size) for (name, size), ends in zip(sizes.items(), pairwise(ends), strict=True)}
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Length of the packed vector."""
-        offset, shape = self.fields["tile_lengths"]
-        return offset + prod(shape)
+        return sum(prod(shape) for _, shape in self.fields.values())
 
-    def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
-        """Writable views of the fields of a packed numpy vector."""
-        return {name: packed[at : at + prod(shape)].reshape(shape) for name, (at, shape) in self.fields.items()}
-
-
-@cache  # every step asks, and each has a shape of its own that equals others
-def _fields(shape: StepShape) -> dict[str, tuple[int, tuple[int, ...]]]:
-    sizes = {
-        "tokens": (shape.tokens,),
-        "positions": (shape.tokens,),
-        "slots": (shape.tokens,),
-        "rows": (shape.rows,),
-        "decode_pages": (shape.decodes, shape.width),
-        "decode_lengths": (shape.decodes,),
-        "tile_pages": (shape.tiles, shape.width),
-        "tile_starts": (shape.tiles,),
-        "tile_lengths": (shape.tiles,),
-    }
-    offsets = np.cumsum([0, *(prod(size) for size in sizes.values())])
-    return {name: (int(at), size) for at, (name, size) in zip(offsets, sizes.items(), strict=False)}
+    def view(self, packed: np.ndarray, name: str) -> np.ndarray:
+        """A writable view of a field of a packed numpy vector."""
+        place, shape = self.fields[name]
+        return packed[place] if len(shape) == 1 else packed[place].reshape(shape)

@@ -137,16 +137,18 @@ class Scheduler:
 
     def register_full_pages(self, sequence: Sequence) -> None:
         """Names the pages that known and computed tokens have filled, so that others can share them. Mutates."""
-        if not self.pages.caching or sequence.private or sequence.status is not Status.RUNNING:
-            return
         size, known = self.limits.page_size, len(sequence.page_hashes)
         full = min(sequence.num_computed, len(sequence.tokens)) // size
+        if full <= sequence.num_registered:  # as after nearly every token
+            return
+        if not self.pages.caching or sequence.private or sequence.status is not Status.RUNNING:
+            return
         if full > known:
             tokens = sequence.tokens[: full * size]
             sequence.page_hashes = page_hashes(tokens, size, sequence.salt, sequence.page_hashes)
         for index in range(sequence.num_registered, full):
             self.pages.register(sequence.pages[index], sequence.page_hashes[index])
-        sequence.num_registered = max(sequence.num_registered, full)
+        sequence.num_registered = full
 
     @property
     def idle(self) -> bool:

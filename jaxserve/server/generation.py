@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
 from jaxserve.core.sampling import SamplingParams
@@ -76,10 +77,13 @@ class Job:
         """The usage before anything was generated."""
         return Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts))
 
-    async def run(self, client: EngineClient) -> AsyncGenerator[Delta, None]:
-        """Deltas of all prompts as they come. Closing the generator aborts them all; one's error ends them all."""
+    async def run(self, client: EngineClient, *, stream: bool = True) -> AsyncGenerator[Delta, None]:
+        """Deltas of all prompts as they come, or (not `stream`) at the ends of their answers. Closing the generator
+        aborts them all; one's error ends them all.
+        """
+        generate = partial(client.generate, priority=self.priority, salt=self.salt, stream=stream)
         streams = [
-            client.generate(prompt, params, request_id=self._id(i), priority=self.priority, salt=self.salt)
+            generate(prompt, params, request_id=self._id(i))
             for i, (prompt, params) in enumerate(zip(self.prompts, self.params, strict=True))
         ]
         if len(streams) > 1:
@@ -87,8 +91,8 @@ class Job:
                 async for delta in merged:
                     yield delta
             return
-        async with contextlib.aclosing(streams[0]) as stream:
-            async for output in stream:
+        async with contextlib.aclosing(streams[0]) as outputs:
+            async for output in outputs:
                 yield 0, output
 
     async def collect(self, client: EngineClient) -> tuple[list[list[Answer]], list[RequestOutput], Usage]:
@@ -96,7 +100,7 @@ class Job:
         answers = [[Answer(i) for i in range(params.n)] for params in self.params]
         last: dict[int, RequestOutput] = {}
         usage = self.usage()
-        async with contextlib.aclosing(self.run(client)) as deltas:
+        async with contextlib.aclosing(self.run(client, stream=False)) as deltas:
             async for delta in deltas:
                 prompt, output = delta
                 usage.add(delta)

@@ -169,7 +169,7 @@ class SimInstance:
             for sequence in done:
                 self.token_times.setdefault(sequence.request.id, []).append(now)
         tokens = np.zeros(len(work.decodes) + len(work.chunks), np.int32)
-        return self.core.finish(work, StepOutput(tokens), now, pieces=False)
+        return self.core.finish(work, StepOutput(tokens), now)
 
     def _take_commands(self) -> Iterator[Refused]:
         while self._calls:  # one may ask for another

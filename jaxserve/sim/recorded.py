@@ -226,7 +226,7 @@ class _Replay:
             self._came += 1
             params = SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=True, seed=0)
             prompt = (self._came,) * arrival.prompt_tokens  # like no other
-            self._core.add(Request(arrival.id, prompt, params, arrival.time, priority=arrival.priority))
+            self._core.add(Request(arrival.id, prompt, params, arrival.time, priority=arrival.priority, stream=False))
 
     # -- events
 

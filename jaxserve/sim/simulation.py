@@ -167,8 +167,9 @@ class Simulation:
                 heapq.heappush(self._events, (self._clock.time + delay, next(self._order), sent))
                 return
         self._in_flight[str(sent.number)] = sent
+        prompt, params = self._prompt(request), self._sampling(request.output_tokens)
         self.instances[sent.instance].submit(
-            Request(str(sent.number), self._prompt(request), self._sampling(request.output_tokens), self._clock.time)
+            Request(str(sent.number), prompt, params, arrival=self._clock.time, stream=False)
         )
         self._schedule(sent.instance)
 

@@ -32,7 +32,9 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Mutates: adds one observation."""
-        self.observe_all({value: 1})
+        with self._lock:
+            self._counts[bisect_left(self.bounds, value)] += 1
+            self._sum += value
 
     def observe_all(self, values: Mapping[float, int]) -> None:
         """Mutates: adds several observations: value -> how often it was seen."""

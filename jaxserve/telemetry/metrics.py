@@ -5,7 +5,7 @@ step loop pays for additions, not for label look-ups.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -80,7 +80,7 @@ class EngineMetrics(Collector):
 
     def __init__(self, model_name: str):
         self.model_name = model_name
-        self._snapshots: dict[int, Snapshot] = {0: Snapshot()}
+        self._snapshots: dict[int, Callable[[], Snapshot]] = {0: Snapshot}
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._labelled: dict[str, dict[tuple[str, ...], int]] = {name: {} for name in LABELLED_COUNTERS}
@@ -96,8 +96,8 @@ class EngineMetrics(Collector):
 
     # what the engine calls
 
-    def set_snapshot(self, snapshot: Snapshot, instance: int = 0) -> None:
-        """Mutates: the gauges follow the latest snapshots of all instances."""
+    def follow(self, snapshot: Callable[[], Snapshot], instance: int = 0) -> None:
+        """Mutates: the gauges show what the functions of all instances return when metrics are scraped."""
         self._snapshots[instance] = snapshot
 
     def prompt_tokens(self, count: int) -> None:
@@ -190,7 +190,7 @@ class EngineMetrics(Collector):
             values[labels] = values.get(labels, 0) + 1
 
     def _collect_gauges(self) -> Iterator[Metric]:
-        snapshot = combine(list(self._snapshots.values()))
+        snapshot = combine([latest() for latest in self._snapshots.values()])
         values = gauges(snapshot)
         for name, text in GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

@@ -64,6 +64,21 @@ def test_concurrent_requests_get_their_own_answers(engine: AsyncEngine, referenc
     asyncio.run(main())
 
 
+def test_an_answer_that_is_not_streamed_comes_at_its_end(engine: AsyncEngine, reference: Reference) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, n=2)
+
+    async def main() -> None:
+        p, told = prompt(1, 20), []
+        async for output in engine.generate(p, params, stream=False):
+            told += output.outputs
+        assert [answer.index for answer in sorted(told, key=lambda answer: answer.index)] == [0, 1]
+        assert {answer.token_ids for answer in told} == {reference.greedy(list(p.token_ids), 8)}
+        assert {answer.finish_reason for answer in told} == {"length"}
+        await settled(engine)
+
+    asyncio.run(main())
+
+
 def test_cancellation_frees_pages_queued_in_prefill_and_in_decode(engine: AsyncEngine) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(collect(engine, prompt(i, 90), LONG)) for i in range(6)]

@@ -15,11 +15,13 @@ PAGE_ROWS = 1 + np.arange(6 * SHAPE.width, dtype=np.int32).reshape(6, SHAPE.widt
 
 def sequence(slot: int, tokens: list[int], computed: int, inflight: int = 1) -> Sequence:
     request = Request(f"{slot}", tuple(tokens), SamplingParams(), arrival=0.0)
-    return Sequence(request, 0, 0, 99, tokens=tokens, num_computed=computed, num_inflight=inflight, slot=slot)
+    pages = PAGE_ROWS[slot].tolist()
+    return Sequence(request, 0, 0, 99, pages=pages, num_computed=computed, num_inflight=inflight, slot=slot)
 
 
 def packed(work: Work) -> dict[str, np.ndarray]:
-    return SHAPE.views(pack(work, SHAPE, PAGE_ROWS, PAGE))
+    vector = pack(work, SHAPE, PAGE_ROWS, PAGE)
+    return {name: SHAPE.view(vector, name) for name in SHAPE.fields}
 
 
 def test_what_is_computed_lies_together() -> None:

@@ -69,6 +69,7 @@ class FakeClient:
         self._stop = asyncio.Event()
         self._ids = itertools.count()
         self._metrics = EngineMetrics("fake")
+        self._metrics.follow(self.snapshot)
 
     @property
     def ready(self) -> bool:
@@ -82,6 +83,7 @@ class FakeClient:
         request_id: str | None = None,
         priority: int = 0,
         salt: str = "",
+        stream: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         assert isinstance(prompt, TokensPrompt)
         request_id = self._admit(prompt, request_id)
@@ -120,7 +122,6 @@ class FakeClient:
         self._metrics.rejected(reason)
 
     def metrics_text(self) -> bytes:
-        self._metrics.set_snapshot(self.snapshot())
         return self._metrics.render()
 
     async def drain(self, timeout: float) -> bool:

@@ -61,18 +61,18 @@ def test_every_name_is_there(metrics):
 
 
 def test_gauges_follow_the_snapshot(metrics):
-    metrics.set_snapshot(
-        Snapshot(
-            num_running=3,
-            num_waiting=2,
-            waiting_tokens=70,
-            kv_pages_total=8,
-            kv_pages_used=2,
-            plan_version=4,
-            layers_by_precision={"bfloat16": 5, "int4": 1},
-            weight_bytes=1000,
-            kv_bytes=500,
-        )
+    latest = Snapshot()
+    metrics.follow(lambda: latest)
+    latest = Snapshot(
+        num_running=3,
+        num_waiting=2,
+        waiting_tokens=70,
+        kv_pages_total=8,
+        kv_pages_used=2,
+        plan_version=4,
+        layers_by_precision={"bfloat16": 5, "int4": 1},
+        weight_bytes=1000,
+        kv_bytes=500,
     )
     samples = scrape(metrics)
     assert samples[("num_requests_running",)] == 3
