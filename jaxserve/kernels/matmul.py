@@ -27,17 +27,18 @@ def matmul(
     contract: int = 1,
     dtype: jnp.dtype | None = None,
     total: Total | None = None,
+    residual: jax.Array | None = None,
     backend: KernelBackend = "auto",
 ) -> jax.Array:
     """Contracts the last `contract` axes of x [rows..., c...] and w [out..., c...], giving [rows..., out...].
 
     `total`: x and w are one device's parts of the contracted axes, and this adds up what the devices have of the
-    product, in float32. `backend` says what may run it.
+    product, in float32. `residual` [rows..., out...] is added to the result. `backend` says what may run it.
 
     A QArray is contracted over all its inputs, [out..., C] with C = c0 * c1 ... Rows that are still to be normalised or
     gated are computed on their way in by kernels that can.
 
-    Sums in float32 whatever the operands are; the result has `dtype`, by default that of `x`. Both operands are seen
+    Sums in float32 whatever the operands are; the result has `dtype`, by default that of `x`, as has `residual`. Both operands are seen
     as matrices, because XLA's CPU backend transposes weights of higher rank on every call. A leading sharded axis of
     `w` survives this view, so weights keep the axis that is split over devices first among the output axes and first
     among the contracted ones.
@@ -47,10 +48,13 @@ def matmul(
     if w.shape[len(out) :] != ((math.prod(inner),) if isinstance(w, QArray) else inner):
         raise ValueError(f"cannot contract the last {contract} axes of {x.shape} and {w.shape}")
     w = _as_matrix(w, len(out))
-    dtype = jnp.dtype(dtype or x.dtype)
-    y = _product(as_matrix(x, math.prod(rows)), w, jnp.dtype(jnp.float32) if total else dtype, backend)
-    if total is not None:
-        y = total(y).astype(dtype)
+    x, dtype = as_matrix(x, math.prod(rows)), jnp.dtype(dtype or x.dtype)
+    if residual is not None:
+        residual = residual.reshape(math.prod(rows), -1)
+    if total is None:
+        y = _product(x, w, residual, dtype, backend)
+    else:
+        y = _plus(total(_product(x, w, None, jnp.dtype(jnp.float32), backend)).astype(dtype), residual)
     return y.reshape(*rows, *out)
 
 
@@ -59,8 +63,14 @@ def _as_matrix(w: jax.Array | QArray, axes: int) -> jax.Array | QArray:
     return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:axes]), math.prod(leaf.shape[axes:])), w)
 
 
-def _product(x: Rows, w: jax.Array | QArray, dtype: jnp.dtype, backend: KernelBackend) -> jax.Array:
-    """x [R, c] times w [N, c], by the platform's best means."""
+def _plus(y: jax.Array, residual: jax.Array | None) -> jax.Array:
+    return y if residual is None else y + residual
+
+
+def _product(
+    x: Rows, w: jax.Array | QArray, residual: jax.Array | None, dtype: jnp.dtype, backend: KernelBackend
+) -> jax.Array:
+    """x [R, c] times w [N, c], plus a residual [R, N] if there is one, by the platform's best means."""
     best: dict[str, Callable[..., jax.Array]] = {}
     if uses_native(backend) and native.supports(x, w):
         best["cpu"] = partial(native.matmul, dtype=dtype)
@@ -69,23 +79,25 @@ def _product(x: Rows, w: jax.Array | QArray, dtype: jnp.dtype, backend: KernelBa
     if isinstance(w, QArray) and uses_pallas(backend):
         from pallas_kernels import blocks, quantized_matmul as pallas  # takes a while, and only GPUs need it
 
-        def on_cuda(x: Rows, w: QArray) -> jax.Array:
-            return pallas.quantized_matmul(value_of(x), w, blocks=blocks.blocks_for(device_kind())).astype(dtype)
+        def on_cuda(x: Rows, w: QArray, residual: jax.Array | None) -> jax.Array:
+            y = pallas.quantized_matmul(value_of(x), w, blocks=blocks.blocks_for(device_kind()))
+            return _plus(y.astype(dtype), residual)
 
         if pallas.supports(x.shape[0], x.dtype, w):
             best["cuda"] = on_cuda
     plain = partial(_dot, dtype=dtype)
-    return lax.platform_dependent(x, w, **best, default=plain) if best else plain(x, w)
+    return lax.platform_dependent(x, w, residual, **best, default=plain) if best else plain(x, w, residual)
 
 
-def _dot(x: Rows, w: jax.Array | QArray, *, dtype: jnp.dtype) -> jax.Array:
+def _dot(x: Rows, w: jax.Array | QArray, residual: jax.Array | None, *, dtype: jnp.dtype) -> jax.Array:
     x = value_of(x)
     if isinstance(w, QArray):
         w = w.dequantize(x.dtype)
     y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return y.astype(dtype)
+    return _plus(y.astype(dtype), residual)
 
 
-def _dot_padded(x: Rows, w: jax.Array | QArray, *, dtype: jnp.dtype) -> jax.Array:
+def _dot_padded(x: Rows, w: jax.Array | QArray, residual: jax.Array | None, *, dtype: jnp.dtype) -> jax.Array:
     x = value_of(x)
-    return _dot(jnp.pad(x, ((0, MIN_CPU_ROWS - len(x)), (0, 0))), w, dtype=dtype)[: len(x)]
+    y = _dot(jnp.pad(x, ((0, MIN_CPU_ROWS - len(x)), (0, 0))), w, None, dtype=dtype)[: len(x)]
+    return _plus(y, residual)

@@ -95,9 +95,10 @@ class Attention(nnx.Module):
         cos: Float[Array, "T D//2"],
         sin: Float[Array, "T D//2"],
         attend: Attend,
+        residual: Float[Array, "T E"],
         total: Total | None = None,
     ) -> Float[Array, "T E"]:
-        """x [T, E] and the rotations of its positions -> what attention adds to it."""
+        """x [T, E] and the rotations of its positions -> the residual and what attention adds to it."""
         qkv = matmul(x, self.qkv[...], backend=self.backend)
         if self.qkv_bias is not None:
             qkv += self.qkv_bias[...]
@@ -105,8 +106,8 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps)
         out = attend(Rotated(qkv, cos, sin, norms))
-        out = matmul(out, self.o[...], contract=3, total=total, backend=self.backend)
-        return out if self.o_bias is None else out + self.o_bias[...]
+        add = partial(matmul, out, self.o[...], contract=3, total=total, backend=self.backend)
+        return add(residual=residual) if self.o_bias is None else residual + (add() + self.o_bias[...])
 
 
 class MLP(nnx.Module):
@@ -121,12 +122,12 @@ class MLP(nnx.Module):
         self.down = weight(config, rngs, hidden, inner, bits=bits, parts=config.shards)
         self.down_bias = bias(config, hidden) if config.mlp_bias else None
 
-    def __call__(self, x: Rows, total: Total | None = None) -> Float[Array, "T E"]:
+    def __call__(self, x: Rows, residual: Float[Array, "T E"], total: Total | None = None) -> Float[Array, "T E"]:
         gate_up = matmul(x, self.gate_up[...], backend=self.backend)
         if self.gate_up_bias is not None:
             gate_up += self.gate_up_bias[...]
-        out = matmul(Gated(gate_up), self.down[...], total=total, backend=self.backend)
-        return out if self.down_bias is None else out + self.down_bias[...]
+        add = partial(matmul, Gated(gate_up), self.down[...], total=total, backend=self.backend)
+        return add(residual=residual) if self.down_bias is None else residual + (add() + self.down_bias[...])
 
 
 def gate_up_axes(config: ModelConfig, inner: int) -> tuple[Axis, Axis, Axis]:
@@ -138,7 +139,7 @@ def gate_up_axes(config: ModelConfig, inner: int) -> tuple[Axis, Axis, Axis]:
 
 
 FeedForward = Callable[..., nnx.Module]
-"""(config, rngs=..., bits=...) -> a module (`Rows` [T, E], total) -> [T, E]."""
+"""(config, rngs=..., bits=...) -> a module (`Rows` [T, E], residual [T, E], total) -> the residual and what it adds."""
 
 
 class DecoderLayer(nnx.Module):
@@ -169,8 +170,8 @@ class DecoderLayer(nnx.Module):
         total: Total | None = None,
     ) -> Float[Array, "T E"]:
         """x and the rotations (float32) of its positions -> the next layer's x."""
-        x = x + self.attention(self.input_norm.before_product(x), cos, sin, attend, total)
-        return x + self.mlp(self.post_norm.before_product(x), total)
+        x = self.attention(self.input_norm.before_product(x), cos, sin, attend, x, total)
+        return self.mlp(self.post_norm.before_product(x), x, total)
 
 
 class Embed(nnx.Module):

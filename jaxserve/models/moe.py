@@ -36,7 +36,7 @@ class MoE(nnx.Module):
             weights /= weights.sum(axis=-1, keepdims=True)
         return weights, experts
 
-    def __call__(self, x: Rows, total: Total | None = None) -> Float[Array, "T E"]:
+    def __call__(self, x: Rows, residual: Float[Array, "T E"], total: Total | None = None) -> Float[Array, "T E"]:
         x = value_of(x)
         weights, experts = self.route(x)
         order = jnp.argsort(experts.ravel(), stable=True)
@@ -46,4 +46,4 @@ class MoE(nnx.Module):
         outs = grouped_matmul(inner, self.experts_down[...], sizes, backend=self.backend)[jnp.argsort(order)]
         outs = outs.astype(jnp.float32).reshape(*experts.shape, -1)
         out = jnp.einsum("tne,tn->te", outs, weights)
-        return (out if total is None else total(out)).astype(x.dtype)
+        return residual + (out if total is None else total(out)).astype(x.dtype)

@@ -128,7 +128,7 @@ def _with_inputs(
         return attended
 
     normed = layer.input_norm(x)
-    x = x + layer.attention(normed, cos, sin, spy)
+    x = layer.attention(normed, cos, sin, spy, x)
     inner = layer.post_norm(x)
     seen = {"attention.qkv": normed, "attention.o": attended}
     if isinstance(layer.mlp, MLP):
@@ -138,4 +138,4 @@ def _with_inputs(
         seen |= {"mlp.gate_up": inner, "mlp.down": Gated(gate_up).value()}
     else:
         seen |= {"mlp.experts_gate_up": inner}
-    return x + layer.mlp(inner), seen
+    return layer.mlp(inner, x), seen

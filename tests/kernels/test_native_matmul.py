@@ -202,6 +202,33 @@ def test_padding_is_not_multiplied(bits: int, left: str) -> None:
     assert not np.asarray(native.matmul(jnp.zeros_like(x), w)).any()
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("left", ["plain", "normed", "gated"])
+@pytest.mark.parametrize("bits", [16, 8, 4, 3])
+@pytest.mark.parametrize("rows", [1, 3, 17, 70])
+def test_a_residual_is_added_to_the_rounded_product(rows: int, bits: int, left: str, dtype: jnp.dtype) -> None:
+    x, w = operands(rows + 9, 301, 384, bits)
+    x = x.at[:4].set(0).at[-5:].set(0)  # padding: what is added to nothing stays
+    residual = jnp.asarray(np.random.default_rng(rows).standard_normal((rows + 9, 301)) * 20, dtype)
+    lefts = {
+        "plain": x,
+        "normed": Normed(x, jnp.ones(384, x.dtype), 1e-5),
+        "gated": Gated(jnp.stack([x, x], axis=1)[:, None]),
+    }
+    for variant in ("", *library.variants()):
+        product = partial(native.matmul, lefts[left], w, dtype=dtype, variant=variant)
+        np.testing.assert_array_equal(product(residual), product() + residual)
+    together = matmul(lefts[left], w, dtype=dtype, residual=residual)
+    np.testing.assert_array_equal(together, matmul(lefts[left], w, dtype=dtype) + residual)
+
+
+@pytest.mark.parametrize("residual", [jnp.zeros((4, 31), jnp.bfloat16), jnp.zeros((4, 32), jnp.float32)])
+def test_a_residual_of_another_form_is_an_error(residual: jax.Array) -> None:
+    x, w = operands(4, 32, 32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="what is added to the product is like it"):
+        jax.block_until_ready(native.matmul(x, w, residual, dtype=jnp.bfloat16))
+
+
 def test_gates_cut_into_parts_are_put_together() -> None:
     rng = np.random.default_rng(0)
     gate_up, w = Gated(jnp.asarray(rng.standard_normal((3, 2, 2, 64)), jnp.bfloat16)), operands(3, 40, 128)[1]

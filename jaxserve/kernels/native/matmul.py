@@ -28,8 +28,16 @@ def supports(x: Rows, w: jax.Array | QArray) -> bool:
     return x.dtype == w.dtype == jnp.bfloat16 and (multiplies_all() or x.shape[0] <= MAX_VECTOR_ROWS)
 
 
-def matmul(x: Rows, w: jax.Array | QArray, *, dtype: DTypeLike = jnp.float32, variant: str = "") -> jax.Array:
+def matmul(
+    x: Rows,
+    w: jax.Array | QArray,
+    residual: jax.Array | None = None,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    variant: str = "",
+) -> jax.Array:
     """x [R, c] times w [N, c], both read as they lie: [R, N] in `dtype`, bfloat16 or float32; sums in float32.
+    `residual` [R, N], in that dtype too, is added to the product after it has been rounded.
 
     `variant` is one of `library.VARIANTS`, by default the fastest that this machine has for the dtype of `x`; one that
     it lacks is an error when the step runs. On the matrix unit a QArray's weights are rounded to bfloat16, like
@@ -44,7 +52,9 @@ def matmul(x: Rows, w: jax.Array | QArray, *, dtype: DTypeLike = jnp.float32, va
             prologue, operands = "norm", [*operands, weight]
         case Gated(gate_up):
             prologue, x = "swiglu", _halves(gate_up)
-    return call(x, *operands, bits=np.int64(bits), variant=variant, prologue=prologue, eps=np.float32(eps))
+    if adds := residual is not None:
+        operands = [*operands, residual]
+    return call(x, *operands, bits=np.int64(bits), variant=variant, prologue=prologue, eps=np.float32(eps), adds=adds)
 
 
 def in_integers(x: jax.Array, w: QArray) -> jax.Array:

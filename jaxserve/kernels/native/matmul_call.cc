@@ -93,9 +93,23 @@ struct Packing final : Shared {
   }
 };
 
+// What is added to y once it is rounded: a matrix like y, or nothing.
+struct Residual {
+  const void* numbers = nullptr;
+
+  void add_to(const Matmul& m, const Block& part) const {
+    if (!numbers) return;
+    for (int64_t row = part.row; row < part.row + part.rows; ++row) {
+      const int64_t at = (row * m.w.out + part.out) * (m.y_bfloat16 ? 2 : 4);
+      row_functions().add(static_cast<const char*>(numbers) + at, part.outs, m.y_bfloat16, static_cast<char*>(m.y) + at);
+    }
+  }
+};
+
 // Computes y: an item is a block. Neighbours share their rows of the weight only if all rows do not fit into one block.
 struct Product final : Shared {
   Matmul matmul;
+  Residual residual;
   const Multiplier* variant;
   Block block;
   std::unique_ptr<Scratch> x, packed;
@@ -108,6 +122,7 @@ struct Product final : Shared {
     for (; mine.more(); mine.advance()) {
       const Block part = block_of(mine.now()), after = mine.knows_after() ? block_of(mine.after()) : Block{};
       variant->multiply(matmul, packed->get(), part, mine.knows_after() ? &after : nullptr, scratch.get());
+      residual.add_to(matmul, part);
     }
   }
 
@@ -119,13 +134,14 @@ struct Product final : Shared {
 
 int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
-void multiply_all(Matmul matmul, const Prologue& prologue, const Multiplier* variant) {
+void multiply_all(Matmul matmul, const Prologue& prologue, const Residual& residual, const Multiplier* variant) {
   auto product = std::make_shared<Product>();
   if (prologue.kind) {
     product->x = std::make_unique<Scratch>(matmul.rows * matmul.w.inner * (matmul.x_bfloat16 ? 2 : 4));
     matmul.x = product->x->get();
   }
   product->matmul = matmul;
+  product->residual = residual;
   product->variant = variant;
   product->packed = std::make_unique<Scratch>(variant->packed_bytes(matmul));
   Block& block = product->block = variant->block(matmul);
@@ -160,20 +176,26 @@ bool is_zero(const char* bytes, int64_t count) {
   return std::all_of(bytes, bytes + count, [](char byte) { return byte == 0; });
 }
 
-// Leaves out the rows of zeros that lie in front of all others and behind them, as a step's padding does, and writes their products: zeros.
-void leave_out_padding(Matmul& m, Prologue& prologue) {
+// Leaves out the rows of zeros that lie in front of all others and behind them, as a step's padding does, and writes what their products,
+// zeros, add up to.
+void leave_out_padding(Matmul& m, Prologue& prologue, Residual& residual) {
   const int64_t x_bytes = m.w.inner * (m.x_bfloat16 ? 2 : 4) * (prologue.kind == Prologue::kSwiglu ? 2 : 1);
   const int64_t y_bytes = m.w.out * (m.y_bfloat16 ? 2 : 4);
   const auto* x = static_cast<const char*>(prologue.x);
+  const auto* r = static_cast<const char*>(residual.numbers);
   auto* y = static_cast<char*>(m.y);
+  const auto leave_out = [&](int64_t row, int64_t rows) {
+    r ? memcpy(y + row * y_bytes, r + row * y_bytes, rows * y_bytes) : memset(y + row * y_bytes, 0, rows * y_bytes);
+  };
   int64_t first = 0, end = m.rows;
   while (end > 0 && is_zero(x + (end - 1) * x_bytes, x_bytes)) --end;
   while (first < end && is_zero(x + first * x_bytes, x_bytes)) ++first;
-  memset(y, 0, first * y_bytes);
-  memset(y + end * y_bytes, 0, (m.rows - end) * y_bytes);
+  leave_out(0, first);
+  leave_out(end, m.rows - end);
   m.rows = end - first;
   m.x = prologue.x = x + first * x_bytes;
   m.y = y + first * y_bytes;
+  residual.numbers = r ? r + first * y_bytes : nullptr;
 }
 
 bool is_number(ffi::DataType type) { return type == ffi::BF16 || type == ffi::F32; }
@@ -203,16 +225,16 @@ ffi::Error add_scales(Weight& w, const ffi::RemainingArgs& rest, size_t count) {
   return ffi::Error::Success();
 }
 
-// How x becomes the rows that are multiplied. A norm's weight is the last of the rest.
+// How x becomes the rows that are multiplied. A norm's weight is number `at` of the rest.
 ffi::Error add_prologue(Prologue& p, std::string_view name, float eps, const ffi::AnyBuffer& x,
-                        const ffi::RemainingArgs& rest, int64_t inner) {
+                        const ffi::RemainingArgs& rest, size_t at, int64_t inner) {
   p.x = x.untyped_data();
   p.eps = eps;
   p.kind = name == "norm" ? Prologue::kNorm : name == "swiglu" ? Prologue::kSwiglu : Prologue::kNone;
   if (p.kind == Prologue::kNone && !name.empty()) return invalid("no prologue " + std::string(name));
   if (x.dimensions()[1] != inner * (p.kind == Prologue::kSwiglu ? 2 : 1)) return invalid("x does not fit the weight");
   if (p.kind != Prologue::kNorm) return ffi::Error::Success();
-  const auto weight = rest.get<ffi::AnyBuffer>(rest.size() - 1);
+  const auto weight = rest.get<ffi::AnyBuffer>(at);
   if (!weight.has_value() || weight->element_type() != x.element_type() || weight->element_count() != size_t(inner)) {
     return invalid("a norm has a weight [inputs] of the dtype of x");
   }
@@ -220,9 +242,20 @@ ffi::Error add_prologue(Prologue& p, std::string_view name, float eps, const ffi
   return ffi::Error::Success();
 }
 
-ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest,
-                  ffi::Result<ffi::AnyBuffer> y, int64_t bits, std::string_view variant, std::string_view prologue,
-                  float eps) {
+// The last of the rest.
+ffi::Error add_residual(Residual& r, const ffi::AnyBuffer& y, const ffi::RemainingArgs& rest) {
+  const auto numbers = rest.get<ffi::AnyBuffer>(rest.size() - 1);
+  if (!numbers.has_value() || numbers->element_type() != y.element_type() || !is_matrix(*numbers, y.dimensions()[0]) ||
+      numbers->dimensions()[1] != y.dimensions()[1]) {
+    return invalid("what is added to the product is like it");
+  }
+  r.numbers = numbers->untyped_data();
+  return ffi::Error::Success();
+}
+
+// rest: the scales and zeros of codes, a norm's weight, what is added.
+ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t bits,
+                  std::string_view variant, std::string_view prologue, float eps, bool adds) {
   if (x.dimensions().size() != 2 || w.dimensions().size() != 2) return invalid("operands must be matrices");
   const int64_t rows = x.dimensions()[0], out = w.dimensions()[0];
   const int64_t inner = bits == 16 ? w.dimensions()[1] : x.dimensions()[1] / (prologue == "swiglu" ? 2 : 1);
@@ -241,22 +274,27 @@ ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest,
   m.w.inner = m.w.group = inner;
   m.w.groups = 1;
   m.w.row_bytes = per_row * (bits == 16 ? 2 : 1);
+  const size_t others = (prologue == "norm") + adds;
+  if (rest.size() < others) return invalid("an operand is missing");
   if (bits != 16) {
-    auto error = add_scales(m.w, rest, rest.size() - (prologue == "norm"));
+    auto error = add_scales(m.w, rest, rest.size() - others);
     if (error.failure()) return error;
   }
   Prologue first;
-  auto error = add_prologue(first, prologue, eps, x, rest, inner);
+  auto error = add_prologue(first, prologue, eps, x, rest, rest.size() - others, inner);
+  if (error.failure()) return error;
+  Residual residual;
+  if (adds) error = add_residual(residual, *y, rest);
   if (error.failure()) return error;
   m.x = x.untyped_data();
   m.y = y->untyped_data();
   m.x_bfloat16 = bfloat16;
   m.y_bfloat16 = y->element_type() == ffi::BF16;
   m.rows = rows;
-  leave_out_padding(m, first);
+  leave_out_padding(m, first, residual);
   const Multiplier* multiplier = choose(variant, bfloat16, m.rows, m.w);
   if (multiplier == nullptr) return invalid("this machine has no variant " + std::string(variant) + " for this dtype");
-  if (m.rows) multiply_all(m, first, multiplier);
+  if (m.rows) multiply_all(m, first, residual, multiplier);
   return ffi::Error::Success();
 }
 
@@ -272,7 +310,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, jaxserve::matmul,
                                   .Attr<int64_t>("bits")
                                   .Attr<std::string_view>("variant")
                                   .Attr<std::string_view>("prologue")
-                                  .Attr<float>("eps"));
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("adds"));
 
 // Whether this machine has the named variant of the product, for bfloat16.
 extern "C" bool jaxserve_has_matmul(const char* name, size_t length) {

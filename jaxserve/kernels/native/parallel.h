@@ -19,7 +19,7 @@
 namespace jaxserve {
 
 constexpr int64_t kWorkPerThread = 100'000;  // multiplications; below it sharing costs more than it saves
-constexpr std::chrono::microseconds kLinger{200};  // longer than the pauses between a step's calls
+constexpr std::chrono::microseconds kLinger{60};  // as long as most pauses between a step's calls: see below
 constexpr int kPatience = 20;  // microseconds or so that a caller keeps its processor while the last items are computed
 
 // Neighbouring items. One thread takes them from the front, and so goes through memory in order; those that have come to the end of
@@ -126,7 +126,9 @@ class Items {
 };
 
 // Threads that help in calls, and look out for the next one for a while before they sleep. To wake a thread takes longer
-// than most calls: up to several milliseconds if it last ran where the caller runs now.
+// than most calls: up to several milliseconds if it last ran where the caller runs now. But one that looks out keeps a
+// processor busy: the thread that prepares the next step then shares the caller's instead, and both take turns for as long as
+// that goes on.
 class Helpers {
  public:
   // Those of the process. Never destroyed: some may still look out when it ends.

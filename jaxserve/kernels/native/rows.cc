@@ -72,6 +72,14 @@ void swiglu(const T* gate, const T* up, int64_t size, T* to) {
   });
 }
 
+template <typename T>
+void add(const T* x, int64_t size, T* to) {
+  for_pairs(x, size, [&](int64_t i, Pair p) {
+    const Pair sum = pair_at(to, i, size);
+    put(to, i, size, {sum.first + p.first, sum.second + p.second});
+  });
+}
+
 // LANES numbers of either half.
 template <typename T>
 inline void turn(const T* first, const T* second, const float* cos, const float* sin, T* to_first, T* to_second) {
@@ -142,6 +150,11 @@ void swiglu_row(const void* gate, const void* up, int64_t size, bool bfloat16, v
   swiglu(static_cast<const F*>(gate), static_cast<const F*>(up), size, static_cast<F*>(to));
 }
 
+void add_row(const void* x, int64_t size, bool bfloat16, void* to) {
+  if (bfloat16) return add(static_cast<const uint16_t*>(x), size, static_cast<uint16_t*>(to));
+  add(static_cast<const float*>(x), size, static_cast<float*>(to));
+}
+
 void rotate_row(const void* x, const float* cos, const float* sin, int64_t half, bool bfloat16, void* to) {
   if (bfloat16) return rotate(static_cast<const uint16_t*>(x), cos, sin, half, static_cast<uint16_t*>(to));
   rotate(static_cast<const float*>(x), cos, sin, half, static_cast<float*>(to));
@@ -155,6 +168,6 @@ void quantize_row(const void* x, int64_t size, bool bfloat16, void* to) {
 
 }  // namespace
 
-extern const RowFunctions FUNCTIONS = {norm_row, swiglu_row, rotate_row, quantize_row};
+extern const RowFunctions FUNCTIONS = {norm_row, swiglu_row, add_row, rotate_row, quantize_row};
 
 }  // namespace jaxserve

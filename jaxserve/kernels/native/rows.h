@@ -12,6 +12,8 @@ struct RowFunctions {
   void (*norm)(const void* x, const void* weight, float eps, int64_t size, bool bfloat16, void* to);
   // to [size] = silu(gate) * up.
   void (*swiglu)(const void* gate, const void* up, int64_t size, bool bfloat16, void* to);
+  // to [size] += x.
+  void (*add)(const void* x, int64_t size, bool bfloat16, void* to);
   // to [2 half] = x [2 half], number i and number half + i turned by the angle i of which the cosine and the sine are given.
   void (*rotate)(const void* x, const float* cos, const float* sin, int64_t half, bool bfloat16, void* to);
   // to = x [size] in int8 codes, and their scale, a float32: a row of a KV pool (kernels/kv.py).
