@@ -60,10 +60,12 @@ def _pack_decodes(
     view("tokens")[first:last] = [-1 - s.slot if s.num_inflight > 1 else s.tokens[-1] for s in sequences]
     positions = [s.num_computed - 1 for s in sequences]
     view("positions")[first:last] = positions
+    slots = [s.slot for s in sequences]
+    view("decode_pages")[first:] = page_rows[slots, : shape.width]
     view("slots")[first:last] = [
-        s.pages[at // page_size] * page_size + at % page_size for s, at in zip(sequences, positions, strict=True)
+        page_rows.item(slot, at // page_size) * page_size + at % page_size
+        for slot, at in zip(slots, positions, strict=True)
     ]
-    view("decode_pages")[first:] = page_rows[[s.slot for s in sequences], : shape.width]
     view("decode_lengths")[first:] = [s.num_computed for s in sequences]
     view("rows")[:count] = range(first, last)
 

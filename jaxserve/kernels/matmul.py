@@ -38,10 +38,10 @@ def matmul(
     A QArray is contracted over all its inputs, [out..., C] with C = c0 * c1 ... Rows that are still to be normalised or
     gated are computed on their way in by kernels that can.
 
-    Sums in float32 whatever the operands are; the result has `dtype`, by default that of `x`, as has `residual`. Both operands are seen
-    as matrices, because XLA's CPU backend transposes weights of higher rank on every call. A leading sharded axis of
-    `w` survives this view, so weights keep the axis that is split over devices first among the output axes and first
-    among the contracted ones.
+    Sums in float32 whatever the operands are; the result has `dtype`, by default that of `x`, as has `residual`. Both
+    operands are seen as matrices, because XLA's CPU backend transposes weights of higher rank on every call. A leading
+    sharded axis of `w` survives this view, so weights keep the axis that is split over devices first among the output
+    axes and first among the contracted ones.
     """
     rows, inner = x.shape[:-contract], x.shape[-contract:]
     out = w.shape[:-1] if isinstance(w, QArray) else w.shape[:-contract]

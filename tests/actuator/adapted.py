@@ -244,9 +244,10 @@ class Adapted:
             for request in (request for request, step in (leaving or {}).items() if step == number):
                 self.engine.abort(request)
             self.step(tokens)
-        with self.engine._taking_turns():
+        with self.engine._turn:
             for canary in self.canaries:
                 canary.check()
+        self.engine._run_calls()
 
     def step(self, tokens: dict[str, tuple[int, ...]]) -> None:
         """One step; adds to the tokens of each request."""

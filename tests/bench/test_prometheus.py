@@ -58,7 +58,8 @@ def test_without_histograms_the_values_are_the_same():
 
 def test_our_own_metrics_have_the_same_names():
     metrics = EngineMetrics("m")
-    metrics.set_snapshot(Snapshot(num_running=2, kv_pages_total=8, plan_version=3, layers_by_precision={"bfloat16": 4}))
+    state = Snapshot(num_running=2, kv_pages_total=8, plan_version=3, layers_by_precision={"bfloat16": 4})
+    metrics.follow(lambda: state)
     metrics.finished(FinishReason.STOP, e2e=1.0, queue=0.25, prompt_tokens=4, generated=2, tpot=0.1)
     scrape = parse(metrics.render().decode())
     assert scrape.values["num_requests_running"] == 2

@@ -15,8 +15,7 @@ PAGE_ROWS = 1 + np.arange(6 * SHAPE.width, dtype=np.int32).reshape(6, SHAPE.widt
 
 def sequence(slot: int, tokens: list[int], computed: int, inflight: int = 1) -> Sequence:
     request = Request(f"{slot}", tuple(tokens), SamplingParams(), arrival=0.0)
-    pages = PAGE_ROWS[slot].tolist()
-    return Sequence(request, 0, 0, 99, pages=pages, num_computed=computed, num_inflight=inflight, slot=slot)
+    return Sequence(request, 0, 0, 99, num_computed=computed, num_inflight=inflight, slot=slot)
 
 
 def packed(work: Work) -> dict[str, np.ndarray]:
