@@ -63,6 +63,12 @@ def test_a_finger_can_do_all_that_there_is_to_do(open_page):
         wait_for_state(page, "live")
 
         now = page.locator("#ttft").text_content()
+        left = page.locator("#plot-ttft").bounding_box()["x"] + 60
+        line = page.locator("#plot-ttft line").first  # which is drawn anew, and gone, when it is touched
+        line.dispatch_event("pointerdown", {"bubbles": True, "clientX": left})
+        assert page.evaluate("document.body.classList.contains('past')")
+        page.locator("#ttft-title").dispatch_event("pointerdown", {"bubbles": True})
+        assert not page.evaluate("document.body.classList.contains('past')")
         page.locator("#plot-queue").tap(position={"x": 60, "y": 40})  # long ago, on another chart
         page.locator("#plot-ttft").tap(position={"x": 60, "y": 40})
         page.wait_for_function("() => document.body.classList.contains('past')")

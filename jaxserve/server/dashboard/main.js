@@ -247,7 +247,10 @@ byId("range").addEventListener("change", (event) => {
   timeline.point(null);
   if (state.status) showCharts();
 });
-document.addEventListener("pointerdown", (event) => event.target.closest(".plot") || timeline.point(null));
+document.addEventListener("pointerdown", (event) => {
+  const path = event.composedPath(); // as it was: what was touched may have been drawn anew by now
+  if (!path.some((node) => node.classList?.contains("plot"))) timeline.point(null);
+});
 timeline.onCursor = () => {
   charts.forEach((chart) => chart.draw());
   showMoment();
