@@ -2,10 +2,8 @@
 come out. No device, no clock, no thread: time is an argument.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,10 +13,11 @@ from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.limits import check_params, check_prompt
 from jaxserve.engine.outputs import RequestState
+from jaxserve.engine.record import Record
 from jaxserve.engine.text import append_text, flush_text
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler import Scheduler
-from jaxserve.telemetry import TIME_BOUNDS, EngineMetrics, Snapshot
+from jaxserve.telemetry import EngineMetrics, Snapshot
 
 
 @dataclass
@@ -59,17 +58,11 @@ class EngineCore:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
         self.number = number
-        self.static = static
-        self._latest: tuple[Snapshot, dict[str, Any]] = (static, {})  # what `snapshot` is made of
+        self._record = Record(scheduler, metrics, static)
         metrics.follow(lambda: self.snapshot, number)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}
-        self._steps = 0
-        self._reported = (0, 0, 0)  # preemptions, prefix queries and hits already in the metrics
-        self._first_tokens = (0,) * (len(TIME_BOUNDS) + 1)  # by seconds since their arrival
-        self._gaps, self._gap_seconds = 0, 0.0  # between two tokens of a sequence
-        self._generated = self._finished = 0
 
     # -- requests
 
@@ -98,14 +91,14 @@ class EngineCore:
                 sequence.finish_reason = reason
                 sequence.children.clear()  # siblings end with it
                 self.scheduler.finish(sequence)
-        self._record_end(state, reason, now)
+        self._end(state, reason, now)
         self._take_snapshot(now)  # no step may follow
 
     def replan(self, salt: str, static: Snapshot) -> None:
         """The plan has changed between two steps: its name in the prefix cache, and the snapshot's fields that follow
         from it. Requests in flight go on; under another name, what they compute from now on is not shared. Mutates.
         """
-        self.salt, self.static = salt, static
+        self.salt, self._record.static = salt, static
         for state in self._requests.values():
             for sequence in state.sequences:
                 if sequence.status is not Status.FINISHED:
@@ -123,21 +116,25 @@ class EngineCore:
         return self.scheduler.waiting_tokens + len(self.scheduler.running)
 
     @property
+    def static(self) -> Snapshot:
+        """The snapshot's fields that follow from the plan in force."""
+        return self._record.static
+
+    @property
     def snapshot(self) -> Snapshot:
         """The state after the latest step, or what has happened since. From any thread."""
-        static, latest = self._latest
-        return replace(static, **latest)
+        return self._record.snapshot
 
     # -- steps
 
     def begin(self, now: float) -> Work:
         """The next step's work (empty when there is nothing to do). Mutates."""
-        work = self.scheduler.schedule(self._steps, now)
+        work = self.scheduler.schedule(self._record.steps, now)
         for chunk in work.chunks:
             if chunk.sequence.first_scheduled is None:
                 chunk.sequence.first_scheduled = now
         if work:
-            self._steps += 1
+            self._record.steps += 1
         return work
 
     def finish(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
@@ -152,7 +149,8 @@ class EngineCore:
                 self._take_embedding(step, chunk.sequence, index)
             elif chunk.last:
                 self._take_token(step, chunk.sequence, len(work.decodes) + index)
-        self._record_step(step)
+        self._record.step(step.generated, step.gaps)
+        self._take_snapshot(now)
         return [self._output(request_id, sequences, now) for request_id, sequences in step.changed.items()]
 
     def repeat(self, count: int, end: float) -> None:
@@ -161,20 +159,18 @@ class EngineCore:
         The same as `finish` and then `begin`, so often, where no token ends a sequence and `count` is at most
         `scheduler.steady_steps`; tokens are 0, and what is new of requests comes with the step after. For simulations.
         """
-        running, tokens = self.scheduler.running, [0] * count
+        running, tokens, seconds = self.scheduler.running, [0] * count, 0.0
         self.scheduler.repeat(count - 1)
         for sequence in running:
             assert sequence.last_token is not None
-            self._gap_seconds += end - sequence.last_token
+            seconds += end - sequence.last_token
             sequence.tokens += tokens
             sequence.last_token = end
             self.scheduler.register_full_pages(sequence)
-        self._steps += count - 1
-        self._gaps += count * len(running)
-        self._generated += count * len(running)
+        self._record.steady(count, len(running), seconds)
         self._take_snapshot(end)  # as `finish` does, before the next step begins
         self.scheduler.repeat(1)
-        self._steps += 1
+        self._record.steps += 1
 
     # -- admission
 
@@ -252,7 +248,7 @@ class EngineCore:
         sequence.tokens.append(token)
         if sequence.first_token is None:
             sequence.first_token = now
-            self._take_first_token(now - request.arrival)
+            self._record.first_token(now - request.arrival)
         elif sequence.last_token is not None:
             gap = now - sequence.last_token  # the same for nearly all
             step.gaps[gap] = step.gaps.get(gap, 0) + 1
@@ -272,12 +268,6 @@ class EngineCore:
         step.generated += 1
         if request.stream or sequence.finish_reason is not None:
             step.changed.setdefault(request.id, []).append(sequence)
-
-    def _take_first_token(self, seconds: float) -> None:
-        self.metrics.first_token(seconds)
-        counts = list(self._first_tokens)
-        counts[bisect_left(TIME_BOUNDS, seconds)] += 1
-        self._first_tokens = tuple(counts)
 
     def _check_end(self, sequence: Sequence, token: int) -> None:
         params = sequence.request.params
@@ -341,61 +331,12 @@ class EngineCore:
         state.unfinished -= sum(s.status is Status.FINISHED for s in sequences)
         if state.unfinished == 0:
             del self._requests[request_id]
-            reason = state.sequences[0].finish_reason or FinishReason.STOP
-            self._record_end(state, reason, now)
+            self._end(state, state.sequences[0].finish_reason or FinishReason.STOP, now)
         return state.take(sequences)
 
-    def _record_step(self, step: _Step) -> None:
-        scheduler = self.scheduler
-        self.metrics.generated_tokens(step.generated)
-        self._generated += step.generated
-        if step.gaps:
-            self.metrics.inter_token(step.gaps)
-            self._gaps += sum(step.gaps.values())
-            self._gap_seconds += sum(gap * count for gap, count in step.gaps.items())
-        totals = (scheduler.num_preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
-        if totals != self._reported:
-            preemptions, queries, hits = (new - old for new, old in zip(totals, self._reported, strict=True))
-            self.metrics.preempted(preemptions)
-            self.metrics.prefix_cache(queries, hits)
-            self._reported = totals
-        self._take_snapshot(step.now)
+    def _end(self, state: RequestState, reason: FinishReason, now: float) -> None:
+        state.finished_at = now
+        self._record.ended(state, reason, now)
 
     def _take_snapshot(self, now: float) -> None:
-        scheduler, since = self.scheduler, self.scheduler.waiting_since
-        latest = {
-            "time": now,
-            "steps": self._steps,
-            "num_running": len(scheduler.running),
-            "num_waiting": scheduler.num_waiting,
-            "waiting_tokens": scheduler.waiting_tokens,
-            "kv_pages_used": scheduler.pages.used,
-            "oldest_wait": 0.0 if since is None else now - since,
-            "preemptions": scheduler.num_preemptions,
-            "generated_tokens": self._generated,
-            "finished": self._finished,
-            "first_tokens": self._first_tokens,
-            "gaps": self._gaps,
-            "gap_seconds": self._gap_seconds,
-        }
-        self._latest = (self.static, latest)
-
-    def _record_end(self, state: RequestState, reason: FinishReason, now: float) -> None:
-        state.finished_at = now
-        first = state.sequences[0]
-        generated = sum(s.num_generated for s in state.sequences)
-        self._finished += len(state.sequences)
-        tpot = queue = None
-        if first.num_generated > 1 and first.first_token is not None and first.last_token is not None:
-            tpot = (first.last_token - first.first_token) / (first.num_generated - 1)
-        if first.first_scheduled is not None:
-            queue = first.first_scheduled - state.request.arrival
-            self.metrics.prompt_tokens(first.num_prompt)
-        self.metrics.finished(
-            reason,
-            e2e=now - state.request.arrival,
-            queue=queue,
-            prompt_tokens=first.num_prompt,
-            generated=generated,
-            tpot=tpot,
-        )
+        self._record.take(now)

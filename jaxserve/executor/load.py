@@ -18,11 +18,10 @@ class StepLoad:
 
 
 class Loads:
-    """Tells the load of steps of one engine's shapes; called for every step, so it remembers the shapes."""
+    """Tells the load of steps of one engine's shapes."""
 
     def __init__(self, buckets: Buckets):
         self._buckets = buckets
-        self._sizes: dict[tuple[int, int], tuple[int, int]] = {}  # (decodes, tiles) -> tokens and rows
 
     def of(self, work: Work) -> StepLoad:
         """Of a step that has just been scheduled: before the next one is."""
@@ -33,8 +32,5 @@ class Loads:
         for chunk in work.chunks:
             tiles += -(-chunk.length // tile)
             prefill += chunk.length * (chunk.start + chunk.length + 1)
-        if (key := (decodes, tiles)) not in self._sizes:
-            shape = self._buckets.shape(decodes, tiles, 0)
-            self._sizes[key] = shape.tokens, shape.rows
-        tokens, rows = self._sizes[key]
-        return StepLoad(tokens, rows, decodes, context, prefill)
+        shape = self._buckets.shape(decodes, tiles, 0)
+        return StepLoad(shape.tokens, shape.rows, decodes, context, prefill)

@@ -118,7 +118,7 @@ def test_a_refused_request_never_came(path):
 
 def test_the_step_before_which_a_request_came_and_the_plan_that_it_ran_under(path):
     clock, core = VirtualClock(), cluster().instances[0].core
-    core.static = Snapshot(kv_pages_total=39, plan_version=1, layers_by_precision={"bfloat16": 2})
+    core.replan(core.salt, Snapshot(kv_pages_total=39, plan_version=1, layers_by_precision={"bfloat16": 2}))
     log = StepLog(path, {})
     loop = StepLoop(core, Device(clock), clock, log=InstanceLog(log, core, BUCKETS))
     loop.add(request("a", 10, 5))

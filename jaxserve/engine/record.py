@@ -1,0 +1,105 @@
+"""Record: what an instance has done so far, counted for its metrics and for snapshots."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.core.request import FinishReason
+from jaxserve.engine.outputs import RequestState
+from jaxserve.scheduler import Scheduler
+from jaxserve.telemetry import TIME_BOUNDS, EngineMetrics, Snapshot
+
+
+class Record:
+    """Counts what the engine core tells it. All but `snapshot` mutates, and is called between two steps."""
+
+    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, static: Snapshot):
+        """`static` holds the snapshot's fields that do not change by step."""
+        self.static = static
+        self.steps = 0  # begun
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._latest: tuple[Snapshot, dict[str, Any]] = (static, {})  # what `snapshot` is made of
+        self._reported = (0, 0, 0)  # preemptions, prefix queries and hits already in the metrics
+        self._first_tokens = (0,) * (len(TIME_BOUNDS) + 1)  # by seconds since their arrival
+        self._gaps, self._gap_seconds = 0, 0.0  # between two tokens of a sequence
+        self._generated = self._finished = 0
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The state when it was last taken. From any thread."""
+        static, latest = self._latest
+        return replace(static, **latest)
+
+    def take(self, now: float) -> None:
+        """Keeps the state for `snapshot`."""
+        scheduler, since = self._scheduler, self._scheduler.waiting_since
+        latest = {
+            "time": now,
+            "steps": self.steps,
+            "num_running": len(scheduler.running),
+            "num_waiting": scheduler.num_waiting,
+            "waiting_tokens": scheduler.waiting_tokens,
+            "kv_pages_used": scheduler.pages.used,
+            "oldest_wait": 0.0 if since is None else now - since,
+            "preemptions": scheduler.num_preemptions,
+            "generated_tokens": self._generated,
+            "finished": self._finished,
+            "first_tokens": self._first_tokens,
+            "gaps": self._gaps,
+            "gap_seconds": self._gap_seconds,
+        }
+        self._latest = (self.static, latest)
+
+    def first_token(self, seconds: float) -> None:
+        """Of a sequence, so long after its request's arrival."""
+        self._metrics.first_token(seconds)
+        counts = list(self._first_tokens)
+        counts[bisect_left(TIME_BOUNDS, seconds)] += 1
+        self._first_tokens = tuple(counts)
+
+    def step(self, generated: int, gaps: Mapping[float, int]) -> None:
+        """The end of a step. `gaps`: seconds between two tokens of a sequence -> how many."""
+        scheduler = self._scheduler
+        self._metrics.generated_tokens(generated)
+        self._generated += generated
+        if gaps:
+            self._metrics.inter_token(gaps)
+            self._gaps += sum(gaps.values())
+            self._gap_seconds += sum(gap * count for gap, count in gaps.items())
+        totals = (scheduler.num_preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
+        if totals != self._reported:
+            preemptions, queries, hits = (new - old for new, old in zip(totals, self._reported, strict=True))
+            self._metrics.preempted(preemptions)
+            self._metrics.prefix_cache(queries, hits)
+            self._reported = totals
+
+    def steady(self, count: int, running: int, gap_seconds: float) -> None:
+        """The ends of `count` steps that decoded the same sequences, and the beginnings of all but the first.
+        `gap_seconds`: the gaps in all. The metrics, which nobody reads in a simulation, are not told.
+        """
+        self.steps += count - 1
+        self._generated += count * running
+        self._gaps += count * running
+        self._gap_seconds += gap_seconds
+
+    def ended(self, state: RequestState, reason: FinishReason, now: float) -> None:
+        """The end of a request."""
+        first = state.sequences[0]
+        generated = sum(s.num_generated for s in state.sequences)
+        self._finished += len(state.sequences)
+        tpot = queue = None
+        if first.num_generated > 1 and first.first_token is not None and first.last_token is not None:
+            tpot = (first.last_token - first.first_token) / (first.num_generated - 1)
+        if first.first_scheduled is not None:
+            queue = first.first_scheduled - state.request.arrival
+            self._metrics.prompt_tokens(first.num_prompt)
+        self._metrics.finished(
+            reason,
+            e2e=now - state.request.arrival,
+            queue=queue,
+            prompt_tokens=first.num_prompt,
+            generated=generated,
+            tpot=tpot,
+        )
