@@ -7,7 +7,7 @@ are fetched, which the engine does one step later.
 from collections.abc import Callable, Iterator, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,10 @@ from jaxserve.executor.stages import Stage, stages_of
 from jaxserve.kvcache import PageTable
 
 
+T = TypeVar("T")
+
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Forwarded:
     """The result of the blocks, on the device: x [T, E], rows' normalised states [R, E] and logits f32[R, V]."""
@@ -66,6 +70,8 @@ class BlockExecutor:
         self._builder = builder
         self._lent: dict[tuple[str, str], tuple[Mapping[str, Parameter], Row]] = {}  # rows that own nothing
         self._stages = stages_of(rows)
+        several = [stage.placement.devices for stage in self._stages if len(stage.placement.devices) > 1]
+        self._in_turn = any(devices[0].platform == "cpu" for devices in several)  # see `_ended`
         self._inputs = {stage.placement: builder.step_inputs(stage.placement) for stage in self._stages}
         self._tile_of = jax.jit(partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile))
         self._score = jax.jit(partial(score, top=sampler.top_logprobs))
@@ -89,7 +95,7 @@ class BlockExecutor:
         compile_all(call for shape in self.buckets.all() for call in self._calls(shape))
         rows = set()
         for shape in self.buckets.all():
-            out = self._forward(np.zeros(shape.size, np.int32), shape)
+            out = self._ended(self._forward(np.zeros(shape.size, np.int32), shape))
             if shape.rows not in rows:
                 rows.add(shape.rows)
                 self.sampler.warm(out.logits)
@@ -317,9 +323,16 @@ class BlockExecutor:
 
     def _score_tile(self, out: Forwarded, start: int, targets: np.ndarray) -> Logprobs:
         head = self.rows[-1]
-        x = self._tile_of(out.x, np.int32(start))
+        x = self._tile_of(self._ended(out).x, np.int32(start))
         _, logits = head.executable(x, np.arange(len(targets), dtype=np.int32), *head.leaves)
-        return self._score(logits, targets)
+        return self._ended(self._score(logits, targets))
+
+    def _ended(self, made: T) -> T:
+        """What programs make that do not need each other, before the next one is dispatched: waits for it where several
+        devices are the processor's. XLA has as many threads for these as there are devices, and a device's part of a
+        program keeps one while it waits for the others' parts, for which two programs at once may leave none.
+        """
+        return jax.block_until_ready(made) if self._in_turn else made
 
 
 def placed(sharding: Sharding, outlines: Any) -> Any:

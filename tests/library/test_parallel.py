@@ -1,6 +1,9 @@
 """Static parallelism: any tp, pp and dp on eight devices says what one device says."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -106,3 +109,24 @@ def test_impossible_degrees_are_refused(tiny_model: Path, options: dict) -> None
     assert len(jax.devices()) == 8
     with pytest.raises(ConfigError, match=next(iter(options))):
         LLM(tiny_model, **OPTIONS, **options)
+
+
+SCORES = """
+from jaxserve import LLM, SamplingParams
+
+params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1)
+with LLM(tp=2, memory_gb=8, max_num_seqs=8, warmup=False) as llm:
+    for first in range(20):
+        (answer,) = llm.generate([[5 + first] * 300], params, use_tqdm=False)
+        assert len(answer.prompt_logprobs) == 300
+print("scored")
+"""
+
+
+def test_prompts_are_scored_on_as_many_threads_as_devices() -> None:
+    """In a process of its own, since XLA ends it where programs wait for each other: with more devices, as here, there
+    would be threads to spare.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, "-c", SCORES], env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "scored\n", done.stderr[-2000:]
