@@ -34,6 +34,7 @@ from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.sampling import DeviceSampler
+from jaxserve.hardware import give_back_memory
 from jaxserve.kernels import Pool, kv_pool
 from jaxserve.memory_plan import COPY_RATES, COPY_SHARES
 from jaxserve.outline import STATIC
@@ -119,6 +120,7 @@ def build(config: EngineConfig, *, controlled: bool = False, host_memory: HostMe
             executor.warm()
             _warm_variants(resolved, instance, executor, source, [plan.instances[number] for plan in foreseen])
             executor.settle()
+            give_back_memory()
         logged = None if step_log is None else InstanceLog(step_log, core, resolved.buckets)
         instances.append(StepLoop(core, executor, clock, overlap=config.overlap, log=logged))
 

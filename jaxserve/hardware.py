@@ -1,5 +1,7 @@
 """What the machine has: memory of the host and of accelerators."""
 
+import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -17,6 +19,12 @@ def host_memory() -> int:
         if limit.isdigit():
             available = min(available, int(limit))
     return available
+
+
+def give_back_memory() -> None:
+    """Gives memory back to the system that has been freed and is kept for later, much after compiling; with glibc."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def processors() -> int:

@@ -23,7 +23,12 @@ from jaxserve.telemetry import Snapshot
 
 log = logging.getLogger(__name__)
 
-RUNTIME = 700_000_000  # bytes on the host for interpreter, JAX, server and compiled code: 650 MB after a cold start
+# Bytes on the host, measured on Linux with jax 0.10 (2026-11-25): of interpreter, JAX and server; of the compiled program
+# of a block for a step's shape; and of each layer in one for a whole step. Beside layers a shape has PROGRAMS of its own,
+# and a policy has steps compiled for FORESEEN mixtures of precisions at most, beside the one at the start.
+RUNTIME, PROGRAM, FUSED_LAYER = 520_000_000, 2_000_000, 500_000
+PROGRAMS, FORESEEN = 3, 4
+UNFORESEEING = (STATIC, "manual")  # policies
 OF_STAGES = ("weights", "variants", "kv", "workspace", "exchange")  # the ledger's entries that are a stage's
 COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s, for a change of the plan while steps go on
 COPY_SHARES = {"cpu": 0.05, "gpu": 1.0, "tpu": 1.0}  # of a core, for the thread that copies: steps may need it
@@ -144,10 +149,22 @@ class MemoryPlan:
         return sum(self.layer_bytes.get((block.block, block.precision), 0) for block in used)
 
 
-def plan_memory(outline: Outline, physical: ModelConfig, sizes: Sizes, ledger: Ledger, granule: int) -> MemoryPlan:
-    """Decides how many pages there are. `sizes` are those of the `physical` configuration, on each device.
+def runtime_bytes(outline: Outline, model: ModelConfig, instances: int = 1) -> int:
+    """What a process takes on the host beside arrays: what it imports, and what is compiled for instances of a model."""
+    config, shapes = outline.config, outline.buckets.all()
+    kinds = {(model.is_sparse(layer), model.window(layer)) for layer in range(model.num_layers)}
+    programs = PROGRAMS + config.pp * len(kinds) * len(outline.precisions)
+    mixtures = 1 if config.policy in UNFORESEEING else 1 + FORESEEN
+    fused = 0 if config.fuse is False else mixtures * model.num_layers * sum(not shape.tiles for shape in shapes)
+    return RUNTIME + instances * (PROGRAM * programs * len(shapes) + FUSED_LAYER * fused)
 
-    `granule` as of `MemoryPlan`. Raises `ConfigError` or `MemoryBudgetError`. Mutates `ledger`.
+
+def plan_memory(
+    outline: Outline, physical: ModelConfig, sizes: Sizes, budget: int, granule: int, *, runtime: int = 0
+) -> MemoryPlan:
+    """Decides how many pages there are. `sizes` are those of the `physical` configuration, on each device, as are
+    `budget` and `runtime`, what of it is not arrays; `granule` as of `MemoryPlan`. Raises `ConfigError` or
+    `MemoryBudgetError`.
     """
     config, variants, plan = outline.config, outline.variants, outline.plan
     top = max(config.max_logprobs, 1)
@@ -159,7 +176,8 @@ def plan_memory(outline: Outline, physical: ModelConfig, sizes: Sizes, ledger: L
     layers = [block for block in plan.instances[0].blocks if block.block.startswith("layers.")]
     layer_bytes = {(b.block, p): sizes.block(b.block, p) for b in layers for p in variants or (b.precision,)}
     taken = {each: 0 if each[1] in kept.used else part for each, part in layer_bytes.items()}
-    pages, segments, max_len = _fill(outline, ledger, stages, _spare(plan, taken), granule)
+    ledger = Ledger(budget)
+    pages, segments, max_len = _fill(outline, ledger, runtime, stages, _spare(plan, taken), granule)
     return MemoryPlan(
         config=config,
         plan=_with_pages(plan, pages),
@@ -177,10 +195,15 @@ def plan_memory(outline: Outline, physical: ModelConfig, sizes: Sizes, ledger: L
 
 
 def _fill(
-    outline: Outline, ledger: Ledger, stages: tuple[StageMemory, ...], spare: tuple[int, ...], granule: int
+    outline: Outline,
+    ledger: Ledger,
+    runtime: int,
+    stages: tuple[StageMemory, ...],
+    spare: tuple[int, ...],
+    granule: int,
 ) -> tuple[int, tuple[int, ...], int]:
-    """Enters the stage that leaves room for the fewest pages; returns how many there are, the segments that pools may
-    have, both with the null page, and the longest sequence they hold.
+    """Enters the runtime, and the stage that leaves room for the fewest pages; returns how many there are, the segments
+    that pools may have, both with the null page, and the longest sequence they hold.
 
     No more pages are taken unasked than sequences can use. `spare`: what each stage's layers can give for pages. Bytes
     of elastic pools are those of the pages that may be in use, up to whole granules; of others, those of whole
@@ -189,11 +212,11 @@ def _fill(
     config, wanted_len = outline.config, outline.wanted_len
     size = config.page_size
     useful = outline.buckets.max_num_seqs * -(-wanted_len // size) + 1
-    rooms = [ledger.free - stage.beside_pages for stage in stages]
+    rooms = [ledger.free - runtime - stage.beside_pages for stage in stages]
     fullest = stages[min(range(len(stages)), key=lambda number: rooms[number] / stages[number].page)]
     least = 2 if config.max_model_len is None else -(-config.max_model_len // size) + 1
     parts = {name: getattr(fullest, name) for name in ("weights", "variants", "workspace", "exchange")}
-    fixed = {name: part for name, part in parts.items() if part}
+    fixed = {name: part for name, part in ({"runtime": runtime} | parts).items() if part}
     _check_room(ledger, fixed | {"KV pages": least * fullest.page})
     for name, needed in fixed.items():
         ledger.reserve(name, needed)

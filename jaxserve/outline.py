@@ -1,5 +1,6 @@
 """Outline: what follows from a configuration and the sizes of a model before memory is looked at. Imports no JAX."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -59,8 +60,9 @@ def check(config: EngineConfig) -> None:
     above_zero = ("max_num_seqs", "page_size", "kv_pages", "max_kv_pages", "memory_gb")
     for name in (*above_zero, "max_queued_requests", "max_queued_tokens"):
         value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} is {value}, it must be above 0")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < math.inf):
+            raise ConfigError(f"{name} is {value!r}, it must be a number above 0")
 
 
 def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tuple[str, ...]:

@@ -15,14 +15,13 @@ import jax
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.layout import stored_layout
-from jaxserve.control import Ledger
 from jaxserve.core.config import EngineConfig, KernelBackend, ModelConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.memory import LoadedSizes
 from jaxserve.hardware import device_memory, host_memory, processors
 from jaxserve.kernels import GRANULE, is_elastic, native
-from jaxserve.memory_plan import RUNTIME, MemoryPlan, plan_memory
+from jaxserve.memory_plan import MemoryPlan, plan_memory, runtime_bytes
 from jaxserve.models.quantized import split_unit
 from jaxserve.outline import Outline, check
 from jaxserve.parallel.padding import physical_config
@@ -64,7 +63,8 @@ def resolve(config: EngineConfig) -> Resolved:
     layout = partial(stored_layout, checkpoint, physical)
     sizes = LoadedSizes(physical, config.tp, config.page_size, outline.kv_dtype, platform, layout)
     granule = GRANULE if is_elastic(platform) else 0
-    memory = plan_memory(outline, physical, sizes, _ledger(config, devices), granule)
+    runtime = runtime_bytes(outline, model, config.dp) // _sharing(config, platform) if platform == "cpu" else 0
+    memory = plan_memory(outline, physical, sizes, _budget(config, devices), granule, runtime=runtime)
     info = _info(config, checkpoint, path, memory.max_model_len)
     return Resolved(**vars(memory), checkpoint=checkpoint, physical=physical, info=info, devices=devices)
 
@@ -107,20 +107,20 @@ def _devices(wanted: int, *, busy: bool) -> tuple[jax.Device, ...]:
     return tuple(jax.devices())
 
 
-def _ledger(config: EngineConfig, devices: tuple[jax.Device, ...]) -> Ledger:
-    """The memory of one device. Virtual CPU devices share the host's, and the process itself counts there."""
+def _budget(config: EngineConfig, devices: tuple[jax.Device, ...]) -> int:
+    """Bytes of one device. Virtual CPU devices share the host's."""
     platform = devices[0].platform
-    used = config.tp * config.pp * config.dp
     memory = device_memory(devices[0]) if platform != "cpu" else None
     if config.memory_gb is not None:
         budget = int(config.memory_gb * 1e9)
     else:
         budget = int((memory or host_memory()) * PLATFORMS[platform].memory_fraction)
-    if platform != "cpu":
-        return Ledger(budget)
-    ledger = Ledger(budget // used)
-    ledger.reserve("runtime", RUNTIME // used)
-    return ledger
+    return budget // _sharing(config, platform)
+
+
+def _sharing(config: EngineConfig, platform: str) -> int:
+    """How many devices there are in one memory, in which the process itself counts too if it is the host's."""
+    return config.tp * config.pp * config.dp if platform == "cpu" else 1
 
 
 def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, max_len: int) -> ModelInfo:

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 
 from jaxserve.executor.blocks import abstract
+from jaxserve.hardware import give_back_memory
 
 MOST_THREADS = 8
+GIVE_BACK_EVERY = 16  # executables: a compiler frees more than 1 MB for each, which it would keep
 
 Call = tuple[Any, tuple]
 """A traced function (`jax.jit`) and its arguments, or their shapes and shardings."""
@@ -18,8 +20,10 @@ Call = tuple[Any, tuple]
 def compile_all(calls: Iterable[Call]) -> None:
     """Compiles what these calls need, and waits for it: JAX finds it when they are made. Raises what failed."""
     with _threads() as threads:
-        for future in [threads.submit(_compile, function, arguments) for function, arguments in calls]:
+        for number, future in enumerate([threads.submit(_compile, *call) for call in calls], start=1):
             future.result()
+            if number % GIVE_BACK_EVERY == 0:
+                give_back_memory()
 
 
 def compile_threads() -> int:

@@ -30,7 +30,6 @@ from jaxserve.executor.shapes import StepShape
 from jaxserve.executor.stages import Stage, stages_of
 from jaxserve.kvcache import PageTable
 
-
 T = TypeVar("T")
 
 

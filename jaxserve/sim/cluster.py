@@ -14,12 +14,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from jaxserve.control.ledger import Ledger
 from jaxserve.core.config import EngineConfig, ModelConfig, MoEConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import BITS
 from jaxserve.engine.client import ModelInfo
-from jaxserve.memory_plan import COPY_RATES, RUNTIME, MemoryPlan, plan_memory
+from jaxserve.memory_plan import COPY_RATES, MemoryPlan, plan_memory, runtime_bytes
 from jaxserve.outline import Outline, check
 from jaxserve.parallel.padding import physical_config
 from jaxserve.platforms import PLATFORMS, PlatformDefaults
@@ -67,12 +66,11 @@ def resolve_cluster(
     outline = Outline.of(config, model, (shape.dtype,) * shape.num_layers, platform, defaults, devices)
     physical = physical_config(model, config.tp, _split_unit(outline.precisions) if config.tp > 1 else 1)
     padded = _padded(shape, physical)
-    ledger = Ledger(int(hardware.memory * fraction if config.memory_gb is None else config.memory_gb * 1e9))
-    if platform == "cpu":
-        ledger.reserve("runtime", RUNTIME)
+    budget = int(hardware.memory * fraction if config.memory_gb is None else config.memory_gb * 1e9)
+    runtime = runtime_bytes(outline, model) if platform == "cpu" else 0
     sizes = ShapeSizes(padded, config.tp, config.page_size, config.kv_cache_dtype, platform)
     elastic = platform == "cpu" if elastic is None else elastic
-    memory = plan_memory(outline, physical, sizes, ledger, GRANULE if elastic else 0)
+    memory = plan_memory(outline, physical, sizes, budget, GRANULE if elastic else 0, runtime=runtime)
     info = ModelInfo(
         name=shape.name,
         max_model_len=memory.max_model_len,

@@ -128,5 +128,6 @@ def test_prompts_are_scored_on_as_many_threads_as_devices() -> None:
     would be threads to spare.
     """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run([sys.executable, "-c", SCORES], env=environment, capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, "-c", SCORES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "scored\n", done.stderr[-2000:]

@@ -37,7 +37,7 @@ def invoked(*args: str):
 
 
 def test_a_run_loads_no_jax_and_saves_a_result(hardware, tmp_path) -> None:
-    options = ("--policy", "morph", "--memory-gb", "1", "--synthetic", "azure-conv", "--duration", "5", "--rate", "4")
+    options = ("--policy", "morph", "--memory-gb", "1.3", "--synthetic", "azure-conv", "--duration", "5", "--rate", "4")
     saved = tmp_path / "result.json"
     command = [sys.executable, "-c", RUN, "sim", "--hardware", hardware, *options, "--save-result", str(saved)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -19,7 +19,7 @@ from tests.sim.machines import CPU, GPU, resolved
 
 BUNDLED = bundled_model_path()
 PROFILE = SensitivityProfile.load(BUNDLED / "sensitivity.json")
-TIGHT = {"kv_pages": 60, "max_kv_pages": 400, "max_model_len": 512, "memory_gb": 0.76}
+TIGHT = {"kv_pages": 60, "max_kv_pages": 400, "max_model_len": 512, "memory_gb": 1.036}
 MORPH = {"policy": "morph-performance", "slo_ttft": 0.2}
 BURST = [SimRequest(5 + 0.02 * number, 200, 60) for number in range(150)]
 SPY = """
