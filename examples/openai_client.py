@@ -8,7 +8,7 @@ from openai import OpenAI
 def main() -> None:
     """Completes, streams, compares two pieces of code by their embeddings, and shows what an error looks like."""
     client = OpenAI(
-        base_url=os.environ.get("JAXSERVE_URL", "http://127.0.0.1:8000/v1"),
+        base_url=os.environ.get("JAXSERVE_URL", "http://127.0.0.1:8000") + "/v1",
         api_key=os.environ.get("JAXSERVE_API_KEY", "none"),
     )
     model = client.models.list().data[0].id

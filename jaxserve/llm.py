@@ -131,6 +131,8 @@ class LLM:
     ) -> list[tuple[Prompt, SamplingParams]]:
         if params is None or isinstance(params, SamplingParams):
             return [(prompt, params or SamplingParams()) for prompt in prompts]
+        if not (isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params)):
+            raise RequestError("params are SamplingParams, for all prompts or each", field="params", value=params)
         if len(params) != len(prompts):
             raise RequestError(f"there are {len(prompts)} prompts and {len(params)} params", field="params")
         return list(zip(prompts, params, strict=True))

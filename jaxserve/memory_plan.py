@@ -23,9 +23,9 @@ from jaxserve.telemetry import Snapshot
 
 log = logging.getLogger(__name__)
 
-# Bytes on the host, measured on Linux with jax 0.10 (2026-11-25): of interpreter, JAX and server; of the compiled program
-# of a block for a step's shape; and of each layer in one for a whole step. Beside layers a shape has PROGRAMS of its own,
-# and a policy has steps compiled for FORESEEN mixtures of precisions at most, beside the one at the start.
+# Bytes on the host, measured on Linux with jax 0.10 (2026-11-25): of interpreter, JAX and server; of a block's program
+# for a step's shape; and of each layer in a program for a whole step. Beside layers a shape has PROGRAMS of its own; a
+# policy has steps compiled for FORESEEN mixtures of precisions at most, beside the one at the start.
 RUNTIME, PROGRAM, FUSED_LAYER = 520_000_000, 2_000_000, 500_000
 PROGRAMS, FORESEEN = 3, 4
 UNFORESEEING = (STATIC, "manual")  # policies
@@ -150,7 +150,7 @@ class MemoryPlan:
 
 
 def runtime_bytes(outline: Outline, model: ModelConfig, instances: int = 1) -> int:
-    """What a process takes on the host beside arrays: what it imports, and what is compiled for instances of a model."""
+    """What a process takes on the host beside arrays: what it imports, and what is compiled for a model's instances."""
     config, shapes = outline.config, outline.buckets.all()
     kinds = {(model.is_sparse(layer), model.window(layer)) for layer in range(model.num_layers)}
     programs = PROGRAMS + config.pp * len(kinds) * len(outline.precisions)

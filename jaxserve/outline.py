@@ -7,7 +7,7 @@ from typing import get_args
 
 from jaxserve.control.plan import Plan, chain_of, static_plan
 from jaxserve.control.policies import settings_of
-from jaxserve.core.config import EngineConfig, KVCacheDType, ModelConfig
+from jaxserve.core.config import DType, EngineConfig, KVCacheDType, LoadFormat, ModelConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import head_precision, layer_precisions, parse_precision
 from jaxserve.executor.buckets import Buckets
@@ -63,6 +63,11 @@ def check(config: EngineConfig) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and 0 < value < math.inf):
             raise ConfigError(f"{name} is {value!r}, it must be a number above 0")
+
+    for name, kinds in (("dtype", get_args(DType)), ("load_format", get_args(LoadFormat))):
+        known = dict.fromkeys(("auto", *kinds))
+        if getattr(config, name) not in known:
+            raise ConfigError(f"{name} is {getattr(config, name)!r}; there are {', '.join(known)}")
 
 
 def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tuple[str, ...]:

@@ -50,10 +50,9 @@ def _restored(result: Mapping[str, Any]) -> str:
 
 def table(results: Results) -> Table:
     """For a terminal."""
-    drawn = Table(
-        Column(min_width=max(map(len, ROWS))),
-        *(Column(result["label"], justify="right") for result in results.values()),
-    )
+    cells = {result["label"]: [text(result) for text in ROWS.values()] for result in results.values()}
+    widths = {label: max(map(len, texts)) for label, texts in cells.items()}  # what is narrower cuts no number
+    drawn = Table(Column(), *(Column(label, justify="right", min_width=width) for label, width in widths.items()))
     for name, text in ROWS.items():
         drawn.add_row(name, *(text(result) for result in results.values()))
     return drawn

@@ -6,6 +6,7 @@ from typing import Literal
 
 DType = Literal["bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "int8"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
 KernelBackend = Literal["auto", "native", "pallas", "xla"]
 """What runs an operation: native kernels (on CPU), Pallas kernels (on GPU), XLA alone, or the best of what is there.
 Whatever is chosen, XLA does what a kernel does not take."""
@@ -96,7 +97,7 @@ class EngineConfig:
     model: str | Path | None = None  # None: the bundled model
     tokenizer: str | Path | None = None
     served_model_name: str | None = None  # for clients and metrics; None: the folder's
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    load_format: LoadFormat = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     seed: int = 0
     # precision of the decoder layers' weights

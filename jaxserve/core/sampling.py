@@ -85,9 +85,11 @@ class SamplingParams:
     def _check_lists(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
-            _require(value is None or isinstance(value, (str, list, tuple)), name, value, "a list")
+            alone = name == "stop" and isinstance(value, str)
+            _require(value is None or alone or isinstance(value, (list, tuple)), name, value, "a list")
         for text in self.stop_strings:
             _require(isinstance(text, str) and text != "", "stop", text, "a non-empty string")
+        _require(self.detokenize or not self.stop_strings, "stop", self.stop, "empty without detokenize")
         stop_ids = self.stop_token_ids or ()
         _require(len(stop_ids) <= MAX_STOP_TOKENS, "stop_token_ids", len(stop_ids), f"at most {MAX_STOP_TOKENS} ids")
         for token in stop_ids:

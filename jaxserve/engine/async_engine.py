@@ -103,8 +103,10 @@ class InstanceThread:
             self.failure = error
         self._over = True
         self._send_back()
-        for stream in self.streams.values():
+        for request_id, stream in self.streams.items():
             self._put(stream, self._ending())
+            if self.failure is None:  # what is looked at later holds nothing any more
+                self.steps.core.abort(request_id, now=self.steps.clock.now())
         self._take_commands()
 
     def _ending(self) -> BaseException:

@@ -53,11 +53,10 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message needs add_generation_prompt to be false", field="continue_final_message"
             )
+        messages = [_in_text(message) for message in messages]
         context = {**self._special_tokens, "tools": None, "documents": None, **variables}
         try:
-            text = self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **context
-            )
+            text = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **context)
         except TemplateError as error:  # also what the template itself raises, and what the sandbox refuses
             raise RequestError(f"the chat template refuses these messages: {error}", field="messages") from error
         except (TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
@@ -87,6 +86,27 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """A message's content, which may be a list of text parts. Raises RequestError for images, audio and the like."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content or ():
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(
+                "this model reads text only; every part of content must be of type text",
+                field="messages.content",
+                value=part.get("type"),
+                limit="text",
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _in_text(message: Message) -> Message:
+    return {**message, "content": text_of(message["content"])} if isinstance(message.get("content"), list) else message
 
 
 def _to_json(

@@ -181,6 +181,9 @@ class EngineCore:
             raise RequestError(f"request id {request.id!r} is already in flight", field="request_id", value=request.id)
         if not request.embed:
             check_params(self.info, params, len(prompt))
+            for name, value in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
+                if value and self.tokenizer is None:
+                    raise RequestError(f"{name} is text, and the model has no tokenizer", field=name)
         scheduler, info = self.scheduler, self.info
         if scheduler.num_waiting + params.n > info.max_queued_requests:
             raise QueueFull(

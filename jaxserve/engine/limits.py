@@ -25,7 +25,8 @@ def check_prompt(info: ModelInfo, token_ids: Sequence[int]) -> None:
 
 def check_params(info: ModelInfo, params: SamplingParams, prompt_tokens: int) -> None:
     """Raises RequestError if the parameters ask for more than the engine gives to one request."""
-    _check_most("n", params.n, min(info.max_n, info.max_queued_requests))  # more would never fit the queue
+    _check_most("n", params.n, info.max_n, " (max_n)")
+    _check_most("n", params.n, info.max_queued_requests, " (max_queued_requests)")  # more would never fit the queue
     _check_most("logprobs", params.logprobs, info.max_logprobs)
     _check_most("prompt_logprobs", params.prompt_logprobs, info.max_logprobs)
     _check_most("stop", len(params.stop_strings), info.max_stop_strings, " strings")

@@ -37,6 +37,8 @@ def as_prompt(prompt: Any) -> Prompt:
 
 def _token_ids(value: Any) -> tuple[int, ...]:
     try:
+        if isinstance(value, bytes | bytearray):
+            raise TypeError("not numbers but text in some encoding")
         return tuple(index(token) for token in value)
     except TypeError as error:
         message = "a prompt is a text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"

@@ -55,9 +55,10 @@ def optional_int(hf: Json, key: str, default: int) -> int:
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """`eos_token_id` as a tuple: config files hold an id, a list of ids, or null."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise CheckpointError(f"eos_token_id is {value!r}, it must be a token id or a list of them")
+    return ids
 
 
 def parameter_dtype(hf: Json) -> DType:
@@ -107,14 +108,16 @@ def max_position(hf: Json, rope: RopeConfig) -> int:
 
 def uniform_windows(hf: Json, window: int | None) -> tuple[int | None, ...]:
     """The same sliding window in every layer; () where there is none."""
-    return () if window is None else (window,) * require_int(hf, "num_hidden_layers")
+    if window is None:
+        return ()
+    return (require_int({"sliding_window": window}, "sliding_window"),) * require_int(hf, "num_hidden_layers")
 
 
 def layered_windows(hf: Json) -> tuple[int | None, ...]:
     """Qwen's windows: `layer_types`, or all layers from `max_window_layers` on; off unless `use_sliding_window`."""
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    if window is None:
+    if not hf.get("use_sliding_window") or hf.get("sliding_window", 4096) is None:
         return ()
+    window = optional_int(hf, "sliding_window", 4096)
     layers = require_int(hf, "num_hidden_layers")
     first = hf.get("max_window_layers", 28)
     kinds = hf.get("layer_types") or [

@@ -1,7 +1,9 @@
 """Errors as OpenAI's envelope: {"error": {"message", "type", "param", "code", "value", "limit"}}."""
 
+import contextlib
 import logging
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -35,6 +37,18 @@ CODES = {
 
 class ClientGone(Exception):
     """The client disconnected before its answer was ready."""
+
+
+@contextlib.contextmanager
+def told_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Lets `RequestError`s name what the client sent: `names` has that for the engine's fields."""
+    try:
+        yield
+    except RequestError as error:
+        if (name := names.get(error.field or "")) is not None:
+            error.args = (str(error).replace(f"{error.field} ", f"{name} ", 1),)
+            error.field = name
+        raise
 
 
 def envelope(

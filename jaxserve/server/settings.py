@@ -1,6 +1,7 @@
 """ServerSettings: what an operator may set for the HTTP server."""
 
 import ipaddress
+import math
 from dataclasses import dataclass
 
 from jaxserve.core.errors import ConfigError
@@ -36,10 +37,10 @@ class ServerSettings:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"the port is {self.port}, it must be from 0 to 65535 (--port)")
         for name in ("max_body_mb", "body_timeout", "max_prompts"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be above 0")
-        if self.shutdown_timeout < 0:
-            raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}, it must be at least 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be a number above 0")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}, it must be a number of at least 0")
 
     def __repr__(self) -> str:
         admin = "set" if self.admin_key else "none"

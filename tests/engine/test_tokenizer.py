@@ -209,6 +209,13 @@ def test_template_of_the_model(folder):
     assert prompt == '<s>[user] {"role": "user", "content": "<b>&\'hi\'</b>"}<think>'
 
 
+def test_content_may_come_in_parts(folder):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert Tokenizer.load(folder).apply_chat_template(parts) == "User: a\nb\nAssistant:"
+    with pytest.raises(RequestError, match="text only"):
+        Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": [{"type": "image_url"}]}])
+
+
 def test_named_templates_take_the_default(folder):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "hello"}]
     write(folder, "tokenizer_config.json", {"chat_template": named})

@@ -241,6 +241,24 @@ def test_token_ids_may_come_in_any_sequence(llm: LLM, ids) -> None:
     assert output.prompt_token_ids == (3, 4)
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0}, [None], 3])
+def test_what_are_no_params_is_refused(llm: LLM, params) -> None:
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate([prompt(1, 5)], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("asked", [{"stop": ["a"]}, {"bad_words": ["a"]}])
+def test_text_means_nothing_without_a_tokenizer(llm: LLM, asked: dict) -> None:
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.generate([prompt(1, 5)], SamplingParams(**asked), use_tqdm=False)
+
+
+@pytest.mark.parametrize("asked", [{"stop": ["a"], "detokenize": False}, {"bad_words": "return"}])
+def test_what_would_not_be_kept_is_refused(asked: dict) -> None:
+    with pytest.raises(RequestError, match=next(iter(asked))):
+        SamplingParams(**asked)
+
+
 def test_a_closed_llm_says_so(tiny_model: Path) -> None:
     llm = LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=2)
     llm.close()

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, MemoryBudgetError
 from jaxserve.factory import build
+from jaxserve.memory_plan import RUNTIME
 from jaxserve.resolution import resolve
 from tests.conftest import TINY
 
@@ -95,8 +97,24 @@ def test_a_length_that_does_not_fit_is_lowered_unless_it_was_asked_for(tiny_mode
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens is 8"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"memory_gb": -1}, "memory_gb is -1"),
+        ({"memory_gb": float("inf")}, "memory_gb is inf"),
+        ({"memory_gb": "8"}, "memory_gb is '8'"),
+        ({"dtype": "int8"}, "dtype is 'int8'; there are auto, bfloat16, float16, float32"),
+        ({"load_format": "gguf"}, "load_format is 'gguf'"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(tiny_model: Path, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(EngineConfig(**({"model": tiny_model} | OPTIONS | options)))
+
+
+def test_what_is_compiled_counts_on_the_host(tiny_model: Path) -> None:
+    def runtime(**options: Any) -> int:
+        resolved = resolve(EngineConfig(model=tiny_model, memory_gb=8, **(OPTIONS | options)))
+        return resolved.ledger.entries["runtime"] * resolved.config.dp
+
+    alone = runtime()
+    assert alone > RUNTIME
+    assert runtime(variants=("int8", "int4")) > alone  # programs of layers in these, too
+    assert runtime(policy="morph") > runtime(variants=("int8", "int4"))  # and steps of the mixtures that it foresees
+    assert runtime(dp=2) - RUNTIME == pytest.approx(2 * (alone - RUNTIME), abs=2)  # each instance has its own

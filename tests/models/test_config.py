@@ -153,6 +153,9 @@ def test_experts_under_their_new_name():
         (llama(vocab_size=True), "vocab_size"),
         (llama(num_hidden_layers=0), "num_hidden_layers"),
         (llama(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic"),
+        (llama(architectures=["MistralForCausalLM"], sliding_window=0), "sliding_window is 0"),
+        (qwen2(use_sliding_window=True, sliding_window="24"), "sliding_window is '24'"),
+        (llama(eos_token_id="x"), "eos_token_id is 'x'"),
     ],
 )
 def test_refusals_name_what_was_found(hf: dict, word: str):

@@ -83,7 +83,7 @@ class MorphPolicy:
             for precision in settings.precisions:
                 if precision not in resources.precisions(block):
                     known = ", ".join(resources.precisions(block)) or "none: there is no such layer"
-                    raise ConfigError(f"{block} of the swap order cannot be {precision}; there are {known}")
+                    raise ConfigError(f"{block} of the swap order cannot be {precision}; there are {known} (--variant)")
 
     @property
     def slo_ttft(self) -> float:

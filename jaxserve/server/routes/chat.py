@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from jaxserve.engine.limits import check_params
 from jaxserve.server.chat import ChatAnswer
-from jaxserve.server.errors import json_response
+from jaxserve.server.errors import json_response, told_as
 from jaxserve.server.generation import Job
 from jaxserve.server.prompts import conversation
 from jaxserve.server.routes.json_route import JsonRoute
@@ -21,8 +21,10 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     client, model = state.client(), state.check_model(body.model)
     body.check()
     prompt = await conversation(client, body, add_special_tokens=body.add_special_tokens)
-    params = body.sampling_params(client.info.default_sampling, max_tokens=body.token_limit, logprobs=body.num_logprobs)
-    check_params(client.info, params, len(prompt.token_ids))
+    asked = {"max_tokens": body.token_limit, "logprobs": body.num_logprobs}
+    with told_as(body.names):
+        params = body.sampling_params(client.info.default_sampling, **asked)
+        check_params(client.info, params, len(prompt.token_ids))
     job = Job(new_id("chatcmpl"), [prompt], [params], body.priority, body.cache_salt or "")
     answer = ChatAnswer(client, job, body, model, state.timestamp())
     headers = {"x-request-id": job.id}

@@ -7,7 +7,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import check_params
 from jaxserve.server.completion import CompletionAnswer
-from jaxserve.server.errors import json_response
+from jaxserve.server.errors import json_response, told_as
 from jaxserve.server.generation import Job
 from jaxserve.server.prompts import tokens_prompts
 from jaxserve.server.routes.json_route import JsonRoute
@@ -25,9 +25,10 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
     client, model = state.client(), state.check_model(body.model)
     body.check()
     given = parse_prompts(body.prompt, "prompt", state.settings.max_prompts)
-    _params(client, body, room=client.info.max_model_len)  # refuse wrong parameters before many prompts are tokenized
-    prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens)
-    params = [_params_for(client, body, prompt) for prompt in prompts]
+    with told_as(body.names):
+        _params(client, body, room=client.info.max_model_len)  # refuse these before many prompts are tokenized
+        prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens)
+        params = [_params_for(client, body, prompt) for prompt in prompts]
     job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "")
     answer = CompletionAnswer(client, job, body, model, state.timestamp())
     headers = {"x-request-id": job.id}

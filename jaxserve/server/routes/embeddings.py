@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from jaxserve.core.request import RequestOutput
 from jaxserve.engine.client import EngineClient, TokensPrompt
-from jaxserve.server.errors import json_response
+from jaxserve.server.errors import json_response, told_as
 from jaxserve.server.prompts import tokens_prompts
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.other import EmbeddingBody
@@ -26,7 +26,8 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
     client, model = state.client(), state.check_model(body.model)
     body.check()
     given = parse_prompts(body.input, "input", state.settings.max_prompts)
-    prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens)
+    with told_as({"prompt": "input"}):
+        prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens)
     request_id = new_id("embd")
     outputs = await while_connected(request, _embed_all(client, prompts, request_id, body.priority))
     tokens = sum(len(prompt.token_ids) for prompt in prompts)

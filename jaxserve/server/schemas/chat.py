@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field
 
 from jaxserve.core.errors import RequestError
+from jaxserve.engine.chat_template import text_of
 from jaxserve.server.schemas.common import Body, SamplingBody
 
 RESERVED_VARIABLES = frozenset(
@@ -21,23 +22,13 @@ class ChatMessage(Body):
 
     def as_dict(self) -> dict[str, Any]:
         """The message for the chat template. Raises RequestError for images, audio and the like."""
-        message = {"role": self.role, "content": self._text()}
+        extra = self.model_extra or {}
+        if self.role in ("tool", "function") or extra.get("tool_calls") or extra.get("function_call"):
+            raise RequestError(
+                "tools are not supported yet, nor messages with calls", field="messages", value=self.role
+            )
+        message = {"role": self.role, "content": text_of(self.content)}
         return message if self.name is None else {**message, "name": self.name}
-
-    def _text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        texts = []
-        for part in self.content or ():
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise RequestError(
-                    "this model reads text only; every part of content must be of type text",
-                    field="messages.content",
-                    value=part.get("type"),
-                    limit="text",
-                )
-            texts.append(part["text"])
-        return "\n".join(texts)
 
 
 class Conversation(Body):
@@ -75,14 +66,22 @@ class ChatBody(Conversation, SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: Any = None
+    modalities: list[str] | None = None
 
     def check(self) -> None:
         """Raises RequestError for what does not fit together or is not served."""
         self.check_stream()
+        if self.modalities not in (None, ["text"]):
+            raise RequestError("modalities other than text are not supported", field="modalities", limit=["text"])
         if self.tool_choice not in (None, "none", "auto"):
             raise RequestError("tool_choice is not supported yet", field="tool_choice")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", field="top_logprobs", value=self.top_logprobs)
+
+    @property
+    def names(self) -> dict[str, str]:
+        names = {"logprobs": "top_logprobs"}
+        return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
     @property
     def num_logprobs(self) -> int | None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.sampling import SamplingParams
@@ -28,6 +28,7 @@ NOT_SUPPORTED_YET = (
     "use_beam_search",
     "prompt_embeds",
     "audio",
+    "web_search_options",
 )
 
 
@@ -35,6 +36,11 @@ class Body(BaseModel):
     """A request body. Numbers must be numbers and strings strings; fields that nobody knows are ignored and logged."""
 
     model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
     def check_extra(self) -> None:
         """Raises RequestError for known fields that are not supported; logs the names of unknown ones."""
@@ -90,6 +96,11 @@ class SamplingBody(Body):
         asked["logit_bias"] = _int_keys(self.logit_bias)
         given = {name: value for name, value in (asked | override).items() if value is not None}
         return SamplingParams(**{**defaults, "max_tokens": None, **given})
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client calls the engine's parameters where it sent another name."""
+        return {}
 
     def check_stream(self) -> None:
         """Raises RequestError for combinations with `stream` and formats that are not served."""

@@ -42,6 +42,10 @@ class CompletionBody(SamplingBody):
             raise RequestError("best_of above n cannot be streamed", field="best_of", value=self.best_of)
 
     @property
+    def names(self) -> dict[str, str]:
+        return {"n": "best_of"} if self.ranked else {}
+
+    @property
     def answers(self) -> int:
         """Answers to return per prompt."""
         return 1 if self.n is None else self.n
