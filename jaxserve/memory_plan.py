@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 # policy has steps compiled for FORESEEN mixtures of precisions at most, beside the one at the start.
 RUNTIME, PROGRAM, FUSED_LAYER = 520_000_000, 2_000_000, 500_000
 PROGRAMS, FORESEEN = 3, 4
+ADDRESSES = 2**46  # bytes that pools may have room for: half of what a process can address
 UNFORESEEING = (STATIC, "manual")  # policies
 OF_STAGES = ("weights", "variants", "kv", "workspace", "exchange")  # the ledger's entries that are a stage's
 COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s, for a change of the plan while steps go on
@@ -231,6 +232,8 @@ def _fill(
     else:  # no more than may ever fit
         most = min((room + extra) // stage.page for stage, room, extra in zip(stages, rooms, spare, strict=True))
         segments = segments_for(pages, max(pages, min(reserved, most)))
+    if sum(segments) * fullest.page > ADDRESSES:
+        raise ConfigError(f"max_kv_pages is {config.max_kv_pages}: no process has addresses for pools of so many")
     ledger.reserve("kv", _kv_bytes(fullest, pages, segments, granule))
     max_len = min(wanted_len, (pages - 1) * size)
     if config.max_model_len is not None and max_len < wanted_len:

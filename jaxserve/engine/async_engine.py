@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-import math
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -26,7 +25,6 @@ log = logging.getLogger(__name__)
 
 STALL_SECONDS = 120.0  # without a finished step although there is work: the engine is not healthy
 LONG_TEXT = 20_000  # characters: longer prompts are tokenized in a thread
-PACE_SECONDS = 0.004  # between two deliveries: steps may be faster than it pays to wake those who wait for tokens
 
 Item = RequestOutput | BaseException
 
@@ -38,7 +36,6 @@ class Stream:
     loop: asyncio.AbstractEventLoop
     items: asyncio.Queue[Item]
     admitted: asyncio.Future[None]
-    begun: bool = False  # something has been delivered
 
     async def next(self) -> RequestOutput:
         """The next piece; raises what ended the request before its time."""
@@ -48,13 +45,8 @@ class Stream:
         return item
 
 
-Batch = list[tuple[Stream, RequestOutput]]
-
-
 class InstanceThread:
-    """A thread that steps one instance, takes commands between steps and sends outputs back: after each step, or, where
-    steps are faster, after several, in one call.
-    """
+    """A thread that steps one instance, takes commands between steps and sends outputs back in one call per step."""
 
     def __init__(self, steps: StepLoop, name: str):
         self.steps = steps
@@ -62,8 +54,6 @@ class InstanceThread:
         self.streams: dict[str, Stream] = {}  # changed by this thread only
         self.progress = steps.clock.now()  # when the latest step ended, or the thread was last idle
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._undelivered: dict[asyncio.AbstractEventLoop, Batch] = {}
-        self._delivered = -math.inf  # when outputs were sent back the last time
         self._stopping = False
         self._over = False  # commands that come from now on may be seen by nobody
         steps.wake = lambda: self._commands.put(lambda: None)  # a thread that waits for commands goes on to a step
@@ -102,7 +92,6 @@ class InstanceThread:
             log.exception("the engine loop failed")
             self.failure = error
         self._over = True
-        self._send_back()
         for request_id, stream in self.streams.items():
             self._put(stream, self._ending())
             if self.failure is None:  # what is looked at later holds nothing any more
@@ -147,23 +136,12 @@ class InstanceThread:
             self.steps.core.abort(request_id, now=self.steps.clock.now())
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Sends outputs back, at once if a request begins or ends with them, and with those to come if others were sent
-        back only just before: what they cost is then paid once for several tokens.
-        """
-        urgent = False
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]] = {}
         for output in outputs:
             stream = self.streams.pop(output.request_id) if output.finished else self.streams[output.request_id]
-            self._undelivered.setdefault(stream.loop, []).append((stream, output))
-            urgent = urgent or output.finished or not stream.begun
-            stream.begun = True
-        if urgent or self.steps.clock.now() >= self._delivered + PACE_SECONDS:
-            self._send_back()
-
-    def _send_back(self) -> None:
-        batches, self._undelivered = self._undelivered, {}
+            batches.setdefault(stream.loop, []).append((stream, output))
         for loop, batch in batches.items():
             _call_soon(loop, partial(_put_all, batch))
-        self._delivered = self.steps.clock.now()
 
     def _put(self, stream: Stream, item: Item) -> None:
         _call_soon(stream.loop, lambda: stream.items.put_nowait(item))
@@ -181,7 +159,7 @@ class InstanceThread:
         _call_soon(stream.loop, settle)
 
 
-def _put_all(batch: Batch) -> None:
+def _put_all(batch: list[tuple[Stream, RequestOutput]]) -> None:
     for stream, output in batch:
         stream.items.put_nowait(output)
 

@@ -91,34 +91,20 @@ class EventStream(Response):
                 await _cancel(watch)
 
     async def _send_all(self, send: Send) -> None:
-        """What comes together, or while something is being sent, is sent together."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        events, news = [event(self._first)], asyncio.Event()
-        news.set()
-        collecting = asyncio.ensure_future(self._collect(events, news))
-        try:
-            more = True
-            while more:
-                await news.wait()
-                news.clear()
-                more, data = not collecting.done(), b"".join(events)
-                events.clear()
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-        finally:
-            await _cancel(collecting)
-
-    async def _collect(self, events: list[bytes], news: asyncio.Event) -> None:
-        """Mutates `events`: appends one for each value, and those of the end."""
+        await _send_part(send, event(self._first))
         try:
             async for value in self._rest:
-                events.append(event(value))
-                news.set()
+                await _send_part(send, event(value))
         except Exception as error:
             if not isinstance(error, JaxserveError):
                 logger.exception("a stream failed")
-            events.append(event(describe(error)[1]))
-        events.append(DONE)
-        news.set()
+            await _send_part(send, event(describe(error)[1]))
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+async def _send_part(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def _next(values: AsyncGenerator[T, None]) -> T:

@@ -243,6 +243,7 @@ def test_shutdown_ends_requests_in_flight(engine: AsyncEngine) -> None:
         await engine.shutdown()
         with pytest.raises(EngineStopped):
             await running
+        assert engine.snapshot().num_running == engine.snapshot().kv_pages_used == 0  # whoever still looks
         await engine.shutdown()
 
     asyncio.run(main())

@@ -99,6 +99,7 @@ def test_a_length_that_does_not_fit_is_lowered_unless_it_was_asked_for(tiny_mode
         ({"memory_gb": -1}, "memory_gb is -1"),
         ({"memory_gb": float("inf")}, "memory_gb is inf"),
         ({"memory_gb": "8"}, "memory_gb is '8'"),
+        ({"max_kv_pages": 10**13}, "max_kv_pages is 10000000000000"),
         ({"dtype": "int8"}, "dtype is 'int8'; there are auto, bfloat16, float16, float32"),
         ({"load_format": "gguf"}, "load_format is 'gguf'"),
     ],
