@@ -232,9 +232,9 @@ def _fill(
     else:  # no more than may ever fit
         most = min((room + extra) // stage.page for stage, room, extra in zip(stages, rooms, spare, strict=True))
         segments = segments_for(pages, max(pages, min(reserved, most)))
+    ledger.reserve("kv", _kv_bytes(fullest, pages, segments, granule))
     if sum(segments) * fullest.page > ADDRESSES:
         raise ConfigError(f"max_kv_pages is {config.max_kv_pages}: no process has addresses for pools of so many")
-    ledger.reserve("kv", _kv_bytes(fullest, pages, segments, granule))
     max_len = min(wanted_len, (pages - 1) * size)
     if config.max_model_len is not None and max_len < wanted_len:
         raise ConfigError(f"{pages - 1} KV pages of {size} tokens hold {max_len} tokens, max_model_len is {wanted_len}")

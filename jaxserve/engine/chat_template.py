@@ -94,14 +94,16 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
         return content
     texts = []
     for part in content or ():
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(
-                "this model reads text only; every part of content must be of type text",
-                field="messages.content",
-                value=part.get("type"),
-                limit="text",
-            )
-        texts.append(part["text"])
+        match part:
+            case {"type": "text", "text": str() as text}:
+                texts.append(text)
+            case _:
+                raise RequestError(
+                    "this model reads text only; every part of content must be of type text",
+                    field="messages.content",
+                    value=part.get("type") if isinstance(part, Mapping) else part,
+                    limit="text",
+                )
     return "\n".join(texts)
 
 

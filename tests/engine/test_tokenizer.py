@@ -212,8 +212,9 @@ def test_template_of_the_model(folder):
 def test_content_may_come_in_parts(folder):
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert Tokenizer.load(folder).apply_chat_template(parts) == "User: a\nb\nAssistant:"
-    with pytest.raises(RequestError, match="text only"):
-        Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": [{"type": "image_url"}]}])
+    for other in ({"type": "image_url"}, {"type": "text"}, "text"):
+        with pytest.raises(RequestError, match="text only"):
+            Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": [other]}])
 
 
 def test_named_templates_take_the_default(folder):

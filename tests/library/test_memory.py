@@ -81,6 +81,8 @@ def test_too_small_a_budget_says_how_much_is_needed(tiny_model: Path) -> None:
         LLM(tiny_model, memory_gb=0.1, **OPTIONS)
     needed = float(re.search(r"at least ([0-9.]+) GB", str(caught.value)).group(1))
     assert resolve(EngineConfig(model=tiny_model, memory_gb=needed + 0.05, **OPTIONS)).info.max_model_len >= 16
+    with pytest.raises(MemoryBudgetError, match="kv needs"):
+        resolve(EngineConfig(model=tiny_model, kv_pages=10**13, memory_gb=4, **OPTIONS))
 
 
 def test_a_length_that_does_not_fit_is_lowered_unless_it_was_asked_for(tiny_model: Path) -> None:

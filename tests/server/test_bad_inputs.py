@@ -70,46 +70,6 @@ def test_media_type_with_a_charset_is_json(http):
     assert http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param", "told"),
-    [
-        (COMPLETIONS, {"prompt": "a", "best_of": 65}, "best_of", "best_of is 65, the limit is 64 (max_n)"),
-        (
-            CHAT,
-            {"messages": MESSAGES, "max_completion_tokens": 0},
-            "max_completion_tokens",
-            "max_completion_tokens is 0",
-        ),
-        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),
-        ("/v1/embeddings", {"input": [VOCABULARY]}, "input", "input has the token id"),
-    ],
-)
-def test_errors_name_what_the_client_sent(http, path, body, param, told):
-    error = error_of(http.post(path, json=body))
-    assert error["param"] == param
-    assert error["message"].startswith(told)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "1", "content": "5"}]},
-        {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
-        {"messages": MESSAGES, "modalities": ["text", "audio"]},
-        {"messages": MESSAGES, "web_search_options": {"search_context_size": "low"}},
-    ],
-)
-def test_what_is_not_served_is_refused(http, body):
-    assert "not supported" in error_of(http.post(CHAT, json=body))["message"]
-
-
-def test_null_stands_for_the_default(http):
-    nothing = dict.fromkeys(
-        ("echo", "suffix", "priority", "add_special_tokens", "best_of", "user", "stream", "n", "stop")
-    )
-    assert http.post(COMPLETIONS, json={"prompt": "a", **nothing}).status_code == 200
-
-
 def test_unknown_paths_and_methods(http):
     error_of(http.get("/v1/nothing"), 404)
     error_of(http.get(CHAT), 405)
@@ -206,6 +166,26 @@ def test_unknown_model(http):
 def test_limit_and_value_are_told(http):
     error = error_of(http.post(COMPLETIONS, json={"prompt": "a", "n": 1_000_000}))
     assert (error["value"], error["limit"]) == (1_000_000, 64)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "told"),
+    [
+        (COMPLETIONS, {"prompt": "a", "best_of": 65}, "best_of", "best_of is 65, the limit is 64 (max_n)"),
+        (
+            CHAT,
+            {"messages": MESSAGES, "max_completion_tokens": 0},
+            "max_completion_tokens",
+            "max_completion_tokens is 0",
+        ),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),
+        ("/v1/embeddings", {"input": [VOCABULARY]}, "input", "input has the token id"),
+    ],
+)
+def test_errors_name_what_the_client_sent(http, path, body, param, told):
+    error = error_of(http.post(path, json=body))
+    assert error["param"] == param
+    assert error["message"].startswith(told)
 
 
 # completions
@@ -329,9 +309,29 @@ def test_bad_chat(http, fields):
     error_of(http.post(CHAT, json={"messages": MESSAGES, **fields}))
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "1", "content": "5"}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+        {"messages": MESSAGES, "modalities": ["text", "audio"]},
+        {"messages": MESSAGES, "web_search_options": {"search_context_size": "low"}},
+    ],
+)
+def test_what_is_not_served_is_refused(http, body):
+    assert "not supported" in error_of(http.post(CHAT, json=body))["message"]
+
+
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}, {"response_format": {"type": "text"}}])
 def test_harmless_fields_pass(http, fields):
     assert http.post(CHAT, json={"messages": MESSAGES, **fields}).status_code == 200
+
+
+def test_null_stands_for_the_default(http):
+    nothing = dict.fromkeys(
+        ("echo", "suffix", "priority", "add_special_tokens", "best_of", "user", "stream", "n", "stop")
+    )
+    assert http.post(COMPLETIONS, json={"prompt": "a", **nothing}).status_code == 200
 
 
 def test_unknown_fields_are_ignored_and_only_their_names_are_logged(http, caplog):
