@@ -57,12 +57,13 @@ class Outline:
 
 def check(config: EngineConfig) -> None:
     """Raises `ConfigError` for numbers that mean nothing."""
-    above_zero = ("max_num_seqs", "page_size", "kv_pages", "max_kv_pages", "memory_gb")
-    for name in (*above_zero, "max_queued_requests", "max_queued_tokens"):
-        value = getattr(config, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value < math.inf):
-            raise ConfigError(f"{name} is {value!r}, it must be a number above 0")
+    counts = ("max_num_seqs", "page_size", "kv_pages", "max_kv_pages", "max_queued_requests", "max_queued_tokens")
+    for names, kinds, word in ((counts, (int,), "an integer"), (("memory_gb", "slo_ttft"), (int, float), "a number")):
+        for name in names:
+            value = getattr(config, name)
+            number = isinstance(value, kinds) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ConfigError(f"{name} is {value!r}, it must be {word} above 0")
 
     for name, kinds in (("dtype", get_args(DType)), ("load_format", get_args(LoadFormat))):
         known = dict.fromkeys(("auto", *kinds))

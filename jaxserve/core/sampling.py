@@ -62,6 +62,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        self._check_flags()
         self._check_lists()
 
     def _check_numbers(self) -> None:
@@ -81,6 +82,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, None, "an integer of at least 0")
+
+    def _check_flags(self) -> None:
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
     def _check_lists(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):

@@ -253,7 +253,7 @@ def test_text_means_nothing_without_a_tokenizer(llm: LLM, asked: dict) -> None:
         llm.generate([prompt(1, 5)], SamplingParams(**asked), use_tqdm=False)
 
 
-@pytest.mark.parametrize("asked", [{"stop": ["a"], "detokenize": False}, {"bad_words": "return"}])
+@pytest.mark.parametrize("asked", [{"stop": ["a"], "detokenize": False}, {"bad_words": "return"}, {"ignore_eos": "no"}])
 def test_what_would_not_be_kept_is_refused(asked: dict) -> None:
     with pytest.raises(RequestError, match=next(iter(asked))):
         SamplingParams(**asked)
