@@ -8,6 +8,7 @@ H200 on a machine without a GPU, and so says which ones fit.
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -15,31 +16,41 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from bench.gpu_parts.kernels import Case, decode_attention, prefill_attention, quantised_product
+from bench.gpu_parts.kernels import (
+    Case,
+    decode_attention,
+    inputs_of,
+    prefill_attention,
+    program,
+    quantised_product,
+    seconds_of,
+)
 from bench.gpu_parts.sizes import REAL
-from bench.gpu_parts.timing import seconds_per_call
 from pallas_kernels import paged_attention, quantized_matmul
-from pallas_kernels.blocks import AttentionBlocks, DeviceBlocks, MatmulBlocks, blocks_for
+from pallas_kernels.blocks import AttentionBlocks, MatmulBlocks, blocks_for
 from pallas_kernels.targets import compile_for
 
 Tuned = dict[str, Any]  # fields of DeviceBlocks
 
 ATTENTION = [AttentionBlocks(keys, stages) for keys, stages in product((64, 128), (2, 3, 4))]
-MATMUL = [MatmulBlocks(*sizes) for sizes in product((64, 128), (2, 3, 4, 6), (1, 2, 4))]
+FEW = [MatmulBlocks(*sizes) for sizes in product((64, 128), (3, 4, 6), (2, 4, 8), (32, 64))]
+MANY = [MatmulBlocks(*sizes) for sizes in product((64, 128), (2, 3, 4), (1, 2, 4), (32, 64))]
 MODEL = next(model for model in REAL.models if model.name == "8b")
 
 
-def searches() -> Iterator[tuple[Case, Callable[..., Any], list[Tuned]]]:
+def searches() -> Iterator[tuple[Case, Callable[..., Array], list[Tuned]]]:
     """A case, the kernel, and the choices between which it decides."""
     attention = partial(paged_attention.paged_attention, scale=MODEL.shape.head_dim**-0.5)
     splits = [{"programs": p, "split_keys": k} for p, k in product((1, 2, 4), (64, 128, 256))]
-    yield decode_attention(MODEL, 32, 1024, "auto"), attention, [{"decode": sizes} for sizes in ATTENTION]
+    yield decode_attention(MODEL, 64, 4096, "auto"), attention, [{"decode": sizes} for sizes in ATTENTION]
     yield decode_attention(MODEL, 1, 8192, "auto"), attention, splits
     yield prefill_attention(MODEL, 2048, 64, "auto"), attention, [{"prefill": sizes} for sizes in ATTENTION]
-    for field, rows in (("few_rows", 1), ("many_rows", 128)):
-        case = quantised_product(f"int4, {rows} rows", rows, 28672, 4096, 4, "auto")
-        yield case, quantized_matmul.quantized_matmul, [{field: sizes} for sizes in MATMUL]
+    for field, rows, choices in (("few_rows", 1, FEW), ("many_rows", 128, MANY)):
+        for name, out in (("o", 4096), ("gate_up", 28672)):  # the last one decides
+            case = quantised_product(f"{name} in int4, {rows} rows", rows, out, 4096, 4, "auto")
+            yield case, quantized_matmul.quantized_matmul, [{field: sizes} for sizes in choices]
 
 
 def main() -> None:
@@ -50,14 +61,17 @@ def main() -> None:
     kind = "NVIDIA H200" if args.compile_only else jax.devices()[0].device_kind
     blocks = blocks_for(kind)
     for case, kernel, choices in searches():
-        print(f"{case.op}: {case.case}")
+        print(f"{case.op}: {case.case}", flush=True)
+        inputs = jax.eval_shape(partial(inputs_of, case, REAL)) if args.compile_only else inputs_of(case, REAL)
+        tried = [replace(case, call=partial(kernel, blocks=replace(blocks, **choice))) for choice in choices]
+        programs = compile_all(tried, inputs, args.compile_only)
         times = {}
-        for number, choice in enumerate(choices):
-            try:
-                times[number] = measure(case, kernel, replace(blocks, **choice), args.compile_only)
-                print(f"{'fits' if args.compile_only else f'{times[number] * 1e6:.1f} µs':>12}  {choice}")
-            except Exception as error:
-                print(f"{'refused':>12}  {choice}: {str(error).splitlines()[0][:100]}")
+        for number, (choice, found) in enumerate(zip(choices, programs, strict=True)):
+            if isinstance(found, Exception):
+                print(f"{'refused':>12}  {choice}: {str(found).splitlines()[0][:100]}")
+            else:
+                times[number] = 0.0 if args.compile_only else seconds_of(found, *inputs, REAL)
+                print(f"{'fits' if args.compile_only else f'{times[number] * 1e6:.1f} µs':>12}  {choice}", flush=True)
         if not times:
             sys.exit("nothing compiles")
         if not args.compile_only:
@@ -66,15 +80,19 @@ def main() -> None:
         print(f"{kind!r}: {blocks}")
 
 
-def measure(case: Case, kernel: Callable[..., Any], blocks: DeviceBlocks, compile_only: bool) -> float:
-    """Seconds of one call; 0 if it is compiled only."""
-    call = partial(kernel, blocks=blocks)
-    if compile_only:
-        compile_for("h200", call, *jax.tree.map(as_on_gpu, jax.eval_shape(case.inputs, jax.random.key(0))))
-        return 0.0
-    inputs = case.inputs(jax.random.key(0))
-    compiled = jax.jit(call)
-    return seconds_per_call(lambda: compiled(*inputs), REAL.least_s)
+def compile_all(cases: list[Case], inputs: Any, for_h200: bool) -> list[jax.stages.Compiled | Exception]:
+    """Each case's program, compiled side by side, or why it cannot be."""
+
+    def compiled(case: Case) -> jax.stages.Compiled | Exception:
+        try:
+            if for_h200:
+                return compile_for("h200", program(case), *jax.tree.map(as_on_gpu, inputs))
+            return program(case).lower(*inputs).compile()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(compiled, cases))
 
 
 def as_on_gpu(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

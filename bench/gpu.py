@@ -33,7 +33,7 @@ def main() -> None:
     """Measures, writes the JSON and prints the table."""
     args = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended like Ctrl-C: with what was measured
-    chosen = [part for part in PARTS if not args.parts or part.name.partition(":")[0] in args.parts]
+    chosen = [part for part in PARTS if not args.parts or {part.name, part.kind} & set(args.parts)]
     parts = scaled(chosen, args.minutes * 60)
     settings = default_settings(
         "cuda" if args.platform == "gpu" else "cpu", tiny=args.tiny, cache=args.cache_dir, peer_python=args.peer_python
@@ -86,7 +86,7 @@ def write(out: Path, environment: dict[str, str], tiny: bool, seconds: float, ou
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
-    names = sorted({part.name.partition(":")[0] for part in PARTS})
+    names = sorted({name for part in PARTS for name in (part.name, part.kind)})
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for trying it out")
     parser.add_argument("--parts", nargs="+", choices=names, help="default: all")

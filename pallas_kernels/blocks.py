@@ -18,9 +18,10 @@ class AttentionBlocks:
 class MatmulBlocks:
     """One launch of a product with a quantised weight."""
 
-    outs: int  # outputs of a program: 64 or 128
+    outs: int  # outputs of a program: 64, 128 or 256
     stages: int  # blocks of codes and of x in shared memory, at least 2
     programs: int  # per core that a product is split into, at most
+    words: int  # of 16 bits of an output that are fetched at once: 32 or 64
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ HOPPER = DeviceBlocks(
     prefill=AttentionBlocks(64, 2),
     split_keys=128,
     programs=2,
-    few_rows=MatmulBlocks(outs=64, stages=4, programs=4),
-    many_rows=MatmulBlocks(outs=128, stages=2, programs=1),
+    few_rows=MatmulBlocks(outs=128, stages=3, programs=4, words=32),
+    many_rows=MatmulBlocks(outs=64, stages=3, programs=2, words=32),
 )
 TABLE: dict[str, DeviceBlocks] = {}  # what was measured, by jax.Device.device_kind
 

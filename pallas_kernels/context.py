@@ -72,6 +72,7 @@ class Codes:
     """
 
     head_dim: int
+    interpret: Any
     k_s: Any  # u16 [slots, keys, R / 2]
     v_s: Any
     k_numbers_s: Any  # [keys, 2 W]
@@ -93,10 +94,10 @@ class Codes:
     def _unpack(self, rows_s: Any, slot: Array, numbers_s: Any, seen: Seen | None) -> None:
         row = load(rows_s, (slot,), plgpu.Layout.WGMMA)
         keys, width = rows_s.shape[1], numbers_s.shape[1] // 2
-        words = row[:, :width] ^ jnp.uint16(0x8080)  # codes counted from 0
+        words = row[:, :width]
         scale = lax.broadcast_in_dim(_scales(row[:, self.head_dim // 2 : self.head_dim // 2 + 8]), (keys, width), [0])
         for half in (0, 1):
-            codes = from_codes(lax.shift_right_logical(words, jnp.uint16(8 * half)), 8)
+            codes = from_codes(words, 8 * half, 8, self.interpret, signed=True)
             numbers = (codes.astype(jnp.float32) * scale).astype(numbers_s.dtype)
             numbers_s[:, pl.ds(half * width, width)] = numbers if seen is None else _only(seen, numbers)
 
@@ -208,6 +209,7 @@ class CodesPool:
 
     head_dim: int
     dtype: DTypeLike  # of the queries
+    interpret: Any
 
     @property
     def words(self) -> int:
@@ -248,9 +250,9 @@ class CodesPool:
         }  # fmt: skip
 
     def buffers(self, **fields: Any) -> Codes:
-        return Codes(self.head_dim, **fields)
+        return Codes(self.head_dim, self.interpret, **fields)
 
 
-def kind_of(pool: Pool, head_dim: int, dtype: DTypeLike) -> PoolKind:
+def kind_of(pool: Pool, head_dim: int, dtype: DTypeLike, interpret: Any) -> PoolKind:
     """What kind of pool it is, for queries of a dtype."""
-    return (CodesPool if pool[0].dtype == jnp.int8 else NumbersPool)(head_dim, dtype)
+    return CodesPool(head_dim, dtype, interpret) if pool[0].dtype == jnp.int8 else NumbersPool(head_dim, dtype)

@@ -46,7 +46,7 @@ def flash(
     """
     rows = min(q.shape[2], WARPGROUP_ROWS)
     assert q.shape[2] % rows == rows % 8 == 0, q.shape
-    kind = kind_of(pool, q.shape[3], q.dtype)
+    kind = kind_of(pool, q.shape[3], q.dtype, interpret)
     q, segments = kind.operands(q, pool)
     n, kv_heads, r, _ = q.shape
     body = partial(

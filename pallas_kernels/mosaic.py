@@ -1,12 +1,18 @@
 """What differs between the supported versions of JAX, and how a Mosaic GPU kernel is launched."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.experimental import pallas as pl
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 WARPGROUP_ROWS = 64  # of the first operand of a warpgroup's product
 SWIZZLES = (128, 64, 32)  # bytes of a row
@@ -37,21 +43,60 @@ def tiles(width: int, dtype: Any) -> tuple[Any, ...]:
     raise ValueError(f"rows of {width * itemsize} bytes cannot be swizzled, only whole multiples of {SWIZZLES[-1]}")
 
 
-def from_codes(codes: Array, bits: int) -> Array:
-    """The numbers u - 2**(bits - 1) of 4 or 8-bit codes u in the lowest bits of words of 16, as bfloat16, exactly.
+def from_codes(words: Array, shift: int, bits: int, interpret: Any, *, signed: bool = False) -> Array:
+    """The numbers u - 2**(bits - 1) of 4 or 8-bit codes u that begin at a bit of words [..., n] of 16, exactly.
 
-    Without a conversion: a code's bits become the lowest of the mantissa of 128.0, whose last place is 1, and 128 and
-    half of the code's range are subtracted.
+    bfloat16, in the layout of a product, as the words; n is even. With `signed` codes of 8 bits are the numbers
+    themselves. Without a conversion: a code's bits become the lowest of the mantissa of 128.0, whose last place is 1,
+    and 128 and half of the code's range are subtracted.
     """
-    one_is_last_place = jnp.uint16(0x4300)  # 128.0
+    pick = partial(_picked, words, shift, interpret=interpret)
     if bits == 4:
-        return _as_float((codes & jnp.uint16(15)) | one_is_last_place) - jnp.bfloat16(136)
-    low = _as_float((codes & jnp.uint16(127)) | one_is_last_place)
-    return low - _as_float((codes & jnp.uint16(128)) ^ jnp.uint16(0x4380))  # 128.0 with the highest bit, else 256.0
+        return pick(0x0F, 0x4300) - jnp.bfloat16(136)
+    return pick(0x7F, 0x4300) - pick(0x80, 0x4300 if signed else 0x4380)  # 128.0, or 256.0 for what is below 0
 
 
-def _as_float(bits: Array) -> Array:
-    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+def _picked(words: Array, shift: int, mask: int, pattern: int, *, interpret: Any) -> Array:
+    """((words >> shift) & mask) ^ pattern, as bfloat16.
+
+    Two words at once, by one instruction for the shift and one for all else, where the compiler has three and two for
+    each word: what a shift brings over from the neighbour must be outside the mask.
+    """
+    if interpret:
+        picked = (lax.shift_right_logical(words, jnp.uint16(shift)) & jnp.uint16(mask)) ^ jnp.uint16(pattern)
+    else:
+        layout = plgpu.Layout.WGMMA
+        result = plgpu.ShapeDtypeStruct(words.shape, words.dtype, layout=layout)
+        picked = plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(partial(_pick, shift, mask, pattern))(words)
+    return lax.bitcast_convert_type(picked, jnp.bfloat16)
+
+
+def _pick(shift: int, mask: int, pattern: int, _: Any, words: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    pair = ir.IntegerType.get_signless(32)
+    both = [mgpu.c(value << 16 | value, pair) for value in (mask, pattern)]
+    registers = np.empty_like(words.registers)
+    for index, register in np.ndenumerate(words.registers):
+        value = mgpu.utils.bitcast(register, pair)
+        if shift:
+            value = arith.shrui(value, mgpu.c(shift, pair))
+        value = llvm.inline_asm(pair, [value, *both], "lop3.b32 $0, $1, $2, $3, 0x6a;", "=r,r,r,r")
+        registers[index] = mgpu.utils.bitcast(value, register.type)
+    return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=words.is_signed)
+
+
+def sum_of_products(shape: tuple[int, int], factors: Iterable[tuple[Array, Any]], interpret: Any) -> Array:
+    """f32 [M, N]: the sum of w @ x.T over pairs of w [M, K] in registers and a reference x [N, K] in shared memory."""
+    if interpret:  # which multiplies references alone
+        over_k = (((1,), (1,)), ((), ()))
+        return sum(lax.dot_general(w, x[...], over_k, preferred_element_type=jnp.float32) for w, x in factors)
+
+    def body(acc: Any) -> Array:
+        for w, x in factors:
+            plgpu.wgmma(acc, w, transposed(x))
+        plgpu.wgmma_wait(0)
+        return acc[...]
+
+    return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
 
 
 def launch(
@@ -70,7 +115,7 @@ def launch(
     """
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
-    return plgpu.kernel(
+    call = plgpu.kernel(
         kernel,
         out_type=out,
         grid=tuple(grid.values()),
@@ -79,3 +124,6 @@ def launch(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
     )
+    # A slice of another array must not be handed over where it lies: XLA does so at any offset, and Mosaic then refuses
+    # an address that is not a multiple of 256.
+    return lambda *operands: call(*lax.optimization_barrier(operands))

@@ -1,11 +1,13 @@
 """Products of a few rows with a weight in 8 or 4 bits, which is read once, as it is stored.
 
-Codes arrive in shared memory by the bulk copy engine, several blocks ahead; they become 16-bit floats in registers, go
-back to shared memory, and the tensor cores take them from there as their first operand, so that even a single row
-leaves none of them idle for want of outputs. The rows are the second operand.
+Codes arrive in shared memory by the bulk copy engine, several blocks ahead. They become 16-bit floats in registers, and
+the tensor cores take them from there as their first operand, so that even a single row leaves none of them idle for
+want of outputs; x is the second operand. What a warpgroup multiplies are whole numbers: the sums of a group are
+multiplied by its scales, in float32, of which there are few.
 """
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,11 +20,14 @@ from jax.typing import DTypeLike
 
 from jaxserve.quantization import QArray
 from pallas_kernels.blocks import HOPPER, DeviceBlocks
-from pallas_kernels.mosaic import from_codes, launch, load, tiles, transposed
+from pallas_kernels.mosaic import WARPGROUP_ROWS, from_codes, launch, load, sum_of_products, tiles, transposed
 
 WORDS = 32  # of 16 bits that are unpacked at once, 16 // bits codes in each
 MAX_ROWS = 256  # above, XLA's dequantisation costs less than reading x for every block of outputs
 CHUNK = 128  # rows of one program, at most
+
+Scaling = list[list[list[Array]]]
+"""By part of the outputs and group of a step: scales [64], and zeros if there are any."""
 
 
 def supports(rows: int, dtype: DTypeLike, w: QArray) -> bool:
@@ -41,8 +46,8 @@ def supports(rows: int, dtype: DTypeLike, w: QArray) -> bool:
 def quantized_matmul(x: Array, w: QArray, *, blocks: DeviceBlocks = HOPPER, interpret: Any = False) -> Array:
     """x [rows, C] times w [out..., C], summed in float32: [rows, prod(out)].
 
-    The same as a product with `w.dequantize(x.dtype)`, but for the order of the sum; with zeros that are not whole
-    numbers, the weights differ by a rounding to bfloat16.
+    The same as a product with `w.dequantize(float32)`, but for the order of the sum; zeros that are not whole numbers
+    make weights that differ by a rounding to bfloat16.
     """
     rows, size = x.shape
     out, unit = math.prod(w.shape[:-1]), _unit(w.bits)
@@ -55,23 +60,35 @@ def quantized_matmul(x: Array, w: QArray, *, blocks: DeviceBlocks = HOPPER, inte
 
     sizes = blocks.few_rows if chunk <= 64 else blocks.many_rows
     outs = sizes.outs if out % sizes.outs == 0 else 64
-    units, programs = size // unit, out // outs * (len(x) // chunk)
-    splits = max(1, min(blocks.cores * sizes.programs // programs, units // (2 * sizes.stages)))
-    body = partial(_kernel, bits=w.bits, group=w.group, splits=splits)
+    step = unit * sizes.words // WORDS
+    if size % step or (step % w.group and w.group % step):
+        step = unit
+    words = step // unit * WORDS
+    steps, programs = size // step, out // outs * (len(x) // chunk)
+    splits = splits_for(steps, blocks.cores * sizes.programs // programs, size * w.bits // 8, chunk)
+    body = partial(_kernel, bits=w.bits, group=w.group, splits=splits, interpret=interpret)
     y = launch(
         body,
-        out=jax.ShapeDtypeStruct((splits, out, len(x)), jnp.float32),
+        out=jax.ShapeDtypeStruct((splits, len(x), out), jnp.float32),
         grid={"split": splits, "out": out // outs, "chunk": len(x) // chunk},
         scratch={
-            "codes_s": plgpu.SMEM((sizes.stages, outs, WORDS), jnp.uint16, transforms=tiles(WORDS, jnp.uint16)),
-            "x_s": plgpu.SMEM((sizes.stages, chunk, unit), x.dtype, transforms=tiles(WORDS, x.dtype)),
-            "w_s": plgpu.SMEM((2, outs, unit), x.dtype, transforms=tiles(WORDS, x.dtype)),
-            "y_s": plgpu.SMEM((outs, chunk), jnp.float32, transforms=tiles(chunk, jnp.float32)),
+            "codes_s": plgpu.SMEM((sizes.stages, outs, words), jnp.uint16, transforms=tiles(words, jnp.uint16)),
+            "x_s": plgpu.SMEM((sizes.stages, chunk, step), x.dtype, transforms=tiles(WORDS, x.dtype)),
             "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=sizes.stages),
         },
         interpret=interpret,
     )(x, codes, *scaling)
-    return y.sum(axis=0).T[:rows]
+    return y.sum(axis=0)[:rows]
+
+
+def splits_for(steps: int, wanted: int, weight_bytes: int, rows: int) -> int:
+    """Into how many shares to cut the steps through C: at most as wanted, none without a step.
+
+    Each has two steps at least, and all of them write and read at most a quarter as many bytes of sums as there are of
+    the weight, per output.
+    """
+    most = min(wanted, steps // 2, weight_bytes // 4 // (2 * 4 * rows))
+    return -(-steps // -(-steps // max(1, most)))
 
 
 def _unit(bits: int) -> int:
@@ -80,69 +97,79 @@ def _unit(bits: int) -> int:
 
 
 def _kernel(
-    x_g, codes_g, *rest_g, codes_s, x_s, w_s, y_s, arrived, bits: int, group: int, splits: int
+    x_g, codes_g, *rest_g, codes_s, x_s, arrived, bits: int, group: int, splits: int, interpret: Any
 ):  # fmt: skip
-    """One program: a block of outputs for a chunk of rows, over a share of the units of C."""
+    """One program: a block of outputs for a chunk of rows, over a share of the steps through C.
+
+    Its outputs are multiplied 64 at a time, one after the other, all with the same x.
+    """
     *scaling_g, y_g = rest_g
-    stages, outs, _ = codes_s.shape
-    _, chunk, unit = x_s.shape
+    stages, outs, words = codes_s.shape
+    _, chunk, step_size = x_s.shape
     out, row = lax.axis_index("out") * outs, lax.axis_index("chunk") * chunk
-    split, units = lax.axis_index("split"), codes_g.shape[1] // WORDS
-    share = -(-units // splits)
+    split, steps = lax.axis_index("split"), codes_g.shape[1] // words
+    share = -(-steps // splits)
     first = split * share
-    after = jnp.minimum(first + share, units)
+    after = jnp.minimum(first + share, steps)
+
+    planes = 16 // bits
+    width = min(group, step_size)  # of a group within a step
+    groups, parts = range(0, step_size, width), range(0, outs, WARPGROUP_ROWS)
 
     def fetch(i: Array) -> None:
         slot = lax.rem(i - first, stages)
-        words = codes_g.at[pl.ds(out, outs), pl.ds(i * WORDS, WORDS)]
-        plgpu.copy_gmem_to_smem(words, codes_s.at[slot], arrived.at[slot])
-        columns = x_g.at[pl.ds(row, chunk), pl.ds(i * unit, unit)]
+        block = codes_g.at[pl.ds(out, outs), pl.ds(i * words, words)]
+        plgpu.copy_gmem_to_smem(block, codes_s.at[slot], arrived.at[slot])
+        columns = x_g.at[pl.ds(row, chunk), pl.ds(i * step_size, step_size)]
         plgpu.copy_gmem_to_smem(columns, x_s.at[slot], arrived.at[slot])
 
-    group_starts = range(0, unit, min(group, unit))  # in a unit
-
-    def scaling(i: Array) -> list[list[Array]]:
-        """Scales (and zeros) of the groups of a unit; the last unit's again beyond it."""
-        i = jnp.minimum(i, units - 1)
+    def scaling(i: Array) -> Scaling:
+        """Of the outputs of each part and the groups of a step; the last step's again beyond it."""
+        at = jnp.minimum(i, steps - 1) * step_size
+        by_row = plgpu.Layout.WGMMA.reduce(1)
         return [
             [
-                load(ref, (pl.ds(out, outs), lax.div(i * unit + at, group)), plgpu.Layout.WGMMA.reduce(1))
-                for at in group_starts
+                [
+                    load(ref, (pl.ds(out + part, WARPGROUP_ROWS), lax.div(at + start, group)), by_row)
+                    for ref in scaling_g
+                ]
+                for start in groups
             ]
-            for ref in scaling_g
+            for part in parts
         ]
 
-    def step(acc: Any, i: Array, by_group: list[list[Array]]) -> list[list[Array]]:
-        slot, buffer = lax.rem(i - first, stages), lax.rem(i - first, 2)
+    def factors(slot: Array, block: Array, start: int, zero: list[Array]) -> Iterator[tuple[Array, Any]]:
+        """Numbers and x of the group of a step that begins at a code; `block` are the codes of the step."""
+        for at in range(start, start + width, WORDS):
+            unit, plane = divmod(at // WORDS, planes)
+            numbers = from_codes(block[:, unit * WORDS : (unit + 1) * WORDS], plane * bits, bits, interpret)
+            if zero:
+                zeros = lax.broadcast_in_dim(*zero, numbers.shape, [0])
+                numbers = (numbers.astype(zeros.dtype) - zeros).astype(numbers.dtype)
+            yield numbers, x_s.at[slot, :, pl.ds(at, WORDS)]
+
+    def step(i: Array, carry: tuple[list[Array], Scaling]) -> tuple[list[Array], Scaling]:
+        slot = lax.rem(i - first, stages)
         ahead = scaling(i + 1)
         plgpu.barrier_wait(arrived.at[slot])
-        words = plgpu.layout_cast(codes_s[slot], plgpu.Layout.WGMMA)
-        for plane in range(16 // bits):
-            at = plane * len(group_starts) * bits // 16
-            numbers = from_codes(lax.shift_right_logical(words, jnp.uint16(plane * bits)), bits)
-            scale, *zero = (lax.broadcast_in_dim(values[at], numbers.shape, [0]) for values in by_group)
-            if zero:
-                numbers = (numbers.astype(zero[0].dtype) - zero[0]).astype(numbers.dtype)
-            w = (numbers.astype(scale.dtype) * scale).astype(numbers.dtype)
-            w_s[buffer, :, pl.ds(plane * WORDS, WORDS)] = w
-        plgpu.commit_smem()
-        plgpu.wgmma(acc, w_s.at[buffer], transposed(x_s.at[slot]))
-        plgpu.wgmma_wait(1)  # the step before this one has been multiplied: its buffers are free
+        totals = []
+        for part, total, by_group in zip(parts, *carry, strict=True):
+            block = plgpu.layout_cast(codes_s[slot, pl.ds(part, WARPGROUP_ROWS)], plgpu.Layout.WGMMA)
+            for start, (scale, *zero) in zip(groups, by_group, strict=True):
+                sums = sum_of_products(total.shape, factors(slot, block, start, zero), interpret)
+                total += sums * lax.broadcast_in_dim(scale.astype(jnp.float32), sums.shape, [0])
+            totals.append(total)
 
-        @pl.when((i > first) & (i - 1 + stages < after))
+        @pl.when(i + stages < after)
         def _() -> None:
-            fetch(i - 1 + stages)
+            fetch(i + stages)
 
-        return ahead
-
-    def multiply(acc: Any) -> Array:
-        lax.fori_loop(first, after, lambda i, carry: step(acc, i, carry), scaling(first))
-        plgpu.wgmma_wait(0)
-        return acc[...]
+        return totals, ahead
 
     for i in range(stages):
         pl.when(first + i < after)(partial(fetch, first + i))
-    y_s[...] = pl.run_scoped(multiply, plgpu.ACC((outs, chunk), jnp.float32))
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(y_s, y_g.at[split, pl.ds(out, outs), pl.ds(row, chunk)])
-    plgpu.wait_smem_to_gmem(0)
+    nothing = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, chunk), jnp.float32), plgpu.Layout.WGMMA)
+    totals, _ = lax.fori_loop(first, after, step, ([nothing for _ in parts], scaling(first)))
+    for part, total in zip(parts, totals, strict=True):
+        y = transposed(y_g.at[split, pl.ds(row, chunk), pl.ds(out + part, WARPGROUP_ROWS)])
+        y[...] = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -55,24 +55,40 @@ def rows(sizes: Sizes) -> Iterator[dict]:
 
 def measure(case: Case, sizes: Sizes) -> float:
     """Seconds of one call of the operation."""
+    first, rest = inputs_of(case, sizes)
+    return seconds_of(program(case), first, rest, sizes, donate=case.donate)
+
+
+def inputs_of(case: Case, sizes: Sizes) -> tuple[list[Any], list[Inputs]]:
+    """So many sets of inputs, first ones apart, that no cache holds them."""
     sets = min(max(math.ceil(sizes.rotate_bytes / max(case.cost.bytes, 1)), 1), MAX_SETS)
     inputs = [case.inputs(key) for key in jax.random.split(jax.random.key(1), sets)]
-    first, rest = [i[0] for i in inputs], [i[1:] for i in inputs]
+    return [i[0] for i in inputs], [i[1:] for i in inputs]
+
+
+def program(case: Case) -> jax.stages.Wrapped:
+    """Calls the operation on several sets of inputs."""
     operation = jax.jit(case.call)  # a kernel is traced and lowered once, and not for every set
 
     def many(first: list[Any], rest: list[Inputs]) -> list[Array]:
         return [operation(one, *others) for one, others in zip(first, rest, strict=True)]
 
-    compiled = jax.jit(many, donate_argnums=0 if case.donate else ())
+    return jax.jit(many, donate_argnums=0 if case.donate else ())
+
+
+def seconds_of(
+    many: Callable[..., list[Array]], first: list[Any], rest: list[Inputs], sizes: Sizes, *, donate: bool = False
+) -> float:
+    """Seconds of one call of the operation that a program calls on all sets."""
 
     def call() -> list[Array]:
         nonlocal first
-        results = compiled(first, rest)
-        if case.donate:
+        results = many(first, rest)
+        if donate:
             first = results
         return results
 
-    return seconds_per_call(call, sizes.least_s) / sets
+    return seconds_per_call(call, sizes.least_s) / len(rest)
 
 
 def cases(sizes: Sizes, backends: tuple[KernelBackend, ...] | None = None) -> Iterator[Case]:

@@ -34,6 +34,11 @@ class Part:
     seconds: float
     is_peer: bool = False  # runs in the peer's interpreter
 
+    @property
+    def kind(self) -> str:
+        """The name without the model's."""
+        return self.name.partition(":")[0]
+
 
 PARTS = (
     Part("ceilings", 25),

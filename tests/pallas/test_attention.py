@@ -173,6 +173,30 @@ def test_a_layers_write_and_read_leave_the_pool_where_it_is(compile_for_h200, se
     assert stats.temp_size_in_bytes < stats.alias_size_in_bytes / 10
 
 
+def from_one_vector(packed, q, pool, shape=(2, 9)):
+    """Attention whose meta are parts of a vector, as in a step, and begin anywhere in it."""
+    rows, width = shape
+    pages, lengths = packed[3 : 3 + rows * width].reshape(shape), packed[3 + rows * width :][:rows]
+    none = jnp.zeros(0, jnp.int32)
+    meta = AttentionMeta(pages, lengths, none.reshape(0, width), none, none)
+    return dispatched(q, pool, meta, scale=SCALE, backend="pallas")
+
+
+def test_inputs_may_be_parts_of_a_vector():
+    problem = problem_on_gpu(replace(SMALL, N=0))
+    meta = problem.meta
+    packed = jnp.concatenate([jnp.zeros(3, jnp.int32), meta.decode_pages.ravel(), meta.decode_lengths])
+    out = jax.jit(from_one_vector)(packed, problem.q, problem.pool)
+    np.testing.assert_allclose(out.astype(jnp.float32), dense_answer(problem, SCALE, None), atol=2e-2, rtol=0)
+
+
+def test_parts_of_a_vector_are_moved_to_where_a_kernel_may_read_them(compile_for_h200):
+    """At multiples of 256 bytes: XLA hands a slice over where it lies."""
+    q, pool, _ = arguments(2, 0, 8, 1, 4, 64, 16, 9)
+    packed = jax.ShapeDtypeStruct((64,), jnp.int32)
+    assert "dynamic-slice-fusion" not in compile_for_h200(from_one_vector, packed, q, pool).as_text()
+
+
 def test_the_choice_can_be_forced():
     q, pool, meta = arguments(*REAL["decode"])
     assert "mosaic_gpu" in lowered(partial(dispatched, scale=0.1, backend="pallas"), q, pool, meta)

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels import matmul
+from jaxserve.kernels.backend import uses_pallas
 from jaxserve.quantization import QArray
 from jaxserve.quantization.packing import packed_bytes
 from jaxserve.quantization.rounding import quantize
 from pallas_kernels.blocks import HOPPER, MatmulBlocks
-from pallas_kernels.quantized_matmul import quantized_matmul, supports
+from pallas_kernels.quantized_matmul import quantized_matmul, splits_for, supports
 from tests.pallas.conftest import lowered
 
 
@@ -43,6 +44,7 @@ SHAPES = {
     "int8, scales in float32": Shape(bits=8, scales="float32", symmetric=False),
     "outputs of several axes": Shape(out=(2, 3, 32)),
     "long, split over programs": Shape(out=(64,), size=4096),
+    "groups of three units": Shape(size=768, group=384),
     "not a whole number of shares": Shape(out=(64,), size=128 * 19),
 }
 
@@ -57,7 +59,7 @@ def problem(shape, seed=0):
 def check(shape, **kwargs):
     x, w = problem(shape)
     assert supports(len(x), x.dtype, w)
-    wide = np.asarray(w.dequantize(jnp.bfloat16), np.float64).reshape(-1, shape.size)
+    wide = np.asarray(w.dequantize(jnp.float32), np.float64).reshape(-1, shape.size)
     answer = np.asarray(x, np.float64) @ wide.T
     out = jax.jit(partial(quantized_matmul, **kwargs))(x, w)
     np.testing.assert_allclose(out, answer, rtol=0, atol=1e-5 * np.abs(x).astype(np.float32).max() * shape.size**0.5)
@@ -78,9 +80,18 @@ def test_every_code_is_its_number(interpret):
         np.testing.assert_array_equal(out.T, w.dequantize())
 
 
-@pytest.mark.parametrize("sizes", [MatmulBlocks(64, 2, 1), MatmulBlocks(128, 3, 8)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [MatmulBlocks(64, 2, 1, 32), MatmulBlocks(64, 3, 2, 64), MatmulBlocks(128, 3, 8, 64)], ids=str
+)
 def test_block_sizes_change_nothing(interpret, sizes):
     check(Shape(size=2048), blocks=replace(HOPPER, few_rows=sizes, many_rows=sizes), interpret=interpret)
+
+
+def test_a_product_is_split_until_all_cores_have_work():
+    assert splits_for(steps=16, wanted=5, weight_bytes=2048, rows=8) == 4  # a fifth share would be empty
+    assert splits_for(steps=16, wanted=100, weight_bytes=2048, rows=8) == 8
+    assert splits_for(steps=16, wanted=100, weight_bytes=2048, rows=32) == 2  # sums are to be read, too
+    assert splits_for(steps=3, wanted=0, weight_bytes=2048, rows=128) == 1
 
 
 REAL = {
@@ -131,6 +142,7 @@ def test_other_shapes_go_through_xla(shape):
     assert "mosaic_gpu" not in lowered(partial(matmul, backend="pallas"), x, w)
 
 
+@pytest.mark.skipif(uses_pallas("auto"), reason="this is no CPU")
 def test_on_a_cpu_a_forced_choice_changes_nothing():
     x, w = problem(Shape())
     np.testing.assert_array_equal(matmul(x, w, backend="pallas"), matmul(x, w, backend="xla"))
