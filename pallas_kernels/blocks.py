@@ -21,7 +21,7 @@ class MatmulBlocks:
     outs: int  # outputs of a program: 64, 128 or 256
     stages: int  # blocks of codes and of x in shared memory, at least 2
     programs: int  # per core that a product is split into, at most
-    words: int  # of 16 bits of an output that are fetched at once: 32 or 64
+    words: int  # of 16 bits of an output that are fetched at once: 32, 64 or 128
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DeviceBlocks:
     prefill: AttentionBlocks
     split_keys: int  # fewest keys of a sequence that are worth a program of their own
     programs: int  # per core that attention is split into, at most
-    few_rows: MatmulBlocks  # up to 64
+    few_rows: MatmulBlocks  # up to 16
     many_rows: MatmulBlocks
 
 
@@ -43,7 +43,7 @@ HOPPER = DeviceBlocks(
     prefill=AttentionBlocks(64, 2),
     split_keys=128,
     programs=2,
-    few_rows=MatmulBlocks(outs=128, stages=3, programs=4, words=32),
+    few_rows=MatmulBlocks(outs=64, stages=3, programs=8, words=64),
     many_rows=MatmulBlocks(outs=64, stages=3, programs=2, words=32),
 )
 TABLE: dict[str, DeviceBlocks] = {}  # what was measured, by jax.Device.device_kind

@@ -139,13 +139,14 @@ class Context:
 
     def _copy_page(self, page: Array, source: Any, slot: Array | int, target: Any) -> None:
         """From the segment that the page lies in."""
-        for first, after, segment_g in zip(self.firsts, (*self.firsts[1:], None), self.segments_g, strict=True):
-            copy = partial(self._copy, segment_g, page - first, source, slot, target)
-            if first == 0 and after is None:
-                copy()  # the only segment
-            else:
-                inside = page >= first
-                pl.when(inside if after is None else inside & (page < after))(copy)
+        copies = [
+            partial(self._copy, segment_g, page - first, source, slot, target)
+            for first, segment_g in zip(self.firsts, self.segments_g, strict=True)
+        ]
+        if len(copies) == 1:
+            copies[0]()
+        else:
+            lax.switch(sum(jnp.int32(page >= first) for first in self.firsts[1:]), copies)
 
     def _copy(self, segment_g: Any, page: Array, source: Any, slot: Array | int, target: Any) -> None:
         to = self.buffers

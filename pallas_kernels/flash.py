@@ -50,7 +50,7 @@ def flash(
     q, segments = kind.operands(q, pool)
     n, kv_heads, r, _ = q.shape
     body = partial(
-        _kernel, kind=kind, firsts=starts_of(pool), rows=rows, group=group, scale=scale * math.log2(math.e),
+        _kernel, kind=kind, firsts=tuple(starts_of(pool)), rows=rows, group=group, scale=scale * math.log2(math.e),
         window=window, splits=splits, blocks=blocks,
     )  # fmt: skip
     out, sums = launch(
@@ -126,8 +126,7 @@ def _kernel(
 
         return acc, m_new, l * shrink + p.sum(axis=1)
 
-    for ahead in range(blocks.stages):
-        pl.when(first + ahead < after)(partial(context.fetch, first + ahead, ahead))
+    lax.fori_loop(first, jnp.minimum(first + blocks.stages, after), lambda i, _: context.fetch(i, i - first), None)
     plgpu.copy_gmem_to_smem(q_g.at[tile, head, pl.ds(row, rows)], q_s.at[pl.ds(0, rows)], q_arrived)
     plgpu.barrier_wait(q_arrived)
     by_row = plgpu.Layout.WGMMA.reduce(1)

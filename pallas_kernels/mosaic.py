@@ -1,6 +1,6 @@
 """What differs between the supported versions of JAX, and how a Mosaic GPU kernel is launched."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.once import Launch, lowered_once
 
 WARPGROUP_ROWS = 64  # of the first operand of a warpgroup's product
 SWIZZLES = (128, 64, 32)  # bytes of a row
@@ -100,18 +102,21 @@ def sum_of_products(shape: tuple[int, int], factors: Iterable[tuple[Array, Any]]
 
 
 def launch(
-    kernel: Callable[..., None],
-    out: Any,
+    kernel: partial[None],
+    out: Hashable,
     grid: Mapping[str, int],
     scratch: Mapping[str, Any],
     *,
     interpret: Any = False,
-) -> Callable[..., Any]:
+) -> Launch:
     """A function of device arrays that runs `kernel(*inputs, *outputs, **scratch)` once per point of the grid.
 
     Each program is one warpgroup. It has the barriers that Mosaic puts around copies and stores: kernels refill buffers
     that other warps have read without one of their own. The last axis of the grid varies fastest. `interpret` simulates
     the launch on a CPU instead: True, or JAX's own parameters (`InterpretGPUParams`).
+
+    A kernel is lowered once (`once`) for equal arguments of this function and operands of the same shapes: nothing else
+    may decide what it does, and what `kernel` has been given must be hashable.
     """
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
@@ -124,6 +129,13 @@ def launch(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
     )
-    # A slice of another array must not be handed over where it lies: XLA does so at any offset, and Mosaic then refuses
-    # an address that is not a multiple of 256.
-    return lambda *operands: call(*lax.optimization_barrier(operands))
+    static = (kernel.func, kernel.args, frozenset(kernel.keywords.items()))
+    identity = (static, out, tuple(grid.items()), tuple(scratch.items()))
+
+    def launched(*operands: Array) -> Any:
+        # A slice of another array must not be handed over where it lies: XLA does so at any offset, and Mosaic then
+        # refuses an address that is not a multiple of 256.
+        operands = lax.optimization_barrier(operands)
+        return (call if interpret else lowered_once(call, identity, operands))(*operands)
+
+    return launched

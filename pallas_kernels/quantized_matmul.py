@@ -58,12 +58,10 @@ def quantized_matmul(x: Array, w: QArray, *, blocks: DeviceBlocks = HOPPER, inte
     codes = lax.bitcast_convert_type(jnp.asarray(w.codes).reshape(out, -1, 2), jnp.uint16)
     scaling = [jnp.asarray(leaf).reshape(out, -1) for leaf in (w.scales, w.zeros) if leaf is not None]
 
-    sizes = blocks.few_rows if chunk <= 64 else blocks.many_rows
+    sizes = blocks.few_rows if chunk <= 16 else blocks.many_rows
     outs = sizes.outs if out % sizes.outs == 0 else 64
-    step = unit * sizes.words // WORDS
-    if size % step or (step % w.group and w.group % step):
-        step = unit
-    words = step // unit * WORDS
+    words = words_for(w, sizes.words)
+    step = words // WORDS * unit
     steps, programs = size // step, out // outs * (len(x) // chunk)
     splits = splits_for(steps, blocks.cores * sizes.programs // programs, size * w.bits // 8, chunk)
     body = partial(_kernel, bits=w.bits, group=w.group, splits=splits, interpret=interpret)
@@ -79,6 +77,13 @@ def quantized_matmul(x: Array, w: QArray, *, blocks: DeviceBlocks = HOPPER, inte
         interpret=interpret,
     )(x, codes, *scaling)
     return y.sum(axis=0)[:rows]
+
+
+def words_for(w: QArray, most: int) -> int:
+    """How many words of an output to fetch at once: the weight, and each group or step, are whole numbers of them."""
+    step = most // WORDS * _unit(w.bits)
+    fits = w.size % step == 0 and (step % w.group == 0 or w.group % step == 0)
+    return most if fits or most == WORDS else words_for(w, most // 2)
 
 
 def splits_for(steps: int, wanted: int, weight_bytes: int, rows: int) -> int:

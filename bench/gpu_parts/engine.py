@@ -113,7 +113,7 @@ def random_weight(key: jax.Array, template: QArray) -> QArray:
 
 
 def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[dict]:
-    """Loading, then every case without the fused tier and with it: those that have targets, then the others."""
+    """Loading, then every case in both tiers: those that have targets, then the others."""
     start = time.perf_counter()
     engine = Jaxserve(path, model, sizes)
     yield {"case": "load", "model": model.name, "seconds": time.perf_counter() - start}
@@ -127,7 +127,7 @@ def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[dict]:
             with engine.layers_in(precision):
                 yield from decode_rows(engine, model, sizes, {**labels, "precision": precision}, [first])
         yield prefill_row(engine, model, sizes, labels)
-    for tier in TIERS:
+    for tier in reversed(TIERS):  # what serves comes first
         engine.use(tier)
         labels = {"model": model.name, "through": "LLM", "tier": tier}
         yield from measure.rows(engine, model, sizes, engine.rng, labels)

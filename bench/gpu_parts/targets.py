@@ -123,9 +123,10 @@ def _kernels(outcomes: Mapping[str, Outcome], *cases: str) -> list[Row]:
 
 
 def _engine(outcomes: Mapping[str, Outcome], case: str, through: str, tier: str | None = None) -> Row | None:
-    """The row of a tier, by default of the last one: fused comes after block."""
+    """The row of a tier, by default of fused if it is there."""
     found = [row for row in _measured(outcomes, ENGINE) if (row["case"], row.get("through")) == (case, through)]
-    return next((row for row in reversed(found) if tier in (None, row["tier"])), None)
+    found.sort(key=lambda row: row["tier"] != "fused")
+    return next((row for row in found if tier in (None, row["tier"])), None)
 
 
 def _measured(outcomes: Mapping[str, Outcome], part: str) -> list[Row]:

@@ -10,7 +10,7 @@ import jax
 from jaxserve.executor.blocks import abstract
 from jaxserve.hardware import give_back_memory
 
-MOST_THREADS = 8
+MOST_THREADS = 16
 GIVE_BACK_EVERY = 16  # executables: a compiler frees more than 1 MB for each, which it would keep
 
 Call = tuple[Any, tuple]
@@ -20,7 +20,8 @@ Call = tuple[Any, tuple]
 def compile_all(calls: Iterable[Call]) -> None:
     """Compiles what these calls need, and waits for it: JAX finds it when they are made. Raises what failed."""
     with _threads() as threads:
-        for number, future in enumerate([threads.submit(_compile, *call) for call in calls], start=1):
+        futures = [_start(threads, function, arguments) for function, arguments in calls]
+        for number, future in enumerate(futures, start=1):
             future.result()
             if number % GIVE_BACK_EVERY == 0:
                 give_back_memory()
@@ -35,8 +36,11 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(compile_threads(), "jaxserve-compile")
 
 
-def _compile(function: Any, arguments: tuple) -> Callable:
-    return function.lower(*arguments).compile()
+def _start(threads: ThreadPoolExecutor, function: Any, arguments: tuple) -> Future[Callable]:
+    """Lowers here and compiles there. Lowering is Python, so threads would do it one after the other too, but in an order
+    of chance: Mosaic numbers GPU kernels as they come, and the persistent cache would not know them again.
+    """
+    return threads.submit(function.lower(*arguments).compile)
 
 
 class CompiledAhead:
@@ -51,11 +55,14 @@ class CompiledAhead:
         self._threads: ThreadPoolExecutor | None = None
 
     def compile(self, key: Hashable, function: Any, *arguments: Any) -> None:
-        """Starts to compile a traced function (`jax.jit`) for such arguments, unless it has been. Mutates."""
+        """Lowers a traced function (`jax.jit`) for such arguments and starts to compile it, unless that has been done.
+
+        Mutates.
+        """
         if key not in self._compiled:
             if self._threads is None:
                 self._threads = _threads()
-            self._compiled[key] = self._threads.submit(_compile, function, jax.tree.map(abstract, arguments))
+            self._compiled[key] = _start(self._threads, function, jax.tree.map(abstract, arguments))
 
     def find(self, key: Hashable) -> Callable | None:
         """The executable, once it is there. Raises what failed."""

@@ -81,7 +81,7 @@ def test_every_code_is_its_number(interpret):
 
 
 @pytest.mark.parametrize(
-    "sizes", [MatmulBlocks(64, 2, 1, 32), MatmulBlocks(64, 3, 2, 64), MatmulBlocks(128, 3, 8, 64)], ids=str
+    "sizes", [MatmulBlocks(64, 2, 1, 32), MatmulBlocks(64, 3, 2, 64), MatmulBlocks(128, 2, 8, 128)], ids=str
 )
 def test_block_sizes_change_nothing(interpret, sizes):
     check(Shape(size=2048), blocks=replace(HOPPER, few_rows=sizes, many_rows=sizes), interpret=interpret)

@@ -1,0 +1,79 @@
+"""What programs share of the kernels that they contain."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import once
+from pallas_kernels.paged_attention import paged_attention
+from tests.pallas.conftest import lowered
+from tests.pallas.test_attention import REAL, arguments
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Those that have been lowered: none yet."""
+    kernels = {}
+    monkeypatch.setattr(once, "_lowered", kernels)
+    return kernels
+
+
+def program(scale, q, pool, meta, times=1, **kwargs):
+    for _ in range(times):
+        q = paged_attention(q, pool, meta, scale=scale, **kwargs)
+    return q
+
+
+def calls(text):
+    return text.count("@mosaic_gpu_v2")
+
+
+def test_a_kernel_in_several_programs_is_lowered_once(kernels):
+    shapes = arguments(*REAL["decode"])
+    texts = [lowered(partial(program, 0.1), *shapes), lowered(partial(program, 0.1, times=2), *shapes)]
+    assert len(kernels) == 1
+    assert [calls(text) for text in texts] == [1, 1]  # twice in a program, it is a function that is called twice
+
+
+@pytest.mark.parametrize(
+    ("scale", "changed", "kwargs"),
+    [(0.2, {}, {}), (0.1, {"B": 16}, {}), (0.1, {"segments": 2}, {}), (0.1, {}, {"window": 64})],
+    ids=["scale", "rows", "segments", "window"],
+)
+def test_whatever_changes_a_kernel_makes_another_one(kernels, scale, changed, kwargs):
+    shape = dict(zip("BNQKGDSW", REAL["decode"], strict=True))
+    lowered(partial(program, 0.1), *arguments(**shape))
+    lowered(partial(program, scale, **kwargs), *arguments(**shape | changed))
+    assert len(kernels) == 2
+
+
+def test_threads_that_need_a_kernel_at_the_same_time_share_it(kernels):
+    shapes = arguments(*REAL["decode"])
+    with ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(lowered, partial(program, 0.1, times=times), *shapes) for times in (1, 2, 3, 4)]
+        assert [calls(future.result()) for future in futures] == [1] * 4
+    assert len(kernels) == 1
+
+
+def test_the_shares_of_several_devices_go_through_it_too(kernels):
+    """As in a layer that is split over devices (`jax.shard_map`): each launches the kernel on its own heads."""
+    mesh = jax.sharding.AbstractMesh((2,), ("tp",), (jax.sharding.AxisType.Auto,))
+    heads, whole = jax.P(None, "tp"), jax.P()
+    split = jax.shard_map(
+        partial(program, 0.1), mesh=mesh, in_specs=(heads, heads, whole), out_specs=heads, check_vma=False
+    )
+    for times in (1, 2):
+        assert calls(lowered(lambda *shapes, times=times: split(*shapes) * times, *arguments(*REAL["decode"]))) == 1
+    assert len(kernels) == 1
+
+
+def test_what_fails_is_told_to_all_who_ask(kernels):
+    def fails(x):
+        raise ValueError("no such kernel")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such kernel"):
+            once.lowered_once(fails, "fails", [jnp.zeros(1)])
