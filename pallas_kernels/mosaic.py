@@ -74,6 +74,7 @@ def _picked(words: Array, shift: int, mask: int, pattern: int, *, interpret: Any
 
 
 def _pick(shift: int, mask: int, pattern: int, _: Any, words: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    """The same for the registers of an array, each of which holds two words. 0x6a names (a & b) ^ c."""
     pair = ir.IntegerType.get_signless(32)
     both = [mgpu.c(value << 16 | value, pair) for value in (mask, pattern)]
     registers = np.empty_like(words.registers)

@@ -97,7 +97,7 @@ def splits_for(steps: int, wanted: int, weight_bytes: int, rows: int) -> int:
 
 
 def _unit(bits: int) -> int:
-    """Codes of one step."""
+    """Codes in 32 words."""
     return WORDS * 16 // bits
 
 

@@ -158,6 +158,7 @@ class PlanActuator:
         While there are both, the ledger has the larger ones among the weights, and room for the smaller one of one.
         """
         number, needed = swaps[0].instance, any(swap.bytes_needed for swap in swaps)
+        throttle = self._throttle(instance)
         self._ledger.update(self._entries(after if needed else self._plan))
         blocks = {swap.block for swap in swaps}
         replaced, prepared = [row for row in instance.executor.rows if row.block in blocks], list[Row]()
@@ -166,10 +167,11 @@ class PlanActuator:
             for row in (*replaced, *prepared):
                 if all(other is not row for other in instance.executor.rows):
                     row.free()
+                    throttle.copied(0)
 
         try:
             for swap in swaps:
-                prepared.append(self._prepare(instance, swap.block, swap.after))
+                prepared.append(self._prepare(instance, throttle, swap.block, swap.after))
             self._between_steps(instance, lambda done: self._swap(instance, number, prepared, after, done))
         except BaseException:
             drop()
@@ -189,10 +191,14 @@ class PlanActuator:
             self._ledger.update(self._entries(self._plan))
             raise
 
-    def _prepare(self, instance: Instance, block: str, precision: str) -> Row:
-        """Copies a layer's variant to the devices beside the row in use."""
+    def _throttle(self, instance: Instance) -> Throttle:
+        """For this thread's work beside the instance's steps: copies, and what Python does for layers without any."""
         steps = instance.steps
-        throttle = Throttle(self._copy_rate, self._copy_share, lambda: not steps.idle, self._closing.wait)
+        return Throttle(self._copy_rate, self._copy_share, lambda: not steps.idle, self._closing.wait)
+
+    def _prepare(self, instance: Instance, throttle: Throttle, block: str, precision: str) -> Row:
+        """Copies a layer's variant to the devices beside the row in use."""
+        throttle.copied(0)
         parameters = self._source.parameters(block, precision, between=lambda: throttle.copied(0))
         return instance.executor.prepare(block, parameters, precision, copied=throttle.copied)
 

@@ -71,7 +71,7 @@ class Throttle:
     """Spreads a copy over time, so that steps keep the memory's bandwidth and the cores. For one thread.
 
     While `busy`, a copy takes at least its bytes over `rate` (bytes/s), and its thread at most `share` of a core, which
-    is the narrower bound for small arrays; otherwise it goes as fast as it can.
+    is the narrower bound for small arrays, and where nothing is copied; otherwise it goes as fast as it can.
     """
 
     def __init__(self, rate: float, share: float, busy: Callable[[], bool], wait: Callable[[float], object]):
