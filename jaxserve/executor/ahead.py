@@ -37,8 +37,10 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _start(threads: ThreadPoolExecutor, function: Any, arguments: tuple) -> Future[Callable]:
-    """Lowers here and compiles there. Lowering is Python, so threads would do it one after the other too, but in an order
-    of chance: Mosaic numbers GPU kernels as they come, and the persistent cache would not know them again.
+    """Lowers here and compiles there.
+
+    Lowering is Python, so threads would do it one after the other too, but in an order of chance: Mosaic numbers GPU
+    kernels as they come, and the persistent cache would not know them again.
     """
     return threads.submit(function.lower(*arguments).compile)
 
