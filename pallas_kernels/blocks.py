@@ -33,7 +33,7 @@ class DeviceBlocks:
     prefill: AttentionBlocks
     split_keys: int  # fewest keys of a sequence that are worth a program of their own
     programs: int  # per core that attention is split into, at most
-    few_rows: MatmulBlocks  # up to 16
+    few_rows: MatmulBlocks  # up to 32
     many_rows: MatmulBlocks
 
 

@@ -58,7 +58,7 @@ def quantized_matmul(x: Array, w: QArray, *, blocks: DeviceBlocks = HOPPER, inte
     codes = lax.bitcast_convert_type(jnp.asarray(w.codes).reshape(out, -1, 2), jnp.uint16)
     scaling = [jnp.asarray(leaf).reshape(out, -1) for leaf in (w.scales, w.zeros) if leaf is not None]
 
-    sizes = blocks.few_rows if chunk <= 16 else blocks.many_rows
+    sizes = blocks.few_rows if chunk <= 32 else blocks.many_rows
     outs = sizes.outs if out % sizes.outs == 0 else 64
     words = words_for(w, sizes.words)
     step = words // WORDS * unit
