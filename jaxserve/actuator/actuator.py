@@ -167,7 +167,7 @@ class PlanActuator:
             for row in (*replaced, *prepared):
                 if all(other is not row for other in instance.executor.rows):
                     row.free()
-                    throttle.copied(0)
+                    throttle.worked()
 
         try:
             for swap in swaps:
@@ -198,8 +198,8 @@ class PlanActuator:
 
     def _prepare(self, instance: Instance, throttle: Throttle, block: str, precision: str) -> Row:
         """Copies a layer's variant to the devices beside the row in use."""
-        throttle.copied(0)
-        parameters = self._source.parameters(block, precision, between=lambda: throttle.copied(0))
+        throttle.worked()
+        parameters = self._source.parameters(block, precision, between=throttle.worked)
         return instance.executor.prepare(block, parameters, precision, copied=throttle.copied)
 
     def _between_steps(self, instance: Instance, commit: Callable[[Future[None]], None]) -> None:

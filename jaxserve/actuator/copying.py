@@ -82,7 +82,14 @@ class Throttle:
         """Waits for what is left of the time that `size` bytes are to take, or the thread's work since the call before,
         counted from that call. Mutates.
         """
-        least = max(size / self._rate, (time.thread_time() - self._worked) / self._share)
+        self._pause(size / self._rate)
+
+    def worked(self) -> None:
+        """The same where nothing has been copied. Mutates."""
+        self._pause(0.0)
+
+    def _pause(self, least: float) -> None:
+        least = max(least, (time.thread_time() - self._worked) / self._share)
         left = least - (time.monotonic() - self._since)
         if left > 0 and self._busy():
             self._wait(left)

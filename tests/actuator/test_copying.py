@@ -48,6 +48,14 @@ def test_small_arrays_take_no_more_of_a_core_than_their_share(thread):
     assert thread.now == pytest.approx(3 * 0.02)
 
 
+def test_work_without_a_copy_keeps_to_its_share_too(thread):
+    throttle = Throttle(1e9, 0.1, lambda: True, thread.wait)
+    for _ in range(3):
+        thread.work(0.002)
+        throttle.worked()
+    assert thread.now == pytest.approx(3 * 0.02)
+
+
 def test_a_layer_is_read_tensor_by_tensor_and_other_work_comes_in_between(tiny_model, monkeypatch):
     """Else the thread would have a core for as long as all of a layer takes."""
     checkpoint = open_checkpoint(tiny_model, "dummy")

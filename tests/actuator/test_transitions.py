@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from jaxserve.actuator import Throttle
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
@@ -130,6 +131,14 @@ def test_a_quantised_layer_is_used_where_it_is_kept(adapted: Adapted) -> None:
     assert [id(leaf) for leaf in used[0].leaves] == [id(leaf) for leaf in used[1].leaves]
     assert not any(leaf.is_deleted() for leaf in used[0].leaves)
     assert executor.rows[2].owned
+
+
+def test_an_exchange_is_paced_though_it_copies_nothing(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python does for it would take a core from the steps beside it."""
+    paced = []
+    monkeypatch.setattr(Throttle, "worked", paced.append)
+    adapted.change(mixture(adapted.plan, ("int4", "int4", "int4")))
+    assert len(paced) == 3 + 3, "before each layer is prepared, and after each is freed"
 
 
 @pytest.mark.parametrize("start", ["float32", "int8"])
