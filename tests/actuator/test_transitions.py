@@ -136,7 +136,7 @@ def test_a_quantised_layer_is_used_where_it_is_kept(adapted: Adapted) -> None:
 def test_an_exchange_is_paced_though_it_copies_nothing(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python does for it would take a core from the steps beside it."""
     paced = []
-    monkeypatch.setattr(Throttle, "worked", paced.append)
+    monkeypatch.setattr(Throttle, "worked", lambda throttle: paced.append(throttle))
     adapted.change(mixture(adapted.plan, ("int4", "int4", "int4")))
     assert len(paced) == 3 + 3, "before each layer is prepared, and after each is freed"
 
