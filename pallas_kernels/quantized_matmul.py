@@ -167,6 +167,7 @@ def _kernel(
 
         @pl.when(i + stages < after)
         def _() -> None:
+            plgpu.commit_smem()  # codes have been read as registers read them, and are overwritten by the copy engine
             fetch(i + stages)
 
         return totals, ahead

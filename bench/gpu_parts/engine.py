@@ -1,7 +1,7 @@
 """jaxserve on one model: through its library as a user calls it, and through the executor alone.
 
 The executor alone is given the same step again and again and waited for once: the device's own time, or that of the
-dispatch where this is longer. Everything is measured without the fused tier first, then with it, as time allows: to
+dispatch where this is longer. The executor is measured without the fused tier first, then with it, as time allows: to
 fuse a step's shape can take a minute. So what has a target (`targets.py`) comes before all else, in both tiers.
 
 In fewer bits the layers are exchanged for random ones, made on the device: to round 8B weights on the host would take
