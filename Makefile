@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?=
 HOST ?= 127.0.0.1
 PORT ?= 8000
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -26,6 +26,7 @@ serve: $(RUNTIME) $(NATIVE) ## serve the bundled model (HOST, PORT, ARGS="MODEL 
 demo: $(RUNTIME) $(NATIVE) ## a burst, and precision and KV capacity that follow it: build/demo/report.html and result.json
 	@$(BIN)/python -m bench.demo $(ARGS)
 
+# Three processes on two cores too, since tests wait for servers; they grow to some 5 GB each.
 # The process of a test that hangs ends, and is replaced once.
 test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...", WORKERS=0 for one process)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 1 $(ARGS)
