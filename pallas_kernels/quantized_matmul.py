@@ -7,7 +7,8 @@ multiplied by its scales, in float32, of which there are few.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -101,6 +102,87 @@ def _unit(bits: int) -> int:
     return WORDS * 16 // bits
 
 
+@dataclass(frozen=True)
+class Block:
+    """The codes of a block of outputs, with their scales, and a chunk of rows of x, on their way to the tensor cores.
+
+    Names end in _g for global memory, _s for shared memory. A step is a fixed number of words of each output.
+    """
+
+    x_g: Any
+    codes_g: Any
+    scaling_g: Sequence[Any]  # scales, and zeros if there are any
+    codes_s: Any  # [stages, outs, words]
+    x_s: Any  # [stages, chunk, codes of a step]
+    arrived: Any
+    out: Array  # the first output
+    row: Array  # the first row of x
+    bits: int
+    group: int
+    interpret: Any
+
+    @property
+    def steps(self) -> int:
+        """Through all of C."""
+        return self.codes_g.shape[1] // self.codes_s.shape[2]
+
+    @property
+    def parts(self) -> range:
+        """Where the outputs begin that are multiplied at once."""
+        return range(0, self.codes_s.shape[1], WARPGROUP_ROWS)
+
+    @property
+    def width(self) -> int:
+        """Codes of a group within a step."""
+        return min(self.group, self.x_s.shape[2])
+
+    @property
+    def groups(self) -> range:
+        """Where groups begin in a step."""
+        return range(0, self.x_s.shape[2], self.width)
+
+    def fetch(self, i: Array, slot: Array) -> None:
+        """Asks for the codes and x of step i."""
+        _, outs, words = self.codes_s.shape
+        _, chunk, step = self.x_s.shape
+        codes = self.codes_g.at[pl.ds(self.out, outs), pl.ds(i * words, words)]
+        plgpu.copy_gmem_to_smem(codes, self.codes_s.at[slot], self.arrived.at[slot])
+        columns = self.x_g.at[pl.ds(self.row, chunk), pl.ds(i * step, step)]
+        plgpu.copy_gmem_to_smem(columns, self.x_s.at[slot], self.arrived.at[slot])
+
+    def scaling(self, i: Array) -> Scaling:
+        """Of the outputs of each part and the groups of step i; the last step's again beyond it."""
+        at = jnp.minimum(i, self.steps - 1) * self.x_s.shape[2]
+        return [
+            [[self._scaling(ref, part, at + start) for ref in self.scaling_g] for start in self.groups]
+            for part in self.parts
+        ]
+
+    def _scaling(self, ref: Any, part: int, at: Array) -> Array:
+        rows = pl.ds(self.out + part, WARPGROUP_ROWS)
+        return load(ref, (rows, lax.div(at, self.group)), plgpu.Layout.WGMMA.reduce(1))
+
+    def sums(self, slot: Array, part: int, by_group: list[list[Array]]) -> Iterator[Array]:
+        """f32 [64, chunk] of each group of a step for the outputs of a part, multiplied by its scales."""
+        codes = plgpu.layout_cast(self.codes_s[slot, pl.ds(part, WARPGROUP_ROWS)], plgpu.Layout.WGMMA)
+        shape = WARPGROUP_ROWS, self.x_s.shape[1]
+        for start, (scale, *zero) in zip(self.groups, by_group, strict=True):
+            sums = sum_of_products(shape, self._factors(slot, codes, start, zero), self.interpret)
+            yield sums * lax.broadcast_in_dim(scale.astype(jnp.float32), shape, [0])
+
+    def _factors(self, slot: Array, codes: Array, start: int, zero: list[Array]) -> Iterator[tuple[Array, Any]]:
+        """Numbers and x of the group of a step that begins at a code."""
+        planes = 16 // self.bits
+        for at in range(start, start + self.width, WORDS):
+            unit, plane = divmod(at // WORDS, planes)
+            words = codes[:, unit * WORDS : (unit + 1) * WORDS]
+            numbers = from_codes(words, plane * self.bits, self.bits, self.interpret)
+            if zero:
+                zeros = lax.broadcast_in_dim(*zero, numbers.shape, [0])
+                numbers = (numbers.astype(zeros.dtype) - zeros).astype(numbers.dtype)
+            yield numbers, self.x_s.at[slot, :, pl.ds(at, WORDS)]
+
+
 def _kernel(
     x_g, codes_g, *rest_g, codes_s, x_s, arrived, bits: int, group: int, splits: int, interpret: Any
 ):  # fmt: skip
@@ -109,61 +191,23 @@ def _kernel(
     Its outputs are multiplied 64 at a time, one after the other, all with the same x.
     """
     *scaling_g, y_g = rest_g
-    stages, outs, words = codes_s.shape
-    _, chunk, step_size = x_s.shape
-    out, row = lax.axis_index("out") * outs, lax.axis_index("chunk") * chunk
-    split, steps = lax.axis_index("split"), codes_g.shape[1] // words
-    share = -(-steps // splits)
+    (stages, outs, _), chunk = codes_s.shape, x_s.shape[1]
+    out, row, split = lax.axis_index("out") * outs, lax.axis_index("chunk") * chunk, lax.axis_index("split")
+    block = Block(x_g, codes_g, scaling_g, codes_s, x_s, arrived, out, row, bits, group, interpret)
+    share = -(-block.steps // splits)
     first = split * share
-    after = jnp.minimum(first + share, steps)
-
-    planes = 16 // bits
-    width = min(group, step_size)  # of a group within a step
-    groups, parts = range(0, step_size, width), range(0, outs, WARPGROUP_ROWS)
+    after = jnp.minimum(first + share, block.steps)
 
     def fetch(i: Array) -> None:
-        slot = lax.rem(i - first, stages)
-        block = codes_g.at[pl.ds(out, outs), pl.ds(i * words, words)]
-        plgpu.copy_gmem_to_smem(block, codes_s.at[slot], arrived.at[slot])
-        columns = x_g.at[pl.ds(row, chunk), pl.ds(i * step_size, step_size)]
-        plgpu.copy_gmem_to_smem(columns, x_s.at[slot], arrived.at[slot])
-
-    def scaling(i: Array) -> Scaling:
-        """Of the outputs of each part and the groups of a step; the last step's again beyond it."""
-        at = jnp.minimum(i, steps - 1) * step_size
-        by_row = plgpu.Layout.WGMMA.reduce(1)
-        return [
-            [
-                [
-                    load(ref, (pl.ds(out + part, WARPGROUP_ROWS), lax.div(at + start, group)), by_row)
-                    for ref in scaling_g
-                ]
-                for start in groups
-            ]
-            for part in parts
-        ]
-
-    def factors(slot: Array, block: Array, start: int, zero: list[Array]) -> Iterator[tuple[Array, Any]]:
-        """Numbers and x of the group of a step that begins at a code; `block` are the codes of the step."""
-        for at in range(start, start + width, WORDS):
-            unit, plane = divmod(at // WORDS, planes)
-            numbers = from_codes(block[:, unit * WORDS : (unit + 1) * WORDS], plane * bits, bits, interpret)
-            if zero:
-                zeros = lax.broadcast_in_dim(*zero, numbers.shape, [0])
-                numbers = (numbers.astype(zeros.dtype) - zeros).astype(numbers.dtype)
-            yield numbers, x_s.at[slot, :, pl.ds(at, WORDS)]
+        block.fetch(i, lax.rem(i - first, stages))
 
     def step(i: Array, carry: tuple[list[Array], Scaling]) -> tuple[list[Array], Scaling]:
         slot = lax.rem(i - first, stages)
-        ahead = scaling(i + 1)
+        ahead = block.scaling(i + 1)
         plgpu.barrier_wait(arrived.at[slot])
         totals = []
-        for part, total, by_group in zip(parts, *carry, strict=True):
-            block = plgpu.layout_cast(codes_s[slot, pl.ds(part, WARPGROUP_ROWS)], plgpu.Layout.WGMMA)
-            for start, (scale, *zero) in zip(groups, by_group, strict=True):
-                sums = sum_of_products(total.shape, factors(slot, block, start, zero), interpret)
-                total += sums * lax.broadcast_in_dim(scale.astype(jnp.float32), sums.shape, [0])
-            totals.append(total)
+        for part, total, by_group in zip(block.parts, *carry, strict=True):
+            totals.append(sum(block.sums(slot, part, by_group), total))
 
         @pl.when(i + stages < after)
         def _() -> None:
@@ -175,7 +219,7 @@ def _kernel(
     for i in range(stages):
         pl.when(first + i < after)(partial(fetch, first + i))
     nothing = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, chunk), jnp.float32), plgpu.Layout.WGMMA)
-    totals, _ = lax.fori_loop(first, after, step, ([nothing for _ in parts], scaling(first)))
-    for part, total in zip(parts, totals, strict=True):
+    totals, _ = lax.fori_loop(first, after, step, ([nothing for _ in block.parts], block.scaling(first)))
+    for part, total in zip(block.parts, totals, strict=True):
         y = transposed(y_g.at[split, pl.ds(row, chunk), pl.ds(out + part, WARPGROUP_ROWS)])
         y[...] = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
