@@ -33,7 +33,7 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.engine.tokenizer import Tokenizer
 
 KEYS = {FULL: "static", INT4: "int4", ACCURACY: "morph", PERFORMANCE: "morph"}  # of result.json
-SETUP = Setup(bundled_model_path(), kv_pages=56, max_model_len=512, max_num_seqs=8, prefill_tokens=128)
+SETUP = Setup(bundled_model_path(), kv_pages=56, max_model_len=512, max_num_seqs=4, prefill_tokens=128)
 PROMPT, ANSWER, SPREAD = 288, 96, 0.25  # tokens: means, and the share of them by which lengths differ at most
 AT_ONCE = 64  # requests that saturate
 TRIES = 2  # at saturating it: at first a server is slower, and what else the machine does comes and goes

@@ -1,14 +1,16 @@
 """The options of `jaxserve bench`, in groups that several commands share."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from jaxserve.core.config import EngineConfig, KernelBackend
+from jaxserve import options
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.options import given, option
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 METRICS = ("ttft", "tpot", "itl", "e2el", "queue")
@@ -142,28 +144,17 @@ class ResultOptions:
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """The engine that is measured without a server."""
+class EngineOptions(options.EngineOptions):
+    """The engine that is measured without a server: as `jaxserve serve` loads it, and the size of its steps."""
 
-    model: Annotated[str | None, _option("Engine", "Folder in Hugging Face layout; default: the bundled model.")] = None
-    tokenizer: Annotated[str | None, _option("Engine", "Folder or tokenizer.json; default: the model's.")] = None
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], _option("Engine", "Precision of weights and KV cache.")
-    ] = "auto"
-    load_format: Annotated[
-        Literal["auto", "safetensors", "dummy"], _option("Engine", "dummy: random weights from config.json alone.")
-    ] = "auto"
-    memory_gb: Annotated[float | None, _option("Engine", "Budget in GB; default: a share of the machine's.")] = None
-    max_model_len: Annotated[int | None, _option("Engine", "Tokens of prompt and answer together.")] = None
-    max_num_seqs: Annotated[int | None, _option("Engine", "Sequences that run at once.")] = None
-    max_num_batched_tokens: Annotated[int | None, _option("Engine", "Tokens of one step.")] = None
-    tp: Annotated[int, _option("Engine", "Tensor parallelism.")] = 1
-    pp: Annotated[int, _option("Engine", "Pipeline parallelism.")] = 1
-    kernel_backend: Annotated[KernelBackend, _option("Engine", "native on CPU, pallas on GPU, or xla alone.")] = "auto"
+    model: Annotated[str | None, option("Model", "Folder in Hugging Face layout; default: the bundled model.")] = None
+    kv_pages: Annotated[int | None, option("Memory", "KV pages; default: what the budget holds.")] = None
+    max_num_seqs: Annotated[int | None, option("Scheduling", "Sequences that run at once.")] = None
+    max_num_batched_tokens: Annotated[int | None, option("Scheduling", "Tokens of one step.")] = None
 
     def config(self) -> EngineConfig:
         """As the engine takes it."""
-        return EngineConfig(**{field.name: getattr(self, field.name) for field in fields(self)})
+        return EngineConfig(**given(self))
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,14 @@ def test_more_than_one_device_is_refused_before_anything_is_started():
         calibration.calibrate(options)
 
 
+@pytest.mark.parametrize(
+    "given", [{"precision": "int4"}, {"layer_precision": "0:int8"}, {"head_precision": "int8"}], ids=str
+)
+def test_layers_precisions_come_from_one_option(given: dict[str, str]):
+    with pytest.raises(ConfigError, match="from --precisions alone"):
+        calibration.calibrate(CalibrationOptions("here", EngineConfig(**given)))
+
+
 def test_a_precision_that_there_is_not_is_told_before_anything_is_started():
     with pytest.raises(ConfigError, match="precisions is 'int5'"):
         calibration.calibrate(CalibrationOptions("here", precisions=("int5",)))

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from jaxserve import EngineConfig
+from jaxserve import EngineConfig, options
 from jaxserve.bench.offline.engine import OfflineEngine, Run, jobs
 from jaxserve.bench.offline.host import host_work
 from jaxserve.bench.offline.latency import cases, latency, row as latency_row
@@ -15,7 +17,10 @@ from jaxserve.bench.offline.options import HostOptions, LatencyOptions, StartupO
 from jaxserve.bench.offline.startup import medians, server, startup
 from jaxserve.bench.offline.steps import StepTimes, decode_steps, periods, quantile
 from jaxserve.bench.offline.throughput import row as throughput_row, throughput
+from jaxserve.bench.options import EngineOptions
+from jaxserve.bench.result import load
 from jaxserve.bench.workload import Sample
+from jaxserve.cli import app
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.client import TokensPrompt
 
@@ -119,6 +124,26 @@ def test_throughput_of_random_prompts_and_of_samples(tiny_model: Path):
     assert (row["completed"], row["input_tokens"], row["output_tokens"]) == (2, 13, 13)
     assert len(finished) == 2
     assert row["interrupted"] is False
+
+
+def test_the_command_measures_the_engine_that_it_is_told(tmp_path: Path):
+    file = tmp_path / "result.json"
+    engine = ["--precision", "int8", "--kv-cache-dtype", "int8"]
+    steps = ["--kv-pages", 9, "--max-num-seqs", 4, "--max-model-len", 64]
+    asked = ["--num-prompts", 4, "--input-len", 20, "--output-len", 30, "--save-result", file]
+    done = CliRunner().invoke(app, ["bench", "throughput", *map(str, (*engine, *steps, *asked))])
+    assert done.exit_code == 0, done.output
+    (row,) = load(file)["rows"]
+    assert (row["completed"], row["output_tokens"]) == (4, 120)
+    assert row["mean_decodes"] <= 2.0  # eight pages are two requests of 50 tokens
+
+
+def test_a_server_and_a_measurement_have_the_same_options_of_a_model():
+    serve = {field.name: field.type for field in fields(options.EngineOptions)}
+    bench = {field.name: field.type for field in fields(EngineOptions)}
+    assert serve.items() <= bench.items()
+    config = EngineConfig(precision="int4", kv_cache_dtype="int8", kv_pages=30)
+    assert EngineOptions(precision="int4", kv_cache_dtype="int8", kv_pages=30).config() == config
 
 
 def test_throughput_counts_every_instance(tiny_model: Path):
