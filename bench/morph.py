@@ -54,10 +54,7 @@ SPECIAL = 2  # first token ids of the dummy, of no text
 
 @dataclass(frozen=True)
 class Preset:
-    """What a model is served with: pages of a third of its layers' bytes, and lengths that fill them.
-
-    More sequences at once than `max_num_seqs` make two cores generate no more.
-    """
+    """What a model is served with: pages of a third of its layers' bytes, and lengths that fill them."""
 
     kv_pages: int
     max_model_len: int
@@ -68,7 +65,7 @@ class Preset:
 
 
 PRESETS = {
-    BUNDLED: Preset(56, 544, 4, Lengths(288, 96, 360, 168), 320),
+    BUNDLED: Preset(56, 544, 16, Lengths(288, 96, 360, 168), 320),
     DUMMY: Preset(256, 1024, 32, Lengths(128, 256, 384, 512), 64),
 }
 

@@ -129,7 +129,7 @@ def test_throughput_of_random_prompts_and_of_samples(tiny_model: Path):
 def test_the_command_measures_the_engine_that_it_is_told(tmp_path: Path):
     file = tmp_path / "result.json"
     engine = ["--precision", "int8", "--kv-cache-dtype", "int8"]
-    steps = ["--kv-pages", 9, "--max-num-seqs", 4, "--max-model-len", 64]
+    steps = ["--kv-pages", 9, "--max-num-seqs", 3, "--max-num-batched-tokens", 35, "--max-model-len", 64]
     asked = ["--num-prompts", 4, "--input-len", 20, "--output-len", 30, "--save-result", file]
     done = CliRunner().invoke(app, ["bench", "throughput", *map(str, (*engine, *steps, *asked))])
     assert done.exit_code == 0, done.output
