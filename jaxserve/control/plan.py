@@ -6,6 +6,7 @@ blocks that run on its devices with tensor parallelism over all of them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jaxserve.core.errors import ConfigError, PlanError
 
@@ -38,12 +39,12 @@ class InstancePlan:
 
     stages: tuple[StagePlan, ...]
 
-    @property
+    @cached_property
     def layer_precisions(self) -> tuple[str, ...]:
         """The precision of each decoder layer."""
         return tuple(block.precision for block in self.blocks if block.block.startswith("layers."))
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[BlockPlan, ...]:
         """All blocks in the order in which they run."""
         return tuple(block for stage in self.stages for block in stage.blocks)
