@@ -54,7 +54,9 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
     if engine.tp * engine.pp * engine.dp > 1:
         raise ConfigError(f"calibration is of one device; tp is {engine.tp}, pp {engine.pp}, dp {engine.dp}")
     if (engine.precision, engine.layer_precision, engine.head_precision) != ("auto", None, "auto"):
-        raise ConfigError("calibration takes the precisions of layers from --precisions alone, one after the other")
+        raise ConfigError(
+            "calibration takes precisions from --precisions alone, for layers that are alike and the model's own head"
+        )
     shape = ModelShape.load(engine.model if engine.model is not None else bundled_model_path())
     shape = shape if engine.dtype == "auto" else replace(shape, dtype=engine.dtype)
     precisions = [parse_precision(name, shape.dtype, "precisions") for name in options.precisions]
