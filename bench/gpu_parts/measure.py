@@ -1,8 +1,8 @@
 """What is measured of any engine through its `generate`, jaxserve or a peer: neither JAX nor torch is imported here.
 
 Every prompt is of fresh random tokens. With T(n) the time to generate n tokens for a batch: decode step =
-(T(1 + steps) - T(1)) / steps, prefill = T(1). Each case runs once unmeasured, once more if that has made the engine
-prepare something in the background, and then `repeats` times; T is the median.
+(T(1 + steps) - T(1)) / steps, or an error where that is no time at all, prefill = T(1). Each case runs once unmeasured,
+once more if that has made the engine prepare something in the background, and then `repeats` times; T is the median.
 """
 
 import statistics
@@ -17,6 +17,7 @@ from bench.gpu_parts.sizes import Model, Sizes
 from bench.peers.workload import VOCAB, Prompts, first_tokens
 
 Row = dict[str, Any]
+UNTOLD = "more tokens took no longer than one: the machine's noise is above the steps' time"
 
 
 class Engine(Protocol):
@@ -40,15 +41,18 @@ def rows(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, l
 
 
 def decode(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, labels: Row) -> Iterator[Row]:
-    """Seconds of one decode step, for each batch."""
+    """Seconds of one decode step, for each batch; an error where the difference of two times does not tell them."""
     context = sizes.decode_prompt + sizes.steps // 2
     for batch in model.batches:
         lengths = [sizes.decode_prompt] * batch
         first = median(engine, lengths, 1, model.repeats, rng)
         whole = median(engine, lengths, 1 + sizes.steps, model.repeats, rng)
-        seconds = (whole - first) / sizes.steps
-        cost = costs.decode(model, batch, context).fields
-        yield {"case": f"decode, batch {batch}", **labels, "seconds": seconds, "tok_s": batch / seconds, **cost}
+        row = {"case": f"decode, batch {batch}", **labels, **costs.decode(model, batch, context).fields}
+        if whole > first:
+            seconds = (whole - first) / sizes.steps
+            yield {**row, "seconds": seconds, "tok_s": batch / seconds}
+        else:
+            yield {**row, "error": UNTOLD}
 
 
 def prefill(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, labels: Row) -> Iterator[Row]:
