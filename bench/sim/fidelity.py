@@ -1,6 +1,7 @@
 """The simulator beside the real engine: the same traces on this machine and on its calibration.
 
-    python -m bench.sim.fidelity [--models bundled,160m] [--hardware FILE] [--rounds N] [--out FOLDER]
+    python -m bench.sim.fidelity [--models bundled,160m] [--loads below,near,above] [--hardware FILE] [--rounds N]
+        [--out FOLDER]
 
 For each model, `--rounds` times: the machine is calibrated (`jaxserve bench latency --calibrate`), unless --hardware
 gives a file; then three traces of random requests, below, near and above what the machine can do, are replayed by
@@ -81,12 +82,13 @@ def main() -> None:
 def _model(name: str, path: Path, preset: Preset, options: argparse.Namespace) -> list[str]:
     """The lines of one model."""
     traces: dict[str, Path] = {}
-    rounds: dict[str, list[tuple[Result, ...]]] = {label: [] for label in LOADS}  # real, simulated, by its own steps
+    loads = options.loads.split(",")
+    rounds: dict[str, list[tuple[Result, ...]]] = {label: [] for label in loads}  # real, simulated, by its own steps
     for number in range(options.rounds):
         hardware = _hardware(name, number, path, options)
         if not traces:
             traces = _traces(name, preset, _cluster(path, hardware), options)
-        for label in LOADS if number % 2 == 0 else reversed(LOADS):
+        for label in loads if number % 2 == 0 else reversed(loads):
             stem = options.out / f"{name}-{label}-{number}"
             file, log, own = (stem.with_name(stem.name + end) for end in (".json", ".steps.jsonl", ".yaml"))
             if not (options.resume and file.exists() and log.exists()):
@@ -99,7 +101,7 @@ def _model(name: str, path: Path, preset: Preset, options: argparse.Namespace) -
             print(
                 f"{name} {label} {number}, real / simulated / by its own steps: {_told(rounds[label][-1])}", flush=True
             )
-    return [line for label in LOADS for line in _lines(name, label, rounds[label])]
+    return [line for label in loads for line in _lines(name, label, rounds[label])]
 
 
 def _hardware(name: str, number: int, path: Path, options: argparse.Namespace) -> Path:
@@ -194,6 +196,7 @@ def _lines(name: str, label: str, rounds: Sequence[Sequence[Result]]) -> list[st
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="bundled,160m")
+    parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--hardware", type=Path, help="file of this machine; default: a calibration in each round")
     parser.add_argument("--calibration-seconds", type=float, default=30.0)
     parser.add_argument("--seconds", type=float, default=40.0, help="of each trace")

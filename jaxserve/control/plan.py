@@ -75,11 +75,12 @@ class Plan:
         unknown = precisions.keys() - {block.block for block in old.blocks}
         if unknown:
             raise PlanError(f"instance {instance} has no block {', '.join(sorted(unknown))}")
-        stages = tuple(
-            replace(stage, blocks=tuple(BlockPlan(b.block, precisions.get(b.block, b.precision)) for b in stage.blocks))
-            for stage in old.stages
-        )
-        return self._with_instance(instance, InstancePlan(stages))
+
+        def changed(block: BlockPlan) -> BlockPlan:
+            return BlockPlan(block.block, precisions[block.block]) if block.block in precisions else block
+
+        stages = (replace(stage, blocks=tuple(map(changed, stage.blocks))) for stage in old.stages)
+        return self._with_instance(instance, InstancePlan(tuple(stages)))
 
     def with_kv_pages(self, instance: int, pages: int) -> "Plan":
         """The next version, with another number of KV pages in all stages of an instance."""
@@ -88,7 +89,7 @@ class Plan:
 
     def _with_instance(self, number: int, instance: InstancePlan) -> "Plan":
         instances = (*self.instances[:number], instance, *self.instances[number + 1 :])
-        return replace(self, version=self.version + 1, instances=instances)
+        return Plan(self.version + 1, instances)
 
 
 def chain_of(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from bench import fused_steps
+from jaxserve.bundled import bundled_model_path
 
 
 def test_both_ways_are_timed_for_every_batch(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_steps, "MANY", 8)
-    rows = fused_steps.compare(tiny_model, "int4", [1, 2], repeats=1, load_format="dummy")
+    rows = fused_steps.compare(tiny_model, "auto", [1, 2], repeats=1, load_format="dummy")
     assert [row["batch"] for row in rows] == [1, 2]
     assert all(row.keys() == {"batch", "blocks", "fused"} for row in rows)
 
@@ -17,7 +18,14 @@ def test_both_ways_are_timed_for_every_batch(tiny_model: Path, monkeypatch: pyte
 def test_without_options_it_is_the_bundled_model_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fused_steps, "MANY", 8)
+    compared = []
+
+    def compare(*given: object) -> list[dict[str, float]]:
+        compared.append(given)
+        return [{"batch": 1, "blocks": 2.0, "fused": 1.0}]
+
+    monkeypatch.setattr(fused_steps, "compare", compare)
     monkeypatch.setattr("sys.argv", ["fused_steps", "--batches", "1", "--repeats", "1"])
     fused_steps.main()
-    assert "batch 1   block by block" in capsys.readouterr().out
+    assert compared == [(bundled_model_path(), "auto", [1], 1)]
+    assert "batch 1   block by block   2.00   fused   1.00" in capsys.readouterr().out

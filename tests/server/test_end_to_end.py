@@ -63,12 +63,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_the_printed_curl_works_as_it_stands(arguments):
-    with server_process(*arguments) as server:
-        wait_for(lambda: server.output.read_text().count("\n") > 1)
-        command = server.output.read_text().splitlines()[1]
-        body = json.loads(command[command.index("-d '") + 4 : command.rindex("'")])
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+def test_the_printed_curl_works_as_it_stands(server):
+    wait_for(lambda: server.output.read_text().count("\n") > 1)
+    command = server.output.read_text().splitlines()[1]
+    body = json.loads(command[command.index("-d '") + 4 : command.rindex("'")])
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert command.startswith(f"curl {server.url}/v1/completions -H 'content-type: application/json' -d ")
     assert answer.status_code == 200
 
@@ -229,7 +228,8 @@ def test_sigterm_lets_a_stream_end_and_exits_with_0(arguments):
 def test_sigterm_lets_a_stream_end_while_the_plan_keeps_changing(arguments):
     body = {"prompt": "abc", "stream": True, **LONG, "max_tokens": 600}
     restless = f"{Path(__file__).with_name('restless.py')}:Restless"
-    with server_process(*arguments, "--policy", restless, "--kv-pages", "400", "--max-kv-pages", "420") as server:
+    options = ("--no-warmup", "--policy", restless, "--kv-pages", "400", "--max-kv-pages", "420")
+    with server_process(*arguments, *options) as server:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             lines = (line for line in answer.iter_lines() if line)
             next(lines)

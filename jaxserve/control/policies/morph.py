@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.policies.morph_settings import ACCURACY, MorphSettings
@@ -212,6 +213,7 @@ class MorphPolicy:
         def restored(count: int) -> dict[str, str]:
             return {block: home.precision(block) for block in back[:count]}
 
+        @cache
         def with_back(count: int) -> Plan:
             return self._swapped(view, home, restored(count))
 
