@@ -29,6 +29,12 @@ from jaxserve.platforms import PLATFORMS
 
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
 XLA_THREADS = "PJRT_NPROC"  # environment variable: how many XLA computes with on CPU, and how many start its programs
+# Of what is between native kernels: no MLIR context for each fusion (from 0.11 on JAX knows no other way), and one
+# module for each program.
+QUICK_COMPILATION = (
+    *(("--xla_cpu_use_fusion_emitters=false",) if jax.__version_info__ < (0, 11) else ()),
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
 SMALL_MACHINE = 4  # processors
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
@@ -98,13 +104,24 @@ def _devices(wanted: int, *, busy: bool) -> tuple[jax.Device, ...]:
     `busy`: XLA has products to do, so that it needs all of its threads.
     """
     if not busy and processors() <= SMALL_MACHINE:
-        # Native kernels have threads of their own. With several of XLA's, the programs of a step start on one after the
-        # other in turn, and each waits 0.1 ms for a processor that the host's Python and the kernels' helpers share.
-        os.environ.setdefault(XLA_THREADS, "1")
+        _leave_little_to_xla()
     if wanted > 1 and VIRTUAL_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # JAX has started: its devices are what they are
             jax.config.update("jax_num_cpu_devices", wanted)
     return tuple(jax.devices())
+
+
+def _leave_little_to_xla() -> None:
+    """Asks XLA for one thread, and to compile in little time, if JAX has not started yet and where the environment does
+    not say otherwise. Mutates the environment.
+
+    Native kernels have threads of their own. With several of XLA's, the programs of a step start on one after the other
+    in turn, and each waits 0.1 ms for a processor that the host's Python and the kernels' helpers share.
+    """
+    os.environ.setdefault(XLA_THREADS, "1")
+    given = os.environ.get("XLA_FLAGS", "")
+    flags = (flag for flag in QUICK_COMPILATION if flag.partition("=")[0] not in given)
+    os.environ["XLA_FLAGS"] = " ".join((given, *flags)).strip()
 
 
 def _budget(config: EngineConfig, devices: tuple[jax.Device, ...]) -> int:

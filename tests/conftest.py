@@ -1,16 +1,20 @@
-"""Shared by all tests: eight virtual CPU devices, a compile cache of the tests' own, and a tiny random model."""
+"""Shared by all tests: eight virtual CPU devices, programs that compile quickly, and a tiny random model."""
 
 import json
 import os
 import signal
 from pathlib import Path
 
-# Before JAX is imported anywhere.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported anywhere
 
 import hypothesis
 import pytest
+
+from jaxserve.resolution import QUICK_COMPILATION
+
+# Before JAX has a device, here and in processes that tests start.
+flags = (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *QUICK_COMPILATION)
+os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 # A shell's background jobs ignore Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,6 @@
-"""XLA gets one thread where native kernels do all products on a small machine, and keeps its own anywhere else."""
+"""XLA gets one thread, and compiles in little time, where native kernels do all products on a small machine; anywhere
+else all is as it was.
+"""
 
 import os
 from dataclasses import replace
@@ -15,19 +17,30 @@ DENSE = open_checkpoint(bundled_model_path()).config
 EXPERTS = replace(DENSE, moe=MoEConfig(4, 2, 64, True, (True,) * DENSE.num_layers))
 
 
-def asked(monkeypatch, config: EngineConfig, model, variants: tuple[str, ...]) -> str | None:
-    """How many threads are asked for, on a machine of two processors with these kernels."""
+def asked(
+    monkeypatch, config: EngineConfig, model, variants: tuple[str, ...], flags: str = "--xla_dump_to=there"
+) -> tuple[str | None, str]:
+    """How many threads are asked for, and the flags, on a machine of two processors with these kernels."""
     environment = {name: value for name, value in os.environ.items() if name != resolution.XLA_THREADS}
+    environment["XLA_FLAGS"] = flags
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(library, "variants", lambda: variants)
     monkeypatch.setattr(resolution, "processors", lambda: 2)
     resolution._devices(1, busy=not resolution._leaves_xla_little(config, model))
-    return environment.get(resolution.XLA_THREADS)
+    return environment.get(resolution.XLA_THREADS), environment["XLA_FLAGS"]
 
 
 @pytest.mark.parametrize("variants", [("amx", "vnni"), ("avx2few", "avx2", "portable")])
 def test_a_dense_model_in_bfloat16_that_native_kernels_multiply_leaves_xla_one_thread(monkeypatch, variants):
-    assert asked(monkeypatch, EngineConfig(), DENSE, variants) == "1"
+    assert asked(monkeypatch, EngineConfig(), DENSE, variants) == (
+        "1",
+        " ".join(("--xla_dump_to=there", *resolution.QUICK_COMPILATION)),
+    )
+
+
+def test_flags_that_are_given_stay(monkeypatch):
+    given = " ".join(flag.partition("=")[0] + "=given" for flag in resolution.QUICK_COMPILATION)
+    assert asked(monkeypatch, EngineConfig(), DENSE, ("amx",), given) == ("1", given)
 
 
 @pytest.mark.parametrize(
@@ -42,4 +55,4 @@ def test_a_dense_model_in_bfloat16_that_native_kernels_multiply_leaves_xla_one_t
     ids=["xla", "float32", "experts", "xla-is-faster", "no-kernels"],
 )
 def test_where_xla_multiplies_it_keeps_its_threads(monkeypatch, config, model, variants):
-    assert asked(monkeypatch, config, model, variants) is None
+    assert asked(monkeypatch, config, model, variants) == (None, "--xla_dump_to=there")
