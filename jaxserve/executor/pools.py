@@ -18,10 +18,11 @@ from jaxserve.core.segments import covering
 from jaxserve.executor.ahead import CompiledAhead
 from jaxserve.executor.blocks import abstract
 from jaxserve.executor.buckets import at_least
+from jaxserve.executor.workspace import MOST_MOVED
 from jaxserve.kernels import Pool, move_pages, release_pages
 from jaxserve.parallel.placement import bytes_held
 
-MOVES = (16, 128)  # pages that one call moves, and reads into temporary memory; padded with moves of the null page
+MOVES = (16, MOST_MOVED)  # pages that one call moves; padded with moves of the null page
 
 Growth = list[Pool]  # the segments that each layer's pool is to be extended by
 PoolOutline = tuple[jax.ShapeDtypeStruct, ...]

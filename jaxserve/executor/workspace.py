@@ -10,6 +10,7 @@ from jaxserve.executor.buckets import Buckets
 
 RESERVE = 1.25  # XLA's temporaries beyond those counted here
 LIVE_COPIES = 3  # of the largest intermediate, alive at once
+MOST_MOVED = 128  # pages of a pool that one call moves, and reads into temporary memory
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class StageMemory:
 
     weights: int
     page: int  # one KV page in the pools of all of the stage's layers
-    workspace: int  # activations, logits, sampler
+    workspace: int  # activations, logits, sampler; or pages on their way, between steps
     pools: int  # KV pools: one for each layer
     exchange: int = 0  # a layer in two variants at once, beside the larger one
     variants: int = 0  # quantised layers that are kept in the same memory, but for weights that are used there
@@ -91,6 +92,7 @@ def stage_memory(
     workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
     wanted = running | {(name, precision) for name in layers for precision in variants}
     workspace += max(sizes.dequantized(name, precision) for name, precision in wanted)
+    workspace = max(workspace, int(MOST_MOVED * sizes.page * RESERVE))
     lying = sum(sizes.block(name, precision) for name, precision in beside)
     return StageMemory(weights, len(layers) * sizes.page, workspace, len(layers), exchange, lying)
 

@@ -11,13 +11,14 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
+from jaxserve.executor.pools import MOVES
 from jaxserve.factory import Built, build
 from jaxserve.kernels import GRANULE, committed_bytes, is_elastic
 from jaxserve.kernels.native import pool as native
 from jaxserve.resolution import resolve
 from tests.canary import Canary
 
-OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 64, "memory_gb": 8}
+OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 8}
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 
@@ -173,10 +174,11 @@ def test_how_many_pages_there_are_at_first_and_at_most(tiny_model: Path) -> None
         resolve(EngineConfig(kv_pages=20, max_kv_pages=10, **base))
 
 
-def test_moving_pages_fits_into_the_workspace(tiny_model: Path) -> None:
-    built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"page_size": 64}])
+def test_moving_pages_fits_into_the_workspace(tiny_model: Path, options: dict) -> None:
+    built = build(EngineConfig(model=tiny_model, warmup=False, **(OPTIONS | options)))
     executor, workspace = built.instances[0].executor, built.resolved.ledger.entries["workspace"]
     (move,) = executor.pools._move.values()
-    ids = np.zeros(128, np.int32)
+    ids = np.zeros(MOVES[-1], np.int32)
     assert move.lower(executor.pools[0], ids, ids).compile().memory_analysis().temp_size_in_bytes < workspace
     built.close()
