@@ -5,8 +5,7 @@ the machine's monotonic clock, which the process that started it shares, at the 
 
     interpreter   Python runs
     import        jaxserve and JAX are imported
-    devices       JAX has found its devices
-    resolve       sizes, plan and ledger are decided
+    resolve       JAX has found its devices; sizes, plan and ledger are decided
     load          that once more, then weights and KV pools are on the device
     compile       every executable is compiled, or loaded from the cache, and has run once
     first_token   a request has its first token
@@ -29,8 +28,6 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr)
     config = EngineConfig(**json.loads(sys.argv[1]))
 
-    import jax
-
     from jaxserve.core.sampling import SamplingParams
     from jaxserve.engine.client import TokensPrompt
     from jaxserve.engine.sync_engine import SyncEngine
@@ -38,10 +35,7 @@ def main() -> None:
     from jaxserve.resolution import resolve
 
     marks["import"] = clock.now()
-    if config.tp * config.pp * config.dp == 1:
-        jax.devices()  # on CPU several are made by resolve alone
-    marks["devices"] = clock.now()
-    resolve(config)
+    resolve(config)  # before anything starts JAX: it says how
     marks["resolve"] = clock.now()
     built = build(replace(config, warmup=False))
     marks["load"] = clock.now()
