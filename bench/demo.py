@@ -36,7 +36,7 @@ KEYS = {FULL: "static", INT4: "int4", ACCURACY: "morph", PERFORMANCE: "morph"}  
 SETUP = Setup(bundled_model_path(), kv_pages=56, max_model_len=512, max_num_seqs=4, prefill_tokens=128)
 PROMPT, ANSWER, SPREAD = 288, 96, 0.25  # tokens: means, and the share of them by which lengths differ at most
 AT_ONCE = 64  # requests that saturate
-TRIES = 2  # at saturating it: at first a server is slower, and what else the machine does comes and goes
+TRIES = 3  # at saturating it: at first a server is slower, and what else the machine does comes and goes
 CALM, PEAK = 0.15, 1.2  # tokens asked for, over what full precision generates
 PHASES = ((2.0, CALM), (11.0, PEAK), (3.0, CALM))  # seconds each
 MODULES = ("argparse", "ast", "inspect", "tarfile", "typing", "zipfile")  # prompts are pieces of their text
