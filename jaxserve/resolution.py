@@ -29,8 +29,8 @@ from jaxserve.platforms import PLATFORMS
 
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
 XLA_THREADS = "PJRT_NPROC"  # environment variable: how many XLA computes with on CPU, and how many start its programs
-# Of what is between native kernels: no MLIR context for each fusion (from 0.11 on JAX knows no other way), and one
-# module for each program.
+# For what is between native kernels: the older emitters, which JAX 0.10 still has and which need no MLIR context for
+# each fusion, and one module for each program.
 QUICK_COMPILATION = (
     *(("--xla_cpu_use_fusion_emitters=false",) if jax.__version_info__ < (0, 11) else ()),
     "--xla_cpu_parallel_codegen_split_count=1",
@@ -119,7 +119,9 @@ def _leave_little_to_xla() -> None:
     in turn, and each waits 0.1 ms for a processor that the host's Python and the kernels' helpers share.
     """
     os.environ.setdefault(XLA_THREADS, "1")
-    given = os.environ.get("XLA_FLAGS", "")
+    given = os.environ.get("XLA_FLAGS", "").strip()
+    if given and not given.startswith("-"):  # a file's name
+        return
     flags = (flag for flag in QUICK_COMPILATION if flag.partition("=")[0] not in given)
     os.environ["XLA_FLAGS"] = " ".join((given, *flags)).strip()
 

@@ -8,10 +8,11 @@ from bench import fused_steps
 from jaxserve.bundled import bundled_model_path
 
 
-def test_both_ways_are_timed_for_every_batch(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["auto", "int4"])
+def test_both_ways_are_timed_for_every_batch(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     monkeypatch.setattr(fused_steps, "MANY", 8)
     small = {"load_format": "dummy", "max_num_batched_tokens": 2 + 32}
-    rows = fused_steps.compare(tiny_model, "auto", [1, 2], repeats=1, **small)
+    rows = fused_steps.compare(tiny_model, precision, [1, 2], repeats=1, **small)
     assert [row["batch"] for row in rows] == [1, 2]
     assert all(row.keys() == {"batch", "blocks", "fused"} for row in rows)
 

@@ -38,8 +38,10 @@ def test_a_dense_model_in_bfloat16_that_native_kernels_multiply_leaves_xla_one_t
     )
 
 
-def test_flags_that_are_given_stay(monkeypatch):
-    given = " ".join(flag.partition("=")[0] + "=given" for flag in resolution.QUICK_COMPILATION)
+@pytest.mark.parametrize(
+    "given", [" ".join(flag.partition("=")[0] + "=given" for flag in resolution.QUICK_COMPILATION), "a/file"]
+)
+def test_flags_that_are_given_stay(monkeypatch, given):
     assert asked(monkeypatch, EngineConfig(), DENSE, ("amx",), given) == ("1", given)
 
 
