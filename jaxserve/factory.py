@@ -277,6 +277,7 @@ def _build_instance(
         vocab=resolved.physical.vocab_rows,
         max_len=resolved.info.max_model_len,
         top_logprobs=max(resolved.info.max_logprobs, 1),
+        backend=config.kernel_backend,
     )
     fused = _fused_tier(resolved, compilations)
     executor = BlockExecutor(

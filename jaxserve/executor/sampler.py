@@ -2,11 +2,10 @@
 position alone, never on the batch.
 
 Order of operations as in vLLM: log-probabilities are taken from the raw logits; then penalties, biases, temperature,
-min_p, top_k, top_p, and one uniform number per row.
+min_p, top_k, top_p, and one uniform number per row. native/draw.cc does the same on CPU, but for the log-probabilities.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from jax import Array, lax
 
 from jaxserve.core.request import Sequence
 from jaxserve.core.sampling import MAX_SPARSE_BIAS
+from jaxserve.kernels.native import draw as native
 
 BLOCK = 128  # tokens of the vocabulary that are looked at together
 NO_TOKEN = -1
@@ -29,7 +29,6 @@ class RowParams(NamedTuple):
     seed: Array  # u32 [R, 2]
     temperature: Array  # f32, 0 = greedy
     top_k: Array  # i32, vocabulary size = off
-    logprobs: Array  # i32: whether they are wanted
     top_p: Array  # f32, 1 = off
     min_p: Array  # f32, 0 = off
     presence: Array  # f32
@@ -58,40 +57,38 @@ def empty_history(slots: int, vocab: int) -> History:
     return History(jnp.zeros((slots + 1, vocab), bool), jnp.zeros((slots + 1, vocab), jnp.int32))
 
 
-NUM_FIELDS = 12  # int32 words of a packed row
-SLOT, POSITION = 0, 1
+NUM_FIELDS = 11  # int32 words of a packed row
+SLOT, POSITION, SEED, TOP_K, FLOATS = 0, 1, slice(2, 4), 4, slice(5, None)
 
 
 def idle_row(spare: int, vocab: int) -> np.ndarray:
-    """The packed parameters i32[12] of a row that samples nothing: greedy, into the spare slot."""
+    """The packed parameters i32[11] of a row that samples nothing: greedy, into the spare slot."""
     row = np.zeros(NUM_FIELDS, np.int32)
-    row[SLOT], row[4] = spare, vocab
-    row[6:].view(np.float32)[:] = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+    row[SLOT], row[TOP_K] = spare, vocab
+    row[FLOATS].view(np.float32)[:] = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
     return row
 
 
 def pack_row(sequence: Sequence, vocab: int) -> np.ndarray:
-    """A sequence's packed parameters i32[12], but for the position (floats by their bits)."""
+    """A sequence's packed parameters i32[11], but for the position (floats by their bits)."""
     p = sequence.params
     row = np.zeros(NUM_FIELDS, np.int32)
     row[SLOT] = sequence.slot
-    row[2:4] = np.uint64(sequence.seed).reshape(1).view(np.int32)
-    row[4] = min(p.top_k, vocab) if p.top_k > 0 else vocab
-    row[5] = p.logprobs is not None
+    row[SEED] = np.uint64(sequence.seed).reshape(1).view(np.int32)
+    row[TOP_K] = min(p.top_k, vocab) if p.top_k > 0 else vocab
     temperature = 0.0 if p.greedy else p.temperature
-    row[6:].view(np.float32)[:] = (
+    row[FLOATS].view(np.float32)[:] = (
         p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty, temperature,
     )  # fmt: skip
     return row
 
 
 def unpack_rows(packed: Array) -> RowParams:
-    """The parameters of packed rows i32[12, R], on the device."""
-    floats = lax.bitcast_convert_type(packed[6:], jnp.float32)
-    top_p, min_p, presence, frequency, repetition, temperature = floats
-    seed = lax.bitcast_convert_type(packed[2:4], jnp.uint32).T
+    """The parameters of packed rows i32[11, R], on the device."""
+    top_p, min_p, presence, frequency, repetition, temperature = lax.bitcast_convert_type(packed[FLOATS], jnp.float32)
+    seed = lax.bitcast_convert_type(packed[SEED], jnp.uint32).T
     return RowParams(
-        packed[0], packed[1], seed, temperature, packed[4], packed[5], top_p, min_p, presence, frequency, repetition
+        packed[SLOT], packed[POSITION], seed, temperature, packed[TOP_K], top_p, min_p, presence, frequency, repetition
     )
 
 
@@ -108,30 +105,33 @@ def sample_random(logits: Array, packed: Array, newest: Array) -> tuple[Array, A
     return tokens, newest.at[rows.slot].set(tokens)
 
 
-def sample_full(
-    logits: Array,
-    packed: Array,
-    newest: Array,
-    history: History,
-    bias_ids: Array,
-    biases: Array,
-    *,
-    top_logprobs: int,
-) -> tuple[Array, Array, History, Logprobs]:
-    """As `sample_random`, with penalties, sparse biases (i32[R, M] ids, NO_TOKEN = none; f32[R, M]) and logprobs.
-
-    Logprobs that no row asks for may be zeros.
-    """
+def sample_adjusted(
+    logits: Array, packed: Array, newest: Array, history: History, bias_ids: Array, biases: Array
+) -> tuple[Array, Array, History]:
+    """As `sample_random`, with penalties and sparse biases (i32[R, M] ids, NO_TOKEN = none; f32[R, M])."""
     rows = unpack_rows(packed)
     penalized = jnp.any((rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0))
     adjusted = _if_asked(penalized, penalize, lambda x, *_: x, logits, rows, history)
     adjusted = _if_asked(jnp.any(bias_ids != NO_TOKEN), _add_biases, lambda x, *_: x, adjusted, bias_ids, biases)
     tokens = draw(adjusted, rows)
     history = history._replace(counts=history.counts.at[rows.slot, tokens].add(1))
-    of_tokens = partial(logprobs_of, top=top_logprobs)
-    none = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(of_tokens, logits, tokens))
-    logprobs = _if_asked(jnp.any(rows.logprobs != 0), of_tokens, lambda *_: none, logits, tokens)
-    return tokens, newest.at[rows.slot].set(tokens), history, logprobs
+    return tokens, newest.at[rows.slot].set(tokens), history
+
+
+def sample_adjusted_natively(
+    logits: Array, packed: Array, newest: Array, history: History, bias_ids: Array, biases: Array
+) -> tuple[Array, Array, History]:
+    """`sample_adjusted` by the native kernel. `native.draw` is `sample_random`, and `sample_greedy` too."""
+    tokens, newest, counts = native.draw_adjusted(logits, packed, newest, *history, bias_ids, biases)
+    return tokens, newest, history._replace(counts=counts)
+
+
+def sample_full(
+    logits: Array, *adjusting: Any, sample: Callable, top_logprobs: int
+) -> tuple[Array, Array, History, Logprobs]:
+    """As `sample`, one of the two above, with log-probabilities of the logits as they came."""
+    tokens, newest, history = sample(logits, *adjusting)
+    return tokens, newest, history, logprobs_of(logits, tokens, top_logprobs)
 
 
 def load_history(history: History, slot: Array, tokens: Array, prompt: Array, total: Array) -> History:
@@ -293,16 +293,20 @@ def banned_tokens(sequence: Sequence) -> set[int]:
     return banned
 
 
-def needs_full(sequence: Sequence) -> bool:
+def needs_adjusting(sequence: Sequence) -> bool:
+    """Whether a row needs `sample_adjusted`."""
+    return sequence.params.penalized or is_biased(sequence)
+
+
+def wants_logprobs(sequence: Sequence) -> bool:
     """Whether a row needs `sample_full`."""
-    p = sequence.params
-    return p.logprobs is not None or p.penalized or is_biased(sequence)
+    return sequence.params.logprobs is not None
 
 
-def may_need_full(sequence: Sequence) -> bool:
-    """Whether a row of the sequence may ever need it."""
+def may_need_more(sequence: Sequence) -> bool:
+    """Whether a row of the sequence may ever need one of the two."""
     p = sequence.params
-    return p.logprobs is not None or p.penalized or bool(p.logit_bias or sequence.bad_words or p.min_tokens)
+    return wants_logprobs(sequence) or p.penalized or bool(p.logit_bias or sequence.bad_words or p.min_tokens)
 
 
 def is_biased(sequence: Sequence) -> bool:

@@ -1,5 +1,6 @@
 """DeviceSampler: the sampler's executables and what they keep on the device, for the rows of one step at a time."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -9,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxserve.core.config import KernelBackend
 from jaxserve.core.request import Sequence
 from jaxserve.executor import sampler
 from jaxserve.executor.ahead import Call
+from jaxserve.kernels.backend import uses_native
+from jaxserve.kernels.native import draw as native
 from jaxserve.parallel.placement import Placement
 
 
@@ -24,9 +28,20 @@ class Sampled:
 
 
 class DeviceSampler:
-    """Three executables by what the rows of a step need: greedy, random, full."""
+    """Executables by what the rows of a step need: greedy, random, adjusted, full. The first two are one of the native
+    kernel's.
+    """
 
-    def __init__(self, placement: Placement, *, slots: int, vocab: int, max_len: int, top_logprobs: int):
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        slots: int,
+        vocab: int,
+        max_len: int,
+        top_logprobs: int,
+        backend: KernelBackend = "auto",
+    ):
         """`vocab` counts padding; `top_logprobs` is how many are returned at most."""
         self.slots, self.vocab, self.max_len, self.top_logprobs = slots, vocab, max_len, top_logprobs
         self._sharding = sharding = placement.sharding()
@@ -38,9 +53,15 @@ class DeviceSampler:
         self._drawing: set[int] = set()  # slots whose tokens are drawn at random
         self._demanding: set[int] = set()  # slots that may need more than that
         jit = partial(jax.jit, out_shardings=sharding)
-        self._greedy = jit(sampler.sample_greedy)
-        self._random = jit(sampler.sample_random)
-        self._full = jit(partial(sampler.sample_full, top_logprobs=min(top_logprobs, vocab)), donate_argnums=3)
+        on_one_cpu = placement.platform == "cpu" and len(placement.devices) == 1
+        if on_one_cpu and uses_native(backend) and native.supported():
+            self._greedy = self._random = jit(native.draw)
+            adjusted = sampler.sample_adjusted_natively
+        else:
+            self._greedy, self._random = jit(sampler.sample_greedy), jit(sampler.sample_random)
+            adjusted = sampler.sample_adjusted
+        full = partial(sampler.sample_full, sample=adjusted, top_logprobs=min(top_logprobs, vocab))
+        self._adjusted, self._full = jit(adjusted, donate_argnums=3), jit(full, donate_argnums=3)
         self._load = jit(sampler.load_history, donate_argnums=0)
 
     def sample(self, logits: Array, sequences: list[Sequence | None]) -> Sampled:
@@ -48,21 +69,23 @@ class DeviceSampler:
         present = [s for s in sequences if s is not None]
         self._welcome(present)
         packed, slots = self._pack(sequences, logits.shape[0]), {s.slot for s in present}
-        if not slots.isdisjoint(self._demanding) and any(map(sampler.needs_full, present)):
-            return self._sample_full(logits, packed, sequences)
+        if not slots.isdisjoint(self._demanding):
+            with_logprobs = any(map(sampler.wants_logprobs, present))
+            if with_logprobs or any(map(sampler.needs_adjusting, present)):
+                return self._sample_adjusted(logits, packed, sequences, with_logprobs)
         kind = self._greedy if slots.isdisjoint(self._drawing) else self._random
         tokens, self.newest = kind(logits, packed, self.newest)
         return Sampled(tokens)
 
-    def calls(self, logits: Array | jax.ShapeDtypeStruct) -> list[Call]:
-        """Of all executables, for this shape of logits and rows that sample nothing."""
+    def calls(self, logits: Array | jax.ShapeDtypeStruct) -> Iterator[Call]:
+        """Of all executables, for this shape of logits and rows that sample nothing. Each has the history of that
+        moment.
+        """
         rows = logits.shape[0]
         least = (logits, self._pack([], rows), self.newest)
-        return [
-            (self._greedy, least),
-            (self._random, least),
-            (self._full, (*least, self._history, *self._unbiased(rows))),
-        ]
+        yield from ((kind, least) for kind in dict.fromkeys((self._greedy, self._random)))
+        for kind in (self._adjusted, self._full):
+            yield kind, (*least, self._history, *self._unbiased(rows))
 
     def warm(self, logits: Array) -> None:
         """Compiles all executables for this shape of logits, and runs them."""
@@ -77,11 +100,14 @@ class DeviceSampler:
         for array in (self.newest, *self._history, *chain.from_iterable(self._unbiased_rows.values())):
             array.delete()
 
-    def _sample_full(self, logits: Array, packed: np.ndarray, sequences: list[Sequence | None]) -> Sampled:
+    def _sample_adjusted(
+        self, logits: Array, packed: np.ndarray, sequences: list[Sequence | None], with_logprobs: bool
+    ) -> Sampled:
         present, rows = [s for s in sequences if s is not None], logits.shape[0]
         biases = self._biases(sequences, rows) if any(map(sampler.is_biased, present)) else self._unbiased(rows)
-        tokens, self.newest, self._history, logprobs = self._full(logits, packed, self.newest, self._history, *biases)
-        return Sampled(tokens, logprobs if any(s.params.logprobs is not None for s in present) else None)
+        kind = self._full if with_logprobs else self._adjusted
+        tokens, self.newest, self._history, *logprobs = kind(logits, packed, self.newest, self._history, *biases)
+        return Sampled(tokens, *logprobs)
 
     def _biases(self, sequences: list[Sequence | None], rows: int) -> tuple[Array, Array]:
         return jax.device_put(sampler.sparse_biases(sequences, rows), self._sharding)
@@ -100,12 +126,12 @@ class DeviceSampler:
                 self._owners[sequence.slot] = (sequence, sequence.preemptions)
                 self._rows[sequence.slot] = sampler.pack_row(sequence, self.vocab)
                 _note(self._drawing, sequence.slot, not sequence.params.greedy)
-                _note(self._demanding, sequence.slot, sampler.may_need_full(sequence))
+                _note(self._demanding, sequence.slot, sampler.may_need_more(sequence))
                 if sequence.params.penalized:
                     self._set_history(sequence.slot, sequence.tokens, sequence.num_prompt)
 
     def _pack(self, sequences: list[Sequence | None], rows: int) -> np.ndarray:
-        """The parameters of the sampled rows i32[12, R]. After scheduling, a sequence's number of computed tokens is
+        """The parameters of the sampled rows i32[11, R]. After scheduling, a sequence's number of computed tokens is
         the position of the token to be sampled.
         """
         slots = [self.slots if s is None else s.slot for s in sequences]

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxserve import EngineConfig
-from jaxserve.executor import sampler
+from jaxserve.executor.sampler import NUM_FIELDS, sparse_biases
+from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.factory import build
 
 
@@ -21,17 +22,20 @@ def test_a_step_lowers_for_cuda(tiny_model: Path, decodes: int, tiles: int, kv: 
     newest = executor.sampler.newest
     x = stage.embed.executable(tokens, newest, *stage.embed.leaves)
     _, logits = stage.head.executable(x, rows, *stage.head.leaves)
-    packed = np.zeros((sampler.NUM_FIELDS, shape.rows), np.int32)
-    ids, biases = sampler.sparse_biases([], shape.rows)
+    sampler = DeviceSampler(stage.placement, slots=8, vocab=logits.shape[1], max_len=16, top_logprobs=2, backend="xla")
+    packed = np.zeros((NUM_FIELDS, shape.rows), np.int32)
+    ids, biases = sparse_biases([], shape.rows)
     for function, arguments in (
         (stage.embed.executable, (tokens, newest, *stage.embed.leaves)),
         (stage.layers[0].executable, (x, *context, executor.pools[0], *stage.layers[0].leaves)),
         (stage.head.executable, (x, rows, *stage.head.leaves)),
-        (executor.sampler._greedy, (logits, packed, newest)),
-        (executor.sampler._random, (logits, packed, newest)),
-        (executor.sampler._full, (logits, packed, newest, executor.sampler._history, ids, biases)),
+        (sampler._greedy, (logits, packed, newest)),
+        (sampler._random, (logits, packed, newest)),
+        (sampler._adjusted, (logits, packed, newest, sampler._history, ids, biases)),
+        (sampler._full, (logits, packed, newest, sampler._history, ids, biases)),
     ):
         program = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
         assert "jaxserve_" not in program, "a native CPU kernel in a program for CUDA"
     assert jax.default_backend() == "cpu"
+    sampler.close()
     built.close()

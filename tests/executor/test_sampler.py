@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.executor import sampler
+from jaxserve.kernels.native import draw as native
 
 VOCAB, TOP = 300, 4
 ASKS: dict[str, dict[str, float]] = {
@@ -23,14 +24,13 @@ FLOATS = ("top_p", "min_p", "presence", "frequency", "repetition", "temperature"
 
 
 def packed(names: list[str]) -> np.ndarray:
-    """Rows that ask for this, i32[12, R], each in the slot of its number in ASKS."""
+    """Rows that ask for this, i32[11, R], each in the slot of its number in ASKS."""
     rows = []
     for name in names:
         asks, slot = ASKS[name], list(ASKS).index(name)
         row = sampler.idle_row(slot, VOCAB)
-        row[sampler.POSITION], row[2:4] = 7, (slot, 11)
-        row[4], row[5] = asks.get("top_k", VOCAB), asks.get("logprobs", 0)
-        floats = row[6:].view(np.float32)
+        row[sampler.POSITION], row[sampler.SEED], row[sampler.TOP_K] = 7, (slot, 11), asks.get("top_k", VOCAB)
+        floats = row[sampler.FLOATS].view(np.float32)
         for i, field in enumerate(FLOATS):
             floats[i] = asks.get(field, floats[i])
         rows.append(row)
@@ -43,26 +43,33 @@ SEEN = RNG.random((len(ASKS) + 1, VOCAB)) < 0.5  # by slot, of which the last on
 COUNTS = RNG.integers(0, 3, (len(ASKS) + 1, VOCAB)).astype(np.int32)
 
 
-FULL = jax.jit(partial(sampler.sample_full, top_logprobs=TOP))
+FULL = {
+    name: jax.jit(partial(sampler.sample_full, sample=sample, top_logprobs=TOP))
+    for name, sample in {"xla": sampler.sample_adjusted, "native": sampler.sample_adjusted_natively}.items()
+}
+both = pytest.mark.parametrize("kind", FULL)
 
 
-def sample(names: list[str]) -> tuple[np.ndarray, sampler.Logprobs]:
+def sample(kind: str, names: list[str]) -> tuple[np.ndarray, sampler.Logprobs]:
+    if kind == "native" and not native.supported():
+        pytest.skip("no native kernels")
     ids, biases = sampler.sparse_biases([], len(names))
     for row, name in enumerate(names):
         if "bias" in ASKS[name]:
             ids[row, 0], biases[row, 0] = 17, 100
     own = [list(ASKS).index(name) for name in names]
     newest, history = jnp.zeros(len(ASKS) + 1, jnp.int32), sampler.History(jnp.asarray(SEEN), jnp.asarray(COUNTS))
-    tokens, newest, after, logprobs = FULL(LOGITS[own], packed(names), newest, history, ids, biases)
+    tokens, newest, after, logprobs = FULL[kind](LOGITS[own], packed(names), newest, history, ids, biases)
     np.testing.assert_array_equal(newest[np.array(own)], tokens)
     np.testing.assert_array_equal(after.counts[np.array(own), tokens], COUNTS[own, tokens] + 1)
     return np.asarray(tokens), logprobs
 
 
+@both
 @pytest.mark.parametrize("name", ASKS)
-def test_a_row_by_itself_and_among_others(name):
-    together, logprobs = sample(list(ASKS))
-    alone, own_logprobs = sample([name])
+def test_a_row_by_itself_and_among_others(name: str, kind: str) -> None:
+    together, logprobs = sample(kind, list(ASKS))
+    alone, own_logprobs = sample(kind, [name])
     row = list(ASKS).index(name)
     assert alone[0] == together[row]
     if "logprobs" in ASKS[name]:
@@ -71,8 +78,9 @@ def test_a_row_by_itself_and_among_others(name):
         assert own_logprobs.top_ids[0, 0] == alone[0]
 
 
-def test_what_is_asked_for_is_done():
-    tokens = dict(zip(ASKS, sample(list(ASKS))[0], strict=True))
+@both
+def test_what_is_asked_for_is_done(kind: str) -> None:
+    tokens = dict(zip(ASKS, sample(kind, list(ASKS))[0], strict=True))
     row, asks = list(ASKS).index("penalised"), ASKS["penalised"]
     repeated = np.where(LOGITS[row] > 0, LOGITS[row] / asks["repetition"], LOGITS[row] * asks["repetition"])
     penalised = np.where(SEEN[row] | (COUNTS[row] > 0), repeated, LOGITS[row])

@@ -26,12 +26,14 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mpre
 BF16 = [*AVX512, "-mavx512bf16"]
 VNNI = [*BF16, "-mavx512vnni"]
 AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
-CALLS = ("attention_call.cc", "kv_call.cc", "matmul_call.cc", "pool_call.cc")  # these choose at run time
+# These choose at run time.
+CALLS = ("attention_call.cc", "draw_call.cc", "kv_call.cc", "matmul_call.cc", "pool_call.cc")
 # Kernels and the instruction sets that each is compiled for.
 X86_64 = (
     *(("attention.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("matmul_vector.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("rows.cc", flags) for flags in ([], AVX2, AVX512)),
+    *(("draw.cc", flags) for flags in ([], AVX2, AVX512)),
     *(("attention_decode.cc", flags) for flags in (AVX2, BF16)),
     ("attention_vnni.cc", [*AVX512, "-mavx512vnni"]),
     ("attention_amx.cc", AMX),
@@ -42,7 +44,7 @@ X86_64 = (
     ("matmul_amx.cc", AMX),
 )
 UNITS = {"x86_64": X86_64, "AMD64": X86_64}
-ELSEWHERE = (("attention.cc", []), ("matmul_vector.cc", []), ("rows.cc", []))
+ELSEWHERE = (("attention.cc", []), ("matmul_vector.cc", []), ("rows.cc", []), ("draw.cc", []))
 
 
 def compiler() -> list[str]:

@@ -18,18 +18,6 @@ inline Ints iota(std::index_sequence<I...>) {
   return Ints{(int32_t)I...};
 }
 
-template <int S, size_t... I>
-inline float max_lane(Floats x, std::index_sequence<I...> lanes) {
-  if constexpr (S == 0) {
-    return x[0];
-  } else {
-    Floats y = SHUFFLE(x, x, (int32_t)((I + S) % LANES)...);
-    return max_lane<S / 2>(x > y ? x : y, lanes);
-  }
-}
-
-inline float max_lane(Floats x) { return max_lane<LANES / 2>(x, std::make_index_sequence<LANES>()); }
-
 // One step of a transposition: exchanges the off-diagonal S x S squares of every 2S x 2S square.
 template <int S, size_t... I>
 inline void exchange(Floats (&x)[LANES], std::index_sequence<I...> lanes) {

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -73,6 +74,18 @@ inline float sum(Floats x) {
 #endif
   return x[0] + x[1];
 }
+
+template <int S, size_t... I>
+inline float max_lane(Floats x, std::index_sequence<I...> lanes) {
+  if constexpr (S == 0) {
+    return x[0];
+  } else {
+    Floats y = SHUFFLE(x, x, (int32_t)((I + S) % LANES)...);
+    return max_lane<S / 2>(x > y ? x : y, lanes);
+  }
+}
+
+inline float max_lane(Floats x) { return max_lane<LANES / 2>(x, std::make_index_sequence<LANES>()); }
 
 // 2 * LANES consecutive values in two vectors: for bfloat16 the even and the odd ones, which takes no shuffles. Who reads
 // and writes by pairs need not know the order.

@@ -1,0 +1,275 @@
+// Draws the next token of a row of logits: penalties, biases, temperature, min_p, top_k, top_p, and one uniform number, in this
+// order, as executor/sampler.py, which says what each of them does.
+//
+// A row is read twice, for its largest logit and for its weights, relative to that one. To find how heavy a token must be for
+// top_k and top_p takes few of them: of most runs of neighbours the heaviest is too light. No sort.
+
+#include "draw.h"
+
+#include "vectors.h"
+
+#if LANES == 16
+#define DRAW kDrawAvx512
+#elif LANES == 8
+#define DRAW kDrawAvx2
+#else
+#define DRAW kDrawBaseline
+#endif
+
+namespace jaxserve {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+constexpr uint32_t kAboveOne = 0x3f800001;  // the bits of the number after 1
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// Logits by runs, the last one filled up with -infinity.
+class Logits {
+ public:
+  Logits(const float* x, int64_t count) : x_(x), whole_(count / kRun), runs_((count + kRun - 1) / kRun) {
+    for (int64_t i = 0; i < kRun; ++i) rest_[i] = whole_ * kRun + i < count ? x[whole_ * kRun + i] : -kInfinity;
+  }
+
+  int64_t runs() const { return runs_; }
+  const float* operator[](int64_t run) const { return run < whole_ ? x_ + run * kRun : rest_; }
+
+ private:
+  const float* x_;
+  int64_t whole_, runs_;
+  float rest_[kRun];
+};
+
+struct Likeliest {
+  int64_t token;
+  float logit;
+};
+
+// The first token of the largest logit; 0 if all are -infinity.
+Likeliest most_likely(const Logits& logits) {
+  float best = -kInfinity;
+  int64_t where = 0;
+  for (int64_t run = 0; run < logits.runs(); ++run) {
+    const float* const x = logits[run];
+    Floats top = load(x);
+    for (int64_t i = LANES; i < kRun; i += LANES) top = larger(load(x + i), top);
+    const float most = max_lane(top);
+    if (most > best) best = most, where = run;
+  }
+  int64_t i = 0;
+  while (i < kRun && logits[where][i] != best) ++i;
+  return {i < kRun ? where * kRun + i : 0, best};
+}
+
+// Weights of a row, the heaviest of which is 1.
+class Weights {
+ public:
+  Weights(const Logits& logits, float top, const DrawnRow& row, Pieces& pieces)
+      : runs_(logits.runs()),
+        vocab_(row.vocab),
+        weights_(pieces.take(runs_ * kRun)),
+        sums_(pieces.take(runs_)),
+        tops_(pieces.take(runs_)),
+        some_(pieces.take((runs_ + 1) * kRun)) {
+    const float scale = kLog2E / row.temperature;  // weights are powers of 2
+    for (int64_t run = 0; run < runs_; ++run) {
+      const float* const x = logits[run];
+      float* const to = weights_ + run * kRun;
+      Floats total = {}, heaviest = {};
+      for (int64_t i = 0; i < kRun; i += LANES) {
+        const Floats weight = exp2((load(x + i) - top) * scale), kept = weight >= row.min_p ? weight : Floats{};
+        store(to + i, kept);
+        total += kept;
+        heaviest = larger(kept, heaviest);
+      }
+      sums_[run] = sum(total);
+      tops_[run] = max_lane(heaviest);
+    }
+  }
+
+  // Leaves the k heaviest, and those that weigh as much as the k-th; then of these the smallest set of heaviest ones whose share
+  // of the weight reaches p, and those that weigh as much as its lightest.
+  void keep(int64_t k, float p) {
+    float least = 0;
+    if (k < vocab_) {
+      if (k <= runs_) {  // the k-th heaviest run has k tokens at least as heavy as its heaviest
+        memcpy(some_, tops_, static_cast<size_t>(runs_) * sizeof(float));
+        least = threshold<true>(runs_, static_cast<double>(k), 0);
+      }
+      least = threshold<true>(gather(least), static_cast<double>(k), least);
+    }
+    if (p < 1) {
+      double all = 0;
+      if (least > 0) {
+        const int64_t count = gather(least);
+        for (int64_t i = 0; i < count; ++i) all += some_[i];
+      } else {
+        all = total();
+        least = static_cast<float>((1 - p) * all / static_cast<double>(vocab_) / 2);  // all that are lighter weigh less than what may be missing
+      }
+      least = threshold<false>(gather(least), p * all, least);
+    }
+    if (least > 0) drop_below(least);
+  }
+
+  // The token at which the running sum passes `uniform` of the total; none of weight 0.
+  int64_t at(float uniform) const {
+    double left = (uniform < kMost ? uniform : kMost) * total();
+    int64_t run = 0, last = 0;  // with a weight
+    for (; run < runs_; ++run) {
+      if (sums_[run] > 0) last = run;
+      if (left < sums_[run]) break;
+      left -= sums_[run];
+    }
+    const float* const weights = weights_ + last * kRun;
+    int64_t token = 0;
+    for (int64_t i = 0; i < kRun; ++i) {
+      if (weights[i] > 0) token = last * kRun + i;
+      if (run < runs_ && left < weights[i]) break;
+      left -= weights[i];
+    }
+    return token;
+  }
+
+ private:
+  static constexpr float kMost = 1 - 1e-6f;
+  const int64_t runs_, vocab_;
+  float *const weights_, *const sums_, *const tops_, *const some_;
+
+  double total() const {
+    double all = 0;
+    for (int64_t run = 0; run < runs_; ++run) all += sums_[run];
+    return all;
+  }
+
+  // Copies the weights that are not below `least`; returns how many.
+  int64_t gather(float least) const {
+    int64_t count = 0;
+    for (int64_t run = 0; run < runs_; ++run) {
+      if (!(tops_[run] >= least)) continue;
+      for (int64_t i = run * kRun; i < (run + 1) * kRun; ++i) {
+        some_[count] = weights_[i];
+        count += weights_[i] >= least;
+      }
+    }
+    return count;
+  }
+
+  // The largest threshold at which as many of the first `count` of some_ as are not below it are (or, without Counts, weigh) at
+  // least `wanted`; `least` if there is none above it. Uses some_ up. Non-negative floats sort like their bits.
+  template <bool Counts>
+  float threshold(int64_t count, double wanted, float least) const {
+    uint32_t low = bits_of(least), high = kAboveOne;
+    double above = 0;  // what those not below `high` are
+    while (high - low > 1) {
+      const uint32_t middle = low + (high - low) / 2;
+      const float pivot = float_of(middle);
+      for (int64_t i = count; i % LANES; ++i) some_[i] = 0;  // lighter than every pivot
+      Ints number = {};
+      Floats weight = {};
+      for (int64_t i = 0; i < count; i += LANES) {
+        const Floats x = load(some_ + i);
+        if constexpr (Counts) {
+          number -= x >= pivot;
+        } else {
+          weight += x >= pivot ? x : Floats{};
+        }
+      }
+      const double measure = above + (Counts ? sum(convert<Floats>(number)) : sum(weight));
+      const bool reached = measure >= wanted;
+      int64_t left = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        const float x = some_[i];
+        some_[left] = x;
+        left += (x >= pivot) == reached;
+      }
+      count = left;
+      if (reached) {
+        low = middle;
+      } else {
+        high = middle, above = measure;
+      }
+    }
+    return float_of(low);
+  }
+
+  void drop_below(float least) {
+    for (int64_t run = 0; run < runs_; ++run) {
+      Floats total = {};
+      for (int64_t i = run * kRun; tops_[run] >= least && i < (run + 1) * kRun; i += LANES) {
+        const Floats weight = load(weights_ + i), kept = weight >= least ? weight : Floats{};
+        store(weights_ + i, kept);
+        total += kept;
+      }
+      sums_[run] = sum(total);  // 0 if all are lighter
+    }
+  }
+};
+
+// LANES numbers of a row of any type, of which `count` are there; the others are zeros.
+template <typename Vector, typename T>
+inline Vector numbers_of(const T* x, int64_t count) {
+  Vector numbers = {};
+  if (count >= LANES) {
+    memcpy(&numbers, x, sizeof(numbers));
+  } else {
+    memcpy(&numbers, x, static_cast<size_t>(count) * sizeof(T));
+  }
+  return numbers;
+}
+
+// to [a multiple of LANES] = logits with penalties: repetition over what was seen or generated, the others over what was generated.
+void penalize(const DrawnRow& row, float* to) {
+  for (int64_t i = 0; i < row.vocab; i += LANES) {
+    const int64_t count = row.vocab - i;
+    const Ints counts = numbers_of<Ints>(row.counts + i, count), seen = convert<Ints>(numbers_of<Bytes>(row.seen + i, count));
+    const Floats x = numbers_of<Floats>(row.logits + i, count), times = convert<Floats>(counts);
+    const Floats factor = (seen | counts) > 0 ? splat(row.repetition) : splat(1), presence = counts > 0 ? splat(row.presence) : Floats{};
+    store(to + i, (x > 0 ? x / factor : x * factor) - row.frequency * times - presence);
+  }
+}
+
+// The logits with penalties and biases, as far as there are any.
+const float* adjusted(const DrawnRow& row, float* to) {
+  if (!row.penalized() && !row.is_biased()) return row.logits;
+  if (row.penalized()) {
+    penalize(row, to);
+  } else {
+    memcpy(to, row.logits, static_cast<size_t>(row.vocab) * sizeof(float));
+  }
+  for (int64_t i = 0; i < row.biased && row.bias_ids[i] >= 0; ++i) {
+    if (row.bias_ids[i] < row.vocab) to[row.bias_ids[i]] += row.biases[i];
+  }
+  return to;
+}
+
+int32_t draw(const DrawnRow& row, float* scratch) {
+  Pieces pieces = {scratch};
+  const Logits logits(adjusted(row, pieces.take((row.vocab + kRun - 1) / kRun * kRun)), row.vocab);
+  const Likeliest likeliest = most_likely(logits);
+  if (!(row.temperature > 0) || !(likeliest.logit > -kInfinity && likeliest.logit < kInfinity)) {
+    return static_cast<int32_t>(likeliest.token);
+  }
+  Weights weights(logits, likeliest.logit, row, pieces);
+  weights.keep(row.top_k, row.top_p);
+  return static_cast<int32_t>(weights.at(row.uniform));
+}
+
+}  // namespace
+
+extern const Draw DRAW = draw;
+
+}  // namespace jaxserve

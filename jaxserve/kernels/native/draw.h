@@ -1,0 +1,38 @@
+// The next token of a row of logits (draw.cc), chosen at run time (machine.h).
+
+#pragma once
+
+#include <cstdint>
+
+namespace jaxserve {
+
+// A row of logits, and what its request asks for: the order of operations and the fields are those of executor/sampler.py.
+struct DrawnRow {
+  const float* logits;  // [vocab]
+  int64_t vocab;
+  // What penalties count, [vocab] each, and [biased] biases by token, up to the first that is negative; none if null.
+  const bool* seen;
+  const int32_t* counts;
+  const int32_t* bias_ids;
+  const float* biases;
+  int64_t biased;
+  int32_t top_k;
+  float top_p, min_p, presence, frequency, repetition, temperature;
+  float uniform;  // in [0, 1)
+
+  bool penalized() const { return counts != nullptr && (repetition != 1 || frequency != 0 || presence != 0); }
+  bool is_biased() const { return biased > 0 && bias_ids[0] >= 0; }
+};
+
+constexpr int64_t kRun = 128;  // neighbouring tokens, of whose weights the sum and the largest are kept
+
+inline int64_t draw_scratch_floats(int64_t vocab) {
+  const int64_t runs = (vocab + kRun - 1) / kRun;
+  return (3 * runs + 1) * kRun + 3 * runs;
+}
+
+using Draw = int32_t (*)(const DrawnRow& row, float* scratch);
+
+extern const Draw kDrawAvx512, kDrawAvx2, kDrawBaseline;
+
+}  // namespace jaxserve

@@ -1,0 +1,27 @@
+"""bench.sampling: that it runs, and that both draw what is asked for. How fast is no test's business."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import sampling
+from jaxserve.executor import sampler
+from jaxserve.kernels.native import draw as native
+
+
+def test_every_case_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    if not native.supported():
+        pytest.skip("no native kernels")
+    sampling.report([300], [2], repeats=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(sampling.ASKED)
+    assert all("native" in line and line.endswith("x") for line in lines)
+
+
+def test_rows_ask_for_what_the_case_says() -> None:
+    rows = sampler.unpack_rows(
+        jnp.asarray(sampling.parameters({"temperature": 0.5, "top_k": 7, "top_p": 0.25}, 3, 300))
+    )
+    np.testing.assert_array_equal(rows.slot, [0, 1, 2])
+    assert (np.asarray(rows.top_k) == 7).all()
+    assert [float(rows.temperature[0]), float(rows.top_p[0]), float(rows.repetition[0])] == [0.5, 0.25, 1.0]
