@@ -51,10 +51,10 @@ def parameters(asked: dict[str, float], rows: int, vocab: int) -> np.ndarray:
 class Kind:
     """One implementation's executables."""
 
-    def __init__(self, greedy: Callable, random: Callable, adjusted: Callable, top_logprobs: int):
-        full = partial(sampler.sample_full, sample=adjusted, top_logprobs=top_logprobs)
-        self._plain = {False: jax.jit(greedy), True: jax.jit(random)}
-        self._more = {False: jax.jit(adjusted, donate_argnums=3), True: jax.jit(full, donate_argnums=3)}
+    def __init__(self, by: sampler.Implementation, top_logprobs: int):
+        full = partial(sampler.sample_full, by=by, top_logprobs=top_logprobs)
+        self._plain = {False: jax.jit(by.greedy), True: jax.jit(by.random)}
+        self._more = {False: jax.jit(by.adjusted, donate_argnums=3), True: jax.jit(full, donate_argnums=3)}
 
     def timed(self, asked: dict[str, float], logits: Array) -> Timed:
         """What draws the tokens of rows that ask for this."""
@@ -86,8 +86,7 @@ def medians(functions: Sequence[Timed], repeats: int) -> list[float]:
 
 def report(vocabularies: Sequence[int], row_counts: Sequence[int], repeats: int) -> None:
     """Prints both for each case, and the ratio."""
-    xla = Kind(sampler.sample_greedy, sampler.sample_random, sampler.sample_adjusted, top_logprobs=20)
-    ours = Kind(native.draw, native.draw, sampler.sample_adjusted_natively, top_logprobs=20)
+    xla, ours = Kind(sampler.XLA, top_logprobs=20), Kind(sampler.NATIVE, top_logprobs=20)
     for vocab in vocabularies:
         for rows in row_counts:
             logits = jnp.asarray(np.random.default_rng(0).normal(0, 3, (rows, vocab)), jnp.float32)
@@ -104,9 +103,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16], help=f"at most {SLOTS}")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
-    resolve(
-        EngineConfig(model=bundled_model_path())
-    )  # XLA has the threads and flags that a server's has
+    resolve(EngineConfig(model=bundled_model_path()))  # XLA has the threads and flags that a server's has
     if not native.supported():
         raise SystemExit("there are no native kernels here")
     report(args.vocab, args.rows, args.repeats)

@@ -24,7 +24,7 @@ from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.dispatched import DispatchedStep
 from jaxserve.executor.fused import FusedTier, StageProgram
 from jaxserve.executor.pools import Pools
-from jaxserve.executor.sampler import Logprobs, logprobs_of
+from jaxserve.executor.sampler import Logprobs
 from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.executor.shapes import StepShape
 from jaxserve.executor.stages import Stage, stages_of
@@ -73,7 +73,6 @@ class BlockExecutor:
         self._in_turn = any(devices[0].platform == "cpu" for devices in several)  # see `_ended`
         self._inputs = {stage.placement: builder.step_inputs(stage.placement) for stage in self._stages}
         self._tile_of = jax.jit(partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile))
-        self._score = jax.jit(partial(score, top=sampler.top_logprobs))
         self._normalize = jax.jit(unit_length)
 
     def execute(self, work: Work) -> DispatchedStep:
@@ -324,7 +323,7 @@ class BlockExecutor:
         head = self.rows[-1]
         x = self._tile_of(self._ended(out).x, np.int32(start))
         _, logits = head.executable(x, np.arange(len(targets), dtype=np.int32), *head.leaves)
-        return self._ended(self._score(logits, targets))
+        return self._ended(self.sampler.score(logits, targets))
 
     def _ended(self, made: T) -> T:
         """What programs make that do not need each other, before the next one is dispatched: waits for it where several
@@ -353,11 +352,6 @@ def wants_prompt_logprobs(chunk: Chunk) -> bool:
         and len(sequence.prompt_logprobs) < sequence.num_prompt
         and chunk.start < sequence.num_prompt - 1
     )
-
-
-def score(logits: Array, targets: Array, *, top: int) -> Logprobs:
-    """Log-probabilities of given tokens i32[R], and the most likely ones, under logits f32[R, V]."""
-    return logprobs_of(logits, targets, min(top, logits.shape[1]))
 
 
 def unit_length(hidden: Array) -> Array:

@@ -2,7 +2,7 @@
 position alone, never on the batch.
 
 Order of operations as in vLLM: log-probabilities are taken from the raw logits; then penalties, biases, temperature,
-min_p, top_k, top_p, and one uniform number per row. native/draw.cc does the same on CPU, but for the log-probabilities.
+min_p, top_k, top_p, and one uniform number per row. native/draw.cc and logprobs.cc do the same on CPU.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from jax import Array, lax
 
 from jaxserve.core.request import Sequence
 from jaxserve.core.sampling import MAX_SPARSE_BIAS
-from jaxserve.kernels.native import draw as native
+from jaxserve.kernels.native.draw import draw as draw_natively, draw_adjusted
+from jaxserve.kernels.native.logprobs import logprobs as logprobs_natively
 
 BLOCK = 128  # tokens of the vocabulary that are looked at together
 NO_TOKEN = -1
@@ -121,17 +122,17 @@ def sample_adjusted(
 def sample_adjusted_natively(
     logits: Array, packed: Array, newest: Array, history: History, bias_ids: Array, biases: Array
 ) -> tuple[Array, Array, History]:
-    """`sample_adjusted` by the native kernel. `native.draw` is `sample_random`, and `sample_greedy` too."""
-    tokens, newest, counts = native.draw_adjusted(logits, packed, newest, *history, bias_ids, biases)
+    """`sample_adjusted` by the native kernel."""
+    tokens, newest, counts = draw_adjusted(logits, packed, newest, *history, bias_ids, biases)
     return tokens, newest, history._replace(counts=counts)
 
 
 def sample_full(
-    logits: Array, *adjusting: Any, sample: Callable, top_logprobs: int
+    logits: Array, *adjusting: Any, by: "Implementation", top_logprobs: int
 ) -> tuple[Array, Array, History, Logprobs]:
-    """As `sample`, one of the two above, with log-probabilities of the logits as they came."""
-    tokens, newest, history = sample(logits, *adjusting)
-    return tokens, newest, history, logprobs_of(logits, tokens, top_logprobs)
+    """As `sample_adjusted`, with log-probabilities of the logits as they came."""
+    tokens, newest, history = by.adjusted(logits, *adjusting)
+    return tokens, newest, history, by.logprobs(logits, tokens, top_logprobs)
 
 
 def load_history(history: History, slot: Array, tokens: Array, prompt: Array, total: Array) -> History:
@@ -266,6 +267,25 @@ def logprobs_of(logits: Array, tokens: Array, top: int) -> Logprobs:
     rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
     values, ids = lax.top_k(logits, top)
     return Logprobs((chosen - normalizer)[:, 0], rank, ids.astype(jnp.int32), values - normalizer)
+
+
+def logprobs_of_natively(logits: Array, tokens: Array, top: int) -> Logprobs:
+    """`logprobs_of` by the native kernel."""
+    return Logprobs(*logprobs_natively(logits, tokens, top))
+
+
+class Implementation(NamedTuple):
+    """`sample_greedy`, `sample_random`, `sample_adjusted` and `logprobs_of`, or what does the same."""
+
+    greedy: Callable[..., tuple[Array, Array]]
+    random: Callable[..., tuple[Array, Array]]
+    adjusted: Callable[..., tuple[Array, Array, History]]
+    logprobs: Callable[[Array, Array, int], Logprobs]
+
+
+XLA = Implementation(sample_greedy, sample_random, sample_adjusted, logprobs_of)
+NATIVE = Implementation(draw_natively, draw_natively, sample_adjusted_natively, logprobs_of_natively)
+"""On one CPU device."""
 
 
 def sparse_biases(sequences: list[Sequence | None], rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -42,8 +42,11 @@ class DeviceSampler:
         top_logprobs: int,
         backend: KernelBackend = "auto",
     ):
-        """`vocab` counts padding; `top_logprobs` is how many are returned at most."""
-        self.slots, self.vocab, self.max_len, self.top_logprobs = slots, vocab, max_len, top_logprobs
+        """`vocab` counts padding; `top_logprobs` is how many are returned at most.
+
+        `score` gives the log-probabilities of tokens i32[R], and of the most likely ones, under logits f32[R, V].
+        """
+        self.slots, self.vocab, self.max_len = slots, vocab, max_len
         self._sharding = sharding = placement.sharding()
         self.newest = jax.device_put(jnp.zeros(slots + 1, jnp.int32), sharding)
         self._history = jax.device_put(sampler.empty_history(slots, vocab), sharding)
@@ -54,14 +57,13 @@ class DeviceSampler:
         self._demanding: set[int] = set()  # slots that may need more than that
         jit = partial(jax.jit, out_shardings=sharding)
         on_one_cpu = placement.platform == "cpu" and len(placement.devices) == 1
-        if on_one_cpu and uses_native(backend) and native.supported():
-            self._greedy = self._random = jit(native.draw)
-            adjusted = sampler.sample_adjusted_natively
-        else:
-            self._greedy, self._random = jit(sampler.sample_greedy), jit(sampler.sample_random)
-            adjusted = sampler.sample_adjusted
-        full = partial(sampler.sample_full, sample=adjusted, top_logprobs=min(top_logprobs, vocab))
-        self._adjusted, self._full = jit(adjusted, donate_argnums=3), jit(full, donate_argnums=3)
+        by = sampler.NATIVE if on_one_cpu and uses_native(backend) and native.supported() else sampler.XLA
+        top = min(top_logprobs, vocab)
+        self._greedy = jit(by.greedy)
+        self._random = self._greedy if by.random is by.greedy else jit(by.random)
+        self._adjusted = jit(by.adjusted, donate_argnums=3)
+        self._full = jit(partial(sampler.sample_full, by=by, top_logprobs=top), donate_argnums=3)
+        self.score = jit(partial(by.logprobs, top=top))
         self._load = jit(sampler.load_history, donate_argnums=0)
 
     def sample(self, logits: Array, sequences: list[Sequence | None]) -> Sampled:

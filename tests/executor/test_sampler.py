@@ -44,8 +44,8 @@ COUNTS = RNG.integers(0, 3, (len(ASKS) + 1, VOCAB)).astype(np.int32)
 
 
 FULL = {
-    name: jax.jit(partial(sampler.sample_full, sample=sample, top_logprobs=TOP))
-    for name, sample in {"xla": sampler.sample_adjusted, "native": sampler.sample_adjusted_natively}.items()
+    name: jax.jit(partial(sampler.sample_full, by=by, top_logprobs=TOP))
+    for name, by in {"xla": sampler.XLA, "native": sampler.NATIVE}.items()
 }
 both = pytest.mark.parametrize("kind", FULL)
 

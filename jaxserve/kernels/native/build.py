@@ -27,13 +27,14 @@ BF16 = [*AVX512, "-mavx512bf16"]
 VNNI = [*BF16, "-mavx512vnni"]
 AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
 # These choose at run time.
-CALLS = ("attention_call.cc", "draw_call.cc", "kv_call.cc", "matmul_call.cc", "pool_call.cc")
-# Kernels and the instruction sets that each is compiled for.
+CALLS = (
+    *("attention_call.cc", "kv_call.cc", "matmul_call.cc"),
+    *("draw_call.cc", "logprobs_call.cc", "pool_call.cc"),
+)
+# Kernels, those for any machine first, and the instruction sets that each is compiled for.
+PORTABLE = ("attention.cc", "matmul_vector.cc", "rows.cc", "draw.cc", "logprobs.cc")
 X86_64 = (
-    *(("attention.cc", flags) for flags in ([], AVX2, AVX512)),
-    *(("matmul_vector.cc", flags) for flags in ([], AVX2, AVX512)),
-    *(("rows.cc", flags) for flags in ([], AVX2, AVX512)),
-    *(("draw.cc", flags) for flags in ([], AVX2, AVX512)),
+    *((source, flags) for source in PORTABLE for flags in ([], AVX2, AVX512)),
     *(("attention_decode.cc", flags) for flags in (AVX2, BF16)),
     ("attention_vnni.cc", [*AVX512, "-mavx512vnni"]),
     ("attention_amx.cc", AMX),
@@ -44,7 +45,7 @@ X86_64 = (
     ("matmul_amx.cc", AMX),
 )
 UNITS = {"x86_64": X86_64, "AMD64": X86_64}
-ELSEWHERE = (("attention.cc", []), ("matmul_vector.cc", []), ("rows.cc", []), ("draw.cc", []))
+ELSEWHERE = tuple((source, []) for source in PORTABLE)
 
 
 def compiler() -> list[str]:

@@ -6,6 +6,7 @@
 
 #include "draw.h"
 
+#include "logits.h"
 #include "vectors.h"
 
 #if LANES == 16
@@ -19,7 +20,6 @@
 namespace jaxserve {
 namespace {
 
-constexpr float kInfinity = __builtin_inff();
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 constexpr uint32_t kAboveOne = 0x3f800001;  // the bits of the number after 1
 
@@ -35,24 +35,6 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-
-// Logits by runs, the last one filled up with -infinity.
-class Logits {
- public:
-  Logits(const float* x, int64_t count) : x_(x), whole_(count / kRun), runs_((count + kRun - 1) / kRun) {
-    for (int64_t i = 0; i < kRun; ++i) rest_[i] = whole_ * kRun + i < count ? x[whole_ * kRun + i] : -kInfinity;
-  }
-
-  int64_t runs() const { return runs_; }
-  const float* operator[](int64_t run) const { return run < whole_ ? x_ + run * kRun : rest_; }
-
- private:
-  const float* x_;
-  int64_t whole_, runs_;
-  float rest_[kRun];
-};
-
 struct Likeliest {
   int64_t token;
   float logit;
@@ -63,11 +45,8 @@ Likeliest most_likely(const Logits& logits) {
   float best = -kInfinity;
   int64_t where = 0;
   for (int64_t run = 0; run < logits.runs(); ++run) {
-    const float* const x = logits[run];
-    Floats top = load(x);
-    for (int64_t i = LANES; i < kRun; i += LANES) top = larger(load(x + i), top);
-    const float most = max_lane(top);
-    if (most > best) best = most, where = run;
+    const float largest = logits.largest(run);
+    if (largest > best) best = largest, where = run;
   }
   int64_t i = 0;
   while (i < kRun && logits[where][i] != best) ++i;

@@ -14,9 +14,13 @@ from jaxserve.kernels.native.build import HERE, build, built, compiler
 
 ATTENTION, WRITE_AND_ATTEND = "jaxserve_paged_attention", "jaxserve_write_and_attend"
 KV_WRITE, MATMUL = "jaxserve_kv_write", "jaxserve_matmul"
-DRAW, DRAW_ADJUSTED = "jaxserve_draw", "jaxserve_draw_adjusted"
+DRAW, DRAW_ADJUSTED, LOGPROBS = "jaxserve_draw", "jaxserve_draw_adjusted", "jaxserve_logprobs"
 RESERVE_POOL, RELEASE_PAGES = "jaxserve_reserve_pool", "jaxserve_release_pages"
-CALLS = (ATTENTION, WRITE_AND_ATTEND, KV_WRITE, MATMUL, DRAW, DRAW_ADJUSTED, RESERVE_POOL, RELEASE_PAGES)
+CALLS = (
+    *(ATTENTION, WRITE_AND_ATTEND, KV_WRITE, MATMUL),
+    *(DRAW, DRAW_ADJUSTED, LOGPROBS),
+    *(RESERVE_POOL, RELEASE_PAGES),
+)
 VARIANTS = ("amx", "vnni", "avx512bf16", "avx512", "avx2few", "avx2", "portable")  # of the product, fastest first
 
 

@@ -1,0 +1,48 @@
+"""The native kernel for log-probabilities beside XLA's, in every instruction set that this machine has."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxserve.executor.sampler import Logprobs, logprobs_of
+from jaxserve.kernels.native.logprobs import logprobs
+
+pytestmark = pytest.mark.usefixtures("native_kernels")
+XLA = jax.jit(logprobs_of, static_argnames="top")
+NATIVE = jax.jit(logprobs, static_argnames=("top", "max_lanes"))
+WIDTHS = (16, 8, 4)
+
+
+def assert_like_xla(logits: np.ndarray, tokens: np.ndarray, top: int) -> None:
+    expected = XLA(logits, tokens, top=top)
+    for lanes in WIDTHS:
+        got = Logprobs(*NATIVE(logits, tokens, top=top, max_lanes=lanes))
+        np.testing.assert_array_equal(got.rank, expected.rank)
+        np.testing.assert_array_equal(got.top_ids, expected.top_ids)
+        np.testing.assert_allclose(got.logprob, expected.logprob, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(got.top_logprobs, expected.top_logprobs, rtol=1e-5, atol=1e-4)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_every_instruction_set_gives_what_xla_gives(data: st.DataObject) -> None:
+    vocab, top = data.draw(st.sampled_from([(3, 3), (130, 1), (300, 20), (4096, 20), (1000, 0)]), "vocabulary, top")
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), "numbers"))
+    logits = rng.normal(data.draw(st.sampled_from([0, -300, 50])), rng.choice([0.1, 1, 30]), (5, vocab))
+    if data.draw(st.booleans(), "with ties"):
+        logits = np.round(logits) + 0.0  # not -0, which XLA takes for less than 0
+    assert_like_xla(logits.astype(np.float32), rng.integers(0, vocab, 5).astype(np.int32), top)
+
+
+@pytest.mark.parametrize("order", [1, -1, 0])
+def test_rows_in_order_and_of_one_number(order: int) -> None:
+    row = order * np.arange(700, dtype=np.float32) / 16
+    assert_like_xla(np.stack([row, row]), np.array([0, 699], np.int32), 20)
+
+
+@pytest.mark.parametrize("token", [-1, 9])
+def test_a_token_that_is_not_there_is_an_error(token: int) -> None:
+    with pytest.raises(Exception, match=f"token {token} of 9"):
+        jax.block_until_ready(NATIVE(np.zeros((1, 9), np.float32), jnp.array([token]), top=2))
