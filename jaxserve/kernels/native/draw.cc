@@ -97,7 +97,8 @@ class Weights {
         for (int64_t i = 0; i < count; ++i) all += some_[i];
       } else {
         all = total();
-        least = static_cast<float>((1 - p) * all / static_cast<double>(vocab_) / 2);  // all that are lighter weigh less than what may be missing
+        // All that are lighter weigh less than what may be missing.
+        least = static_cast<float>((1 - p) * all / static_cast<double>(vocab_) / 2);
       }
       least = threshold<false>(gather(least), p * all, least);
     }
