@@ -31,7 +31,6 @@ ASKED: dict[str, dict[str, float]] = {  # of a row's parameters, by their names 
     "penalised, top_p": {"repetition": 1.15, "temperature": 0.6, "top_p": 0.95},
     "logprobs": {"logprobs": 1},
 }
-FLOATS = ("top_p", "min_p", "presence", "frequency", "repetition", "temperature")
 Timed = Callable[[], object]
 
 
@@ -40,7 +39,7 @@ def parameters(asked: dict[str, float], rows: int, vocab: int) -> np.ndarray:
     row = sampler.idle_row(SLOTS, vocab)
     row[sampler.TOP_K] = asked.get("top_k", vocab)
     floats = row[sampler.FLOATS].view(np.float32)
-    for place, name in enumerate(FLOATS):
+    for place, name in enumerate(sampler.FLOAT_FIELDS):
         floats[place] = asked.get(name, floats[place])
     packed = np.stack([row] * rows, axis=1)
     packed[sampler.SLOT] = np.arange(rows)

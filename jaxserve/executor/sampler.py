@@ -60,6 +60,7 @@ def empty_history(slots: int, vocab: int) -> History:
 
 NUM_FIELDS = 11  # int32 words of a packed row
 SLOT, POSITION, SEED, TOP_K, FLOATS = 0, 1, slice(2, 4), 4, slice(5, None)
+FLOAT_FIELDS = ("top_p", "min_p", "presence", "frequency", "repetition", "temperature")  # in their order there
 
 
 def idle_row(spare: int, vocab: int) -> np.ndarray:
@@ -86,10 +87,13 @@ def pack_row(sequence: Sequence, vocab: int) -> np.ndarray:
 
 def unpack_rows(packed: Array) -> RowParams:
     """The parameters of packed rows i32[11, R], on the device."""
-    top_p, min_p, presence, frequency, repetition, temperature = lax.bitcast_convert_type(packed[FLOATS], jnp.float32)
-    seed = lax.bitcast_convert_type(packed[SEED], jnp.uint32).T
+    floats = lax.bitcast_convert_type(packed[FLOATS], jnp.float32)
     return RowParams(
-        packed[SLOT], packed[POSITION], seed, temperature, packed[TOP_K], top_p, min_p, presence, frequency, repetition
+        slot=packed[SLOT],
+        position=packed[POSITION],
+        seed=lax.bitcast_convert_type(packed[SEED], jnp.uint32).T,
+        top_k=packed[TOP_K],
+        **dict(zip(FLOAT_FIELDS, floats, strict=True)),
     )
 
 

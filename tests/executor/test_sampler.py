@@ -20,7 +20,6 @@ ASKS: dict[str, dict[str, float]] = {
     "biased": {"bias": 1},
     "logprobs": {"logprobs": 1},
 }
-FLOATS = ("top_p", "min_p", "presence", "frequency", "repetition", "temperature")
 
 
 def packed(names: list[str]) -> np.ndarray:
@@ -31,7 +30,7 @@ def packed(names: list[str]) -> np.ndarray:
         row = sampler.idle_row(slot, VOCAB)
         row[sampler.POSITION], row[sampler.SEED], row[sampler.TOP_K] = 7, (slot, 11), asks.get("top_k", VOCAB)
         floats = row[sampler.FLOATS].view(np.float32)
-        for i, field in enumerate(FLOATS):
+        for i, field in enumerate(sampler.FLOAT_FIELDS):
             floats[i] = asks.get(field, floats[i])
         rows.append(row)
     return np.stack(rows, axis=1)

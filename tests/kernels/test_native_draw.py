@@ -19,17 +19,14 @@ DRAW = jax.jit(native.draw, static_argnames="max_lanes")
 DRAW_ADJUSTED = jax.jit(native.draw_adjusted, static_argnames="max_lanes")
 
 
-FLOATS = ("top_p", "min_p", "presence", "frequency", "repetition", "temperature")
-
-
 def packed(vocab: int, rows: int = ROWS, **fields: np.ndarray | list | float) -> np.ndarray:
     """Parameters i32[11, R] of rows in the first slots."""
     parameters = np.stack([sampler.idle_row(SLOTS, vocab)] * rows, axis=1)
     parameters[sampler.SLOT] = np.arange(rows)
     floats = parameters[sampler.FLOATS].view(np.float32)
     for name, values in fields.items():
-        if name in FLOATS:
-            floats[FLOATS.index(name)] = values
+        if name in sampler.FLOAT_FIELDS:
+            floats[sampler.FLOAT_FIELDS.index(name)] = values
         else:
             parameters[getattr(sampler, name.upper())] = values
     return parameters
@@ -152,6 +149,6 @@ def test_who_uses_it(backend: str, native_runs: bool) -> None:
         )
         logits = jax.device_put(jnp.zeros((ROWS, 9)), Placement(tuple(devices)).sharding())
         calls = [function.lower(*arguments).as_text() for function, arguments in made.calls(logits)]
-        assert all("jaxserve_draw" in call for call in calls) == (native_runs and len(devices) == 1)
+        assert {"jaxserve_draw" in call for call in calls} == {native_runs and len(devices) == 1}
         made.warm(logits)
         made.close()
