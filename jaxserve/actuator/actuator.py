@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from jaxserve.actuator.copying import LayerSource, Throttle
-from jaxserve.control.actuation import Outcome
+from jaxserve.control.actuation import PATIENCE, TRY_AGAIN, Outcome
 from jaxserve.control.diff import apply
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import Plan
@@ -27,6 +27,7 @@ from jaxserve.engine.loop import StepLoop
 from jaxserve.executor.blocks import Row
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.pools import Growth, free
+from jaxserve.kvcache import PagesInUse
 from jaxserve.telemetry import EngineMetrics, Snapshot
 
 log = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class PlanActuator:
             case (ResizeKVPool() as transition,) if transition.after >= transition.before:
                 self._extend(instance, transition, after)
             case (ResizeKVPool() as transition,):
-                self._between_steps(instance, lambda done: self._shrink(instance, transition, after, done))
+                self._reduce(instance, transition, after)
             case _:
                 self._exchange(instance, [swap for swap in batch if isinstance(swap, SwapPrecision)], after)
 
@@ -190,6 +191,19 @@ class PlanActuator:
             free(growth)
             self._ledger.update(self._entries(self._plan))
             raise
+
+    def _reduce(self, instance: Instance, transition: ResizeKVPool, after: Plan) -> None:
+        """Takes pages away once so many are not in use. They were when that was decided; since then some may have been
+        handed out, and under load as many come back soon.
+        """
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return self._between_steps(instance, lambda done: self._shrink(instance, transition, after, done))
+            except PagesInUse:
+                if time.monotonic() >= end:
+                    raise
+            self._closing.wait(TRY_AGAIN)
 
     def _throttle(self, instance: Instance) -> Throttle:
         """For this thread's work beside the instance's steps: copies, and what Python does for layers without any."""

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from jaxserve.control.transitions import Transition
 
+PATIENCE, TRY_AGAIN = 1.0, 0.02  # seconds for which a smaller pool waits for pages in use, and from try to try
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 NULL_PAGE = 0  # padding rows write here; never handed out
 
 
+class PagesInUse(ValueError):
+    """More pages are to be taken away than are not in use now."""
+
+
 class PagePool:
     """Reference-counted pages with a prefix cache.
 
@@ -129,15 +133,14 @@ class PagePool:
         page keeps its references, its hash and its turn. `move` copies the contents of each key to its value on the
         device; the caller rewrites whatever names the keys, before the next step. No value is a key.
 
-        Raises ValueError where fewer pages are not in use, and whatever `move` raises; then nothing has changed but
-        that some cached pages are gone. Mutates.
+        Raises `PagesInUse` where fewer pages are not in use, ValueError where fewer than the least would be left, and
+        whatever `move` raises; then nothing has changed but that some cached pages are gone. Mutates.
         """
         size = self.num_pages - count
-        if count < 0 or size < self.least or count > self.available:
-            raise ValueError(
-                f"{self.num_pages} pages cannot shrink by {count}: {self.available} are not in use, "
-                f"and at least {self.least} must be left"
-            )
+        if count < 0 or size < self.least:
+            raise ValueError(f"{self.num_pages} pages cannot shrink by {count}: at least {self.least} must be left")
+        if count > self.available:
+            raise PagesInUse(f"{self.num_pages} pages cannot shrink by {count}: {self.available} are not in use")
         self._free.extend(range(self._fresh, self.num_pages))  # larger than all others: it stays a heap
         self._references.extend([0] * (self.num_pages - self._fresh))
         self._fresh = self.num_pages

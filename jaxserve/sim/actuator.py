@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from math import inf
 from typing import Protocol
 
-from jaxserve.control.actuation import Outcome
+from jaxserve.control.actuation import PATIENCE, TRY_AGAIN, Outcome
 from jaxserve.control.diff import apply
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import InstancePlan, Plan
@@ -19,6 +19,7 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.precision import mixture_name
 from jaxserve.engine.core import EngineCore
+from jaxserve.kvcache import PagesInUse
 from jaxserve.sim.links import Priority, SharedLinks
 from jaxserve.telemetry import Snapshot
 
@@ -141,7 +142,7 @@ class SimActuator:
                 self._ledger.check(self._entries(after))
                 yield from self._between_steps(instance, lambda freed: self._grow(instance, transition, after, freed))
             case (ResizeKVPool() as transition,):
-                yield from self._between_steps(instance, lambda freed: self._shrink(instance, transition, after, freed))
+                yield from self._reduce(instance, transition, after)
             case _:
                 yield from self._exchange(instance, [swap for swap in batch if isinstance(swap, SwapPrecision)], after)
         self._ledger.update(self._entries(after))
@@ -178,6 +179,18 @@ class SimActuator:
             self._compiled[number].add(signature)
             ready += self._compile_seconds
         yield from self._until(ready)
+
+    def _reduce(self, instance: Instance, transition: ResizeKVPool, after: Plan) -> Generator[Due, None, None]:
+        """Takes pages away once so many are not in use; as the other actuator, it waits a little for that."""
+        end = self._clock.now() + PATIENCE
+        while True:
+            try:
+                yield from self._between_steps(instance, lambda freed: self._shrink(instance, transition, after, freed))
+                return
+            except PagesInUse:
+                if self._clock.now() >= end:
+                    raise
+            yield from self._until(self._clock.now() + TRY_AGAIN)
 
     def _between_steps(self, instance: Instance, commit: Callable[[Future[float]], None]) -> Generator[Due, None, None]:
         """Has `commit` run between two steps, and waits until the time that it settles its future with: when the memory

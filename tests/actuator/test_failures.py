@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from jaxserve.actuator import actuator
+from jaxserve.control.actuation import PATIENCE
 from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryBudgetError
@@ -212,6 +214,41 @@ def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
     assert all(leaf.is_deleted() for row in rows for leaf in row.leaves)
     adapted.close()
     built.close()
+
+
+@pytest.mark.parametrize("patience", [PATIENCE, 0.0])
+def test_a_smaller_pool_waits_a_little_for_pages_in_use(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    """Steps have taken them since it was decided. Patience is endless here, or there is none."""
+    monkeypatch.setattr(actuator, "PATIENCE", 1000 * patience)
+    before, scheduler, tokens, tries = state_of(adapted), adapted.steps.core.scheduler, {}, []
+    shrink = scheduler.shrink
+
+    def tried(*args: Any) -> None:
+        tries.append(scheduler.pages.available)
+        shrink(*args)
+
+    monkeypatch.setattr(scheduler, "shrink", tried)
+    requests = [adapted.add(prompt(seed, 100), GREEDY) for seed in (41, 42, 43)]
+    while scheduler.pages.used < 20:
+        adapted.step(tokens)
+    wanted = adapted.plan.with_kv_pages(0, 20)
+    adapted.begin(wanted)
+    while not tries:
+        adapted.step(tokens)
+    assert tries[0] < 21
+    assert state_of(adapted) == before
+    adapted.run(tokens)
+    adapted.wait()
+    (outcome,) = adapted.outcomes
+    assert [len(tokens[request]) for request in requests] == [60, 60, 60]
+    if patience:
+        assert (outcome.error, adapted.plan.instances) == (None, wanted.instances)
+        assert len(tries) > 1
+    else:
+        assert outcome.error == f"PagesInUse: 41 pages cannot shrink by 21: {tries[0]} are not in use"
+        assert (len(tries), state_of(adapted)) == (1, before)
 
 
 @pytest.mark.parametrize("change", ["swap", "shrink"])

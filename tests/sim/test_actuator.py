@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxserve.control import InstancePlan, Ledger, Outcome, Plan, ResizeKVPool, Resources, SwapPrecision, Transition
+from jaxserve.control.actuation import PATIENCE, TRY_AGAIN
 from jaxserve.control.controller import Controller
 from jaxserve.control.diff import apply, diff
 from jaxserve.control.policies.manual import ManualPolicy
@@ -389,11 +390,24 @@ def test_pages_in_use_keep_the_old_plan_and_the_rest_is_dropped() -> None:
     world.carry_out(world.resize(51), world.swap(0, "int8"))
     (outcome,) = world.outcomes
     assert outcome.transition == world.resize(51)
-    assert outcome.error == (
-        "ValueError: 101 pages cannot shrink by 50: 5 are not in use, and at least 17 must be left"
-    )
+    assert outcome.error == "PagesInUse: 101 pages cannot shrink by 50: 5 are not in use"
+    assert outcome.seconds == pytest.approx(PATIENCE, abs=TRY_AGAIN)
     assert unchanged(world)
     assert world.carry_out(world.swap(0, "int8")) == pytest.approx([0.010]), "it may try again"
+
+
+def test_a_smaller_pool_waits_a_little_for_pages_in_use() -> None:
+    world = World()
+    pages = world.instances[0].core.scheduler.pages
+    taken = pages.allocate(95)
+    world.start(world.resize(51))
+    world.run_until(PATIENCE / 2)
+    assert (world.actuator.busy, world.outcomes, pages.num_pages) == (True, [], PAGES)
+    pages.release(taken)
+    world.run_until(PATIENCE)
+    (outcome,) = world.outcomes
+    assert (outcome.error, pages.num_pages) == (None, 51)
+    assert outcome.seconds == pytest.approx(PATIENCE / 2, abs=2 * TRY_AGAIN)
 
 
 def test_what_the_ledger_has_no_room_for_is_not_begun() -> None:
