@@ -6,7 +6,9 @@ from typing import Protocol
 
 from jaxserve.control.transitions import Transition
 
-PATIENCE, TRY_AGAIN = 1.0, 0.02  # seconds for which a smaller pool waits for pages in use, and from try to try
+# Seconds for which a smaller pool waits for pages in use, and from try to try. Not long: no policy is asked meanwhile,
+# even if a burst has come.
+PATIENCE, TRY_AGAIN = 0.3, 0.02
 
 
 @dataclass(frozen=True)
