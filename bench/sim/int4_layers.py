@@ -62,7 +62,7 @@ def main() -> None:
     where = "the published window" if options.traces is not None else "a generated trace with its profile"
     text = f"# Layers in int4, Llama-3-8B on an L4, simulated\n\nArrivals of BurstGPT ({where}), slowed by 1.75, its "
     text += f"lengths times {options.scale:g}; SLO {SLO:g} s to the first token.\n\n"
-    written(options.out, "sim-int4-layers", text + table(header, rows), figure)
+    written(options.out, "int4-layers", text + table(header, rows), figure)
 
 
 def _series(hardware: str, trace: TraceOptions) -> dict[int, Result]:

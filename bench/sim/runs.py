@@ -9,7 +9,6 @@ from typing import Any
 import matplotlib as mpl
 
 from jaxserve.bench.options import DatasetOptions, TraceOptions
-from jaxserve.bench.result import save
 from jaxserve.sim.options import ClusterOptions, FigureOptions
 from jaxserve.sim.run import SimExperiment, run_simulation
 
@@ -17,7 +16,6 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt  # after the backend is chosen
 from matplotlib.figure import Figure
 
-RESULTS = Path("bench/results")
 Result = Mapping[str, Any]
 
 
@@ -27,7 +25,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument(
         "--traces", type=Path, help="folder of published traces; without it their profiles are drawn from"
     )
-    made.add_argument("--out", type=Path, default=RESULTS, help="folder for the table and the plot")
+    made.add_argument("--out", type=Path, default=Path("bench/out/sim"), help="folder for the table and the plot")
     return made
 
 
@@ -44,12 +42,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def written(out: Path, name: str, text: str, figure: Figure, results: Mapping[str, Result] | None = None) -> None:
-    """Leaves NAME.md, NAME.png and, if given, a JSON file for each result; prints the text."""
+def written(out: Path, name: str, text: str, figure: Figure) -> None:
+    """Write NAME.md and NAME.png into `out`, and print the text."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     figure.savefig(out / f"{name}.png", dpi=120)
     plt.close(figure)
-    for label, result in (results or {}).items():
-        save(result, out / f"{name}-{label}.json")
     print(text)

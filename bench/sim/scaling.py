@@ -71,7 +71,7 @@ def main() -> None:
     figure, axis = plt.subplots(figsize=(6, 3.5), layout="constrained")
     axis.semilogx([f["instances"] for f in found], [f["us_per_request"] for f in found], "o")
     axis.set(xlabel="instances", ylabel="µs per simulated request", ylim=(0, None))
-    written(options.out, "sim-scaling", "# Cost of a simulated request\n\n" + table(header, rows), figure)
+    written(options.out, "scaling", "# Cost of a simulated request\n\n" + table(header, rows), figure)
 
 
 if __name__ == "__main__":

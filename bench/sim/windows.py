@@ -61,7 +61,7 @@ def main() -> None:
     text = "# 72-second windows, Llama-3-8B on an L4, simulated\n\n"
     text += f"Windows: {where}, slowed until full precision saturates in the peaks; SLO {SLO:g} s.\n"
     text += "KV pools grow in segments, as on GPU.\n\n"
-    written(options.out, "sim-windows", text + table(header, rows), figure)
+    written(options.out, "windows", text + table(header, rows), figure)
 
 
 if __name__ == "__main__":

@@ -25,17 +25,17 @@ def rows(table: Path) -> list[list[str]]:
 
 def test_layers_in_int4_shorten_the_wait_for_the_first_token(monkeypatch, tmp_path):
     run(monkeypatch, "int4_layers", "--out", tmp_path)
-    layers, *series = zip(*(map(float, row[:5]) for row in rows(tmp_path / "sim-int4-layers.md")), strict=True)
+    layers, *series = zip(*(map(float, row[:5]) for row in rows(tmp_path / "int4-layers.md")), strict=True)
     assert layers == (0, 8, 16, 32)
     for ttft, violations in (series[:2], series[2:]):
         assert ttft[0] > 1.2 * ttft[1] > 1.5 * ttft[2]
         assert violations[0] > violations[1] >= violations[2]
-    assert (tmp_path / "sim-int4-layers.png").stat().st_size > 5000
+    assert (tmp_path / "int4-layers.png").stat().st_size > 5000
 
 
 def test_windows_under_four_policies(monkeypatch, tmp_path):
     run(monkeypatch, "windows", "--out", tmp_path)
-    found = {(row[0], row[1]): row for row in rows(tmp_path / "sim-windows.md")}
+    found = {(row[0], row[1]): row for row in rows(tmp_path / "windows.md")}
     assert len(found) == 12
     violated = {key: float(row[2]) for key, row in found.items()}
     for window in ("azure-conv", "burstgpt"):
@@ -46,7 +46,7 @@ def test_windows_under_four_policies(monkeypatch, tmp_path):
 
 def test_what_a_simulated_request_costs(monkeypatch, tmp_path):
     run(monkeypatch, "scaling", "--instances", "1,3", "--requests", "60", "--out", tmp_path)
-    assert [row[:2] for row in rows(tmp_path / "sim-scaling.md")] == [["1", "60"], ["3", "60"]]
+    assert [row[:2] for row in rows(tmp_path / "scaling.md")] == [["1", "60"], ["3", "60"]]
 
 
 def test_fidelity_has_the_real_engine_beside_the_simulated_one(monkeypatch, tmp_path):
