@@ -1,15 +1,14 @@
-"""The profile that is shipped with the bundled model: by what it holds, its order is better than others. No JAX."""
-
-from pathlib import Path
+"""The sensitivity profile shipped with the bundled model belongs to its weights, and its order beats others."""
 
 import pytest
 
 from jaxserve.bundled import bundled_model_path
+from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.quantization.sensitivity import SensitivityProfile
 from jaxserve.quantization.sensitivity.profile import FILE_NAME, LIS, RANDOM
 
 PROFILE = SensitivityProfile.load(bundled_model_path() / FILE_NAME)
-RESULTS = Path(__file__).parents[2] / "bench/RESULTS.md"
 
 
 @pytest.mark.parametrize("measure", ["cross_entropy", "kl"])
@@ -28,5 +27,6 @@ def test_the_order_and_its_curve_are_of_all_layers(precision: str) -> None:
     assert lis.swapped == tuple(range(PROFILE.num_layers + 1))
 
 
-def test_the_results_are_of_these_weights() -> None:
-    assert f"fingerprint of the model `{PROFILE.model_sha256[:12]}`" in RESULTS.read_text()
+def test_the_profile_was_measured_on_the_shipped_weights() -> None:
+    checkpoint = open_checkpoint(bundled_model_path())
+    PROFILE.check_model(fingerprint(checkpoint), checkpoint.config.num_layers)
