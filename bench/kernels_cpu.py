@@ -2,9 +2,9 @@
 
 Products with weights first (`--only matmul` stops there), with few rows beside the rate at which memory can be read,
 and for orientation XLA's own, of bfloat16 and of int8 numbers (sums in int32, not scaled). `--group`, `--zero-points`
-choose the format of weights in fewer bits. Then attention with its KV write for decode batches and prefill, for the two
-model shapes of RESULTS.md, over the native and the XLA path, with a KV cache in bfloat16 and in int8; then the KV write
-alone at two pool sizes, which cost the same if it is in place.
+choose the format of weights in fewer bits. Then attention with its KV write for decode batches and prefill, for the
+shapes of the 160M and 1.1B models, over the native and the XLA path, with a KV cache in bfloat16 and in int8; then the
+KV write alone at two pool sizes, which cost the same if it is in place.
 """
 
 import argparse
