@@ -5,6 +5,7 @@ import shlex
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import typer
 
 from jaxserve import EngineConfig, SamplingParams
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVER = (ROOT / "docs" / "server.md").read_text()
 BENCHMARKING = (ROOT / "docs" / "benchmarking.md").read_text()
 LIBRARY = (ROOT / "docs" / "library.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "bench").glob("*.md"))]
 
 
 def section(text: str, heading: str) -> str:
@@ -88,7 +90,19 @@ def test_every_package_is_in_the_structure():
     assert {name.removesuffix("/") for name in names_in_table(text) if name.endswith("/")} == packages
 
 
-def test_links_between_pages_lead_somewhere():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def anchors(page: Path) -> set[str]:
+    """The fragments that a link to a page in Markdown may have."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {heading.replace(" ", "-") for heading in headings} | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_to_a_file_and_a_heading(page: Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, fragment = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not fragment or fragment in anchors(file), f"{page.name} links to {target}"
