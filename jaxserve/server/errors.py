@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,6 +36,10 @@ CODES = {
 }
 
 
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = LONGEST_VALUE
+
+
 class ClientGone(Exception):
     """The client disconnected before its answer was ready."""
 
@@ -64,7 +69,7 @@ def envelope(
     error: dict[str, Any] = {
         "message": message[:LONGEST_MESSAGE],
         "type": "invalid_request_error" if status < 500 else "server_error",
-        "param": param,
+        "param": param if param is None else param[:LONGEST_VALUE],
         "code": code or CODES.get(status, "invalid_value" if param else "invalid_request"),
     }
     if value is not None:
@@ -149,11 +154,5 @@ def _short(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    text = value if isinstance(value, str) else _bounded_repr(value)
+    text = value if isinstance(value, str) else _REPR.repr(value)
     return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
-
-
-def _bounded_repr(value: Any) -> str:
-    if isinstance(value, (list, tuple, dict)) and len(value) > 20:
-        return f"{type(value).__name__} of {len(value)}"
-    return repr(value)

@@ -1,14 +1,17 @@
-"""From a request's texts and messages to token ids; much text is tokenized outside the event loop."""
+"""From a request's texts and messages to token ids; much text is rendered and tokenized outside the event loop."""
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from jaxserve.core.errors import PromptTooLong
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import check_prompt
+from jaxserve.server.offload import off_loop
 from jaxserve.server.schemas.chat import Conversation
 
 MUCH_TEXT = 4096  # characters; fewer cost less than the way to another thread
+MANY_MESSAGES = 32
 
 
 async def encode(client: EngineClient, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -47,11 +50,24 @@ async def tokens_prompts(
 
 async def conversation(client: EngineClient, body: Conversation, *, add_special_tokens: bool) -> TokensPrompt:
     """The prompt of a conversation, rendered by the model's chat template. Raises RequestError."""
-    text = render(client, body)
+    text = await render(client, body)
     return (await tokens_prompts(client, [text], add_special_tokens=add_special_tokens))[0]
 
 
-def render(client: EngineClient, body: Conversation) -> str:
+async def render(client: EngineClient, body: Conversation) -> str:
     """The text of a conversation. Raises RequestError for what the chat template or the model cannot take."""
+    contents = [message.content or "" for message in body.messages[:MANY_MESSAGES]]
+    long = len(body.messages) > MANY_MESSAGES or sum(map(_weight, contents)) > MUCH_TEXT
+    return await off_loop(_render, client, body) if long else _render(client, body)
+
+
+def _render(client: EngineClient, body: Conversation) -> str:
     messages = [message.as_dict() for message in body.messages]
     return client.tokenizer.apply_chat_template(messages, **body.template_variables())
+
+
+def _weight(content: str | list[dict[str, Any]]) -> int:
+    """Roughly the characters of a message's content, with those of at most a few parts counted."""
+    if isinstance(content, str):
+        return len(content)
+    return MUCH_TEXT + 1 if len(content) > MANY_MESSAGES else sum(len(str(part.get("text"))) for part in content)

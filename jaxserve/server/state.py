@@ -106,7 +106,7 @@ class ServerState:
         return int(self.wall_clock())
 
 
-def get_state(request: Request) -> ServerState:
+async def get_state(request: Request) -> ServerState:  # async: FastAPI sends others through a thread
     """FastAPI dependency: the app's state."""
     state: ServerState = request.app.state.server
     return state

@@ -1,15 +1,21 @@
 """POST /tokenize and /detokenize."""
 
+from collections.abc import Callable
+
 from fastapi import APIRouter, Response
 
 from jaxserve.core.errors import RequestError
+from jaxserve.engine.client import EngineClient
 from jaxserve.server.errors import json_response
+from jaxserve.server.offload import off_loop
 from jaxserve.server.prompts import encode, render
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.other import DetokenizeBody, TokenizeBody
 from jaxserve.server.state import State
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
+
+MANY_TOKENS = 4096  # fewer cost less than the way to another thread
 
 
 @router.post("/tokenize", response_model=None)
@@ -19,16 +25,13 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
     state.check_model(body.model)
     body.check()
     if body.prompt is None:
-        text, special = render(client, body), False
+        text, special = await render(client, body), False
     else:
         text, special = body.prompt, True
     if body.add_special_tokens is not None:
         special = body.add_special_tokens
     (tokens,) = await encode(client, [text], add_special_tokens=special)
-    response = {"count": len(tokens), "max_model_len": client.info.max_model_len, "tokens": tokens}
-    if body.return_token_strs:
-        response["token_strs"] = [client.tokenizer.token(token) for token in tokens]
-    return json_response(response)
+    return await _maybe_off_loop(len(tokens), _tokens_answer, client, tokens, body.return_token_strs)
 
 
 @router.post("/detokenize", response_model=None)
@@ -36,9 +39,24 @@ async def detokenize(body: DetokenizeBody, state: State) -> Response:
     """The text of token ids."""
     client = state.client()
     state.check_model(body.model)
+    return await _maybe_off_loop(len(body.tokens), _text_answer, client, body.tokens)
+
+
+def _tokens_answer(client: EngineClient, tokens: list[int], with_strings: bool) -> Response:
+    answer = {"count": len(tokens), "max_model_len": client.info.max_model_len, "tokens": tokens}
+    if with_strings:
+        answer["token_strs"] = [client.tokenizer.token(token) for token in tokens]
+    return json_response(answer)
+
+
+def _text_answer(client: EngineClient, tokens: list[int]) -> Response:
     size = client.info.vocab_size
-    wrong = next((token for token in body.tokens if not 0 <= token < size), None)
+    wrong = next((token for token in tokens if not 0 <= token < size), None)
     if wrong is not None:
         message = f"tokens has the token id {wrong}, the vocabulary goes from 0 to {size - 1}"
         raise RequestError(message, field="tokens", value=wrong, limit=size - 1)
-    return json_response({"prompt": client.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    return json_response({"prompt": client.tokenizer.decode(tokens, skip_special_tokens=False)})
+
+
+async def _maybe_off_loop(tokens: int, work: Callable[..., Response], *args: object) -> Response:
+    return await off_loop(work, *args) if tokens > MANY_TOKENS else work(*args)

@@ -1,0 +1,201 @@
+"""What a body may cost: many items are refused before they are parsed, and what is large is read off the event loop."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+from pydantic_core import from_json
+from starlette.testclient import TestClient
+
+from jaxserve.core.errors import RequestError
+from jaxserve.server import body as body_module
+from jaxserve.server.app import create_app
+from jaxserve.server.body import MOST_ITEMS, count_items, parse_body
+from jaxserve.server.offload import off_loop
+from jaxserve.server.routes import json_route
+from jaxserve.server.routes.json_route import SMALL_BODY
+from jaxserve.server.settings import ServerSettings
+from tests.server.fake import FakeClient
+from tests.server.fake_control import FakeControl
+
+JSON = {"content-type": "application/json"}
+PROMPT_ITEMS = 1_000_000
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def repeated(before: bytes, entry: bytes, times: int, after: bytes) -> bytes:
+    return before + b",".join([entry] * times) + after
+
+
+FIELDS = b",".join(b'"k%d":1' % i for i in range(1_500_000))
+TOO_MANY = {  # path, body, the field that is named
+    "messages": (CHAT, repeated(b'{"messages":[', b'{"role":"user","content":"a"}', 1_000_000, b"]}"), "messages"),
+    "fewer messages": (CHAT, repeated(b'{"messages":[', b'{"role":"user","content":"a"}', 100_000, b"]}"), "messages"),
+    "parts": (
+        CHAT,
+        repeated(b'{"messages":[{"role":"user","content":[', b'{"type":"text","text":"a"}', 600_000, b"]}]}"),
+        "messages",
+    ),
+    "numbers for parts": (
+        CHAT,
+        repeated(b'{"messages":[{"role":"user","content":[', b"1", 900_000, b"]}]}"),
+        "messages",
+    ),
+    "fields": (COMPLETIONS, b'{"prompt":"a",' + FIELDS + b"}", None),
+    "the same field": (COMPLETIONS, repeated(b'{"prompt":"a",', b'"k":1', 1_500_000, b"}"), None),
+    "nested fields": (CHAT, b'{"messages":[{"role":"user","content":"a"}],"metadata":{' + FIELDS + b"}}", "metadata"),
+    "ids": (COMPLETIONS, repeated(b'{"prompt":[', b"5", 10_000_000, b"]}"), "prompt"),
+    "ids to decode": ("/detokenize", repeated(b'{"tokens":[', b"5", 10_000_000, b"]}"), "tokens"),
+    "prompts": (COMPLETIONS, repeated(b'{"prompt":[', b'""', 8_000_000, b"]}"), "prompt"),
+    "objects for prompts": (COMPLETIONS, repeated(b'{"prompt":[', b"{}", 10_000_000, b"]}"), "prompt"),
+    "few objects for prompts": (COMPLETIONS, repeated(b'{"prompt":[', b"{}", 200_000, b"]}"), "prompt"),
+    "inputs": ("/v1/embeddings", repeated(b'{"input":[', b"[5]", 5_000_000, b"]}"), "input"),
+    "stops": (COMPLETIONS, repeated(b'{"prompt":"a","stop":[', b"1", 900_000, b"]}"), "stop"),
+    "stops at the end": (
+        COMPLETIONS,
+        repeated(b'{"prompt":"' + b"a" * 100_000 + b'","stop":[', b'"s"', 100_000, b"]}"),
+        "stop",
+    ),
+    "biases": (
+        COMPLETIONS,
+        b'{"prompt":"a","logit_bias":{' + b",".join(b'"%d":"x"' % i for i in range(200_000)) + b"}}",
+        "logit_bias",
+    ),
+    "brackets": (COMPLETIONS, repeated(b'{"prompt":"a","x":[', b"[[[[[]]]]]", 500_000, b"]}"), "x"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_many_items_are_refused_with_their_field_before_any_is_validated(http, monkeypatch, name):
+    path, body, field = TOO_MANY[name]
+    parsed = []
+    monkeypatch.setattr(
+        body_module, "from_json", lambda data, **options: parsed.append(len(data)) or from_json(data, **options)
+    )
+    answer = http.post(path, content=body, headers=JSON)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == field
+    assert error["limit"] in (MOST_ITEMS, MOST_ITEMS + PROMPT_ITEMS)
+    assert error["value"] > error["limit"]
+    assert len(answer.content) < 1000
+    whole = len(body) in parsed
+    assert whole == (error["limit"] == MOST_ITEMS)  # beyond what may be a prompt, nothing but the beginning is parsed
+
+
+def test_items_are_counted_outside_of_strings():
+    text = json.dumps({"prompt": 'a, {"b": [1, 2]}\\" \\', "stop": [",,,", '\\"', "[{"], "n": 1}).encode()
+    many = b"[" + b",".join([text] * MOST_ITEMS) + b"]"  # enough to be counted exactly
+    of_text = 1 + 2 + 1 + 2  # object and its commas, list and its commas
+    assert count_items(many, 10**7) == 1 + (MOST_ITEMS - 1) + MOST_ITEMS * of_text
+
+
+def test_prompts_may_have_as_many_ids_as_the_queue_takes():
+    ids = [5] * (PROMPT_ITEMS // 2)
+    body = json.dumps({"prompt": [ids, ids], "n": 1}).encode()
+    assert parse_body(body, PROMPT_ITEMS) == {"prompt": [ids, ids], "n": 1}
+    with pytest.raises(RequestError, match="most of them in other"):
+        parse_body(json.dumps({"other": [ids, ids]}).encode(), PROMPT_ITEMS)
+
+
+def test_text_that_looks_like_many_items_is_text():
+    text = '[{"a": [1, 2, 3]}, "\\""]' * 100_000
+    assert parse_body(json.dumps({"prompt": text}).encode(), PROMPT_ITEMS) == {"prompt": text}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/embeddings", "/tokenize", "/detokenize"])
+def test_large_bodies_are_read_off_the_event_loop(http, monkeypatch, path):
+    """A small body is read on the loop's thread, to which nothing is faster; a large one by another."""
+    threads = []
+
+    def read(*given):
+        threads.append(threading.current_thread())
+        return parse(*given)
+
+    parse = json_route.parse_body
+    monkeypatch.setattr(json_route, "parse_body", read)
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "input": "a", "tokens": [1]}
+    body = {name: value for name, value in body.items() if path != "/tokenize" or name != "messages"}
+    for padding in ("", "x" * SMALL_BODY):
+        assert http.post(path, json=body | {"user": padding}).status_code == 200
+    assert [thread.name.startswith("jaxserve-request") for thread in threads] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "a"}] * 40,
+        [{"role": "user", "content": "a" * 5000}],
+        [{"role": "user", "content": [{"type": "text", "text": "a" * 5000}]}],
+        [{"role": "user", "content": [{"type": "text", "text": "a"}] * 40}],
+    ],
+    ids=["many messages", "long text", "long part", "many parts"],
+)
+def test_long_conversations_are_rendered_off_the_event_loop(http, fake, monkeypatch, messages):
+    render, threads = fake.tokenizer.apply_chat_template, []
+
+    def watched(*given, **options):
+        threads.append(threading.current_thread().name)
+        return render(*given, **options)
+
+    monkeypatch.setattr(fake.tokenizer, "apply_chat_template", watched)
+    http.post(CHAT, json={"messages": messages})
+    http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}]})
+    assert [name.startswith("jaxserve-request") for name in threads] == [True, False]
+
+
+def test_what_runs_off_the_loop_leaves_it_free():
+    async def main() -> None:
+        go = threading.Event()
+        waiting = asyncio.ensure_future(off_loop(go.wait, 30))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        go.set()
+        assert await waiting
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a", "x" * 2_000_000: 1}),
+        (COMPLETIONS, {"prompt": "a", "stream_options": {"x" * 2_000_000: 1}}),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"x" * 2_000_000: 1}}),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): "x" for i in range(20_000)}}),
+        (COMPLETIONS, {"prompt": "a", "stop": [1] * 20_000}),
+        (COMPLETIONS, {"prompt": "a", "model": "x" * 2_000_000}),
+        (COMPLETIONS, {"prompt": "a", "response_format": {"type": "x" * 2_000_000}}),
+        (COMPLETIONS, {"prompt": [["x" * 500_000] * 2] * 4}),
+        (CHAT, {"messages": [{"role": "x" * 2_000_000, "content": "a"}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "x" * 2_000_000}]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x" * 2_000_000 + "!": 1}}),
+    ],
+    ids=range(11),
+)
+def test_errors_repeat_little_of_a_large_body(http, path, body):
+    answer = http.post(path, json=body)
+    assert answer.status_code in (200, 400, 404)
+    assert len(answer.content) < 5000
+
+
+def test_operators_bodies_are_bounded_too():
+    http = TestClient(create_app(FakeClient(control=FakeControl()), ServerSettings()), base_url="http://127.0.0.1")
+    answer = http.put("/admin/policy", content=b'{"policy":"manual",' + FIELDS + b"}", headers=JSON)
+    assert answer.status_code == 400
+    answer = http.put("/admin/policy", json={"policy": "manual", "x" * 2_000_000: 1})
+    assert answer.status_code == 400
+    assert len(answer.content) < 5000
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_named(http, encoding):
+    answer = http.post(COMPLETIONS, content='{"prompt": "a"}'.encode(encoding), headers=JSON)
+    assert answer.status_code == 400
+    assert "UTF-8" in answer.json()["error"]["message"]
+    assert encoding[:6].upper() in answer.json()["error"]["message"]
+
+
+def test_byte_order_mark_is_passed_over(http):
+    assert http.post(COMPLETIONS, content='{"prompt": "a"}'.encode("utf-8-sig"), headers=JSON).status_code == 200
