@@ -109,6 +109,15 @@ def serve(
         option("HTTP server", "Operators must send it to see or change the plan.", envvar=ADMIN_KEY),
     ] = None,
     cors_origin: Annotated[list[str] | None, option("HTTP server", "Web origin that may call.")] = None,
+    root_path: Annotated[
+        str | None, option("HTTP server", "Prefix of all paths, such as /llm, that a proxy keeps.")
+    ] = None,
+    keep_alive_timeout: Annotated[
+        float | None, option("HTTP server", "Seconds that an idle connection stays open; default 120.")
+    ] = None,
+    sse_ping_interval: Annotated[
+        float | None, option("HTTP server", "Seconds of silence before a stream sends a comment; default 15.")
+    ] = None,
     shutdown_timeout: Annotated[
         float | None, option("HTTP server", "Seconds for requests in flight after SIGTERM; default 30.")
     ] = None,
@@ -117,6 +126,9 @@ def serve(
         Literal["debug", "info", "warning", "error"] | None, option("HTTP server", "Default: info.")
     ] = None,
     max_body_mb: Annotated[float | None, option("Limits", "MiB of a request's body; default 32.")] = None,
+    header_timeout: Annotated[
+        float | None, option("Limits", "Seconds to receive the head of a request; default 30.")
+    ] = None,
     body_timeout: Annotated[float | None, option("Limits", "Seconds to receive a body; default 60.")] = None,
     max_prompts: Annotated[int | None, option("Limits", "Prompts of one call; default 1024.")] = None,
     max_n: Annotated[int | None, option("Limits", "Answers per prompt; default 64.")] = None,

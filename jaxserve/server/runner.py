@@ -7,19 +7,24 @@ the second one, or one while the model is loading, ends the process at once.
 import asyncio
 import gc
 import logging
+import math
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
+import anyio
 import uvicorn
 from fastapi import FastAPI
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.client import EngineClient
+from jaxserve.server import open_files
 from jaxserve.server.app import create_app
+from jaxserve.server.connections import Connections, HttpProtocol
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
@@ -36,6 +41,8 @@ def run_server(load: Load, settings: ServerSettings, on_ready: Callable[[str, En
 
     Raises ConfigError if the address cannot be bound, and what `load` raises.
     """
+    open_files.raise_limit()
+    anyio.run(anyio.sleep, 0)  # imports what the first request would, which fails when no file can be opened
     listener = bind(settings.host, settings.port)
     app = create_app(None, settings)
     config = server_config(app, settings)
@@ -48,15 +55,18 @@ def run_server(load: Load, settings: ServerSettings, on_ready: Callable[[str, En
 
 def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
     """How uvicorn serves the app; its loggers are left to the caller."""
+    shared = Connections(settings.header_timeout, open_files.max_connections())
     return uvicorn.Config(
         app,
-        http="h11",  # bounds the size of headers
+        http=partial(HttpProtocol, shared=shared),  # type: ignore[arg-type] # h11 bounds the size of headers
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=settings.access_log,
         server_header=False,
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type] # a number for call_later
+        headers=[("keep-alive", f"timeout={math.floor(settings.keep_alive_timeout)}")],
         timeout_graceful_shutdown=LAST_WRITES,
     )
 
@@ -116,6 +126,7 @@ class DrainingServer(uvicorn.Server):
 
     def _attach(self, client: EngineClient) -> None:
         self._state.attach(client)
+        open_files.warn_if_few(client.info.max_queued_requests)
         self.on_loaded(client)
 
     def _start_draining(self, signal_name: str) -> None:

@@ -19,8 +19,12 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()  # empty: open to everyone
     admin_key: str | None = None  # None: operators need none on this machine, and are not let in from elsewhere
     cors_origins: tuple[str, ...] = ()
+    root_path: str = ""  # prefix of every path, for a proxy that keeps it
     max_body_mb: float = 32.0
+    header_timeout: float = 30.0  # seconds to receive a request's head, on a new connection from its beginning
     body_timeout: float = 60.0  # seconds to receive a request's body
+    keep_alive_timeout: float = 120.0  # seconds for which a connection may wait for its next request
+    sse_ping_interval: float = 15.0  # seconds without news after which a stream sends a comment
     max_prompts: int = 1024  # prompts of one call
     shutdown_timeout: float = 30.0  # seconds for requests in flight after SIGTERM
     access_log: bool = False
@@ -36,7 +40,10 @@ class ServerSettings:
             raise ConfigError("the admin key is an API key too: every client would be an operator (--admin-key)")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"the port is {self.port}, it must be from 0 to 65535 (--port)")
-        for name in ("max_body_mb", "body_timeout", "max_prompts"):
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"root_path is {self.root_path!r}, it must be like '/prefix' (--root-path)")
+        timeouts = ("header_timeout", "body_timeout", "keep_alive_timeout", "sse_ping_interval")
+        for name in ("max_body_mb", "max_prompts", *timeouts):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be a number above 0")
         if not 0 <= self.shutdown_timeout < math.inf:

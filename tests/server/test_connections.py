@@ -1,0 +1,209 @@
+"""Connections: refusals reach clients that still send, silence ends, and the limit of open files is no silence."""
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+import time
+
+import httpx
+import pytest
+
+from jaxserve.server import connections, open_files
+from jaxserve.server.connections import Connections
+from jaxserve.server.settings import ServerSettings
+from tests.server.fake import FakeClient
+from tests.server.serving import raw_request, serving
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def connect(address) -> socket.socket:
+    return socket.create_connection((address.host, address.port), timeout=30)
+
+
+def send_for_ever(client: socket.socket, data: bytes) -> None:
+    while True:
+        client.sendall(data)
+        time.sleep(0.001)
+
+
+def error_in(answer: bytes) -> dict:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    return json.loads(body)["error"]
+
+
+# closing while the client sends
+
+
+@pytest.mark.parametrize("megabytes", [1, 5, 40])
+@pytest.mark.parametrize(
+    ("settings", "status"), [({"api_keys": ("key",)}, b"401"), ({"max_body_mb": 0.5}, b"413")], ids=["key", "size"]
+)
+def test_early_refusal_reaches_a_client_that_sends_its_whole_body_first(settings, status, megabytes):
+    size = megabytes * 2**20
+    with serving(FakeClient(), ServerSettings(**settings)) as address:
+        answer = raw_request(address, POST + b"Content-Length: %d" % size, b" " * size)
+    assert answer.startswith(b"HTTP/1.1 %s " % status)
+    assert error_in(answer)["message"]
+    assert b"connection: close" in answer
+
+
+def test_early_refusal_reaches_a_client_that_sends_chunks_first():
+    chunks = (b"100000\r\n" + b" " * 2**20 + b"\r\n") * 8 + b"0\r\n\r\n"
+    with serving(FakeClient(), ServerSettings(max_body_mb=1)) as address:
+        answer = raw_request(address, POST + b"Transfer-Encoding: chunked", chunks)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_long_head_is_refused_with_an_answer(address):
+    answer = raw_request(address, b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 2_000_000)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert "not a valid HTTP request" in error_in(answer)["message"]
+
+
+def test_lingering_ends(monkeypatch):
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
+    with serving(FakeClient(), ServerSettings(api_keys=("key",))) as address, connect(address) as client:
+        client.sendall(POST + b"Content-Length: 1000000000\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            send_for_ever(client, b" " * 1000)
+
+
+def test_lingering_reads_a_bounded_number_of_bytes(monkeypatch):
+    monkeypatch.setattr(connections, "LINGER_BYTES", 2**20)
+    with serving(FakeClient(), ServerSettings(api_keys=("key",))) as address, connect(address) as client:
+        client.sendall(POST + b"Content-Length: 1000000000\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            send_for_ever(client, b" " * 2**20)
+
+
+# silence
+
+
+def test_connection_without_a_request_is_closed():
+    with serving(FakeClient(), ServerSettings(header_timeout=0.05)) as address, connect(address) as client:
+        assert client.recv(1000) == b""
+
+
+def test_half_a_head_is_answered_with_408_whatever_still_comes():
+    with serving(FakeClient(), ServerSettings(header_timeout=0.1)) as address, connect(address) as client:
+        client.sendall(POST + b"Content-")
+        client.setblocking(False)
+        answer = b""
+        while not answer:
+            client.send(b"a")
+            time.sleep(0.005)
+            with contextlib.suppress(BlockingIOError):
+                answer = client.recv(10_000)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert "--header-timeout" in error_in(answer)["message"]
+
+
+def test_half_a_head_after_a_request_is_closed_too():
+    with serving(FakeClient(), ServerSettings(header_timeout=0.1)) as address, connect(address) as client:
+        client.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(10_000).startswith(b"HTTP/1.1 200 ")
+        client.sendall(b"GET /ready HT")
+        assert client.recv(10_000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_header_timeout_ends_neither_requests_nor_idle_connections():
+    client = FakeClient(script="ab", delay=0.08)
+    with serving(client, ServerSettings(header_timeout=0.05)) as address, httpx.Client(base_url=address.url) as http:
+        for _ in range(2):
+            answer = http.post("/v1/completions", json={"prompt": "a"})
+            assert answer.json()["choices"][0]["text"] == "ab"
+            assert answer.headers["keep-alive"] == "timeout=120"
+            time.sleep(0.1)
+
+
+def test_idle_connection_is_kept_for_its_time():
+    assert ServerSettings().keep_alive_timeout > 90  # longer than proxies and clients keep theirs
+    settings = ServerSettings(keep_alive_timeout=0.05)
+    with serving(FakeClient(), settings) as address, connect(address) as client:
+        client.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(10_000).startswith(b"HTTP/1.1 200 ")
+        assert client.recv(10_000) == b""
+
+
+# the limit of open files
+
+
+class Idle:
+    def __init__(self):
+        self.closed = False
+
+    def timeout_keep_alive_handler(self):
+        self.closed = True
+
+
+def test_beyond_the_limit_the_oldest_idle_connection_makes_room(caplog):
+    shared = Connections(header_timeout=30, limit=2)
+    old, new = Idle(), Idle()
+    shared.idle = {old: 0.0, new: 0.5}
+    assert shared.admit(2, now=10.0)
+    assert not old.closed
+    assert not caplog.records
+    assert shared.admit(3, now=10.0)
+    assert (old.closed, new.closed) == (True, False)
+    assert shared.admit(3, now=10.0)
+    assert new.closed
+    assert not shared.admit(3, now=11.0)  # all have requests in flight
+    assert len(caplog.records) == 1  # of three
+    assert "the limit is 2" in caplog.text
+
+
+def test_connection_that_has_just_come_makes_no_room():
+    shared = Connections(header_timeout=30, limit=1)
+    fresh = Idle()
+    shared.idle = {fresh: 10.0}
+    assert not shared.admit(2, now=10.5)
+    assert not fresh.closed
+
+
+def test_beyond_the_limit_new_requests_are_503_and_probes_are_answered(monkeypatch):
+    monkeypatch.setattr(open_files, "max_connections", lambda: 2)
+    client = FakeClient(gate=asyncio.Event())
+    body = b'{"prompt": "a"}'
+    with serving(client) as address, connect(address) as first, connect(address) as second:
+        for connection in (first, second):
+            connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        while len(client.active) < 2:
+            time.sleep(0.005)
+        answer = httpx.get(f"{address.url}/v1/models")
+        assert answer.status_code == 503
+        assert "too many connections" in answer.json()["error"]["message"]
+        assert answer.headers["retry-after"] == "1"
+        assert httpx.get(f"{address.url}/health").status_code == 200
+
+
+def test_silent_connections_make_room_for_others(monkeypatch):
+    monkeypatch.setattr(open_files, "max_connections", lambda: 2)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0)
+    with serving(FakeClient()) as address, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(address)) for _ in range(5)]
+        assert httpx.get(f"{address.url}/v1/models").status_code == 200
+        assert silent[0].recv(1000) == b""
+
+
+def test_the_limit_of_open_files_is_raised():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard // 2), hard))
+        open_files.raise_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        assert open_files.max_connections() >= hard - open_files.RESERVED
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_low_a_limit_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(open_files, "max_connections", lambda: 896)
+    open_files.warn_if_few(896)
+    assert not caplog.records
+    open_files.warn_if_few(1024)
+    assert "896 connections" in caplog.text
+    assert "ulimit -n" in caplog.text
