@@ -18,11 +18,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"  # a comment, which clients pass over
+
+# Not line ends to the standard of server-sent events, but to the line iterators of some clients.
+LINE_ENDS = {"\u0085": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
 
 
 def event(data: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + to_json(data) + b"\n\n"
+    text = to_json(data)
+    if b"\xe2\x80" in text or b"\xc2\x85" in text:
+        for character, escaped in LINE_ENDS.items():
+            text = text.replace(character.encode(), escaped)
+    return b"data: " + text + b"\n\n"
 
 
 async def disconnected(receive: Receive) -> None:
@@ -55,28 +63,42 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
 class EventStream(Response):
     """Server-sent events from a generator of JSON values, then `data: [DONE]`, also after an error.
 
-    The first value is awaited by `start`, before the status is sent, so that a refused request has its proper status.
-    When the client goes away the generator is closed, wherever it is.
+    The first value is awaited by `start` for a while, so that a refused request has its proper status. Whenever nothing
+    has been sent for as long, a comment is, lest proxies and clients take the connection for dead; an error that comes
+    after one is an event. When the client goes away the generator is closed, wherever it is.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Any, rest: AsyncGenerator[Any, None], headers: Mapping[str, str]):
+    def __init__(
+        self,
+        first: asyncio.Future[Any],
+        rest: AsyncGenerator[Any, None],
+        headers: Mapping[str, str],
+        ping_interval: float,
+    ):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._first, self._rest = first, rest
+        self._ping_interval = ping_interval  # seconds
+        self._silent = True  # since the last look of `_ping`
 
     @classmethod
     async def start(
         cls, request: Request, values: AsyncGenerator[Any, None], headers: Mapping[str, str]
     ) -> "EventStream":
-        """Waits for the first value. Raises what the generator raises before it, or ClientGone."""
+        """Waits for the first value. Raises what the generator raises soon instead of it, or ClientGone."""
+        interval = request.app.state.server.settings.sse_ping_interval
+        first = asyncio.ensure_future(_next(values))
         try:
-            first = await while_connected(request, _next(values))
+            await while_connected(request, asyncio.wait((first,), timeout=interval))
+            if first.done():
+                first.result()
         except BaseException:
+            await _cancel(first)
             await values.aclose()
             raise
-        return cls(first, values, headers)
+        return cls(first, values, headers, interval)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._rest):
@@ -89,18 +111,36 @@ class EventStream(Response):
             finally:
                 await _cancel(sending)
                 await _cancel(watch)
+                await _cancel(self._first)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_part(send, event(self._first))
+        if not self._first.done():
+            await _send_part(send, PING)
+        pings = asyncio.ensure_future(self._ping(send))
         try:
+            await self._send_event(send, await self._first)
             async for value in self._rest:
-                await _send_part(send, event(value))
+                await self._send_event(send, value)
         except Exception as error:
             if not isinstance(error, JaxserveError):
                 logger.exception("a stream failed")
             await _send_part(send, event(describe(error)[1]))
+        finally:
+            await _cancel(pings)
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _send_event(self, send: Send, value: Any) -> None:
+        self._silent = False
+        await _send_part(send, event(value))
+
+    async def _ping(self, send: Send) -> None:
+        """Sends a comment for each interval without an event."""
+        while True:
+            await asyncio.sleep(self._ping_interval)
+            if self._silent:
+                await _send_part(send, PING)
+            self._silent = True
 
 
 async def _send_part(send: Send, data: bytes) -> None:
