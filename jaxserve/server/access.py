@@ -9,6 +9,7 @@ PROBES = frozenset({"/health", "/ready", "/metrics"})  # for probes and scrapers
 ADMIN = "/admin"
 DASHBOARD = "/dashboard"
 DASHBOARD_EVENTS = "/dashboard/events"
+KEY_HEADERS = (b"authorization", b"api-key", b"x-api-key")  # OpenAI's, Azure's and Anthropic's
 
 
 def is_for_operators(path: str) -> bool:
@@ -22,12 +23,21 @@ def is_open(path: str) -> bool:
 
 
 def carries(scope: Scope, keys: Iterable[bytes]) -> bool:
-    """Whether a request has `Authorization: Bearer <key>` with one of the keys; compared in constant time."""
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(given) != 1:
-        return False
-    scheme, _, token = given[0].partition(b" ")
-    if scheme.lower() != b"bearer":
-        return False
-    matches = [hmac.compare_digest(token.strip(), key) for key in keys]
+    """Whether a request has one of the keys in one of the headers for it; compared in constant time."""
+    tokens = _tokens(scope)
+    matches = [hmac.compare_digest(token, key) for token in tokens for key in keys]
     return any(matches)
+
+
+def _tokens(scope: Scope) -> list[bytes]:
+    """What a request gives as its keys: nothing if a header is there twice, since a proxy may have seen the other."""
+    tokens = []
+    for header in KEY_HEADERS:
+        given = [value for name, value in scope["headers"] if name == header]
+        if len(given) > 1:
+            return []
+        for value in given:
+            scheme, _, token = value.partition(b" ") if header == b"authorization" else (b"bearer", b"", value)
+            if scheme.lower() == b"bearer":
+                tokens.append(token.strip())
+    return tokens

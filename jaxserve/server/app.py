@@ -6,6 +6,7 @@ from starlette.middleware.cors import CORSMiddleware
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.errors import install_handlers
 from jaxserve.server.middleware import AdminGuard, ApiKeyGuard, BodyLimit
+from jaxserve.server.normalize import HeadAsGet, RequestId, TidyPath
 from jaxserve.server.routes import (
     admin,
     chat,
@@ -27,7 +28,7 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
 
     Without a client it answers probes, and 503 to everything else, until `app.state.server.attach(client)`.
     """
-    app = FastAPI(title="jaxserve", summary="OpenAI-compatible API")
+    app = FastAPI(title="jaxserve", summary="OpenAI-compatible API", redirect_slashes=False)
     app.state.server = ServerState(client, settings)
     install_handlers(app)
     for module in ROUTERS:
@@ -39,6 +40,13 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
         app.add_middleware(ApiKeyGuard, keys=settings.api_keys)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,  # a page of an allowed origin may reach a server on its user's machine
         )
+    app.add_middleware(TidyPath, root_path=settings.root_path)
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(RequestId)
     return app

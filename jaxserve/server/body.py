@@ -6,6 +6,7 @@ beside them the entries of the fields that hold prompts, of which there may be a
 """
 
 import json
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxserve.core.errors import RequestError
 
 MOST_ITEMS = 50_000  # outside of the fields below; a chat message, or one of its parts, takes three or four
 PROMPT_FIELDS = ("prompt", "input", "tokens")
+ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 HEAD = 64 * 1024  # bytes that are parsed to name the field of a body that is too large to parse
 
 
@@ -40,6 +42,27 @@ def strict_json(body: bytes) -> Any:
         return from_json(_utf8(body), allow_inf_nan=False)
     except ValueError as error:
         raise HTTPException(400, f"the body is not valid JSON: {error}") from error
+
+
+def decompress(body: bytes, encoding: str, limit: int) -> bytes:
+    """Return a compressed body as it was. Raises HTTPException for more than `limit` bytes, or for what is damaged."""
+    raw = encoding == "deflate" and body[0] & 0x0F != 8  # without zlib's header, as some clients send it
+    decompressor = zlib.decompressobj(-zlib.MAX_WBITS if raw else zlib.MAX_WBITS | 32)  # 32: of either header
+    try:
+        whole = decompressor.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise HTTPException(400, f"the body is not valid {encoding} (header content-encoding): {error}") from error
+    if len(whole) > limit:
+        raise body_too_large(limit)
+    if not decompressor.eof or decompressor.unused_data:
+        state = "has more after its end" if decompressor.eof else "is cut off"
+        raise HTTPException(400, f"the body is {encoding} (header content-encoding) that {state}")
+    return whole
+
+
+def body_too_large(limit: int, headers: dict[str, str] | None = None) -> HTTPException:
+    """Return the error for a body of more than `limit` bytes."""
+    return HTTPException(413, f"the body is larger than {limit} bytes (--max-body-mb)", headers)
 
 
 def count_items(body: bytes, limit: int) -> int:

@@ -39,6 +39,25 @@ CODES = {
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = LONGEST_VALUE
 
+# What is served, and what clients of other servers and of other APIs ask for.
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/models")
+OTHER_APIS = {
+    "/v1/responses": "OpenAI's Responses API",
+    "/v1/messages": "Anthropic's Messages API",
+    "/v1/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scoring",
+    "/score": "scoring",
+    "/v1/moderations": "moderation",
+    "/v1/audio": "audio",
+    "/v1/images": "images",
+    "/v1/files": "files",
+    "/v1/batches": "batches",
+    "/api": "Ollama's API",
+    "/generate": "the API of text-generation-inference",
+    "/generate_stream": "the API of text-generation-inference",
+}
+
 
 class ClientGone(Exception):
     """The client disconnected before its answer was ready."""
@@ -116,7 +135,7 @@ def install_handlers(app: FastAPI) -> None:
     """Every error that leaves a route becomes an envelope. Mutates the app."""
 
     async def on_error(request: Request, error: Exception) -> Response:
-        response = error_response(error)
+        response = error_response(_explained(error, request))
         client = request.app.state.server.loaded
         if response.status_code == 400 and client is not None and not is_for_operators(request.scope["path"]):
             client.count_rejection("invalid")
@@ -133,6 +152,29 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientGone, on_gone)
     for kind in (JaxserveError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
+
+
+def _explained(error: Exception, request: Request) -> Exception:
+    """Return an error of the router's with the path, and what can be asked instead; others as they are."""
+    path = request.scope["path"][:LONGEST_VALUE]
+    match error:
+        case HTTPException(status_code=404, detail="Not Found"):
+            return HTTPException(404, f"there is nothing at {path!r}: {_hint(path)}")
+        case HTTPException(status_code=405):
+            methods = {method.strip() for method in (error.headers or {}).get("Allow", "").split(",")}
+            allowed = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
+            message = f"{request.method} is not possible at {path!r}, only {allowed}"
+            return HTTPException(405, message, {"allow": allowed})
+    return error
+
+
+def _hint(path: str) -> str:
+    for prefix, name in OTHER_APIS.items():
+        if f"{path}/".startswith(f"{prefix}/"):
+            return f"{name} is not served; endpoints are {', '.join(ENDPOINTS)}"
+    meant = [endpoint for endpoint in ENDPOINTS if path.endswith(endpoint.removeprefix("/v1"))]
+    question = f"did you mean {meant[0]}? " if meant else ""
+    return f"{question}endpoints are {', '.join(ENDPOINTS)}; /docs describes all"
 
 
 def _of_request(error: RequestError, code: str | None) -> dict[str, Any]:

@@ -8,14 +8,16 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.access import carries, is_for_operators, is_open
+from jaxserve.server.body import ENCODINGS, body_too_large, decompress
 from jaxserve.server.errors import envelope, error_response, json_response
+from jaxserve.server.offload import off_loop
 from jaxserve.server.settings import ServerSettings, is_loopback
 
 CLOSE = {"connection": "close"}  # the body is not read
 
 
 class ApiKeyGuard:
-    """Lets requests pass that carry `Authorization: Bearer <key>` with one of the keys.
+    """Lets requests pass that carry one of the keys, as `Authorization: Bearer <key>`, `api-key` or `x-api-key`.
 
     Operators' paths have a guard of their own.
     """
@@ -29,7 +31,8 @@ class ApiKeyGuard:
             await self.app(scope, receive, send)
             return
         headers = {"www-authenticate": "Bearer", **CLOSE}
-        error = HTTPException(401, "a valid API key is needed: Authorization: Bearer <key>", headers)
+        message = "a valid API key is needed: Authorization: Bearer <key> (or the header api-key or x-api-key)"
+        error = HTTPException(401, message, headers)
         await error_response(error)(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
@@ -71,7 +74,7 @@ class AdminGuard:
 
 
 class BodyLimit:
-    """Receives a request's body before the app does: at most `max_bytes` of it, within `timeout` seconds."""
+    """Receives a request's body before the app does, and decompresses it: at most `max_bytes`, within `timeout`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout: float):
         self.app = app
@@ -84,10 +87,13 @@ class BodyLimit:
             return
         try:
             self._check_announced(scope)
+            encoding = _encoding(scope)
             async with asyncio.timeout(self._timeout):
                 body = await self._read(receive)
+            if body and encoding:
+                body = await off_loop(decompress, body, encoding, self._max_bytes)
         except TimeoutError:
-            error = HTTPException(408, f"the body did not arrive within {self._timeout:g} s", {"connection": "close"})
+            error = HTTPException(408, f"the body did not arrive within {self._timeout:g} s (--body-timeout)", CLOSE)
             await error_response(error)(scope, receive, send)
         except HTTPException as error:
             await error_response(error)(scope, receive, send)
@@ -115,9 +121,19 @@ class BodyLimit:
                 return b"".join(parts)
 
     def _too_large(self) -> HTTPException:
-        return HTTPException(
-            413, f"the body is larger than {self._max_bytes} bytes (max_body_mb)", {"connection": "close"}
-        )
+        return body_too_large(self._max_bytes, CLOSE)
+
+
+def _encoding(scope: Scope) -> str | None:
+    """Return how the body is compressed, None if it is not. Raises HTTPException for what is not known."""
+    given = b",".join(value for name, value in scope["headers"] if name == b"content-encoding")
+    encoding = given.decode("latin-1").strip().lower()
+    if encoding in ("", "identity"):
+        return None
+    if encoding in ENCODINGS:
+        return encoding
+    message = f"the body is compressed as {encoding[:40]!r} (header content-encoding); known are gzip and deflate"
+    raise HTTPException(415, message, {"accept-encoding": "gzip, deflate", **CLOSE})
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

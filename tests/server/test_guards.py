@@ -70,7 +70,7 @@ def test_the_host_header_does_not_open_a_path(guarded, host):
     assert guarded.get("/v1/models", headers={"host": host}).status_code in (400, 401)
 
 
-@pytest.mark.parametrize("path", ["/health/../v1/models", "//health/v1/models", "/v1/models?/health", "/health/"])
+@pytest.mark.parametrize("path", ["/health/../v1/models", "//health/v1/models", "/v1/models?/health", "/health/x"])
 def test_a_path_that_looks_open_is_not(guarded, path):
     assert guarded.get(path, follow_redirects=True).status_code in (401, 404)
 
@@ -79,6 +79,27 @@ def test_a_large_body_without_a_key_is_not_read():
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1073741824"
     with serving(FakeClient(), ServerSettings(api_keys=KEYS)) as address:
         assert raw_request(address, head).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("header", ["api-key", "x-api-key", "X-Api-Key"])
+def test_key_may_come_in_the_headers_of_other_apis(guarded, header):
+    assert guarded.get("/v1/models", headers={header: "first-key"}).status_code == 200
+    assert guarded.get("/v1/models", headers={header: "wrong"}).status_code == 401
+    assert guarded.get("/v1/models", headers={header: "Bearer first-key"}).status_code == 401
+    both = {header: "first-key", "authorization": "Bearer of-the-proxy"}
+    assert guarded.get("/v1/models", headers=both).status_code == 200
+    twice = [(header, "wrong"), (header, "first-key")]
+    assert guarded.get("/v1/models", headers=twice).status_code == 401
+
+
+def test_preflight_of_a_private_network_is_for_allowed_origins(guarded):
+    asked = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
+    answer = guarded.options("/v1/chat/completions", headers={"origin": "https://app.example", **asked})
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-private-network"] == "true"
+    answer = guarded.options("/v1/chat/completions", headers={"origin": "https://other.example", **asked})
+    assert answer.status_code == 400
+    assert "access-control-allow-origin" not in answer.headers
 
 
 def test_preflight_needs_no_key_and_names_the_origin(guarded):

@@ -4,6 +4,7 @@ from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.responses import RedirectResponse
 
 from jaxserve.server import dashboard as assets
 from jaxserve.server.access import DASHBOARD, DASHBOARD_EVENTS
@@ -25,8 +26,10 @@ HEADERS = {
 
 
 @router.get(DASHBOARD)
-async def page() -> Response:
-    """The page."""
+async def page(request: Request) -> Response:
+    """The page, at the address to which its links are relative."""
+    if request.scope.get("raw_path", b"").endswith(b"/"):
+        return RedirectResponse(".." + DASHBOARD)
     return _asset("index.html")
 
 

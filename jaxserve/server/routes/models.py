@@ -18,7 +18,8 @@ async def list_models(state: State) -> dict[str, Any]:
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, state: State) -> dict[str, Any]:
     """One model by name."""
-    return _card(state, state.check_model(name))
+    served = {known.strip("/"): known for known in state.model_names()}  # a path has lost the slashes at the ends
+    return _card(state, state.check_model(served.get(name, name)))
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""What clients and proxies write in several ways, brought into one form before any guard or route looks at it."""
+
+import re
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+REQUEST_ID = b"x-request-id"
+PRINTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class TidyPath:
+    """Takes the proxy's prefix, doubled slashes and a slash at the end from paths, where a redirect might lead astray.
+
+    The prefix is taken as often as it is there, since the router takes it away, too: what the guards see is final.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str):
+        self.app = app
+        self._root = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": self._tidy(scope["path"]), "root_path": self._root}
+        await self.app(scope, receive, send)
+
+    def _tidy(self, path: str) -> str:
+        path = re.sub("/{2,}", "/", path)
+        while self._root and f"{path}/".startswith(f"{self._root}/"):
+            path = path.removeprefix(self._root)
+        return path.rstrip("/") or "/"
+
+
+class HeadAsGet:
+    """Answers HEAD as GET without the body, also where that is a stream without end."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+        ended = False
+
+        async def send_head(message: Message) -> None:
+            nonlocal ended
+            if message["type"] == "http.response.start":
+                await send(message)
+            elif not ended:
+                ended = True  # to the app it is as if the client had gone
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self.app({**scope, "method": "GET"}, receive, send_head)
+
+
+class RequestId:
+    """Gives a client's own X-Request-Id back in the answer, in place of the one that the server makes."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = [value for name, value in scope.get("headers", ()) if name == REQUEST_ID]
+        if scope["type"] != "http" or len(given) != 1 or not PRINTABLE_ID.fullmatch(given[0]):
+            await self.app(scope, receive, send)
+            return
+
+        async def send_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                others = [header for header in message.get("headers", ()) if header[0] != REQUEST_ID]
+                message = {**message, "headers": [*others, (REQUEST_ID, given[0])]}
+            await send(message)
+
+        await self.app(scope, receive, send_id)

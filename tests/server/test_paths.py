@@ -1,0 +1,243 @@
+"""Paths and methods as clients and proxies write them, compressed bodies, and request ids."""
+
+import gzip
+import json
+import zlib
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.server.app import create_app
+from jaxserve.server.settings import ServerSettings
+from tests.server.fake import FakeClient
+from tests.server.fake_control import FakeControl
+from tests.server.serving import raw_request, serving
+
+JSON = {"content-type": "application/json"}
+BODY = b'{"prompt": "a"}'
+PAGES = ("/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/models/fake", "/docs", "/openapi.json")
+
+
+def client(**settings) -> TestClient:
+    app = create_app(FakeClient(control=FakeControl()), ServerSettings(**settings))
+    return TestClient(app, base_url="http://127.0.0.1", follow_redirects=False)
+
+
+# HEAD
+
+
+@pytest.mark.parametrize("path", [*PAGES, "/dashboard", "/dashboard/main.js"])
+def test_head_is_get_without_the_body(http, path):
+    head, get = http.head(path), http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+    assert int(head.headers["content-length"]) > 0
+
+
+def test_head_of_operators_pages_and_of_a_stream_without_end():
+    with (
+        serving(FakeClient(control=FakeControl())) as address,
+        httpx.Client(base_url=address.url, timeout=30) as http,
+    ):
+        for path in ("/admin/status", "/admin/plan", "/admin/decisions", "/admin/ledger", "/dashboard/events"):
+            answer = http.head(path)
+            assert (answer.status_code, answer.content) == (200, b"")
+        assert http.get("/health").status_code == 200  # on the same connection
+
+
+def test_head_is_guarded_as_get_is():
+    http = client(api_keys=("key",), admin_key="admin")
+    assert http.head("/v1/models").status_code == 401
+    assert http.head("/admin/plan").status_code == 401
+    assert http.head("/health").status_code == 200
+
+
+def test_wrong_method_names_the_right_ones(http):
+    answer = http.head("/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    answer = http.post("/health")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+    assert answer.json()["error"]["message"] == "POST is not possible at '/health', only GET, HEAD"
+
+
+# slashes
+
+
+@pytest.mark.parametrize("path", ["/v1/completions/", "//v1/completions", "/v1//completions", "///v1///completions//"])
+def test_slashes_too_many_are_served_without_a_redirect(http, path):
+    answer = http.post(f"http://{http.base_url.netloc.decode()}{path}", content=BODY, headers=JSON)
+    assert answer.status_code == 200
+    assert answer.json()["object"] == "text_completion"
+
+
+@pytest.mark.parametrize("path", [f"{path}/" for path in PAGES])
+def test_slash_at_the_end_changes_nothing(path):
+    http = client()
+    assert http.get(path).status_code == 200
+    assert http.get(path).headers["content-type"] == http.get(path.rstrip("/")).headers["content-type"]
+
+
+def test_models_with_a_slash_at_the_end_is_the_list(http):
+    assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+
+
+@pytest.mark.parametrize("name", ["org/model", "/folder/model", "model/"])
+def test_model_whose_name_has_slashes_is_found(name):
+    http = client(served_model_names=(name,))
+    for path in (name, name.replace("/", "%2F")):
+        assert http.get(f"/v1/models/{path}").json()["id"] == name
+
+
+@pytest.mark.parametrize("path", ["//admin/plan", "/admin//plan", "/admin/plan/", "/%2Fadmin/plan", "/admin%2Fplan"])
+def test_slashes_open_no_guarded_path(path):
+    http = client(admin_key="admin", api_keys=("key",))
+    address = f"http://127.0.0.1{path}"
+    assert http.get(address, headers={"authorization": "Bearer key"}).status_code == 401
+    assert http.get(address, headers={"authorization": "Bearer admin"}).status_code == 200
+
+
+def test_dashboard_with_a_slash_leads_to_where_its_links_work(http):
+    answer = http.get("/dashboard/")
+    assert (answer.status_code, answer.headers["location"]) == (307, "../dashboard")
+    assert http.get("/dashboard/", follow_redirects=True).url.path == "/dashboard"
+
+
+# what is not there
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/responses", "OpenAI's Responses API is not served"),
+        ("/v1/responses/resp_1", "OpenAI's Responses API is not served"),
+        ("/v1/messages", "Anthropic's Messages API is not served"),
+        ("/v1/rerank", "reranking is not served"),
+        ("/v1/score", "scoring is not served"),
+        ("/v1/moderations", "moderation is not served"),
+        ("/api/chat", "Ollama's API is not served"),
+        ("/api/tags", "Ollama's API is not served"),
+        ("/generate", "text-generation-inference"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/completions", "did you mean /v1/completions?"),
+        ("/models", "did you mean /v1/models?"),
+        ("/v1/tokenize", "did you mean /tokenize?"),
+        ("/", "/docs describes all"),
+        ("/generated", "/docs describes all"),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_unknown_path_is_named_with_what_there_is(http, method, path, hint):
+    answer = http.request(method, path, content=BODY, headers=JSON)
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("not_found", "invalid_request_error")
+    assert repr(path) in error["message"]
+    assert hint in error["message"]
+    assert "/v1/chat/completions" in error["message"]
+
+
+def test_long_unknown_path_is_not_repeated(http):
+    assert len(http.get("/" + "x" * 30_000).content) < 1000
+
+
+# a proxy's prefix
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm", "/llm/llm", "/llm/"])
+def test_prefix_may_be_there_or_not(prefix):
+    http = client(root_path="/llm")
+    assert http.get(f"{prefix}/v1/models").json()["data"][0]["id"] == "fake"
+    assert http.post(f"{prefix}/v1/completions", content=BODY, headers=JSON).status_code == 200
+    assert "/llm/openapi.json" in http.get(f"{prefix}/docs").text
+    assert http.get(f"{prefix}/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    assert http.get(f"{prefix}/health").status_code == 200
+    assert http.get(f"{prefix}x/v1/models").status_code == 404 if prefix else True
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm", "/llm/llm", "/llm//llm"])
+def test_prefix_opens_no_guarded_path(prefix):
+    http = client(root_path="/llm", api_keys=("key",), admin_key="admin")
+    assert http.get(f"{prefix}/v1/models").status_code == 401
+    assert http.get(f"{prefix}/admin/plan", headers={"authorization": "Bearer key"}).status_code == 401
+    assert http.get(f"{prefix}/health").status_code == 200
+
+
+@pytest.mark.parametrize("root_path", ["llm", "/llm/", "/"])
+def test_prefix_must_be_one(root_path):
+    with pytest.raises(ConfigError, match="--root-path"):
+        ServerSettings(root_path=root_path)
+
+
+# compressed bodies
+
+
+def raw_deflate(body: bytes) -> bytes:
+    compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return compressor.compress(body) + compressor.flush()
+
+
+COMPRESSED = [("gzip", gzip.compress), ("X-GZip", gzip.compress), ("deflate", zlib.compress), ("deflate", raw_deflate)]
+
+
+@pytest.mark.parametrize(("encoding", "compress"), COMPRESSED)
+@pytest.mark.parametrize("size", [1, 500_000])
+def test_compressed_body_is_read(http, encoding, compress, size):
+    body = json.dumps({"prompt": "a", "user": "x" * size}).encode()
+    headers = JSON | {"content-encoding": encoding}
+    assert http.post("/v1/completions", content=compress(body), headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(("encoding", "compress"), COMPRESSED)
+def test_compressed_body_is_as_large_as_what_is_in_it(encoding, compress):
+    http = client(max_body_mb=1)
+    for size, status in ((2**20 - 15, 400), (2**20, 413), (50 * 2**20, 413)):
+        body = compress(b'{"x": "' + b"x" * size + b'"}')
+        answer = http.post("/v1/completions", content=body, headers=JSON | {"content-encoding": encoding})
+        assert answer.status_code == status
+
+
+@pytest.mark.parametrize("body", [BODY, gzip.compress(BODY)[:-4], gzip.compress(BODY) + b"x", b"\x1f\x8b"])
+def test_damaged_compressed_body_is_named(http, body):
+    answer = http.post("/v1/completions", content=body, headers=JSON | {"content-encoding": "gzip"})
+    assert answer.status_code == 400
+    assert "gzip (header content-encoding)" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["zstd", "br", "gzip, gzip", "x" * 5000])
+def test_unknown_encoding_is_415(http, encoding):
+    answer = http.post("/v1/completions", content=BODY, headers=JSON | {"content-encoding": encoding})
+    assert answer.status_code == 415
+    assert "content-encoding" in answer.json()["error"]["message"]
+    assert answer.headers["accept-encoding"] == "gzip, deflate"
+
+
+def test_identity_is_no_encoding(http):
+    headers = JSON | {"content-encoding": "identity"}
+    assert http.post("/v1/completions", content=BODY, headers=headers).status_code == 200
+
+
+# request ids
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/nothing", "/v1/models"])
+def test_id_of_the_client_comes_back(http, path):
+    assert http.get(path, headers={"x-request-id": "trace-1"}).headers.get_list("x-request-id") == ["trace-1"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_id_of_the_client_takes_the_place_of_the_servers(http, stream):
+    body = {"prompt": "a", "stream": stream}
+    for _ in range(2):  # it may come twice
+        answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": "trace-1"})
+        assert answer.status_code == 200
+        assert answer.headers.get_list("x-request-id") == ["trace-1"]
+    assert http.post("/v1/completions", json=body).headers["x-request-id"].startswith("cmpl-")
+
+
+@pytest.mark.parametrize("given", [b"", b"a b", b"x" * 129, b"\xff", b"a\x7f"])
+def test_id_that_is_not_short_and_printable_is_not_repeated(address, given):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    answer = raw_request(address, head + b"X-Request-Id: " + given + b"\r\nContent-Length: 15", BODY)
+    assert b"x-request-id: cmpl-" in answer or answer.startswith(b"HTTP/1.1 400 ")
