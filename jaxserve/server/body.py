@@ -18,6 +18,8 @@ from jaxserve.core.errors import RequestError
 MOST_ITEMS = 50_000  # outside of the fields below; a chat message, or one of its parts, takes three or four
 PROMPT_FIELDS = ("prompt", "input", "tokens")
 ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
+MOST_DIGITS = 400  # a float has at most 309 before its point
+DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 HEAD = 64 * 1024  # bytes that are parsed to name the field of a body that is too large to parse
 
 
@@ -69,14 +71,18 @@ def count_items(body: bytes, limit: int) -> int:
     """Return how many items a JSON text has, or some number above the limit if there are more.
 
     Lists and objects count as one more than their entries. Every step is a pass in C over the text, and the one that
-    makes a list of strings comes after their number is known to be bounded.
+    makes a list of strings comes after their number is known to be bounded. Raises HTTPException for a number of very
+    many digits, whose value would take time that grows with their square.
     """
-    if (count := _structure(body)) <= MOST_ITEMS:  # also counts what stands in strings
+    if (count := _structure(body)) <= MOST_ITEMS and len(body) <= HEAD:  # also counts what stands in strings
         return count
     body = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quote begins or ends a string
     if (fields := body.count(b'"') // 4) > limit:
         return fields
-    return _structure(b"".join(body.split(b'"')[::2]))
+    outside = b"".join(body.split(b'"')[::2])
+    if b"0" * (MOST_DIGITS + 1) in outside.translate(DIGITS_TO_ZERO):
+        raise HTTPException(400, f"the body has a number of more than {MOST_DIGITS} digits")
+    return _structure(outside)
 
 
 def _structure(text: bytes) -> int:

@@ -1,7 +1,8 @@
 """From a request's texts and messages to token ids; much text is rendered and tokenized outside the event loop."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from jaxserve.core.errors import PromptTooLong
@@ -14,8 +15,17 @@ MUCH_TEXT = 4096  # characters; fewer cost less than the way to another thread
 MANY_MESSAGES = 32
 
 
-async def encode(client: EngineClient, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-    """The token ids of texts. Raises PromptTooLong, without tokenizing, for one that cannot fit."""
+async def encode(
+    client: EngineClient,
+    texts: Sequence[str],
+    *,
+    add_special_tokens: bool,
+    check: Callable[[Sequence[int]], None] = lambda token_ids: None,
+) -> list[list[int]]:
+    """The token ids of texts. Raises PromptTooLong, without tokenizing, for one that cannot fit.
+
+    `check` raises for token ids that are refused, before the next text is tokenized.
+    """
     tokenizer, limit = client.tokenizer, client.info.max_model_len
     most = tokenizer.max_characters(limit)
     for text in texts:
@@ -28,7 +38,11 @@ async def encode(client: EngineClient, texts: Sequence[str], *, add_special_toke
             )
 
     def encode_all() -> list[list[int]]:
-        return [tokenizer.encode(text, add_special_tokens) for text in texts]
+        encoded = []
+        for text in texts:
+            encoded.append(tokenizer.encode(text, add_special_tokens))
+            check(encoded[-1])
+        return encoded
 
     return encode_all() if sum(map(len, texts)) <= MUCH_TEXT else await asyncio.to_thread(encode_all)
 
@@ -37,15 +51,16 @@ async def tokens_prompts(
     client: EngineClient, prompts: Sequence[str | tuple[int, ...]], *, add_special_tokens: bool
 ) -> list[TokensPrompt]:
     """Prompts for the engine, within the model's limits. Raises RequestError."""
+    check = partial(check_prompt, client.info)
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            check(prompt)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    encoded = iter(await encode(client, texts, add_special_tokens=add_special_tokens) if texts else ())
-    made = [
+    encoded = iter(await encode(client, texts, add_special_tokens=add_special_tokens, check=check) if texts else ())
+    return [
         TokensPrompt(tuple(next(encoded)), prompt) if isinstance(prompt, str) else TokensPrompt(prompt)
         for prompt in prompts
     ]
-    for prompt in made:
-        check_prompt(client.info, prompt.token_ids)
-    return made
 
 
 async def conversation(client: EngineClient, body: Conversation, *, add_special_tokens: bool) -> TokensPrompt:

@@ -84,6 +84,29 @@ def test_many_items_are_refused_with_their_field_before_any_is_validated(http, m
     assert whole == (error["limit"] == MOST_ITEMS)  # beyond what may be a prompt, nothing but the beginning is parsed
 
 
+@pytest.mark.parametrize(
+    "entry", [b"9" * 4000, b"1." + b"3" * 4000, b"-" + b"1" * 401], ids=["integer", "float", "401"]
+)
+def test_numbers_of_very_many_digits_are_refused_unparsed(http, monkeypatch, entry):
+    monkeypatch.setattr(body_module, "from_json", None)
+    body = repeated(b'{"prompt":[', entry, 1000, b"]}")
+    answer = http.post(COMPLETIONS, content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert "more than 400 digits" in answer.json()["error"]["message"]
+
+
+def test_digits_in_text_are_text():
+    assert parse_body(json.dumps({"prompt": "9" * 100_000}).encode(), PROMPT_ITEMS) == {"prompt": "9" * 100_000}
+
+
+def test_first_prompt_that_does_not_fit_ends_the_tokenizing(http, fake, monkeypatch):
+    encode, texts = fake.tokenizer.encode, []
+    monkeypatch.setattr(fake.tokenizer, "encode", lambda text, special: texts.append(text) or encode(text, special))
+    answer = http.post(COMPLETIONS, json={"prompt": ["fits", "x" * 5000, "a", "b"]})
+    assert answer.status_code == 400
+    assert texts == ["fits", "x" * 5000]
+
+
 def test_items_are_counted_outside_of_strings():
     text = json.dumps({"prompt": 'a, {"b": [1, 2]}\\" \\', "stop": [",,,", '\\"', "[{"], "n": 1}).encode()
     many = b"[" + b",".join([text] * MOST_ITEMS) + b"]"  # enough to be counted exactly
