@@ -1,14 +1,19 @@
-"""HTTP connections: how many there may be, how long they may stay silent, and how they are closed.
+"""HTTP connections: how they are accepted, how many there may be, how long they may stay silent, how they are closed.
 
-uvicorn's own protocol lets a client keep a connection without ever sending a request, and closes one while the client
-is still sending, whereupon the client's system throws the answer away.
+uvicorn's own protocol lets a client keep a connection without ever sending a request, works on whatever has arrived
+without a pause, and closes a connection while the client is still sending, whereupon the client's system throws the
+answer away. uvloop accepts as many connections as it finds and resets those for which there is no file left.
 """
 
 import asyncio
+import contextlib
 import logging
+import socket
+from collections.abc import Callable
 from typing import Any
 
 import h11
+import uvicorn
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
@@ -23,6 +28,9 @@ LINGER_SECONDS = 10.0  # for which a closing connection is read after the answer
 LINGER_BYTES = 256 * 1024 * 1024
 IDLE_SECONDS = 1.0  # after which a connection without a request may be closed to make room
 LOG_INTERVAL = 60.0  # seconds
+SLICE = 32 * 1024  # bytes of one connection that are worked on before others have their turn
+ACCEPTED_AT_ONCE = 16  # connections
+ACCEPT_PAUSE = 0.1  # seconds after a connection could not be accepted
 
 
 class Connections:
@@ -68,6 +76,8 @@ class LingeringTransport:
         self.write = transport.write
         self._transport = transport
         self._conn = conn
+        self._paused = self._held = False
+        self._reading = True
         self._dropped = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -77,6 +87,23 @@ class LingeringTransport:
     def is_closing(self) -> bool:
         return self.lingering or self._transport.is_closing()
 
+    def pause_reading(self) -> None:
+        self._read(paused=True, held=self._held)
+
+    def resume_reading(self) -> None:
+        self._read(paused=False, held=self._held)
+
+    def hold(self, held: bool) -> None:
+        """Read nothing, whatever uvicorn wants, or no longer so. Mutates."""
+        self._read(paused=self._paused, held=held)
+
+    def _read(self, *, paused: bool, held: bool) -> None:
+        self._paused, self._held = paused, held
+        reading = not (paused or held)
+        if reading != self._reading and not self._transport.is_closing():
+            self._reading = reading
+            (self._transport.resume_reading if reading else self._transport.pause_reading)()
+
     def close(self) -> None:
         """Close the connection: at once when nothing more is expected or at the second call. Mutates."""
         unread = self.unread or self._conn.their_state in (h11.SEND_BODY, h11.ERROR)
@@ -85,7 +112,7 @@ class LingeringTransport:
             return
         self.lingering = True
         self._transport.write_eof()
-        self._transport.resume_reading()
+        self._read(paused=False, held=False)
         self._timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.close)
 
     def drop(self, data: bytes) -> None:
@@ -109,6 +136,8 @@ class HttpProtocol(H11Protocol):
         super().__init__(*args, **options)
         self._shared = shared
         self._deadline: asyncio.TimerHandle | None = None
+        self._backlog = bytearray()  # what has arrived and waits for its turn
+        self._turn: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(LingeringTransport(transport, self.conn))  # type: ignore[arg-type]
@@ -118,23 +147,56 @@ class HttpProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._has_head()
+        self._backlog.clear()
         self.transport.lost()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.lingering:
             self.transport.drop(data)
-            return
+        elif not self._backlog and len(data) <= SLICE and not self._is_ahead():
+            self._take(data)
+        else:
+            self._backlog += data
+            self.transport.hold(True)
+            self._wait_for_turn()
+
+    def _take(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._has_head()
         elif self._deadline is None:
             self._expect_head()
 
+    def _take_slice(self) -> None:
+        self._turn = None
+        if self._is_ahead():
+            return  # until the response is complete
+        data = bytes(self._backlog[:SLICE])
+        del self._backlog[:SLICE]
+        if data and not self.transport.is_closing():
+            self._take(data)
+        if self.transport.is_closing():
+            self._backlog.clear()
+        if self._backlog:
+            self._wait_for_turn()
+        else:
+            self.transport.hold(False)
+
+    def _wait_for_turn(self) -> None:
+        if self._turn is None:
+            self._turn = self.loop.call_soon(self._take_slice)
+
+    def _is_ahead(self) -> bool:
+        """Whether the client has sent many requests while one is being answered."""
+        return self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > SLICE
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             self._shared.idle[self] = self.loop.time()
+        if self._backlog:
+            self._wait_for_turn()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(HTTPException(400, f"this is not a valid HTTP request: {msg}"))
@@ -181,3 +243,76 @@ def _refused(app: Any) -> Any:
         await error_response(error)(scope, receive, send)
 
     return refuse
+
+
+class Acceptor:
+    """Takes connections from a listening socket, a few at a time, so that those which are refused end in between.
+
+    When there is no file left for one, the others wait in the system's queue. Has the methods of `asyncio.Server` that
+    uvicorn calls.
+    """
+
+    def __init__(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]):
+        self._listener = listener
+        self._protocol = protocol
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._next_log = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Accept no more. Mutates."""
+        self._loop.remove_reader(self._listener)
+        if self._pause is not None:
+            self._pause.cancel()
+
+    async def wait_closed(self) -> None:
+        """Return when everything that was accepted is a connection."""
+        await asyncio.gather(*self._tasks)
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no file or no memory is left
+                self._wait_for_room(error)
+                return
+            task = self._loop.create_task(self._serve(connection))
+            self._tasks.add(task)  # the loop itself keeps only a weak reference
+            task.add_done_callback(self._tasks.discard)
+
+    def _wait_for_room(self, error: OSError) -> None:
+        now = self._loop.time()
+        if now >= self._next_log:
+            self._next_log = now + LOG_INTERVAL
+            logger.error("cannot accept connections, they wait: %s", error)
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(ACCEPT_PAUSE, self._resume)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._loop.connect_accepted_socket(self._protocol, connection)
+        except OSError:  # it has ended meanwhile
+            with contextlib.suppress(OSError):
+                connection.close()
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server that accepts connections as `Acceptor` does."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self.servers = [Acceptor(listener, self._protocol) for listener in sockets or ()]  # type: ignore[misc]
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )

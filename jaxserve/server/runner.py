@@ -24,7 +24,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.engine.client import EngineClient
 from jaxserve.server import open_files
 from jaxserve.server.app import create_app
-from jaxserve.server.connections import Connections, HttpProtocol
+from jaxserve.server.connections import Connections, HttpProtocol, HttpServer
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 
@@ -87,8 +87,8 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class DrainingServer(uvicorn.Server):
-    """A uvicorn server that loads its engine beside serving and drains it before it closes."""
+class DrainingServer(HttpServer):
+    """A server that loads its engine beside serving and drains it before it closes."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, load: Load, shutdown_timeout: float):
         super().__init__(config)

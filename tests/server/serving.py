@@ -6,10 +6,9 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import uvicorn
-
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.app import create_app
+from jaxserve.server.connections import HttpServer
 from jaxserve.server.runner import bind, server_config
 from jaxserve.server.settings import ServerSettings
 
@@ -32,7 +31,7 @@ def serving(client: EngineClient | None, settings: ServerSettings | None = None,
     settings = settings or ServerSettings()
     app = create_app(client, settings)
     listener = bind("127.0.0.1", port)
-    server = uvicorn.Server(server_config(app, settings))
+    server = HttpServer(server_config(app, settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

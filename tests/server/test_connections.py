@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import resource
 import socket
+import threading
 import time
 
 import httpx
@@ -207,3 +210,87 @@ def test_too_low_a_limit_is_told(monkeypatch, caplog):
     open_files.warn_if_few(1024)
     assert "896 connections" in caplog.text
     assert "ulimit -n" in caplog.text
+
+
+class Listener:
+    """A listening socket for which there is no file at first."""
+
+    def __init__(self, listener: socket.socket, failures: int):
+        self._listener = listener
+        self._failures = failures
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)
+
+    def accept(self):
+        if self._failures > 0:
+            self._failures -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._listener.accept()
+
+
+def test_connections_wait_while_there_is_no_file_for_them(monkeypatch, caplog):
+    monkeypatch.setattr(connections, "ACCEPT_PAUSE", 0.001)
+    accept = connections.Acceptor._accept
+    served = []
+
+    def accept_late(acceptor):
+        if not served:
+            served.append(acceptor)
+            acceptor._listener = Listener(acceptor._listener, failures=3)
+        accept(acceptor)
+
+    monkeypatch.setattr(connections.Acceptor, "_accept", accept_late)
+    monkeypatch.setattr(Listener, "fileno", lambda self: self._listener.fileno(), raising=False)
+    with serving(FakeClient()) as address:
+        assert httpx.get(f"{address.url}/health").status_code == 200
+    assert [record.levelname for record in caplog.records if "Too many open files" in record.getMessage()] == ["ERROR"]
+
+
+# many small pieces
+
+
+def test_large_and_chunked_bodies_are_taken_in_slices(monkeypatch):
+    slices = []
+    take = connections.HttpProtocol._take
+    monkeypatch.setattr(
+        connections.HttpProtocol, "_take", lambda protocol, data: slices.append(len(data)) or take(protocol, data)
+    )
+    body = json.dumps({"prompt": "a", "user": "x" * 1_000_000}).encode()
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[i : i + 7] for i in range(0, len(body), 7)))
+    with serving(FakeClient()) as address:
+        head = POST + b"Connection: close\r\n"
+        assert raw_request(address, head + b"Content-Length: %d" % len(body), body).startswith(b"HTTP/1.1 200 ")
+        answer = raw_request(address, head + b"Transfer-Encoding: chunked", chunks + b"0\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ")
+    assert max(slices) <= connections.SLICE
+    assert sum(slices) > len(body) + len(chunks)
+
+
+def test_many_requests_at_once_are_answered_one_by_one_and_wait_outside_of_the_parser(monkeypatch):
+    ahead = []
+    take = connections.HttpProtocol._take
+
+    def watched(protocol, data):
+        take(protocol, data)
+        ahead.append(len(protocol.conn.trailing_data[0]))
+
+    monkeypatch.setattr(connections.HttpProtocol, "_take", watched)
+    count = 5000
+    requests = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * count
+    answers = b""
+    with serving(FakeClient()) as address, connect(address) as client:
+        sender = threading.Thread(target=client.sendall, args=(requests,))
+        sender.start()
+        while answers.count(b"HTTP/1.1 200 OK") < count:
+            answers += client.recv(1_000_000)
+        sender.join()
+    assert answers.count(b"HTTP/1.1 ") == count
+    assert max(ahead) <= 2 * connections.SLICE
+
+
+def test_address_of_the_client_is_logged(caplog):
+    with caplog.at_level("INFO", logger="uvicorn.access"), serving(FakeClient(), ServerSettings(access_log=True)) as at:
+        assert httpx.get(f"{at.url}/health").status_code == 200
+    assert "127.0.0.1:" in caplog.text
+    assert '"GET /health HTTP/1.1" 200' in caplog.text
