@@ -12,6 +12,7 @@ MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 64
 MAX_SEED = 2**63 - 1
+RANDOM_SEED = -1  # what clients of vLLM and llama.cpp send for no seed
 
 
 def _require(ok: bool, name: str, value: Any, limit: str) -> None:
@@ -34,8 +35,9 @@ class SamplingParams:
     """How to sample one request.
 
     `max_tokens=None` means: until the model's length limit. `top_k=0` or -1 and `top_p=1` mean off;
-    `temperature=0` is greedy. `logprobs=k` returns the sampled token's log-probability and the k most likely ones,
-    computed from the raw logits. Raises `RequestError` naming the field, the value and the limit.
+    `temperature=0` and `top_p=0` are greedy; `seed=-1` means None: random. `logprobs=k` returns the sampled token's
+    log-probability and the k most likely ones, computed from the raw logits. Raises `RequestError` naming the field,
+    the value and the limit.
     """
 
     n: int = 1
@@ -61,6 +63,8 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
+        if self.seed == RANDOM_SEED:
+            object.__setattr__(self, "seed", None)
         self._check_numbers()
         self._check_flags()
         self._check_lists()
@@ -68,7 +72,7 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, None, "an integer of at least 1")
         _number("temperature", self.temperature, 0, 100, "a number from 0 to 100")
-        _number("top_p", self.top_p, 0, 1, "a number above 0, at most 1", low_open=True)
+        _number("top_p", self.top_p, 0, 1, "a number from 0 to 1")
         _integer("top_k", self.top_k, -1, None, "an integer of at least -1 (0 or -1: off)")
         _number("min_p", self.min_p, 0, 1, "a number from 0 to 1")
         if self.seed is not None:
@@ -118,7 +122,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature < 1e-5
+        return self.temperature < 1e-5 or self.top_p == 0
 
     @property
     def penalized(self) -> bool:
