@@ -95,7 +95,7 @@ def build(config: EngineConfig, *, controlled: bool = False, host_memory: HostMe
     foreseen = policy.foresee(resolved.plan) if isinstance(policy, Foresees) else ()
     step_log = None if config.step_log is None else StepLog(config.step_log, _facts(resolved))
     tokenizer = _load_tokenizer(config, resolved.checkpoint)
-    metrics = EngineMetrics(resolved.info.name)
+    metrics = EngineMetrics(resolved.info.name, _cache_config(resolved))
     compilations = CompileCounter(metrics.compiled)
     clock = SystemClock()
     memory = host_memory(resolved.devices[0])
@@ -223,6 +223,16 @@ def _control_plane(
         load_policy=load,
         started_with=str(config.policy),  # which may be a file
     )
+
+
+def _cache_config(resolved: Resolved) -> dict[str, Any]:
+    """Return how the KV cache is set up, under the names of vLLM's metric."""
+    config = resolved.config
+    return {
+        "block_size": config.page_size,
+        "cache_dtype": resolved.kv_dtype,
+        "enable_prefix_caching": config.prefix_caching,
+    }
 
 
 def _facts(resolved: Resolved) -> dict[str, Any]:

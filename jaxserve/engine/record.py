@@ -87,11 +87,14 @@ class Record:
     def ended(self, state: RequestState, reason: FinishReason, now: float) -> None:
         """The end of a request."""
         first = state.sequences[0]
-        generated = sum(s.num_generated for s in state.sequences)
+        lengths = [s.num_generated for s in state.sequences]
         self._finished += len(state.sequences)
-        tpot = queue = None
-        if first.num_generated > 1 and first.first_token is not None and first.last_token is not None:
-            tpot = (first.last_token - first.first_token) / (first.num_generated - 1)
+        tpot = queue = prefill = decode = None
+        if first.first_token is not None and first.last_token is not None:
+            decode = first.last_token - first.first_token
+            tpot = decode / (first.num_generated - 1) if first.num_generated > 1 else None
+        if first.first_token is not None and first.first_scheduled is not None:
+            prefill = first.first_token - first.first_scheduled
         if first.first_scheduled is not None:
             queue = first.first_scheduled - state.request.arrival
             self._metrics.prompt_tokens(first.num_prompt)
@@ -100,6 +103,11 @@ class Record:
             e2e=now - state.request.arrival,
             queue=queue,
             prompt_tokens=first.num_prompt,
-            generated=generated,
+            generated=sum(lengths),
             tpot=tpot,
+            prefill=prefill,
+            decode=decode,
+            longest=max(lengths),
+            n=len(lengths),
+            max_tokens=None if state.request.embed else state.request.params.max_tokens,
         )

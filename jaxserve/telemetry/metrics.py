@@ -21,6 +21,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TIME_BOUNDS = one_two_five(1e-3, 1000.0)  # seconds
 TOKEN_BOUNDS = one_two_five(1, 100_000)
 STEP_TOKEN_BOUNDS = tuple(2**power for power in range(15))
+COUNT_BOUNDS = (1, 2, 5, 10, 20, 50)
 STEP_BOUNDS = one_two_five(1e-4, 10.0)  # seconds
 
 GAUGES = {
@@ -54,10 +55,17 @@ HISTOGRAMS = {
     "e2e_request_latency_seconds": (TIME_BOUNDS, "Seconds from arrival to the end of a request."),
     "request_queue_time_seconds": (TIME_BOUNDS, "Seconds from arrival to the first step."),
     "request_prompt_tokens": (TOKEN_BOUNDS, "Prompt tokens of a request."),
+    "request_prefill_time_seconds": (TIME_BOUNDS, "Seconds from the first step to the first token."),
+    "request_decode_time_seconds": (TIME_BOUNDS, "Seconds from the first token to the last."),
+    "request_inference_time_seconds": (TIME_BOUNDS, "Seconds from the first step to the last token."),
     "request_generation_tokens": (TOKEN_BOUNDS, "Generated tokens of a request."),
+    "request_max_num_generation_tokens": (TOKEN_BOUNDS, "Tokens of the longest answer of a request."),
+    "request_params_n": (COUNT_BOUNDS, "Answers that a request asked for."),
+    "request_params_max_tokens": (TOKEN_BOUNDS, "Most tokens that a request asked for, where it did."),
     "iteration_tokens": (STEP_TOKEN_BOUNDS, "Tokens of a step."),
     "iteration_seconds": (STEP_BOUNDS, "Seconds of a step."),
 }
+ALIASES = {"iteration_tokens": ("iteration_tokens_total",)}  # under which vLLM's dashboards look for a histogram
 
 
 def gauges(snapshot: Snapshot) -> dict[str, float]:
@@ -78,8 +86,10 @@ def gauges(snapshot: Snapshot) -> dict[str, float]:
 class EngineMetrics(Collector):
     """Metrics of one engine in a registry of their own. Every method may be called from any thread."""
 
-    def __init__(self, model_name: str):
+    def __init__(self, model_name: str, cache_config: Mapping[str, object] | None = None):
+        """`cache_config`: the labels of `cache_config_info`, beside the number of pages."""
         self.model_name = model_name
+        self._cache_config = {name: str(value) for name, value in (cache_config or {}).items()}
         self._snapshots: dict[int, Callable[[], Snapshot]] = {0: Snapshot}
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(COUNTERS, 0)
@@ -130,14 +140,29 @@ class EngineMetrics(Collector):
         prompt_tokens: int,
         generated: int,
         tpot: float | None,
+        prefill: float | None = None,
+        decode: float | None = None,
+        longest: int | None = None,
+        n: int = 1,
+        max_tokens: int | None = None,
     ) -> None:
-        """Mutates: a request ended. Seconds; `queue` is None if it never ran, `tpot` with fewer than two tokens."""
+        """Mutates: a request ended. Seconds; `queue` is None if it never ran, `tpot` with fewer than two tokens.
+
+        `prefill`: from the first step to the first token, `decode`: from there to the last. `longest`: tokens of the
+        longest of `n` answers (None: all that were generated).
+        """
         self._add_labelled("request_success", FinishReason(reason).value)
         observed = {
             "e2e_request_latency_seconds": e2e,
             "request_queue_time_seconds": queue,
+            "request_prefill_time_seconds": prefill,
+            "request_decode_time_seconds": decode,
+            "request_inference_time_seconds": None if prefill is None else prefill + (decode or 0.0),
             "request_prompt_tokens": prompt_tokens,
             "request_generation_tokens": generated,
+            "request_max_num_generation_tokens": generated if longest is None else longest,
+            "request_params_n": n,
+            "request_params_max_tokens": max_tokens,
             "request_time_per_output_token_seconds": tpot,
         }
         for name, value in observed.items():
@@ -202,6 +227,10 @@ class EngineMetrics(Collector):
         for precision, count in snapshot.layers_by_precision.items():
             layers.add_metric([self.model_name, precision], count)
         yield layers
+        labels = {"model_name": self.model_name, **self._cache_config, "num_gpu_blocks": str(snapshot.kv_pages_total)}
+        cache = GaugeMetricFamily(PREFIX + "cache_config_info", "How the KV cache is set up.", labels=list(labels))
+        cache.add_metric(list(labels.values()), 1)
+        yield cache
 
     def _collect_counters(self) -> Iterator[Metric]:
         with self._lock:
@@ -219,9 +248,10 @@ class EngineMetrics(Collector):
 
     def _collect_histograms(self) -> Iterator[Metric]:
         for name, (_, text) in HISTOGRAMS.items():
-            family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
-            family.add_metric([self.model_name], *self._histograms[name].state())
-            yield family
+            for shown in (name, *ALIASES.get(name, ())):
+                family = HistogramMetricFamily(PREFIX + shown, text, labels=["model_name"])
+                family.add_metric([self.model_name], *self._histograms[name].state())
+                yield family
         with self._lock:
             transitions = dict(self._transition_seconds)
         family = HistogramMetricFamily(

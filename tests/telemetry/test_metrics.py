@@ -27,7 +27,15 @@ NAMES = {  # vLLM's set, and ours
     "request_queue_time_seconds",
     "request_prompt_tokens",
     "request_generation_tokens",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_max_num_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "cache_config_info",
     "iteration_tokens",
+    "iteration_tokens_total",
     "plan_version",
     "layers_by_precision",
     "kv_pages_total",
@@ -123,11 +131,42 @@ def test_finished_request(metrics):
     assert samples[("request_time_per_output_token_seconds_bucket", ("le", "0.05"))] == 1
 
 
+def test_finished_request_of_several_answers(metrics):
+    metrics.finished(
+        "stop",
+        e2e=4.0,
+        queue=0.5,
+        prompt_tokens=7,
+        generated=40,
+        tpot=0.03,
+        prefill=0.25,
+        decode=3.0,
+        longest=30,
+        n=2,
+        max_tokens=100,
+    )
+    samples = scrape(metrics)
+    assert samples[("request_prefill_time_seconds_sum",)] == 0.25
+    assert samples[("request_decode_time_seconds_sum",)] == 3.0
+    assert samples[("request_inference_time_seconds_sum",)] == 3.25
+    assert samples[("request_max_num_generation_tokens_sum",)] == 30
+    assert samples[("request_params_n_sum",)] == 2
+    assert samples[("request_params_max_tokens_sum",)] == 100
+
+
+def test_cache_configuration():
+    metrics = EngineMetrics("tiny", {"block_size": 16})
+    metrics.follow(lambda: Snapshot(kv_pages_total=8))
+    assert scrape(metrics)[("cache_config_info", ("block_size", "16"), ("num_gpu_blocks", "8"))] == 1
+
+
 def test_request_that_never_ran_has_no_times_but_is_counted(metrics):
     metrics.finished(FinishReason.ABORT, e2e=1.0, queue=None, prompt_tokens=7, generated=0, tpot=None)
     samples = scrape(metrics)
     assert samples[("request_success_total", ("finished_reason", "abort"))] == 1
     assert samples[("request_queue_time_seconds_count",)] == 0
+    assert samples[("request_inference_time_seconds_count",)] == 0
+    assert samples[("request_params_max_tokens_count",)] == 0
     assert samples[("request_time_per_output_token_seconds_count",)] == 0
 
 
