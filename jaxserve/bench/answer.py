@@ -42,10 +42,13 @@ class Answer:
         """The stream has ended: fills in what the record says of the whole, or why there is no whole."""
         record = self._record
         record.text = "".join(self._text)
-        # Without usage every chunk counts as a token, the best that can be known from outside.
-        record.output_tokens = self._counted("completion_tokens") or len(record.chunk_times_s)
-        if self._bare_end and len(record.chunk_times_s) == record.output_tokens + 1:
+        told = self._counted("completion_tokens")
+        if told == 0:
+            record.chunk_times_s.clear()
+        elif self._bare_end and (told is None or len(record.chunk_times_s) == told + 1):
             record.chunk_times_s.pop()  # it only said why the answer ended
+        # Without usage every chunk counts as a token, the best that can be known from outside.
+        record.output_tokens = len(record.chunk_times_s) if told is None else told
         record.input_tokens = self._counted("prompt_tokens") or record.input_tokens
         if not self._ended:
             self._fail("the stream ended without [DONE] or a finish_reason")
@@ -69,10 +72,10 @@ class Answer:
             self._text.append(_text(delta.get("content")))
             self._record.chunk_times_s.append(time_s)
 
-    def _counted(self, name: str) -> int:
-        """Tokens, as the server counts them; 0 if it says no number that could be one."""
+    def _counted(self, name: str) -> int | None:
+        """Tokens, as the server counts them; None if it says no number that could be one."""
         count = self._usage.get(name)
-        return count if type(count) is int and count > 0 else 0
+        return count if type(count) is int and count >= 0 else None
 
     def _fail(self, reason: str) -> None:
         self._error = self._error or reason

@@ -94,6 +94,32 @@ def test_without_usage_every_chunk_is_a_token():
     assert (record.input_tokens, record.output_tokens) == (3, 3)
 
 
+def test_without_usage_the_chunk_that_only_ends_the_answer_is_no_token():
+    async def script(exchange):
+        await exchange.head()
+        for _ in range(3):
+            await exchange.token()
+        await exchange.token("", finish_reason="stop")
+        await exchange.done()
+
+    (record,), _ = ask(script)
+    assert (record.ok, record.output_tokens, len(record.chunk_times_s)) == (True, 3, 3)
+
+
+@pytest.mark.parametrize("text", ["", "x"])
+def test_no_tokens_are_no_tokens_if_the_server_says_so(text):
+    async def script(exchange):
+        await exchange.head()
+        await exchange.token(text)
+        await exchange.token("", finish_reason="stop")
+        await exchange.usage(prompt_tokens=3, completion_tokens=0)
+        await exchange.done()
+
+    (record,), _ = ask(script)
+    assert (record.output_tokens, record.chunk_times_s) == (0, [])
+    assert record.error == "the stream brought no tokens"
+
+
 def test_a_finish_reason_ends_an_answer_too():
     async def script(exchange):
         await exchange.head()
