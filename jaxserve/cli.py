@@ -130,7 +130,10 @@ def serve(
         float | None, option("Limits", "Seconds to receive the head of a request; default 30.")
     ] = None,
     body_timeout: Annotated[float | None, option("Limits", "Seconds to receive a body; default 60.")] = None,
-    max_prompts: Annotated[int | None, option("Limits", "Prompts of one call; default 1024.")] = None,
+    max_prompts: Annotated[int | None, option("Limits", "Prompts or inputs of one call; default 2048.")] = None,
+    clamp_max_tokens: Annotated[
+        bool | None, option("Limits", "Lower a max_tokens that does not fit instead of refusing it; default: no.")
+    ] = None,
     max_n: Annotated[int | None, option("Limits", "Answers per prompt; default 64.")] = None,
     max_logprobs: Annotated[int | None, option("Limits", "Alternatives per token; default 20.")] = None,
     max_stop_strings: Annotated[int | None, option("Limits", "Stop strings per request; default 16.")] = None,

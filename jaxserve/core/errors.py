@@ -13,24 +13,39 @@ class JaxserveError(Exception):
 class RequestError(JaxserveError):
     """A request that cannot be served as it stands.
 
-    `field` names the offending parameter, `value` what was got and `limit` the bound it broke (or None).
+    `field` names the offending parameter, `value` what was got and `limit` the bound it broke (or None). `code` is
+    OpenAI's name for the kind of error, where it has one.
     """
 
     status = 400
+    code: str | None = None
 
     def __init__(self, message: str, *, field: str | None = None, value: Any = None, limit: Any = None):
         super().__init__(message)
         self.field, self.value, self.limit = field, value, limit
 
 
-class PromptTooLong(RequestError):
-    """The prompt leaves no room for a single generated token."""
+class ContextLengthExceeded(RequestError):
+    """The prompt, or the prompt and the tokens asked for, do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class PromptTooLong(ContextLengthExceeded):
+    """The prompt alone does not fit, or leaves no room for a single generated token."""
+
+
+class UnsupportedParameter(RequestError):
+    """A parameter that would change the answer and that is not served."""
+
+    code = "unsupported_parameter"
 
 
 class QueueFull(RequestError):
     """The bounded queue (requests or tokens) has no room; try again after `retry_after` seconds."""
 
     status = 503
+    code = "queue_full"
 
     def __init__(self, message: str, *, retry_after: float = 1.0, **kwargs: Any):
         super().__init__(message, **kwargs)

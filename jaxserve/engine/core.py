@@ -176,7 +176,7 @@ class EngineCore:
 
     def _check(self, request: Request) -> None:
         params, prompt = request.params, request.prompt_token_ids
-        check_prompt(self.info, prompt)
+        check_prompt(self.info, prompt, embed=request.embed)
         if request.id in self._requests:
             raise RequestError(f"request id {request.id!r} is already in flight", field="request_id", value=request.id)
         if not request.embed:

@@ -3,24 +3,38 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.core.errors import PromptTooLong, RequestError
+from jaxserve.core.errors import ContextLengthExceeded, PromptTooLong, RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ModelInfo
 
 
-def check_prompt(info: ModelInfo, token_ids: Sequence[int]) -> None:
-    """Raises RequestError unless the prompt is non-empty, in the vocabulary, and leaves room for one token."""
+def check_prompt(info: ModelInfo, token_ids: Sequence[int], *, embed: bool = False) -> None:
+    """Raises RequestError unless the prompt is non-empty, in the vocabulary, and leaves room for one token.
+
+    `embed`: nothing is generated, so the prompt may fill the model's context.
+    """
     if not token_ids:
         raise RequestError("the prompt is empty", field="prompt", value=0, limit="at least one token")
-    if len(token_ids) >= info.max_model_len:
+    most = longest_prompt(info, embed=embed)
+    if len(token_ids) > most:
         raise PromptTooLong(
-            f"the prompt has {len(token_ids)} tokens, with at least one generated token the limit is "
-            f"{info.max_model_len} (max_model_len)",
+            f"{context_length(info)} However, the prompt has {len(token_ids)} tokens"
+            + ("" if embed else ", and at least one more must be left for the answer"),
             field="prompt",
             value=len(token_ids),
-            limit=info.max_model_len - 1,
+            limit=most,
         )
     _check_vocabulary(info, "prompt", token_ids)
+
+
+def longest_prompt(info: ModelInfo, *, embed: bool = False) -> int:
+    """Return the most tokens that a prompt may have; an answer needs room for one more."""
+    return info.max_model_len if embed else info.max_model_len - 1
+
+
+def context_length(info: ModelInfo) -> str:
+    """Return the sentence by which clients recognise that a prompt is too long for the model."""
+    return f"This model's maximum context length is {info.max_model_len} tokens (max_model_len)."
 
 
 def check_params(info: ModelInfo, params: SamplingParams, prompt_tokens: int) -> None:
@@ -32,10 +46,20 @@ def check_params(info: ModelInfo, params: SamplingParams, prompt_tokens: int) ->
     _check_most("stop", len(params.stop_strings), info.max_stop_strings, " strings")
     _check_vocabulary(info, "stop_token_ids", params.stop_token_ids or ())
     _check_vocabulary(info, "logit_bias", tuple(params.logit_bias or ()))
+    _check_room(info, "max_tokens", params.max_tokens, prompt_tokens)
+    _check_room(info, "min_tokens", params.min_tokens, prompt_tokens)
+
+
+def _check_room(info: ModelInfo, name: str, value: int | None, prompt_tokens: int) -> None:
     room = info.max_model_len - prompt_tokens
-    reason = f" tokens (max_model_len {info.max_model_len} less {prompt_tokens} of the prompt)"
-    _check_most("max_tokens", params.max_tokens, room, reason)
-    _check_most("min_tokens", params.min_tokens, room, reason)
+    if value is not None and value > room:
+        raise ContextLengthExceeded(
+            f"{name} is {value}, the limit is {room}. {context_length(info)} "
+            f"The prompt has {prompt_tokens} tokens and leaves {room} for the answer",
+            field=name,
+            value=value,
+            limit=room,
+        )
 
 
 def _check_most(name: str, value: Any, limit: int, unit: str = "") -> None:

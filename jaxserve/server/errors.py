@@ -34,6 +34,7 @@ CODES = {
     500: "internal_error",
     503: "unavailable",
 }
+VALIDATION_CODES = {"missing": "missing_required_parameter"}  # pydantic's name for an error: OpenAI's
 
 
 _REPR = reprlib.Repr()
@@ -70,7 +71,9 @@ def told_as(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except RequestError as error:
         if (name := names.get(error.field or "")) is not None:
-            error.args = (str(error).replace(f"{error.field} ", f"{name} ", 1),)
+            message = str(error)
+            if message.startswith(f"{error.field} "):
+                error.args = (name + message.removeprefix(error.field or ""),)
             error.field = name
         raise
 
@@ -103,9 +106,9 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     match error:
         case QueueFull():
             headers = {"retry-after": str(max(1, math.ceil(error.retry_after)))}
-            return 503, _of_request(error, "queue_full"), headers
+            return 503, _of_request(error), headers
         case RequestError():
-            return error.status, _of_request(error, "model_not_found" if error.status == 404 else None), {}
+            return error.status, _of_request(error), {}
         case PlanError():
             return error.status, envelope(str(error), error.status, param="plan"), {}
         case EngineStopped():
@@ -177,8 +180,8 @@ def _hint(path: str) -> str:
     return f"{question}endpoints are {', '.join(ENDPOINTS)}; /docs describes all"
 
 
-def _of_request(error: RequestError, code: str | None) -> dict[str, Any]:
-    return envelope(str(error), error.status, param=error.field, code=code, value=error.value, limit=error.limit)
+def _of_request(error: RequestError) -> dict[str, Any]:
+    return envelope(str(error), error.status, param=error.field, code=error.code, value=error.value, limit=error.limit)
 
 
 def _of_validation(error: RequestValidationError) -> RequestError:
@@ -187,7 +190,9 @@ def _of_validation(error: RequestValidationError) -> RequestError:
     place, *path = first["loc"]
     field = ".".join(str(part) for part in (path if place in ("body", "query") else first["loc"])) or None
     message = f"{field}: {first['msg']}" if field else f"the body: {first['msg']}"
-    return RequestError(message, field=field, value=_short(first.get("input")))
+    error = RequestError(message, field=field, value=_short(first.get("input")))
+    error.code = VALIDATION_CODES.get(first["type"])
+    return error
 
 
 def _short(value: Any) -> Any:

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.engine.client import EngineClient, TokensPrompt
+from jaxserve.engine.client import EngineClient, ModelInfo, TokensPrompt
 
 Delta = tuple[int, RequestOutput]  # which prompt, and what is new for it
 
@@ -79,21 +79,19 @@ class Job:
 
     async def run(self, client: EngineClient, *, stream: bool = True) -> AsyncGenerator[Delta, None]:
         """Deltas of all prompts as they come, or (not `stream`) at the ends of their answers. Closing the generator
-        aborts them all; one's error ends them all.
+        aborts them all; one's error ends them all. Prompts that the queue can never hold at once run in batches.
         """
         generate = partial(client.generate, priority=self.priority, salt=self.salt, stream=stream)
-        streams = [
-            generate(prompt, params, request_id=self._id(i))
-            for i, (prompt, params) in enumerate(zip(self.prompts, self.params, strict=True))
-        ]
-        if len(streams) > 1:
+        if len(self.prompts) == 1:
+            async with contextlib.aclosing(generate(self.prompts[0], self.params[0], request_id=self.id)) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        for batch in queue_batches(client.info, self.prompts, self.params[0].n):
+            streams = {i: generate(self.prompts[i], self.params[i], request_id=f"{self.id}-{i}") for i in batch}
             async with contextlib.aclosing(_merge(streams)) as merged:
                 async for delta in merged:
                     yield delta
-            return
-        async with contextlib.aclosing(streams[0]) as outputs:
-            async for output in outputs:
-                yield 0, output
 
     async def collect(self, client: EngineClient) -> tuple[list[list[Answer]], list[RequestOutput], Usage]:
         """Runs to the end: answers by prompt, each prompt's last output (it has the prompt's logprobs), and usage."""
@@ -109,11 +107,22 @@ class Job:
                     answers[prompt][answer.index].extend(answer)
         return answers, [last[i] for i in range(len(self.prompts))], usage
 
-    def _id(self, prompt: int) -> str:
-        return self.id if len(self.prompts) == 1 else f"{self.id}-{prompt}"
+
+def queue_batches(info: ModelInfo, prompts: Sequence[TokensPrompt], n: int = 1) -> Iterator[range]:
+    """Yield ranges of consecutive prompts that an empty queue takes at once, with n answers each; mostly just one."""
+    start = tokens = 0
+    for i, prompt in enumerate(prompts):
+        size = len(prompt.token_ids) * n
+        full = (i - start + 1) * n > info.max_queued_requests or tokens + size > info.max_queued_tokens
+        if full and i > start:
+            yield range(start, i)
+            start, tokens = i, 0
+        tokens += size
+    yield range(start, len(prompts))
 
 
-async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[Delta, None]:
+async def _merge(streams: Mapping[int, AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[Delta, None]:
+    """The deltas of several prompts, whose streams are given by their numbers, as they come."""
     queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
 
     async def pump(prompt: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
@@ -125,7 +134,7 @@ async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Asyn
         except Exception as error:
             queue.put_nowait(error)
 
-    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in streams.items()]
     try:
         for _ in tasks:
             while (item := await queue.get()) is not None:

@@ -25,7 +25,8 @@ class ServerSettings:
     body_timeout: float = 60.0  # seconds to receive a request's body
     keep_alive_timeout: float = 120.0  # seconds for which a connection may wait for its next request
     sse_ping_interval: float = 15.0  # seconds without news after which a stream sends a comment
-    max_prompts: int = 1024  # prompts of one call
+    max_prompts: int = 2048  # prompts or embedding inputs of one call
+    clamp_max_tokens: bool = False  # a max_tokens above what the prompt leaves is lowered, not refused
     shutdown_timeout: float = 30.0  # seconds for requests in flight after SIGTERM
     access_log: bool = False
     log_level: str = "info"

@@ -26,6 +26,7 @@ class ModelNotFound(RequestError):
     """The request names a model that is not served here."""
 
     status = 404
+    code = "model_not_found"
 
 
 class NoControlPlane(RequestError):

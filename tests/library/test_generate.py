@@ -75,6 +75,23 @@ def test_a_sampled_answer_depends_on_its_seed_and_not_on_its_batch(llm: LLM) -> 
     assert again != alone
 
 
+def test_top_p_of_zero_is_greedy_beside_rows_that_are_not(llm: LLM, reference: Reference) -> None:
+    p = prompt(41, 20)
+    drawn = SamplingParams(temperature=1.0, top_p=0.5, seed=1, max_tokens=6, ignore_eos=True)
+    both = llm.generate([p, p], [SamplingParams(top_p=0, max_tokens=6), drawn], use_tqdm=False)
+    assert list(both[0].outputs[0].token_ids) == list(reference.greedy(p, 6))
+
+
+def test_a_seed_of_minus_one_is_random(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=-1, max_tokens=10, ignore_eos=True)
+    assert params.seed is None
+    first, second = tokens(llm, [prompt(42, 20)] * 2, params)
+    assert first != second
+    fixed = SamplingParams(temperature=1.0, seed=-2, max_tokens=10, ignore_eos=True)
+    first, second = tokens(llm, [prompt(42, 20)] * 2, fixed)
+    assert first == second
+
+
 def test_n_answers_differ_and_come_in_order(llm: LLM) -> None:
     (output,) = llm.generate([prompt(60, 40)], SamplingParams(n=4, seed=1, max_tokens=8, ignore_eos=True))
     assert [o.index for o in output.outputs] == [0, 1, 2, 3]
@@ -150,6 +167,8 @@ def test_stop_tokens_end_an_answer_but_not_before_min_tokens(llm: LLM, reference
     [
         (SamplingParams(top_k=1, max_tokens=6, seed=0), 1),
         (SamplingParams(top_p=1e-6, max_tokens=6, seed=0), 1),
+        (SamplingParams(top_p=0, max_tokens=6, seed=0), 1),
+        (SamplingParams(top_p=0, max_tokens=6, seed=0, frequency_penalty=1e-6), 1),
         (SamplingParams(min_p=1.0, max_tokens=6, seed=0), 1),
     ],
 )
@@ -201,6 +220,15 @@ def test_embeddings_are_the_normalised_last_hidden_state(llm: LLM, reference: Re
         assert np.linalg.norm(embedding) == pytest.approx(1, abs=1e-5)
         expected = reference.hidden(p)[-1]
         np.testing.assert_allclose(embedding, expected / np.linalg.norm(expected), atol=1e-4)
+
+
+def test_an_embedding_may_fill_the_context(llm: LLM, reference: Reference) -> None:
+    p = prompt(142, llm.max_model_len)
+    (embedding,) = llm.embed([p], use_tqdm=False)
+    expected = reference.hidden(p)[-1]
+    np.testing.assert_allclose(embedding, expected / np.linalg.norm(expected), atol=1e-4)
+    with pytest.raises(PromptTooLong, match="maximum context length is 256 tokens"):
+        llm.embed([[*p, 5]], use_tqdm=False)
 
 
 def test_more_prompts_than_the_queue_holds(tiny_model: Path) -> None:

@@ -43,6 +43,8 @@ class FakeClient:
     script: str = "Hello, wörld! 🦊"
     capacity: int = 64
     max_model_len: int = 512
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1_000_000
     gate: asyncio.Event | None = None
     delay: float = 0.0
     delay_after: int = 0
@@ -60,6 +62,8 @@ class FakeClient:
             vocab_size=self.tokenizer.vocab_size,
             hidden_size=4,
             created=1,
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
             default_sampling=self.default_sampling,
         )
         self.active: set[str] = set()
@@ -103,7 +107,7 @@ class FakeClient:
         self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0, salt: str = ""
     ) -> RequestOutput:
         assert isinstance(prompt, TokensPrompt)
-        request_id = self._admit(prompt, request_id)
+        request_id = self._admit(prompt, request_id, embed=True)
         try:
             await self._turn(0)
             values = np.array([len(prompt.token_ids), 1, -0.5, 0.25], np.float32)
@@ -140,10 +144,10 @@ class FakeClient:
         if self.gate is not None:
             self.gate.set()
 
-    def _admit(self, prompt: TokensPrompt, request_id: str | None) -> str:
+    def _admit(self, prompt: TokensPrompt, request_id: str | None, *, embed: bool = False) -> str:
         if not self.ready:
             raise EngineStopped("the engine takes no new requests")
-        check_prompt(self.info, prompt.token_ids)
+        check_prompt(self.info, prompt.token_ids, embed=embed)
         if len(self.active) >= self.capacity:
             raise QueueFull("the queue is full", retry_after=2.5, field="max_queued_requests", limit=self.capacity)
         request_id = request_id or f"request-{next(self._ids)}"

@@ -92,7 +92,7 @@ def test_unknown_paths_and_methods(http):
         ("temperature", 1e30),
         ("temperature", 10**400),
         ("temperature", "hot"),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 1.01),
         ("top_k", 1.5),
         ("top_k", 2.0),
@@ -104,7 +104,7 @@ def test_unknown_paths_and_methods(http):
         ("frequency_penalty", -3),
         ("seed", 2**64),
         ("seed", "abc"),
-        ("max_tokens", -1),
+        ("max_tokens", -2),
         ("max_tokens", 10**9),
         ("max_tokens", LENGTH),
         ("min_tokens", -1),
@@ -186,6 +186,59 @@ def test_errors_name_what_the_client_sent(http, path, body, param, told):
     error = error_of(http.post(path, json=body))
     assert error["param"] == param
     assert error["message"].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": [65] * LENGTH}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", "x" * LENGTH]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x" * 10_000_000}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * LENGTH}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 10_000_000}]}, "messages"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": LENGTH}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": LENGTH}, "max_completion_tokens"),
+        (CHAT, {"messages": MESSAGES, "min_tokens": LENGTH}, "min_tokens"),
+        ("/v1/embeddings", {"input": [65] * (LENGTH + 1)}, "input"),
+        ("/v1/embeddings", {"input": ["a", "x" * 10_000_000]}, "input"),
+        ("/tokenize", {"prompt": "x" * 10_000_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 10_000_000}]}, "messages"),
+    ],
+    ids=range(12),
+)
+def test_context_overflow_is_recognisable(http, path, body, param):
+    error = error_of(http.post(path, json=body))
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    assert f"This model's maximum context length is {LENGTH} tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "a", "stop": 5}, "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["a", 5]}, "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop": {}}, "stop"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        (CHAT, {"messages": [*MESSAGES, {"role": "user", "content": [5]}]}, "messages.1.content"),
+        ("/tokenize", {"messages": [{"role": "user", "content": {}}]}, "messages.0.content"),
+    ],
+    ids=range(6),
+)
+def test_errors_of_unions_name_the_field_and_what_is_allowed(http, path, body, param):
+    error = error_of(http.post(path, json=body))
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: it must be a string or a list of ")
+
+
+def test_errors_name_the_message(http):
+    messages = [*MESSAGES, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    assert error_of(http.post(CHAT, json={"messages": messages}))["param"] == "messages.1.content"
+    assert error_of(http.post(CHAT, json={"messages": [{"role": "tool"}]}))["param"] == "messages.0.role"
+
+
+def test_missing_field_has_a_code_of_its_own(http):
+    error = error_of(http.post(CHAT, json={}))
+    assert (error["param"], error["code"]) == ("messages", "missing_required_parameter")
 
 
 # completions
@@ -358,9 +411,11 @@ def test_unknown_fields_are_ignored_and_only_their_names_are_logged(http, caplog
         {"input": "a", "dimensions": 3},
         {"input": "a", "encoding_format": "int8"},
         {"input": ["a"] * 100_000},
-        {"input": "x" * LENGTH},
+        {"input": "x" * (LENGTH + 1)},
+        {"input": "a", "normalize": False},
+        {"input": "a", "input_type": "query"},
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_bad_embeddings(http, body):
     error_of(http.post("/v1/embeddings", json=body))

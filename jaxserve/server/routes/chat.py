@@ -9,6 +9,7 @@ from jaxserve.server.generation import Job
 from jaxserve.server.prompts import conversation
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.chat import ChatBody
+from jaxserve.server.schemas.common import answer_tokens, prompt_tokens_to_keep
 from jaxserve.server.state import State, new_id
 from jaxserve.server.streaming import EventStream, while_connected
 
@@ -20,11 +21,13 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     """Answers a conversation."""
     client, model = state.client(), state.check_model(body.model)
     body.check()
-    prompt = await conversation(client, body, add_special_tokens=body.add_special_tokens)
-    asked = {"max_tokens": body.token_limit, "logprobs": body.num_logprobs}
+    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len - max(body.token_limit or 1, 1))
+    prompt = await conversation(client, body, add_special_tokens=body.add_special_tokens, keep=keep)
+    length = len(prompt.token_ids)
+    limit = answer_tokens(body.token_limit, client.info.max_model_len - length, clamp=state.settings.clamp_max_tokens)
     with told_as(body.names):
-        params = body.sampling_params(client.info.default_sampling, **asked)
-        check_params(client.info, params, len(prompt.token_ids))
+        params = body.sampling_params(client.info.default_sampling, max_tokens=limit, logprobs=body.num_logprobs)
+        check_params(client.info, params, length)
     job = Job(new_id("chatcmpl"), [prompt], [params], body.priority, body.cache_salt or "")
     answer = ChatAnswer(client, job, body, model, state.timestamp())
     headers = {"x-request-id": job.id}

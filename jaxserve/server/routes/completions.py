@@ -11,6 +11,7 @@ from jaxserve.server.errors import json_response, told_as
 from jaxserve.server.generation import Job
 from jaxserve.server.prompts import tokens_prompts
 from jaxserve.server.routes.json_route import JsonRoute
+from jaxserve.server.schemas.common import answer_tokens, prompt_tokens_to_keep
 from jaxserve.server.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from jaxserve.server.schemas.prompts import parse_prompts
 from jaxserve.server.state import State, new_id
@@ -25,10 +26,12 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
     client, model = state.client(), state.check_model(body.model)
     body.check()
     given = parse_prompts(body.prompt, "prompt", state.settings.max_prompts)
+    window, clamp = client.info.max_model_len, state.settings.clamp_max_tokens
+    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, window - max(body.max_tokens or 1, 1))
     with told_as(body.names):
-        _params(client, body, room=client.info.max_model_len)  # refuse these before many prompts are tokenized
-        prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens)
-        params = [_params_for(client, body, prompt) for prompt in prompts]
+        _params(client, body, room=window, clamp=clamp)  # refuse these before many prompts are tokenized
+        prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens, keep=keep)
+        params = [_params_for(client, body, prompt, clamp=clamp) for prompt in prompts]
     job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "")
     answer = CompletionAnswer(client, job, body, model, state.timestamp())
     headers = {"x-request-id": job.id}
@@ -37,20 +40,22 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
     return json_response(await while_connected(request, answer.whole()), headers=headers)
 
 
-def _params_for(client: EngineClient, body: CompletionBody, prompt: TokensPrompt) -> SamplingParams:
+def _params_for(client: EngineClient, body: CompletionBody, prompt: TokensPrompt, *, clamp: bool) -> SamplingParams:
     """The parameters for one prompt. Raises RequestError if they break a limit."""
     length = len(prompt.token_ids)
-    params = _params(client, body, room=client.info.max_model_len - length)
+    params = _params(client, body, room=client.info.max_model_len - length, clamp=clamp)
     check_params(client.info, params, length)
     return params
 
 
-def _params(client: EngineClient, body: CompletionBody, room: int) -> SamplingParams:
-    """`room`: tokens that fit after the prompt; the default of max_tokens must not exceed it."""
+def _params(client: EngineClient, body: CompletionBody, room: int, *, clamp: bool) -> SamplingParams:
+    """The parameters, where `room` tokens fit after the prompt: the default of max_tokens does not exceed it, and
+    with `clamp` nor does what the client sent.
+    """
     if body.scores_only and body.stream:
         raise RequestError("max_tokens 0 cannot be streamed", field="max_tokens", value=0, limit=1)
     default = min(max(DEFAULT_MAX_TOKENS, body.min_tokens or 0), room)
-    max_tokens = 1 if body.scores_only else default if body.max_tokens is None else body.max_tokens
+    asked = 1 if body.scores_only else default if body.max_tokens is None else body.max_tokens
     logprobs = 0 if body.ranked and body.logprobs is None else body.logprobs
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
@@ -58,7 +63,7 @@ def _params(client: EngineClient, body: CompletionBody, room: int) -> SamplingPa
     return body.sampling_params(
         client.info.default_sampling,
         n=body.candidates,
-        max_tokens=max_tokens,
+        max_tokens=answer_tokens(asked, room, clamp=clamp),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )

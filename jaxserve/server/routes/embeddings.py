@@ -10,8 +10,10 @@ from fastapi import APIRouter, Request, Response
 from jaxserve.core.request import RequestOutput
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.server.errors import json_response, told_as
+from jaxserve.server.generation import queue_batches
 from jaxserve.server.prompts import tokens_prompts
 from jaxserve.server.routes.json_route import JsonRoute
+from jaxserve.server.schemas.common import prompt_tokens_to_keep
 from jaxserve.server.schemas.other import EmbeddingBody
 from jaxserve.server.schemas.prompts import parse_prompts
 from jaxserve.server.state import State, new_id
@@ -24,10 +26,11 @@ router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Response:
     """The pooled last hidden state of each input."""
     client, model = state.client(), state.check_model(body.model)
-    body.check()
+    body.check(client.info.hidden_size)
     given = parse_prompts(body.input, "input", state.settings.max_prompts)
+    keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len)
     with told_as({"prompt": "input"}):
-        prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens)
+        prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens, keep=keep, embed=True)
     request_id = new_id("embd")
     outputs = await while_connected(request, _embed_all(client, prompts, request_id, body.priority))
     tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -47,12 +50,13 @@ async def _embed_all(
     client: EngineClient, prompts: list[TokensPrompt], request_id: str, priority: int
 ) -> list[RequestOutput]:
     """All embeddings, or the first error after the others were aborted."""
+    tasks: list[asyncio.Task[RequestOutput]] = []
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(client.embed(prompt, request_id=f"{request_id}-{i}", priority=priority))
-                for i, prompt in enumerate(prompts)
-            ]
+        for batch in queue_batches(client.info, prompts):
+            async with asyncio.TaskGroup() as group:
+                for i in batch:
+                    embed = client.embed(prompts[i], request_id=f"{request_id}-{i}", priority=priority)
+                    tasks.append(group.create_task(embed))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

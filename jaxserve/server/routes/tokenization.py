@@ -1,21 +1,16 @@
 """POST /tokenize and /detokenize."""
 
-from collections.abc import Callable
-
 from fastapi import APIRouter, Response
 
 from jaxserve.core.errors import RequestError
 from jaxserve.engine.client import EngineClient
-from jaxserve.server.errors import json_response
-from jaxserve.server.offload import off_loop
-from jaxserve.server.prompts import encode, render
+from jaxserve.server.errors import json_response, told_as
+from jaxserve.server.prompts import encode, off_loop_if_large, render
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.other import DetokenizeBody, TokenizeBody
 from jaxserve.server.state import State
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
-
-MANY_TOKENS = 4096  # fewer cost less than the way to another thread
 
 
 @router.post("/tokenize", response_model=None)
@@ -24,14 +19,11 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
     client = state.client()
     state.check_model(body.model)
     body.check()
-    if body.prompt is None:
-        text, special = await render(client, body), False
-    else:
-        text, special = body.prompt, True
-    if body.add_special_tokens is not None:
-        special = body.add_special_tokens
-    (tokens,) = await encode(client, [text], add_special_tokens=special)
-    return await _maybe_off_loop(len(tokens), _tokens_answer, client, tokens, body.return_token_strs)
+    special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
+    with told_as({"prompt": "messages"} if body.prompt is None else {}):
+        text = await render(client, body) if body.prompt is None else body.prompt
+        (tokens,) = await encode(client, [text], add_special_tokens=special)
+    return await off_loop_if_large(len(tokens), _tokens_answer, client, tokens, body.return_token_strs)
 
 
 @router.post("/detokenize", response_model=None)
@@ -39,7 +31,7 @@ async def detokenize(body: DetokenizeBody, state: State) -> Response:
     """The text of token ids."""
     client = state.client()
     state.check_model(body.model)
-    return await _maybe_off_loop(len(body.tokens), _text_answer, client, body.tokens)
+    return await off_loop_if_large(len(body.tokens), _text_answer, client, body.tokens)
 
 
 def _tokens_answer(client: EngineClient, tokens: list[int], with_strings: bool) -> Response:
@@ -56,7 +48,3 @@ def _text_answer(client: EngineClient, tokens: list[int]) -> Response:
         message = f"tokens has the token id {wrong}, the vocabulary goes from 0 to {size - 1}"
         raise RequestError(message, field="tokens", value=wrong, limit=size - 1)
     return json_response({"prompt": client.tokenizer.decode(tokens, skip_special_tokens=False)})
-
-
-async def _maybe_off_loop(tokens: int, work: Callable[..., Response], *args: object) -> Response:
-    return await off_loop(work, *args) if tokens > MANY_TOKENS else work(*args)

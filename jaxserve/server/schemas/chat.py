@@ -4,9 +4,11 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.engine.chat_template import text_of
-from jaxserve.server.schemas.common import Body, SamplingBody
+from jaxserve.server.errors import told_as
+from jaxserve.server.schemas.common import Body, SamplingBody, described
+from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES, check_unsupported
 
 RESERVED_VARIABLES = frozenset(
     {"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -17,18 +19,23 @@ class ChatMessage(Body):
     """One message of a conversation; its content is text, or a list of text parts."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[dict[str, Any]] | None = None
+    content: Annotated[str | list[dict[str, Any]] | None, described("a string or a list of content parts")] = None
     name: str | None = None
+    reasoning_content: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """The message for the chat template. Raises RequestError for images, audio and the like."""
-        extra = self.model_extra or {}
-        if self.role in ("tool", "function") or extra.get("tool_calls") or extra.get("function_call"):
-            raise RequestError(
-                "tools are not supported yet, nor messages with calls", field="messages", value=self.role
-            )
-        message = {"role": self.role, "content": text_of(self.content)}
-        return message if self.name is None else {**message, "name": self.name}
+    def as_dict(self, place: str = "messages") -> dict[str, Any]:
+        """The message for the chat template. Raises RequestError, which names the `place`, for images and tools."""
+        if self.role in ("tool", "function"):
+            raise UnsupportedParameter("tools are not supported yet", field=f"{place}.role", value=self.role)
+        check_unsupported(self.model_extra or {}, UNSUPPORTED_IN_MESSAGES, f"{place}.")
+        given = {"name": self.name, "reasoning_content": self.reasoning_content}
+        return {"role": self.role, "content": self._text(place)} | {k: v for k, v in given.items() if v is not None}
+
+    def _text(self, place: str) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        with told_as({"messages.content": f"{place}.content"}):
+            return text_of(self.content)
 
 
 class Conversation(Body):
@@ -37,14 +44,15 @@ class Conversation(Body):
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None  # this and the next as in chat_template_kwargs, which go first
+    reasoning_effort: str | None = None
 
     def template_variables(self) -> dict[str, Any]:
         """Keyword arguments of `Tokenizer.apply_chat_template`. Raises RequestError for what a client may not set."""
-        if self.chat_template is not None:
-            raise RequestError("a chat template in a request is not accepted", field="chat_template")
-        variables = self.chat_template_kwargs or {}
+        asked = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
+        variables = {name: value for name, value in asked.items() if value is not None}
+        variables |= self.chat_template_kwargs or {}
         for name in variables:
             if name in RESERVED_VARIABLES or "template" in name or not name.isidentifier():
                 raise RequestError(
@@ -65,16 +73,10 @@ class ChatBody(Conversation, SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tool_choice: Any = None
-    modalities: list[str] | None = None
 
     def check(self) -> None:
         """Raises RequestError for what does not fit together or is not served."""
         self.check_stream()
-        if self.modalities not in (None, ["text"]):
-            raise RequestError("modalities other than text are not supported", field="modalities", limit=["text"])
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice is not supported yet", field="tool_choice")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", field="top_logprobs", value=self.top_logprobs)
 

@@ -5,31 +5,38 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.server.schemas.unsupported import UNSUPPORTED, Unsupported, check_unsupported
 
 logger = logging.getLogger(__name__)
 
 PRIORITY_BOUND = 2**31
+ALL_THAT_FITS = -1  # of max_tokens and truncate_prompt_tokens
 SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
-# Fields that change what is generated and that we do not serve: ignoring them would be a wrong answer.
-NOT_SUPPORTED_YET = (
-    "tools",
-    "functions",
-    "function_call",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "use_beam_search",
-    "prompt_embeds",
-    "audio",
-    "web_search_options",
-)
+
+def described(what: str) -> WrapValidator:
+    """Return a validator for a union that names the field and `what` it may be, and no branch of the union."""
+
+    def check(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise PydanticCustomError("union", "it must be {what}", {"what": what}) from None
+
+    return WrapValidator(check)
 
 
 class Body(BaseModel):
@@ -42,12 +49,10 @@ class Body(BaseModel):
     def _null_is_absent(cls, given: Any) -> Any:
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
-    def check_extra(self) -> None:
-        """Raises RequestError for known fields that are not supported; logs the names of unknown ones."""
+    def check_extra(self, table: Mapping[str, Unsupported] = UNSUPPORTED) -> None:
+        """Raises RequestError for fields that the table knows to matter; logs the names of the other unknown ones."""
         extra = self.model_extra or {}
-        for name in NOT_SUPPORTED_YET:
-            if extra.get(name):
-                raise RequestError(f"{name} is not supported yet", field=name)
+        check_unsupported(extra, table)
         if extra:
             logger.info(
                 "ignored %d unknown fields: %s", len(extra), ", ".join(repr(name[:40]) for name in [*extra][:8])
@@ -72,7 +77,7 @@ class SamplingBody(Body):
     min_p: float | None = None
     seed: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, described("a string or a list of strings")] = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -83,6 +88,9 @@ class SamplingBody(Body):
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    truncate_prompt_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
@@ -105,11 +113,7 @@ class SamplingBody(Body):
     def check_stream(self) -> None:
         """Raises RequestError for combinations with `stream` and formats that are not served."""
         self.check_extra()
-        kind = (self.response_format or {"type": "text"}).get("type")
-        if kind != "text":
-            raise RequestError(
-                "response_format other than text is not supported yet", field="response_format", value=kind
-            )
+        check_text_format(self.response_format or {})
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true", field="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -124,6 +128,42 @@ class SamplingBody(Body):
     def usage_always(self) -> bool:
         """Whether every event of a stream has the usage so far."""
         return self.usage_at_end and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+def check_text_format(response_format: Mapping[str, Any]) -> None:
+    """Raises RequestError for a response_format that asks for anything but free text."""
+    asked = {name: value for name, value in response_format.items() if value is not None}
+    if asked.pop("type", "text") != "text" or asked:
+        raise UnsupportedParameter(
+            "response_format other than text is not supported yet",
+            field="response_format",
+            value=response_format.get("type"),
+            limit="text",
+        )
+
+
+def prompt_tokens_to_keep(truncate: int | None, most: int) -> int | None:
+    """Return how many of a prompt's last tokens to keep, None for all. `most`: what -1 stands for.
+
+    Raises RequestError for a number that is neither -1 nor at least 1.
+    """
+    if truncate is None or truncate >= 1:
+        return truncate
+    if truncate == ALL_THAT_FITS:
+        return max(most, 1)
+    raise RequestError(
+        f"truncate_prompt_tokens is {truncate}, it must be at least 1, or -1 for as many as fit",
+        field="truncate_prompt_tokens",
+        value=truncate,
+        limit=1,
+    )
+
+
+def answer_tokens(asked: int | None, room: int, *, clamp: bool) -> int | None:
+    """Return the engine's max_tokens: None for as many as fit, which -1 stands for. `clamp`: at most `room`."""
+    if asked is None or asked == ALL_THAT_FITS:
+        return None
+    return min(asked, room) if clamp and room >= 1 else asked
 
 
 def _int_keys(bias: dict[str, float] | None) -> dict[int, float] | None:

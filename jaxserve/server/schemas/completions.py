@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.server.schemas.common import SamplingBody
 from jaxserve.server.schemas.prompts import PROMPT_SCHEMA
 
@@ -26,7 +26,10 @@ class CompletionBody(SamplingBody):
         """Raises RequestError for what does not fit together or is not served."""
         self.check_stream()
         if self.suffix:
-            raise RequestError("suffix is not supported: these models do not fill in the middle", field="suffix")
+            raise UnsupportedParameter(
+                "suffix is not supported: to fill in the middle, write the prompt with the model's own FIM tokens",
+                field="suffix",
+            )
         if self.stream and self.echo and self.logprobs is not None:
             raise RequestError("echo with logprobs cannot be streamed", field="echo", value=True)
         if self.best_of is None:

@@ -8,6 +8,7 @@ from jaxserve.core.errors import RequestError
 from jaxserve.server.schemas.chat import ChatMessage, Conversation
 from jaxserve.server.schemas.common import PRIORITY_BOUND, Body
 from jaxserve.server.schemas.prompts import PROMPT_SCHEMA
+from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_PROMPTS
 
 
 class EmbeddingBody(Body):
@@ -20,15 +21,17 @@ class EmbeddingBody(Body):
     user: str | None = None
     add_special_tokens: bool = True
     priority: Annotated[int, Field(ge=-PRIORITY_BOUND, lt=PRIORITY_BOUND)] = 0
+    truncate_prompt_tokens: int | None = None
 
-    def check(self) -> None:
-        """Raises RequestError for what is not served."""
+    def check(self, hidden_size: int) -> None:
+        """Raises RequestError for what is not served; `hidden_size` is the length of the model's embeddings."""
         self.check_extra()
-        if self.dimensions is not None:
+        if self.dimensions not in (None, hidden_size):
             raise RequestError(
-                "dimensions is not supported: the embedding is not trained to be cut",
+                f"dimensions is {self.dimensions}, the model's embeddings have {hidden_size} and cannot be cut",
                 field="dimensions",
                 value=self.dimensions,
+                limit=hidden_size,
             )
 
 
@@ -43,7 +46,7 @@ class TokenizeBody(Conversation):
 
     def check(self) -> None:
         """Raises RequestError unless exactly one of the two is given."""
-        self.check_extra()
+        self.check_extra(UNSUPPORTED_IN_PROMPTS)
         if (self.prompt is None) == (not self.messages):
             raise RequestError("give either prompt or messages", field="prompt")
 

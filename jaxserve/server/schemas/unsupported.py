@@ -1,0 +1,153 @@
+"""Fields of other servers' APIs that would change the answer here if they were served.
+
+To ignore one of them would be a wrong answer with status 200, so each is refused by name, with what to send instead
+where there is something. Fields that are in neither this table nor a body's own fields change no answer: they pass.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.core.errors import UnsupportedParameter
+
+EMPTY = ("", [], {}, False)
+OFF = (0, False)
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Why a field is refused. With a value in `neutral` it asks for nothing that differs, and passes."""
+
+    reason: str
+    neutral: tuple[Any, ...] = EMPTY
+
+
+def check_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported], place: str = "") -> None:
+    """Raise UnsupportedParameter for the first given field that is in the table. `place`: its parent, with a dot."""
+    for name, value in given.items():
+        unsupported = table.get(name)
+        if unsupported is not None and value is not None and not _is_one_of(value, unsupported.neutral):
+            raise UnsupportedParameter(f"{name} is not supported{unsupported.reason}", field=place + name, value=value)
+
+
+def _is_one_of(value: Any, neutral: Iterable[Any]) -> bool:
+    """Whether a value is among the neutral ones; to Python, True is 1 and False is 0, to JSON they are not."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+
+
+def _because(reason: str, *names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, Unsupported]:
+    return dict.fromkeys(names, Unsupported(f": {reason}", neutral))
+
+
+def _use(field: str, *names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, Unsupported]:
+    return _because(f"use {field}", *names, neutral=neutral)
+
+
+def _not_yet(*names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, Unsupported]:
+    return dict.fromkeys(names, Unsupported(" yet", neutral))
+
+
+def _unknown(*names: str, neutral: tuple[Any, ...] = EMPTY) -> dict[str, Unsupported]:
+    return dict.fromkeys(names, Unsupported("", neutral))
+
+
+UNSUPPORTED_IN_PROMPTS: Mapping[str, Unsupported] = {
+    **_not_yet("tools", "functions", "mcp_servers"),
+    **_use("truncate_prompt_tokens", "truncate", "truncation", neutral=(False, "disabled", "NONE", "None")),
+    **_use("truncate_prompt_tokens", "prompt_truncate_len", neutral=()),
+    **_use("truncate_prompt_tokens", "context_length_exceeded_behavior", neutral=("error",)),
+    **_because("a prompt's last tokens are kept", "truncation_side", "truncation_direction", neutral=("left", "Left")),
+    **_because("send the text in a message", "documents", "context", "input_extra"),
+    **_because("this model reads text only", "images", "image_data", "audio_data", "video_data"),
+    **_because("send it as a message with role system", "system", "instructions", "instruction"),
+    **_because("send the token ids as prompt to /v1/completions", "input_ids"),
+    **_unknown("prompt_embeds", "input_embeds", "negative_prompt", "safe_prompt", "input_prefix", "input_suffix"),
+    **_unknown("prompt_name", "input_type", "task", "context_shift"),
+    **_unknown("raw"),
+    **_use("add_special_tokens", "add_bos_token", neutral=(True,)),
+    **_because("the model's own template is used", "chat_template", "template", "prompt_template"),
+    **_because("it is for /v1/chat/completions", "chat_template_kwargs", "enable_thinking", "continue_final_message"),
+    **_because("it is for /v1/chat/completions", "add_generation_prompt", neutral=(True,)),
+    **_use("enable_thinking or chat_template_kwargs", "think", "thinking", neutral=()),
+    **_unknown("truncate_prompt_tokens"),
+}
+
+UNSUPPORTED: Mapping[str, Unsupported] = {
+    **UNSUPPORTED_IN_PROMPTS,
+    # tools and structured output
+    **_not_yet("tool_choice", "function_call", neutral=("none", "auto")),
+    **_not_yet("structured_outputs", "structural_tag", "guided_choice", "guided_regex", "guided_grammar"),
+    **_not_yet("grammar", "regex", "ebnf", "json_schema", "guided_json", "format", "response_schema", neutral=("",)),
+    # lengths and stops under another name
+    **_use("max_tokens", "n_predict", "num_predict", "max_new_tokens", "max_length", "max_gen_len", neutral=()),
+    **_use("max_tokens", "max_output_tokens", "max_tokens_to_sample", "max_completion_tokens", neutral=()),
+    **_use("min_tokens", "min_new_tokens", "min_length", neutral=(0,)),
+    **_use("stop", "stop_sequences", "stop_sequence", "stop_strings", "stopping_strings", "custom_stopping_strings"),
+    **_use("stop", "stop_words", "stop_regex"),
+    **_use("stop_token_ids", "eos_token_id", "end_id", neutral=()),
+    **_use("ignore_eos", "ban_eos_token", neutral=(False,)),
+    **_use("include_stop_str_in_output", "no_stop_trim", neutral=(False,)),
+    **_unknown("t_max_predict_ms", "n_indent", neutral=(0, -1)),
+    # sampling under another name
+    **_use("seed", "random_seed", "sampling_seed", neutral=()),
+    **_use("n", "num_return_sequences", neutral=(1,)),
+    **_use("repetition_penalty", "repeat_penalty", "rep_pen", neutral=(1,)),
+    **_use("temperature 0", "do_sample", neutral=(True,)),
+    **_use("logit_bias", "allowed_token_ids", neutral=()),
+    **_use("logit_bias", "logits_bias", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
+    **_use("bad_words", "bad_words_ids", "banned_strings", "banned_tokens", "custom_token_bans"),
+    # sampling that is not done here
+    **_unknown("use_beam_search", "logits_processors", "logits_processor", "custom_logit_processor", "custom_params"),
+    **_unknown("vllm_xargs", "samplers", "sampler_priority", "sampler_order", "temperature_last", "watermark"),
+    **_unknown("dynamic_temperature", "force_words_ids", "repetition_detection", "exponential_decay_length_penalty"),
+    **_unknown("forced_bos_token_id", "forced_eos_token_id", "logprob_token_ids", "token_ids_logprob", neutral=()),
+    **_unknown("num_beams", "beam_width", "length_penalty", "len_penalty", "guidance_scale", neutral=(1,)),
+    **_unknown("typical_p", "typical", "tfs_z", "tfs", "encoder_repetition_penalty", neutral=(1,)),
+    **_unknown("mirostat", "mirostat_mode", "dynatemp_range", "xtc_probability", "dry_multiplier", neutral=OFF),
+    **_unknown("top_a", "min_keep", "epsilon_cutoff", "eta_cutoff", "smoothing_factor", "skew", neutral=OFF),
+    **_unknown("penalty_alpha", "diversity_penalty", "no_repeat_ngram_size", neutral=OFF),
+    **_unknown("top_n_sigma", "nsigma", neutral=(0, -1)),
+    **_because("penalties look at all tokens", "repeat_last_n", neutral=(-1,)),
+    **_unknown("penalize_nl", neutral=(False,)),
+    **_use("echo", "return_full_text", neutral=(False,)),
+    # reasoning
+    **_unknown("thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget", neutral=(-1,)),
+    **_because("reasoning stays in the text", "include_reasoning", neutral=(True,)),
+    **_because("reasoning stays in the text", "separate_reasoning", neutral=(False,)),
+    **_because("reasoning stays in the text", "reasoning_format", neutral=("none",)),
+    # what the answer holds
+    **_unknown(
+        "echo", "suffix", "enable_search", "web_search_options", "enable_code_interpreter", "translation_options"
+    ),
+    **_unknown("best_of", neutral=(1,)),
+    **_use("logprobs", "top_logprobs", "top_logprobs_num", "n_probs", "top_n_tokens", neutral=(0,)),
+    **_use("logprobs", "return_logprob", "details", neutral=(False,)),
+    **_use("prompt_logprobs", "decoder_input_details", neutral=(False,)),
+    **_use("prompt_logprobs", "logprob_start_len", neutral=(-1,)),
+    **_use("return_token_ids", "return_tokens", neutral=(False,)),
+    **_use("return_token_ids", "detokenize", neutral=(True,)),
+    **_unknown("return_token_ids", "return_tokens_as_token_ids", "return_text_in_logprobs", "post_sampling_probs"),
+    **_unknown("return_hidden_states", "return_routed_experts", "response_fields"),
+    **_because("this model writes text only", "audio"),
+    **_because("this model writes text only", "modalities", neutral=(["text"], [])),
+    **_because("this model has one verbosity", "verbosity", neutral=("medium",)),
+    **_because("a stream holds what is new", "incremental_output", neutral=(True,)),
+    **_unknown("result_format", neutral=("message",)),
+    # embeddings
+    **_unknown("late_chunking", "pooling"),
+    **_use("dimensions", "output_dimension", neutral=()),
+    **_because("embeddings have length 1", "normalize", "normalized", "use_activation", neutral=(True,)),
+    **_because("embeddings are little-endian float32", "embed_dtype", "output_dtype", neutral=("float32", "float")),
+    **_because("embeddings are little-endian float32", "endianness", neutral=("native", "little")),
+    # models and containers of parameters
+    **_because("adapters are not served", "lora", "lora_path", "lora_adapters", "lora_request", "adapter_id"),
+    **_because("give its fields at the top level", "options", "parameters", "sampling_params", "extra_body"),
+    **_because("give its fields at the top level", "generation_config", "generationConfig"),
+}
+
+UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
+    **_not_yet("tool_calls", "function_call", "tools"),
+    **_because("this model reads text only", "images", "audio", "videos"),
+    **_use("continue_final_message, with add_generation_prompt false,", "prefix", "partial"),
+    **_because("send it as content", "refusal"),
+}
