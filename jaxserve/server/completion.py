@@ -8,7 +8,7 @@ from typing import Any
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.generation import Answer, Job, Usage
-from jaxserve.server.logprobs import Offsets, for_completion, for_prompt
+from jaxserve.server.logprobs import Offsets, as_id, as_text, for_completion, for_prompt
 from jaxserve.server.schemas.completions import CompletionBody
 
 NO_TEXT = ""
@@ -45,8 +45,11 @@ class CompletionAnswer:
                 for answer in output.outputs:
                     index = prompt * self.body.answers + answer.index
                     echo = NO_TEXT if index in offsets else self._echo(prompt)
-                    if echo or answer.text or answer.finish_reason or answer.logprobs:
-                        yield self._chunk(index, echo, answer, offsets, usage)
+                    news = echo or answer.text or answer.logprobs or (answer.token_ids and self.body.return_token_ids)
+                    if news:
+                        yield self._chunk(index, prompt, echo, answer, offsets, usage)
+                    if answer.finish_reason:
+                        yield self._last_chunk(index, answer, usage)
         if self.body.usage_at_end:
             yield {**self._object([]), "usage": usage.as_dict()}
 
@@ -64,24 +67,45 @@ class CompletionAnswer:
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
+        if self.body.return_token_ids:
+            choice["prompt_token_ids"] = self.job.prompts[prompt].token_ids
+            choice["token_ids"] = answer.token_ids
         if self.body.prompt_logprobs is not None and last.prompt_logprobs is not None:
             choice["prompt_logprobs"] = for_prompt(last.prompt_logprobs, self.client.tokenizer)
         return choice
 
     def _chunk(
-        self, index: int, echo: str, answer: CompletionOutput, offsets: dict[int, Offsets | None], usage: Usage
+        self,
+        index: int,
+        prompt: int,
+        echo: str,
+        answer: CompletionOutput,
+        offsets: dict[int, Offsets | None],
+        usage: Usage,
     ) -> dict[str, Any]:
-        """One event. `offsets`: by choice; mutates it."""
-        if index not in offsets:
+        """What is new of one choice. `offsets`: by choice; mutates it."""
+        first = index not in offsets
+        if first:
             offsets[index] = self._offsets()
         choice = {
             "index": index,
             "text": echo + answer.text,
             "logprobs": self._logprobs(answer.logprobs or (), answer.token_ids, offsets[index]),
-            "finish_reason": answer.finish_reason,
+            "finish_reason": None,
         }
+        if self.body.return_token_ids:
+            choice["prompt_token_ids"] = self.job.prompts[prompt].token_ids if first else None
+            choice["token_ids"] = answer.token_ids
+        return self._event(choice, usage)
+
+    def _last_chunk(self, index: int, answer: CompletionOutput, usage: Usage) -> dict[str, Any]:
+        """Why a choice has ended: an event of its own, for clients that do not look for text beside it."""
+        choice = {"index": index, "text": NO_TEXT, "logprobs": None, "finish_reason": answer.finish_reason}
         if answer.stop_reason is not None:
             choice["stop_reason"] = answer.stop_reason
+        return self._event(choice, usage)
+
+    def _event(self, choice: dict[str, Any], usage: Usage) -> dict[str, Any]:
         chunk = self._object([choice])
         if self.body.usage_at_end:
             chunk["usage"] = usage.as_dict() if self.body.usage_always else None
@@ -104,7 +128,8 @@ class CompletionAnswer:
     ) -> dict[str, Any] | None:
         if self.body.logprobs is None or offsets is None:
             return None
-        return for_completion(steps, token_ids, self.client.tokenizer, self.body.logprobs, offsets)
+        text = as_id if self.body.return_tokens_as_token_ids else as_text(self.client.tokenizer)
+        return for_completion(steps, token_ids, text, self.body.logprobs, offsets)
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import math
 import struct
+from collections import Counter
 
 import openai
 import pytest
@@ -42,6 +43,8 @@ def test_chat_stream(client):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "stop"
+    assert not any(chunk.choices[0].finish_reason for chunk in chunks[:-1])
+    assert chunks[-1].choices[0].delta.model_dump(exclude_none=True) == {}
     assert len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.usage is None for chunk in chunks)
 
@@ -154,7 +157,38 @@ def test_completion(client):
 
 def test_completion_stream(client):
     stream = client.completions.create(model="fake", prompt="def f", max_tokens=50, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in stream) == TEXT
+    choices = [chunk.choices[0] for chunk in stream]
+    assert "".join(choice.text for choice in choices) == TEXT
+    assert [choice.finish_reason for choice in choices] == [None] * len(TEXT) + ["stop"]
+    assert choices[-1].text == ""
+
+
+def test_more_prompts_than_the_queue_holds():
+    prompts = ["ab"] * 7
+    with (
+        serving(FakeClient(capacity=4, max_queued_requests=4)) as few,
+        serving(FakeClient(capacity=4, max_queued_tokens=8)) as short,
+    ):
+        for address in (few, short):
+            with connect(address) as client:
+                answer = client.embeddings.create(model="fake", input=prompts)
+                assert [entry.index for entry in answer.data] == list(range(7))
+                answer = client.completions.create(model="fake", prompt=prompts, max_tokens=50)
+                assert [choice.text for choice in answer.choices] == [TEXT] * 7
+                stream = client.completions.create(model="fake", prompt=prompts, max_tokens=1, stream=True)
+                assert Counter(chunk.choices[0].index for chunk in stream) == dict.fromkeys(range(7), 2)
+
+
+def test_as_many_embedding_inputs_as_openai_takes():
+    with serving(FakeClient(capacity=1024)) as address, connect(address) as client:
+        assert len(client.embeddings.create(model="fake", input=["a"] * 2048).data) == 2048
+        with pytest.raises(openai.BadRequestError, match="2049"):
+            client.embeddings.create(model="fake", input=["a"] * 2049)
+
+
+def test_embedding_of_as_many_tokens_as_the_context_has(client):
+    answer = client.embeddings.create(model="fake", input=[65] * FakeClient.max_model_len)
+    assert answer.usage.prompt_tokens == FakeClient.max_model_len
 
 
 @pytest.mark.parametrize("prompt", [["a", "bc"], [[65], [66, 67]], ["a", [66, 67]]])
@@ -190,7 +224,7 @@ def test_completion_echo_with_logprobs(client):
 
 def test_completion_logprobs_stream_as_they_come(client):
     stream = client.completions.create(model="fake", prompt="ab", max_tokens=3, logprobs=2, stream=True)
-    logprobs = [chunk.choices[0].logprobs for chunk in stream]
+    logprobs = [chunk.choices[0].logprobs for chunk in stream if not chunk.choices[0].finish_reason]
     assert [token for part in logprobs for token in part.tokens] == list(TEXT[:3])
     assert [offset for part in logprobs for offset in part.text_offset] == [0, 1, 2]
 
@@ -199,13 +233,83 @@ def test_completion_logprobs_stream_as_they_come(client):
 def test_text_offsets_are_places_in_the_text(client, stream):
     options = {"model": "fake", "prompt": [256, 65], "max_tokens": 17, "logprobs": 0, "echo": not stream}
     answer = client.completions.create(**options, stream=stream)
-    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    choices = [chunk.choices[0] for chunk in answer][:-1] if stream else answer.choices
     text = "".join(choice.text for choice in choices)
     tokens = [token for choice in choices for token in choice.logprobs.tokens]
     offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
     assert len(tokens) == len(offsets) == 17 + (0 if stream else 2)
     for token, offset in zip(tokens, offsets, strict=True):
-        assert token in (END, "\ufffd") or text[offset] == token
+        assert token == END or token.startswith("bytes:\\x") or text[offset] == token
+
+
+def test_logprobs_tell_tokens_of_the_same_text_apart(client, fake):
+    answer = client.completions.create(model="fake", prompt="é🦊", max_tokens=17, logprobs=3, echo=True)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens[:6] == [rf"bytes:\x{byte:02x}" for byte in "é🦊".encode()]
+    assert logprobs.top_logprobs[0] is None
+    for token, value, top in list(zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True))[
+        1:
+    ]:
+        assert len(top) == 3  # which the sampled token is among
+        assert top[token] == value
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_as_ids(client, fake, stream):
+    ids = fake.tokenizer.encode("é" + TEXT[:3])
+    extra = {"return_tokens_as_token_ids": True}
+    answer = client.completions.create(
+        model="fake", prompt="é", max_tokens=3, logprobs=2, echo=not stream, stream=stream, extra_body=extra
+    )
+    choices = [chunk.choices[0] for chunk in answer][:-1] if stream else answer.choices
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    assert tokens == [f"token_id:{token}" for token in (ids[2:] if stream else ids)]
+    for choice in choices:
+        for token, top in zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, strict=True):
+            assert top is None or (token in top and all(key.startswith("token_id:") for key in top))
+    answer = client.chat.completions.create(
+        model="fake", messages=CHAT, max_tokens=3, logprobs=True, top_logprobs=1, extra_body=extra
+    )
+    for entry, token in zip(answer.choices[0].logprobs.content, ids[2:], strict=True):
+        assert entry.token == entry.top_logprobs[0].token == f"token_id:{token}"
+        assert bytes(entry.bytes) == fake.tokenizer.token_bytes(token)
+
+
+def test_token_ids_are_returned(client, fake):
+    extra, ids = {"return_token_ids": True}, fake.tokenizer.encode(TEXT)
+    asked = {"model": "fake", "max_tokens": 50, "n": 2, "extra_body": extra}
+    answer = client.completions.create(prompt=["ab", [67]], **asked)
+    assert [choice.prompt_token_ids for choice in answer.choices] == [fake.tokenizer.encode("ab")] * 2 + [[67]] * 2
+    assert [choice.token_ids for choice in answer.choices] == [ids, ids[1:]] * 2
+    prompts, tokens = dict[int, list](), dict[int, list[int]]()
+    for chunk in client.completions.create(prompt=["ab", [67]], stream=True, **asked):
+        choice = chunk.choices[0]
+        if not choice.finish_reason:
+            prompts.setdefault(choice.index, []).append(choice.prompt_token_ids)
+            tokens.setdefault(choice.index, []).extend(choice.token_ids)
+    assert tokens == {0: ids, 1: ids[1:], 2: ids, 3: ids[1:]}
+    assert [prompts[i][0] for i in range(4)] == [fake.tokenizer.encode("ab")] * 2 + [[67]] * 2
+    assert {tuple(rest) for _, *rest in prompts.values()} <= {(None,) * i for i in range(50)}
+
+
+def test_token_ids_of_a_conversation_are_returned(client, fake):
+    extra, ids = {"return_token_ids": True}, fake.tokenizer.encode(TEXT)
+    answer = client.chat.completions.create(model="fake", messages=CHAT, n=2, extra_body=extra)
+    prompt = list(fake.seen[-1][0].token_ids)
+    assert answer.prompt_token_ids == prompt
+    assert [choice.token_ids for choice in answer.choices] == [ids, ids[1:]]
+    chunks = list(client.chat.completions.create(model="fake", messages=CHAT, n=2, stream=True, extra_body=extra))
+    told = [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")]
+    assert told == [prompt]
+    tokens = {0: [], 1: []}
+    for choice in (chunk.choices[0] for chunk in chunks):
+        tokens[choice.index] += getattr(choice, "token_ids", [])
+    assert tokens == {0: ids, 1: ids[1:]}
+
+
+def test_seed_of_minus_one_is_none(client, fake):
+    client.completions.create(model="fake", prompt="a", seed=-1)
+    assert fake.seen[-1][1].seed is None
 
 
 def test_completion_echo_streams_the_prompt_once(client):
