@@ -54,7 +54,7 @@ def test_first_signal_lets_streams_end_and_refuses_new_requests(number):
             assert "shutting down" in refused.json()["error"]["message"]
             rest = list(lines)
         assert rest[-1] == "data: [DONE]"
-        assert len(rest) == 200  # 199 tokens after the first
+        assert len(rest) == 201  # 199 tokens after the first, and the end
         assert '"finish_reason":"stop"' in rest[-2]
         assert server.wait() == 0
 
