@@ -242,6 +242,31 @@ def test_sigterm_lets_a_stream_end_while_the_plan_keeps_changing(arguments):
         assert "Traceback" not in server.errors.read_text()
 
 
+def test_metrics_of_a_request(server, client):
+    names = ("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds")
+    sizes = ("request_params_n", "request_params_max_tokens", "request_max_num_generation_tokens")
+    before = {name: metric(server, f"{name}_sum") for name in (*names, *sizes)}
+    complete(client, n=2, temperature=1)
+    spent = {name: metric(server, f"{name}_sum") - value for name, value in before.items()}
+    assert [spent[name] for name in sizes] == [2, 24, 24]
+    assert all(spent[name] > 0 for name in names)
+    assert spent[names[0]] + spent[names[1]] == pytest.approx(spent[names[2]])
+    assert metric(server, "iteration_tokens_total_count") > 0
+    assert metric(server, "cache_config_info", block_size="16", cache_dtype="float32") == 1
+
+
+def test_prompt_tokens_may_be_cut(client):
+    text = "def f(x):" * 1000
+    cut = complete(client, text, extra_body={"truncate_prompt_tokens": 9, "ignore_eos": True})
+    assert cut.usage.prompt_tokens == 9
+    assert cut.choices[0].text == complete(client, "def f(x):").choices[0].text
+
+
+def test_top_p_of_zero_is_greedy(client):
+    drawn = complete(client, temperature=1, top_p=0, extra_body={"ignore_eos": True})
+    assert drawn.choices[0].text == complete(client).choices[0].text
+
+
 def test_compiles_nothing_while_serving(server):
     before = metric(server, "compilations_total", tier="block")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client, ThreadPoolExecutor(6) as threads:

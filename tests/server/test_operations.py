@@ -6,6 +6,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from jaxserve import __version__
+from jaxserve.bench.answer import Answer
+from jaxserve.bench.record import RequestRecord
+from jaxserve.bench.sse import EventParser
 from jaxserve.server.app import create_app
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
@@ -134,3 +137,21 @@ def test_bug_before_the_first_token_is_a_plain_500(stream):
     assert answer.json()["error"]["type"] == "server_error"
     assert "secret" not in answer.text
     assert answer.headers["connection"] == "close"  # it is cut: a client must not reuse it
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_benchmark_counts_the_tokens_of_a_stream(path, usage):
+    script = "plain text"
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": True, "max_tokens": 50}
+    with serving(FakeClient(script=script)) as address:
+        answer = httpx.post(
+            address.url + path, json=body | ({"stream_options": {"include_usage": True}} if usage else {})
+        )
+    record = RequestRecord(0, 0.0, 0.0, input_tokens=1)
+    seen = Answer(record)
+    for time, data in enumerate(EventParser().feed(answer.content)):
+        seen.take(data, float(time))
+    seen.close()
+    assert (record.error, record.text) == (None, script)
+    assert record.output_tokens == len(record.chunk_times_s) == len(script)

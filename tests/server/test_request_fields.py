@@ -149,9 +149,11 @@ def test_template_variables_at_the_top_level(http, fake, effort, monkeypatch):
 def test_reasoning_of_earlier_answers_reaches_the_template(http, fake, monkeypatch):
     seen = []
     monkeypatch.setattr(fake.tokenizer, "apply_chat_template", lambda messages, **_: seen.extend(messages) or "a")
-    message = {"role": "assistant", "content": "a", "reasoning_content": "b"}
-    assert http.post(CHAT, json={"messages": [message, *MESSAGES]}).status_code == 200
-    assert seen[0] == message
+    for name in ("reasoning_content", "reasoning"):
+        message = {"role": "assistant", "content": "a", name: "b"}
+        assert http.post(CHAT, json={"messages": [message, *MESSAGES]}).status_code == 200
+        assert seen.pop(0) == {"role": "assistant", "content": "a", "reasoning_content": "b"}
+        seen.clear()
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(3, [3, 4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])])

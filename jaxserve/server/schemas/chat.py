@@ -22,13 +22,14 @@ class ChatMessage(Body):
     content: Annotated[str | list[dict[str, Any]] | None, described("a string or a list of content parts")] = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name for it
 
     def as_dict(self, place: str = "messages") -> dict[str, Any]:
         """The message for the chat template. Raises RequestError, which names the `place`, for images and tools."""
         if self.role in ("tool", "function"):
             raise UnsupportedParameter("tools are not supported yet", field=f"{place}.role", value=self.role)
         check_unsupported(self.model_extra or {}, UNSUPPORTED_IN_MESSAGES, f"{place}.")
-        given = {"name": self.name, "reasoning_content": self.reasoning_content}
+        given = {"name": self.name, "reasoning_content": self.reasoning_content or self.reasoning}
         return {"role": self.role, "content": self._text(place)} | {k: v for k, v in given.items() if v is not None}
 
     def _text(self, place: str) -> str:

@@ -23,7 +23,7 @@ def parse_prompts(value: Any, field: str, limit: int) -> list[str | tuple[int, .
     if value and _is_integer(value[0]):
         return [_token_ids(value, field)]
     if not 1 <= len(value) <= limit:
-        message = f"{field} has {len(value)} prompts, it must have from 1 to {limit}"
+        message = f"{field} has {len(value)} prompts, it must have from 1 to {limit} (--max-prompts)"
         raise RequestError(message, field=field, value=len(value), limit=limit)
     return [entry if isinstance(entry, str) else _token_ids(entry, field) for entry in value]
 
