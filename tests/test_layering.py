@@ -27,7 +27,13 @@ JAX_FREE = (
     "jaxserve.platforms",
     "jaxserve.sim",
 )
-COMES_WITH = {"starlette": "fastapi", "pydantic-core": "pydantic", "jaxlib": "jax"}  # always installed together
+COMES_WITH = {  # always installed together
+    "starlette": "fastapi",
+    "anyio": "starlette",
+    "h11": "uvicorn",
+    "pydantic-core": "pydantic",
+    "jaxlib": "jax",
+}
 PUBLIC = [name for name in jaxserve.__all__ if name != "__version__"]
 
 BLOCK_WEB = f"""
