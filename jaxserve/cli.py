@@ -14,7 +14,7 @@ import typer
 from jaxserve._version import __version__
 from jaxserve.bench.cli import app as bench
 from jaxserve.bench.vllm import VllmCommand
-from jaxserve.core.errors import ConfigError
+from jaxserve.core.errors import ConfigError, NoTokenizer
 from jaxserve.flattened import flattened
 from jaxserve.options import ChatSamplingOptions, EngineOptions, SamplingOptions, given, option
 from jaxserve.plan_cli import app as plan
@@ -78,6 +78,9 @@ def serve(
     ] = None,
     slo_ttft: Annotated[
         float | None, option("Adaptation", "Seconds to the first token that the policy keeps; default: its own.")
+    ] = None,
+    skip_tokenizer_init: Annotated[
+        bool | None, option("Model", "Serve without a tokenizer: prompts are token ids; default: no.")
     ] = None,
     served_model_name: Annotated[list[str] | None, option("Model", "Name for clients; may be repeated.")] = None,
     page_size: Annotated[int | None, option("Memory", "Tokens of a KV page; default 16.")] = None,
@@ -151,8 +154,9 @@ def serve(
         _configure_logging(server.log_level, access=server.access_log)
 
         def load() -> "EngineClient":
-            from jaxserve.factory import build_async_engine
+            from jaxserve.factory import build_async_engine, check_serves_text
 
+            check_serves_text(engine_config)
             return build_async_engine(engine_config)
 
         console.print(f"jaxserve {__version__}: loading {engine_config.model or 'the bundled model'}")
@@ -226,11 +230,19 @@ def _configure_logging(level: str, *, access: bool) -> None:
 def _print_ready(url: str, client: "EngineClient", settings: "ServerSettings") -> None:
     """The ready line, and a command that works as it stands."""
     name = (settings.served_model_names or (client.info.name,))[0]
-    body = json.dumps({"model": name, "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0})
+    body = json.dumps({"model": name, "prompt": _example_prompt(client), "max_tokens": 64, "temperature": 0})
     key = ' -H "authorization: Bearer $JAXSERVE_API_KEY"' if settings.api_keys else ""
     print(f"jaxserve is ready: {name} at {url} ({client.info.max_model_len} tokens of context)")
     print(f"curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'")
     print(f"dashboard: {url}/dashboard", flush=True)
+
+
+def _example_prompt(client: "EngineClient") -> str | list[int]:
+    try:
+        _ = client.tokenizer
+    except NoTokenizer:
+        return [1, 2, 3]
+    return "def fibonacci(n):"
 
 
 def _print_stream(outputs: Iterator["RequestOutput"]) -> str:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jaxserve.control.policies import POLICY_NAMES, load_policy
 from jaxserve.control.policy import Foresees, Policy
 from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import CheckpointError
 from jaxserve.core.precision import mixture_name
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
@@ -28,6 +30,7 @@ from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.step_log import InstanceLog, StepLog
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.engine.tokenizer_files import has_vocabulary, missing_vocabulary
 from jaxserve.executor.blocks import BlockBuilder, Row, RowOutline
 from jaxserve.executor.compilation import CompileCounter, use_persistent_cache
 from jaxserve.executor.executor import BlockExecutor
@@ -349,11 +352,41 @@ def _pool_maker(resolved: Resolved, placement: Placement) -> Callable[[int], Poo
     )
 
 
+def check_serves_text(config: EngineConfig) -> None:
+    """Raise `CheckpointError` for a model without a tokenizer, unless it is to be served without one.
+
+    Random weights (`load_format` "dummy") need none.
+    """
+    if config.model is None or config.tokenizer is not None or config.skip_tokenizer_init:
+        return
+    folder = Path(config.model)
+    if config.load_format != "dummy" and (folder / "config.json").is_file() and not has_vocabulary(folder):
+        raise CheckpointError(
+            f"{missing_vocabulary(folder)}. Name another folder or file by --tokenizer; or, by --skip-tokenizer-init,"
+            " serve prompts of token ids alone"
+        )
+
+
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """The model's tokenizer; None where the model's folder has none: prompts are then token ids."""
-    if config.tokenizer is not None:
-        return Tokenizer.load(config.tokenizer)
-    if not (checkpoint.path / "tokenizer.json").is_file():
-        log.warning("there is no tokenizer.json in %s: prompts must be token ids", checkpoint.path)
+    """Return the model's tokenizer, or None where its folder has none: prompts are then token ids."""
+    if config.skip_tokenizer_init:
         return None
-    return Tokenizer.load(checkpoint.path)
+    if config.tokenizer is None and not has_vocabulary(checkpoint.path):
+        log.warning("%s: prompts must be token ids", missing_vocabulary(checkpoint.path))
+        return None
+    source = checkpoint.path if config.tokenizer is None else config.tokenizer
+    tokenizer = Tokenizer.load(source, config.chat_template)
+    if tokenizer.builtin_template is not None and config.chat_template is None:
+        log.warning(
+            "%s has no chat template: conversations are written in the built-in format %r (--chat-template)",
+            source,
+            tokenizer.builtin_template,
+        )
+    if tokenizer.vocab_size > checkpoint.config.vocab_size:
+        log.warning(
+            "the tokenizer in %s has %d tokens and the model %d: a prompt with one of the others is refused",
+            source,
+            tokenizer.vocab_size,
+            checkpoint.config.vocab_size,
+        )
+    return tokenizer

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import EngineStopped, RequestError
+from jaxserve.core.errors import EngineStopped, NoTokenizer, RequestError
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import Prompt, TextPrompt
@@ -89,9 +89,9 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises `ValueError` where the model has none."""
+        """The model's tokenizer. Raises `NoTokenizer` where the model has none."""
         if self._engine.tokenizer is None:
-            raise ValueError("the model has no tokenizer: give prompts as token ids")
+            raise NoTokenizer
         return self._engine.tokenizer
 
     @property

@@ -28,6 +28,10 @@ class EngineOptions:
     """How a model is loaded and run: fields of `EngineConfig`."""
 
     tokenizer: Annotated[Path | None, option("Model", "Folder or tokenizer.json; default: the model's.")] = None
+    chat_template: Annotated[
+        str | None,
+        option("Model", "File, or one of plain, vicuna, chatml, or one that the model names; default: the model's."),
+    ] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"] | None,
         option("Model", "Precision of weights, activations and KV cache; default: the checkpoint's."),

@@ -96,6 +96,8 @@ class EngineConfig:
 
     model: str | Path | None = None  # None: the bundled model
     tokenizer: str | Path | None = None
+    skip_tokenizer_init: bool = False  # serve without a tokenizer: prompts are token ids
+    chat_template: str | None = None  # a file, a built-in name or one of the model's; None: the model's default
     served_model_name: str | None = None  # for clients and metrics; None: the folder's
     load_format: LoadFormat = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

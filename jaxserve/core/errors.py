@@ -41,6 +41,17 @@ class UnsupportedParameter(RequestError):
     code = "unsupported_parameter"
 
 
+class NoTokenizer(RequestError, ValueError):
+    """Text was given to, or wanted from, a model without a tokenizer."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model has no tokenizer (there is no tokenizer.json or tokenizer.model in its folder, and the option"
+            " tokenizer names none): give prompts as token ids",
+            field="prompt",
+        )
+
+
 class QueueFull(RequestError):
     """The bounded queue (requests or tokens) has no room; try again after `retry_after` seconds."""
 

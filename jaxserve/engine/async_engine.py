@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import EngineFailed, EngineStopped, RequestError
+from jaxserve.core.errors import EngineFailed, EngineStopped, NoTokenizer
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
@@ -203,7 +203,7 @@ class AsyncEngine:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise RequestError("the model has no tokenizer: send prompts as token ids", field="prompt")
+            raise NoTokenizer
         return self._tokenizer
 
     @property

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -15,11 +15,7 @@ from jaxserve.core.errors import CheckpointError, RequestError
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
-DEFAULT_TEMPLATE = """\
-{%- for message in messages %}
-{{- message['role'] | capitalize }}: {{ message['content'] }}{{ '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+MARKER = "CONTINUE_FINAL_MESSAGE_TAG "  # the space tells whether the template trims what a message holds
 
 
 class ChatTemplate:
@@ -27,13 +23,17 @@ class ChatTemplate:
 
     def __init__(
         self,
-        source: str = DEFAULT_TEMPLATE,
+        source: str,
         special_tokens: Mapping[str, str] | None = None,
         now: Callable[[], datetime] = datetime.now,
     ):
+        """Compile the template. Raises `CheckpointError` if it is not valid Jinja."""
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._now = now
+        self._template = self._compiled()
+        self._knows_developer = "developer" in source
+        self._dropped = lru_cache(maxsize=256)(self._find_dropped)
 
     def render(
         self,
@@ -43,29 +43,84 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation.
+        """Return the prompt of a conversation.
 
         `continue_final_message`: the prompt ends inside the last message, so that the model goes on with it.
-        `variables` are the template's own, e.g. enable_thinking. Raises RequestError if the template refuses the
-        messages, CheckpointError if the template itself is broken.
+        `variables` are the template's own, e.g. enable_thinking. A `developer` message is rendered as a `system`
+        message, unless the template itself mentions developers. Raises `RequestError` if the template refuses the
+        messages or leaves one of them out.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
                 "continue_final_message needs add_generation_prompt to be false", field="continue_final_message"
             )
-        messages = [_in_text(message) for message in messages]
+        messages = [self._with_known_role(_in_text(message)) for message in messages]
+        self._check_roles(tuple(str(message.get("role")) for message in messages))
+        if continue_final_message:
+            return self._render_open(messages, variables)
+        return self._render(messages, add_generation_prompt, variables)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         context = {**self._special_tokens, "tools": None, "documents": None, **variables}
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **context)
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **context)
         except TemplateError as error:  # also what the template itself raises, and what the sandbox refuses
             raise RequestError(f"the chat template refuses these messages: {error}", field="messages") from error
         except (TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
             reason = f"the chat template fails on these messages: {type(error).__name__}: {error}"
             raise RequestError(reason, field="messages") from error
-        return _cut_after_last_content(text, messages) if continue_final_message else text
 
-    @cached_property
-    def _template(self) -> Template:
+    def _render_open(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """Return the prompt up to the end of the last message's content, as Transformers does.
+
+        The content is marked at its end, because its own text may occur anywhere else in the prompt.
+        """
+        content = messages[-1].get("content") if messages else None
+        if not isinstance(content, str):
+            raise RequestError(
+                "continue_final_message needs a last message with text as its content", field="continue_final_message"
+            )
+        text = self._render([*messages[:-1], {**messages[-1], "content": content + MARKER}], False, variables)
+        end = text.rfind(MARKER.rstrip())
+        if end < 0 or content.strip() not in text:
+            raise RequestError(
+                "the chat template does not show the last message as it stands, so it cannot be continued",
+                field="continue_final_message",
+            )
+        return text[:end] if text.startswith(MARKER, end) else text[:end].rstrip()
+
+    def _with_known_role(self, message: Message) -> Message:
+        if message.get("role") == "developer" and not self._knows_developer:
+            return {**message, "role": "system"}
+        return message
+
+    def _check_roles(self, roles: tuple[str, ...]) -> None:
+        """Raise `RequestError` if the template silently leaves out a message of such a conversation."""
+        position = self._dropped(roles)
+        if position is not None:
+            raise RequestError(
+                f"the chat template leaves out message {position} (role {roles[position]!r}), which would never reach"
+                " the model; give its text in another role or place",
+                field="messages",
+                value=roles[position],
+            )
+
+    def _find_dropped(self, roles: tuple[str, ...]) -> int | None:
+        """Return the position of the first message that the template leaves out, None if there is none.
+
+        What a template shows depends on the roles and their order, so it is tried with contents that are easy to find.
+        """
+        if "messages" not in self.source:  # a fixed text is meant as it is
+            return None
+        marks = [f"MESSAGE{position}TEXT" for position in range(len(roles))]
+        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        try:
+            text = self._render(messages, True, {})
+        except RequestError:  # the conversation itself is refused too, or needs variables that are not known here
+            return None
+        return next((position for position, mark in enumerate(marks) if mark not in text), None)
+
+    def _compiled(self) -> Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -75,7 +130,7 @@ class ChatTemplate:
         try:
             return environment.from_string(self.source)
         except TemplateError as error:
-            raise CheckpointError(f"the model's chat template is not valid Jinja: {error}") from error
+            raise CheckpointError(f"the chat template is not valid Jinja: {error}") from error
 
 
 class _Generation(Extension):
@@ -124,14 +179,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _cut_after_last_content(text: str, messages: Sequence[Message]) -> str:
-    content = str(messages[-1].get("content") or "").strip()
-    position = text.rfind(content) if content else -1
-    if position < 0:
-        raise RequestError(
-            "the chat template does not show the last message as it stands, so it cannot be continued",
-            field="continue_final_message",
-        )
-    return text[: position + len(content)]

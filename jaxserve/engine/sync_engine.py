@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from jaxserve.core.clock import Clock
+from jaxserve.core.errors import NoTokenizer
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
@@ -39,7 +40,7 @@ class SyncEngine:
         """Accepts a request and returns its id. Raises `RequestError` or `QueueFull`. Mutates."""
         if isinstance(prompt, TextPrompt):
             if self.tokenizer is None:
-                raise ValueError("the model has no tokenizer: give prompts as token ids")
+                raise NoTokenizer
             text: str | None = prompt.text
             token_ids = tuple(self.tokenizer.encode(prompt.text, prompt.add_special_tokens))
         else:

@@ -1,19 +1,20 @@
-"""Tokenizer: a model's tokenizer.json with its special tokens and its chat template. Imports no JAX."""
+"""Tokenizer: a model's vocabulary with its special tokens and its chat template. Imports no JAX."""
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from jaxserve.core.errors import CheckpointError, RequestError
+from jaxserve.core.errors import RequestError
 from jaxserve.core.request import Detokenizer
-from jaxserve.engine.chat_template import DEFAULT_TEMPLATE, ChatTemplate, Message
+from jaxserve.engine.builtin_templates import PLAIN
+from jaxserve.engine.chat_template import ChatTemplate, Message
 from jaxserve.engine.detokenizer import ByteDetokenizer, StreamDetokenizer, byte_table
+from jaxserve.engine.tokenizer_files import TokenizerFiles, choose_template, vocabulary_file
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+PROBE = "a"  # a text that shows which special tokens are put around it
 
 
 class Tokenizer:
@@ -26,9 +27,15 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
         add_bos: bool | None = None,
+        add_eos: bool | None = None,
         chat_template: str | None = None,
+        builtin_template: str | None = None,
     ):
-        """`add_bos`: whether `encode` adds the bos token, None: what tokenizer.json says."""
+        """`add_bos`, `add_eos`: whether `encode` puts these tokens around a text; None: as tokenizer.json says.
+
+        `builtin_template`: the name of the built-in template that `chat_template` is, if it is one. Raises
+        `CheckpointError` for a chat template that is not valid.
+        """
         special = dict(special_tokens or {})
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -38,31 +45,36 @@ class Tokenizer:
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of(special.get("bos_token"))
-        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._ids_of(special.get("eos_token"))]))
-        self._add_bos = add_bos
-        self.has_chat_template = chat_template is not None
-        self._chat_template = ChatTemplate(chat_template or DEFAULT_TEMPLATE, special)
+        eos = self._id_of(special.get("eos_token"))
+        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if eos is None else [eos])]))
+        whole, bare = self._encode(PROBE, True), self._encode(PROBE, False)
+        self._bos = _Edge(self.bos_token_id, add_bos, self.bos_token_id in whole[:1] and whole[:1] != bare[:1])
+        self._eos = _Edge(eos, add_eos, eos in whole[-1:] and whole[-1:] != bare[-1:])
+        self.has_chat_template = chat_template is not None and builtin_template is None
+        self.builtin_template = builtin_template if chat_template is not None else "plain"
+        if not self.has_chat_template and not self._bos.wanted:
+            special.pop("bos_token", None)
+        self._chat_template = ChatTemplate(chat_template or PLAIN, special)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
-        """Reads a model's folder, or a tokenizer.json. Raises CheckpointError naming the file that is at fault."""
+    def load(cls, path: str | Path, chat_template: str | None = None) -> "Tokenizer":
+        """Read a model's folder, or its tokenizer.json or tokenizer.model.
+
+        `chat_template`: another than the model's own, as `EngineConfig.chat_template`. Raises `CheckpointError` naming
+        the file that is at fault, or `ConfigError` for a chat template that is not there.
+        """
         path = Path(path)
-        folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
-        if not file.is_file():
-            raise CheckpointError(f"there is no {file}; a tokenizer in Hugging Face's tokenizer.json format is needed")
-        try:
-            tokenizer = HfTokenizer.from_file(str(file))
-        except Exception as error:  # the library raises a bare Exception
-            raise CheckpointError(f"{file} is not a valid tokenizer: {error}") from error
-        config = _read_json(folder / "tokenizer_config.json")
-        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+        files = TokenizerFiles.read(path)
+        template, builtin = choose_template(chat_template, files.chat_templates, vocabulary_file(path).parent)
         return cls(
-            tokenizer,
-            special_tokens=_special_tokens(config),
-            eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
-            add_bos=config.get("add_bos_token"),
-            chat_template=_chat_template(folder, config),
+            files.tokenizer,
+            special_tokens=files.special_tokens,
+            eos_token_ids=files.eos_token_ids,
+            add_bos=files.add_bos,
+            add_eos=files.add_eos,
+            chat_template=template,
+            builtin_template=builtin,
         )
 
     def save(self, file: str | Path) -> None:
@@ -72,10 +84,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. Raises RequestError for a string that is not valid Unicode."""
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            ids = self._encode(text, add_special_tokens)
         except (TypeError, UnicodeError) as error:
             raise RequestError("the text is not valid Unicode (it has a lone surrogate)", field="prompt") from error
-        return self._mend_bos(ids) if add_special_tokens else ids
+        return self._with_edges(ids) if add_special_tokens else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids that begin a text; ids outside the vocabulary are left out."""
@@ -111,13 +123,24 @@ class Tokenizer:
         """The prompt of a conversation, to be encoded without special tokens. See `ChatTemplate.render`."""
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
-    def _mend_bos(self, ids: list[int]) -> list[int]:
-        """Adds or takes away the bos token where tokenizer.json and the configuration disagree."""
-        bos = self.bos_token_id
-        has = bos is not None and ids[:1] == [bos]
-        if bos is None or self._add_bos is None or has == self._add_bos:
-            return ids
-        return ids[1:] if has else [bos, *ids]
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _with_edges(self, ids: list[int]) -> list[int]:
+        """Add the bos and eos tokens, or take away those that tokenizer.json added, as the configuration says.
+
+        A bos that the text itself begins with stays, and is not doubled here.
+        """
+        bos, eos = self._bos, self._eos
+        if bos.extra:
+            ids = ids[1:]
+        if eos.extra:
+            ids = ids[:-1]
+        if bos.missing and bos.id is not None and ids[:1] != [bos.id]:
+            ids = [bos.id, *ids]
+        if eos.missing and eos.id is not None and ids[-1:] != [eos.id]:
+            ids = [*ids, eos.id]
+        return ids
 
     def _token_bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
@@ -133,40 +156,22 @@ class Tokenizer:
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
 
-    def _ids_of(self, token: str | None) -> list[int]:
-        found = self._id_of(token)
-        return [] if found is None else [found]
 
+class _Edge(NamedTuple):
+    """A special token at one end of every text: whether it is wanted there, and whether tokenizer.json adds it."""
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a file, {} if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return value
+    id: int | None
+    asked: bool | None  # None: as tokenizer.json does
+    added: bool
 
+    @property
+    def wanted(self) -> bool:
+        return self.id is not None and (self.added if self.asked is None else self.asked)
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name in SPECIAL_NAMES:
-        value = config.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            found[name] = content
-    return found
+    @property
+    def missing(self) -> bool:
+        return self.wanted and not self.added
 
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template
+    @property
+    def extra(self) -> bool:
+        return self.added and not self.wanted

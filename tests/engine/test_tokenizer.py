@@ -4,9 +4,19 @@ import json
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from tokenizers import AddedToken, Tokenizer as HfTokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer as HfTokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
-from jaxserve.core.errors import CheckpointError, RequestError
+from jaxserve.core.errors import CheckpointError, ConfigError, RequestError
+from jaxserve.engine.chat_template import ChatTemplate
 from jaxserve.engine.tokenizer import Tokenizer
 
 SPECIALS = ["<s>", "</s>", "<|a turn|>"]
@@ -170,6 +180,139 @@ def test_add_bos_token_of_the_configuration_wins(folder):
     assert tokenizer.encode("fox", add_special_tokens=False)[0] != 0
 
 
+@pytest.fixture
+def with_edges(folder):
+    """The same tokenizer, whose file puts <s> before and </s> after every text."""
+    tokenizer = byte_level()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "before", "after"),
+    [
+        ({}, [0], [1]),
+        ({"add_bos_token": True}, [0], [1]),
+        ({"add_bos_token": False}, [], [1]),
+        ({"add_eos_token": False}, [0], []),
+        ({"add_bos_token": False, "add_eos_token": False}, [], []),
+    ],
+)
+def test_only_what_the_file_adds_is_taken_away(with_edges, flags, before, after):
+    write(with_edges, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", **flags})
+    tokenizer = Tokenizer.load(with_edges)
+    fox = tokenizer.encode("fox", add_special_tokens=False)
+    assert tokenizer.encode("fox") == [*before, *fox, *after]
+    assert tokenizer.encode("<s>fox</s>") == [*before, 0, *fox, 1, *after], "what the text has itself stays"
+    assert tokenizer.encode("") == [*before, *after]
+
+
+def test_a_bos_that_the_text_begins_with_stays_where_none_is_added(folder):
+    write(folder, "tokenizer_config.json", {"bos_token": "<|a turn|>", "add_bos_token": False})
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("<|a turn|>fox")[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(tokenizer.encode("<|a turn|>fox"), skip_special_tokens=False) == "<|a turn|>fox"
+
+
+def test_a_bos_that_the_configuration_asks_for_is_not_doubled(folder):
+    write(folder, "tokenizer_config.json", {"bos_token": "<s>", "add_bos_token": True, "add_eos_token": True})
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("<s>fox") == tokenizer.encode("fox")
+    assert tokenizer.encode("fox")[-1] != tokenizer.bos_token_id, "no eos is named, so none can be added"
+
+
+def test_an_eos_that_is_the_bos_too_is_not_taken_for_it(folder):
+    tokenizer = byte_level()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <s>", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write(folder, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "<s>", "add_bos_token": False})
+    fox = Tokenizer.load(folder).encode("fox", add_special_tokens=False)
+    assert Tokenizer.load(folder).encode("fox") == [*fox, 0]
+
+
+# special tokens of the other files
+
+
+def test_special_tokens_map_alone_names_the_tokens(folder):
+    write(folder, "tokenizer_config.json", {})
+    write(folder, "special_tokens_map.json", {"bos_token": {"content": "<s>"}, "eos_token": "</s>"})
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer = Tokenizer.load(folder)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (1,))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "<s>hi"
+
+
+def test_special_tokens_map_wins_unless_the_added_tokens_are_listed(folder, caplog):
+    write(folder, "special_tokens_map.json", {"eos_token": "<|a turn|>"})
+    assert Tokenizer.load(folder).eos_token_ids == (2,)
+    assert "'</s>' in tokenizer_config.json and '<|a turn|>' in special_tokens_map.json" in caplog.text
+    write(folder, "tokenizer_config.json", {"eos_token": "</s>", "added_tokens_decoder": {}})
+    assert Tokenizer.load(folder).eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize("listed", ["tokenizer_config.json", "added_tokens.json"])
+def test_added_tokens_of_the_other_files_are_added(folder, listed, caplog):
+    size = byte_level().get_vocab_size()
+    tokens = {"<|im_start|>": size, "<|im_end|>": size + 1}
+    config = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    if listed == "added_tokens.json":
+        write(folder, listed, tokens)
+    else:
+        config["added_tokens_decoder"] = {str(id): {"content": text, "special": True} for text, id in tokens.items()}
+    write(folder, "tokenizer_config.json", config)
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.vocab_size == size + 2
+    assert tokenizer.eos_token_ids == (size + 1,)
+    assert tokenizer.encode("<|im_start|><|im_end|>") == [size, size + 1]
+    assert tokenizer.decode([size, size + 1]) == ""
+    assert not caplog.records
+
+
+def test_added_tokens_whose_ids_are_not_free_are_told_and_left(folder, caplog):
+    size = byte_level().get_vocab_size()
+    listed = {str(size + 5): {"content": "<far>"}, "7": {"content": "</s>"}, "2": {"content": "<|a turn|>"}}
+    write(folder, "tokenizer_config.json", {"added_tokens_decoder": listed})
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.vocab_size == size
+    assert "2 tokens cannot have the ids" in caplog.text
+    assert f"'<far>' ({size + 5}, not {size})" in caplog.text
+    assert "'</s>' (7, not 1)" in caplog.text
+
+
+def test_a_named_token_outside_the_vocabulary_is_told(folder, caplog):
+    write(folder, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "<|im_end|>"})
+    assert Tokenizer.load(folder).eos_token_ids == ()
+    assert "the eos_token is '<|im_end|>', which is not in the vocabulary" in caplog.text
+
+
+def test_a_named_token_of_the_plain_vocabulary_is_a_special_one(folder):
+    piece = next(text for text in byte_level().get_vocab(with_added_tokens=False) if text == "qu")
+    write(folder, "tokenizer_config.json", {"eos_token": piece})
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("fox" + piece)[-1] == tokenizer.eos_token_ids[0]
+    assert tokenizer.decode(tokenizer.encode("fox" + piece)) == "fox"
+
+
+@pytest.mark.parametrize(
+    ("file", "value"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"4": "a"}}),
+        ("tokenizer_config.json", {"add_bos_token": "yes"}),
+        ("tokenizer_config.json", {"chat_template": 3}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}),
+        ("added_tokens.json", {"<a>": None}),
+    ],
+)
+def test_malformed_files_are_named(folder, file, value):
+    write(folder, file, value)
+    with pytest.raises(CheckpointError, match=file):
+        Tokenizer.load(folder)
+
+
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
     source = byte_level()
     source.enable_truncation(3)
@@ -198,6 +341,63 @@ def test_default_template(folder):
     assert prompt == "System: Be brief.\nUser: <b>&'hi'</b>\nAssistant:"
 
 
+def test_default_template_begins_as_every_text_does(folder):
+    write(folder, "tokenizer_config.json", {"bos_token": "<s>", "add_bos_token": True})
+    tokenizer = Tokenizer.load(folder)
+    assert not tokenizer.has_chat_template
+    assert tokenizer.builtin_template == "plain"
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert prompt == "<s>User: hi\nAssistant:"
+    assert tokenizer.encode(prompt, add_special_tokens=False)[0] == 0
+
+
+CONVERSATION = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "How?"},
+]
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, and"
+    " polite answers to the user's questions. USER: Hi ASSISTANT: Hello</s>USER: How? ASSISTANT:"
+)
+
+
+@pytest.mark.parametrize("name", ["vicuna-7b-v1.5", "my-model", "models--lmsys--vicuna-7b-v1.5/snapshots/0123"])
+def test_vicuna_has_its_own_format(tmp_path, name):
+    model = tmp_path / name
+    model.mkdir(parents=True)
+    byte_level().save(str(model / "tokenizer.json"))
+    write(model, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True})
+    write(model, "config.json", {"_name_or_path": "lmsys/vicuna-7b-v1.5" if name == "my-model" else ""})
+    assert Tokenizer.load(model).apply_chat_template(CONVERSATION) == "<s>" + VICUNA
+    system = [{"role": "system", "content": "Be brief."}, *CONVERSATION[:1]]
+    assert Tokenizer.load(model).apply_chat_template(system) == "<s>Be brief. USER: Hi ASSISTANT:"
+
+
+def test_a_template_may_be_given(folder, tmp_path):
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    named = [{"name": "tool_use", "template": "{% for m in messages %}({{ m.content }}){% endfor %}"}]
+    write(folder, "tokenizer_config.json", {"chat_template": named})
+
+    def prompt(template):
+        return Tokenizer.load(folder, template).apply_chat_template(CONVERSATION[:1])
+
+    assert prompt(str(tmp_path / "mine.jinja")) == "<Hi>"
+    assert prompt("tool_use") == "(Hi)"
+    assert prompt("{% for m in messages %}[{{ m.content }}]{% endfor %}") == "[Hi]"
+    assert prompt("chatml") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt(None) == "User: Hi\nAssistant:", "there is no template called default"
+    with pytest.raises(ConfigError, match=r"there is no chat template .nothing.: .*tool_use.*--chat-template"):
+        prompt("nothing")
+
+
+def test_the_file_of_a_template_wins_and_says_so(folder, caplog):
+    write(folder, "tokenizer_config.json", {"chat_template": "{{ messages }}"})
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert Tokenizer.load(folder).apply_chat_template(CONVERSATION[:1]) == "Hi"
+    assert "chat_template.jinja is used" in caplog.text
+
+
 def test_template_of_the_model(folder):
     template = (
         "{{ bos_token }}{% for m in messages %}\n  {% if loop.index0 > 5 %}{% break %}{% endif %}\n"
@@ -223,11 +423,78 @@ def test_named_templates_take_the_default(folder):
     assert Tokenizer.load(folder).apply_chat_template(CHAT) == "hello"
 
 
-def test_continue_final_message(folder):
-    messages = [*CHAT, {"role": "assistant", "content": "Sure, "}]
-    tokenizer = Tokenizer.load(folder)
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
-    assert prompt.endswith("\nAssistant: Sure,")
+CHATML = "{% for m in messages %}{{'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'}}{% endfor %}"
+TRIMMED = "{% for m in messages %}{{'<' + m.role + '>\n\n' + m.content | trim + '<|eot_id|>'}}{% endfor %}"
+
+
+def open_prompt(template, content, role="assistant"):
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": content}]
+    return ChatTemplate(template).render(messages, add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize("role", ["assistant", "user"])
+@pytest.mark.parametrize(
+    "content", ["<", "|", "e", "d", "end", "```json\n", "Answer: ", "<think>\n", "", " two  ", "hi", "<|im_end|>\n"]
+)
+def test_a_prompt_ends_exactly_where_the_last_message_does(content, role):
+    assert open_prompt(CHATML, content, role) == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>{role}\n{content}"
+
+
+@pytest.mark.parametrize("content", ["<", "e", "Answer: ", "```json\n", "  a  b "])
+def test_a_template_that_trims_leaves_the_trimmed_message_open(content):
+    assert open_prompt(TRIMMED, content) == f"<user>\n\nhi<|eot_id|><assistant>\n\n{content.strip()}"
+
+
+@pytest.mark.parametrize("content", [None, 7])
+def test_a_message_without_text_cannot_be_continued(content):
+    with pytest.raises(RequestError, match="text as its content"):
+        open_prompt(CHATML, content)
+
+
+def test_a_message_that_the_template_cuts_cannot_be_continued():
+    with pytest.raises(RequestError, match="cannot be continued"):
+        open_prompt("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}", "a</think>b")
+
+
+# roles
+
+QWEN = (
+    "{% if messages[0].role == 'system' %}{{ '<system>' + messages[0].content }}{% else %}<system>default{% endif %}"
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ '<' + m.role + '>' + m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def rendered(template, *roles):
+    return ChatTemplate(template).render([{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)])
+
+
+def test_developer_is_system_unless_the_template_knows_it():
+    assert rendered(QWEN, "developer", "user") == "<system>text 0<user>text 1"
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}{# developer #}{% endfor %}"
+    assert rendered(template, "developer") == "developertext 0"
+
+
+@pytest.mark.parametrize(
+    ("roles", "position", "role"),
+    [
+        (["critic", "user"], 0, "critic"),
+        (["user", "critic"], 1, "critic"),
+        (["system", "user", "system", "user"], 2, "system"),
+        (["system", "developer", "user"], 1, "system"),
+        (["critic"], 0, "critic"),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused(roles, position, role):
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(RequestError, match=rf"leaves out message {position} \(role '{role}'\)"):
+            rendered(QWEN, *roles)
+
+
+def test_a_template_may_show_any_role_or_cut_what_a_message_says():
+    assert rendered(CHATML, "critic").startswith("<|im_start|>critic\ntext 0")
+    shortened = ChatTemplate("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}")
+    assert shortened.render([{"role": "assistant", "content": "thought</think>said"}]) == "said"
 
 
 @pytest.mark.parametrize(
@@ -255,4 +522,4 @@ def test_content_is_never_a_template(folder):
 def test_broken_template_is_the_checkpoints_fault(folder):
     (folder / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(CheckpointError, match="chat template"):
-        Tokenizer.load(folder).apply_chat_template(CHAT)
+        Tokenizer.load(folder)
