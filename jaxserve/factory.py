@@ -104,6 +104,8 @@ def build(config: EngineConfig, *, controlled: bool = False, host_memory: HostMe
     memory = host_memory(resolved.devices[0])
     keep_full = memory is not None or resolved.devices[0].platform != "cpu"
     source = LayerSource(resolved.checkpoint, resolved.physical, keep_full=keep_full)
+    if resolved.variants and not keep_full:
+        resolved.checkpoint.store.remember()  # before layers are loaded, which are to be the same when they come back
     instances, executors = [], []
     for number, instance in enumerate(resolved.plan.instances):
         executor, scheduler = _build_instance(resolved, instance, compilations)

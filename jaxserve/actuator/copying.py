@@ -18,9 +18,8 @@ class LayerSource:
     """Variants of decoder layers in host memory, shared by all instances. Thread-safe.
 
     Quantised variants are loaded (or rounded) once, by `load`, and stay. So does full precision where devices have
-    memory of their own, and all of it in pinned memory if they have that too (`keeping.py`); where the host is the
-    device, full precision is read from the checkpoint's mapped files, whose pages stay in memory as long as the
-    operating system has room.
+    memory of their own, and all of it in pinned memory if they have that too (`keeping.py`). Where the host is the
+    device, full precision is read from the checkpoint's files each time, and must be what was loaded at the start.
     """
 
     def __init__(self, checkpoint: Checkpoint, physical: ModelConfig, *, keep_full: bool):
@@ -30,7 +29,8 @@ class LayerSource:
 
     def load(self, block: str, precision: str, place: Place | None = None) -> None:
         """Takes a variant into memory, if it is one that is kept. `place` makes of it what is kept: where the host is
-        the device the arrays that a row uses, elsewhere arrays in pinned memory. Mutates.
+        the device the arrays that a row uses, elsewhere arrays in pinned memory. One that is not kept is read again
+        when it is needed, and must then be what it is now. Mutates.
         """
         if precision in BITS or self._keep_full:
             with self._lock:
@@ -40,12 +40,15 @@ class LayerSource:
                     if kept is not parameters:  # else a prepared layer would be in memory twice
                         self._checkpoint.forget(block, precision)
                     self._kept[block, precision] = kept
+        else:
+            self._checkpoint.remember(block)
 
     def parameters(
         self, block: str, precision: str, between: Callable[[], None] | None = None
     ) -> Mapping[str, Parameter]:
         """A variant's parameters by their dotted paths: arrays of the host, read-only, or what `load` has placed. Where
-        tensors have to be read, `between` is called before each, and may wait.
+        tensors have to be read, `between` is called before each, and may wait. Raises `CheckpointError` if they are not
+        what they were when the variant was loaded.
         """
         kept = self._kept.get((block, precision))
         return self._read(block, precision, between) if kept is None else kept

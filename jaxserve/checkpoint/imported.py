@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, tensor_shapes
-from jaxserve.checkpoint.safetensors import DTYPES, INTEGERS, SafetensorsStore
+from jaxserve.checkpoint.safetensors import DTYPES, INTEGERS, SafetensorsStore, StoredTensor
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError, ConfigError
-from jaxserve.quantization.formats import Codes, Scheme, decode, dequantized, read_tensors
+from jaxserve.quantization.formats import Codes, Scheme, decode, dequantized, find_tensors
 from jaxserve.quantization.layer import CONTRACTED, flat_inputs
 from jaxserve.quantization.packing import pack
 from jaxserve.quantization.qarray import QArray
@@ -20,8 +20,8 @@ WEIGHT = ".weight"
 
 
 @dataclass(frozen=True)
-class _Tensors:
-    """The tensors of one weight."""
+class _Stored:
+    """The tensors of one weight, unread."""
 
     files: SafetensorsStore
     name: str
@@ -29,8 +29,8 @@ class _Tensors:
     def has(self, suffix: str) -> bool:
         return f"{self.name}.{suffix}" in self.files
 
-    def get(self, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
-        return self.files.get(f"{self.name}.{suffix}", shape, {**DTYPES, **INTEGERS})
+    def get(self, suffix: str, shape: tuple[int, ...]) -> StoredTensor:
+        return self.files.find(f"{self.name}.{suffix}", shape, {**DTYPES, **INTEGERS})
 
     def fail(self, suffix: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self.files.where(f'{self.name}.{suffix}')} {why}")
@@ -45,9 +45,9 @@ class ImportedStore:
     def __contains__(self, name: str) -> bool:
         return name in self.files or self.is_quantized(name)
 
-    def forget(self) -> None:
-        """As `SafetensorsStore.forget`."""
-        self.files.forget()
+    def remember(self) -> None:
+        """As `SafetensorsStore.remember`."""
+        self.files.remember()
 
     def is_quantized(self, name: str) -> bool:
         """Whether a weight is, by its name without quantisation."""
@@ -59,18 +59,19 @@ class ImportedStore:
             return self.files.get(name, shape)
         return dequantized(self.codes(name, shape), self.scheme.bits)
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> list[np.ndarray]:
-        """The tensor, or those of a quantised weight, as they are stored. Raises `CheckpointError` as `get` would."""
+    def stored(self, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
+        """The tensor, or those of a quantised weight, unread. Raises `CheckpointError` as `get` would."""
         if not self.is_quantized(name):
-            return [self.files.get(name, shape)]
-        return list(read_tensors(self.scheme, self._source(name), shape).values())
+            return self.files.stored(name, shape)
+        return list(self._tensors(name, shape).values())
 
     def codes(self, name: str, shape: tuple[int, ...]) -> Codes:
         """A quantised weight, unpacked. Raises `CheckpointError` naming the file and the tensor."""
-        return decode(self.scheme, read_tensors(self.scheme, self._source(name), shape), shape)
+        tensors = {suffix: tensor.read() for suffix, tensor in self._tensors(name, shape).items()}
+        return decode(self.scheme, tensors, shape)
 
-    def _source(self, name: str) -> "_Tensors":
-        return _Tensors(self.files, name.removesuffix(WEIGHT))
+    def _tensors(self, name: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+        return find_tensors(self.scheme, _Stored(self.files, name.removesuffix(WEIGHT)), shape)
 
     def precision(self, config: ModelConfig, block_id: str) -> str:
         """What a block is stored in. Raises `CheckpointError` for a layer of which only a part is quantised."""

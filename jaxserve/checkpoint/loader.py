@@ -1,7 +1,7 @@
 """A checkpoint directory as a configuration and blocks that are read one at a time."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -12,7 +12,7 @@ from jaxserve.checkpoint.dummy import DummyStore
 from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.mapping import Target, layer_number, numpy_dtype, pack_block, stacked_name, tensor_shapes
 from jaxserve.checkpoint.rounded import rounded_block
-from jaxserve.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME, SafetensorsStore, read_json
+from jaxserve.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME, SafetensorsStore, StoredTensor, read_json
 from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore, fitted
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
@@ -37,8 +37,12 @@ class TensorStore(Protocol):
         """The tensor, which must have this shape; raises `CheckpointError` naming the file and the tensor."""
         ...
 
-    def forget(self) -> None:
-        """Gives back what memory reading took; what was read stays valid."""
+    def stored(self, name: str, shape: tuple[int, ...]) -> Sequence[np.ndarray | StoredTensor]:
+        """What is stored of the tensor, unread if it is in a file. Raises `CheckpointError` as `get`."""
+        ...
+
+    def remember(self) -> None:
+        """From now on a tensor must be the same at every reading, or reading it raises `CheckpointError`. Mutates."""
         ...
 
 
@@ -74,9 +78,7 @@ class Checkpoint:
         if not block_id.startswith("layers."):
             return rounded_block(physical, block_id, self.block(block_id, physical), precision)
         if isinstance(self.store, ImportedStore) and precision == self.precision(block_id):
-            imported = self.store.block(config, physical, block_id)
-            self.store.forget()
-            return imported
+            return self.store.block(config, physical, block_id)
         if self.prepared is not None and precision in self.prepared.precisions:
             variant = fitted(self.prepared.layer(layer_number(block_id), precision), config, physical)
             if variant is not None:
@@ -85,6 +87,18 @@ class Checkpoint:
                 "%s in %s is rounded to the nearest: what was prepared cannot be split (tp)", block_id, precision
             )
         return rounded_block(physical, block_id, self.block(block_id, physical), precision)
+
+    def remember(self, block_id: str) -> None:
+        """Has a block's tensors be the same whenever they are read again, or reading them raise `CheckpointError`.
+
+        Reads those of them that have not been read since `remember` was first called. Mutates.
+        """
+        self.store.remember()
+        shapes = tensor_shapes(self.config, block_id, stacked_experts=stacked_name(block_id) in self.store)
+        for name, shape in shapes.items():
+            for tensor in self.store.stored(name, shape):
+                if isinstance(tensor, StoredTensor) and not tensor.is_remembered:
+                    tensor.read()
 
     def forget(self, block_id: str, precision: str) -> None:
         """Gives back what is kept of a prepared layer, which is then read again if it is asked for again."""
@@ -127,9 +141,7 @@ class Checkpoint:
                 between()
             return self.store.get(name, shapes[name])
 
-        packed = pack_block(target, block_id, read, stacked_experts=stacked)
-        self.store.forget()  # else all of a mapped file would be resident beside the model
-        return packed
+        return pack_block(target, block_id, read, stacked_experts=stacked)
 
 
 def open_checkpoint(
@@ -171,10 +183,7 @@ def check_tensors(store: TensorStore, config: ModelConfig, block_id: str) -> Non
     """Raises `CheckpointError` for the first of a block's tensors that is missing, truncated or mis-shaped."""
     shapes = tensor_shapes(config, block_id, stacked_experts=stacked_name(block_id) in store)
     for name, shape in shapes.items():
-        if isinstance(store, ImportedStore):
-            store.stored(name, shape)
-        else:
-            store.get(name, shape)
+        store.stored(name, shape)
 
 
 def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[str, Any], Scheme | None]:

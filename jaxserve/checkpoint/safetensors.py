@@ -1,20 +1,26 @@
-"""Memory-mapped safetensors: every tensor is a view of its file, and every defect names the file and the tensor.
+"""Safetensors, read tensor by tensor; every defect names the file and the tensor.
 
 The format (huggingface.co/docs/safetensors): a little-endian uint64 n, n bytes of JSON that give each tensor's dtype,
-shape and byte range, then the bytes. It is read here rather than by its library because that copies whole tensors
-and does not say which one a truncated file cuts off.
+shape and byte range, then the bytes. It is read here rather than by its library because that does not say which tensor
+a truncated file cuts off, and maps files into memory: if a mapped file is truncated while the server runs, touching it
+kills the process. Reading it reports an error instead.
 """
 
+import contextlib
 import json
 import math
-import mmap
-from collections.abc import Mapping
+import os
+import weakref
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jaxserve.core.aligned import zeros
 from jaxserve.core.errors import CheckpointError
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -29,30 +35,45 @@ INTEGERS: Mapping[str, np.dtype] = {
 }
 """What quantised checkpoints have beside them."""
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+CHUNK = 1 << 20  # bytes that are read at once, and still in a processor's cache when their checksum is computed
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
 class SafetensorsFile:
-    """One file, mapped read-only. Raises `CheckpointError` where its header is not what the format says."""
+    """One open file. Raises `CheckpointError` where its header is not what the format says, or its bytes change.
+
+    It stays open, so that a file that is deleted, or replaced under its name, is read as it was.
+    """
 
     def __init__(self, path: Path):
         self.path = path
+        self._checksums: dict[str, int] | None = None  # of tensors' bytes, by name; None: nobody asked for them
         try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            self._descriptor = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            self._opened = self._status()
+            self.size, _ = self._opened
+            self.start, self.entries = self._header()
+        except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
-        self.data = np.frombuffer(self._map, np.uint8)
-        self.start, self.entries = self._header()
+
+    def _status(self) -> tuple[int, int]:
+        """What changes when the file is written to, as far as the file system says so."""
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
 
     def _header(self) -> tuple[int, dict[str, Any]]:
-        size = len(self.data)
-        length = int.from_bytes(self.data[:8].tobytes(), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{self.path}: not a safetensors file, or truncated in its header ({size} bytes)")
+        first = os.pread(self._descriptor, 8, 0)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length > min(self.size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{self.path}: not a safetensors file, or truncated in its header ({self.size} bytes)"
+            )
+        text = np.zeros(length, np.uint8)
+        _read(self._descriptor, 8, text)
         try:
-            header = json.loads(self.data[8 : 8 + length].tobytes())
+            header = json.loads(text.tobytes())
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: its safetensors header is not JSON ({error})") from error
         if not isinstance(header, dict):
@@ -60,13 +81,8 @@ class SafetensorsFile:
         header.pop("__metadata__", None)
         return 8 + length, header
 
-    def forget(self) -> None:
-        """Gives back the memory of what was read; views stay valid, and are read from the file again when touched."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-
-    def get(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> np.ndarray:
-        """The tensor as a read-only view of the file; checked against the shape and the dtypes it may have."""
+    def find(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> "StoredTensor":
+        """The tensor, unread; its header entry is checked against the shape and the dtypes that it may have."""
         where = f"{self.path}: tensor {name}"
         entry = self.entries.get(name)
         if entry is None:
@@ -80,12 +96,107 @@ class SafetensorsFile:
             raise CheckpointError(f"{where} has dtype {dtype_name}; supported: {', '.join(dtypes)}")
         if found != shape:
             raise CheckpointError(f"{where} has shape {list(found)}, the model's config.json makes it {list(shape)}")
-        dtype, size = dtypes[dtype_name], len(self.data) - self.start
+        dtype, size = dtypes[dtype_name], self.size - self.start
         if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{where} has byte range [{begin}, {end}) for shape {list(shape)} of {dtype_name}")
         if end > size:
             raise CheckpointError(f"{where} ends at byte {end} of the data, the file has {size}: it is truncated")
-        return self.data[self.start + begin : self.start + end].view(dtype).reshape(shape)
+        return StoredTensor(self, name, shape, dtype, self.start + begin)
+
+    def remember(self) -> None:
+        """From now on each tensor must be the same at every reading: its checksum is kept from the first. Mutates."""
+        if self._checksums is None:
+            self._checksums = {}
+
+    def remembers(self, name: str) -> bool:
+        """Whether a checksum of the tensor is kept."""
+        return self._checksums is not None and name in self._checksums
+
+    def read(self, name: str, begin: int, into: np.ndarray) -> None:
+        """Fill uint8 [N] with a tensor's bytes. Raises `CheckpointError` if they are not those that were loaded."""
+        if not self.remembers(name):
+            found = self._read_first(name, begin, into, checksum=self._checksums is not None)
+            if self._checksums is not None:
+                self._checksums[name] = found
+        elif not self._read_again(name, begin, into):
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is not what was loaded: the file has been changed since the start. Put "
+                "the original file back, or restart to serve the new one"
+            )
+
+    def read_part(self, name: str, begin: int, into: np.ndarray) -> None:
+        """Fill uint8 [N] with some bytes of a tensor. Raises `CheckpointError` if the file has been changed."""
+        self._read_first(name, begin, into, checksum=False)
+
+    def _read_first(self, name: str, begin: int, into: np.ndarray, *, checksum: bool) -> int:
+        try:
+            found = _read(self._descriptor, begin, into, checksum=checksum)
+            changed = found is None or self._status() != self._opened
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: tensor {name} cannot be read ({error.strerror})") from error
+        if found is None or changed:
+            raise CheckpointError(
+                f"{self.path}: has been changed while it was being loaded (tensor {name}). Start again when it is "
+                "complete"
+            )
+        return found
+
+    def _read_again(self, name: str, begin: int, into: np.ndarray) -> bool:
+        """Return whether the bytes are those of the first reading: of the open file, or of the one at its path now."""
+        assert self._checksums is not None
+        known = self._checksums[name]
+        with contextlib.suppress(OSError):
+            if _read(self._descriptor, begin, into, checksum=True) == known:
+                return True
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            return _read(file.fileno(), begin, into, checksum=True) == known
+        return False
+
+
+def _read(descriptor: int, begin: int, into: np.ndarray, *, checksum: bool = False) -> int | None:
+    """Fill uint8 [N] from a file's byte `begin` on. Return their checksum (0 unless asked for), or None if the file is
+    too short.
+    """
+    found, done, view = 0, 0, memoryview(into)
+    while done < len(into):
+        part = view[done : done + CHUNK]
+        count = os.preadv(descriptor, [part], begin + done)
+        if count == 0:
+            return None
+        if checksum:
+            found = zlib.crc32(part[:count], found)
+        done += count
+    return found
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in its file, unread."""
+
+    file: SafetensorsFile
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    begin: int  # of its bytes in the file
+
+    @property
+    def is_remembered(self) -> bool:
+        """Whether it must be the same when it is read again."""
+        return self.file.remembers(self.name)
+
+    def read(self) -> np.ndarray:
+        """The tensor, in memory of its own. Raises `CheckpointError` if its bytes are not those that were loaded."""
+        array = zeros(self.shape, self.dtype)
+        self.file.read(self.name, self.begin, array.reshape(-1).view(np.uint8))
+        return array
+
+    def rows(self, numbers: Sequence[int]) -> np.ndarray:
+        """Some rows [n, C] of the tensor seen as a matrix [R, C], without reading the others."""
+        width = self.shape[-1]
+        rows = np.zeros((len(numbers), width), self.dtype)
+        for row, number in zip(rows, numbers, strict=True):
+            self.file.read_part(self.name, self.begin + number * row.nbytes, row.view(np.uint8))
+        return rows
 
 
 class SafetensorsStore:
@@ -104,16 +215,24 @@ class SafetensorsStore:
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
-    def get(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> np.ndarray:
-        """A tensor as a read-only view of its file. Raises `CheckpointError` naming the file and the tensor."""
+    def find(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> StoredTensor:
+        """A tensor, unread. Raises `CheckpointError` naming the file and the tensor."""
         if name not in self.files:
             raise CheckpointError(f"{self.source}: tensor {name} is missing")
-        return self.files[name].get(name, shape, dtypes)
+        return self.files[name].find(name, shape, dtypes)
 
-    def forget(self) -> None:
-        """Gives back the memory of all that was read; see `SafetensorsFile.forget`."""
+    def get(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> np.ndarray:
+        """A tensor, read into memory of its own. Raises `CheckpointError` naming the file and the tensor."""
+        return self.find(name, shape, dtypes).read()
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
+        """What is stored of a weight, unread: one tensor. Raises `CheckpointError` as `get` would."""
+        return [self.find(name, shape)]
+
+    def remember(self) -> None:
+        """From now on each tensor must be the same at every reading; see `SafetensorsFile.remember`. Mutates."""
         for file in set(self.files.values()):
-            file.forget()
+            file.remember()
 
     def where(self, name: str) -> str:
         """A tensor and its file, for messages about it."""

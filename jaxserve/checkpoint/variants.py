@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.mapping import numpy_dtype, stacked_name, tensor_shapes
-from jaxserve.checkpoint.safetensors import read_json
+from jaxserve.checkpoint.safetensors import StoredTensor, read_json
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
 from jaxserve.quantization.packing import UNIT
@@ -246,13 +245,18 @@ def fingerprint(checkpoint: "Checkpoint") -> str:
         stacked = stacked_name(block_id) in store
         for name, shape in tensor_shapes(config, block_id, stacked_experts=stacked).items():
             digest.update(f"{name}{shape}".encode())
-            stored = store.stored(name, shape) if isinstance(store, ImportedStore) else [store.get(name, shape)]
-            for tensor in stored:
-                rows = tensor.reshape(-1, tensor.shape[-1])
-                some = rows[np.linspace(0, len(rows) - 1, min(len(rows), FINGERPRINT_ROWS)).astype(int)]
+            for tensor in store.stored(name, shape):
+                count = math.prod(tensor.shape[:-1])
+                some = _rows(tensor, np.linspace(0, count - 1, min(count, FINGERPRINT_ROWS)).astype(int))
                 digest.update(some.tobytes() if some.dtype.kind == "i" else some.astype(np.float32).tobytes())
-        store.forget()
     return digest.hexdigest()
+
+
+def _rows(tensor: np.ndarray | StoredTensor, numbers: np.ndarray) -> np.ndarray:
+    """Some rows of a tensor as a matrix."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.rows(numbers.tolist())
+    return tensor.reshape(-1, tensor.shape[-1])[numbers]
 
 
 def _arrays(leaf: np.ndarray | QArray) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxserve.core.aligned import zeros
+from jaxserve.core.aligned import aligned, zeros
 from jaxserve.core.config import ModelConfig
 
 
@@ -105,14 +105,16 @@ def fill_gate_up(packed: np.ndarray, gates: Sequence[np.ndarray]) -> None:
 
 
 def pad(x: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A copy of x in the given dtype with zeros after it along every axis up to the given shape."""
+    """x in the given dtype with zeros after it along every axis up to the given shape: x itself if it is so already."""
+    if (x.shape, x.dtype) == (shape, dtype):
+        return aligned(x)
     padded = zeros(shape, dtype)
     fill(padded, x)
     return padded
 
 
 def cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A copy of x in the given dtype."""
+    """x in the given dtype: x itself if it has it already."""
     return pad(x, x.shape, dtype)
 
 

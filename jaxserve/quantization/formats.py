@@ -12,7 +12,7 @@ bits, lowest bits first, b bits each. O outputs, C inputs, G groups of inputs:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -61,13 +61,23 @@ class Codes(NamedTuple):
     zeros: np.ndarray  # float32 [O, G]
 
 
-class Source(Protocol):
+class Stored(Protocol):
+    """A tensor in its file, unread."""
+
+    def read(self) -> np.ndarray: ...
+
+
+T = TypeVar("T", bound=Stored)
+T_co = TypeVar("T_co", bound=Stored, covariant=True)
+
+
+class Source(Protocol[T_co]):
     """The tensors of one weight, by what follows its name."""
 
     def has(self, suffix: str) -> bool: ...
 
-    def get(self, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The tensor, which must have this shape; raises `CheckpointError`."""
+    def get(self, suffix: str, shape: tuple[int, ...]) -> T_co:
+        """The tensor, unread, which must have this shape; raises `CheckpointError`."""
         ...
 
     def fail(self, suffix: str, why: str) -> CheckpointError:
@@ -93,8 +103,10 @@ def read_scheme(given: Mapping[str, Any]) -> Scheme:
     return scheme
 
 
-def read_tensors(scheme: Scheme, source: Source, shape: Shape) -> Tensors:
-    """A weight's tensors as they are stored. Raises `CheckpointError` naming the file and the tensor at fault."""
+def find_tensors(scheme: Scheme, source: Source[T], shape: Shape) -> dict[str, T]:
+    """Find a weight's tensors without reading them, except an order of its inputs (g_idx). Raises `CheckpointError`
+    naming the file and the tensor at fault.
+    """
     for axis, size in zip(("outputs", "inputs"), shape, strict=True):
         if axis in scheme.packed_axes and size % scheme.per_word:
             raise source.fail(scheme.marker, f"has {size} {axis}, which {scheme.per_word} does not divide")
@@ -107,7 +119,7 @@ def read_tensors(scheme: Scheme, source: Source, shape: Shape) -> Tensors:
     tensors = {suffix: source.get(suffix, size) for suffix, size in wanted.items()}
     for suffix in ("g_idx", "weight_g_idx"):
         order = tensors.get(suffix)
-        if order is not None and scheme.group and not np.array_equal(order, np.arange(inputs) // scheme.group):
+        if order is not None and scheme.group and not np.array_equal(order.read(), np.arange(inputs) // scheme.group):
             raise source.fail(
                 suffix,
                 "puts inputs into groups by their activation order (desc_act, actorder), which would need them in"
@@ -117,7 +129,7 @@ def read_tensors(scheme: Scheme, source: Source, shape: Shape) -> Tensors:
 
 
 def decode(scheme: Scheme, tensors: Tensors, shape: Shape) -> Codes:
-    """The codes of a weight [O, C] from what `read_tensors` gave."""
+    """The codes of a weight [O, C] from its tensors: those that `find_tensors` gave, read."""
     return {"awq": _awq, "gptq": _gptq, "pack-quantized": _packed, "int-quantized": _integers}[scheme.format](
         scheme, tensors, shape
     )
