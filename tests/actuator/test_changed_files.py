@@ -1,0 +1,110 @@
+"""Layers come back in full precision as they were loaded, or not at all, whatever happens to their file meanwhile."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint.mapping import tensor_shapes
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.factory import build
+from tests.actuator.adapted import OPTIONS, Adapted, prompt
+from tests.checkpoint.test_changed_files import DAMAGE, HARMLESS, SINGLE
+
+INSTANCES = 2
+SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SMALL = {"load_format": "auto", "variants": ("int4",), "max_num_seqs": 2, "max_num_batched_tokens": 2 + 32}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, dummy = tmp_path_factory.mktemp("model"), open_checkpoint(tiny_model, "dummy")
+    (folder / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    shapes = {n: shape for block in dummy.config.block_ids for n, shape in tensor_shapes(dummy.config, block).items()}
+    save_file({name: dummy.store.get(name, shape) for name, shape in shapes.items()}, folder / SINGLE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[Adapted]:
+    built = build(EngineConfig(model=model, dp=INSTANCES, **OPTIONS | SMALL))
+    yield Adapted(built)
+    built.close()
+
+
+@pytest.fixture
+def adapted(served: Adapted, model: Path) -> Iterator[Adapted]:
+    """The engine with all layers of all instances in int4; its file is as it was in the end, and has its name."""
+    file, opened = model / SINGLE, model / "opened"
+    content = file.read_bytes()
+    os.link(file, opened)
+    served.change(in_int4(served))
+    served.outcomes.clear()
+    yield served
+    opened.write_bytes(content)
+    file.unlink(missing_ok=True)
+    opened.rename(file)
+    served.change(served.start)
+    assert served.plan.instances == served.start.instances
+
+
+def in_int4(adapted: Adapted):
+    plan = adapted.start
+    for number in range(INSTANCES):
+        plan = plan.with_precisions(number, {f"layers.{layer}": "int4" for layer in range(3)})
+    return plan
+
+
+def answers(adapted: Adapted) -> list[tuple[int, ...]]:
+    """What both instances answer to the same prompt."""
+    tokens: dict[str, tuple[int, ...]] = {}
+    asked = [adapted.add(prompt(5, 40), SHORT) for _ in range(INSTANCES)]
+    adapted.run(tokens)
+    return [tokens[request] for request in asked]
+
+
+@pytest.fixture(scope="module")
+def expected(served: Adapted) -> dict[str, list[tuple[int, ...]]]:
+    full = answers(served)
+    served.change(in_int4(served))
+    return {"full": full, "int4": answers(served)}
+
+
+@pytest.mark.parametrize("change", HARMLESS)
+def test_layers_come_back_as_they_were_loaded(
+    adapted: Adapted, model: Path, expected: dict, change: Callable[[Path], None]
+) -> None:
+    change(model / SINGLE)
+    adapted.change(adapted.start)
+    assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
+    assert answers(adapted) == expected["full"]
+    assert expected["full"] != expected["int4"]
+
+
+@pytest.mark.parametrize("change", DAMAGE)
+def test_layers_of_a_damaged_file_do_not_come_back_and_serving_goes_on(
+    adapted: Adapted,
+    model: Path,
+    expected: dict,
+    change: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    content, before = (model / SINGLE).read_bytes(), adapted.plan
+    ledger = dict(adapted.built.resolved.ledger.entries)
+    change(model / SINGLE)
+    adapted.change(adapted.start)
+    (outcome,) = [outcome for outcome in adapted.outcomes if outcome.error]
+    for words in ("CheckpointError", str(model / SINGLE), "not what was loaded", "restart to serve the new one"):
+        assert words in outcome.error
+        assert words in caplog.text
+    assert "Traceback" not in caplog.text
+    assert adapted.plan == before
+    assert adapted.built.resolved.ledger.entries == ledger
+    assert answers(adapted) == expected["int4"]
+    (model / SINGLE).write_bytes(content)
+    adapted.change(adapted.start)
+    assert answers(adapted) == expected["full"], "the original file is back, and so are the layers"
