@@ -1,6 +1,7 @@
 """Outline: what follows from a configuration and the sizes of a model before memory is looked at. Imports no JAX."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -9,9 +10,9 @@ from jaxserve.control.plan import Plan, chain_of, static_plan
 from jaxserve.control.policies import settings_of
 from jaxserve.core.config import DType, EngineConfig, KVCacheDType, LoadFormat, ModelConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.precision import head_precision, layer_precisions, parse_precision
+from jaxserve.core.precision import BITS, FULL, head_precision, layer_precisions, parse_precision
 from jaxserve.executor.buckets import Buckets
-from jaxserve.platforms import PlatformDefaults
+from jaxserve.platforms import PlatformDefaults, served_dtype
 
 STATIC = "static"  # the policy that changes nothing
 DEFAULT_VARIANT = "int4"  # of a policy that names none
@@ -53,6 +54,31 @@ class Outline:
     def precisions(self) -> tuple[str, ...]:
         """All that layers may have, now or later."""
         return tuple(dict.fromkeys((*self.plan.instances[0].layer_precisions, *self.variants)))
+
+
+def dtype_of(config: EngineConfig, stored: DType, layers: Sequence[str], platform: str) -> DType:
+    """Return what the engine computes in: the configuration's `dtype`, or what `served_dtype` chooses for "auto".
+
+    `stored`: the dtype of the checkpoint; `layers`: the precision of each layer in it. A precision that is given as
+    float16 or bfloat16 decides for a float16 checkpoint, since there is only one full precision.
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    given = {FULL.get(name) for name in _precisions_given(config)}
+    named: list[DType] = [dtype for dtype in ("float16", "bfloat16") if dtype in given]
+    if stored == "float16" and named:
+        return named[0]
+    return served_dtype(stored, platform, quantized=has_quantized(config, layers))
+
+
+def has_quantized(config: EngineConfig, layers: Sequence[str]) -> bool:
+    """Return whether some weights have fewer bits, now or later. `layers`: the precision of each in the checkpoint."""
+    return config.policy != STATIC or any(name in BITS for name in (*_precisions_given(config), *layers))
+
+
+def _precisions_given(config: EngineConfig) -> set[str]:
+    mixture = re.findall(r":(\w+)", config.layer_precision or "")
+    return {config.precision, config.head_precision, *mixture, *config.variants}
 
 
 def check(config: EngineConfig) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jaxserve.core.config import DType
+
 
 @dataclass(frozen=True)
 class PlatformDefaults:
@@ -20,3 +22,21 @@ PLATFORMS = {
     "gpu": PlatformDefaults(256, 2048, 64, 8, 0.9),
     "tpu": PlatformDefaults(256, 2048, 64, 8, 0.9),
 }
+
+
+def served_dtype(stored: DType, platform: str, *, quantized: bool) -> DType:
+    """Return what a checkpoint is computed in where the user leaves it open. `quantized`: some weights have fewer bits.
+
+    It is the checkpoint's own dtype, but bfloat16 for float16 on platforms without kernels for it: on CPU float16 is
+    tens of times slower.
+    """
+    if quantized or platform != "gpu":
+        return dtype_beside_quantized(stored)
+    return stored
+
+
+def dtype_beside_quantized(stored: DType) -> DType:
+    """Return what a checkpoint is computed in where some weights have fewer bits: on no platform do kernels multiply
+    these by float16.
+    """
+    return "bfloat16" if stored == "float16" else stored

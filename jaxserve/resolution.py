@@ -3,6 +3,7 @@ decided before any memory is taken.
 """
 
 import contextlib
+import logging
 import os
 import time
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import jax
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.layout import stored_layout
-from jaxserve.core.config import EngineConfig, KernelBackend, ModelConfig
+from jaxserve.core.config import DType, EngineConfig, KernelBackend, ModelConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.client import ModelInfo
 from jaxserve.executor.memory import LoadedSizes
@@ -23,9 +24,11 @@ from jaxserve.hardware import device_memory, host_memory, processors
 from jaxserve.kernels import GRANULE, is_elastic, native
 from jaxserve.memory_plan import MemoryPlan, plan_memory, runtime_bytes
 from jaxserve.models.quantized import split_unit
-from jaxserve.outline import Outline, check
+from jaxserve.outline import Outline, check, dtype_of, has_quantized
 from jaxserve.parallel.padding import physical_config
-from jaxserve.platforms import PLATFORMS
+from jaxserve.platforms import PLATFORMS, served_dtype
+
+log = logging.getLogger(__name__)
 
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
 XLA_THREADS = "PJRT_NPROC"  # environment variable: how many XLA computes with on CPU, and how many start its programs
@@ -56,14 +59,16 @@ def resolve(config: EngineConfig) -> Resolved:
     """
     check(config)
     path = Path(config.model) if config.model is not None else bundled_model_path()
-    checkpoint = open_checkpoint(path, load_format=config.load_format, dtype=config.dtype)
-    busy = not _leaves_xla_little(config, checkpoint.config)
+    checkpoint = open_checkpoint(path, load_format=config.load_format)
+    busy = not _leaves_xla_little(config, _in_dtype(config, checkpoint, "cpu").config)
     devices = _devices(config.tp * config.pp * config.dp, busy=busy)
-    model, platform = checkpoint.config, devices[0].platform
+    platform = devices[0].platform
     if platform not in PLATFORMS:
         raise ConfigError(f"platform {platform!r} is not supported; supported: {', '.join(PLATFORMS)}")
-    stored = tuple(checkpoint.precision(f"layers.{layer}") for layer in range(model.num_layers))
-    outline = Outline.of(config, model, stored, platform, PLATFORMS[platform], len(devices))
+    opened, checkpoint = checkpoint, _in_dtype(config, checkpoint, platform)
+    model = checkpoint.config
+    _tell_dtype(config, opened, model.dtype, platform)
+    outline = Outline.of(config, model, _stored(checkpoint), platform, PLATFORMS[platform], len(devices))
     physical = physical_config(model, config.tp, split_unit(outline.precisions) if config.tp > 1 else 1)
     physical = replace(physical, kernel_backend=_kernel_backend(config, platform))
     layout = partial(stored_layout, checkpoint, physical)
@@ -73,6 +78,27 @@ def resolve(config: EngineConfig) -> Resolved:
     memory = plan_memory(outline, physical, sizes, _budget(config, devices), granule, runtime=runtime)
     info = _info(config, checkpoint, path, memory.max_model_len)
     return Resolved(**vars(memory), checkpoint=checkpoint, physical=physical, info=info, devices=devices)
+
+
+def _in_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: str) -> Checkpoint:
+    """Return the checkpoint in the dtype that it is computed in."""
+    return checkpoint.in_dtype(dtype_of(config, checkpoint.config.dtype, _stored(checkpoint), platform))
+
+
+def _stored(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the precision of each layer in the checkpoint."""
+    return tuple(map(checkpoint.precision, checkpoint.config.block_ids[1:-1]))
+
+
+def _tell_dtype(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, platform: str) -> None:
+    """Log that a float16 checkpoint is computed in bfloat16, or that float16 will be slow."""
+    stored = checkpoint.config.dtype
+    if dtype != stored and config.dtype == "auto":
+        log.info(
+            "the checkpoint is in %s and is computed in %s, which is faster; --dtype %s keeps it", stored, dtype, stored
+        )
+    elif dtype == "float16" != served_dtype("float16", platform, quantized=has_quantized(config, _stored(checkpoint))):
+        log.warning("dtype is float16, which is much slower than bfloat16 here (--dtype auto or bfloat16)")
 
 
 def _kernel_backend(config: EngineConfig, platform: str) -> KernelBackend:

@@ -14,7 +14,7 @@ from jaxserve.checkpoint.mapping import Target, layer_number, numpy_dtype, pack_
 from jaxserve.checkpoint.rounded import rounded_block
 from jaxserve.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME, SafetensorsStore, StoredTensor, read_json
 from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore, fitted
-from jaxserve.core.config import ModelConfig
+from jaxserve.core.config import DType, ModelConfig
 from jaxserve.core.errors import CheckpointError
 from jaxserve.core.precision import BITS
 from jaxserve.models import config_from_hf
@@ -58,6 +58,10 @@ class Checkpoint:
     generation: dict[str, Any]
     store: TensorStore
     prepared: VariantStore | None = None
+
+    def in_dtype(self, dtype: DType) -> "Checkpoint":
+        """Return the same checkpoint with its tensors cast to `dtype` as they are read."""
+        return replace(self, config=replace(self.config, dtype=dtype))
 
     def variant(
         self,
@@ -147,7 +151,7 @@ class Checkpoint:
 def open_checkpoint(
     path: str | Path,
     load_format: LoadFormat = "auto",
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+    dtype: DType | Literal["auto"] = "auto",
     *,
     prepared: bool = True,
 ) -> Checkpoint:

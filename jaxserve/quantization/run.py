@@ -11,6 +11,7 @@ from jaxserve.checkpoint.loader import open_checkpoint
 from jaxserve.checkpoint.variants import FOLDER, Method, VariantStore, VariantWriter
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.platforms import dtype_beside_quantized
 from jaxserve.quantization.pipeline import Settings, quantize_layers
 from jaxserve.quantization.texts import read_texts
 
@@ -36,6 +37,7 @@ class CalibrationText:
 def run(model: Path, settings: Settings, text: CalibrationText | None = None, out: Path | None = None) -> VariantStore:
     """Writes the model's variants to `out` (by default beside it) and opens them. Progress goes to standard error."""
     checkpoint = open_checkpoint(model, prepared=False)
+    checkpoint = checkpoint.in_dtype(dtype_beside_quantized(checkpoint.config.dtype))
     settings.check(calibrated=text is not None)
     tokens = None if text is None else text.tokens(Tokenizer.load(model))
     digest = None if tokens is None or settings.method == "rtn" else hashlib.sha256(tokens.tobytes()).hexdigest()

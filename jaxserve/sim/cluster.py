@@ -19,7 +19,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import BITS
 from jaxserve.engine.client import ModelInfo
 from jaxserve.memory_plan import COPY_RATES, MemoryPlan, plan_memory, runtime_bytes
-from jaxserve.outline import Outline, check
+from jaxserve.outline import Outline, check, dtype_of
 from jaxserve.parallel.padding import physical_config
 from jaxserve.platforms import PLATFORMS, PlatformDefaults
 from jaxserve.sim.hardware import Hardware
@@ -59,7 +59,9 @@ def resolve_cluster(
     Raises `ConfigError` or `MemoryBudgetError`.
     """
     check(config)
-    model, platform = _model_config(shape), hardware.platform
+    platform = hardware.platform
+    shape = replace(shape, dtype=dtype_of(config, shape.dtype, (), platform))
+    model = _model_config(shape)
     fraction = PLATFORMS[platform].memory_fraction
     shapes = (hardware.max_num_seqs, hardware.prefill_tokens, hardware.tile, hardware.min_rows)
     defaults, devices = PlatformDefaults(*shapes, fraction), config.tp * config.pp * config.dp
@@ -146,7 +148,7 @@ def _model_config(shape: ModelShape) -> ModelConfig:
         max_position=shape.max_position,
         tie_embeddings=shape.tie_embeddings,
         moe=moe,
-        dtype=shape.dtype,  # type: ignore[arg-type] # `ModelShape` has checked it
+        dtype=shape.dtype,
     )
 
 

@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jaxserve.control.plan import StagePlan
+from jaxserve.core.config import DType
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.kv_rows import int8_row
 from jaxserve.core.precision import BITS
@@ -39,7 +40,7 @@ class ModelShape:
     intermediate_size: int  # of one expert, where there are experts
     max_position: int
     tie_embeddings: bool
-    dtype: str = "bfloat16"
+    dtype: DType = "bfloat16"
     num_experts: int = 0  # 0: a dense feed-forward
     experts_per_token: int = 0
 
@@ -193,11 +194,11 @@ class _Fields:
             raise ConfigError(f"{self.file}: {key} is {value!r}, it must be a positive integer")
         return value
 
-    def dtype(self) -> str:
+    def dtype(self) -> DType:
         name = self.given.get("dtype") or self.given.get("torch_dtype") or "bfloat16"
         if name not in ITEMSIZE:
             raise ConfigError(f"{self.file}: dtype is {name!r}; there are {', '.join(ITEMSIZE)}")
-        return str(name)
+        return cast(DType, name)
 
 
 def _find(path: Path) -> Path:

@@ -34,6 +34,7 @@ from jaxserve.bundled import bundled_model_path
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import BITS, parse_precision
 from jaxserve.engine.step_log import Recording, read_log
+from jaxserve.platforms import dtype_beside_quantized
 from jaxserve.sim.fit import OVERHEADS, Fit, fit, frontend, measured
 from jaxserve.sim.hardware import HARDWARE, Curve, Hardware, Link, load_hardware, to_yaml
 from jaxserve.sim.shape import ModelShape
@@ -58,7 +59,8 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
             "calibration takes precisions from --precisions alone, for layers that are alike and the model's own head"
         )
     shape = ModelShape.load(engine.model if engine.model is not None else bundled_model_path())
-    shape = shape if engine.dtype == "auto" else replace(shape, dtype=engine.dtype)
+    dtype = dtype_beside_quantized(shape.dtype) if engine.dtype == "auto" else engine.dtype  # the same in all runs
+    shape, options = replace(shape, dtype=dtype), replace(options, engine=replace(engine, dtype=dtype))
     precisions = [parse_precision(name, shape.dtype, "precisions") for name in options.precisions]
     nominal = _nominal(options.name, [shape.dtype, *precisions], progress)
     runs: list[tuple[Recording, Given]] = []

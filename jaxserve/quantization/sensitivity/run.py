@@ -8,6 +8,7 @@ from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.variants import VariantStore, fingerprint
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.platforms import dtype_beside_quantized
 from jaxserve.quantization.layer import BITS, bits_of
 from jaxserve.quantization.sensitivity.chain import LayerChain, Variants
 from jaxserve.quantization.sensitivity.curves import Begin, curves, orders, points
@@ -45,6 +46,7 @@ def profile_model(
     for name in options.precisions:
         bits_of(name)
     checkpoint, tokenizer = open_checkpoint(folder, dtype=options.dtype), Tokenizer.load(folder)
+    checkpoint = checkpoint.in_dtype(dtype_beside_quantized(checkpoint.config.dtype))
     calibration, unseen = _read_texts(calib, held_out, tokenizer, options)
     return make_profile(checkpoint, calibration, unseen, options, begin)
 
