@@ -31,12 +31,14 @@ from jaxserve.engine.step_log import InstanceLog, StepLog
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.engine.tokenizer_files import has_vocabulary, missing_vocabulary
+from jaxserve.executor.ahead import Compiler
 from jaxserve.executor.blocks import BlockBuilder, Row, RowOutline
 from jaxserve.executor.compilation import CompileCounter, use_persistent_cache
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.sampling import DeviceSampler
+from jaxserve.executor.saved import SavedPrograms, saved_programs
 from jaxserve.hardware import give_back_memory
 from jaxserve.kernels import Pool, kv_pool
 from jaxserve.memory_plan import COPY_RATES, COPY_SHARES
@@ -106,9 +108,10 @@ def build(config: EngineConfig, *, controlled: bool = False, host_memory: HostMe
     source = LayerSource(resolved.checkpoint, resolved.physical, keep_full=keep_full)
     if resolved.variants and not keep_full:
         resolved.checkpoint.store.remember()  # before layers are loaded, which are to be the same when they come back
+    saved = saved_programs(resolved.physical, resolved.devices)
     instances, executors = [], []
     for number, instance in enumerate(resolved.plan.instances):
-        executor, scheduler = _build_instance(resolved, instance, compilations)
+        executor, scheduler = _build_instance(resolved, instance, compilations, saved)
         executors.append(executor)
         core = EngineCore(
             scheduler,
@@ -269,7 +272,7 @@ def _swap_order(resolved: Resolved) -> tuple[int, ...]:
 
 
 def _build_instance(
-    resolved: Resolved, instance: InstancePlan, compilations: CompileCounter
+    resolved: Resolved, instance: InstancePlan, compilations: CompileCounter, saved: SavedPrograms
 ) -> tuple[BlockExecutor, Scheduler]:
     config, buckets = resolved.config, resolved.buckets
     builder = BlockBuilder(resolved.physical)
@@ -294,20 +297,21 @@ def _build_instance(
         top_logprobs=max(resolved.info.max_logprobs, 1),
         backend=config.kernel_backend,
     )
-    fused = _fused_tier(resolved, compilations)
+    compiler = Compiler(saved)
+    fused = _fused_tier(resolved, compilations, compiler)
     executor = BlockExecutor(
-        rows, Pools(pools, resolved.segments), builder, sampler, buckets, table, config.page_size, fused
+        rows, Pools(pools, resolved.segments), builder, sampler, buckets, table, config.page_size, fused, compiler
     )
     return executor, scheduler
 
 
-def _fused_tier(resolved: Resolved, compilations: CompileCounter) -> FusedTier | None:
+def _fused_tier(resolved: Resolved, compilations: CompileCounter, compiler: Compiler) -> FusedTier | None:
     """On CPU at warm-up: it takes half a second a shape there, and later it would take the steps' cores."""
     config, on_cpu = resolved.config, resolved.devices[0].platform == "cpu"
     if config.fuse is False or (config.fuse is None and on_cpu and not config.warmup):
         return None
     background = config.fuse is True or not on_cpu
-    return FusedTier(compilations, patience=PATIENCE if background else None, at_warmup=on_cpu)
+    return FusedTier(compilations, patience=PATIENCE if background else None, at_warmup=on_cpu, compiler=compiler)
 
 
 def _warm_variants(

@@ -32,6 +32,12 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def processor_features() -> str:
+    """The names of the instruction sets that the processor has, where the system tells them."""
+    lines = _read("/proc/cpuinfo").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features"))), "")
+
+
 def device_memory(device: jax.Device) -> int | None:
     """Bytes that JAX may take on an accelerator, or None where the device does not say."""
     stats = device.memory_stats() or {}

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.core.aligned import aligned
 from jaxserve.core.config import ModelConfig
+from jaxserve.executor.ahead import Program, abstract
 from jaxserve.executor.batch import attention_meta, unpack
 from jaxserve.executor.shapes import StepShape
 from jaxserve.kernels import AttentionMeta, Pool, Rotated, write_and_attend
@@ -24,7 +25,6 @@ from jaxserve.models import abstract_block, alike, check_parameters, rope_cos_si
 from jaxserve.parallel.placement import POOL_AXES, TP, Placement, bytes_held, spec
 from jaxserve.quantization import QArray
 
-Executable = Callable[..., tuple[Array, ...]]
 Parameter = np.ndarray | Array | QArray
 WHOLE = PartitionSpec()  # every device has all of it
 
@@ -47,7 +47,7 @@ class Row:
     """A block as it runs now."""
 
     block: str
-    executable: Executable
+    executable: Program
     leaves: tuple[Array, ...]
     placement: Placement
     precision: str
@@ -72,13 +72,8 @@ class Row:
 class RowOutline:
     """What a row runs and what its leaves are like: enough to compile for it."""
 
-    executable: Executable
+    executable: Program
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-
-
-def abstract(array: Array) -> jax.ShapeDtypeStruct:
-    """An array without its values."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 class BlockBuilder:
@@ -87,7 +82,7 @@ class BlockBuilder:
     def __init__(self, config: ModelConfig):
         """`config` is the physical one: padded for the degree of tensor parallelism."""
         self.config = config
-        self._executables: dict[tuple, Executable] = {}
+        self._executables: dict[tuple, Program] = {}
 
     def build(
         self,
@@ -135,18 +130,19 @@ class BlockBuilder:
 
     def _executable(
         self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str
-    ) -> Executable:
+    ) -> Program:
         kind, _, number = block.partition(".")
         window = self.config.window(int(number)) if number else None
         structures = tuple(jax.tree.structure(tensors[name]) for name in sorted(tensors))  # QArrays differ in theirs
         signature = (alike(self.config, block), precision, window, placement, structures)
         if signature not in self._executables:  # a graph definition takes long to compare
             module = self._shares(block, tensors, placement, precision)
-            self._executables[signature] = {
+            function = {
                 "embed": self._embed,
                 "layers": partial(self._layer, window=window),
                 "head": self._head,
             }[kind](module, placement)
+            self._executables[signature] = Program(repr((alike(self.config, block), precision, window)), function)
         return self._executables[signature]
 
     def _shares(self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str) -> Shares:
@@ -157,7 +153,7 @@ class BlockBuilder:
         shares = {name: _share(tensors[name], variable.axes, placement) for name, variable in variables.items()}
         return Shares(graphdef, jax.tree.structure(share_state(variables, shares)), tuple(specs))
 
-    def _embed(self, module: Shares, placement: Placement) -> Executable:
+    def _embed(self, module: Shares, placement: Placement) -> Callable:
         """(tokens i32[T], newest tokens i32[slots], leaves) -> x [T, E]. A token of -1 - slot is that slot's newest."""
 
         def embed(tokens: Array, newest: Array, *leaves: Array) -> Array:
@@ -166,7 +162,7 @@ class BlockBuilder:
 
         return jax.jit(embed, out_shardings=placement.sharding())
 
-    def _layer(self, module: Shares, placement: Placement, window: int | None) -> Executable:
+    def _layer(self, module: Shares, placement: Placement, window: int | None) -> Callable:
         """(x [T, E], cos, sin [T, D/2], slots i32[T], meta, pool, leaves) -> (x, pool); the pool is donated."""
         attention = partial(
             write_and_attend, scale=self.config.head_dim**-0.5, window=window, backend=self.config.kernel_backend
@@ -189,7 +185,7 @@ class BlockBuilder:
         shardings = (placement.sharding(), placement.sharding(POOL_AXES))
         return jax.jit(layer, donate_argnums=5, out_shardings=shardings)
 
-    def _head(self, module: Shares, placement: Placement) -> Executable:
+    def _head(self, module: Shares, placement: Placement) -> Callable:
         """(x [T, E], rows i32[R], leaves) -> (normalised hidden states [R, E], logits f32[R, V]). Row T is of zeros."""
         several = len(placement.devices) > 1
         whole = partial(jax.lax.all_gather, axis_name=TP, axis=1, tiled=True) if several else None
@@ -202,15 +198,15 @@ class BlockBuilder:
         head = _on_shares(head, placement, (WHOLE, WHOLE, *module.specs), (WHOLE, WHOLE))
         return jax.jit(head, out_shardings=placement.sharding())
 
-    def step_inputs(self, placement: Placement) -> Callable[[Array, StepShape], tuple]:
-        """An executable (packed i32, shape) -> (tokens, rows, cos, sin, slots, meta) for a stage on `placement`."""
+    def step_inputs(self, placement: Placement) -> Program:
+        """A program (packed i32, shape) -> (tokens, rows, cos, sin, slots, meta) for a stage on `placement`."""
 
         def inputs(packed: Array, shape: StepShape) -> tuple:
             fields = unpack(packed, shape)
             cos, sin = rope_cos_sin(self.config, fields["positions"])
             return fields["tokens"], fields["rows"], cos, sin, fields["slots"], attention_meta(fields)
 
-        return jax.jit(inputs, static_argnums=1, out_shardings=placement.sharding())
+        return Program("inputs", jax.jit(inputs, static_argnums=1, out_shardings=placement.sharding()))
 
 
 def _put(part: np.ndarray | Array, sharding: NamedSharding, copied: Callable[[int], None] | None) -> Array:

@@ -13,7 +13,7 @@ import jax
 
 log = logging.getLogger(__name__)
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"  # the event
 BLOCK_TIER, FUSED_TIER = "block", "fused"
 
 
@@ -51,7 +51,7 @@ class CompileCounter:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration: float, **kwargs: object) -> None:
-        if event != _EVENT:
+        if event != COMPILED:
             return
         tier = FUSED_TIER if threading.get_ident() in self.fusing_threads else BLOCK_TIER
         self.counts[tier] += 1

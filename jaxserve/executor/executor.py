@@ -4,7 +4,7 @@ A step is a host loop over the block table that only dispatches; nothing waits f
 are fetched, which the engine does one step later.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,13 +17,13 @@ from jax.sharding import Sharding
 
 from jaxserve.core.request import Sequence
 from jaxserve.core.work import Chunk, Work
-from jaxserve.executor.ahead import Call, CompiledAhead, compile_all
+from jaxserve.executor.ahead import Compiler, Program
 from jaxserve.executor.batch import pack
 from jaxserve.executor.blocks import BlockBuilder, Parameter, Row, RowOutline
 from jaxserve.executor.buckets import Buckets
 from jaxserve.executor.dispatched import DispatchedStep
 from jaxserve.executor.fused import FusedTier, StageProgram
-from jaxserve.executor.pools import Pools
+from jaxserve.executor.pools import PoolOutline, Pools
 from jaxserve.executor.sampler import Logprobs
 from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.executor.shapes import StepShape
@@ -56,8 +56,12 @@ class BlockExecutor:
         table: PageTable,
         page_size: int,
         fused: FusedTier | None = None,
+        compiler: Compiler | None = None,
     ):
-        """`rows` are the blocks in order, `pools` the KV pools of their decoder layers; `fused`: see there."""
+        """`rows` are the blocks in order, `pools` the KV pools of their decoder layers; `fused`: see there.
+
+        `compiler` makes executables ahead of use; by default one that knows of none that are saved.
+        """
         self.rows = list(rows)
         self.pools = pools
         self.sampler = sampler
@@ -65,15 +69,18 @@ class BlockExecutor:
         self.table = table
         self.page_size = page_size
         self._fused = fused
-        self._ahead = CompiledAhead()
+        self._compiler = compiler or Compiler()
         self._builder = builder
         self._lent: dict[tuple[str, str], tuple[Mapping[str, Parameter], Row]] = {}  # rows that own nothing
         self._stages = stages_of(rows)
         several = [stage.placement.devices for stage in self._stages if len(stage.placement.devices) > 1]
         self._in_turn = any(devices[0].platform == "cpu" for devices in several)  # see `_ended`
         self._inputs = {stage.placement: builder.step_inputs(stage.placement) for stage in self._stages}
-        self._tile_of = jax.jit(partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile))
-        self._normalize = jax.jit(unit_length)
+        last = rows[-1].placement.sharding()
+        tile_of = partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile)
+        self._tile_of = Program(f"tile {buckets.tile}", jax.jit(tile_of, out_shardings=last))
+        self._normalize = Program("normalize", jax.jit(unit_length, out_shardings=last))
+        self._layers: dict[tuple[int, StepShape, int], tuple[Callable, ...]] = {}  # what each runs, as of `_run_stage`
 
     def execute(self, work: Work) -> DispatchedStep:
         """Dispatches a step without waiting for it."""
@@ -86,27 +93,27 @@ class BlockExecutor:
         sampled = self.sampler.sample(out.logits, sequences)
         scores = self._score_prompts(work, shape, out)
         embeds = any(chunk.last and chunk.sequence.request.embed for chunk in work.chunks)
-        return DispatchedStep(work, sampled, scores, self._normalize(out.hidden) if embeds else None)
+        return DispatchedStep(work, sampled, scores, self._normalized(out.hidden) if embeds else None)
 
     def warm(self) -> None:
-        """Compiles every executable of every shape, and runs it once on padding."""
-        compile_all(call for shape in self.buckets.all() for call in self._calls(shape))
-        rows = set()
+        """Compiles every executable of every shape, or loads it, and runs some of them on padding."""
         for shape in self.buckets.all():
-            out = self._ended(self._forward(np.zeros(shape.size, np.int32), shape))
-            if shape.rows not in rows:
-                rows.add(shape.rows)
-                self.sampler.warm(out.logits)
-                self._normalize(out.hidden)
-            if shape.tiles:
-                self._score_tile(out, 0, np.zeros(shape.tile, np.int32))
+            self._compile(shape)
         for stage in self._stages:
             if stage.layers:
-                self.pools.warm(stage.first_layer)
-        self.wait_for_pools()
-        self.fuse_decodes([row.outline() for stage in self._stages for row in stage.layers])
+                self.pools.compile(stage.first_layer, self._compiler)
         for row in {row.executable: row for stage in self._stages for row in stage.layers}.values():
             self._compile_for_growth(row)
+        self.fuse_decodes([row.outline() for stage in self._stages for row in stage.layers])
+        self._compiler.wait()
+        if self._fused is not None:
+            self._fused.wait()
+        for shape in self._rehearsed():
+            self._rehearse(shape)
+        for stage in self._stages:
+            if stage.layers:
+                self.pools.rehearse(stage.first_layer)
+        self.wait_for_pools()
 
     def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
         """Between two steps: each key's page of every KV pool moves to its value, then memory from `pages` on is given
@@ -124,10 +131,10 @@ class BlockExecutor:
 
     def settle(self) -> None:
         """Waits for executables that are being compiled in the background."""
-        self.pools.settle()
-        self._ahead.wait()
+        self._compiler.wait()
         if self._fused is not None:
             self._fused.wait()
+        self._compiler.save()
 
     def prepare(
         self,
@@ -171,6 +178,7 @@ class BlockExecutor:
             replaced.append(table[index])
             table[index] = row
         self._stages, self.rows = stages_of(table), table
+        self._layers.clear()
         if self._fused is not None:
             self._fused.table_changed()
         return replaced
@@ -182,12 +190,15 @@ class BlockExecutor:
         """
         stage = self._stage_of(row)
         layer = stage.first_layer
-        inputs = [self._layer_inputs(stage, shape) for shape in self.buckets.all()]
-        compile_all((row.executable, (*some, self.pools[layer], *row.leaves)) for some in inputs)
-        for some in inputs:
-            _, self.pools[layer] = row.executable(*jax.tree.map(zeros, some), self.pools[layer], *row.leaves)
-        jax.block_until_ready(self.pools[layer])
+        for shape in self.buckets.all():
+            self._compile_layer(stage, row, shape)
         self._compile_for_growth(row)
+        self._compiler.wait()
+        for shape in self._rehearsed():
+            inputs = jax.tree.map(zeros, self._layer_inputs(stage, shape))
+            run = row.executable.at((shape, self.pools.segments))
+            _, self.pools[layer] = run(*inputs, self.pools[layer], *row.leaves)
+        jax.block_until_ready(self.pools[layer])
 
     def fuse_decodes(self, layers: SequenceOf[RowOutline]) -> None:
         """Compiles the shapes of steps that only decode for such decoder layers, if the fused tier is to be warmed."""
@@ -197,7 +208,6 @@ class BlockExecutor:
             for shape in self.buckets.all():
                 if not shape.tiles:
                     self._fuse(number, stage, shape, layers[stage.pools])
-        self._fused.wait()
 
     def close(self) -> None:
         """Frees the device: parameters, pools and the sampler's state. The executor cannot be used afterwards."""
@@ -212,38 +222,83 @@ class BlockExecutor:
         """Starts to compile what a decoder layer's row runs for all numbers of segments that pools may grow to."""
         stage = self._stage_of(row)
         for shape in self.buckets.all():
-            inputs = self._layer_inputs(stage, shape)
             for pool in self.pools.grown(stage.first_layer):
-                self._ahead.compile((row.executable, shape, len(pool)), row.executable, *inputs, pool, *row.leaves)
+                self._compile_layer(stage, row, shape, pool)
+
+    def _compile_layer(self, stage: Stage, row: Row, shape: StepShape, pool: PoolOutline | None = None) -> None:
+        """Starts to compile what a decoder layer's row runs for a shape; `pool`: for pools other than there are."""
+        pool = self.pools[stage.first_layer] if pool is None else pool
+        arguments = (*self._layer_inputs(stage, shape), pool, *row.leaves)
+        self._compiler.compile(row.executable, (shape, len(pool)), *arguments)
 
     def _stage_of(self, row: Row) -> Stage:
         return next(stage for stage in self._stages if stage.placement == row.placement and stage.layers)
 
-    def _calls(self, shape: StepShape) -> Iterator[Call]:
-        """What a step of this shape calls, each executable once."""
-        packed = np.zeros(shape.size, np.int32)
+    def _compile(self, shape: StepShape) -> None:
+        """Starts to compile what a step of this shape runs."""
+        compile = self._compiler.compile
         for stage in self._stages:
-            inputs, sharding = self._inputs[stage.placement], stage.placement.sharding()
-            yield inputs, (packed, shape)
-            tokens, rows, *_ = placed(sharding, inputs.eval_shape(packed, shape))
+            tokens, rows, *_ = self._step_inputs(stage, shape)
             if stage.embed is not None:
-                yield stage.embed.executable, (tokens, self._newest_tokens(stage), *stage.embed.leaves)
-            x, *context = self._layer_inputs(stage, shape)
+                carried = self._newest_tokens(stage)
+                compile(stage.embed.executable, shape.tokens, tokens, carried, *stage.embed.leaves)
             for row in {row.executable: row for row in stage.layers}.values():
-                yield row.executable, (x, *context, self.pools[stage.first_layer], *row.leaves)
-            if stage.head is not None:
-                arguments = (x, rows, *stage.head.leaves)
-                yield stage.head.executable, arguments
-                hidden, logits = placed(sharding, stage.head.executable.eval_shape(*arguments))
-                yield self._normalize, (hidden,)
-                yield from self.sampler.calls(logits)
+                self._compile_layer(stage, row, shape)
+            if stage.head is None:
+                continue
+            x, *_ = self._layer_inputs(stage, shape)
+            logits = self._compile_head(stage, stage.head, x, rows)
+            self.sampler.compile(logits, shape.tile, self._compiler)
+            if shape.tiles:
+                compile(self._tile_of, shape.tokens, x, np.int32(0))
+                sharding = stage.placement.sharding()
+                tile = jax.ShapeDtypeStruct((shape.tile, *x.shape[1:]), x.dtype, sharding=sharding)
+                self._compile_head(stage, stage.head, tile, np.zeros(shape.tile, np.int32))
+
+    def _compile_head(self, stage: Stage, head: Row, x: Any, rows: Any) -> jax.ShapeDtypeStruct:
+        """Starts to compile the head for some rows of x, and what embeds them. Returns the outline of the logits."""
+        key = x.shape[0], rows.shape[0]
+        results = self._compiler.compile(head.executable, key, x, rows, *head.leaves)
+        hidden, logits = placed(stage.placement.sharding(), results)
+        self._compiler.compile(self._normalize, hidden.shape[0], hidden)
+        return logits
+
+    def _rehearsed(self) -> SequenceOf[StepShape]:
+        """The shapes to run before serving: all of them, but on CPU, where large ones take long and nothing is made at
+        the first run, the smallest that only decodes and the smallest that does not.
+        """
+        shapes = self.buckets.all()
+        if self._stages[0].placement.platform != "cpu":
+            return shapes
+        smallest = {bool(shape.tiles): shape for shape in shapes}  # the largest come first
+        return tuple(smallest.values())
+
+    def _rehearse(self, shape: StepShape) -> None:
+        """Runs a step of a shape on padding, block by block, through one decoder layer of those that run the same."""
+        packed, x = np.zeros(shape.size, np.int32), None
+        for number, stage in enumerate(self._stages):
+            carried = self._newest_tokens(stage) if x is None else jax.device_put(x, stage.placement.sharding())
+            layers = {row.executable: layer for layer, row in enumerate(stage.layers)}.values()
+            x, results = self._run_blocks(number, stage, shape, packed, carried, layers)
+        out = self._ended(Forwarded(x, *results))
+        self.sampler.rehearse(out.logits)
+        self._normalized(out.hidden)
+        if shape.tiles:
+            self._score_tile(out, 0, np.zeros(shape.tile, np.int32))
+
+    def _step_inputs(self, stage: Stage, shape: StepShape) -> tuple:
+        """Starts to compile what unpacks a step; returns outlines of (tokens, rows, cos, sin, slots, meta)."""
+        sharding = stage.placement.sharding()
+        packed = jax.ShapeDtypeStruct((shape.size,), np.int32, sharding=sharding)
+        results = self._compiler.compile(self._inputs[stage.placement], shape, packed, static=(shape,))
+        return placed(sharding, results)
 
     def _layer_inputs(self, stage: Stage, shape: StepShape) -> tuple:
         """What a decoder layer of the stage is called with before its pool and leaves, without values."""
-        tokens, _, *context = self._inputs[stage.placement].eval_shape(np.zeros(shape.size, np.int32), shape)
+        tokens, _, *context = self._step_inputs(stage, shape)
         config = self._builder.config
-        x = jax.ShapeDtypeStruct((tokens.shape[0], config.hidden_size), config.dtype)
-        return placed(stage.placement.sharding(), (x, *context))
+        x = jax.ShapeDtypeStruct((tokens.shape[0], config.hidden_size), config.dtype, sharding=tokens.sharding)
+        return x, *context
 
     def _index(self, block: str) -> int:
         return next(index for index, row in enumerate(self.rows) if row.block == block)
@@ -273,14 +328,32 @@ class BlockExecutor:
                 return x, results
             if self._fused.used(key):
                 self._fuse(number, stage, shape, [row.outline() for row in stage.layers])
-        tokens, rows, *context = self._inputs[stage.placement](packed, shape)
-        x = carried if stage.embed is None else stage.embed.executable(tokens, carried, *stage.embed.leaves)
-        for layer, row in enumerate(stage.layers, stage.first_layer):
-            run = row.executable
-            if segments > 1:
-                run = self._ahead.find((run, shape, segments)) or run
-            x, self.pools[layer] = run(x, *context, self.pools[layer], *row.leaves)
-        return x, () if stage.head is None else stage.head.executable(x, rows, *stage.head.leaves)
+        return self._run_blocks(number, stage, shape, packed, carried, range(len(stage.layers)))
+
+    def _run_blocks(
+        self, number: int, stage: Stage, shape: StepShape, packed: np.ndarray, carried: Array, layers: Iterable[int]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """A stage block by block, through these of its decoder layers."""
+        inputs = self._inputs[stage.placement].executables.get(shape)
+        unpacked = self._inputs[stage.placement](packed, shape) if inputs is None else inputs(packed)
+        tokens, rows, *context = unpacked
+        x = carried
+        if stage.embed is not None:
+            x = stage.embed.executable.at(shape.tokens)(tokens, carried, *stage.embed.leaves)
+        runs = self._layers_of(number, stage, shape)
+        for layer in layers:
+            pool = stage.first_layer + layer
+            x, self.pools[pool] = runs[layer](x, *context, self.pools[pool], *stage.layers[layer].leaves)
+        if stage.head is None:
+            return x, ()
+        return x, stage.head.executable.at((shape.tokens, shape.rows))(x, rows, *stage.head.leaves)
+
+    def _layers_of(self, number: int, stage: Stage, shape: StepShape) -> tuple[Callable, ...]:
+        """What the decoder layers of a stage run in a step of this shape; looked up once."""
+        key = number, shape, self.pools.segments
+        if key not in self._layers:
+            self._layers[key] = tuple(row.executable.at((shape, self.pools.segments)) for row in stage.layers)
+        return self._layers[key]
 
     def _fuse(self, number: int, stage: Stage, shape: StepShape, layers: SequenceOf[RowOutline]) -> None:
         """Starts to compile a stage with such decoder layers as one program."""
@@ -321,9 +394,13 @@ class BlockExecutor:
 
     def _score_tile(self, out: Forwarded, start: int, targets: np.ndarray) -> Logprobs:
         head = self.rows[-1]
-        x = self._tile_of(self._ended(out).x, np.int32(start))
-        _, logits = head.executable(x, np.arange(len(targets), dtype=np.int32), *head.leaves)
-        return self._ended(self.sampler.score(logits, targets))
+        tile = len(targets)
+        x = self._tile_of.at(out.x.shape[0])(self._ended(out).x, np.int32(start))
+        _, logits = head.executable.at((tile, tile))(x, np.arange(tile, dtype=np.int32), *head.leaves)
+        return self._ended(self.sampler.score.at(tile)(logits, targets))
+
+    def _normalized(self, hidden: Array) -> Array:
+        return self._normalize.at(hidden.shape[0])(hidden)
 
     def _ended(self, made: T) -> T:
         """What programs make that do not need each other, before the next one is dispatched: waits for it where several

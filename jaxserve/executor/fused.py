@@ -17,8 +17,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from jaxserve.executor.ahead import compile_threads
-from jaxserve.executor.blocks import Executable, abstract
+from jaxserve.executor.ahead import Compiler, Program, abstract, compile_threads
 from jaxserve.executor.compilation import CompileCounter
 from jaxserve.executor.shapes import StepShape
 from jaxserve.kernels import Pool
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 PATIENCE = 32  # uses of a shape before it is worth fusing in the background
 KEPT = 256  # executables
 
-Key = tuple[int, StepShape, tuple[Executable, ...], int]  # stage number, shape, what its layers run, segments of pools
+Key = tuple[int, StepShape, tuple[Program, ...], int]  # stage number, shape, what its layers run, segments of pools
 Fused = Callable[..., tuple[Array, tuple[Array, ...], tuple[Pool, ...]]]
 
 
@@ -36,11 +35,17 @@ Fused = Callable[..., tuple[Array, tuple[Array, ...], tuple[Pool, ...]]]
 class StageProgram:
     """What a stage runs in a step of one shape: the executables of its blocks, one after the other."""
 
-    inputs: Callable[[Array, StepShape], tuple]  # `BlockBuilder.step_inputs`
+    inputs: Program  # `BlockBuilder.step_inputs`
     shape: StepShape
-    embed: Executable | None
-    layers: tuple[Executable, ...]
-    head: Executable | None
+    embed: Program | None
+    layers: tuple[Program, ...]
+    head: Program | None
+
+    @property
+    def name(self) -> str:
+        """Tells it from other programs of the same engine."""
+        parts = (self.embed, *self.layers, self.head)
+        return repr((self.shape, [None if part is None else part.name for part in parts]))
 
     def __call__(
         self, packed: Array, carried: Array, pools: tuple[Pool, ...], leaves: tuple[tuple[Array, ...], ...]
@@ -64,12 +69,20 @@ class StageProgram:
 class FusedTier:
     """Fused executables by stage, step shape, the executables of the layers and the segments of their pools."""
 
-    def __init__(self, counter: CompileCounter, *, patience: int | None = PATIENCE, at_warmup: bool = False):
+    def __init__(
+        self,
+        counter: CompileCounter,
+        *,
+        patience: int | None = PATIENCE,
+        at_warmup: bool = False,
+        compiler: Compiler | None = None,
+    ):
         """`patience`: uses after which a shape is compiled in the background; None: never. `at_warmup`: whether the
         executor is to compile, while it warms up, the shapes of steps that only decode.
         """
         self.at_warmup = at_warmup
         self._counter = counter
+        self._compiler = compiler or Compiler()
         self._patience = patience
         self._uses: Counter[Key] = Counter()
         self._compiled: dict[Key, Future[None]] = {}
@@ -121,7 +134,8 @@ class FusedTier:
         shardings = (packed.sharding, packed.sharding, placed)
         try:
             jitted = jax.jit(program.__call__, donate_argnums=2, out_shardings=shardings)
-            self._ready[key] = jitted.lower(packed, carried, pools, leaves).compile()
+            whole = Program(program.name, jitted)
+            self._ready[key] = self._compiler.executable(whole, packed, carried, pools, leaves)
         except Exception:
             log.exception("fusing failed; steps go on block by block")
             raise

@@ -5,18 +5,15 @@ take memory segment by segment (`kernels.segments`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.core.segments import covering
-from jaxserve.executor.ahead import CompiledAhead
-from jaxserve.executor.blocks import abstract
+from jaxserve.executor.ahead import Compiler, Program, abstract
 from jaxserve.executor.buckets import at_least
 from jaxserve.executor.workspace import MOST_MOVED
 from jaxserve.kernels import Pool, move_pages, release_pages
@@ -43,7 +40,6 @@ class Pools:
         self._pools = [make(self.sizes[0]) for make in self._make]
         shardings = {pool[0].sharding for pool in self._pools}
         self._move = {sharding: _on_each_device(move_pages, sharding, 2) for sharding in shardings}
-        self._ahead = CompiledAhead()
         self._release = {sharding: _on_each_device(release_pages, sharding, 1) for sharding in shardings}
 
     def __len__(self) -> int:
@@ -109,16 +105,22 @@ class Pools:
             self._pools[layer] = self._release_from(pool[:kept], pages)
             free([pool[kept:]])
 
-    def warm(self, layer: int) -> None:
-        """Compiles everything for a layer's pool as it is, by moving the null page and releasing none, and starts to
-        compile what it needs when it has grown. Mutates.
-        """
+    def compile(self, layer: int, compiler: Compiler) -> None:
+        """Starts to compile everything for a layer's pool, as it is and as it may grow to be."""
+        pool = tuple(map(abstract, self._pools[layer]))
+        move, release = self._move[pool[0].sharding], self._release[pool[0].sharding]
+        for size in MOVES:
+            ids = jax.ShapeDtypeStruct((size,), np.int32)
+            for grown in (pool, *self.grown(layer)):
+                compiler.compile(move, (len(grown), size), grown, ids, ids)
+        for kept in (pool, *self.grown(layer)):
+            compiler.compile(release, len(kept), kept, jax.ShapeDtypeStruct((2,), np.int32))
+
+    def rehearse(self, layer: int) -> None:
+        """Runs what was compiled for a layer's pool: the null page moves, and no page is released. Mutates."""
         pool = self._pools[layer]
         for size in MOVES:
             pool = self._move_batch(pool, [(0, 0)] * size)
-            ids = jax.eval_shape(partial(jnp.zeros, size, np.int32))
-            for grown in self.grown(layer):
-                self._ahead.compile((pool[0].sharding, len(grown), size), self._move[pool[0].sharding], grown, ids, ids)
         self._pools[layer] = self._release_from(pool, pool[0].shape[0])
         for size in set(self.sizes[1:]):
             free([self._make[layer](size)])
@@ -131,10 +133,6 @@ class Pools:
         )
         return [segments[:count] for count in range(2, len(segments) + 1)]
 
-    def settle(self) -> None:
-        """Waits for what is being compiled."""
-        self._ahead.wait()
-
     def close(self) -> None:
         """Frees the device."""
         free(self._pools)
@@ -143,11 +141,10 @@ class Pools:
         sharding, size = pool[0].sharding, at_least(MOVES, len(pairs))
         ids = np.zeros((2, size), np.int32)
         ids[:, : len(pairs)] = np.transpose(pairs)
-        move = self._ahead.find((sharding, len(pool), size)) or self._move[sharding]
-        return move(pool, *ids)
+        return self._move[sharding].at((len(pool), size))(pool, *ids)
 
     def _release_from(self, pool: Pool, pages: int) -> Pool:
-        return self._release[pool[0].sharding](pool, np.array([pages, pool[0].shape[0]], np.int32))
+        return self._release[pool[0].sharding].at(len(pool))(pool, np.array([pages, pool[0].shape[0]], np.int32))
 
 
 def free(pools: Iterable[Pool]) -> None:
@@ -156,8 +153,9 @@ def free(pools: Iterable[Pool]) -> None:
         segment.delete()
 
 
-def _on_each_device(operation: Callable[..., Pool], sharding: NamedSharding, operands: int) -> Callable[..., Pool]:
+def _on_each_device(operation: Callable[..., Pool], sharding: NamedSharding, operands: int) -> Program:
     """(pool, operands) -> pool, in place, each device working on its own part of the pool."""
+    name = operation.__name__
     if sharding.mesh.size > 1:
         whole = (PartitionSpec(),) * operands
         operation = jax.shard_map(
@@ -167,4 +165,4 @@ def _on_each_device(operation: Callable[..., Pool], sharding: NamedSharding, ope
             out_specs=sharding.spec,
             check_vma=False,  # custom calls do not say how their outputs vary
         )
-    return jax.jit(operation, donate_argnums=0, out_shardings=sharding)
+    return Program(name, jax.jit(operation, donate_argnums=0, out_shardings=sharding))

@@ -1,9 +1,10 @@
 """DeviceSampler: the sampler's executables and what they keep on the device, for the rows of one step at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax import Array
 from jaxserve.core.config import KernelBackend
 from jaxserve.core.request import Sequence
 from jaxserve.executor import sampler
-from jaxserve.executor.ahead import Call
+from jaxserve.executor.ahead import Compiler, Program
 from jaxserve.kernels.backend import uses_native
 from jaxserve.kernels.native import draw as native
 from jaxserve.parallel.placement import Placement
@@ -55,16 +56,20 @@ class DeviceSampler:
         self._owners: list[tuple[Sequence, int] | None] = [None] * slots  # whose row a slot has, and which stay
         self._drawing: set[int] = set()  # slots whose tokens are drawn at random
         self._demanding: set[int] = set()  # slots that may need more than that
-        jit = partial(jax.jit, out_shardings=sharding)
         on_one_cpu = placement.platform == "cpu" and len(placement.devices) == 1
         by = sampler.NATIVE if on_one_cpu and uses_native(backend) and native.supported() else sampler.XLA
         top = min(top_logprobs, vocab)
-        self._greedy = jit(by.greedy)
-        self._random = self._greedy if by.random is by.greedy else jit(by.random)
-        self._adjusted = jit(by.adjusted, donate_argnums=3)
-        self._full = jit(partial(sampler.sample_full, by=by, top_logprobs=top), donate_argnums=3)
-        self.score = jit(partial(by.logprobs, top=top))
-        self._load = jit(sampler.load_history, donate_argnums=0)
+
+        def program(name: str, function: Callable, **options: Any) -> Program:
+            return Program(f"{name} {backend} {top}", jax.jit(function, out_shardings=sharding, **options))
+
+        self._greedy = program("greedy", by.greedy)
+        self._random = self._greedy if by.random is by.greedy else program("random", by.random)
+        self._adjusted = program("adjusted", by.adjusted, donate_argnums=3)
+        full = partial(sampler.sample_full, by=by, top_logprobs=top)
+        self._full = program("full", full, donate_argnums=3)
+        self.score = program("score", partial(by.logprobs, top=top))
+        self._load = program("load", sampler.load_history, donate_argnums=0)
 
     def sample(self, logits: Array, sequences: list[Sequence | None]) -> Sampled:
         """Dispatches the sampling of logits f32[R, V] for these rows (None: a row that samples nothing). Mutates."""
@@ -76,23 +81,21 @@ class DeviceSampler:
             if with_logprobs or any(map(sampler.needs_adjusting, present)):
                 return self._sample_adjusted(logits, packed, sequences, with_logprobs)
         kind = self._greedy if slots.isdisjoint(self._drawing) else self._random
-        tokens, self.newest = kind(logits, packed, self.newest)
+        tokens, self.newest = kind.at(logits.shape[0])(logits, packed, self.newest)
         return Sampled(tokens)
 
-    def calls(self, logits: Array | jax.ShapeDtypeStruct) -> Iterator[Call]:
-        """Of all executables, for this shape of logits and rows that sample nothing. Each has the history of that
-        moment.
-        """
-        rows = logits.shape[0]
-        least = (logits, self._pack([], rows), self.newest)
-        yield from ((kind, least) for kind in dict.fromkeys((self._greedy, self._random)))
-        for kind in (self._adjusted, self._full):
-            yield kind, (*least, self._history, *self._unbiased(rows))
+    def compile(self, logits: jax.ShapeDtypeStruct, tile: int, compiler: Compiler) -> None:
+        """Starts to compile everything for logits of this shape; what scores, for a tile's."""
+        for program, arguments in self._calls(logits):
+            compiler.compile(program, logits.shape[0], *arguments)
+        scored = jax.ShapeDtypeStruct((tile, *logits.shape[1:]), logits.dtype, sharding=logits.sharding)
+        compiler.compile(self.score, tile, scored, np.zeros(tile, np.int32))
+        compiler.compile(self._load, self.max_len, self._history, *self._history_of(self.slots, [], 0))
 
-    def warm(self, logits: Array) -> None:
-        """Compiles all executables for this shape of logits, and runs them."""
-        for function, arguments in self.calls(logits):
-            _, _, *history = function(*arguments)
+    def rehearse(self, logits: Array) -> None:
+        """Runs everything for logits of this shape, once, on rows that sample nothing. Mutates nothing that counts."""
+        for program, arguments in self._calls(logits):
+            _, _, *history = program.at(logits.shape[0])(*arguments)
             if history:
                 self._history = history[0]
         self._set_history(self.slots, [], 0)
@@ -108,8 +111,20 @@ class DeviceSampler:
         present, rows = [s for s in sequences if s is not None], logits.shape[0]
         biases = self._biases(sequences, rows) if any(map(sampler.is_biased, present)) else self._unbiased(rows)
         kind = self._full if with_logprobs else self._adjusted
-        tokens, self.newest, self._history, *logprobs = kind(logits, packed, self.newest, self._history, *biases)
+        run = kind.at(rows)
+        tokens, self.newest, self._history, *logprobs = run(logits, packed, self.newest, self._history, *biases)
         return Sampled(tokens, *logprobs)
+
+    def _calls(self, logits: Array | jax.ShapeDtypeStruct) -> Iterator[tuple[Program, tuple]]:
+        """Programs that sample logits of this shape, with arguments for rows that sample nothing.
+
+        Each has the history of the moment at which it is asked for.
+        """
+        rows = logits.shape[0]
+        least = (logits, self._pack([], rows), self.newest)
+        yield from ((kind, least) for kind in dict.fromkeys((self._greedy, self._random)))
+        for kind in (self._adjusted, self._full):
+            yield kind, (*least, self._history, *self._unbiased(rows))
 
     def _biases(self, sequences: list[Sequence | None], rows: int) -> tuple[Array, Array]:
         return jax.device_put(sampler.sparse_biases(sequences, rows), self._sharding)
@@ -142,9 +157,14 @@ class DeviceSampler:
         return packed
 
     def _set_history(self, slot: int, tokens: list[int], prompt: int) -> None:
+        load = self._load.at(self.max_len)
+        self._history = load(self._history, *self._history_of(slot, tokens, prompt))
+
+    def _history_of(self, slot: int, tokens: list[int], prompt: int) -> tuple:
+        """The operands of `sampler.load_history`."""
         padded = np.zeros(self.max_len, np.int32)
         padded[: len(tokens)] = tokens
-        self._history = self._load(self._history, np.int32(slot), padded, np.int32(prompt), np.int32(len(tokens)))
+        return np.int32(slot), padded, np.int32(prompt), np.int32(len(tokens))
 
 
 def _note(members: set[int], member: int, belongs: bool) -> None:

@@ -7,7 +7,8 @@ from itertools import groupby
 
 from jax import Array
 
-from jaxserve.executor.blocks import Executable, Row
+from jaxserve.executor.ahead import Program
+from jaxserve.executor.blocks import Row
 from jaxserve.parallel.placement import Placement
 
 
@@ -25,7 +26,7 @@ class Stage:
     first_layer: int
 
     @cached_property
-    def executables(self) -> tuple[Executable, ...]:
+    def executables(self) -> tuple[Program, ...]:
         """What the decoder layers run."""
         return tuple(row.executable for row in self.layers)
 

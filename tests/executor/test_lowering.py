@@ -34,7 +34,7 @@ def test_a_step_lowers_for_cuda(tiny_model: Path, decodes: int, tiles: int, kv: 
         (sampler._adjusted, (logits, packed, newest, sampler._history, ids, biases)),
         (sampler._full, (logits, packed, newest, sampler._history, ids, biases)),
     ):
-        program = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        program = function.function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
         assert "jaxserve_" not in program, "a native CPU kernel in a program for CUDA"
     assert jax.default_backend() == "cpu"
     sampler.close()

@@ -148,7 +148,7 @@ def test_who_uses_it(backend: str, native_runs: bool) -> None:
             Placement(tuple(devices)), slots=SLOTS, vocab=9, max_len=16, top_logprobs=2, backend=backend
         )
         logits = jax.device_put(jnp.zeros((ROWS, 9)), Placement(tuple(devices)).sharding())
-        calls = [function.lower(*arguments).as_text() for function, arguments in made.calls(logits)]
+        calls = [function.lower(*arguments).as_text() for function, arguments in made._calls(logits)]
         assert {"jaxserve_draw" in call for call in calls} == {native_runs and len(devices) == 1}
-        made.warm(logits)
+        made.rehearse(logits)
         made.close()

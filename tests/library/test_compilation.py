@@ -10,6 +10,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
+from jaxserve.executor.ahead import Program
 from jaxserve.executor.fused import FusedTier
 from jaxserve.factory import Built, build
 from tests.reference import Reference
@@ -105,3 +106,35 @@ def test_the_fused_tier_takes_over_and_changes_nothing(tiny_model: Path, referen
     assert run(engine, [(prompt, greedy)]) == [expected]
     assert fused._uses[key] == before[key], "a ready shape no longer runs block by block"
     built.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tp": 2, "pp": 2, "kv_cache_dtype": "int8"}, {"dp": 2}, {"variants": ("int8",)}],
+    ids=["one device", "tp and pp", "dp", "variants"],
+)
+def test_the_next_start_traces_nothing_and_answers_alike(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, options: dict
+) -> None:
+    lowered: list[str] = []
+    lower = Program.lower
+    monkeypatch.setattr(Program, "lower", lambda self, *given: lowered.append(self.name) or lower(self, *given))
+    few = {"max_num_seqs": 2, "max_num_batched_tokens": 2 + 32}  # shapes, and so programs
+    prompt = list(range(3, 90))
+    requests = [
+        (prompt, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)),
+        (prompt[:20], SamplingParams(seed=7, top_p=0.9, max_tokens=9, ignore_eos=True)),
+        (prompt[:9], SamplingParams(seed=8, presence_penalty=1, logprobs=2, prompt_logprobs=1, max_tokens=5)),
+    ]
+    answers = []
+    for _ in range(2):
+        lowered.clear()
+        built = build(EngineConfig(model=tiny_model, **OPTIONS | few | options))
+        counts = dict(built.compilations.counts)
+        assert counts["block"] > 0
+        assert counts["fused"] > 0
+        answers.append(run(engine_of(built), requests))
+        assert built.compilations.counts == counts, "nothing is compiled or loaded while serving"
+        built.close()
+    assert lowered == []
+    assert answers[0] == answers[1]

@@ -1,0 +1,105 @@
+"""Programs that an earlier start has compiled: loaded without tracing, and traced where they cannot be loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.executor.ahead import Compiler, Program
+from jaxserve.executor.compilation import BLOCK_TIER, CompileCounter, use_persistent_cache
+from jaxserve.executor.sampler import History
+from jaxserve.executor.saved import FOLDER, SavedPrograms, saved_programs, signature
+from jaxserve.parallel.placement import Placement
+from jaxserve.resolution import resolve
+
+ONE, TWO = (Placement(tuple(jax.devices()[:count])).sharding() for count in (1, 2))
+
+
+class Traced:
+    """A program that counts how often it is traced: (pool, x, numbers) -> (x, history, pool), the pool donated."""
+
+    def __init__(self, sharding: jax.sharding.NamedSharding, name: str = "traced"):
+        self.times = 0
+        self.sharding = sharding
+        self.program = Program(name, jax.jit(self._run, donate_argnums=0, out_shardings=sharding))
+
+    def _run(self, pool: jax.Array, x: jax.Array, numbers: jax.Array, unused: jax.Array) -> tuple:
+        self.times += 1
+        return x + numbers.sum(), History(x > 0, numbers), (pool.at[0].set(x[1]),)
+
+    def arguments(self) -> tuple:
+        put = lambda array: jax.device_put(array, self.sharding)  # noqa: E731
+        return put(jnp.zeros(4)), put(jnp.array([1.0, -2.0])), np.arange(3, dtype=np.int32), put(jnp.zeros(1))
+
+
+def start(folder: Path, traced: Traced) -> tuple[Any, jax.Array]:
+    """The results of a program that is compiled or loaded ahead, as one of a start."""
+    saved = SavedPrograms(folder / FOLDER / "model.json")
+    compiler, arguments = Compiler(saved), traced.arguments()
+    outlines = compiler.compile(traced.program, 0, *arguments)
+    compiler.wait()
+    compiler.save()
+    results = traced.program.executables[0](*arguments)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), outlines) == jax.tree.map(lambda a: (a.shape, a.dtype), results)
+    return results, arguments[0]
+
+
+@pytest.fixture(autouse=True)
+def cache() -> None:
+    use_persistent_cache(None)
+
+
+@pytest.mark.parametrize("sharding", [ONE, TWO], ids=["one device", "two devices"])
+def test_the_next_start_traces_nothing(tmp_path: Path, sharding: jax.sharding.NamedSharding) -> None:
+    first, second = Traced(sharding), Traced(sharding)
+    expected, _ = start(tmp_path, first)
+    counter = CompileCounter()
+    found, pool = start(tmp_path, second)
+    assert (first.times, second.times) == (1, 0)
+    assert counter.counts[BLOCK_TIER] >= 1, "loading counts as compiling"
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, expected))
+    assert pool.is_deleted(), "what was donated still is"
+    assert jax.tree.leaves(found)[0].sharding == sharding
+    counter.close()
+
+
+@pytest.mark.parametrize("damage", ["key", "arguments", "results", "file"])
+def test_what_cannot_be_loaded_is_traced(tmp_path: Path, damage: str) -> None:
+    expected, _ = start(tmp_path, Traced(ONE))
+    (file,) = (tmp_path / FOLDER).iterdir()
+    ((name, (key, kept, results)),) = json.loads(file.read_text()).items()
+    damaged = {"key": ["no-such-key", kept, results], "arguments": [key, [7], results], "results": [key, kept, [3]]}
+    file.write_text("{" if damage == "file" else json.dumps({name: damaged[damage]}))
+    again = Traced(ONE)
+    found, _ = start(tmp_path, again)
+    assert again.times == 1
+    assert found[0].tolist() == expected[0].tolist()
+
+
+def test_other_arguments_and_other_names_are_other_programs() -> None:
+    arguments = [jax.ShapeDtypeStruct((2,), np.int32, sharding=sharding) for sharding in (ONE, TWO)]
+    wider = jax.ShapeDtypeStruct((3,), np.int32, sharding=ONE)
+    programs = [("a", (), (arguments[0],)), ("b", (), (arguments[0],)), ("a", (1,), (arguments[0],))]
+    programs += [("a", (), (arguments[1],)), ("a", (), (wider,)), ("a", (), ((arguments[0],),))]
+    assert len({signature(*program) for program in programs}) == len(programs)
+
+
+def test_a_setting_of_jax_makes_other_programs(tiny_model: Path) -> None:
+    resolved = resolve(EngineConfig(model=tiny_model, load_format="dummy"))
+
+    def file() -> Path:
+        return saved_programs(resolved.physical, resolved.devices)._file
+
+    before = file()
+    assert file() == before
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        assert file() != before
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
