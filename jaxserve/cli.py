@@ -21,7 +21,7 @@ from jaxserve.plan_cli import app as plan
 from jaxserve.quantization.cli import app as quantization
 from jaxserve.quantization.sensitivity.cli import profile
 from jaxserve.sim.cli import sim
-from jaxserve.terminal import console, told_errors
+from jaxserve.terminal import console, told_errors, told_progress
 
 if TYPE_CHECKING:
     from jaxserve.core.request import RequestOutput
@@ -157,7 +157,8 @@ def serve(
             from jaxserve.factory import build_async_engine, check_serves_text
 
             check_serves_text(engine_config)
-            return build_async_engine(engine_config)
+            with told_progress() as progress:
+                return build_async_engine(engine_config, progress)
 
         console.print(f"jaxserve {__version__}: loading {engine_config.model or 'the bundled model'}")
         run_server(load, server, lambda url, client: _print_ready(url, client, server))
@@ -213,10 +214,10 @@ def _loaded(
 
     params = SamplingParams(**given(sampling))  # a mistake in it is told before anything is loaded
     _configure_logging("warning", access=False)
-    with console.status("loading the model"):
+    with told_progress() as progress:
         from jaxserve.llm import LLM
 
-        llm = LLM(model, **given(engine), max_num_seqs=1, warmup=False)
+        llm = LLM(model, **given(engine), max_num_seqs=1, warmup=False, progress=progress)
     with llm:
         yield llm, params
 

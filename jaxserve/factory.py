@@ -21,6 +21,7 @@ from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CheckpointError
 from jaxserve.core.precision import mixture_name
+from jaxserve.core.progress import QUANTISING, READING, Progress, untold
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.control_log import LoggedController
@@ -38,7 +39,7 @@ from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.pools import Pools
 from jaxserve.executor.sampling import DeviceSampler
-from jaxserve.executor.saved import SavedPrograms, saved_programs
+from jaxserve.executor.saved import saved_programs
 from jaxserve.hardware import give_back_memory
 from jaxserve.kernels import Pool, kv_pool
 from jaxserve.memory_plan import COPY_RATES, COPY_SHARES
@@ -68,15 +69,18 @@ class Built:
     compilations: CompileCounter
 
 
-def build_engine(config: EngineConfig) -> SyncEngine:
-    """An engine that the caller steps. Raises `ConfigError`, `CheckpointError` or `MemoryBudgetError`."""
-    built = build(config)
+def build_engine(config: EngineConfig, progress: Progress = untold) -> SyncEngine:
+    """Build an engine that the caller steps. `progress` is told how far its start is.
+
+    Raises `ConfigError`, `CheckpointError` or `MemoryBudgetError`.
+    """
+    built = build(config, progress=progress)
     return SyncEngine(built.instances, built.info, built.tokenizer, built.clock, on_close=built.close)
 
 
-def build_async_engine(config: EngineConfig) -> AsyncEngine:
+def build_async_engine(config: EngineConfig, progress: Progress = untold) -> AsyncEngine:
     """An engine with threads of its own, for servers. Raises as `build_engine`."""
-    built = build(config, controlled=True)
+    built = build(config, controlled=True, progress=progress)
     return AsyncEngine(
         built.instances,
         built.info,
@@ -88,7 +92,13 @@ def build_async_engine(config: EngineConfig) -> AsyncEngine:
     )
 
 
-def build(config: EngineConfig, *, controlled: bool = False, host_memory: HostMemory = pinned_memory) -> Built:
+def build(
+    config: EngineConfig,
+    *,
+    controlled: bool = False,
+    host_memory: HostMemory = pinned_memory,
+    progress: Progress = untold,
+) -> Built:
     """Resolves, loads, places and warms. `controlled`: with a control plane even for a policy that changes nothing, so
     that operators see the plan and may give another. `host_memory` says where variants are kept for a device.
     """
@@ -111,7 +121,7 @@ def build(config: EngineConfig, *, controlled: bool = False, host_memory: HostMe
     saved = saved_programs(resolved.physical, resolved.devices)
     instances, executors = [], []
     for number, instance in enumerate(resolved.plan.instances):
-        executor, scheduler = _build_instance(resolved, instance, compilations, saved)
+        executor, scheduler = _build_instance(resolved, instance, compilations, Compiler(saved, progress), progress)
         executors.append(executor)
         core = EngineCore(
             scheduler,
@@ -272,15 +282,18 @@ def _swap_order(resolved: Resolved) -> tuple[int, ...]:
 
 
 def _build_instance(
-    resolved: Resolved, instance: InstancePlan, compilations: CompileCounter, saved: SavedPrograms
+    resolved: Resolved, instance: InstancePlan, compilations: CompileCounter, compiler: Compiler, progress: Progress
 ) -> tuple[BlockExecutor, Scheduler]:
     config, buckets = resolved.config, resolved.buckets
     builder = BlockBuilder(resolved.physical)
     rows: list[Row] = []
     pools: list[Callable[[int], Pool]] = []
+    total = len(instance.blocks)
     for stage in instance.stages:
         placement = Placement(tuple(resolved.devices[i] for i in stage.devices))
         for block in stage.blocks:
+            rounding = resolved.checkpoint.is_rounded(block.block, block.precision)
+            progress(QUANTISING if rounding else READING, len(rows), total)
             tensors = resolved.checkpoint.variant(block.block, block.precision, resolved.physical)
             if block.block == "head" and resolved.physical.tie_embeddings and rows[0].placement == placement:
                 tensors |= {"weight": jax.tree.unflatten(jax.tree.structure(tensors["weight"]), rows[0].leaves)}
@@ -288,6 +301,7 @@ def _build_instance(
             resolved.checkpoint.forget(block.block, block.precision)  # else a prepared layer would be there twice
             if block.block.startswith("layers."):
                 pools.append(_pool_maker(resolved, placement))
+    progress(READING, total, total)
     scheduler, table = resolved.scheduler(instance)
     sampler = DeviceSampler(
         rows[-1].placement,
@@ -297,7 +311,6 @@ def _build_instance(
         top_logprobs=max(resolved.info.max_logprobs, 1),
         backend=config.kernel_backend,
     )
-    compiler = Compiler(saved)
     fused = _fused_tier(resolved, compilations, compiler)
     executor = BlockExecutor(
         rows, Pools(pools, resolved.segments), builder, sampler, buckets, table, config.page_size, fused, compiler

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineStopped, NoTokenizer, RequestError
+from jaxserve.core.progress import Progress, untold
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import Prompt, TextPrompt
@@ -28,13 +29,14 @@ class LLM:
     Use it as a context manager, or call `close`, to free everything it holds. One thread at a time.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any):
+    def __init__(self, model: str | Path | None = None, *, progress: Progress = untold, **options: Any):
         """`model`: a directory in Hugging Face layout (default: the bundled model).
 
         `options` are the fields of `EngineConfig`: dtype, tp, memory_gb, max_model_len, load_format, ... Raises
-        `ConfigError`, `CheckpointError` or `MemoryBudgetError`.
+        `ConfigError`, `CheckpointError` or `MemoryBudgetError`. `progress` is told how far it is while it starts; by
+        default nothing is.
         """
-        self._engine = build_engine(EngineConfig(model=model, **options))
+        self._engine = build_engine(EngineConfig(model=model, **options), progress)
         self._closed = False
         self._pieces: dict[str, deque[RequestOutput]] = {}  # not yet given out, of each stream in progress
 

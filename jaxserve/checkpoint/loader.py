@@ -109,6 +109,12 @@ class Checkpoint:
         if self.prepared is not None and block_id.startswith("layers."):
             self.prepared.forget(layer_number(block_id), precision)
 
+    def is_rounded(self, block_id: str, precision: str) -> bool:
+        """Whether `variant` quantises the block itself, where nothing prepared has to be split."""
+        if precision not in BITS:
+            return False
+        return not block_id.startswith("layers.") or self.method(block_id, precision) == "rtn"
+
     def method(self, block_id: str, precision: str) -> str:
         """How a layer that `variant` gives, without padding, was quantised.
 

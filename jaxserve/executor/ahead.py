@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxserve.core.progress import COMPILING, LOADING, Progress, untold
 from jaxserve.executor.saved import SavedPrograms, signature
 from jaxserve.hardware import give_back_memory
 
@@ -56,8 +57,10 @@ class Compiler:
     `executable`.
     """
 
-    def __init__(self, saved: SavedPrograms | None = None):
+    def __init__(self, saved: SavedPrograms | None = None, progress: Progress = untold):
         self._saved = saved or SavedPrograms()
+        self._progress = progress
+        self._doing = LOADING  # until something has to be compiled
         self._tasks: dict[tuple[Program, Hashable], tuple[_Task, Future[bool]]] = {}
         self._results: dict[tuple[Program, Hashable], Any] = {}
         self._threads: ThreadPoolExecutor | None = None
@@ -79,11 +82,13 @@ class Compiler:
         if results is not None:
             future = self._threads.submit(self._load, task, name)
         else:
+            self._doing = COMPILING
             lowered = program.lower(*task.arguments, *static)
             results = lowered.out_info
             future = self._threads.submit(self._compile, task, name, lowered)
         self._results[program, key] = results
         self._tasks[program, key] = task, future
+        self._progress(self._doing, 0, len(self._tasks))
         return results
 
     def wait(self) -> None:
@@ -92,6 +97,7 @@ class Compiler:
             if not future.result():  # it was saved, and could not be loaded
                 name = signature(task.program.name, task.static, task.arguments)
                 self._compile(task, name, task.program.lower(*task.arguments, *task.static))
+            self._progress(self._doing, number, len(self._tasks))
             if number % GIVE_BACK_EVERY == 0:
                 give_back_memory()
         self._tasks.clear()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.progress import COMPILING, LOADING, QUANTISING, READING
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
@@ -138,3 +139,14 @@ def test_the_next_start_traces_nothing_and_answers_alike(
         built.close()
     assert lowered == []
     assert answers[0] == answers[1]
+
+
+def test_progress_is_told_while_an_engine_starts(tiny_model: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    built = build(EngineConfig(model=tiny_model, precision="int8", **OPTIONS), progress=lambda *how: told.append(how))
+    doing = list(dict.fromkeys(what for what, *_ in told))
+    assert doing[:2] == [READING, QUANTISING]  # the embedding, then layers
+    assert doing[-1] in (LOADING, COMPILING)
+    assert told[-1][1] == told[-1][2] > 0
+    assert all(done <= total for _, done, total in told)
+    built.close()
