@@ -1,7 +1,7 @@
-"""LLM: the library for scripts and notebooks. Synchronous, in the caller's thread."""
+"""LLM: the library for scripts and notebooks. Callers wait for an engine that steps in a thread of its own."""
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +15,7 @@ from jaxserve.core.progress import Progress, untold
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import Prompt, TextPrompt
+from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.outputs import merge
 from jaxserve.engine.prompts import PromptLike, as_prompt, as_prompts
 from jaxserve.engine.tokenizer import Tokenizer
@@ -26,7 +27,8 @@ Message = Mapping[str, Any]
 class LLM:
     """A model, loaded and ready to generate.
 
-    Use it as a context manager, or call `close`, to free everything it holds. One thread at a time.
+    Use it as a context manager, or call `close`, to free everything it holds. Several threads may use it at once. An
+    exception in one of its methods, such as Ctrl-C's KeyboardInterrupt, ends that call's requests and nothing else.
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: Progress = untold, **options: Any):
@@ -37,8 +39,8 @@ class LLM:
         default nothing is.
         """
         self._engine = build_engine(EngineConfig(model=model, **options), progress)
+        self._thread = EngineThread(self._engine)
         self._closed = False
-        self._pieces: dict[str, deque[RequestOutput]] = {}  # not yet given out, of each stream in progress
 
     # -- generation
 
@@ -51,7 +53,8 @@ class LLM:
         """Generates for one or many prompts and returns their outputs in order.
 
         A prompt is a text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}. `params` is one for
-        all prompts or one for each. Raises `RequestError` naming what is wrong; then nothing keeps running.
+        all prompts or one for each. Raises `RequestError` naming what is wrong, or `EngineFailed`, after which the LLM
+        has to be opened anew. Whatever is raised, nothing of this call keeps running.
         """
         requests = self._pair(as_prompts(prompts), params)
         return self._run(requests, use_tqdm)
@@ -68,16 +71,17 @@ class LLM:
         prompts = [self._chat_prompt(conversation, template) for conversation in conversations]
         return self._run(self._pair(prompts, params), use_tqdm)
 
-    def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """Yields what is new of one prompt's answers, token by token. Leaving the loop early aborts the request.
 
-        Several streams may be read in turns, and `generate` called between two pieces.
+        Several streams may be read in turns, and `generate` called between two pieces. Tokens are computed when they
+        are asked for.
         """
         return self._stream(as_prompt(prompt), params or SamplingParams())
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """As `stream`, for a conversation."""
         return self._stream(self._chat_prompt(messages, template), params or SamplingParams())
 
@@ -109,10 +113,12 @@ class LLM:
         self._engine.settle()
 
     def close(self) -> None:
-        """Frees the model, the KV cache and everything else on the device. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._engine.close()
+        """Frees the model, the KV cache and everything else on the device. Idempotent.
+
+        Calls in progress in other threads raise `EngineStopped`.
+        """
+        self._closed = True
+        self._thread.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -143,62 +149,24 @@ class LLM:
         self, requests: list[tuple[Prompt, SamplingParams]], use_tqdm: bool, *, embed: bool = False
     ) -> list[RequestOutput]:
         self._check_open()
-        engine = self._engine
-        waiting = deque(requests)
-        order: list[str] = []
-        results: dict[str, RequestOutput] = {}
-        unfinished = len(requests)
-        with tqdm(total=len(requests), desc="Requests", unit="req", disable=not use_tqdm) as progress:
-            try:
-                while unfinished:
-                    self._fill(waiting, order, embed)
-                    for piece in self._step():
-                        results[piece.request_id] = merge(results.get(piece.request_id), piece)
-                        progress.update(piece.finished)
-                        unfinished -= piece.finished
-            except BaseException:
-                for request_id in order:
-                    engine.abort(request_id)
-                raise
-            finally:
-                self._drain()
-        return [results[request_id] for request_id in order]
+        outputs: dict[str, RequestOutput] = {}
+        with ExitStack() as leaving:
+            call = leaving.enter_context(closing(self._thread.call(requests, embed=embed)))
+            progress = None
+            if use_tqdm:
+                progress = leaving.enter_context(tqdm(total=len(requests), desc="Requests", unit="req"))
+            for piece in call:
+                outputs[piece.request_id] = merge(outputs.get(piece.request_id), piece)
+                if progress is not None:
+                    progress.update(piece.finished)
+        return [outputs[request_id] for request_id in call.request_ids]
 
-    def _fill(self, waiting: deque[tuple[Prompt, SamplingParams]], order: list[str], embed: bool) -> None:
-        """Hands on as many requests as the bounded queue has room for; the first one always, to be judged. Mutates."""
-        while waiting and (self._engine.idle or waiting[0][1].n <= self._engine.room):
-            prompt, params = waiting.popleft()
-            order.append(self._engine.add(prompt, params, embed=embed, stream=False))
-
-    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> Generator[RequestOutput, None, None]:
         self._check_open()
-        request_id = self._engine.add(prompt, params)
-        pieces = self._pieces[request_id] = deque()
-        try:
-            while True:
-                while not pieces:
-                    self._check_open()
-                    self._step()
-                piece = pieces.popleft()
+        with closing(self._thread.call([(prompt, params)], stream=True)) as call:
+            for piece in call:
                 yield piece
-                if piece.finished:
-                    return
-        finally:
-            del self._pieces[request_id]
-            self._engine.abort(request_id)
-            self._drain()
-
-    def _step(self) -> list[RequestOutput]:
-        """One step. Returns the pieces of `generate`'s requests; those of streams wait until they are read. Mutates."""
-        others = []
-        for piece in self._engine.step():
-            self._pieces.get(piece.request_id, others).append(piece)
-        return others
-
-    def _drain(self) -> None:
-        """Takes in the step that is still on the device, so that nothing is left over when no stream is in progress."""
-        while not (self._closed or self._pieces or self._engine.idle):
-            self._engine.step()
+                self._check_open()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -81,6 +81,15 @@ class EngineCore:
         for sequence in sequences:
             self.scheduler.add(sequence)
 
+    def has_room(self, request: Request) -> bool:
+        """Whether `add` would not raise `QueueFull`. What is never accepted has room, so that `add` says why."""
+        waiting, params = self.scheduler.num_waiting, request.params
+        tokens = len(request.prompt_token_ids) * params.n
+        return waiting == 0 or (
+            waiting + params.n <= self.info.max_queued_requests
+            and self.scheduler.waiting_tokens + tokens <= self.info.max_queued_tokens
+        )
+
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, now: float = 0.0) -> None:
         """Ends a request wherever it is and frees its pages; unknown ids are ignored. Mutates."""
         state = self._requests.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""SyncEngine: steps all instances in the caller's thread; what `LLM` is built on. No threads, no signal handlers."""
+"""SyncEngine: steps all instances in the caller's thread. `LLM` runs it in an `EngineThread`."""
 
 import itertools
 import threading
@@ -38,6 +38,12 @@ class SyncEngine:
 
     def add(self, prompt: Prompt, params: SamplingParams, *, embed: bool = False, stream: bool = True) -> str:
         """Accepts a request and returns its id. Raises `RequestError` or `QueueFull`. Mutates."""
+        request = self.request(prompt, params, embed=embed, stream=stream)
+        self.accept(request)
+        return request.id
+
+    def request(self, prompt: Prompt, params: SamplingParams, *, embed: bool = False, stream: bool = True) -> Request:
+        """Return a request for `accept`, its prompt tokenized."""
         if isinstance(prompt, TextPrompt):
             if self.tokenizer is None:
                 raise NoTokenizer
@@ -47,13 +53,19 @@ class SyncEngine:
             text, token_ids = prompt.text, tuple(prompt.token_ids)
         request_id = f"request-{next(self._ids)}"
         arrival = self._clock.now()
-        request = Request(request_id, token_ids, params, arrival, prompt=text, embed=embed, stream=stream)
+        return Request(request_id, token_ids, params, arrival, prompt=text, embed=embed, stream=stream)
+
+    def has_room(self, request: Request) -> bool:
+        """Whether `accept` would not refuse the request because the queue is full."""
+        return self._least_loaded.core.has_room(request)
+
+    def accept(self, request: Request) -> None:
+        """Takes a request in. Raises `RequestError` or `QueueFull`. Mutates."""
         with self._turn:
-            owner = min(self.instances, key=lambda steps: steps.core.load)
+            owner = self._least_loaded
             owner.add(request)
-            self._owners[request_id] = owner
+            self._owners[request.id] = owner
         self._run_calls()
-        return request_id
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages. Mutates."""
@@ -82,11 +94,6 @@ class SyncEngine:
             steps.executor.settle()
 
     @property
-    def room(self) -> int:
-        """How many more sequences may be queued before `QueueFull`."""
-        return max(self.info.max_queued_requests - steps.core.scheduler.num_waiting for steps in self.instances)
-
-    @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return all(steps.idle for steps in self.instances)
@@ -94,6 +101,10 @@ class SyncEngine:
     def close(self) -> None:
         """Frees the device."""
         self._on_close()
+
+    @property
+    def _least_loaded(self) -> StepLoop:
+        return min(self.instances, key=lambda steps: steps.core.load)
 
     def _run_calls(self) -> None:
         """Runs what waits to be run between two steps, unless a step is in progress: that ends with this, since there

@@ -1,8 +1,10 @@
 """Offline figures: their arithmetic on made-up steps, and every measurement on a tiny model. No test asserts a time."""
 
 import json
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -148,8 +150,10 @@ def test_throughput_counts_every_instance(tiny_model: Path):
 
 
 def test_an_interrupted_throughput_keeps_what_was_measured(tiny_model: Path):
+    main = threading.get_ident()
+
     def interrupt() -> None:
-        raise KeyboardInterrupt
+        signal.pthread_kill(main, signal.SIGINT)
 
     options = ThroughputOptions(config(tiny_model), num_prompts=9, input_len=8, output_len=4)
     (row,) = throughput(options, on_finished=interrupt)

@@ -35,13 +35,25 @@ def test_leaving_by_an_error_frees_them_too(tiny_model: Path) -> None:
     assert resident() - before < 4096
 
 
-def test_signals_and_threads_are_left_alone(tiny_model: Path) -> None:
+def test_signals_are_left_alone_and_no_thread_is_left(tiny_model: Path) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = set(threading.enumerate())
     with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4) as llm:
         llm.generate([[3, 4, 5]], use_tqdm=False)
         assert {number: signal.getsignal(number) for number in handlers} == handlers
-        assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) == threads
+
+
+def test_an_llm_that_is_dropped_frees_every_array_and_its_thread(tiny_model: Path) -> None:
+    before, threads = resident(), set(threading.enumerate())
+    llm = LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4)
+    llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5), use_tqdm=False)
+    started = set(threading.enumerate()) - threads
+    del llm
+    assert resident() - before < 4096
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_two_models_live_side_by_side(tiny_model: Path) -> None:

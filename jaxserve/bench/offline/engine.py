@@ -1,7 +1,9 @@
 """OfflineEngine: an engine as the library builds it, whose steps are timed and whose compilations are counted."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -9,6 +11,7 @@ import numpy as np
 
 from jaxserve.bench.offline.steps import StepTimes, timed
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ModelInfo, Prompt, TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
@@ -32,7 +35,7 @@ class Run:
 
 
 class OfflineEngine:
-    """A loaded engine that runs batches of requests. A context manager; the caller's thread steps it."""
+    """A loaded engine that runs batches of requests. A context manager."""
 
     def __init__(self, config: EngineConfig):
         """Raises `ConfigError`, `CheckpointError` or `MemoryBudgetError`."""
@@ -60,33 +63,21 @@ class OfflineEngine:
     def run(self, jobs: Iterable[Job], on_finished: Callable[[], None] | None = None) -> Run:
         """Runs all of the requests, as many at a time as the queue has room for.
 
-        KeyboardInterrupt ends them; what was done until then is returned as an interrupted run.
+        KeyboardInterrupt ends them; what was done until then is returned as an interrupted run. The steps run in a
+        thread of their own, where no signal interrupts them.
         """
-        waiting = deque(jobs)
-        compiled, preempted = self._compiled(), self._preempted()
-        finished = input_tokens = output_tokens = 0
-        interrupted = False
-        in_flight: set[str] = set()
-        start = self._built.clock.now()
-        try:
-            while waiting or in_flight:
-                self._fill(waiting, in_flight)
-                for piece in self._engine.step():
-                    output_tokens += sum(len(answer.token_ids) for answer in piece.outputs)
-                    if piece.finished:
-                        in_flight.discard(piece.request_id)
-                        finished, input_tokens = finished + 1, input_tokens + len(piece.prompt_token_ids)
-                        if on_finished is not None:
-                            on_finished()
-        except KeyboardInterrupt:
-            interrupted = True
-        seconds = self._built.clock.now() - start
-        self._settle_steps(in_flight)
-        steps = tuple(tuple(record.take()) for record in self._records)
-        return Run(
-            seconds, finished, input_tokens, output_tokens, steps,
-            self._compiled() - compiled, self._preempted() - preempted, interrupted,
-        )  # fmt: skip
+        stop = threading.Event()
+        with ThreadPoolExecutor(1, "jaxserve-steps") as thread:
+            run = thread.submit(self._run, jobs, on_finished, stop)
+            try:
+                while not run.done():
+                    try:
+                        wait([run])
+                    except KeyboardInterrupt:
+                        stop.set()
+                return run.result()
+            finally:
+                stop.set()
 
     def close(self) -> None:
         """Frees everything on the device."""
@@ -100,10 +91,34 @@ class OfflineEngine:
     ) -> None:
         self.close()
 
-    def _fill(self, waiting: deque[Job], in_flight: set[str]) -> None:
-        while waiting and (self._engine.idle or self._engine.room > 0):
-            prompt, params = waiting.popleft()
-            in_flight.add(self._engine.add(prompt, params))
+    def _run(self, jobs: Iterable[Job], on_finished: Callable[[], None] | None, stop: threading.Event) -> Run:
+        compiled, preempted = self._compiled(), self._preempted()
+        finished = input_tokens = output_tokens = 0
+        in_flight: set[str] = set()
+        start = self._built.clock.now()
+        waiting = deque(self._engine.request(*job) for job in jobs)
+        while (waiting or in_flight) and not stop.is_set():
+            self._fill(waiting, in_flight)
+            for piece in self._engine.step():
+                output_tokens += sum(len(answer.token_ids) for answer in piece.outputs)
+                if piece.finished:
+                    in_flight.discard(piece.request_id)
+                    finished, input_tokens = finished + 1, input_tokens + len(piece.prompt_token_ids)
+                    if on_finished is not None:
+                        on_finished()
+        seconds = self._built.clock.now() - start
+        self._settle_steps(in_flight)
+        steps = tuple(tuple(record.take()) for record in self._records)
+        return Run(
+            seconds, finished, input_tokens, output_tokens, steps,
+            self._compiled() - compiled, self._preempted() - preempted, interrupted=stop.is_set(),
+        )  # fmt: skip
+
+    def _fill(self, waiting: deque[Request], in_flight: set[str]) -> None:
+        while waiting and self._engine.has_room(waiting[0]):
+            request = waiting.popleft()
+            self._engine.accept(request)
+            in_flight.add(request.id)
 
     def _settle_steps(self, unfinished: Iterable[str]) -> None:
         """Ends what still runs and takes in the steps that are on the device."""

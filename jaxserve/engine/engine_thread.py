@@ -1,0 +1,280 @@
+"""EngineThread: steps a `SyncEngine` in a thread of its own, for callers in any thread.
+
+Python raises KeyboardInterrupt, and whatever other signal handlers raise, in the main thread and between any two
+instructions. Callers only wait here, so such an exception never comes between the call of an executable, which consumes
+the KV pools, and the assignment of its result.
+
+Nothing a caller does needs more than one instruction to take effect, so that it may be interrupted anywhere: it sets a
+flag of its job and puts the job into the thread's inbox. If a caller is interrupted even before it could say that it
+gives up, its `Call` is dropped, and a weak reference puts the job into the inbox.
+"""
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from jaxserve.core.errors import EngineFailed, EngineStopped, JaxserveError
+from jaxserve.core.request import Request, RequestOutput
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.engine.client import Prompt
+from jaxserve.engine.sync_engine import SyncEngine
+
+Asked = tuple[Prompt, SamplingParams]
+
+
+@dataclass(eq=False)
+class _Job:
+    """The requests of one call. The caller sets `wanted` and `closed`, the engine's thread everything else."""
+
+    waiting: deque[Asked]  # not yet given to the engine
+    embed: bool
+    stream: bool  # pieces are given out one by one, and computed when the caller asks for the next one
+    wanted: bool = True  # whether the caller waits for something
+    closed: bool = False  # whether the caller has given up
+    over: bool = False  # whether all has been put into `answers` but for the last None or exception
+    prepared: Request | None = None  # the first of `waiting`, tokenized
+    request_ids: list[str] = field(default_factory=list)  # in the order of the call
+    in_flight: set[str] = field(default_factory=set)
+    answers: queue.SimpleQueue[list[RequestOutput] | BaseException | None] = field(default_factory=queue.SimpleQueue)
+    caller: "weakref.ref[Call] | None" = None
+
+
+Inbox = queue.SimpleQueue["tuple[_Worker, _Job | None] | None"]  # None ends the thread, (worker, None) the engine
+
+
+class Call:
+    """Iterates over the pieces of a call's answers. To be closed, which ends the requests still in flight.
+
+    Raises what the engine refuses a request with, or `EngineFailed`, `EngineStopped`. One thread at a time.
+    """
+
+    def __init__(self, worker: "_Worker", job: _Job):
+        self._worker = worker
+        self._job = job
+        self._pieces: deque[RequestOutput] = deque()
+        # Runs no Python code, so that no signal comes in between; `put` ignores the reference, its second argument.
+        job.caller = weakref.ref(self, partial(worker.inbox.put, (worker, job)))
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids of the requests, in order: of all of them when the iteration has ended."""
+        return self._job.request_ids
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        while not self._pieces:
+            answer = self._next_answer()
+            if answer is None:
+                raise StopIteration
+            if isinstance(answer, BaseException):
+                raise answer
+            self._pieces.extend(answer)
+        return self._pieces.popleft()
+
+    def close(self) -> None:
+        """Ends the requests still in flight and waits until the engine has freed what they held. Idempotent."""
+        job = self._job
+        job.closed = True
+        if not job.over:
+            self._worker.inbox.put((self._worker, job))
+        while not (job.over or self._worker.stopped or self._worker.is_current_thread):
+            job.answers.get()
+
+    def _next_answer(self) -> list[RequestOutput] | BaseException | None:
+        job, over = self._job, self._job.over  # looked up first: nothing but None follows what is found afterwards
+        try:
+            return job.answers.get_nowait()
+        except queue.Empty:
+            if over:
+                return None
+        job.wanted = True
+        self._worker.inbox.put((self._worker, job))
+        if self._worker.stopped:  # set before the thread looks into its inbox for the last time
+            raise _stopped()
+        return job.answers.get()
+
+
+class EngineThread:
+    """Owns a `SyncEngine` and the thread that steps it. The engine computes only while a caller waits for it.
+
+    The thread refers to the engine only while it works, so that an engine which nobody refers to is freed, and then the
+    thread ends.
+    """
+
+    def __init__(self, engine: SyncEngine):
+        inbox: Inbox = queue.SimpleQueue()
+        self._inbox = inbox
+        self._thread = threading.Thread(target=_serve, args=(inbox,), name="jaxserve-engine", daemon=True)
+        self._worker = _Worker(engine, inbox)
+        weakref.finalize(self, inbox.put, None)
+        self._thread.start()
+
+    def call(self, requests: Iterable[Asked], *, embed: bool = False, stream: bool = False) -> Call:
+        """Returns a call that runs the requests, as many at a time as the engine's queue has room for.
+
+        They start with the first iteration. From any thread.
+        """
+        return Call(self._worker, _Job(deque(requests), embed, stream))
+
+    def close(self) -> None:
+        """Ends every call in progress with `EngineStopped`, then frees the device and ends the thread. Idempotent."""
+        self._inbox.put((self._worker, None))
+        self._inbox.put(None)
+        self._thread.join()
+        if self._worker.close_error is not None:
+            raise self._worker.close_error
+
+
+class _Worker:
+    """What the thread does. All methods run in it."""
+
+    def __init__(self, engine: SyncEngine, inbox: Inbox):
+        self.inbox = inbox
+        self.stopped = False
+        self.close_error: BaseException | None = None
+        self._engine = engine
+        self._jobs: list[_Job] = []  # not over
+        self._owners: dict[str, _Job] = {}  # of requests in flight
+        self._failure: BaseException | None = None
+        self._thread: int | None = None
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller is the engine's thread, as when that collects another thread's garbage."""
+        return threading.get_ident() == self._thread
+
+    def run(self, job: _Job | None) -> None:
+        """Looks at a job, then steps as long as a caller waits."""
+        self._thread = threading.get_ident()
+        self.look_at(job)
+        while any(job.wanted for job in self._jobs):
+            try:
+                self._step()
+            except BaseException as error:
+                self._fail(error)
+            self._look_at_all()
+
+    def look_at(self, job: _Job | None) -> None:
+        """Does what the state of a job asks for. None: stops."""
+        if job is None:
+            self._stop()
+        elif job.over:
+            pass
+        elif self.stopped or self._failure is not None:
+            self._end(job, self._ending())
+        elif job.closed or job.caller is None or job.caller() is None:
+            self._end(job)
+        elif job not in self._jobs:
+            self._jobs.append(job)
+            if not job.waiting:
+                self._end(job)
+
+    def _look_at_all(self) -> None:
+        while not self.inbox.empty():
+            message = self.inbox.get()
+            if message is None:
+                self.inbox.put(None)
+                return
+            self.look_at(message[1])
+
+    def _step(self) -> None:
+        for job in tuple(self._jobs):
+            self._fill(job)
+        ready: dict[_Job, list[RequestOutput]] = {}
+        for output in self._engine.step():
+            job = self._owners[output.request_id]
+            if output.finished:
+                del self._owners[output.request_id]
+                job.in_flight.discard(output.request_id)
+            ready.setdefault(job, []).append(output)
+        for job, pieces in ready.items():
+            job.wanted = not job.stream
+            job.answers.put(pieces)
+            if not (job.waiting or job.in_flight):
+                self._end(job)
+
+    def _fill(self, job: _Job) -> None:
+        """Gives the engine as many of a job's requests as its queue has room for."""
+        engine = self._engine
+        try:
+            while job.waiting:
+                if job.prepared is None:
+                    prompt, params = job.waiting[0]
+                    job.prepared = engine.request(prompt, params, embed=job.embed, stream=job.stream)
+                request = job.prepared
+                if not engine.has_room(request):
+                    return
+                engine.accept(request)
+                self._owners[request.id] = job
+                job.in_flight.add(request.id)
+                job.request_ids.append(request.id)
+                job.waiting.popleft()
+                job.prepared = None
+        except Exception as error:  # of this request alone
+            self._end(job, error)
+
+    def _end(self, job: _Job, error: BaseException | None = None) -> None:
+        """Ends a job: nothing of it is left in the engine when its caller learns of it."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+        if self._failure is None:
+            try:
+                self._abort(job)
+            except BaseException as failure:
+                self._fail(failure)
+                error = error or self._ending()
+        job.over, job.caller = True, None
+        job.answers.put(error)
+
+    def _abort(self, job: _Job) -> None:
+        for request_id in job.in_flight:
+            self._engine.abort(request_id)
+            del self._owners[request_id]
+        job.in_flight.clear()
+        while not (self._jobs or self._engine.idle):  # a step that is still on the device
+            self._engine.step()
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all jobs, now and later: what the device holds may be half changed."""
+        self._failure = self._failure or error
+        for job in tuple(self._jobs):
+            self._end(job, self._ending())
+
+    def _ending(self) -> JaxserveError:
+        if self._failure is None:
+            return _stopped()
+        text = f"the engine failed and has to be opened anew: {type(self._failure).__name__}: {self._failure}"
+        error = EngineFailed(text)
+        error.__cause__ = self._failure
+        return error
+
+    def _stop(self) -> None:
+        if self.stopped:
+            return
+        self.stopped = True
+        for job in tuple(self._jobs):
+            self._end(job, _stopped())
+        try:
+            self._engine.close()
+        except BaseException as error:
+            self.close_error = error
+
+
+def _stopped() -> EngineStopped:
+    return EngineStopped("this LLM has been closed")
+
+
+def _serve(inbox: Inbox) -> None:
+    while (message := inbox.get()) is not None:
+        worker, job = message
+        worker.run(job)
+        del message, worker, job  # an idle thread keeps no engine alive
+    while not inbox.empty():
+        if (message := inbox.get()) is not None:
+            message[0].look_at(message[1])
