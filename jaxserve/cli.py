@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -246,10 +246,10 @@ def _example_prompt(client: "EngineClient") -> str | list[int]:
     return "def fibonacci(n):"
 
 
-def _print_stream(outputs: Iterator["RequestOutput"]) -> str:
+def _print_stream(outputs: Generator["RequestOutput", None, None]) -> str:
     """Prints an answer as it comes and returns it; Ctrl-C ends it."""
     pieces: list[str] = []
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
         for output in outputs:
             pieces.append(output.outputs[0].text)
             print(pieces[-1], end="", flush=True)
@@ -257,7 +257,7 @@ def _print_stream(outputs: Iterator["RequestOutput"]) -> str:
     return "".join(pieces)
 
 
-def converse(answer: Callable[[Messages], Iterator["RequestOutput"]], system: str | None) -> None:
+def converse(answer: Callable[[Messages], Generator["RequestOutput", None, None]], system: str | None) -> None:
     """Answers each line of standard input until it ends, with all that was said before."""
     messages: Messages = [] if system is None else [{"role": "system", "content": system}]
     while True:

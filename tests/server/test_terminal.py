@@ -59,6 +59,22 @@ def test_conversation_remembers_what_was_said(monkeypatch, capsys):
     assert capsys.readouterr().out == "so!\nso!\n"
 
 
+def test_ctrl_c_ends_an_answer_and_its_request(monkeypatch, capsys):
+    ended = []
+
+    def answer(messages):
+        try:
+            yield RequestOutput("id", None, (), (CompletionOutput(0, "so", ()),), finished=False)
+            raise KeyboardInterrupt
+        finally:
+            ended.append(messages[-1]["content"])
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    converse(answer, system=None)
+    assert ended == ["one", "two"]
+    assert capsys.readouterr().out == "so\nso\n"
+
+
 def test_mistake_is_one_line(environment, random_model):
     wrong = run(environment, "generate", "abc", "--model", str(random_model), "--temperature", "-1", *GREEDY[4:])
     assert wrong.returncode == 1
