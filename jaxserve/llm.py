@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineStopped, NoTokenizer, RequestError
@@ -20,6 +19,7 @@ from jaxserve.engine.outputs import merge
 from jaxserve.engine.prompts import PromptLike, as_prompt, as_prompts
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.factory import build_engine
+from jaxserve.progress import ProgressBar
 
 Message = Mapping[str, Any]
 
@@ -154,7 +154,7 @@ class LLM:
             call = leaving.enter_context(closing(self._thread.call(requests, embed=embed)))
             progress = None
             if use_tqdm:
-                progress = leaving.enter_context(tqdm(total=len(requests), desc="Requests", unit="req"))
+                progress = leaving.enter_context(ProgressBar(len(requests), "req", "Requests"))
             for piece in call:
                 outputs[piece.request_id] = merge(outputs.get(piece.request_id), piece)
                 if progress is not None:
