@@ -69,6 +69,19 @@ class Detokenizer(Protocol):
         ...
 
 
+class StopFinder(Protocol):
+    """Looks for the stop strings of one sequence while its text grows."""
+
+    @property
+    def begun(self) -> int:
+        """How many characters at the end of the text may still become a stop string."""
+        ...
+
+    def push(self, new: str) -> tuple[int, str] | None:
+        """Adds text. Return where a stop string begins, relative to the new text, and which. Mutates."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One answer in the making. Mutated only by the scheduler and the engine core.
@@ -83,6 +96,7 @@ class Sequence:
     max_total: int  # tokens, prompt included
     salt: str = ""  # of the prefix cache: the plan's and the request's
     detokenizer: Detokenizer | None = None
+    stops: StopFinder | None = None
     parent: "Sequence | None" = None  # n > 1: the sibling whose prompt pages will be shared
     children: "list[Sequence]" = field(default_factory=list)  # siblings that wait for this prompt
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop_token_ids in force

@@ -11,6 +11,7 @@ MAX_SPARSE_BIAS = 512  # token ids a row may bias or ban at once: logit_bias, ba
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 64
+MAX_STRING = 1024  # characters of a stop string or a bad word, which every token is compared with
 MAX_SEED = 2**63 - 1
 RANDOM_SEED = -1  # what clients of vLLM and llama.cpp send for no seed
 
@@ -28,6 +29,12 @@ def _number(name: str, value: Any, low: float, high: float, limit: str, *, low_o
 def _integer(name: str, value: Any, low: int, high: int | None, limit: str) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool)
     _require(ok and value >= low and (high is None or value <= high), name, value, limit)
+
+
+def _short(name: str, text: str) -> None:
+    if len(text) > MAX_STRING:
+        message = f"{name} has a string of {len(text)} characters, the limit is {MAX_STRING}"
+        raise RequestError(message, field=name, value=len(text), limit=MAX_STRING)
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ class SamplingParams:
             _require(value is None or alone or isinstance(value, (list, tuple)), name, value, "a list")
         for text in self.stop_strings:
             _require(isinstance(text, str) and text != "", "stop", text, "a non-empty string")
+            _short("stop", text)
         _require(self.detokenize or not self.stop_strings, "stop", self.stop, "empty without detokenize")
         stop_ids = self.stop_token_ids or ()
         _require(len(stop_ids) <= MAX_STOP_TOKENS, "stop_token_ids", len(stop_ids), f"at most {MAX_STOP_TOKENS} ids")
@@ -107,6 +115,7 @@ class SamplingParams:
         _require(len(words) <= MAX_BAD_WORDS, "bad_words", len(words), f"at most {MAX_BAD_WORDS} strings")
         for text in words:
             _require(isinstance(text, str) and text.strip() != "", "bad_words", text, "a non-empty string")
+            _short("bad_words", text)
         bias = {} if self.logit_bias is None else self.logit_bias
         _require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token id to bias")
         _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", len(bias), f"at most {MAX_LOGIT_BIAS} entries")

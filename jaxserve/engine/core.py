@@ -14,7 +14,7 @@ from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.limits import check_params, check_prompt
 from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.record import Record
-from jaxserve.engine.text import append_text, flush_text
+from jaxserve.engine.text import StopStrings, append_text, flush_text
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler import Scheduler
 from jaxserve.telemetry import EngineMetrics, Snapshot
@@ -229,6 +229,7 @@ class EngineCore:
                     seed=(seed + index) % 2**64,
                     max_total=min(wanted, limit),
                     detokenizer=detokenizer,
+                    stops=StopStrings(params.stop_strings) if params.stop_strings else None,
                     parent=sequences[0] if sequences else None,
                     stop_ids=stops,
                     length_alone=not stops and detokenizer is None,
@@ -292,7 +293,7 @@ class EngineCore:
                     append_text(sequence, token)
             return
         if sequence.detokenizer is not None:
-            stop = append_text(sequence, token, params.stop_strings if may_stop else ())
+            stop = append_text(sequence, token, may_stop=may_stop)
             if stop is not None:
                 sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
                 return
