@@ -75,6 +75,18 @@ class EngineFailed(JaxserveError):
     status = 500
 
 
+class NonFiniteOutput(JaxserveError):
+    """The model computed NaN or infinity for a request, which cannot go on."""
+
+    status = 500
+
+    def __init__(self, what: str):
+        super().__init__(
+            f"the model computed {what} that are not finite (NaN or infinity). Most often its values exceed what "
+            "float16 can hold: run it with --dtype bfloat16 or float32. Otherwise its weights may be damaged"
+        )
+
+
 class ConfigError(JaxserveError):
     """A configuration that contradicts itself, the model or the machine."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any, Protocol
 
+from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sampling import SamplingParams
 
 
@@ -202,3 +203,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     embedding: Any = None  # float32[hidden] for an embedding request
+    error: JaxserveError | None = None  # what ended the request before its time; then there is nothing new

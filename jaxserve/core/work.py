@@ -41,9 +41,10 @@ class Work:
 class StepOutput:
     """What a step sampled, on the host. Rows: `work.decodes`, then `work.chunks` (rows of chunks not `last` are void).
 
-    tokens int32[rows]; logprob f32[rows], rank int32[rows], top_ids int32[rows, K] and top_logprobs f32[rows, K] are
-    None unless a row asked for log-probabilities. prompt_logprobs: by chunk index, (logprob [length], rank [length],
-    top_ids [length, K], top_logprobs [length, K]) of each *next* prompt token. embeddings: by chunk index, f32[hidden].
+    tokens int32[rows], -1 for a row whose logits are not finite; logprob f32[rows], rank int32[rows], top_ids
+    int32[rows, K] and top_logprobs f32[rows, K] are None unless a row asked for log-probabilities. prompt_logprobs: by
+    chunk index, (logprob [length], rank [length], top_ids [length, K], top_logprobs [length, K]) of each *next* prompt
+    token. embeddings: by chunk index, f32[hidden].
     """
 
     tokens: np.ndarray

@@ -40,8 +40,10 @@ class Stream:
     async def next(self) -> RequestOutput:
         """The next piece; raises what ended the request before its time."""
         item = await self.items.get()
-        if isinstance(item, BaseException):
-            raise item
+        error = item if isinstance(item, BaseException) else item.error
+        if error is not None:
+            raise error
+        assert isinstance(item, RequestOutput)
         return item
 
 

@@ -2,12 +2,13 @@
 come out. No device, no clock, no thread: time is an argument.
 """
 
+import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.core.errors import QueueFull, RequestError
+from jaxserve.core.errors import NonFiniteOutput, QueueFull, RequestError
 from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, Status, TokenLogprobs
 from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.client import ModelInfo
@@ -18,6 +19,8 @@ from jaxserve.engine.text import StopStrings, append_text, flush_text
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler import Scheduler
 from jaxserve.telemetry import EngineMetrics, Snapshot
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -30,6 +33,7 @@ class _Step:
     generated: int = 0
     gaps: dict[float, int] = field(default_factory=dict)  # seconds between two tokens of a sequence -> how many
     changed: dict[str, list[Sequence]] = field(default_factory=dict)  # by request id
+    failed: list[RequestOutput] = field(default_factory=list)
 
 
 class EngineCore:
@@ -93,15 +97,17 @@ class EngineCore:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, now: float = 0.0) -> None:
         """Ends a request wherever it is and frees its pages; unknown ids are ignored. Mutates."""
         state = self._requests.pop(request_id, None)
-        if state is None:
-            return
+        if state is not None:
+            self._end_early(state, reason, now)
+            self._take_snapshot(now)  # no step may follow
+
+    def _end_early(self, state: RequestState, reason: FinishReason, now: float) -> None:
         for sequence in state.sequences:
             if sequence.status is not Status.FINISHED:
                 sequence.finish_reason = reason
                 sequence.children.clear()  # siblings end with it
                 self.scheduler.finish(sequence)
         self._end(state, reason, now)
-        self._take_snapshot(now)  # no step may follow
 
     def replan(self, salt: str, static: Snapshot) -> None:
         """The plan has changed between two steps: its name in the prefix cache, and the snapshot's fields that follow
@@ -153,14 +159,15 @@ class EngineCore:
             self._take_token(step, sequence, row)
         for index, chunk in enumerate(work.chunks):
             if output.prompt_logprobs and index in output.prompt_logprobs:
-                self._take_prompt_logprobs(chunk, output.prompt_logprobs[index])
+                self._take_prompt_logprobs(step, chunk, output.prompt_logprobs[index])
             if chunk.last and chunk.sequence.request.embed:
                 self._take_embedding(step, chunk.sequence, index)
             elif chunk.last:
                 self._take_token(step, chunk.sequence, len(work.decodes) + index)
         self._record.step(step.generated, step.gaps)
         self._take_snapshot(now)
-        return [self._output(request_id, sequences, now) for request_id, sequences in step.changed.items()]
+        changed = [self._output(request_id, sequences, now) for request_id, sequences in step.changed.items()]
+        return changed + step.failed
 
     def repeat(self, count: int, end: float) -> None:
         """Ends `count` steps that decode all running sequences, the last of them at `end`, and begins as many. Mutates.
@@ -258,6 +265,9 @@ class EngineCore:
         if sequence.status is Status.FINISHED:
             return  # it ended while this token was on its way
         request, token, now = sequence.request, step.tokens[row], step.now
+        if token < 0:
+            self._fail(step, request, "logits")
+            return
         sequence.tokens.append(token)
         if sequence.first_token is None:
             sequence.first_token = now
@@ -281,6 +291,15 @@ class EngineCore:
         step.generated += 1
         if request.stream or sequence.finish_reason is not None:
             step.changed.setdefault(request.id, []).append(sequence)
+
+    def _fail(self, step: _Step, request: Request, what: str) -> None:
+        """Ends a request for which the model computed something that is not finite."""
+        state, error = self._requests.pop(request.id), NonFiniteOutput(what)
+        log.error("request %s: %s", request.id, error)
+        self.metrics.not_finite()
+        self._end_early(state, FinishReason.ERROR, step.now)
+        step.changed.pop(request.id, None)
+        step.failed.append(state.failed(error))
 
     def _check_end(self, sequence: Sequence, token: int) -> None:
         params = sequence.request.params
@@ -312,8 +331,13 @@ class EngineCore:
         sequence.logprobs.append(entry)
         sequence.cumulative_logprob += entry[token].logprob
 
-    def _take_prompt_logprobs(self, chunk: Chunk, arrays: tuple[np.ndarray, ...]) -> None:
+    def _take_prompt_logprobs(self, step: _Step, chunk: Chunk, arrays: tuple[np.ndarray, ...]) -> None:
         sequence = chunk.sequence
+        if sequence.status is Status.FINISHED:
+            return
+        if np.isnan(arrays[0]).any() or np.isnan(arrays[3]).any():
+            self._fail(step, sequence.request, "log-probabilities")
+            return
         count = sequence.params.prompt_logprobs or 0
         for offset, (logprob, rank, ids, values) in enumerate(zip(*arrays, strict=True)):
             position = chunk.start + offset + 1
@@ -332,7 +356,11 @@ class EngineCore:
         if sequence.status is Status.FINISHED:
             return
         assert step.output.embeddings is not None
-        sequence.embedding = step.output.embeddings[chunk]
+        embedding = step.output.embeddings[chunk]
+        if not np.isfinite(embedding).all():
+            self._fail(step, sequence.request, "embeddings")
+            return
+        sequence.embedding = embedding
         sequence.finish_reason = FinishReason.STOP
         self.scheduler.finish(sequence)
         step.changed.setdefault(sequence.request.id, []).append(sequence)

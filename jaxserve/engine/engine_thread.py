@@ -75,7 +75,10 @@ class Call:
             if isinstance(answer, BaseException):
                 raise answer
             self._pieces.extend(answer)
-        return self._pieces.popleft()
+        piece = self._pieces.popleft()
+        if piece.error is not None:
+            raise piece.error
+        return piece
 
     def close(self) -> None:
         """Ends the requests still in flight and waits until the engine has freed what they held. Idempotent."""

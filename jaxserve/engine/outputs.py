@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence
 
 
@@ -39,6 +40,13 @@ class RequestState:
             num_cached_tokens=first.num_cached,
             metrics=self.metrics if finished else None,
             embedding=first.embedding,
+        )
+
+    def failed(self, error: JaxserveError) -> RequestOutput:
+        """What tells of a request that has ended with an error."""
+        request = self.request
+        return RequestOutput(
+            request.id, request.prompt, request.prompt_token_ids, outputs=(), finished=True, error=error
         )
 
     def _take_sequence(self, sequence: Sequence) -> CompletionOutput:

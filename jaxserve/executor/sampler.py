@@ -98,16 +98,19 @@ def unpack_rows(packed: Array) -> RowParams:
 
 
 def sample_greedy(logits: Array, packed: Array, newest: Array) -> tuple[Array, Array]:
-    """The most likely tokens i32[R] of logits f32[R, V], and `newest` i32[slots + 1] with them written in."""
+    """The most likely tokens i32[R] of logits f32[R, V], and `newest` i32[slots + 1] with them written in.
+
+    Here and below the token of a row whose logits are not finite (see `checked`) is NO_TOKEN, though not in `newest`.
+    """
     tokens = most_likely(logits)
-    return tokens, newest.at[packed[0]].set(tokens)
+    return checked(tokens, logits), newest.at[packed[0]].set(tokens)
 
 
 def sample_random(logits: Array, packed: Array, newest: Array) -> tuple[Array, Array]:
     """As `sample_greedy`, but drawn at random where a row's temperature is not 0."""
     rows = unpack_rows(packed)
     tokens = draw(logits, rows)
-    return tokens, newest.at[rows.slot].set(tokens)
+    return checked(tokens, logits), newest.at[rows.slot].set(tokens)
 
 
 def sample_adjusted(
@@ -120,7 +123,7 @@ def sample_adjusted(
     adjusted = _if_asked(jnp.any(bias_ids != NO_TOKEN), _add_biases, lambda x, *_: x, adjusted, bias_ids, biases)
     tokens = draw(adjusted, rows)
     history = history._replace(counts=history.counts.at[rows.slot, tokens].add(1))
-    return tokens, newest.at[rows.slot].set(tokens), history
+    return checked(tokens, logits), newest.at[rows.slot].set(tokens), history
 
 
 def sample_adjusted_natively(
@@ -136,7 +139,7 @@ def sample_full(
 ) -> tuple[Array, Array, History, Logprobs]:
     """As `sample_adjusted`, with log-probabilities of the logits as they came."""
     tokens, newest, history = by.adjusted(logits, *adjusting)
-    return tokens, newest, history, by.logprobs(logits, tokens, top_logprobs)
+    return tokens, newest, history, by.logprobs(logits, jnp.maximum(tokens, 0), top_logprobs)
 
 
 def load_history(history: History, slot: Array, tokens: Array, prompt: Array, total: Array) -> History:
@@ -174,6 +177,15 @@ def penalize(logits: Array, rows: RowParams, history: History) -> Array:
     factor = jnp.where(repeated, rows.repetition[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
     return logits - rows.frequency[:, None] * counts - rows.presence[:, None] * (counts > 0)
+
+
+def checked(tokens: Array, logits: Array) -> Array:
+    """The tokens i32[R], but NO_TOKEN for rows of logits f32[R, V] that hold a NaN or of which the largest is infinite.
+
+    Logits of -infinity are allowed. The maximum over blocks is the same as in `most_likely`: XLA computes it once.
+    """
+    largest = jnp.max(jnp.max(_blocks(logits, -jnp.inf), axis=-1), axis=-1)
+    return jnp.where(jnp.isfinite(largest), tokens, NO_TOKEN)
 
 
 def most_likely(logits: Array) -> Array:

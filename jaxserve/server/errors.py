@@ -13,7 +13,15 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from jaxserve.core.errors import EngineFailed, EngineStopped, JaxserveError, PlanError, QueueFull, RequestError
+from jaxserve.core.errors import (
+    EngineFailed,
+    EngineStopped,
+    JaxserveError,
+    NonFiniteOutput,
+    PlanError,
+    QueueFull,
+    RequestError,
+)
 from jaxserve.server.access import is_for_operators
 
 logger = logging.getLogger(__name__)
@@ -115,6 +123,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
             return 503, envelope(str(error), 503), {"retry-after": str(math.ceil(RETRY_AFTER_STOP))}
         case EngineFailed():
             return 500, envelope(f"the engine failed: {error}", 500, code="engine_failed"), {}
+        case NonFiniteOutput():
+            return 500, envelope(str(error), 500, code="non_finite_output"), {}
         case HTTPException():
             return error.status_code, envelope(str(error.detail), error.status_code), dict(error.headers or {})
         case JaxserveError():

@@ -41,6 +41,7 @@ COUNTERS = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "prompt_tokens": "Prompt tokens computed or found in the prefix cache.",
     "generation_tokens": "Tokens generated.",
+    "non_finite_outputs": "Requests ended because the model computed NaN or infinity for them.",
 }
 LABELLED_COUNTERS = {  # name: (labels, help)
     "request_success": (("finished_reason",), "Finished requests by reason."),
@@ -177,6 +178,10 @@ class EngineMetrics(Collector):
         """Mutates: tokens looked up in and found in the prefix cache."""
         self._add("prefix_cache_queries", queried)
         self._add("prefix_cache_hits", hits)
+
+    def not_finite(self) -> None:
+        """Mutates: a request ended because the model computed NaN or infinity for it."""
+        self._add("non_finite_outputs", 1)
 
     def rejected(self, reason: str) -> None:
         """Mutates: a request was refused at admission, e.g. "queue_full" or "invalid"."""

@@ -118,19 +118,38 @@ def test_rows_of_the_spare_slot_draw_nothing(lanes: int) -> None:
 @every_width
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_logits_that_are_not_finite(temperature: float, lanes: int) -> None:
-    vocab = 130
-    logits = np.zeros((ROWS, vocab), np.float32)
-    logits[0] = -np.inf  # all banned
+    """Both samplers say so of a row, and leave a token in `newest` that the next step can read."""
+    vocab, slots = 300, 9
+    logits = np.random.default_rng(0).normal(size=(slots, vocab)).astype(np.float32)
+    logits[0] = -np.inf
     logits[1, 7] = np.inf
     logits[2] = np.nan
-    logits[3], logits[3, 129] = -np.inf, 1
+    logits[3, 299] = np.nan  # where no whole vector is
     logits[4, 5] = np.nan
-    parameters = packed(vocab, temperature=temperature, top_p=0.9, top_k=50)
-    tokens, _ = DRAW(logits, parameters, jnp.zeros(SLOTS + 1, jnp.int32), max_lanes=lanes)
-    assert tokens[0] == 0
-    assert tokens[1] == 7
-    assert tokens[3] == 129
-    assert all(0 <= token < vocab for token in np.asarray(tokens))
+    logits[5, 6], logits[5, 8] = np.inf, -np.inf
+    logits[6, :298] = -np.inf  # banned
+    logits[7, 9] = -np.inf
+    asked = {"temperature": temperature, "top_p": 0.9, "top_k": 50}
+    newest = jnp.full(slots + 1, 5, jnp.int32)
+    ids, biases = sampler.sparse_biases([], slots)
+    ids[8, 0], biases[8, 0] = 3, -np.inf
+    history = sampler.empty_history(slots, vocab)
+    for repetition in (1.0, 1.5):
+        parameters = packed(vocab, slots, repetition=repetition, **asked)
+        parameters[sampler.TOP_K], parameters[sampler.SLOT] = 50, np.arange(slots)
+        kinds = [
+            DRAW(logits, parameters, newest, max_lanes=lanes),
+            DRAW_ADJUSTED(logits, parameters, newest, *history, ids, biases, max_lanes=lanes),
+            jax.jit(sampler.sample_random)(logits, parameters, newest),
+            XLA(logits, parameters, newest, history, ids, biases),
+        ]
+        if temperature == 0:
+            kinds.append(jax.jit(sampler.sample_greedy)(logits, parameters, newest))
+        for tokens, after, *_ in kinds:
+            assert (np.asarray(tokens)[:6] == -1).all()
+            assert (np.asarray(tokens)[6:] >= 0).all()
+            assert tokens[6] >= 298
+            assert ((np.asarray(after) >= 0) & (np.asarray(after) < vocab)).all()
 
 
 @pytest.mark.parametrize("slot", [-1, SLOTS + 1])

@@ -46,3 +46,14 @@ def test_rows_in_order_and_of_one_number(order: int) -> None:
 def test_a_token_that_is_not_there_is_an_error(token: int) -> None:
     with pytest.raises(Exception, match=f"token {token} of 9"):
         jax.block_until_ready(NATIVE(np.zeros((1, 9), np.float32), jnp.array([token]), top=2))
+
+
+@pytest.mark.parametrize("lanes", [16, 8, 4])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_log_probabilities_of_what_is_not_finite_are_nan(lanes: int, value: float) -> None:
+    logits = np.random.default_rng(0).normal(size=(2, 300)).astype(np.float32)
+    logits[0, 299] = value
+    logprob, _, _, top = NATIVE(logits, np.array([3, 3], np.int32), top=4, max_lanes=lanes)
+    assert np.isnan(top[0]).any()
+    assert np.isfinite(logprob[1])
+    assert np.isfinite(top[1]).all()

@@ -100,6 +100,8 @@ class OfflineEngine:
         while (waiting or in_flight) and not stop.is_set():
             self._fill(waiting, in_flight)
             for piece in self._engine.step():
+                if piece.error is not None:
+                    raise piece.error
                 output_tokens += sum(len(answer.token_ids) for answer in piece.outputs)
                 if piece.finished:
                     in_flight.discard(piece.request_id)

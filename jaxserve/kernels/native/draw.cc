@@ -38,19 +38,21 @@ inline float float_of(uint32_t bits) {
 struct Likeliest {
   int64_t token;
   float logit;
+  bool sound;
 };
 
 // The first token of the largest logit; 0 if all are -infinity.
 Likeliest most_likely(const Logits& logits) {
   float best = -kInfinity;
+  Floats sums = {};
   int64_t where = 0;
   for (int64_t run = 0; run < logits.runs(); ++run) {
-    const float largest = logits.largest(run);
+    const float largest = logits.largest(run, sums);
     if (largest > best) best = largest, where = run;
   }
   int64_t i = 0;
   while (i < kRun && logits[where][i] != best) ++i;
-  return {i < kRun ? where * kRun + i : 0, best};
+  return {i < kRun ? where * kRun + i : 0, best, is_sound(best, sums)};
 }
 
 // Weights of a row, the heaviest of which is 1.
@@ -240,6 +242,8 @@ int32_t draw(const DrawnRow& row, float* scratch) {
   Pieces pieces = {scratch};
   const Logits logits(adjusted(row, pieces.take((row.vocab + kRun - 1) / kRun * kRun)), row.vocab);
   const Likeliest likeliest = most_likely(logits);
+  const bool as_they_came = logits.is(row.logits);
+  if (!(as_they_came ? likeliest : most_likely(Logits(row.logits, row.vocab))).sound) return kNoToken;
   if (!(row.temperature > 0) || !(likeliest.logit > -kInfinity && likeliest.logit < kInfinity)) {
     return static_cast<int32_t>(likeliest.token);
   }

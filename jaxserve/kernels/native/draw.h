@@ -31,6 +31,8 @@ inline int64_t draw_scratch_floats(int64_t vocab) {
   return (3 * runs + 1) * kRun + 3 * runs;
 }
 
+constexpr int32_t kNoToken = -1;  // of a row whose logits are not finite
+
 using Draw = int32_t (*)(const DrawnRow& row, float* scratch);
 
 extern const Draw kDrawAvx512, kDrawAvx2, kDrawBaseline;

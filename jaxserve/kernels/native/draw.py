@@ -18,7 +18,8 @@ def supported() -> bool:
 def draw(logits: Array, packed: Array, newest: Array, *, max_lanes: int = MAX_LANES) -> tuple[Array, Array]:
     """Tokens i32[R] of logits f32[R, V] by the parameters i32[11, R], and `newest` i32[slots + 1] with them written in.
 
-    Rows of the spare slot, the last one, draw nothing. `max_lanes` limits the instruction set, to 8 or 4 floats.
+    The token of a row with logits that are NaN, or of which the largest is infinite, is -1, and 0 in `newest`. Rows of
+    the spare slot, the last one, draw nothing. `max_lanes` limits the instruction set, to 8 or 4 floats.
     """
     call = jax.ffi.ffi_call(DRAW, (_like(logits.shape[:1]), _like(newest.shape)))
     return call(logits, packed, newest, max_lanes=np.int64(max_lanes))

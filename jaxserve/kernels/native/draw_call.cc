@@ -98,8 +98,9 @@ struct Drawing final : Shared {
     row.repetition = number(kRepetition, r);
     row.temperature = number(kTemperature, r);
     row.uniform = uniform({word(kSeed, r), word(kSeed + 1, r)}, word(kPosition, r));
-    tokens[r] = newest[slot] = draw(row, scratch);
-    if (counts != nullptr) ++counts[slot * row.vocab + tokens[r]];
+    tokens[r] = draw(row, scratch);
+    newest[slot] = tokens[r] == kNoToken ? 0 : tokens[r];  // the next step reads it before anybody knows
+    if (counts != nullptr) ++counts[slot * row.vocab + newest[slot]];
   }
 };
 

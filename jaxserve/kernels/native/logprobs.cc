@@ -41,8 +41,9 @@ void rate(const RatedRow& row) {
   const Logits logits(row.logits, row.vocab);
   const float of_token = row.logits[row.token];
   float largest = -kInfinity;
+  Floats sums = {};
   for (int64_t run = 0; run < logits.runs(); ++run) {
-    const float x = logits.largest(run);
+    const float x = logits.largest(run, sums);
     largest = x > largest ? x : largest;
   }
   double total = 0;
@@ -59,7 +60,7 @@ void rate(const RatedRow& row) {
     total += sum(weights);
     for (int i = 0; i < LANES; ++i) above += more_likely[i];
   }
-  const float normalizer = largest + __builtin_logf(static_cast<float>(total));
+  const float normalizer = is_sound(largest, sums) ? largest + __builtin_logf(static_cast<float>(total)) : __builtin_nanf("");
   *row.logprob = of_token - normalizer;
   *row.rank = 1 + above;
   find_top(logits, row);

@@ -15,8 +15,8 @@ def logprobs(
     """Of `tokens` i32[R] under logits f32[R, V] their log-probabilities f32[R] and ranks i32[R], 1 for the most likely;
     and the `top` most likely tokens i32[R, top], at most V, with theirs f32[R, top].
 
-    `max_lanes` limits the instruction set, to 8 or 4 floats. A token that is not in the vocabulary is an error when the
-    step runs.
+    All are NaN in a row with logits that are NaN, or of which the largest is infinite. `max_lanes` limits the
+    instruction set, to 8 or 4 floats. A token that is not in the vocabulary is an error when the step runs.
     """
     rows = len(tokens)
     results = (

@@ -1,0 +1,112 @@
+"""A request for which the model computes NaN or infinity ends with an error; those beside it and after it do not."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import NonFiniteOutput
+from jaxserve.engine.client import TokensPrompt
+from jaxserve.factory import build_async_engine
+
+BAD = 7  # the token whose embedding is not finite
+GOOD = list(range(20, 45))
+OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "warmup": False, "max_model_len": 128}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def spoil(engine, value: float) -> None:
+    """Gives the token BAD an embedding of this value."""
+    for steps in engine:
+        row = steps.executor.rows[0]
+        (weight,) = row.leaves
+        steps.executor.replace([replace(row, leaves=(jnp.asarray(weight).at[BAD].set(value),))])
+
+
+@pytest.fixture(scope="module", params=["auto", "xla"])
+def llm(request, tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, **OPTIONS, kv_pages=9, kernel_backend=request.param) as llm:
+        spoil(llm._engine.instances, np.nan)
+        yield llm
+
+
+def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
+    (output,) = llm.generate([GOOD], params, use_tqdm=False)
+    return [answer.token_ids for answer in output.outputs]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0},
+        {"temperature": 1, "top_p": 0.9},
+        {"temperature": 0, "repetition_penalty": 1.2},
+        {"temperature": 1, "logprobs": 2, "n": 3},
+        {"temperature": 0, "prompt_logprobs": 2},
+    ],
+    ids=str,
+)
+def test_it_ends_with_an_error_and_harms_no_other(llm: LLM, asked: dict) -> None:
+    expected = tokens(llm)
+    beside = llm.stream(GOOD, GREEDY)
+    seen = [next(beside).outputs[0].token_ids]
+    with pytest.raises(NonFiniteOutput, match="--dtype bfloat16"):
+        llm.generate([[5, 6, BAD, 8] * 10], SamplingParams(max_tokens=8, **asked), use_tqdm=False)
+    seen += [piece.outputs[0].token_ids for piece in beside]
+    assert [sum(seen, ())] == expected
+    for _ in range(3):  # in pages that held what is not finite
+        assert tokens(llm) == expected
+    (steps,) = llm._engine.instances
+    assert llm._engine.idle
+    assert steps.core._requests == {}
+    assert steps.core.scheduler.pages.used == 0
+
+
+def test_a_stream_and_an_embedding_say_so_too(llm: LLM) -> None:
+    with pytest.raises(NonFiniteOutput, match="logits"):
+        list(llm.stream([3, BAD], GREEDY))
+    with pytest.raises(NonFiniteOutput, match="embeddings"):
+        llm.embed([[3, BAD]], use_tqdm=False)
+    assert np.isfinite(llm.embed([GOOD], use_tqdm=False)[0]).all()
+
+
+def test_clients_of_the_server_get_the_error_and_operators_a_count(tiny_model: Path) -> None:
+    engine = build_async_engine(EngineConfig(model=tiny_model, **OPTIONS))
+    spoil([thread.steps for thread in engine._threads], np.inf)
+
+    async def main() -> None:
+        for stream in (True, False):
+            with pytest.raises(NonFiniteOutput):
+                async for _ in engine.generate(TokensPrompt((3, BAD)), GREEDY, stream=stream):
+                    pass
+        with pytest.raises(NonFiniteOutput):
+            await engine.embed(TokensPrompt((3, BAD)))
+        text = engine.metrics_text().decode()
+        assert 'jaxserve_non_finite_outputs_total{model_name="tiny0"} 3.0' in text
+        assert 'finished_reason="error",model_name="tiny0"} 3.0' in text
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"kernel_backend": "xla"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"}],
+    ids=str,
+)
+def test_pages_that_held_it_are_as_good_as_new(tiny_model: Path, how: dict) -> None:
+    with LLM(tiny_model, **OPTIONS, kv_pages=8, prefix_caching=False, **how) as llm:
+        spoil(llm._engine.instances, np.nan)
+        prompts = [GOOD[:length] for length in (1, 7, 16, 25)]
+        greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        expected = [llm.generate([each], greedy, use_tqdm=False)[0].outputs[0].token_ids for each in prompts]
+        with pytest.raises(NonFiniteOutput):
+            llm.generate([[BAD] * 111], greedy, use_tqdm=False)  # in all pages
+        again = [llm.generate([each], greedy, use_tqdm=False)[0].outputs[0].token_ids for each in prompts]
+        assert again == expected
