@@ -1,7 +1,7 @@
 """Times of drawing a step's tokens on CPU: `python -m bench.sampling [--vocab N ...] [--rows N ...]`.
 
 Logits f32[R, V] are there; what requests ask for is the same in all rows. The native kernel beside what XLA makes of
-executor/sampler.py, which runs with as many threads as the engine leaves it, in turn; medians in ms, dispatch included.
+sampling/ops.py, which runs with as many threads as the engine leaves it, in turn; medians in ms, dispatch included.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from jax import Array
 
 from jaxserve import EngineConfig
 from jaxserve.bundled import bundled_model_path
-from jaxserve.executor import sampler
 from jaxserve.kernels.native import draw as native
-from jaxserve.resolution import resolve
+from jaxserve.planning.resolve import resolve
+from jaxserve.sampling import ops as sampler
 
 SLOTS = 16
 ASKED: dict[str, dict[str, float]] = {  # of a row's parameters, by their names in sampler.RowParams

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from jaxserve.bundled import bundled_model_path
+from jaxserve.calibration.sensitivity.chain import LayerChain
+from jaxserve.calibration.sensitivity.curves import qualities
+from jaxserve.calibration.sensitivity.measures import Measures
+from jaxserve.calibration.sensitivity.profile import Weights
+from jaxserve.calibration.sensitivity.run import Options, rank_layers
+from jaxserve.calibration.sensitivity.texts import read_rows
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.quantization.sensitivity.chain import LayerChain
-from jaxserve.quantization.sensitivity.curves import qualities
-from jaxserve.quantization.sensitivity.measures import Measures
-from jaxserve.quantization.sensitivity.profile import Weights
-from jaxserve.quantization.sensitivity.run import Options, rank_layers
-from jaxserve.quantization.sensitivity.texts import read_rows
 
 LENGTH = 256
 RANKINGS = {  # (weights, positions, calibration tokens)

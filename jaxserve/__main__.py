@@ -1,6 +1,6 @@
 """`python -m jaxserve`: the command line."""
 
-from jaxserve.cli import main
+from jaxserve.cli.main import main
 
 if __name__ == "__main__":
     main()

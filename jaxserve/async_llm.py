@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.build import build_async_engine
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TextPrompt
 from jaxserve.engine.prompts import PromptLike, as_prompt
-from jaxserve.factory import build_async_engine
 
 
 class AsyncLLM:

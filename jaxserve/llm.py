@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.build import build_engine
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineStopped, NoTokenizer, RequestError
 from jaxserve.core.progress import Progress, untold
@@ -18,7 +19,6 @@ from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.outputs import merge
 from jaxserve.engine.prompts import PromptLike, as_prompt, as_prompts
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.factory import build_engine
 from jaxserve.progress import ProgressBar
 
 Message = Mapping[str, Any]

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jaxserve.kernels.kv import row_size
-from jaxserve.kernels.segments import Pool
+from jaxserve.kernels.pool_segments import Pool
 from pallas_kernels.blocks import AttentionBlocks
 from pallas_kernels.mosaic import from_codes, load, tiles
 

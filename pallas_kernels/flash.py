@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jaxserve.kernels.segments import Pool, starts_of
+from jaxserve.kernels.pool_segments import Pool, starts_of
 from pallas_kernels.blocks import AttentionBlocks
 from pallas_kernels.context import Context, PoolKind, kind_of
 from pallas_kernels.mosaic import WARPGROUP_ROWS, launch, transposed

@@ -7,7 +7,7 @@ from jax import Array
 
 from jaxserve.kernels.kv import row_size
 from jaxserve.kernels.meta import AttentionMeta
-from jaxserve.kernels.segments import Pool
+from jaxserve.kernels.pool_segments import Pool
 from pallas_kernels.blocks import HOPPER, AttentionBlocks, DeviceBlocks
 from pallas_kernels.flash import flash
 

@@ -10,7 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported anywhere
 import hypothesis
 import pytest
 
-from jaxserve.resolution import QUICK_COMPILATION
+from jaxserve.planning.resolve import QUICK_COMPILATION
 
 # Before JAX has a device, here and in processes that tests start.
 flags = (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *QUICK_COMPILATION)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.loader import LoadFormat
 from jaxserve.core.config import ModelConfig
-from jaxserve.core.kv_rows import int8_row
+from jaxserve.core.kv_layout import int8_row
 from jaxserve.kernels import Rotated
 from jaxserve.kernels.kv import from_storage, to_storage
 from jaxserve.models import rope_cos_sin

@@ -23,8 +23,8 @@ JAX_FREE = (
     "jaxserve.control",
     "jaxserve.telemetry",
     "jaxserve.engine",
-    "jaxserve.executor.buckets",
-    "jaxserve.platforms",
+    "jaxserve.core.step_shapes",
+    "jaxserve.planning.defaults",
     "jaxserve.sim",
 )
 COMES_WITH = {  # always installed together
@@ -95,11 +95,11 @@ def test_what_measures_a_server_loads_neither_jax_nor_a_web_framework():
 
 def test_the_command_line_starts_without_what_its_commands_need():
     heavy = ("numpy", "httpx", "matplotlib", "tokenizers")
-    run_fresh("import jaxserve.cli\n" + assert_not_loaded((*JAX, *WEB, *heavy)))
+    run_fresh("import jaxserve.cli.main\n" + assert_not_loaded((*JAX, *WEB, *heavy)))
 
 
 def test_engine_and_library_work_without_web_framework():
-    code = BLOCK_WEB + f"import jaxserve, jaxserve.factory\nfor name in {PUBLIC!r}: getattr(jaxserve, name)\n"
+    code = BLOCK_WEB + f"import jaxserve, jaxserve.build\nfor name in {PUBLIC!r}: getattr(jaxserve, name)\n"
     run_fresh(code + assert_not_loaded(WEB))
 
 

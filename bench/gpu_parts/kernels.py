@@ -20,7 +20,7 @@ from bench.gpu_parts.costs import WORD, Cost, seen
 from bench.gpu_parts.sizes import LARGEST, Model, Sizes
 from bench.gpu_parts.timing import seconds_per_call, timed_row
 from jaxserve.core.config import KernelBackend
-from jaxserve.core.segments import GROWTH_SEGMENTS
+from jaxserve.core.kv_layout import GROWTH_SEGMENTS
 from jaxserve.kernels import AttentionMeta, Pool, grouped_matmul, kv_pool, kv_write, matmul, page_bytes, paged_attention
 from jaxserve.kernels.backend import uses_pallas
 from jaxserve.quantization import QArray

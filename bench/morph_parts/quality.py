@@ -10,8 +10,8 @@ import numpy as np
 
 from bench.morph_parts.systems import mixture
 from bench.morph_parts.timeline import Timeline, step_ratios, tokens_by_swapped, transitions
+from jaxserve.calibration.sensitivity.profile import FILE_NAME, LIS, SensitivityProfile
 from jaxserve.core.precision import BITS
-from jaxserve.quantization.sensitivity.profile import FILE_NAME, LIS, SensitivityProfile
 
 SWAP = re.compile(r"layers\.(\d+) \S+ -> (\S+) ")
 

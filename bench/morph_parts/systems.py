@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxserve.control.policies.loading import MORPH_MODES
 from jaxserve.core.config import EngineConfig
-from jaxserve.resolution import Resolved, resolve
+from jaxserve.planning.resolve import Resolved, resolve
 
 FULL, INT4, ACCURACY, INT8, PERFORMANCE = "full", "int4", "morph", "morph-int8", "morph-performance"
 NAMES = (FULL, INT4, ACCURACY, INT8, PERFORMANCE)

@@ -171,7 +171,7 @@ def _simulated(cluster: ClusterOptions, trace: Path, label: str) -> Result:
 def _real(model: Path, trace: Path, result: Path, log: Path) -> None:
     """A server and a client, each in a process of its own, as a user has them."""
     server = ("--spawn", "--serve-args", f"{model} --step-log {log}")
-    command = (sys.executable, "-m", "jaxserve.cli", "bench", "trace", "--trace", trace, "--ignore-eos", *server)
+    command = (sys.executable, "-m", "jaxserve.cli.main", "bench", "trace", "--trace", trace, "--ignore-eos", *server)
     ending = ("--num-warmups", "4", "--quiet", "--save-result", result)
     subprocess.run([*map(str, command), *map(str, ending)], stdout=subprocess.DEVNULL, check=True)
 

@@ -2,6 +2,6 @@
 
 from jaxserve.actuator.actuator import Instance, PlanActuator
 from jaxserve.actuator.copying import LayerSource, Place, Throttle
-from jaxserve.actuator.keeping import HostMemory, keeper, pinned_memory
+from jaxserve.actuator.pinned import HostMemory, keeper, pinned_memory
 
 __all__ = ["HostMemory", "Instance", "LayerSource", "Place", "PlanActuator", "Throttle", "keeper", "pinned_memory"]

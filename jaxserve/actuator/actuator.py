@@ -16,11 +16,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from jaxserve.actuator.copying import LayerSource, Throttle
-from jaxserve.control.actuation import PATIENCE, TRY_AGAIN, Outcome
 from jaxserve.control.diff import apply
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import Plan
-from jaxserve.control.transitions import ResizeKVPool, SwapPrecision, Transition, batches
+from jaxserve.control.transitions import PATIENCE, TRY_AGAIN, Outcome, ResizeKVPool, SwapPrecision, Transition, batches
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.precision import mixture_name
 from jaxserve.engine.loop import StepLoop

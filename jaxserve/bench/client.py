@@ -13,8 +13,8 @@ from typing import Any, Self
 import aiohttp
 
 from jaxserve.bench.answer import Answer, message_of, shortened
-from jaxserve.bench.masking import without_key
 from jaxserve.bench.record import RequestRecord
+from jaxserve.bench.redaction import without_key
 from jaxserve.bench.sse import EventParser
 from jaxserve.bench.workload import Sample
 

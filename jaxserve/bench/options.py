@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jaxserve import options
+from jaxserve.cli.options import given, option
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.options import given, option
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 METRICS = ("ttft", "tpot", "itl", "e2el", "queue")

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxserve.bench.masking import masked, masked_command
 from jaxserve.bench.record import RequestRecord
+from jaxserve.bench.redaction import masked, masked_command
 from jaxserve.core.errors import ConfigError
 
 SCHEMA_VERSION = 1

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from jaxserve.bench.answer import shortened
 from jaxserve.bench.client import OK, Target, refusal
-from jaxserve.bench.masking import masked_text, without_key
 from jaxserve.bench.options import ServerOptions
+from jaxserve.bench.redaction import masked_text, without_key
 from jaxserve.bench.spawn import spawned
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.core.errors import ConfigError, JaxserveError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxserve.core.errors import JaxserveError
 
-SERVE = (sys.executable, "-m", "jaxserve.cli", "serve")
+SERVE = (sys.executable, "-m", "jaxserve.cli.main", "serve")
 READY = re.compile(r"is ready: .* at (https?://\S+)\s")
 POLL_S = 0.05
 GRACE_S = 20.0  # to end after SIGTERM; then SIGKILL

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxserve.core.aligned import zeros
+from jaxserve.core.aligned_arrays import zeros
 from jaxserve.core.config import ModelConfig
 from jaxserve.parallel.padding import cast, fill, fill_gate_up, pack_gate_up, pack_o, pack_qkv, pad
 

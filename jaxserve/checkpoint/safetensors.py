@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxserve.core.aligned import zeros
+from jaxserve.core.aligned_arrays import zeros
 from jaxserve.core.errors import CheckpointError
 
 DTYPES: Mapping[str, np.dtype] = {

@@ -1,11 +1,10 @@
 """The control plane: plans, how they differ, and who decides which one is in force. No JAX."""
 
-from jaxserve.control.actuation import Actuator, Outcome
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import BlockPlan, InstancePlan, Plan, StagePlan, chain_of, static_plan
 from jaxserve.control.policy import Policy, Proposal, chain
 from jaxserve.control.resources import Resources
-from jaxserve.control.transitions import ResizeKVPool, SwapPrecision, Transition
+from jaxserve.control.transitions import Actuator, Outcome, ResizeKVPool, SwapPrecision, Transition
 
 __all__ = [
     "Actuator",

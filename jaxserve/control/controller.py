@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxserve.control.actuation import Actuator
-from jaxserve.control.decisions import Decision, Sample, sample
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
 from jaxserve.control.policy import Policy
-from jaxserve.control.resources import Resources
-from jaxserve.control.transitions import Transition
-from jaxserve.control.validate import validate
+from jaxserve.control.record import Decision, Sample, sample
+from jaxserve.control.resources import Resources, validate
+from jaxserve.control.transitions import Actuator, Transition
 from jaxserve.core.errors import PlanError
 from jaxserve.telemetry import Smoother, Snapshot
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 from jaxserve.control.plan import Plan
 from jaxserve.core.errors import PlanError
@@ -80,3 +81,37 @@ def batches(transitions: Sequence[Transition]) -> Iterator[tuple[Transition, ...
 
 def _mb(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
+
+
+# Seconds for which a smaller pool waits for pages in use, and from try to try. Not long: no policy is asked meanwhile,
+# even if a burst has come.
+PATIENCE, TRY_AGAIN = 0.3, 0.02
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a transition ended: `error` says why it failed, and then nothing of it is in force.
+
+    `seconds` are those of all that were put in force with it.
+    """
+
+    transition: Transition
+    error: str | None
+    seconds: float
+
+
+class Actuator(Protocol):
+    """Carries transitions out in order, batch after batch (`transitions.batches`), while steps go on."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a transition is still to end. When not, `poll` has all outcomes."""
+        ...
+
+    def start(self, transitions: Sequence[Transition]) -> None:
+        """Begins, and returns at once; only called when not busy. After a transition that fails the rest is dropped."""
+        ...
+
+    def poll(self) -> Sequence[Outcome]:
+        """What has ended since the last call, in order."""
+        ...

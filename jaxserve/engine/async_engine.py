@@ -14,8 +14,7 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import EngineFailed, EngineStopped, NoTokenizer
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.engine.client import ModelInfo, Prompt, TextPrompt
-from jaxserve.engine.control_client import ControlClient
+from jaxserve.engine.client import ControlClient, ModelInfo, Prompt, TextPrompt
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler.routing import LeastLoaded

@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 
 from jaxserve.core.request import Sequence
+from jaxserve.core.step_shapes import StepShape
 from jaxserve.core.work import Chunk, Work
-from jaxserve.executor.shapes import StepShape
 from jaxserve.kernels import AttentionMeta
 
 View = Callable[[str], np.ndarray]  # a field of the vector by its name

@@ -16,19 +16,18 @@ from jax import Array, lax
 from jax.sharding import Sharding
 
 from jaxserve.core.request import Sequence
+from jaxserve.core.step_shapes import Buckets, StepShape
 from jaxserve.core.work import Chunk, Work
-from jaxserve.executor.ahead import Compiler, Program
+from jaxserve.executor.aot import Compiler, Program
 from jaxserve.executor.batch import pack
 from jaxserve.executor.blocks import BlockBuilder, Parameter, Row, RowOutline
-from jaxserve.executor.buckets import Buckets
-from jaxserve.executor.dispatched import DispatchedStep
 from jaxserve.executor.fused import FusedTier, StageProgram
+from jaxserve.executor.pending import DispatchedStep
 from jaxserve.executor.pools import PoolOutline, Pools
-from jaxserve.executor.sampler import Logprobs
-from jaxserve.executor.sampling import DeviceSampler
-from jaxserve.executor.shapes import StepShape
 from jaxserve.executor.stages import Stage, stages_of
 from jaxserve.kvcache import PageTable
+from jaxserve.sampling.device_sampler import DeviceSampler
+from jaxserve.sampling.ops import Logprobs
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 from jax import Array
 
-from jaxserve.executor.ahead import Compiler, Program, abstract, compile_threads
+from jaxserve.core.step_shapes import StepShape
+from jaxserve.executor.aot import Compiler, Program, abstract, compile_threads
 from jaxserve.executor.compilation import CompileCounter
-from jaxserve.executor.shapes import StepShape
 from jaxserve.kernels import Pool
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.core.segments import covering
-from jaxserve.executor.ahead import Compiler, Program, abstract
-from jaxserve.executor.buckets import at_least
-from jaxserve.executor.workspace import MOST_MOVED
+from jaxserve.core.kv_layout import covering
+from jaxserve.core.step_shapes import at_least
+from jaxserve.executor.aot import Compiler, Program, abstract
 from jaxserve.kernels import Pool, move_pages, release_pages
 from jaxserve.parallel.placement import bytes_held
+from jaxserve.planning.workspace import MOST_MOVED
 
 MOVES = (16, MOST_MOVED)  # pages that one call moves; padded with moves of the null page
 

@@ -28,10 +28,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.core.config import ModelConfig
+from jaxserve.core.machine import processor_features
 from jaxserve.executor.compilation import COMPILED
-from jaxserve.executor.sampler import History, Logprobs
-from jaxserve.hardware import processor_features
 from jaxserve.kernels import AttentionMeta, native
+from jaxserve.sampling.ops import History, Logprobs
 
 T = TypeVar("T")
 

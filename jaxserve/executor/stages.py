@@ -7,7 +7,7 @@ from itertools import groupby
 
 from jax import Array
 
-from jaxserve.executor.ahead import Program
+from jaxserve.executor.aot import Program
 from jaxserve.executor.blocks import Row
 from jaxserve.parallel.placement import Placement
 

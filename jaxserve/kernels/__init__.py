@@ -10,9 +10,9 @@ from jaxserve.kernels.elastic import GRANULE, committed_bytes, is_elastic, move_
 from jaxserve.kernels.grouped_matmul import grouped_matmul
 from jaxserve.kernels.kv import kv_pool, kv_write, page_bytes, storage_dtype
 from jaxserve.kernels.matmul import Total, matmul
-from jaxserve.kernels.rotated import HeadNorms, Rotated
+from jaxserve.kernels.pool_segments import Pool
+from jaxserve.kernels.rope import HeadNorms, Rotated
 from jaxserve.kernels.rows import Gated, Normed, Rows, value_of
-from jaxserve.kernels.segments import Pool
 
 __all__ = [
     "GRANULE", "AttentionMeta", "Gated", "HeadNorms", "Normed", "Pool", "Rotated", "Rows", "Total", "committed_bytes",

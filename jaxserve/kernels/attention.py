@@ -10,8 +10,8 @@ from jaxserve.kernels.backend import device_kind, uses_native, uses_pallas
 from jaxserve.kernels.kv import kv_write
 from jaxserve.kernels.meta import AttentionMeta
 from jaxserve.kernels.native import attention as native
-from jaxserve.kernels.rotated import Rotated
-from jaxserve.kernels.segments import Pool
+from jaxserve.kernels.pool_segments import Pool
+from jaxserve.kernels.rope import Rotated
 
 __all__ = ["AttentionMeta", "paged_attention", "write_and_attend"]
 

@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxserve.kernels.native import pool as native
-from jaxserve.kernels.segments import Pool, own_pages, take_pages
+from jaxserve.kernels.pool_segments import Pool, own_pages, take_pages
 
 GRANULE = 2 << 20  # bytes: what an elastic pool takes or keeps of memory at once, at most
 

@@ -24,11 +24,11 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxserve.core.config import KernelBackend
-from jaxserve.core.kv_rows import SCALE_BYTES, int8_row
+from jaxserve.core.kv_layout import SCALE_BYTES, int8_row
 from jaxserve.kernels.backend import uses_native
 from jaxserve.kernels.elastic import platform_of, reserve
 from jaxserve.kernels.native import kv as native
-from jaxserve.kernels.segments import Pool, own_pages
+from jaxserve.kernels.pool_segments import Pool, own_pages
 
 MAX_CODE = 127
 

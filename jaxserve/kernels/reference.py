@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.kernels.kv import from_storage
 from jaxserve.kernels.meta import AttentionMeta
-from jaxserve.kernels.segments import Pool, take_pages
+from jaxserve.kernels.pool_segments import Pool, take_pages
 
 
 def paged_attention(

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jaxserve.kernels.kv import from_storage
 from jaxserve.kernels.meta import AttentionMeta
-from jaxserve.kernels.segments import Pool, take_pages
+from jaxserve.kernels.pool_segments import Pool, take_pages
 
 CHUNK_TOKENS = 128  # keys and values of all heads of a chunk in float32 fit in L2
 MIN_ROWS = 4  # a product with fewer rows takes XLA's slow matrix-vector path

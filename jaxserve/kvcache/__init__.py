@@ -1,7 +1,6 @@
 """Host bookkeeping of the paged KV cache: pages with reference counts, prefix cache, page tables. No JAX."""
 
-from jaxserve.kvcache.pages import NULL_PAGE, PagePool, PagesInUse
-from jaxserve.kvcache.prefix import chain_hash, page_hashes
+from jaxserve.kvcache.pages import NULL_PAGE, PagePool, PagesInUse, chain_hash, page_hashes
 from jaxserve.kvcache.table import PageTable
 
 __all__ = ["NULL_PAGE", "PagePool", "PageTable", "PagesInUse", "chain_hash", "page_hashes"]

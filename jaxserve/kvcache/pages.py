@@ -1,8 +1,11 @@
 """PagePool: which KV pages are free, shared or cached. A page id is valid in the pools of all layers alike."""
 
+import hashlib
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 NULL_PAGE = 0  # padding rows write here; never handed out
 
@@ -168,3 +171,21 @@ class PagePool:
         page, _ = self._cached.popitem(last=False)
         del self._page_of[self._hash_of.pop(page)]
         return page
+
+
+_DIGEST = 16  # bytes: a collision needs about 2**64 pages
+
+
+def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The hash of a page holding `tokens` behind the page named `parent` (or behind the salt)."""
+    return hashlib.blake2b(parent + np.asarray(tokens, np.int32).tobytes(), digest_size=_DIGEST).digest()
+
+
+def page_hashes(tokens: Sequence[int], page_size: int, salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
+    """Hashes of all full pages of `tokens`; `known` are the hashes of the first pages, not computed again."""
+    hashes = list(known)
+    parent = hashes[-1] if hashes else chain_hash(salt.encode(), ())
+    for start in range(len(hashes) * page_size, len(tokens) - page_size + 1, page_size):
+        parent = chain_hash(parent, tokens[start : start + page_size])
+        hashes.append(parent)
+    return hashes

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxserve.core.aligned import aligned, zeros
+from jaxserve.core.aligned_arrays import aligned, zeros
 from jaxserve.core.config import ModelConfig
 
 

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxserve.server.access import PROBES
+from jaxserve.server.auth import PROBES
 from jaxserve.server.errors import describe, error_response
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from jaxserve.core.errors import (
     QueueFull,
     RequestError,
 )
-from jaxserve.server.access import is_for_operators
+from jaxserve.server.auth import is_for_operators
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.access import carries, is_for_operators, is_open
+from jaxserve.server.auth import carries, is_for_operators, is_open
 from jaxserve.server.body import ENCODINGS, body_too_large, decompress
 from jaxserve.server.errors import envelope, error_response, json_response
 from jaxserve.server.offload import off_loop

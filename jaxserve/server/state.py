@@ -9,8 +9,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from jaxserve.core.errors import EngineStopped, RequestError
-from jaxserve.engine.client import EngineClient
-from jaxserve.engine.control_client import ControlClient
+from jaxserve.engine.client import ControlClient, EngineClient
 from jaxserve.server.settings import ServerSettings
 
 

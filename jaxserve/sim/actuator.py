@@ -10,11 +10,10 @@ from concurrent.futures import Future
 from math import inf
 from typing import Protocol
 
-from jaxserve.control.actuation import PATIENCE, TRY_AGAIN, Outcome
 from jaxserve.control.diff import apply
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import InstancePlan, Plan
-from jaxserve.control.transitions import ResizeKVPool, SwapPrecision, Transition, batches
+from jaxserve.control.transitions import PATIENCE, TRY_AGAIN, Outcome, ResizeKVPool, SwapPrecision, Transition, batches
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.precision import mixture_name

@@ -18,10 +18,10 @@ from jaxserve.core.config import EngineConfig, ModelConfig, MoEConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import BITS
 from jaxserve.engine.client import ModelInfo
-from jaxserve.memory_plan import COPY_RATES, MemoryPlan, plan_memory, runtime_bytes
-from jaxserve.outline import Outline, check, dtype_of
 from jaxserve.parallel.padding import physical_config
-from jaxserve.platforms import PLATFORMS, PlatformDefaults
+from jaxserve.planning.defaults import PLATFORMS, PlatformDefaults
+from jaxserve.planning.memory import COPY_RATES, MemoryPlan, plan_memory, runtime_bytes
+from jaxserve.planning.spec import Outline, check, dtype_of
 from jaxserve.sim.hardware import Hardware
 from jaxserve.sim.shape import GROUP, UNIT, ModelShape
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxserve.calibration.sensitivity.order import swap_order
 from jaxserve.control.controller import Controller
-from jaxserve.control.decisions import Decision
 from jaxserve.control.policies import load_policy
+from jaxserve.control.record import Decision
 from jaxserve.core.clock import Clock
-from jaxserve.quantization.sensitivity.order import swap_order
 from jaxserve.sim.actuator import SimActuator
 from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.hardware import Hardware, Link

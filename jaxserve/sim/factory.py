@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.precision import mixture_name
 from jaxserve.engine.core import EngineCore
-from jaxserve.outline import STATIC
+from jaxserve.planning.spec import STATIC
 from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.control import SETTLING, SimControl, build_control
 from jaxserve.sim.instance import SimInstance

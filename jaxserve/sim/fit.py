@@ -22,8 +22,8 @@ import numpy as np
 
 from jaxserve.control.plan_yaml import from_yaml
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.step_load import StepLoad
 from jaxserve.engine.step_log import Recording, Step
-from jaxserve.executor.load import StepLoad
 from jaxserve.sim.chunk_cost import ChunkCost
 from jaxserve.sim.hardware import Curve, Hardware, Overheads
 from jaxserve.sim.least_squares import Floats, robust

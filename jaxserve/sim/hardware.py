@@ -14,7 +14,7 @@ links: {pcie: {bandwidth: 2.7e+10, latency: 1.0e-05}}
 devices_per_host: 8
 
 Seconds of `overheads` are 0 where they are left out; `tile`, `prefill_tokens`, `max_num_seqs` and `min_rows` are then
-those of the platform (`jaxserve.platforms`).
+those of the platform (`jaxserve.planning.defaults`).
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ import yaml
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import BITS
-from jaxserve.platforms import PLATFORMS
+from jaxserve.planning.defaults import PLATFORMS
 
 HARDWARE = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 LINKS = ("pcie", "nvlink", "rdma")

@@ -10,11 +10,11 @@ from jaxserve.control.plan import InstancePlan
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import RequestError
 from jaxserve.core.request import Request, RequestOutput
+from jaxserve.core.step_load import Loads
+from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import StepOutput, Work
 from jaxserve.engine.core import EngineCore
-from jaxserve.executor.buckets import Buckets
-from jaxserve.executor.load import Loads
-from jaxserve.sim.timing import Timing
+from jaxserve.sim.step_time import Timing
 from jaxserve.telemetry import Snapshot
 
 Call = Callable[[], None]

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from jaxserve.bench.options import LoadOptions
 from jaxserve.bundled import bundled_model_path
+from jaxserve.cli.options import given, option
 from jaxserve.core.config import EngineConfig, KVCacheDType
 from jaxserve.core.errors import ConfigError
-from jaxserve.options import given, option
 
 RENAMED = {"variant": "variants"}
 

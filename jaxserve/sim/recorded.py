@@ -14,26 +14,24 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from jaxserve.control.actuation import Outcome
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.plan_yaml import from_yaml
 from jaxserve.control.policies import load_policy
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
-from jaxserve.control.transitions import ResizeKVPool, Transition
+from jaxserve.control.transitions import Outcome, ResizeKVPool, Transition
 from jaxserve.core.clock import Clock, VirtualClock
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.precision import mixture_name
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.step_load import StepLoad
+from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
-from jaxserve.engine.control_log import decided_at
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.step_log import Arrival, Decided, Recording, Step, Tick
-from jaxserve.executor.buckets import Buckets
-from jaxserve.executor.load import StepLoad
+from jaxserve.engine.step_log import Arrival, Decided, Recording, Step, Tick, decided_at
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.instance import SimInstance

@@ -12,7 +12,7 @@ from typing import Any, cast
 from jaxserve.control.plan import StagePlan
 from jaxserve.core.config import DType
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.kv_rows import int8_row
+from jaxserve.core.kv_layout import int8_row
 from jaxserve.core.precision import BITS
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"

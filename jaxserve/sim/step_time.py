@@ -13,9 +13,10 @@ outputs; with pipeline parallelism a step goes through one stage after the other
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 from jaxserve.control.plan import InstancePlan, StagePlan
-from jaxserve.executor.load import StepLoad as StepLoad
+from jaxserve.core.step_load import StepLoad as StepLoad
 from jaxserve.sim.hardware import Hardware, Link
 from jaxserve.sim.shape import ModelShape
 
@@ -129,3 +130,29 @@ def _slowest(hardware: Hardware, devices: Sequence[int]) -> Link | None:
     """Of the links between the devices of a stage, which come in order; None of a single one."""
     links = [hardware.link(before, after) for before, after in pairwise(devices)]
     return min(links, key=lambda link: link.bandwidth, default=None)
+
+
+class StepSeconds(Protocol):
+    """Of the steps of one instance under one plan."""
+
+    @property
+    def per_context(self) -> float | None:
+        """Seconds by which a step is longer for each token more that its decodes attend to; None if that is no
+        constant, and steps are to be asked for one by one.
+        """
+        ...
+
+    def seconds(self, load: StepLoad) -> float:
+        """On the device, from the end of the step before, or from its own dispatch."""
+        ...
+
+
+class Timing(Protocol):
+    """Of any plan."""
+
+    @property
+    def host(self) -> float:
+        """Seconds from a step's begin to its dispatch, and to the next begin, while the device has nothing to do."""
+        ...
+
+    def of(self, instance: InstancePlan) -> StepSeconds: ...

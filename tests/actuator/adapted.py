@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxserve.control.actuation import Outcome
+from jaxserve.build import Built
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
-from jaxserve.core.aligned import aligned
+from jaxserve.control.transitions import Outcome
+from jaxserve.core.aligned_arrays import aligned
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.work import Work
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import Parameter, Row
-from jaxserve.factory import Built
 from jaxserve.kernels.native import pool as native
-from jaxserve.memory_plan import OF_STAGES
+from jaxserve.planning.memory import OF_STAGES
 from tests.canary import Canary
 
 PATIENCE = 30.0  # seconds for a thread to do what it will

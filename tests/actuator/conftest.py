@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.build import Built, build
 from jaxserve.core.config import EngineConfig
-from jaxserve.factory import Built, build
-from jaxserve.memory_plan import COPY_SHARES
+from jaxserve.planning.memory import COPY_SHARES
 from tests.actuator.adapted import OPTIONS, PRECISIONS, Adapted, pools_of
 from tests.actuator.mixed import MixedReference
 

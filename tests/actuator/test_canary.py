@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from jaxserve.build import build
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.work import Work
 from jaxserve.engine.loop import StepLoop
-from jaxserve.factory import build
 from jaxserve.kernels import Pool
 from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, prompt
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 
+from jaxserve.build import build
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.factory import build
 from tests.actuator.adapted import OPTIONS, Adapted, prompt
 from tests.checkpoint.test_changed_files import DAMAGE, HARMLESS, SINGLE
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from jaxserve.actuator import actuator
-from jaxserve.control.actuation import PATIENCE
+from jaxserve.build import build
 from jaxserve.control.plan import Plan
+from jaxserve.control.transitions import PATIENCE
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryBudgetError
 from jaxserve.executor.blocks import Row
-from jaxserve.factory import build
 from jaxserve.kernels import Pool
 from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, mixture, pools_of, prompt, target_of
 

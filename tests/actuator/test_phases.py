@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from jax import Array
 
+from jaxserve.build import Built, build
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
@@ -17,7 +18,6 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import Row
 from jaxserve.executor.pools import Growth
-from jaxserve.factory import Built, build
 from tests.actuator.adapted import GREEDY, OPTIONS, PATIENCE, Adapted, mixture, pools_of, prompt, target_of
 
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from jaxserve.actuator import Throttle
+from jaxserve.build import build
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.factory import build
-from jaxserve.resolution import resolve
+from jaxserve.planning.resolve import resolve
 from tests.actuator.adapted import GREEDY, OPTIONS, PRECISIONS, Adapted, mixture, prompt, target_of
 from tests.actuator.mixed import MixedReference
 

@@ -14,7 +14,7 @@ from jaxserve.bench.offline.calibrate import outside, print_calibration, save
 from jaxserve.bench.offline.calibration_load import CalibrationLoad, Limits, batches, prompt_lengths
 from jaxserve.bench.offline.options import CalibrationOptions, plain
 from jaxserve.bench.record import RequestRecord
-from jaxserve.cli import app
+from jaxserve.cli.main import app
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.step_log import Answer, Arrival, Recording, Step

@@ -25,7 +25,7 @@ from bench.gpu_parts.table import ceilings, reached, table, with_shares
 from bench.gpu_parts.targets import targets, targets_table
 from bench.peers.checkpoints import _parts
 from jaxserve import kernels
-from jaxserve.core.kv_rows import SCALE_BYTES, int8_row
+from jaxserve.core.kv_layout import SCALE_BYTES, int8_row
 from pallas_kernels.quantized_matmul import MAX_ROWS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from jaxserve.bench.offline.throughput import row as throughput_row, throughput
 from jaxserve.bench.options import EngineOptions
 from jaxserve.bench.result import load
 from jaxserve.bench.workload import Sample
-from jaxserve.cli import app
+from jaxserve.cli.main import app
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.client import TokensPrompt
 

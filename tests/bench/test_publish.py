@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxserve.bench.options import ResultOptions
-from jaxserve.bench.publish import publish
+from jaxserve.cli.publish import publish
 from jaxserve.core.errors import ConfigError
 
 

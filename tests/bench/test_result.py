@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.bench.masking import masked, masked_command
 from jaxserve.bench.record import RequestRecord
+from jaxserve.bench.redaction import masked, masked_command
 from jaxserve.bench.result import build, label, load, per_request, plain, save
 from jaxserve.core.errors import ConfigError
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from jaxserve.bench.run import _warmups
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.bench.workload import Sample, Workload
-from jaxserve.cli import app
+from jaxserve.cli.main import app
 from tests.bench.fake_server import Exchange, FakeServer, Script, answer
 
 MODEL = "jaxserve-python-6m"  # whose tokenizer is at hand
@@ -355,7 +355,7 @@ def test_warm_ups_are_as_long_as_what_is_measured_and_of_other_tokens():
 
 def interrupted(args: list[str], ready: Callable[[], bool], by: int = signal.SIGINT) -> tuple[int, str]:
     """Exit status and output of a run that gets Ctrl-C, or another signal, when it is ready for it."""
-    command = [sys.executable, "-m", "jaxserve.cli", "bench", *args]
+    command = [sys.executable, "-m", "jaxserve.cli.main", "bench", *args]
     environment = {**os.environ, "COLUMNS": "200"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from bench import sampling
-from jaxserve.executor import sampler
 from jaxserve.kernels.native import draw as native
+from jaxserve.sampling import ops as sampler
 
 
 def test_every_case_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

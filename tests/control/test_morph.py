@@ -14,7 +14,7 @@ from jaxserve.control.policies import (
     MorphSettings,
     StaticPolicy,
 )
-from jaxserve.control.validate import validate
+from jaxserve.control.resources import validate
 from jaxserve.core.errors import ConfigError
 from jaxserve.telemetry import Recent, Snapshot
 from tests.control.worlds import TO_INT4, home_plan, machine, snapshot

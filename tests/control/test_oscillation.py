@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.control import ResizeKVPool
 from jaxserve.control.controller import Controller
 from jaxserve.control.policies import ACCURACY, INT8, PERFORMANCE, MorphPolicy, MorphSettings
-from jaxserve.control.validate import validate
+from jaxserve.control.resources import validate
 from tests.control.worlds import TO_INT4, Fluid, VirtualActuator, home_plan, machine, swaps
 
 TICK = 0.25  # s

@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 from jaxserve.control import Plan, ResizeKVPool, Resources, StagePlan, SwapPrecision
 from jaxserve.control.diff import apply, diff
 from jaxserve.control.plan_yaml import from_yaml, plan_table, to_yaml
+from jaxserve.control.resources import validate
 from jaxserve.control.transitions import batches
-from jaxserve.control.validate import validate
 from jaxserve.core.errors import ConfigError, PlanError
 from tests.control.worlds import LAYER, MB, PAGE, home_plan, machine
 

@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from jaxserve.core.segments import GROWTH_SEGMENTS, covered, covering, filled, segments_for
+from jaxserve.core.kv_layout import GROWTH_SEGMENTS, covered, covering, filled, segments_for
 
 pages = st.integers(1, 10_000)
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from jaxserve import EngineConfig, SamplingParams
-from jaxserve.cli import app
+from jaxserve.cli.main import app
 from jaxserve.telemetry import EngineMetrics
 
 ROOT = Path(__file__).resolve().parents[2]

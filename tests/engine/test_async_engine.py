@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jaxserve import AsyncLLM
+from jaxserve.build import build_async_engine
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineFailed, EngineStopped, PromptTooLong, QueueFull, RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
-from jaxserve.factory import build_async_engine
 from tests.reference import Reference
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)

@@ -13,12 +13,11 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.errors import ConfigError, RequestError
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.step_load import StepLoad
+from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import StepOutput, Work
-from jaxserve.engine.control_log import LoggedController
 from jaxserve.engine.loop import StepLoop
-from jaxserve.engine.step_log import InstanceLog, Recording, StepLog, read_log
-from jaxserve.executor.buckets import Buckets
-from jaxserve.executor.load import StepLoad
+from jaxserve.engine.step_log import InstanceLog, LoggedController, Recording, StepLog, read_log
 from jaxserve.telemetry import Snapshot
 from tests.control.worlds import MB, VirtualActuator, home_plan, machine, snapshot
 from tests.sim.clusters import LONGEST, PAGE, TILE, cluster

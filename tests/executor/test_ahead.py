@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.executor.ahead import Compiler, Program
+from jaxserve.executor.aot import Compiler, Program
 from jaxserve.executor.compilation import BLOCK_TIER, CompileCounter
 
 

@@ -4,9 +4,9 @@ import numpy as np
 
 from jaxserve.core.request import Request, Sequence
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.step_shapes import StepShape
 from jaxserve.core.work import Chunk, Work
 from jaxserve.executor.batch import NO_TOKEN, pack
-from jaxserve.executor.shapes import StepShape
 
 PAGE = 4
 SHAPE = StepShape(decodes=4, tiles=3, tile=8, width=5, rows=8)

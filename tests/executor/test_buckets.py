@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.executor.buckets import Buckets
+from jaxserve.core.step_shapes import Buckets
 
 
 def buckets(seqs: int, *, finer: bool) -> Buckets:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxserve import EngineConfig
-from jaxserve.executor.sampler import NUM_FIELDS, sparse_biases
-from jaxserve.executor.sampling import DeviceSampler
-from jaxserve.factory import build
+from jaxserve.build import build
+from jaxserve.sampling.device_sampler import DeviceSampler
+from jaxserve.sampling.ops import NUM_FIELDS, sparse_biases
 
 
 @pytest.mark.parametrize(("decodes", "tiles", "kv"), [(4, 0, "auto"), (0, 2, "auto"), (8, 2, "auto"), (8, 2, "int8")])

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.executor import sampler
 from jaxserve.kernels.native import draw as native
+from jaxserve.sampling import ops as sampler
 
 VOCAB, TOP = 300, 4
 ASKS: dict[str, dict[str, float]] = {

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.executor.ahead import Compiler, Program
+from jaxserve.executor.aot import Compiler, Program
 from jaxserve.executor.compilation import BLOCK_TIER, CompileCounter, use_persistent_cache
-from jaxserve.executor.sampler import History
 from jaxserve.executor.saved import FOLDER, SavedPrograms, saved_programs, signature
 from jaxserve.parallel.placement import Placement
-from jaxserve.resolution import resolve
+from jaxserve.planning.resolve import resolve
+from jaxserve.sampling.ops import History
 
 ONE, TWO = (Placement(tuple(jax.devices()[:count])).sharding() for count in (1, 2))
 

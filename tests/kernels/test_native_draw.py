@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.executor import sampler
-from jaxserve.executor.sampling import DeviceSampler
 from jaxserve.kernels.native import draw as native
 from jaxserve.parallel.placement import Placement
+from jaxserve.sampling import ops as sampler
+from jaxserve.sampling.device_sampler import DeviceSampler
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 every_width = pytest.mark.parametrize("lanes", [16, 8, 4])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.executor.sampler import Logprobs, logprobs_of
 from jaxserve.kernels.native.logprobs import logprobs
+from jaxserve.sampling.ops import Logprobs, logprobs_of
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 XLA = jax.jit(logprobs_of, static_argnames="top")

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxserve.build import Built, build
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.progress import COMPILING, LOADING, QUANTISING, READING
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.executor.ahead import Program
+from jaxserve.executor.aot import Program
 from jaxserve.executor.fused import FusedTier
-from jaxserve.factory import Built, build
 from tests.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 8 + 64}

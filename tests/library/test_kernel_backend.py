@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
-from jaxserve.factory import build
+from jaxserve.build import build
 from jaxserve.kernels import native
 from jaxserve.kernels.native.library import MATMUL, WRITE_AND_ATTEND
-from jaxserve.resolution import resolve
+from jaxserve.planning.resolve import resolve
 from tests.golden.cases import CASES
 from tests.reference import Reference
 

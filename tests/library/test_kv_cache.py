@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
+from jaxserve.build import build
 from jaxserve.core.request import RequestOutput
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.factory import build
-from jaxserve.resolution import resolve
+from jaxserve.planning.resolve import resolve
 from tests.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "memory_gb": 4, "kv_cache_dtype": "int8"}

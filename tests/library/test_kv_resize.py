@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from jaxserve import ConfigError, MemoryBudgetError
+from jaxserve.build import Built, build
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.pools import MOVES
-from jaxserve.factory import Built, build
 from jaxserve.kernels import GRANULE, committed_bytes, is_elastic
 from jaxserve.kernels.native import pool as native
-from jaxserve.resolution import resolve
+from jaxserve.planning.resolve import resolve
 from tests.canary import Canary
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 8}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, MemoryBudgetError
-from jaxserve.factory import build
-from jaxserve.memory_plan import RUNTIME
-from jaxserve.resolution import resolve
+from jaxserve.build import build
+from jaxserve.planning.memory import RUNTIME
+from jaxserve.planning.resolve import resolve
 from tests.conftest import TINY
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8}

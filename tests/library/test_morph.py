@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import yaml
 
+from jaxserve.build import build_async_engine
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineStopped, PlanError, RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
-from jaxserve.factory import build_async_engine
 from jaxserve.kernels.native import pool as native
-from jaxserve.resolution import resolve
+from jaxserve.planning.resolve import resolve
 from tests.library.adapting import OPTIONS, QUICK, burst_until, until
 
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

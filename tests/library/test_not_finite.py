@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.build import build_async_engine
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import NonFiniteOutput
 from jaxserve.engine.client import TokensPrompt
-from jaxserve.factory import build_async_engine
 
 BAD = 7  # the token whose embedding is not finite
 GOOD = list(range(20, 45))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
-from jaxserve.factory import build
+from jaxserve.build import build
 from jaxserve.models.quantized import group_of
-from jaxserve.resolution import resolve
+from jaxserve.planning.resolve import resolve
 from tests.conftest import TINY
 from tests.golden.cases import CASES
 from tests.reference import Reference

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
+from jaxserve.build import build
 from jaxserve.bundled import bundled_model_path
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.factory import build
+from jaxserve.planning.resolve import resolve
 from jaxserve.quantization import QArray
-from jaxserve.resolution import resolve
 from tests.golden.cases import CASES
 from tests.reference import LENGTH, Reference
 

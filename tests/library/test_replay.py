@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from jaxserve.build import build_async_engine
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.step_log import Recording, read_log
-from jaxserve.factory import build_async_engine
 from jaxserve.sim.recorded import replay
 from tests.library.adapting import OPTIONS, QUICK, burst_until, until
 

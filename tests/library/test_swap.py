@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxserve.build import Built, build
+from jaxserve.calibration.pipeline import Settings, quantize_layers
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.checkpoint.variants import Method, VariantWriter
@@ -18,9 +20,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.fused import FusedTier
-from jaxserve.factory import Built, build
-from jaxserve.quantization.pipeline import Settings, quantize_layers
-from jaxserve.resolution import resolve
+from jaxserve.planning.resolve import resolve
 from tests.canary import Canary
 from tests.reference import Reference
 

@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.calibration.activations import Inputs, calibrate
+from jaxserve.calibration.awq import awq_layer, scale_layer
+from jaxserve.calibration.pipeline import Settings, quantize_layers
+from jaxserve.calibration.simulate import grouped, rounded
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.core.config import ModelConfig, MoEConfig
 from jaxserve.core.errors import ConfigError
@@ -17,12 +21,8 @@ from jaxserve.kernels import Rotated
 from jaxserve.models import build_block, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
 from jaxserve.quantization import QArray
-from jaxserve.quantization.awq import awq_layer, scale_layer
-from jaxserve.quantization.calibration import Inputs, calibrate
 from jaxserve.quantization.layer import round_layer
-from jaxserve.quantization.pipeline import Settings, quantize_layers
 from jaxserve.quantization.rounding import quantize
-from jaxserve.quantization.simulate import grouped, rounded
 
 CONFIG = ModelConfig(
     "LlamaForCausalLM", vocab_size=50, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.quantization.gptq import cholesky_of_inverse, compensated
+from jaxserve.calibration.gptq import cholesky_of_inverse, compensated
 from jaxserve.quantization.packing import unpack
 from jaxserve.quantization.rounding import quantize
 

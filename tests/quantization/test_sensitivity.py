@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.calibration.sensitivity.chain import LayerChain, rows_attend
+from jaxserve.calibration.sensitivity.curves import curves, orders, points, qualities
+from jaxserve.calibration.sensitivity.greedy import rank
+from jaxserve.calibration.sensitivity.measures import Measures, cosine
+from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, Curve
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.kernels import HeadNorms
 from jaxserve.models.dense import forward, restore_block
-from jaxserve.quantization.sensitivity.chain import LayerChain, rows_attend
-from jaxserve.quantization.sensitivity.curves import curves, orders, points, qualities
-from jaxserve.quantization.sensitivity.greedy import rank
-from jaxserve.quantization.sensitivity.measures import Measures, cosine
-from jaxserve.quantization.sensitivity.profile import BACK, FRONT, LIS, RANDOM, Curve
 from tests.reference import turned
 
 ROWS = np.random.default_rng(0).integers(0, 500, (3, 25), dtype=np.int32)
@@ -193,7 +193,7 @@ def test_qualities_are_those_of_the_mixtures(checkpoint, chain):
 def test_groups_of_sequences_change_nothing(chain, monkeypatch):
     sets = [frozenset({0}), frozenset({0, 1})]
     together = qualities(chain, ROWS, "int3", sets)
-    monkeypatch.setattr("jaxserve.quantization.sensitivity.curves.STREAM_BYTES", 2 * 3 * 24 * 64 * 4)
+    monkeypatch.setattr("jaxserve.calibration.sensitivity.curves.STREAM_BYTES", 2 * 3 * 24 * 64 * 4)
     begun = []
     apart = qualities(chain, ROWS, "int3", sets, lambda what, steps: begun.append(steps) or (lambda: None))
     assert begun == [2 * 3 + 3]

@@ -12,14 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxserve.bundled import bundled_model_path
+from jaxserve.calibration.sensitivity import SensitivityProfile
+from jaxserve.calibration.sensitivity.profile import Curve, LayerScores, Text, Weights
+from jaxserve.calibration.sensitivity.texts import read_rows
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.variants import fingerprint
-from jaxserve.cli import app
+from jaxserve.cli.main import app
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.quantization.sensitivity import SensitivityProfile
-from jaxserve.quantization.sensitivity.profile import Curve, LayerScores, Text, Weights
-from jaxserve.quantization.sensitivity.texts import read_rows
 
 MODEL = bundled_model_path()
 TEXT = "def area(width: float, height: float) -> float:\n    return width * height\n\n\n"
@@ -104,7 +104,7 @@ def test_a_defect_names_the_file_and_the_value(saved, values, message):
 
 def test_reading_a_profile_loads_no_jax(saved):
     code = (
-        "import sys; from jaxserve.quantization.sensitivity import SensitivityProfile; "
+        "import sys; from jaxserve.calibration.sensitivity import SensitivityProfile; "
         f"SensitivityProfile.load({str(saved)!r}); assert not {{'jax', 'numpy'}} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from jaxserve.calibration.texts import read_texts
 from jaxserve.core.errors import ConfigError
-from jaxserve.quantization.texts import read_texts
 
 
 def test_a_plain_file_is_one_text(tmp_path):

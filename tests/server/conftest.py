@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.server import feed
+from jaxserve.server import dashboard_stream as feed
 from tests.server.fake import END, FakeClient, byte_tokenizer
 from tests.server.pages import Pages, headless
 from tests.server.serving import serving

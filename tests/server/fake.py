@@ -12,8 +12,7 @@ from tokenizers import Tokenizer as HfTokenizer, decoders, models, pre_tokenizer
 from jaxserve.core.errors import EngineFailed, EngineStopped, QueueFull
 from jaxserve.core.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.engine.client import ModelInfo, Prompt, TokensPrompt
-from jaxserve.engine.control_client import ControlClient
+from jaxserve.engine.client import ControlClient, ModelInfo, Prompt, TokensPrompt
 from jaxserve.engine.limits import check_params, check_prompt
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.telemetry import EngineMetrics, Snapshot

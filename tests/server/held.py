@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxserve.cli import main
+from jaxserve.cli.main import main
 from jaxserve.executor.executor import BlockExecutor
-from jaxserve.memory_plan import COPY_RATES
+from jaxserve.planning.memory import COPY_RATES
 
 STEP = 0.05  # seconds
 

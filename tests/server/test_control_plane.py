@@ -11,12 +11,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from jaxserve.cli import app
+from jaxserve.cli.main import app
 from jaxserve.control import Ledger
 from jaxserve.control.controller import Controller
 from jaxserve.control.policies import POLICY_NAMES, MorphPolicy, load_policy
+from jaxserve.control.service import ControlPlane
 from jaxserve.core.clock import SystemClock
-from jaxserve.engine.control_plane import ControlPlane
 from jaxserve.server.schemas.admin import Decision
 from jaxserve.telemetry import Snapshot
 from tests.control.worlds import VirtualActuator, home_plan, machine

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from jaxserve.server.app import create_app
-from jaxserve.server.feed import Feed
+from jaxserve.server.dashboard_stream import Feed
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 from tests.server.fake import FakeClient

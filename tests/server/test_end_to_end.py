@@ -30,7 +30,7 @@ def arguments(random_model, tmp_path_factory):
         "compile-cache": tmp_path_factory.mktemp("cache"),
     }
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return ["-m", "jaxserve.cli", "serve", str(random_model), *given]
+    return ["-m", "jaxserve.cli.main", "serve", str(random_model), *given]
 
 
 @pytest.fixture(scope="module")

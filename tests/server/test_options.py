@@ -10,7 +10,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from jaxserve import __version__
-from jaxserve.cli import app
+from jaxserve.cli.main import app
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.server.options import ENGINE_KEYS, RENAMED, SERVER_KEYS, read_config, resolve
@@ -60,7 +60,7 @@ def test_precisions_of_layers(tmp_path):
 )
 def test_precisions_that_make_no_sense_are_one_line(options, message):
     """In an interpreter of its own: it is the command that loads a model."""
-    command = [sys.executable, "-m", "jaxserve.cli", "serve", "--port", "0", *options]
+    command = [sys.executable, "-m", "jaxserve.cli.main", "serve", "--port", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert message in done.stderr

@@ -14,14 +14,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.calibration.pipeline import Settings
+from jaxserve.calibration.run import run
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
+from jaxserve.cli.plan_client import PlanClient
 from jaxserve.control.plan import Plan
 from jaxserve.control.plan_yaml import from_yaml, to_yaml
 from jaxserve.engine.step_log import read_log
-from jaxserve.plan_client import PlanClient
-from jaxserve.quantization.pipeline import Settings
-from jaxserve.quantization.run import run
 from tests.server.process import PATIENCE, ServerProcess, server_process
 
 PHASES = {  # which change, and what it calls in the middle of which phase

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from jaxserve.cli import app
-from jaxserve.plan_view import Scene, overview, seconds_text, size_text
+from jaxserve.cli.main import app
+from jaxserve.cli.plan_view import Scene, overview, seconds_text, size_text
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 from tests.server.fake_control import FIRST, NOTE, FakeControl
@@ -133,7 +133,7 @@ def test_seconds(seconds, text):
 
 def test_help_needs_neither_jax_nor_a_web_framework():
     code = (
-        "import sys; from typer.testing import CliRunner; from jaxserve.cli import app\n"
+        "import sys; from typer.testing import CliRunner; from jaxserve.cli.main import app\n"
         "assert CliRunner().invoke(app, ['plan', '--help']).exit_code == 0\n"
         "assert not {'jax', 'fastapi', 'httpx', 'yaml'} & set(sys.modules)"
     )

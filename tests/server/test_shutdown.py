@@ -102,7 +102,7 @@ def test_probes_answer_while_the_model_loads_and_a_signal_ends_it():
 
 
 def test_failed_load_is_one_line_and_exit_status_1(tmp_path):
-    with started("-m", "jaxserve.cli", "serve", str(tmp_path / "no-model"), "--port", "0") as process:
+    with started("-m", "jaxserve.cli.main", "serve", str(tmp_path / "no-model"), "--port", "0") as process:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "no-model" in err
@@ -113,7 +113,7 @@ def test_failed_load_is_one_line_and_exit_status_1(tmp_path):
 def test_port_in_use_is_one_line_and_exit_status_1():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        with started("-m", "jaxserve.cli", "serve", "--port", port) as process:
+        with started("-m", "jaxserve.cli.main", "serve", "--port", port) as process:
             _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "--port" in err

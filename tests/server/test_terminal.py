@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxserve.cli import converse
+from jaxserve.cli.main import converse
 from jaxserve.core.request import CompletionOutput, RequestOutput
 from tests.server.process import PATIENCE, ROOT
 
@@ -21,7 +21,7 @@ def environment(tmp_path_factory):
 
 
 def run(environment, *arguments: str, text: str = "") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "jaxserve.cli", *arguments]
+    command = [sys.executable, "-m", "jaxserve.cli.main", *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=environment, input=text, capture_output=True, encoding="utf-8", timeout=PATIENCE
     )

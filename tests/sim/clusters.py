@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from jaxserve.control import chain_of, static_plan
 from jaxserve.control.plan import InstancePlan
 from jaxserve.core.clock import VirtualClock
+from jaxserve.core.step_shapes import Buckets
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
-from jaxserve.executor.buckets import Buckets
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.instance import SimInstance

@@ -2,7 +2,7 @@
 
 from jaxserve.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
-from jaxserve.platforms import PLATFORMS
+from jaxserve.planning.defaults import PLATFORMS
 from jaxserve.sim.cluster import Cluster, resolve_cluster
 from jaxserve.sim.hardware import Curve, Hardware, Link, Overheads
 from jaxserve.sim.shape import ModelShape

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxserve.control import InstancePlan, Ledger, Outcome, Plan, ResizeKVPool, Resources, SwapPrecision, Transition
-from jaxserve.control.actuation import PATIENCE, TRY_AGAIN
 from jaxserve.control.controller import Controller
 from jaxserve.control.diff import apply, diff
-from jaxserve.control.policies.manual import ManualPolicy
+from jaxserve.control.policies.fixed import ManualPolicy
+from jaxserve.control.transitions import PATIENCE, TRY_AGAIN
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from jaxserve.cli import app
+from jaxserve.cli.main import app
 from jaxserve.sim.hardware import to_yaml
 from tests.sim.machines import CPU
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 import sys
-from jaxserve.cli import app
+from jaxserve.cli.main import app
 try:
     app(sys.argv[1:])
 except SystemExit as end:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.bundled import bundled_model_path
-from jaxserve.control.validate import validate
+from jaxserve.control.resources import validate
 from jaxserve.core.config import EngineConfig
 from jaxserve.sim.cluster import resolve_cluster
 from jaxserve.sim.shape import ModelShape
@@ -38,7 +38,7 @@ LLAMA = ModelShape.load("llama-3-8b")
     ],
 )
 def test_pages_and_bytes_are_those_of_the_real_engine(options) -> None:
-    resolution = pytest.importorskip("jaxserve.resolution")
+    resolution = pytest.importorskip("jaxserve.planning.resolve")
     config = EngineConfig(**options)
     simulated = resolve_cluster(config, BUNDLED, CPU).memory
     runtime = simulated.ledger.entries["runtime"]

@@ -8,8 +8,8 @@ import pytest
 from jaxserve.control import chain_of, static_plan
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.step_shapes import Buckets
 from jaxserve.engine.step_log import InForce, Recording, Step
-from jaxserve.executor.buckets import Buckets
 from jaxserve.sim.fit import Measured, fit, frontend, measured
 from jaxserve.sim.hardware import Curve, Hardware, Overheads, from_yaml, to_yaml
 from jaxserve.sim.least_squares import non_negative, robust

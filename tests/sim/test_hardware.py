@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.platforms import PLATFORMS
+from jaxserve.planning.defaults import PLATFORMS
 from jaxserve.sim.hardware import HARDWARE, Curve, Link, Overheads, from_yaml, load_hardware, to_yaml
 
 TEXT = """

@@ -17,14 +17,13 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import mixture_name
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.step_load import StepLoad
+from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import StepOutput, Work
 from jaxserve.engine.client import ModelInfo
-from jaxserve.engine.control_log import LoggedController
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
-from jaxserve.engine.step_log import InstanceLog, Recording, StepLog, read_log
-from jaxserve.executor.buckets import Buckets
-from jaxserve.executor.load import StepLoad
+from jaxserve.engine.step_log import InstanceLog, LoggedController, Recording, StepLog, read_log
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.recorded import Diverged, RecordedTiming, replay

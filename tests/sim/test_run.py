@@ -10,7 +10,7 @@ from jaxserve.bench.options import ArrivalOptions, DatasetOptions, TraceOptions
 from jaxserve.bench.report import write_report
 from jaxserve.bench.result import load, save
 from jaxserve.core.errors import ConfigError
-from jaxserve.executor.load import StepLoad
+from jaxserve.core.step_load import StepLoad
 from jaxserve.sim import run as running
 from jaxserve.sim.hardware import to_yaml
 from jaxserve.sim.options import ClusterOptions, FigureOptions

@@ -34,7 +34,7 @@ from jaxserve.bundled import bundled_model_path
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import BITS, parse_precision
 from jaxserve.engine.step_log import Recording, read_log
-from jaxserve.platforms import dtype_beside_quantized
+from jaxserve.planning.defaults import dtype_beside_quantized
 from jaxserve.sim.fit import OVERHEADS, Fit, fit, frontend, measured
 from jaxserve.sim.hardware import HARDWARE, Curve, Hardware, Link, load_hardware, to_yaml
 from jaxserve.sim.shape import ModelShape

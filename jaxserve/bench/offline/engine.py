@@ -10,12 +10,12 @@ from types import TracebackType
 import numpy as np
 
 from jaxserve.bench.offline.steps import StepTimes, timed
+from jaxserve.build import build
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ModelInfo, Prompt, TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.factory import build
 
 Job = tuple[Prompt, SamplingParams]
 

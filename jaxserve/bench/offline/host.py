@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxserve.bench.offline.options import HostOptions, Row
 from jaxserve.bench.offline.steps import quantile, scaled
+from jaxserve.build import build
 from jaxserve.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
@@ -27,7 +28,6 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.work import PendingStep, Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.executor.batch import pack
-from jaxserve.factory import build
 
 PROMPT = 32  # tokens
 WARM_STEPS = 20  # decode steps before the measured ones

@@ -28,11 +28,11 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr)
     config = EngineConfig(**json.loads(sys.argv[1]))
 
+    from jaxserve.build import build
     from jaxserve.core.sampling import SamplingParams
     from jaxserve.engine.client import TokensPrompt
     from jaxserve.engine.sync_engine import SyncEngine
-    from jaxserve.factory import build
-    from jaxserve.resolution import resolve
+    from jaxserve.planning.resolve import resolve
 
     marks["import"] = clock.now()
     resolve(config)  # before anything starts JAX: it says how

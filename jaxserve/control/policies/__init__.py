@@ -1,10 +1,9 @@
 """Policies: static, manual, morph; no one knows another."""
 
+from jaxserve.control.policies.fixed import ManualPolicy, StaticPolicy
 from jaxserve.control.policies.loading import POLICY_NAMES, load_policy, settings_of
-from jaxserve.control.policies.manual import ManualPolicy
 from jaxserve.control.policies.morph import MorphPolicy
 from jaxserve.control.policies.morph_settings import ACCURACY, INT8, PERFORMANCE, MorphSettings
-from jaxserve.control.policies.static import StaticPolicy
 
 __all__ = [
     "ACCURACY",

@@ -10,10 +10,9 @@ from typing import Any
 import yaml
 
 from jaxserve.control.plan import Plan
-from jaxserve.control.policies.manual import ManualPolicy
+from jaxserve.control.policies.fixed import ManualPolicy, StaticPolicy
 from jaxserve.control.policies.morph import MorphPolicy
 from jaxserve.control.policies.morph_settings import ACCURACY, INT8, PERFORMANCE, MorphSettings
-from jaxserve.control.policies.static import StaticPolicy
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
 from jaxserve.core.errors import ConfigError

@@ -8,8 +8,8 @@ from jax.typing import DTypeLike
 from jaxserve.kernels.meta import AttentionMeta
 from jaxserve.kernels.native import kv
 from jaxserve.kernels.native.library import ATTENTION, WRITE_AND_ATTEND
-from jaxserve.kernels.rotated import Rotated
-from jaxserve.kernels.segments import Pool
+from jaxserve.kernels.pool_segments import Pool
+from jaxserve.kernels.rope import Rotated
 
 UNLIMITED = 2**62  # a window that no context fills
 MAX_LANES = 16  # floats of the widest vector

@@ -1,4 +1,4 @@
-"""The next tokens of a step's rows as a custom call: draw.cc is the kernel, executor/sampler.py its specification."""
+"""The next tokens of a step's rows as a custom call: draw.cc is the kernel, sampling/ops.py its specification."""
 
 import jax
 import jax.numpy as jnp

@@ -6,7 +6,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve.kernels.native.library import KV_WRITE, targets
-from jaxserve.kernels.segments import Pool
+from jaxserve.kernels.pool_segments import Pool
 
 POOLS = {"bfloat16": (jnp.uint16, jnp.int8), "float32": (jnp.float32, jnp.int8)}
 """By the dtype of keys and values."""

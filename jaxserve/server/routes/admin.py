@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from jaxserve.core.errors import ConfigError, RequestError
-from jaxserve.engine.control_client import ControlClient
+from jaxserve.engine.client import ControlClient
 from jaxserve.server.errors import json_response
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.admin import Decisions, Ledger, PlanDocument, PolicyBody, Status

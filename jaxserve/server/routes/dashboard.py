@@ -7,8 +7,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse
 
 from jaxserve.server import dashboard as assets
-from jaxserve.server.access import DASHBOARD, DASHBOARD_EVENTS
-from jaxserve.server.feed import Feed
+from jaxserve.server.auth import DASHBOARD, DASHBOARD_EVENTS
+from jaxserve.server.dashboard_stream import Feed
 from jaxserve.server.state import State
 from jaxserve.server.streaming import EventStream
 

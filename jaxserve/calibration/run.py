@@ -1,0 +1,52 @@
+"""What `jaxserve quantize` does: reads the calibration text, quantises, writes the store, shows progress."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxserve.calibration.pipeline import Settings, quantize_layers
+from jaxserve.calibration.texts import read_texts
+from jaxserve.checkpoint.loader import open_checkpoint
+from jaxserve.checkpoint.variants import FOLDER, Method, VariantStore, VariantWriter
+from jaxserve.core.errors import ConfigError
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.planning.defaults import dtype_beside_quantized
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """A file of text and how much of it to use: pieces of `length` tokens, spread evenly over the file."""
+
+    path: Path
+    samples: int = 64
+    length: int = 512
+
+    def tokens(self, tokenizer: Tokenizer) -> np.ndarray:
+        """int32 [sequences, length]. Raises `ConfigError` where the file cannot be read or is too short."""
+        pieces = [np.asarray(tokenizer.encode(text), np.int32) for text in read_texts(self.path)]
+        ids = np.concatenate([*pieces, np.zeros(0, np.int32)])
+        if len(ids) < self.length:
+            raise ConfigError(f"{self.path}: has {len(ids)} tokens, one piece takes {self.length} (--calib-length)")
+        pieces = ids[: len(ids) // self.length * self.length].reshape(-1, self.length)
+        return pieces[np.linspace(0, len(pieces) - 1, min(self.samples, len(pieces))).astype(int)]
+
+
+def run(model: Path, settings: Settings, text: CalibrationText | None = None, out: Path | None = None) -> VariantStore:
+    """Writes the model's variants to `out` (by default beside it) and opens them. Progress goes to standard error."""
+    checkpoint = open_checkpoint(model, prepared=False)
+    checkpoint = checkpoint.in_dtype(dtype_beside_quantized(checkpoint.config.dtype))
+    settings.check(calibrated=text is not None)
+    tokens = None if text is None else text.tokens(Tokenizer.load(model))
+    digest = None if tokens is None or settings.method == "rtn" else hashlib.sha256(tokens.tobytes()).hexdigest()
+    method = Method(settings.method, settings.group, settings.symmetric, digest)
+    writer = VariantWriter(out or model / FOLDER, checkpoint, dict.fromkeys(settings.precisions, method))
+    total = checkpoint.config.num_layers * len(settings.precisions)
+    with tqdm(total=total, desc="quantizing", unit="variant") as progress:
+        for variant in quantize_layers(checkpoint, settings, tokens):
+            size = writer.add(*variant)
+            progress.set_postfix_str(f"layer {variant.index} in {variant.precision}: {size / 1e6:.2f} MB")
+            progress.update()
+    return writer.finish()

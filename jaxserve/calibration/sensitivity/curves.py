@@ -1,0 +1,131 @@
+"""Quality against the number of swapped layers, for any order. Axes: N sequences of S tokens, E hidden."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxserve.calibration.sensitivity.chain import Hidden, LayerChain, logits
+from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, Curve
+
+STREAM_BYTES = 2 << 30  # of hidden states that are held at a time
+Set = frozenset[int]
+Begin = Callable[[str, int], Callable[[], None]]
+"""(what begins, its steps) -> what to call after each step."""
+
+
+def orders(lis: Sequence[int], seeds: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The orders that are compared, by name; of random orders one for each seed."""
+    front = tuple(range(len(lis)))
+    random = (np.random.default_rng(seed).permutation(len(lis)) for seed in range(seeds))
+    return {
+        LIS: (tuple(lis),),
+        FRONT: (front,),
+        BACK: (front[::-1],),
+        RANDOM: tuple(tuple(order.tolist()) for order in random),
+    }
+
+
+def points(num_layers: int, most: int) -> tuple[int, ...]:
+    """Numbers of swapped layers where quality is measured: 0, the last, and what fits evenly between them."""
+    return tuple(sorted({round(x) for x in np.linspace(0, num_layers, min(most, num_layers + 1))}))
+
+
+def curves(
+    chain: LayerChain,
+    rows: Int[np.ndarray, "N S+1"],
+    precision: str,
+    compared: dict[str, tuple[tuple[int, ...], ...]],
+    at: Sequence[int],
+    begin: Begin = lambda what, steps: lambda: None,
+) -> dict[str, tuple[Curve, ...]]:
+    """Quality along each order at those numbers of swapped layers."""
+    sets = {frozenset(order[:count]) for group in compared.values() for order in group for count in at}
+    found = qualities(chain, rows, precision, sets, begin)
+
+    def curve(order: tuple[int, ...]) -> Curve:
+        values = np.array([found[frozenset(order[:count])] for count in at]).T
+        return Curve(tuple(at), *(tuple(line.tolist()) for line in values))
+
+    return {name: tuple(map(curve, group)) for name, group in compared.items()}
+
+
+def qualities(
+    chain: LayerChain,
+    rows: Int[np.ndarray, "N S+1"],
+    precision: str,
+    sets: Iterable[Set],
+    begin: Begin = lambda what, steps: lambda: None,
+) -> dict[Set, Float[np.ndarray, "3"]]:
+    """For each set of swapped layers (cross-entropy, KL to full precision, top-1 agreement), means over all tokens.
+
+    Layer by layer: mixtures that agree in the layers so far share their hidden states. Sequences are taken in groups
+    whose hidden states fit into `STREAM_BYTES`.
+    """
+    sets = {Set(), *sets}
+    totals = {swapped: np.zeros(3) for swapped in sets}
+    groups = row_groups(chain, rows, len(sets))
+    done = begin(f"{precision}: quality of {len(sets)} mixtures", len(groups) * chain.config.num_layers + len(rows))
+    head = chain.head
+    for group in groups:
+        streams: dict[Set, Hidden] = {Set(): chain.embed(group[:, :-1])}
+        for number in range(chain.config.num_layers):
+            streams = _next_layer(chain, number, precision, sets, streams)
+            done()
+        for row, targets in enumerate(group[:, 1:]):
+            full = _full(*head, streams[Set()][row])
+            for swapped in sets:
+                totals[swapped] += _quality(*head, full, streams[swapped][row], targets)
+            done()
+    return {swapped: total / rows[:, 1:].size for swapped, total in totals.items()}
+
+
+def row_groups(chain: LayerChain, rows: np.ndarray, streams: int) -> list[np.ndarray]:
+    """The sequences in groups that can be held `streams` times, of equal size but for the last."""
+    row_bytes = streams * (rows.shape[1] - 1) * chain.config.hidden_size * 4
+    size = max(1, STREAM_BYTES // row_bytes)
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _next_layer(
+    chain: LayerChain, number: int, precision: str, sets: Collection[Set], streams: dict[Set, Hidden]
+) -> dict[Set, Hidden]:
+    """From the hidden states before a layer to those after it, by the swapped layers up to there."""
+    below = Set(range(number + 1))
+    outputs, layers = {}, {True: chain.layer(number, precision), False: chain.layer(number, None)}
+    for swapped in {below & chosen for chosen in sets}:
+        outputs[swapped] = layers[number in swapped](streams[swapped - {number}])
+    return outputs
+
+
+class _Full(NamedTuple):
+    """What a mixture is compared with, for one sequence in full precision."""
+
+    logits: Float[Array, "S V"]
+    log_sum: Float[Array, "S"]
+    probabilities: Float[Array, "S V"]
+
+
+@partial(jax.jit, static_argnums=0)
+def _full(graph: nnx.GraphDef, state: nnx.State, x: Float[Array, "S E"]) -> _Full:
+    z = logits(graph, state, x)
+    log_sum = jax.nn.logsumexp(z, axis=-1)
+    return _Full(z, log_sum, jnp.exp(z - log_sum[:, None]))
+
+
+@partial(jax.jit, static_argnums=0)
+def _quality(
+    graph: nnx.GraphDef, state: nnx.State, full: _Full, x: Float[Array, "S E"], targets: Int[Array, "S"]
+) -> Float[Array, "3"]:
+    """Sums over a sequence's tokens of what `qualities` averages."""
+    z = logits(graph, state, x)
+    log_sum = jax.nn.logsumexp(z, axis=-1)
+    losses = log_sum - jnp.take_along_axis(z, targets[:, None], axis=-1)[:, 0]
+    kl = jnp.sum(full.probabilities * (full.logits - z), axis=-1) - (full.log_sum - log_sum)
+    agree = full.logits.argmax(-1) == z.argmax(-1)
+    return jnp.stack([losses.sum(), kl.sum(), agree.sum(dtype=jnp.float32)])

@@ -1,0 +1,114 @@
+"""From a checkpoint and two texts to a profile."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from jaxserve.calibration.sensitivity.chain import LayerChain, Variants
+from jaxserve.calibration.sensitivity.curves import Begin, curves, orders, points
+from jaxserve.calibration.sensitivity.greedy import rank
+from jaxserve.calibration.sensitivity.measures import Measures, Positions
+from jaxserve.calibration.sensitivity.profile import LayerScores, SensitivityProfile, Weights
+from jaxserve.calibration.sensitivity.texts import Rows, read_rows
+from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.checkpoint.variants import VariantStore, fingerprint
+from jaxserve.core.errors import ConfigError
+from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.planning.defaults import dtype_beside_quantized
+from jaxserve.quantization.layer import BITS, bits_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a profile is made. Lengths in tokens."""
+
+    precisions: tuple[str, ...] = ("int8", "int4", "int3")
+    length: int = 256
+    calib_tokens: int = 4096
+    held_out_tokens: int = 4096
+    weights: Weights = field(default_factory=Weights)
+    positions: Positions = "all"
+    seeds: int = 5
+    most_points: int = 17  # of a curve
+    variants: Path | None = None  # a folder that `jaxserve quantize` made; None: what an engine would run
+    dtype: Literal["auto", "bfloat16", "float32"] = "float32"
+
+
+def profile_model(
+    folder: Path, calib: Path, held_out: Path | None, options: Options, begin: Begin = lambda what, steps: lambda: None
+) -> SensitivityProfile:
+    """Ranks the layers on one text and measures orders of swapping on another, by default the calibration's 2nd half.
+
+    Raises ConfigError for options or texts that do not fit, CheckpointError for a model that cannot be read.
+    """
+    if not options.precisions:
+        raise ConfigError(f"--precisions: name at least one of {', '.join(BITS)}")
+    for name in options.precisions:
+        bits_of(name)
+    checkpoint, tokenizer = open_checkpoint(folder, dtype=options.dtype), Tokenizer.load(folder)
+    checkpoint = checkpoint.in_dtype(dtype_beside_quantized(checkpoint.config.dtype))
+    calibration, unseen = _read_texts(calib, held_out, tokenizer, options)
+    return make_profile(checkpoint, calibration, unseen, options, begin)
+
+
+def make_profile(
+    checkpoint: Checkpoint,
+    calibration: Rows,
+    held_out: Rows,
+    options: Options,
+    begin: Begin = lambda what, steps: lambda: None,
+) -> SensitivityProfile:
+    """The same for an open model and texts that were read."""
+    variants, methods = _variants(checkpoint, options)
+    chain = LayerChain(checkpoint, variants)
+    scores, found = {}, {}
+    for name in methods:
+        scores[name] = rank_layers(Measures(chain, calibration.tokens[:, :-1], name, options.positions), options, begin)
+        compared, at = orders(scores[name].order, options.seeds), points(chain.config.num_layers, options.most_points)
+        found[name] = curves(chain, held_out.tokens, name, compared, at, begin)
+    return SensitivityProfile(
+        model=checkpoint.path.resolve().name,
+        model_sha256=fingerprint(checkpoint),
+        num_layers=checkpoint.config.num_layers,
+        methods=methods,
+        weights=options.weights,
+        positions=options.positions,
+        calibration=calibration.source,
+        held_out=held_out.source,
+        scores=scores,
+        curves=found,
+    )
+
+
+def rank_layers(measures: Measures, options: Options, begin: Begin) -> LayerScores:
+    """The order of one precision and what it was made of."""
+    lts, lrs = measures.local()
+    weights = options.weights
+    local = [weights.lts * a + weights.lrs * b for a, b in zip(lts, lrs, strict=True)]
+    ranking = rank(local, measures.degradation, weights.mds, begin(f"{measures.precision}: order", len(local)))
+    layers, mds, lis = zip(*((choice.layer, choice.mds, choice.lis) for choice in ranking.choices), strict=True)
+    return LayerScores(order=layers, lts=lts, lrs=lrs, mds=ranking.first_mds, lis=lis, chosen_mds=mds)
+
+
+def _variants(checkpoint: Checkpoint, options: Options) -> tuple[Variants, dict[str, str]]:
+    """Where quantised layers come from, and how those of each precision were made."""
+    if options.variants is None:
+        layers = checkpoint.config.block_ids[1:-1]
+        made = {name: dict.fromkeys(checkpoint.method(layer, name) for layer in layers) for name in options.precisions}
+        methods = {name: ", ".join(each) for name, each in made.items()}
+        return lambda number, precision: checkpoint.variant(f"layers.{number}", precision), methods
+    store = VariantStore.open(options.variants)
+    store.check(checkpoint)
+    return store.layer, {name: store.method(name).name for name in options.precisions}
+
+
+def _read_texts(calib: Path, held_out: Path | None, tokenizer: Tokenizer, options: Options) -> tuple[Rows, Rows]:
+    counts = [max(1, tokens // options.length) for tokens in (options.calib_tokens, options.held_out_tokens)]
+    parts = ((0.0, 1.0), (0.0, 1.0)) if held_out else ((0.0, 0.5), (0.5, 1.0))
+    calibration, unseen = (
+        read_rows(path, tokenizer, options.length, count, part)
+        for path, count, part in zip((calib, held_out or calib), counts, parts, strict=True)
+    )
+    if held_out and calibration.source.sha256 == unseen.source.sha256:
+        raise ConfigError(f"{held_out}: is the calibration text; quality is measured on another (or leave it out)")
+    return calibration, unseen

@@ -1,0 +1,50 @@
+"""Files of text as rows of tokens."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxserve.calibration.sensitivity.profile import Text
+from jaxserve.calibration.texts import read_texts
+from jaxserve.core.errors import ConfigError
+from jaxserve.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens int32 [N, S + 1], of which each row is a sequence of S and its targets, and where they come from."""
+
+    tokens: Int[np.ndarray, "N S+1"]
+    source: Text
+
+
+def read_rows(
+    path: Path, tokenizer: Tokenizer, length: int, count: int, part: tuple[float, float] = (0.0, 1.0)
+) -> Rows:
+    """`count` rows of `length` tokens that lie evenly over a part of a file, given as where it begins and ends.
+
+    The file is plain text, or .jsonl with a "text" in each line. Each row begins with the special tokens that the
+    tokenizer puts in front of a text. Raises ConfigError for a file that cannot be read or is too short.
+    """
+    front = tokenizer.encode("")
+    body = length + 1 - len(front)
+    texts = (tokenizer.encode(text, add_special_tokens=False) for text in read_texts(path))
+    tokens = np.array([token for text in texts for token in text], np.int32)
+    stream = tokens[slice(*(round(share * len(tokens)) for share in part))]
+    if len(stream) < body * count:
+        raise ConfigError(
+            f"{path}: {len(stream)} tokens are to be had, {count} rows of {length} need {body * count}; "
+            "give a longer file, or ask for fewer tokens"
+        )
+    starts = np.linspace(0, len(stream) - body, count).astype(int)
+    rows = stream[starts[:, None] + np.arange(body)]
+    rows = np.concatenate([np.tile(np.array(front, np.int32), (count, 1)), rows], axis=1)
+    return Rows(rows, Text(path.name, _sha256(path), part, count, length))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

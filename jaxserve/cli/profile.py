@@ -1,0 +1,137 @@
+"""`jaxserve profile`: the command. What it does is imported when it runs, so that --help is fast."""
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from jaxserve.calibration.sensitivity.profile import FILE_NAME, Curve, Weights
+from jaxserve.cli.terminal import console, told_errors
+from jaxserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxserve.calibration.sensitivity.curves import Begin
+    from jaxserve.calibration.sensitivity.profile import SensitivityProfile
+
+
+def _option(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, **more)
+
+
+def profile(
+    model: Annotated[
+        Path | None,
+        typer.Argument(help="Folder in Hugging Face layout; default: the bundled model.", show_default=False),
+    ] = None,
+    *,
+    calib: Annotated[Path, _option("Text file, or .jsonl with a text per line: the layers are ranked on it.")],
+    held_out: Annotated[
+        Path | None,
+        _option("Another text, for quality; default: the second half of the first.", show_default=False),
+    ] = None,
+    precisions: Annotated[str, _option("Any of int8, int4 and int3, with commas.")] = "int8,int4,int3",
+    variants: Annotated[
+        Path | None,
+        _option("What `jaxserve quantize` made; default: what an engine runs for the model.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, _option(f"The profile; default: {FILE_NAME} in the model's folder.", show_default=False)
+    ] = None,
+    plot: Annotated[Path | None, _option("A PNG file; default: beside the profile.", show_default=False)] = None,
+    calib_tokens: Annotated[int, _option("Tokens to rank on.", min=1)] = 4096,
+    held_out_tokens: Annotated[int, _option("Tokens to measure quality on.", min=1)] = 4096,
+    length: Annotated[int, _option("Tokens of a sequence.", min=2)] = 256,
+    positions: Annotated[
+        Literal["all", "last"], _option("Where vectors are compared: at all tokens, or at each sequence's last.")
+    ] = "all",
+    weights: Annotated[str, _option("Of LTS, LRS and MDS in the score.")] = "0.25,0.25,0.5",
+    seeds: Annotated[int, _option("Random orders to compare with.", min=1)] = 5,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "auto"], _option("What is computed in; auto: the checkpoint's.")
+    ] = "float32",
+) -> None:
+    """Rank a model's layers by how little it costs to swap them for quantised ones."""
+    with told_errors():
+        chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
+        of_scores = _weights(weights)
+        from jaxserve.bundled import bundled_model_path
+        from jaxserve.calibration.sensitivity.plot import draw
+        from jaxserve.calibration.sensitivity.run import Options, profile_model
+
+        folder = model or bundled_model_path()
+        path = out or folder / FILE_NAME
+        picture = plot or path.with_suffix(".png")
+        for file in (path, picture):
+            if not os.access(file.parent, os.W_OK):
+                raise ConfigError(f"{file.parent}: is no directory that can be written to (--out, --plot)")
+            if file.is_dir():
+                raise ConfigError(f"{file}: is a directory, and no file (--out, --plot)")
+        options = Options(
+            chosen, length, calib_tokens, held_out_tokens, of_scores, positions, seeds, variants=variants, dtype=dtype
+        )
+        with _progress() as begin:
+            made = profile_model(folder, calib, held_out, options, begin)
+        made.save(path)
+        picture.write_bytes(draw(made))
+        _print(made)
+        console.print(f"written: {path}, {picture}", markup=False, soft_wrap=True)
+
+
+def _weights(text: str) -> Weights:
+    """Three numbers that are not negative, and not all 0. Raises ConfigError."""
+    try:
+        lts, lrs, mds = map(float, text.split(","))
+    except ValueError:
+        raise ConfigError(f"--weights: {text!r} is not three numbers with commas") from None
+    if not (min(lts, lrs, mds) >= 0 and 0 < lts + lrs + mds < math.inf):
+        raise ConfigError(f"--weights: {text!r}: the three must be 0 or more, and not all 0")
+    return Weights(lts, lrs, mds)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator["Begin"]:
+    """A bar for each thing that is done, on standard error."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+
+        def begin(what: str, steps: int) -> Callable[[], None]:
+            return partial(progress.advance, progress.add_task(what, total=steps))
+
+        yield begin
+
+
+def _print(made: "SensitivityProfile") -> None:
+    """Orders, and what each kind of order costs: the mean over the share of swapped layers, 0 to 1."""
+    from rich.table import Table
+
+    from jaxserve.cli.profile import HEADINGS, MEASURES, mean_and_range
+
+    for precision in made.precisions:
+        table = Table("order", *HEADINGS, title=f"{precision}: mean over the number of swapped layers")
+        for name, found in made.curves[precision].items():
+            table.add_row(name, *(mean_and_range(found, measure) for measure in MEASURES))
+        console.print(table)
+        console.print(
+            f"swap to {precision} in this order: {', '.join(map(str, made.order(precision)))}", soft_wrap=True
+        )
+
+
+MEASURES = ("cross_entropy", "kl", "top1")
+HEADINGS = ("cross-entropy, nats", "KL, nats", "top-1 agreement, %")
+DIGITS = (4, 5, 2)  # after the point
+
+
+def mean_and_range(curves: Sequence[Curve], measure: str) -> str:
+    """The area under the curves of one kind of order: the mean and, of several, the range; shares in percent."""
+    areas = [curve.area(measure) * (100 if measure == "top1" else 1) for curve in curves]
+    mean, least, most = (
+        f"{area:.{DIGITS[MEASURES.index(measure)]}f}" for area in (sum(areas) / len(areas), min(areas), max(areas))
+    )
+    return mean if len(areas) == 1 else f"{mean} ({least}-{most})"

@@ -1,0 +1,40 @@
+"""`jaxserve sim`: the command. What it does is imported when it runs, so that --help is fast."""
+
+import sys
+
+import typer
+
+from jaxserve.bench.interrupts import ended_as_by_ctrl_c
+from jaxserve.bench.options import ArrivalOptions, DatasetOptions, ResultOptions, TraceOptions
+from jaxserve.cli.flatten import flattened
+from jaxserve.cli.terminal import told_errors
+from jaxserve.sim.options import ClusterOptions, FigureOptions
+
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+
+
+@flattened
+def sim(
+    *,
+    cluster: ClusterOptions,
+    dataset: DatasetOptions,
+    arrivals: ArrivalOptions,
+    trace: TraceOptions,
+    figures: FigureOptions,
+    result: ResultOptions,
+) -> None:
+    """Simulate a cluster under load: jaxserve's own scheduler and policies on hardware that is not at hand."""
+    with told_errors(), ended_as_by_ctrl_c():
+        load = figures.load()
+        load.metrics()  # a mistake is told before anything runs
+        from jaxserve.cli.publish import prepare, publish
+        from jaxserve.sim.run import SimExperiment, run_simulation
+
+        prepare(result)
+        experiment = SimExperiment(cluster, dataset, arrivals, trace, figures, result.label, not result.quiet)
+        measured = run_simulation(experiment, ["jaxserve", *sys.argv[1:]])
+        publish(measured, result, load)
+    if measured["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
+    if measured["failed"] and not measured["completed"]:
+        raise typer.Exit(1)

@@ -1,0 +1,38 @@
+"""Where the pages of pools end that take memory in segments, one after the other, and not page by page."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+GROWTH_SEGMENTS = 4  # each one more makes a start longer by a set of programs; each one less, steps of growth coarser
+
+
+def segments_for(first: int, most: int) -> tuple[int, ...]:
+    """Pages of each segment: the first, and equal ones up to the most pages that a pool may have."""
+    more = most - first
+    ends = [first + more * number // GROWTH_SEGMENTS for number in range(1, GROWTH_SEGMENTS + 1)]
+    return tuple(end - start for start, end in zip((0, first, *ends), (first, *ends), strict=False) if end > start)
+
+
+def covering(sizes: Sequence[int], pages: int) -> int:
+    """How many of the segments hold so many pages; all of them at most."""
+    return next((count for count, end in enumerate(accumulate(sizes), 1) if end >= pages), len(sizes))
+
+
+def covered(sizes: Sequence[int], pages: int) -> int:
+    """The pages of the segments that hold so many."""
+    return sum(sizes[: covering(sizes, pages)])
+
+
+def filled(sizes: Sequence[int], pages: int) -> int:
+    """The most pages, up to so many, that leave no part of a segment unused; in a part of the first one, so many."""
+    return max((end for end in accumulate(sizes) if end <= pages), default=pages)
+
+
+SCALE_BYTES = 4
+COPIED_BYTES = 16  # a GPU's bulk copy engine takes multiples of it
+
+
+def int8_row(head_dim: int, platform: str) -> int:
+    """Bytes on a platform ("cpu", "gpu", ...): codes and their scale, but for CPU filled up."""
+    size = head_dim + SCALE_BYTES
+    return size if platform == "cpu" else -(-size // COPIED_BYTES) * COPIED_BYTES

@@ -1,0 +1,152 @@
+"""Outline: what follows from a configuration and the sizes of a model before memory is looked at. Imports no JAX."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from jaxserve.control.plan import Plan, chain_of, static_plan
+from jaxserve.control.policies import settings_of
+from jaxserve.core.config import DType, EngineConfig, KVCacheDType, LoadFormat, ModelConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.precision import BITS, FULL, head_precision, layer_precisions, parse_precision
+from jaxserve.core.step_shapes import Buckets
+from jaxserve.planning.defaults import PlatformDefaults, served_dtype
+
+STATIC = "static"  # the policy that changes nothing
+DEFAULT_VARIANT = "int4"  # of a policy that names none
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What follows from a configuration and a model before memory is looked at."""
+
+    config: EngineConfig
+    platform: str
+    plan: Plan  # without KV pages
+    variants: tuple[str, ...]  # precisions that any layer may change to while serving; () if none ever does
+    kv_dtype: str  # of the KV pools
+    wanted_len: int  # tokens of the longest sequence that is asked for
+    buckets: Buckets
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        stored: Sequence[str],
+        platform: str,
+        defaults: PlatformDefaults,
+        devices: int,
+    ) -> "Outline":
+        """`stored`: the precision of each layer in the checkpoint. Raises `ConfigError`."""
+        precisions = layer_precisions(config.precision, config.layer_precision, stored, model.dtype)
+        variants = _variants(config, precisions, model.dtype)
+        head = head_precision(config.head_precision, config.precision, model.dtype)
+        chain = chain_of(head if model.tie_embeddings else model.dtype, precisions, head)
+        plan = static_plan(chain, kv_pages=0, tp=config.tp, pp=config.pp, dp=config.dp, devices=devices)
+        wanted_len = _wanted_len(config, model)
+        buckets = _buckets(config, platform, defaults, wanted_len)
+        return cls(config, platform, plan, variants, _kv_dtype(config, model), wanted_len, buckets)
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """All that layers may have, now or later."""
+        return tuple(dict.fromkeys((*self.plan.instances[0].layer_precisions, *self.variants)))
+
+
+def dtype_of(config: EngineConfig, stored: DType, layers: Sequence[str], platform: str) -> DType:
+    """Return what the engine computes in: the configuration's `dtype`, or what `served_dtype` chooses for "auto".
+
+    `stored`: the dtype of the checkpoint; `layers`: the precision of each layer in it. A precision that is given as
+    float16 or bfloat16 decides for a float16 checkpoint, since there is only one full precision.
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    given = {FULL.get(name) for name in _precisions_given(config)}
+    named: list[DType] = [dtype for dtype in ("float16", "bfloat16") if dtype in given]
+    if stored == "float16" and named:
+        return named[0]
+    return served_dtype(stored, platform, quantized=has_quantized(config, layers))
+
+
+def has_quantized(config: EngineConfig, layers: Sequence[str]) -> bool:
+    """Return whether some weights have fewer bits, now or later. `layers`: the precision of each in the checkpoint."""
+    return config.policy != STATIC or any(name in BITS for name in (*_precisions_given(config), *layers))
+
+
+def _precisions_given(config: EngineConfig) -> set[str]:
+    mixture = re.findall(r":(\w+)", config.layer_precision or "")
+    return {config.precision, config.head_precision, *mixture, *config.variants}
+
+
+def check(config: EngineConfig) -> None:
+    """Raises `ConfigError` for numbers that mean nothing."""
+    counts = ("max_num_seqs", "page_size", "kv_pages", "max_kv_pages", "max_queued_requests", "max_queued_tokens")
+    for names, kinds, word in ((counts, (int,), "an integer"), (("memory_gb", "slo_ttft"), (int, float), "a number")):
+        for name in names:
+            value = getattr(config, name)
+            number = isinstance(value, kinds) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ConfigError(f"{name} is {value!r}, it must be {word} above 0")
+
+    for name, kinds in (("dtype", get_args(DType)), ("load_format", get_args(LoadFormat))):
+        known = dict.fromkeys(("auto", *kinds))
+        if getattr(config, name) not in known:
+            raise ConfigError(f"{name} is {getattr(config, name)!r}; there are {', '.join(known)}")
+
+
+def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tuple[str, ...]:
+    """What the policy changes layers to, those that the user names, and those that layers start with, to which they may
+    return.
+    """
+    wanted = config.variants
+    if config.policy != STATIC:
+        morph = settings_of(config.policy)
+        wanted = (*morph.precisions, *wanted) if morph else wanted or (DEFAULT_VARIANT,)  # its own give the swap order
+    named = [parse_precision(name, dtype, "variants") for name in wanted]
+    return tuple(dict.fromkeys((*named, *precisions))) if named else ()
+
+
+def _kv_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    if config.kv_cache_dtype not in get_args(KVCacheDType):
+        names = ", ".join(get_args(KVCacheDType))
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; there are {names}")
+    return model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def _wanted_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of the longest sequence that is asked for."""
+    if config.max_model_len is None:
+        return model.max_position
+    if not 1 < config.max_model_len <= model.max_position:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, it must be from 2 to the model's {model.max_position} positions"
+        )
+    return config.max_model_len
+
+
+def _buckets(config: EngineConfig, platform: str, defaults: PlatformDefaults, wanted_len: int) -> Buckets:
+    seqs = config.max_num_seqs or defaults.max_num_seqs
+    prefill = defaults.prefill_tokens
+    if config.max_num_batched_tokens is not None:
+        prefill = config.max_num_batched_tokens - seqs
+    if prefill < defaults.tile:
+        raise ConfigError(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}, it must be at least max_num_seqs + "
+            f"{defaults.tile} = {seqs + defaults.tile}"
+        )
+    width = -(-wanted_len // config.page_size)
+    on_cpu = platform == "cpu"
+    widths = (width,) if on_cpu else _width_buckets(width)
+    return Buckets(seqs, prefill // defaults.tile, defaults.tile, min(defaults.min_rows, seqs), widths, finer=on_cpu)
+
+
+def _width_buckets(width: int) -> tuple[int, ...]:
+    """Page-table widths on platforms whose attention reads the whole table: 64 pages, then times 4."""
+    widths, size = [], 64
+    while size < width:
+        widths.append(size)
+        size *= 4
+    return (*widths, width)

@@ -1,0 +1,1 @@
+"""Drawing tokens: the operations, and what a device keeps for them."""
