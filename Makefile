@@ -36,11 +36,13 @@ check: $(DEV) ## lint, format, types of the JAX-free packages, who imports whom
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/generate-options --check
 
 check-gpu-compile: $(DEV) $(CUDA_PLUGIN) ## compile the GPU kernels for an H200: needs ptxas, no GPU; downloads 400 MB once
 	GPU_COMPILE=required PYTHONPATH=$(CUDA_PLUGIN) $(BIN)/python -m pytest tests/pallas $(ARGS)
 
-format: $(DEV) ## format and mend what ruff can
+format: $(DEV) ## format, mend what ruff can, and write the tables of options
+	$(BIN)/python scripts/generate-options
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 

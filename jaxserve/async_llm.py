@@ -3,12 +3,14 @@
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from jaxserve.build import build_async_engine
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.engine_options import EngineOptions
+from jaxserve.core.options import keyword_signature
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
@@ -19,7 +21,7 @@ from jaxserve.engine.prompts import PromptLike, as_prompt
 class AsyncLLM:
     """A model that many tasks may ask at once. Use it as an asynchronous context manager, or await `close`."""
 
-    def __init__(self, model: str | Path | None = None, **options: Any):
+    def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]):
         """As `LLM`: `model` is a directory in Hugging Face layout, `options` are the fields of `EngineConfig`."""
         self._engine = build_async_engine(EngineConfig(model=model, **options))
 
@@ -61,3 +63,6 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+AsyncLLM.__signature__ = keyword_signature(EngineConfig, first="model")

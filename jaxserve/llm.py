@@ -4,13 +4,15 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from jaxserve.build import build_engine
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.engine_options import EngineOptions
 from jaxserve.core.errors import EngineStopped, NoTokenizer, RequestError
+from jaxserve.core.options import keyword_signature
 from jaxserve.core.progress import Progress, untold
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
@@ -31,12 +33,13 @@ class LLM:
     exception in one of its methods, such as Ctrl-C's KeyboardInterrupt, ends that call's requests and nothing else.
     """
 
-    def __init__(self, model: str | Path | None = None, *, progress: Progress = untold, **options: Any):
+    def __init__(
+        self, model: str | Path | None = None, *, progress: Progress = untold, **options: Unpack[EngineOptions]
+    ):
         """`model`: a directory in Hugging Face layout (default: the bundled model).
 
-        `options` are the fields of `EngineConfig`: dtype, tp, memory_gb, max_model_len, load_format, ... Raises
-        `ConfigError`, `CheckpointError` or `MemoryBudgetError`. `progress` is told how far it is while it starts; by
-        default nothing is.
+        `options` are the fields of `EngineConfig`, described in docs/options.md. `progress` is called while the engine
+        starts. Raises `ConfigError`, `CheckpointError` or `MemoryBudgetError`.
         """
         self._engine = build_engine(EngineConfig(model=model, **options), progress)
         self._thread = EngineThread(self._engine)
@@ -171,3 +174,6 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineStopped("this LLM has been closed")
+
+
+LLM.__signature__ = keyword_signature(EngineConfig, first="model")

@@ -3,60 +3,56 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import typer
-
-from jaxserve import options
-from jaxserve.cli.options import given, option
-from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.options import Option
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 METRICS = ("ttft", "tpot", "itl", "e2el", "queue")
-
-
-def _option(group: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=group, **more)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """Which server is measured, and what every request to it says."""
 
-    base_url: Annotated[str | None, _option("Server", "Where it listens; default http://127.0.0.1:8000.")] = None
-    host: Annotated[str | None, _option("Server", "Where it listens, in two parts as for vLLM.")] = None
-    port: Annotated[int | None, _option("Server", "With or without --host.", min=1, max=65535)] = None
-    spawn: Annotated[bool, _option("Server", "Start a jaxserve server for this run, and stop it.")] = False
+    base_url: Annotated[str | None, Option("Server", "Where the server listens.", default="http://127.0.0.1:8000")] = (
+        None
+    )
+    host: Annotated[str | None, Option("Server", "Host of --base-url, as for vLLM.")] = None
+    port: Annotated[int | None, Option("Server", "Port of --base-url, as for vLLM.", minimum=1, maximum=65535)] = None
+    spawn: Annotated[bool, Option("Server", "Start a jaxserve server for this run, and stop it.")] = False
     serve_args: Annotated[
-        str, _option("Server", 'With --spawn: arguments of `jaxserve serve`, as in "MODEL --tp 2".', show_default=False)
+        str, Option("Server", 'With --spawn: arguments of `jaxserve serve`, as in "MODEL --tp 2".')
     ] = ""
-    spawn_timeout: Annotated[float, _option("Server", "With --spawn: seconds until it must be ready.")] = 600.0
+    spawn_timeout: Annotated[float, Option("Server", "With --spawn: seconds until it must be ready.")] = 600.0
     endpoint: Annotated[
         Literal["completions", "chat", "/v1/completions", "/v1/chat/completions"] | None,
-        _option("Server", "Prompts to complete (default), or messages."),
+        Option("Server", "Prompts to complete, or messages.", default="completions"),
     ] = None
     backend: Annotated[
-        Literal["openai", "vllm", "openai-chat"] | None, _option("Server", "vLLM's way to choose the endpoint.")
+        Literal["openai", "vllm", "openai-chat"] | None, Option("Server", "vLLM's way to choose the endpoint.")
     ] = None
-    model: Annotated[str | None, _option("Server", "Name to ask for; default: the first that is served.")] = None
+    model: Annotated[str | None, Option("Server", "Name to ask for.", default="the first that is served")] = None
     tokenizer: Annotated[
         str | None,
-        _option("Server", "Folder, tokenizer.json or name; default: what the server says its model is."),
+        Option("Server", "Folder, tokenizer.json or name.", default="what the server says its model is"),
     ] = None
     prompt_format: Annotated[
         Literal["tokens", "text"] | None,
-        _option("Server", "Prompts as token ids (exact lengths; default for completions) or as text (chat)."),
+        Option(
+            "Server",
+            "Prompts as token ids, which have exact lengths, or as text.",
+            default="tokens for completions, text for chat",
+        ),
     ] = None
     ignore_eos: Annotated[
-        bool | None, _option("Server", "Ask for answers of the full length; default: for traces alone.")
+        bool | None, Option("Server", "Ask for answers of the full length.", default="for traces alone")
     ] = None
-    temperature: Annotated[float | None, _option("Server", "Of sampling; default: the server's.")] = None
-    extra_body: Annotated[str, _option("Server", "JSON object merged into every request.", show_default=False)] = "{}"
-    api_key: Annotated[str | None, _option("Server", "Bearer token.", envvar="JAXSERVE_API_KEY", show_envvar=True)] = (
-        None
-    )
-    timeout: Annotated[float, _option("Server", "Seconds after which a request counts as failed.")] = 3600.0
+    temperature: Annotated[float | None, Option("Server", "Temperature of sampling.", default="the server's")] = None
+    extra_body: Annotated[str, Option("Server", "JSON object merged into every request.")] = "{}"
+    api_key: Annotated[str | None, Option("Server", "Bearer token.", env="JAXSERVE_API_KEY")] = None
+    timeout: Annotated[float, Option("Server", "Seconds after which a request counts as failed.")] = 3600.0
 
     @property
     def url(self) -> str:
@@ -73,20 +69,20 @@ class ServerOptions:
 class LoadOptions:
     """How load is given and what is made of it."""
 
-    max_concurrency: Annotated[int | None, _option("Load", "Requests in flight at most; default: no limit.", min=1)] = (
-        None
-    )
-    num_warmups: Annotated[int, _option("Load", "Requests sent before, and not measured.", min=0)] = 1
+    max_concurrency: Annotated[
+        int | None, Option("Load", "Requests in flight at most.", default="no limit", minimum=1)
+    ] = None
+    num_warmups: Annotated[int, Option("Load", "Requests sent before, and not measured.", minimum=0)] = 1
     goodput: Annotated[
         list[str] | None,
-        _option("Metrics", "Objectives in ms, such as ttft:500 tpot:50 e2el:5000; a good request meets all."),
+        Option("Metrics", "Objectives in ms, such as ttft:500 tpot:50 e2el:5000; a good request meets all."),
     ] = None
-    percentile_metrics: Annotated[str, _option("Metrics", "Which metrics the table shows.")] = ",".join(METRICS)
-    metric_percentiles: Annotated[str, _option("Metrics", "Which percentiles.")] = "90,95,99"
+    percentile_metrics: Annotated[str, Option("Metrics", "Which metrics the table shows.")] = ",".join(METRICS)
+    metric_percentiles: Annotated[str, Option("Metrics", "Which percentiles.")] = "90,95,99"
     metrics_interval: Annotated[
-        float, _option("Metrics", "Seconds between two looks at the server's /metrics; 0: none.")
+        float, Option("Metrics", "Seconds between two looks at the server's /metrics; 0: none.")
     ] = 1.0
-    save_detailed: Annotated[bool, _option("Result", "Keep the generated texts too.")] = False
+    save_detailed: Annotated[bool, Option("Result", "Keep the generated texts too.")] = False
 
     def objectives(self) -> dict[str, float]:
         """Milliseconds by metric. Raises `ConfigError` for what is no objective."""
@@ -125,12 +121,16 @@ class ResultOptions:
 
     save_result: Annotated[
         Path | None,
-        _option("Result", "JSON file, or a folder for one named by label and date.", "--save-result", "--output-json"),
+        Option(
+            "Result",
+            "JSON file, or a folder for one named by label and date.",
+            flags=("--save-result", "--output-json"),
+        ),
     ] = None
-    result_dir: Annotated[Path | None, _option("Result", "Folder, as for vLLM.")] = None
-    result_filename: Annotated[str | None, _option("Result", "Name in that folder, which ends in .json.")] = None
-    label: Annotated[str | None, _option("Result", "Name of this configuration in tables and plots.")] = None
-    quiet: Annotated[bool, _option("Result", "No progress bar.", "--quiet/--no-quiet", "--disable-tqdm")] = False
+    result_dir: Annotated[Path | None, Option("Result", "Folder, as for vLLM.")] = None
+    result_filename: Annotated[str | None, Option("Result", "Name in that folder, which ends in .json.")] = None
+    label: Annotated[str | None, Option("Result", "Name of this configuration in tables and plots.")] = None
+    quiet: Annotated[bool, Option("Result", "No progress bar.", flags=("--quiet/--no-quiet", "--disable-tqdm"))] = False
 
     def destination(self) -> Path | None:
         """The file, or the folder for one; None to save nothing. Raises `ConfigError`."""
@@ -144,31 +144,19 @@ class ResultOptions:
 
 
 @dataclass(frozen=True)
-class EngineOptions(options.EngineOptions):
-    """The engine that is measured without a server: as `jaxserve serve` loads it, and the size of its steps."""
-
-    model: Annotated[str | None, option("Model", "Folder in Hugging Face layout; default: the bundled model.")] = None
-    kv_pages: Annotated[int | None, option("Memory", "KV pages; default: what the budget holds.")] = None
-    max_num_seqs: Annotated[int | None, option("Scheduling", "Sequences that run at once.")] = None
-    max_num_batched_tokens: Annotated[int | None, option("Scheduling", "Tokens of one step.")] = None
-
-    def config(self) -> EngineConfig:
-        """As the engine takes it."""
-        return EngineConfig(**given(self))
-
-
-@dataclass(frozen=True)
 class CalibrateOptions:
     """Whether `latency` makes a hardware file of this machine, and how."""
 
     calibrate: Annotated[
         Path | None,
-        _option("Calibration", "Write this hardware file for the simulator instead, from a server's steps under load."),
+        Option("Calibration", "Write this hardware file for the simulator instead, from a server's steps under load."),
     ] = None
     precisions: Annotated[
-        str, _option("Calibration", "Of the layers, such as bf16,int4; default: the checkpoint's.", show_default=False)
+        str, Option("Calibration", "Precisions of the layers, such as bf16,int4; auto: the checkpoint's.")
     ] = "auto"
-    calibration_seconds: Annotated[float, _option("Calibration", "Of load, for each precision.", min=1)] = 75.0
+    calibration_seconds: Annotated[float, Option("Calibration", "Seconds of load for each precision.", minimum=1)] = (
+        75.0
+    )
 
 
 @dataclass(frozen=True)
@@ -177,76 +165,72 @@ class DatasetOptions:
 
     dataset: Annotated[
         Literal["random", "sharegpt", "prefix-repetition", "trace"],
-        _option(
+        Option(
             "Dataset",
             "sharegpt takes --dataset-path, trace takes --trace or --synthetic.",
-            "--dataset",
-            "--dataset-name",
+            flags=("--dataset", "--dataset-name"),
         ),
     ] = "random"
-    dataset_path: Annotated[Path | None, _option("Dataset", "JSON or JSONL file of conversations.")] = None
-    num_prompts: Annotated[int, _option("Dataset", "How many requests.")] = 100
+    dataset_path: Annotated[Path | None, Option("Dataset", "JSON or JSONL file of conversations.")] = None
+    num_prompts: Annotated[int, Option("Dataset", "How many requests.")] = 100
     input_len: Annotated[
         str | None,
-        _option(
+        Option(
             "Dataset",
-            "Prompt tokens: 512, uniform:100,900, normal:512,100 or lognormal:512,300; default 512.",
-            "--input-len",
-            "--random-input-len",
-            "--prefix-repetition-suffix-len",
+            "Prompt tokens: 512, uniform:100,900, normal:512,100 or lognormal:512,300.",
+            default="512",
+            flags=("--input-len", "--random-input-len", "--prefix-repetition-suffix-len"),
         ),
     ] = None
     output_len: Annotated[
         str | None,
-        _option(
+        Option(
             "Dataset",
-            "Answer tokens, likewise; default 128, sharegpt's: the answer's.",
-            "--output-len",
-            "--random-output-len",
-            "--sharegpt-output-len",
-            "--prefix-repetition-output-len",
+            "Answer tokens, in the same forms.",
+            default="128, for sharegpt the answer's",
+            flags=("--output-len", "--random-output-len", "--sharegpt-output-len", "--prefix-repetition-output-len"),
         ),
     ] = None
     range_ratio: Annotated[
         float,
-        _option("Dataset", "Lengths uniform within ± this share.", "--range-ratio", "--random-range-ratio"),
+        Option("Dataset", "Lengths uniform within ± this share.", flags=("--range-ratio", "--random-range-ratio")),
     ] = 0.0
     prefix_len: Annotated[
         int | None,
-        _option(
+        Option(
             "Dataset",
             "Tokens that prompts share.",
-            "--prefix-len",
-            "--random-prefix-len",
-            "--prefix-repetition-prefix-len",
-            min=0,
+            flags=("--prefix-len", "--random-prefix-len", "--prefix-repetition-prefix-len"),
+            minimum=0,
         ),
     ] = None
     num_prefixes: Annotated[
         int,
-        _option(
-            "Dataset", "Different prefixes of prefix-repetition.", "--num-prefixes", "--prefix-repetition-num-prefixes"
+        Option(
+            "Dataset",
+            "Different prefixes of prefix-repetition.",
+            flags=("--num-prefixes", "--prefix-repetition-num-prefixes"),
         ),
     ] = 10
-    seed: Annotated[int, _option("Dataset", "Of contents, lengths and arrivals.", min=0)] = 0
+    seed: Annotated[int, Option("Dataset", "Seed of contents, lengths and arrivals.", minimum=0)] = 0
 
 
 @dataclass(frozen=True)
 class ArrivalOptions:
     """When requests arrive, unless a trace says so."""
 
-    request_rate: Annotated[float, _option("Arrivals", "Requests per second; inf: all at once.")] = float("inf")
+    request_rate: Annotated[float, Option("Arrivals", "Requests per second; inf: all at once.")] = float("inf")
     burstiness: Annotated[
-        float, _option("Arrivals", "Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.")
+        float, Option("Arrivals", "Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.")
     ] = 1.0
     ramp_up: Annotated[
-        str | None, _option("Arrivals", "Rate that grows, such as linear:1:10 or exponential:1:10, instead.")
+        str | None, Option("Arrivals", "Rate that grows, such as linear:1:10 or exponential:1:10, instead.")
     ] = None
     ramp_up_strategy: Annotated[
-        Literal["linear", "exponential"] | None, _option("Arrivals", "The same in three parts, as for vLLM.")
+        Literal["linear", "exponential"] | None, Option("Arrivals", "The same in three parts, as for vLLM.")
     ] = None
-    ramp_up_start_rps: Annotated[float | None, _option("Arrivals", "Its first rate.")] = None
-    ramp_up_end_rps: Annotated[float | None, _option("Arrivals", "Its last rate.")] = None
+    ramp_up_start_rps: Annotated[float | None, Option("Arrivals", "Its first rate.")] = None
+    ramp_up_end_rps: Annotated[float | None, Option("Arrivals", "Its last rate.")] = None
 
     def ramp(self) -> str | None:
         """As --ramp-up takes it, also if it was given in parts. Raises `ConfigError` if a part is missing."""
@@ -265,21 +249,21 @@ class TraceOptions:
 
     trace: Annotated[
         Path | None,
-        _option("Trace", "CSV(.gz) with arrival_s,input_tokens,output_tokens; Azure, BurstGPT or Mooncake files."),
+        Option("Trace", "CSV(.gz) with arrival_s,input_tokens,output_tokens; Azure, BurstGPT or Mooncake files."),
     ] = None
     synthetic: Annotated[
-        str | None, _option("Trace", "Profile of a generated trace: azure-conv, azure-code, azure-burst or burstgpt.")
+        str | None, Option("Trace", "Profile of a generated trace: azure-conv, azure-code, azure-burst or burstgpt.")
     ] = None
-    duration: Annotated[float, _option("Trace", "With --synthetic: seconds.")] = 60.0
+    duration: Annotated[float, Option("Trace", "With --synthetic: seconds.")] = 60.0
     rate: Annotated[
-        float | None, _option("Trace", "With --synthetic: mean requests per second; default: the profile's.")
+        float | None, Option("Trace", "With --synthetic: mean requests per second.", default="the profile's")
     ] = None
-    window: Annotated[str | None, _option("Trace scaling", "start:length in seconds.")] = None
-    thin: Annotated[float | None, _option("Trace scaling", "Share of the requests to keep, drawn at random.")] = None
-    replicate: Annotated[int | None, _option("Trace scaling", "Copies of every request.")] = None
-    stretch: Annotated[float | None, _option("Trace scaling", "Factor on time; 2 halves the rate.")] = None
-    fixed_lengths: Annotated[str | None, _option("Trace scaling", "in/out: the same tokens for all.")] = None
-    scale_lengths: Annotated[float | None, _option("Trace scaling", "Factor on prompt and answer tokens.")] = None
+    window: Annotated[str | None, Option("Trace scaling", "start:length in seconds.")] = None
+    thin: Annotated[float | None, Option("Trace scaling", "Share of the requests to keep, drawn at random.")] = None
+    replicate: Annotated[int | None, Option("Trace scaling", "Copies of every request.")] = None
+    stretch: Annotated[float | None, Option("Trace scaling", "Factor on time; 2 halves the rate.")] = None
+    fixed_lengths: Annotated[str | None, Option("Trace scaling", "in/out: the same tokens for all.")] = None
+    scale_lengths: Annotated[float | None, Option("Trace scaling", "Factor on prompt and answer tokens.")] = None
     clip_lengths: Annotated[
-        str | None, _option("Trace scaling", "in/out: most tokens of a prompt and of an answer.")
+        str | None, Option("Trace scaling", "in/out: most tokens of a prompt and of an answer.")
     ] = None

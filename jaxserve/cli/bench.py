@@ -13,15 +13,15 @@ from jaxserve.bench.options import (
     ArrivalOptions,
     CalibrateOptions,
     DatasetOptions,
-    EngineOptions,
     LoadOptions,
     ResultOptions,
     ServerOptions,
     TraceOptions,
 )
-from jaxserve.cli.flatten import flattened
+from jaxserve.cli.options import OFFLINE, OptionsOf, expand_options
 from jaxserve.cli.terminal import console, told_errors
 from jaxserve.cli.vllm_spelling import VllmCommand
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,13 +35,14 @@ app = typer.Typer(
 )
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 Result = dict[str, Any]
+OfflineEngine = Annotated[EngineConfig, OptionsOf(EngineConfig, OFFLINE)]
 
 
 # -- a server, from outside
 
 
 @app.command(cls=VllmCommand)
-@flattened
+@expand_options
 def serve(
     server: ServerOptions,
     load: LoadOptions,
@@ -55,7 +56,7 @@ def serve(
 
 
 @app.command(name="trace", cls=VllmCommand)
-@flattened
+@expand_options
 def replay(
     file: Annotated[Path | None, typer.Argument(help="The trace; the same as --trace.", show_default=False)] = None,
     *,
@@ -71,7 +72,7 @@ def replay(
 
 
 @app.command(cls=VllmCommand)
-@flattened
+@expand_options
 def compare(
     results: Annotated[list[Path] | None, typer.Argument(help="To put side by side.", show_default=False)] = None,
     *,
@@ -140,11 +141,11 @@ def report(
 
 
 @app.command()
-@flattened
+@expand_options
 def throughput(
     *,
     ignore_eos: Annotated[bool, typer.Option(help="Answers of the length that was asked for.")] = True,
-    engine: EngineOptions,
+    engine: OfflineEngine,
     dataset: DatasetOptions,
     trace: TraceOptions,
     result: ResultOptions,
@@ -160,12 +161,12 @@ def throughput(
         samples = [request.sample for request in workload.requests]
         from jaxserve.bench.offline.throughput import throughput as measure
 
-        options = ThroughputOptions(engine.config(), ignore_eos=ignore_eos, seed=dataset.seed)
+        options = ThroughputOptions(engine, ignore_eos=ignore_eos, seed=dataset.seed)
         _rows("throughput", lambda step: measure(options, samples, step), len(samples), result, workload.description)
 
 
 @app.command()
-@flattened
+@expand_options
 def latency(
     *,
     batches: Annotated[str, typer.Option("--batches", "--batch-size", help="Sequences at once, such as 1,8,32.")] = (
@@ -176,7 +177,7 @@ def latency(
     repeats: Annotated[int, typer.Option("--repeats", "--num-iters", min=1, help="Measurements of a case.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
     calibration: CalibrateOptions,
-    engine: EngineOptions,
+    engine: OfflineEngine,
     result: ResultOptions,
 ) -> None:
     """Measure prefill and decode by batch and prompt length."""
@@ -187,7 +188,7 @@ def latency(
         from jaxserve.bench.offline.options import LatencyOptions
 
         sizes, lengths = _numbers(batches, "--batches"), _numbers(input_len, "--input-len")
-        options = LatencyOptions(engine.config(), sizes, lengths, output_len, repeats, seed)
+        options = LatencyOptions(engine, sizes, lengths, output_len, repeats, seed)
         from jaxserve.bench.offline.latency import latency as measure
 
         runs = 2 * repeats + 2  # of a case, with those that are not counted
@@ -195,12 +196,12 @@ def latency(
 
 
 @app.command()
-@flattened
+@expand_options
 def startup(
     *,
     repeats: Annotated[int, typer.Option(min=1, help="Processes of each kind.")] = 1,
     server: Annotated[bool, typer.Option(help="Also `jaxserve serve`, to its first token.")] = True,
-    engine: EngineOptions,
+    engine: OfflineEngine,
     result: ResultOptions,
 ) -> None:
     """Start fresh processes, with an empty and with a warm compilation cache, and time their phases."""
@@ -208,7 +209,7 @@ def startup(
         from jaxserve.bench.offline.options import StartupOptions
         from jaxserve.bench.offline.startup import startup as measure
 
-        options = StartupOptions(engine.config(), repeats, server)
+        options = StartupOptions(engine, repeats, server)
         _rows("startup", lambda step: measure(options, step), 2 * repeats * (1 + server), result)
 
 
@@ -280,7 +281,7 @@ def _rows(
     _exit([measured])
 
 
-def _calibrate(path: Path, calibration: CalibrateOptions, engine: EngineOptions, seed: int) -> None:
+def _calibrate(path: Path, calibration: CalibrateOptions, engine: EngineConfig, seed: int) -> None:
     """Measures this machine, and writes what the simulator takes."""
     with told_errors(), ended_as_by_ctrl_c():
         if path.suffix not in (".yaml", ".yml"):
@@ -293,7 +294,7 @@ def _calibrate(path: Path, calibration: CalibrateOptions, engine: EngineOptions,
 
         ensure_writable(path.parent)
         precisions = tuple(calibration.precisions.split(","))
-        options = CalibrationOptions(path.stem, engine.config(), precisions, calibration.calibration_seconds, seed)
+        options = CalibrationOptions(path.stem, engine, precisions, calibration.calibration_seconds, seed)
         with console.status("calibrating") as status:
             found = calibrate(options, lambda phase: status.update(f"calibrating: {phase}"))
         save(found, path)

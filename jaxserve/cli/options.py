@@ -1,86 +1,142 @@
-"""Options of the command line that several commands have, in groups. None: not given."""
+"""How configurations become options of a command, and the options of the commands that generate text."""
 
-from dataclasses import dataclass, fields
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from jaxserve.core.config import KernelBackend, KVCacheDType
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.options import Option, OptionField, check_ranges, options_of
 
-
-def option(group: str, text: str, **more: Any) -> Any:
-    """An option in a group of --help, whose text tells the default."""
-    return typer.Option(help=text, rich_help_panel=group, show_default=False, **more)
-
-
-def _sampling(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel="Sampling")
-
-
-def given(options: Any) -> dict[str, Any]:
-    """The fields of a group of options that are not None."""
-    return {field.name: value for field in fields(options) if (value := getattr(options, field.name)) is not None}
+Given = dict[str, Any]
+"""The options of a configuration that were given on the command line, by field."""
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """How a model is loaded and run: fields of `EngineConfig`."""
+class OptionsOf:
+    """Marks a command's parameter that stands for the options of a configuration, all of them or those in `only`."""
 
-    tokenizer: Annotated[Path | None, option("Model", "Folder or tokenizer.json; default: the model's.")] = None
-    chat_template: Annotated[
-        str | None,
-        option("Model", "File, or one of plain, vicuna, chatml, or one that the model names; default: the model's."),
-    ] = None
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"] | None,
-        option("Model", "Precision of weights, activations and KV cache; default: the checkpoint's."),
-    ] = None
-    precision: Annotated[
-        str | None, option("Model", "Weights of the layers: int8, int4, int3; default: the checkpoint's.")
-    ] = None
-    layer_precision: Annotated[str | None, option("Model", "Where it differs, as in 0-3:bf16,4-:int4.")] = None
-    head_precision: Annotated[
-        str | None,
-        option("Model", "Of the output head (and a tied embedding); default: int8 with --precision."),
-    ] = None
-    load_format: Annotated[
-        Literal["auto", "safetensors", "dummy"] | None,
-        option("Model", "dummy: random weights from config.json alone."),
-    ] = None
-    memory_gb: Annotated[
-        float | None, option("Memory", "Budget in GB, never exceeded; default: a share of the machine's.")
-    ] = None
-    kv_cache_dtype: Annotated[
-        KVCacheDType | None,
-        option("Memory", "KV cache: auto or int8, which takes half the memory; default: auto, as dtype."),
-    ] = None
-    max_model_len: Annotated[
-        int | None, option("Memory", "Tokens of prompt and answer together; default: the model's.")
-    ] = None
-    tp: Annotated[int | None, option("Parallelism", "Tensor parallelism: devices that share every layer.")] = None
-    pp: Annotated[int | None, option("Parallelism", "Pipeline parallelism: stages of layers.")] = None
-    kernel_backend: Annotated[
-        KernelBackend | None,
-        option("Compilation", "Kernels: native on CPU, pallas on GPU, or xla alone; default: auto, the fastest there."),
-    ] = None
+    kind: type
+    only: Collection[str] | None = None
+
+    def fields(self) -> list[OptionField]:
+        """Return the options in the order of the configuration."""
+        return [field for field in options_of(self.kind) if self.only is None or field.name in self.only]
+
+
+IN_TERMINAL = frozenset(field.name for field in options_of(EngineConfig) if field.option.in_terminal)
+OFFLINE = IN_TERMINAL | {"model", "kv_pages", "max_num_seqs", "max_num_batched_tokens"}
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """How an answer is sampled: fields of `SamplingParams`."""
 
-    max_tokens: Annotated[int, _sampling("Most tokens to generate.")] = 128
-    temperature: Annotated[float, _sampling("0 takes the likeliest token.")] = 0.7
-    top_p: Annotated[float, _sampling("Share of the probability to sample from.")] = 0.95
-    top_k: Annotated[int, _sampling("Likeliest tokens to sample from; 0: all.")] = 0
-    repetition_penalty: Annotated[float, _sampling("Above 1: fewer repetitions.")] = 1.0
-    seed: Annotated[int | None, _sampling("The same seed gives the same answer.")] = None
-    stop: Annotated[list[str] | None, _sampling("Text that ends the answer; may be repeated.")] = None
+    max_tokens: Annotated[int, Option("Sampling", "Most tokens to generate.")] = 128
+    temperature: Annotated[float, Option("Sampling", "0 takes the likeliest token.")] = 0.7
+    top_p: Annotated[float, Option("Sampling", "Share of the probability to sample from.")] = 0.95
+    top_k: Annotated[int, Option("Sampling", "Likeliest tokens to sample from; 0: all.")] = 0
+    repetition_penalty: Annotated[float, Option("Sampling", "Above 1: fewer repetitions.")] = 1.0
+    seed: Annotated[int | None, Option("Sampling", "The same seed gives the same answer.")] = None
+    stop: Annotated[list[str] | None, Option("Sampling", "Text that ends the answer; may be repeated.")] = None
 
 
 @dataclass(frozen=True)
 class ChatSamplingOptions(SamplingOptions):
-    """The same for an answer in a conversation, which may be longer."""
+    """How an answer in a conversation is sampled, which may be longer."""
 
-    max_tokens: Annotated[int, _sampling("Most tokens of an answer.")] = 512
+    max_tokens: Annotated[int, Option("Sampling", "Most tokens of an answer.")] = 512
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command for Typer, with options in place of each parameter that stands for a configuration.
+
+    A parameter annotated with a dataclass of options gets an instance of it, made from what was given. One annotated
+    with `Annotated[Given, OptionsOf(kind)]` gets what was given alone, and `Annotated[kind, OptionsOf(kind, only=...)]`
+    an instance made from a part of the options.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: marked for name, hint in hints.items() if (marked := _options_of(hint)) is not None}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name in groups:
+            parameters += map(_parameter, groups[parameter.name].fields())
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
+
+    def expanded(**values: Any) -> None:
+        for name, marked in groups.items():
+            found = {field.name: values.pop(field.name) for field in marked.fields()}
+            chosen = {field: value for field, value in found.items() if value is not None}
+            only_given = get_origin(hints[name]) is Annotated and get_args(hints[name])[0] is Given
+            values[name] = chosen if only_given else _made(marked.kind, chosen)
+        command(**values)
+
+    expanded.__name__, expanded.__doc__ = command.__name__, command.__doc__
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return expanded
+
+
+def help_of(field: OptionField) -> str:
+    """Return what `--help` and the documentation say of an option: what it does, and its default."""
+    default = field.option.default or _words(field.default)
+    return f"{field.option.help} Default: {default}." if default else field.option.help
+
+
+def _options_of(hint: Any) -> OptionsOf | None:
+    if get_origin(hint) is Annotated:
+        return next((extra for extra in hint.__metadata__ if isinstance(extra, OptionsOf)), None)
+    return OptionsOf(hint) if hasattr(hint, "__dataclass_fields__") else None
+
+
+def _made(kind: type, chosen: Given) -> Any:
+    try:
+        made = kind(**chosen)
+        check_ranges(made)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    return made
+
+
+def _parameter(field: OptionField) -> inspect.Parameter:
+    """Return an option that is None if it is not given: the configuration has the default."""
+    kind = _plain(field)
+    option = field.option
+    limits = {"min": option.minimum, "max": option.maximum} if field.type in (int, float) else {}
+    if field.type is int:
+        limits = {name: None if limit is None else int(limit) for name, limit in limits.items()}
+    shown = typer.Option(
+        *(option.flags or _flags(field)),
+        help=help_of(field),
+        rich_help_panel=option.group,
+        show_default=False,
+        envvar=option.env,
+        **limits,  # type: ignore[arg-type]
+    )
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
+    )
+
+
+def _plain(field: OptionField) -> Any:
+    """Return the type as Typer knows it: a list of what may be repeated, and a path where a text or a path will do."""
+    if field.repeated:
+        return list[get_args(field.type)[0]]  # type: ignore[misc]
+    return Path if Path in get_args(field.type) else field.type
+
+
+def _flags(field: OptionField) -> tuple[str, ...]:
+    return (f"{field.flag}/--no-{field.flag[2:]}",) if field.type is bool else (field.flag,)
+
+
+def _words(default: Any) -> str:
+    if default is None or default == () or default == "":
+        return ""
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return f"{default:,}" if isinstance(default, int) and default >= 10_000 else f"{default}"

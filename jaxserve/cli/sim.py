@@ -6,14 +6,14 @@ import typer
 
 from jaxserve.bench.interrupts import ended_as_by_ctrl_c
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, ResultOptions, TraceOptions
-from jaxserve.cli.flatten import flattened
+from jaxserve.cli.options import expand_options
 from jaxserve.cli.terminal import told_errors
 from jaxserve.sim.options import ClusterOptions, FigureOptions
 
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 
-@flattened
+@expand_options
 def sim(
     *,
     cluster: ClusterOptions,

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxserve.core.options import Option
 
 DType = Literal["bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "int8"]
@@ -92,50 +94,152 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What a user may set for one engine. None means: resolved from the model and the machine by `factory`."""
+    """What a user may set for one engine. None: chosen from the model and the machine when the engine is built."""
 
-    model: str | Path | None = None  # None: the bundled model
-    tokenizer: str | Path | None = None
-    skip_tokenizer_init: bool = False  # serve without a tokenizer: prompts are token ids
-    chat_template: str | None = None  # a file, a built-in name or one of the model's; None: the model's default
+    # -- model
+    model: Annotated[
+        str | Path | None, Option("Model", "Folder in Hugging Face layout.", default="the bundled model")
+    ] = None
+    tokenizer: Annotated[
+        str | Path | None,
+        Option("Model", "Folder or tokenizer.json.", default="the model's", in_terminal=True),
+    ] = None
+    skip_tokenizer_init: Annotated[
+        bool, Option("Model", "Serve a model without a tokenizer: prompts are token ids.")
+    ] = False
+    chat_template: Annotated[
+        str | None,
+        Option(
+            "Model",
+            "Chat template: a file, plain, vicuna, chatml, or a name that the model gives to one of its own.",
+            default="the model's",
+            in_terminal=True,
+        ),
+    ] = None
     served_model_name: str | None = None  # for clients and metrics; None: the folder's
-    load_format: LoadFormat = "auto"
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    seed: int = 0
-    # precision of the decoder layers' weights
-    precision: str = "auto"  # "auto": the checkpoint's; or "int8", "int4", "int3"
-    layer_precision: str | None = None  # where it differs: "0-3:bf16,4-:int4"
-    head_precision: str = "auto"  # of the output head, and of the embedding if they are tied
-    variants: tuple[str, ...] = ()  # precisions that layers may change to while serving
-    # adaptation
-    policy: str = "static"  # a name, or a YAML file: what changes the plan while serving
-    slo_ttft: float | None = None  # seconds to the first token that the policy is to keep; None: the policy's
-    # memory and lengths
-    memory_gb: float | None = None
-    max_model_len: int | None = None
-    page_size: int = 16  # tokens
-    kv_pages: int | None = None
-    max_kv_pages: int | None = None  # that they may grow to while serving; None: they do not grow
-    kv_cache_dtype: KVCacheDType = "auto"  # "auto": the activations'
-    # scheduling
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None  # tokens of one step: decodes plus prefill chunks
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 1_000_000
-    prefix_caching: bool = True
-    overlap: bool = True  # begin step n+1 before the tokens of step n are fetched
-    # parallelism
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    # compilation
-    kernel_backend: KernelBackend = "auto"
-    compile_cache: str | Path | None = None  # None: jaxserve/xla in the user's cache directory
-    warmup: bool = True
-    fuse: bool | None = None  # all layers of a step as one program; None: in the background, on CPU at warm-up
-    # records
-    step_log: str | Path | None = None  # a file for what each step was and took; None: none is written
-    # limits on a single request
-    max_logprobs: int = 20
-    max_n: int = 64
-    max_stop_strings: int = 16
+    load_format: Annotated[
+        LoadFormat,
+        Option("Model", "Where weights come from; dummy: random weights from config.json alone.", in_terminal=True),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        Option("Model", "Precision of weights, activations and KV cache; auto: the checkpoint's.", in_terminal=True),
+    ] = "auto"
+    seed: Annotated[int, Option("Model", "Seed of requests that name none.")] = 0
+    precision: Annotated[
+        str,
+        Option("Model", "Weights of the layers: int8, int4 or int3; auto: the checkpoint's.", in_terminal=True),
+    ] = "auto"
+    layer_precision: Annotated[
+        str | None,
+        Option("Model", "Layers whose precision differs, as 0-3:bf16,4-:int4.", default="none", in_terminal=True),
+    ] = None
+    head_precision: Annotated[
+        str,
+        Option(
+            "Model",
+            "Precision of the output head, and of the embedding if they are tied; auto: int8 with --precision.",
+            in_terminal=True,
+        ),
+    ] = "auto"
+    # -- adaptation
+    variants: Annotated[
+        tuple[str, ...],
+        Option(
+            "Adaptation",
+            "Precision that layers may change to while serving, besides the policy's; may be repeated.",
+            flags=("--variant",),
+        ),
+    ] = ()
+    policy: Annotated[
+        str,
+        Option(
+            "Adaptation", "What changes the plan: static, manual, morph, morph-int8, morph-performance, or a YAML file."
+        ),
+    ] = "static"
+    slo_ttft: Annotated[
+        float | None,
+        Option("Adaptation", "Seconds to the first token that the policy keeps.", default="the policy's", above=0),
+    ] = None
+    # -- memory and lengths
+    memory_gb: Annotated[
+        float | None,
+        Option(
+            "Memory",
+            "Budget in GB, never exceeded.",
+            default="a share of the machine's memory",
+            above=0,
+            in_terminal=True,
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        Option("Memory", "Tokens of prompt and answer together.", default="the model's", in_terminal=True),
+    ] = None
+    page_size: Annotated[int, Option("Memory", "Tokens of a KV page.", minimum=1)] = 16
+    kv_pages: Annotated[int | None, Option("Memory", "KV pages.", default="what the budget holds", minimum=1)] = None
+    max_kv_pages: Annotated[
+        int | None,
+        Option(
+            "Memory",
+            "KV pages that pools may grow to while serving.",
+            default="what layers can give with a policy",
+            minimum=1,
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        KVCacheDType,
+        Option("Memory", "KV cache: int8 takes half the memory; auto: as dtype.", in_terminal=True),
+    ] = "auto"
+    prefix_caching: Annotated[bool, Option("Memory", "Keep the KV pages of prompts for later ones.")] = True
+    # -- scheduling
+    max_num_seqs: Annotated[
+        int | None, Option("Scheduling", "Sequences that run at once.", default="32 on CPU, else 256", minimum=1)
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Option(
+            "Scheduling",
+            "Tokens of one step: decodes and prefill chunks.",
+            default="max-num-seqs and 512 on CPU, 2048 elsewhere",
+        ),
+    ] = None
+    max_queued_requests: Annotated[int, Option("Scheduling", "Waiting requests; beyond: 503.", minimum=1)] = 1024
+    max_queued_tokens: Annotated[int, Option("Scheduling", "Waiting prompt tokens; beyond: 503.", minimum=1)] = (
+        1_000_000
+    )
+    overlap: Annotated[bool, Option("Scheduling", "Prepare a step while the device computes the one before.")] = True
+    # -- parallelism
+    tp: Annotated[
+        int, Option("Parallelism", "Tensor parallelism: devices that share every layer.", in_terminal=True)
+    ] = 1
+    pp: Annotated[int, Option("Parallelism", "Pipeline parallelism: stages of layers.", in_terminal=True)] = 1
+    dp: Annotated[int, Option("Parallelism", "Data parallelism: copies of the model.")] = 1
+    # -- compilation
+    kernel_backend: Annotated[
+        KernelBackend,
+        Option(
+            "Compilation", "Kernels: native on CPU, pallas on GPU, or xla alone; auto: the fastest.", in_terminal=True
+        ),
+    ] = "auto"
+    compile_cache: Annotated[
+        str | Path | None,
+        Option("Compilation", "Folder of compiled programs.", default="jaxserve/xla in the user's cache"),
+    ] = None
+    warmup: Annotated[bool, Option("Compilation", "Compile everything before serving.")] = True
+    fuse: Annotated[
+        bool | None,
+        Option(
+            "Compilation",
+            "Run all layers of a step as one program.",
+            default="compiled in the background, on CPU at warm-up",
+        ),
+    ] = None
+    # -- records
+    step_log: Annotated[
+        str | Path | None, Option("Records", "File for what each step was and took.", default="none")
+    ] = None
+    # -- limits on a single request
+    max_logprobs: Annotated[int, Option("Limits", "Alternatives per token.")] = 20
+    max_n: Annotated[int, Option("Limits", "Answers per prompt.")] = 64
+    max_stop_strings: Annotated[int, Option("Limits", "Stop strings per request.")] = 16

@@ -1,8 +1,9 @@
-"""Where the pages of pools end that take memory in segments, one after the other, and not page by page."""
+"""How KV pools lie in memory: segments of pages, and rows in int8."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 
+MAX_MOVED_PAGES = 128  # pages that one call moves within a pool; it reads them into temporary memory
 GROWTH_SEGMENTS = 4  # each one more makes a start longer by a set of programs; each one less, steps of growth coarser
 
 
@@ -29,10 +30,10 @@ def filled(sizes: Sequence[int], pages: int) -> int:
 
 
 SCALE_BYTES = 4
-COPIED_BYTES = 16  # a GPU's bulk copy engine takes multiples of it
+COPIED_BYTES = 16  # a GPU's bulk copy engine takes multiples of this
 
 
 def int8_row(head_dim: int, platform: str) -> int:
-    """Bytes on a platform ("cpu", "gpu", ...): codes and their scale, but for CPU filled up."""
+    """Return the bytes of one int8 row: codes and their scale, padded except on "cpu"."""
     size = head_dim + SCALE_BYTES
     return size if platform == "cpu" else -(-size // COPIED_BYTES) * COPIED_BYTES

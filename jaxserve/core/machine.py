@@ -4,8 +4,10 @@ import contextlib
 import ctypes
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -38,7 +40,7 @@ def processor_features() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def device_memory(device: jax.Device) -> int | None:
+def device_memory(device: "jax.Device") -> int | None:
     """Bytes that JAX may take on an accelerator, or None where the device does not say."""
     stats = device.memory_stats() or {}
     return stats.get("bytes_limit")

@@ -12,14 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.core.kv_layout import covering
+from jaxserve.core.kv_layout import MAX_MOVED_PAGES, covering
 from jaxserve.core.step_shapes import at_least
 from jaxserve.executor.aot import Compiler, Program, abstract
 from jaxserve.kernels import Pool, move_pages, release_pages
 from jaxserve.parallel.placement import bytes_held
-from jaxserve.planning.workspace import MOST_MOVED
 
-MOVES = (16, MOST_MOVED)  # pages that one call moves; padded with moves of the null page
+MOVES = (16, MAX_MOVED_PAGES)  # pages that one call moves; padded with moves of the null page
 
 Growth = list[Pool]  # the segments that each layer's pool is to be extended by
 PoolOutline = tuple[jax.ShapeDtypeStruct, ...]

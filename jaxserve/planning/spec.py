@@ -1,14 +1,12 @@
 """Outline: what follows from a configuration and the sizes of a model before memory is looked at. Imports no JAX."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from jaxserve.control.plan import Plan, chain_of, static_plan
 from jaxserve.control.policies import settings_of
-from jaxserve.core.config import DType, EngineConfig, KVCacheDType, LoadFormat, ModelConfig
+from jaxserve.core.config import DType, EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import BITS, FULL, head_precision, layer_precisions, parse_precision
 from jaxserve.core.step_shapes import Buckets
@@ -81,22 +79,6 @@ def _precisions_given(config: EngineConfig) -> set[str]:
     return {config.precision, config.head_precision, *mixture, *config.variants}
 
 
-def check(config: EngineConfig) -> None:
-    """Raises `ConfigError` for numbers that mean nothing."""
-    counts = ("max_num_seqs", "page_size", "kv_pages", "max_kv_pages", "max_queued_requests", "max_queued_tokens")
-    for names, kinds, word in ((counts, (int,), "an integer"), (("memory_gb", "slo_ttft"), (int, float), "a number")):
-        for name in names:
-            value = getattr(config, name)
-            number = isinstance(value, kinds) and not isinstance(value, bool)
-            if value is not None and not (number and 0 < value < math.inf):
-                raise ConfigError(f"{name} is {value!r}, it must be {word} above 0")
-
-    for name, kinds in (("dtype", get_args(DType)), ("load_format", get_args(LoadFormat))):
-        known = dict.fromkeys(("auto", *kinds))
-        if getattr(config, name) not in known:
-            raise ConfigError(f"{name} is {getattr(config, name)!r}; there are {', '.join(known)}")
-
-
 def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tuple[str, ...]:
     """What the policy changes layers to, those that the user names, and those that layers start with, to which they may
     return.
@@ -110,9 +92,6 @@ def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tu
 
 
 def _kv_dtype(config: EngineConfig, model: ModelConfig) -> str:
-    if config.kv_cache_dtype not in get_args(KVCacheDType):
-        names = ", ".join(get_args(KVCacheDType))
-        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; there are {names}")
     return model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 

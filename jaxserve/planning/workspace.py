@@ -6,11 +6,11 @@ from typing import Protocol
 
 from jaxserve.control.plan import StagePlan
 from jaxserve.core.config import ModelConfig
+from jaxserve.core.kv_layout import MAX_MOVED_PAGES
 from jaxserve.core.step_shapes import Buckets
 
 RESERVE = 1.25  # XLA's temporaries beyond those counted here
 LIVE_COPIES = 3  # of the largest intermediate, alive at once
-MOST_MOVED = 128  # pages of a pool that one call moves, and reads into temporary memory
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def stage_memory(
     workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
     wanted = running | {(name, precision) for name in layers for precision in variants}
     workspace += max(sizes.dequantized(name, precision) for name, precision in wanted)
-    workspace = max(workspace, int(MOST_MOVED * sizes.page * RESERVE))
+    workspace = max(workspace, int(MAX_MOVED_PAGES * sizes.page * RESERVE))
     lying = sum(sizes.block(name, precision) for name, precision in beside)
     return StageMemory(weights, len(layers) * sizes.page, workspace, len(layers), exchange, lying)
 

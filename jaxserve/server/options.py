@@ -11,13 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.options import options_of
 from jaxserve.server.settings import ServerSettings
 
 RENAMED = {
-    "served_model_name": "served_model_names",
-    "api_key": "api_keys",
-    "cors_origin": "cors_origins",
-    "variant": "variants",
+    field.key: field.name
+    for kind in (EngineConfig, ServerSettings)
+    for field in options_of(kind)
+    if field.key != field.name
 }
 ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
 SERVER_KEYS = frozenset(field.name for field in fields(ServerSettings))

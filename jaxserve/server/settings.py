@@ -1,10 +1,11 @@
 """ServerSettings: what an operator may set for the HTTP server."""
 
 import ipaddress
-import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.options import Option, check_ranges
 
 MEBIBYTE = 1024 * 1024
 
@@ -13,42 +14,77 @@ MEBIBYTE = 1024 * 1024
 class ServerSettings:
     """Frozen. No key ever appears in logs: they are left out of the representation."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free port
-    served_model_names: tuple[str, ...] = ()  # the first is shown; empty: the engine's own name
-    api_keys: tuple[str, ...] = ()  # empty: open to everyone
-    admin_key: str | None = None  # None: operators need none on this machine, and are not let in from elsewhere
-    cors_origins: tuple[str, ...] = ()
-    root_path: str = ""  # prefix of every path, for a proxy that keeps it
-    max_body_mb: float = 32.0
-    header_timeout: float = 30.0  # seconds to receive a request's head, on a new connection from its beginning
-    body_timeout: float = 60.0  # seconds to receive a request's body
-    keep_alive_timeout: float = 120.0  # seconds for which a connection may wait for its next request
-    sse_ping_interval: float = 15.0  # seconds without news after which a stream sends a comment
-    max_prompts: int = 2048  # prompts or embedding inputs of one call
-    clamp_max_tokens: bool = False  # a max_tokens above what the prompt leaves is lowered, not refused
-    shutdown_timeout: float = 30.0  # seconds for requests in flight after SIGTERM
-    access_log: bool = False
-    log_level: str = "info"
+    host: Annotated[str, Option("HTTP server", "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Option("HTTP server", "Port to listen on; 0: any free one.", minimum=0, maximum=65535)] = 8000
+    served_model_names: Annotated[
+        tuple[str, ...],
+        Option(
+            "Model",
+            "Name for clients; may be repeated, and the first is shown.",
+            default="the folder's name",
+            flags=("--served-model-name",),
+        ),
+    ] = ()
+    api_keys: Annotated[
+        tuple[str, ...],
+        Option(
+            "HTTP server",
+            "Key that clients must send; may be repeated.",
+            default="none, open to everyone",
+            flags=("--api-key",),
+            env="JAXSERVE_API_KEY",
+        ),
+    ] = ()
+    admin_key: Annotated[
+        str | None,
+        Option(
+            "HTTP server",
+            "Key that operators must send to see or change the plan.",
+            default="none, only from this machine",
+            env="JAXSERVE_ADMIN_KEY",
+        ),
+    ] = None
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Option("HTTP server", "Web origin that may call; may be repeated.", default="none", flags=("--cors-origin",)),
+    ] = ()
+    root_path: Annotated[
+        str, Option("HTTP server", "Prefix of all paths, such as /llm, for a proxy that keeps it.", default="none")
+    ] = ""
+    keep_alive_timeout: Annotated[
+        float, Option("HTTP server", "Seconds that a connection may wait for its next request.", above=0)
+    ] = 120.0
+    sse_ping_interval: Annotated[
+        float, Option("HTTP server", "Seconds without news after which a stream sends a comment.", above=0)
+    ] = 15.0
+    max_body_mb: Annotated[
+        float, Option("Limits", "MiB of a request's body, also once it is decompressed.", above=0)
+    ] = 32.0
+    header_timeout: Annotated[float, Option("Limits", "Seconds to receive the head of a request.", above=0)] = 30.0
+    body_timeout: Annotated[float, Option("Limits", "Seconds to receive a body.", above=0)] = 60.0
+    max_prompts: Annotated[int, Option("Limits", "Prompts or embedding inputs of one call.", minimum=1)] = 2048
+    clamp_max_tokens: Annotated[
+        bool, Option("Limits", "Lower a max_tokens that does not fit after the prompt instead of refusing it.")
+    ] = False
+    shutdown_timeout: Annotated[
+        float, Option("HTTP server", "Seconds for requests in flight after SIGTERM.", minimum=0)
+    ] = 30.0
+    access_log: Annotated[bool, Option("HTTP server", "Log paths and statuses.")] = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Option("HTTP server", "Least severe messages that are logged.")
+    ] = "info"
 
     def __post_init__(self) -> None:
-        """Raises ConfigError naming the option."""
+        """Raise `ConfigError` naming the option that is wrong."""
+        check_ranges(self)
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"root_path is {self.root_path!r}, it must be like '/prefix' (--root-path)")
         if not all(key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty (--api-key or JAXSERVE_API_KEY)")
         if self.admin_key is not None and not self.admin_key.strip():
             raise ConfigError("the admin key is empty (--admin-key or JAXSERVE_ADMIN_KEY)")
         if self.admin_key in self.api_keys:
             raise ConfigError("the admin key is an API key too: every client would be an operator (--admin-key)")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"the port is {self.port}, it must be from 0 to 65535 (--port)")
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ConfigError(f"root_path is {self.root_path!r}, it must be like '/prefix' (--root-path)")
-        timeouts = ("header_timeout", "body_timeout", "keep_alive_timeout", "sse_ping_interval")
-        for name in ("max_body_mb", "max_prompts", *timeouts):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be a number above 0")
-        if not 0 <= self.shutdown_timeout < math.inf:
-            raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}, it must be a number of at least 0")
 
     def __repr__(self) -> str:
         admin = "set" if self.admin_key else "none"

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 
 from jaxserve.core.config import EngineConfig, ModelConfig, MoEConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.options import check_ranges
 from jaxserve.core.precision import BITS
 from jaxserve.engine.client import ModelInfo
 from jaxserve.parallel.padding import physical_config
 from jaxserve.planning.defaults import PLATFORMS, PlatformDefaults
 from jaxserve.planning.memory import COPY_RATES, MemoryPlan, plan_memory, runtime_bytes
-from jaxserve.planning.spec import Outline, check, dtype_of
+from jaxserve.planning.spec import Outline, dtype_of
 from jaxserve.sim.hardware import Hardware
 from jaxserve.sim.shape import GROUP, UNIT, ModelShape
 
@@ -58,7 +59,7 @@ def resolve_cluster(
     which is on CPU alone.
     Raises `ConfigError` or `MemoryBudgetError`.
     """
-    check(config)
+    check_ranges(config)
     platform = hardware.platform
     shape = replace(shape, dtype=dtype_of(config, shape.dtype, (), platform))
     model = _model_config(shape)

@@ -1,16 +1,21 @@
 """The options of `jaxserve sim`, in groups; those that `jaxserve serve` has too mean the same."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
 from jaxserve.bench.options import LoadOptions
 from jaxserve.bundled import bundled_model_path
-from jaxserve.cli.options import given, option
 from jaxserve.core.config import EngineConfig, KVCacheDType
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.options import Option, given, options_of
 
 RENAMED = {"variant": "variants"}
+
+
+# What `jaxserve serve` has too means the same, and is described there.
+LOAD = {field.name: field.option for field in options_of(LoadOptions)}
+SERVE = {field.name: field.option for field in options_of(EngineConfig)}
 
 
 @dataclass(frozen=True)
@@ -19,74 +24,50 @@ class ClusterOptions:
 
     model: Annotated[
         str | None,
-        option("Model", "A config.json, a folder with one, or a name in configs/models; default: the bundled model."),
+        Option("Model", "A config.json, a folder with one, or a name in configs/models.", default="the bundled model"),
     ] = None
-    precision: Annotated[
-        str | None, option("Model", "Weights of the layers: int8, int4, int3; default: the model's.")
-    ] = None
-    layer_precision: Annotated[str | None, option("Model", "Where it differs, as in 0-3:bf16,4-:int4.")] = None
-    head_precision: Annotated[
-        str | None, option("Model", "Of the output head (and a tied embedding); default: int8 with --precision.")
-    ] = None
-    hardware: Annotated[str | None, option("Cluster", "A YAML file, or a name in configs/hardware.")] = None
+    precision: Annotated[str | None, SERVE["precision"]] = None
+    layer_precision: Annotated[str | None, SERVE["layer_precision"]] = None
+    head_precision: Annotated[str | None, SERVE["head_precision"]] = None
+    hardware: Annotated[str | None, Option("Cluster", "A YAML file, or a name in configs/hardware; required.")] = None
     cluster: Annotated[
         str | None,
-        option("Cluster", "Devices, as in 8, or HOSTSxDEVICES, as in 2x8; default: those of one instance."),
+        Option("Cluster", "Devices, as in 8, or HOSTSxDEVICES, as in 2x8.", default="those of one instance"),
     ] = None
-    tp: Annotated[int, option("Cluster", "Tensor parallelism: devices that share every layer; default 1.")] = 1
-    pp: Annotated[int, option("Cluster", "Pipeline parallelism: stages of layers; default 1.")] = 1
+    tp: Annotated[int, replace(SERVE["tp"], group="Cluster")] = 1
+    pp: Annotated[int, replace(SERVE["pp"], group="Cluster")] = 1
     memory_gb: Annotated[
-        float | None, option("Memory", "Budget of a device in GB; default: a share of the hardware's.")
+        float | None, Option("Memory", "Budget of a device in GB.", default="a share of the hardware's", above=0)
     ] = None
-    kv_cache_dtype: Annotated[
-        KVCacheDType | None, option("Memory", "KV cache: auto or int8, which takes half the memory; default: auto.")
-    ] = None
-    max_model_len: Annotated[
-        int | None, option("Memory", "Tokens of prompt and answer together; default: the model's.")
-    ] = None
-    page_size: Annotated[int | None, option("Memory", "Tokens of a KV page; default 16.")] = None
-    kv_pages: Annotated[int | None, option("Memory", "KV pages; default: what the budget holds.")] = None
-    max_kv_pages: Annotated[
-        int | None, option("Memory", "KV pages to have room for; default: what layers can give with a policy.")
-    ] = None
+    kv_cache_dtype: Annotated[KVCacheDType | None, SERVE["kv_cache_dtype"]] = None
+    max_model_len: Annotated[int | None, SERVE["max_model_len"]] = None
+    page_size: Annotated[int | None, SERVE["page_size"]] = None
+    kv_pages: Annotated[int | None, SERVE["kv_pages"]] = None
+    max_kv_pages: Annotated[int | None, SERVE["max_kv_pages"]] = None
     elastic_kv: Annotated[
         bool | None,
-        option(
-            "Memory",
-            "KV pools grow page by page and not in segments; default: as jaxserve's, which do so on CPU alone.",
-        ),
+        Option("Memory", "KV pools grow page by page and not in segments.", default="on CPU alone, as in a server"),
     ] = None
     prefix_caching: Annotated[
-        bool | None,
-        option("Memory", "Keep the KV pages of prompts for later ones; default: where prompts share something."),
+        bool | None, replace(SERVE["prefix_caching"], default="where prompts share something")
     ] = None
-    variant: Annotated[
-        list[str] | None,
-        option(
-            "Adaptation", "Precision that layers may change to while serving, besides the policy's; may be repeated."
-        ),
-    ] = None
+    variant: Annotated[list[str] | None, replace(SERVE["variants"], flags=())] = None
     policy: Annotated[
         str | None,
-        option(
+        Option(
             "Adaptation",
             "What changes the plan: static, morph, morph-int8, morph-performance, a YAML file or FILE.py:NAME.",
+            default="static",
         ),
     ] = None
-    slo_ttft: Annotated[
-        float | None, option("Adaptation", "Seconds to the first token that the policy keeps; default: its own.")
-    ] = None
+    slo_ttft: Annotated[float | None, SERVE["slo_ttft"]] = None
     warmup: Annotated[
-        bool | None, option("Adaptation", "Variants are compiled before they are needed; default: yes.")
+        bool | None, Option("Adaptation", "Variants are compiled before they are needed.", default="yes")
     ] = None
-    max_num_seqs: Annotated[int | None, option("Scheduling", "Sequences that run at once.")] = None
-    max_num_batched_tokens: Annotated[int | None, option("Scheduling", "Tokens of one step.")] = None
-    max_queued_requests: Annotated[
-        int | None, option("Scheduling", "Waiting requests of an instance; beyond, they fail; default 1024.")
-    ] = None
-    max_queued_tokens: Annotated[
-        int | None, option("Scheduling", "Waiting prompt tokens of an instance; beyond, they fail; default 1,000,000.")
-    ] = None
+    max_num_seqs: Annotated[int | None, SERVE["max_num_seqs"]] = None
+    max_num_batched_tokens: Annotated[int | None, SERVE["max_num_batched_tokens"]] = None
+    max_queued_requests: Annotated[int | None, SERVE["max_queued_requests"]] = None
+    max_queued_tokens: Annotated[int | None, SERVE["max_queued_tokens"]] = None
 
     @property
     def model_path(self) -> str:
@@ -121,19 +102,15 @@ class FigureOptions:
 
     goodput: Annotated[
         list[str] | None,
-        option("Metrics", "Objectives in ms, such as ttft:500 tpot:50 e2el:5000; default: --slo-ttft."),
+        Option("Metrics", "Objectives in ms, such as ttft:500 tpot:50 e2el:5000.", default="--slo-ttft"),
     ] = None
-    percentile_metrics: Annotated[str, option("Metrics", "Which metrics the table shows; default: all.")] = (
-        LoadOptions.percentile_metrics
-    )
-    metric_percentiles: Annotated[str, option("Metrics", "Which percentiles; default 90,95,99.")] = (
-        LoadOptions.metric_percentiles
-    )
+    percentile_metrics: Annotated[str, LOAD["percentile_metrics"]] = LoadOptions.percentile_metrics
+    metric_percentiles: Annotated[str, LOAD["metric_percentiles"]] = LoadOptions.metric_percentiles
     metrics_interval: Annotated[
-        float, option("Metrics", "Virtual seconds between two looks at queue, KV pages and layers; 0: none; default 1.")
+        float, Option("Metrics", "Virtual seconds between two looks at queue, KV pages and layers; 0: none.")
     ] = LoadOptions.metrics_interval
     detail: Annotated[
-        bool | None, option("Result", "Keep the time of every token; default: up to 50,000 requests.")
+        bool | None, Option("Result", "Keep the time of every token.", default="up to 50,000 requests")
     ] = None
 
     def load(self) -> LoadOptions:

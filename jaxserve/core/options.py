@@ -1,0 +1,151 @@
+"""Options: what users are told about the fields of a configuration.
+
+A configuration is a frozen dataclass whose fields are `Annotated[type, Option(...)]`. The command line, YAML files, the
+library's signatures, range checks and the tables in docs/options.md are all made from these annotations, so that an
+option is defined once.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from inspect import Parameter, Signature
+from math import isfinite
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from jaxserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Option:
+    """What users are told about one field, and which numbers it may hold.
+
+    `help` says what the option does; the default is appended to it. `default` describes a default that depends on the
+    model or the machine. `flags` are the spellings on the command line if they differ from the field's name, and `env`
+    is the environment variable that sets it. A number must be at least `minimum`, more than `above` and at most
+    `maximum`. `in_terminal` options also belong to the commands `generate` and `chat`.
+    """
+
+    group: str
+    help: str
+    default: str = ""
+    flags: tuple[str, ...] = ()
+    env: str | None = None
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    in_terminal: bool = False
+
+
+@dataclass(frozen=True)
+class OptionField:
+    """A field of a configuration that is an option."""
+
+    name: str
+    type: Any  # without None and without annotations
+    optional: bool  # None is allowed
+    default: Any
+    option: Option
+
+    @property
+    def key(self) -> str:
+        """The option's name in YAML files and errors, with underscores: the singular of a repeated option."""
+        first = self.option.flags[0].partition("/")[0] if self.option.flags else self.name
+        return first.lstrip("-").replace("-", "_")
+
+    @property
+    def flag(self) -> str:
+        """The option's name on the command line, as "--max-model-len"."""
+        return "--" + self.key.replace("_", "-")
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the option may be given several times."""
+        return get_origin(self.type) in (tuple, list)
+
+    def check(self, value: Any) -> None:
+        """Raise `ConfigError` for a number outside the option's range, or a word that is none of its choices."""
+        if value is None and self.optional:
+            return
+        if self.type in (int, float):
+            kinds, word = ((int,), "an integer") if self.type is int else ((int, float), "a number")
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise ConfigError(f"{self.key} is {value!r}, it must be {word} ({self.flag})")
+            if not self._allows(value):
+                raise ConfigError(f"{self.key} is {value!r}, it must be {word} {self.range} ({self.flag})")
+        elif get_origin(self.type) is Literal and value not in get_args(self.type):
+            choices = ", ".join(map(str, get_args(self.type)))
+            raise ConfigError(f"{self.key} is {value!r}, it must be one of {choices} ({self.flag})")
+
+    def _allows(self, value: float) -> bool:
+        option = self.option
+        return (
+            isfinite(value)
+            and (option.minimum is None or value >= option.minimum)
+            and (option.above is None or value > option.above)
+            and (option.maximum is None or value <= option.maximum)
+        )
+
+    @property
+    def range(self) -> str:
+        """The allowed numbers in words, as "from 1 to 65535"; "" where every number is allowed."""
+        option = self.option
+        if option.minimum is not None and option.maximum is not None:
+            return f"from {option.minimum:g} to {option.maximum:g}"
+        words = []
+        if option.minimum is not None:
+            words.append(f"of at least {option.minimum:g}")
+        if option.above is not None:
+            words.append(f"above {option.above:g}")
+        if option.maximum is not None:
+            words.append(f"of at most {option.maximum:g}")
+        return " and ".join(words)
+
+
+def options_of(kind: type) -> Iterator[OptionField]:
+    """Yield the options of a configuration class in the order of their definition."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        if get_origin(hint := hints[field.name]) is not Annotated:
+            continue
+        option = next((extra for extra in hint.__metadata__ if isinstance(extra, Option)), None)
+        if option is not None:
+            bare, optional = _without_none(get_args(hint)[0])
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            yield OptionField(field.name, bare, optional, default, option)
+
+
+def check_ranges(config: Any) -> None:
+    """Raise `ConfigError` for the first value of a configuration that its option does not allow."""
+    for field in options_of(type(config)):
+        field.check(getattr(config, field.name))
+
+
+def keyword_signature(kind: type, first: str) -> Signature:
+    """Return the signature of a function that takes the fields of a configuration: `first` by position, others by name.
+
+    Notebooks show it where the function itself takes `**options`.
+    """
+    hints = get_type_hints(kind)
+    parameters = [
+        Parameter(
+            field.name,
+            Parameter.POSITIONAL_OR_KEYWORD if field.name == first else Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(kind)
+    ]
+    return Signature(sorted(parameters, key=lambda parameter: parameter.name != first))
+
+
+def given(options: Any) -> Mapping[str, Any]:
+    """Return the fields of a dataclass of options that are not None, by name."""
+    return {field.name: value for field in fields(options) if (value := getattr(options, field.name)) is not None}
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """Return a type without None, and whether None was part of it. `Literal` types stay whole."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint, False
+    rest = tuple(part for part in get_args(hint) if part is not NoneType)
+    return (rest[0] if len(rest) == 1 else Union[rest]), len(rest) < len(get_args(hint))  # noqa: UP007  built at run time
