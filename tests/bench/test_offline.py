@@ -18,7 +18,6 @@ from jaxserve.bench.offline.options import HostOptions, LatencyOptions, StartupO
 from jaxserve.bench.offline.startup import medians, server, startup
 from jaxserve.bench.offline.steps import StepTimes, decode_steps, periods, quantile
 from jaxserve.bench.offline.throughput import row as throughput_row, throughput
-from jaxserve.bench.options import EngineOptions
 from jaxserve.bench.result import load
 from jaxserve.bench.workload import Sample
 from jaxserve.cli.main import app
@@ -137,11 +136,6 @@ def test_the_command_measures_the_engine_that_it_is_told(tmp_path: Path):
     (row,) = load(file)["rows"]
     assert (row["completed"], row["output_tokens"]) == (4, 120)
     assert row["mean_decodes"] <= 2.0  # eight pages are two requests of 50 tokens
-
-
-def test_what_a_server_takes_of_a_model_a_measurement_takes_too():
-    config = EngineConfig(precision="int4", kv_cache_dtype="int8", kv_pages=30)
-    assert EngineOptions(precision="int4", kv_cache_dtype="int8", kv_pages=30).config() == config
 
 
 def test_throughput_counts_every_instance(tiny_model: Path):
