@@ -8,8 +8,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from jaxserve.cli.terminal import told_errors
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import ConfigError
 from jaxserve.core.options import Option, OptionField, check_ranges, options_of
 
 Given = dict[str, Any]
@@ -95,11 +95,9 @@ def _options_of(hint: Any) -> OptionsOf | None:
 
 
 def _made(kind: type, chosen: Given) -> Any:
-    try:
+    with told_errors():
         made = kind(**chosen)
         check_ranges(made)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from error
     return made
 
 

@@ -8,7 +8,7 @@ option is defined once.
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature
-from math import isfinite
+from math import isfinite, isnan
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -78,6 +78,8 @@ class OptionField:
 
     def _allows(self, value: float) -> bool:
         option = self.option
+        if option.minimum is option.above is option.maximum is None:
+            return not isnan(value)  # infinite where the option says what that means
         return (
             isfinite(value)
             and (option.minimum is None or value >= option.minimum)

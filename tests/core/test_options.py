@@ -1,0 +1,75 @@
+"""Options are defined once, on the fields of configurations."""
+
+import inspect
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal, get_type_hints
+
+import pytest
+
+from jaxserve import LLM, AsyncLLM, EngineConfig
+from jaxserve.core.engine_options import EngineOptions
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.options import Option, check_ranges, options_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One option of each kind."""
+
+    port: Annotated[int, Option("Server", "Where to listen.", minimum=0, maximum=65535)] = 8000
+    budget: Annotated[float | None, Option("Memory", "How much.", above=0)] = None
+    rate: Annotated[float, Option("Load", "How often; inf: at once.")] = float("inf")
+    dtype: Annotated[Literal["a", "b"], Option("Model", "Which.")] = "a"
+    names: Annotated[tuple[str, ...], Option("Model", "Names.", flags=("--name",))] = ()
+    internal: int = -1
+
+
+def test_options_are_the_annotated_fields_in_order():
+    found = {field.name: (field.key, field.flag, field.repeated, field.range) for field in options_of(Configuration)}
+    assert found == {
+        "port": ("port", "--port", False, "from 0 to 65535"),
+        "budget": ("budget", "--budget", False, "above 0"),
+        "rate": ("rate", "--rate", False, ""),
+        "dtype": ("dtype", "--dtype", False, ""),
+        "names": ("name", "--name", True, ""),
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"port": 65536}, r"port is 65536, it must be an integer from 0 to 65535 \(--port\)"),
+        ({"port": True}, "port is True, it must be an integer"),
+        ({"port": None}, "port is None, it must be an integer"),
+        ({"budget": 0}, r"budget is 0, it must be a number above 0 \(--budget\)"),
+        ({"budget": float("inf")}, "budget is inf"),
+        ({"rate": float("nan")}, "rate is nan"),
+        ({"dtype": "c"}, r"dtype is 'c', it must be one of a, b \(--dtype\)"),
+    ],
+)
+def test_value_outside_its_range_is_named_with_the_limit(values, message):
+    with pytest.raises(ConfigError, match=message):
+        check_ranges(Configuration(**values))
+
+
+def test_defaults_are_in_range():
+    check_ranges(Configuration())
+    check_ranges(EngineConfig())
+
+
+def test_signatures_of_the_libraries_are_the_engine_options():
+    names = [field.name for field in fields(EngineConfig)]
+    for library in (LLM, AsyncLLM):
+        assert list(inspect.signature(library).parameters) == names
+    assert set(get_type_hints(EngineOptions)) == set(names) - {"model"}
+
+
+def test_generated_files_are_up_to_date():
+    command = [sys.executable, str(ROOT / "scripts" / "generate-options"), "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
