@@ -78,7 +78,8 @@ class BlockExecutor:
         last = rows[-1].placement.sharding()
         tile_of = partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile)
         self._tile_of = Program(f"tile {buckets.tile}", jax.jit(tile_of, out_shardings=last))
-        self._normalize = Program("normalize", jax.jit(unit_length, out_shardings=last))
+        # A function of its own for each engine: JAX would not ask its cache for one that another engine has compiled.
+        self._normalize = Program("normalize", jax.jit(partial(unit_length), out_shardings=last))
         self._layers: dict[tuple[int, StepShape, int], tuple[Callable, ...]] = {}  # what each runs, as of `_run_stage`
 
     def execute(self, work: Work) -> DispatchedStep:
