@@ -23,10 +23,10 @@ from jaxserve.telemetry import Snapshot
 
 log = logging.getLogger(__name__)
 
-# Bytes on the host, measured on Linux with jax 0.10 (2026-11-27) at first starts, which compile: those that load what was
-# compiled need 250 MB less. 60 MB are a margin. Of interpreter, JAX, server and margin; of a block's program
-# for a step's shape; and of each layer in a program for a whole step. Beside layers a shape has PROGRAMS of its own; a
-# policy has steps compiled for FORESEEN mixtures of precisions at most, beside the one at the start.
+# Bytes on the host, measured on Linux with jax 0.10 (2026-11-27) at first starts, which compile; later ones load what
+# was compiled, and need 250 MB less. RUNTIME is for interpreter, JAX and server, with a margin of some 60 MB; PROGRAM
+# for a block's program for a step's shape; FUSED_LAYER for each layer in a program for a whole step. Beside layers a
+# shape has PROGRAMS of its own; a policy has steps compiled for FORESEEN mixtures at most, beside the one at the start.
 RUNTIME, PROGRAM, FUSED_LAYER = 420_000_000, 2_000_000, 500_000
 PROGRAMS, FORESEEN = 3, 4
 ADDRESSES = 2**46  # bytes that pools may have room for: half of what a process can address
