@@ -13,6 +13,7 @@ from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.mapping import Target, layer_number, numpy_dtype, pack_block, stacked_name, tensor_shapes
 from jaxserve.checkpoint.rounded import rounded_block
 from jaxserve.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME, SafetensorsStore, StoredTensor, read_json
+from jaxserve.checkpoint.values import check_values
 from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore, fitted
 from jaxserve.core.config import DType, ModelConfig
 from jaxserve.core.errors import CheckpointError
@@ -140,6 +141,9 @@ class Checkpoint:
         Reads the block's tensors and nothing else; the arrays are new, in the dtype of the configuration. With tied
         embeddings the head's `weight` is a copy of embed's, for the caller to share. `between` is called before each
         tensor is read, and may wait: others may need the cores.
+
+        Raises `CheckpointError` for a value that the configuration's dtype cannot hold, and warns of those that are not
+        finite, unless `between` is given.
         """
         config = self.config
         target = Target(config, physical or config, numpy_dtype(config))
@@ -149,7 +153,10 @@ class Checkpoint:
         def read(name: str) -> np.ndarray:
             if between is not None:
                 between()
-            return self.store.get(name, shapes[name])
+            tensor = self.store.get(name, shapes[name])
+            if between is None:  # else it has been read before, when the model was loaded
+                check_values(f"{self.path}: {name}", tensor, target.dtype)
+            return tensor
 
         return pack_block(target, block_id, read, stacked_experts=stacked)
 

@@ -4,11 +4,13 @@ import json
 import shutil
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint import open_checkpoint
+from jaxserve.checkpoint.values import check_values, largest_magnitude
 from jaxserve.core.errors import CheckpointError
 from tests.golden.model import golden
 
@@ -195,3 +197,49 @@ def test_index_without_a_map(sharded: Path, index: dict):
 def test_unreadable_generation_config(single: Path):
     (single / "generation_config.json").write_text("not json")
     refused(single, "generation_config.json")
+
+
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_magnitude_of_any_float(kind: type, sign: int):
+    values = (np.random.default_rng(0).normal(size=(3, 5)) * sign).astype(kind)
+    assert largest_magnitude(values) == np.abs(values).max()
+    assert largest_magnitude(np.full((2, 2), -0.0, kind)) == 0
+    for bad in (np.nan, np.inf, -np.inf, np.copysign(np.nan, -1)):
+        values[1, 2] = bad
+        assert not np.isfinite(largest_magnitude(values))
+
+
+@pytest.mark.parametrize(("kind", "value", "fits"), [
+    (np.float32, 65504, True), (np.float32, -65519, True), (np.float32, -65520, False), (np.float32, 1e6, False),
+    (ml_dtypes.bfloat16, 65280, True), (ml_dtypes.bfloat16, -65536, False), (np.float16, 65504, True),
+])  # fmt: skip
+def test_a_value_that_float16_cannot_hold_is_refused_by_name(kind: type, value: float, fits: bool):
+    tensor = np.array([1, value, np.inf if kind is np.float16 else 2], kind)
+    if fits:
+        check_values("a.weight", tensor, np.dtype(np.float16))
+        return
+    with pytest.raises(CheckpointError, match=r"a.weight holds a value .* float16 cannot .*--dtype bfloat16"):
+        check_values("a.weight", tensor, np.dtype(np.float16))
+    check_values("a.weight", tensor, np.dtype(ml_dtypes.bfloat16))
+
+
+def test_an_overflow_beside_an_infinity_is_found_and_the_infinity_told(caplog: pytest.LogCaptureFixture):
+    with pytest.raises(CheckpointError, match="magnitude 70000"):
+        check_values("a.weight", np.array([np.inf, -70000], np.float32), np.dtype(np.float16))
+    check_values("b.weight", np.array([np.nan, 1], np.float32), np.dtype(np.float32))
+    assert "b.weight holds NaN or infinity" in caplog.text
+
+
+def test_loading_checks_every_tensor(tmp_path: Path):
+    folder = golden("llama2").write(tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].astype(np.float32)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5
+    save_file(tensors, file)
+    checkpoint = open_checkpoint(folder, dtype="float16")
+    checkpoint.block("layers.0")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight holds a value of magnitude 100000"):
+        checkpoint.block("layers.1")
+    open_checkpoint(folder, dtype="bfloat16").block("layers.1")

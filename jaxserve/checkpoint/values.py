@@ -1,0 +1,39 @@
+"""Looks at the values of a checkpoint's tensors for those that a model cannot compute with."""
+
+import logging
+
+import numpy as np
+
+from jaxserve.core.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+def check_values(name: str, tensor: np.ndarray, dtype: np.dtype) -> None:
+    """Warns of NaN and infinity in a tensor. Raises CheckpointError if `dtype` would turn a finite value into infinity.
+
+    `name` is that of the file and the tensor, for messages.
+    """
+    largest = largest_magnitude(tensor)
+    if not np.isfinite(largest):
+        log.warning("%s holds NaN or infinity: requests for which the model uses these values end with an error", name)
+        largest = np.max(np.abs(tensor), where=np.isfinite(tensor), initial=0)
+    with np.errstate(over="ignore"):
+        overflows = np.isinf(largest.astype(dtype))
+    if overflows:
+        raise CheckpointError(
+            f"{name} holds a value of magnitude {float(largest):g}, which {dtype} cannot represent: "
+            "run it with --dtype bfloat16 or float32"
+        )
+
+
+def largest_magnitude(tensor: np.ndarray) -> np.ndarray:
+    """The largest absolute value of a tensor of floats, as an array without axes; not finite if any value is not.
+
+    Compares bits as integers, which numpy does as fast as it can read: without their sign, floats sort like these.
+    """
+    size = tensor.dtype.itemsize
+    signed, unsigned = tensor.view(f"i{size}"), tensor.view(f"u{size}")
+    sign = 1 << (8 * size - 1)
+    positive, negative = int(signed.max(initial=0)), int(unsigned.max(initial=0)) - sign
+    return np.array(max(positive, negative), f"i{size}").view(tensor.dtype)
