@@ -9,6 +9,7 @@ from collections import Counter
 import openai
 import pytest
 
+from jaxserve.core.errors import NonFiniteOutput
 from tests.server.fake import END, FakeClient
 from tests.server.serving import Address, serving
 
@@ -379,6 +380,14 @@ def test_error_in_a_stream_is_told_and_the_stream_ends(create):
             stream = client.completions.create(model="fake", prompt="a", stream=True)
         with pytest.raises(openai.APIError, match="a step raised"):
             list(stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_numbers_that_are_not_finite_are_a_server_error_that_names_the_option(stream):
+    with serving(FakeClient(fail_after=0, failure=NonFiniteOutput("logits"))) as address, connect(address) as client:
+        with pytest.raises(openai.InternalServerError, match="--dtype bfloat16") as caught:
+            client.chat.completions.create(model="fake", messages=CHAT, stream=stream)
+        assert (caught.value.status_code, caught.value.code) == (500, "non_finite_output")
 
 
 def test_full_queue_is_503_with_retry_after():
