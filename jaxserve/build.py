@@ -13,6 +13,9 @@ from jaxserve.actuator import HostMemory, Instance, LayerSource, Place, PlanActu
 from jaxserve.calibration.sensitivity.order import swap_order
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.checkpoint.variants import fingerprint
+from jaxserve.compilation.cache import CompileCounter, use_persistent_cache
+from jaxserve.compilation.programs import Compiler
+from jaxserve.compilation.saved import saved_programs
 from jaxserve.control import BlockPlan, InstancePlan
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan_yaml import to_dict
@@ -33,13 +36,10 @@ from jaxserve.engine.step_log import InstanceLog, LoggedController, StepLog
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.engine.tokenizer_files import has_vocabulary, missing_vocabulary
-from jaxserve.executor.aot import Compiler
 from jaxserve.executor.blocks import BlockBuilder, Row, RowOutline
-from jaxserve.executor.compilation import CompileCounter, use_persistent_cache
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.pools import Pools
-from jaxserve.executor.saved import saved_programs
 from jaxserve.kernels import Pool, kv_pool
 from jaxserve.parallel.placement import POOL_AXES, Placement
 from jaxserve.planning.memory import COPY_RATES, COPY_SHARES

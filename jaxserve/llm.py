@@ -19,9 +19,9 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import Prompt, TextPrompt
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.outputs import merge
+from jaxserve.engine.progress_bar import ProgressBar
 from jaxserve.engine.prompts import PromptLike, as_prompt, as_prompts
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.progress import ProgressBar
 
 Message = Mapping[str, Any]
 

@@ -21,11 +21,11 @@ from bench.gpu_parts.sizes import Model, Sizes
 from bench.peers.workload import VOCAB, Prompts
 from jaxserve import LLM, SamplingParams
 from jaxserve.checkpoint.dummy import STDDEV
+from jaxserve.compilation.cache import FUSED_TIER, CompileCounter
 from jaxserve.core.request import Request
 from jaxserve.core.work import Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.executor.blocks import Row
-from jaxserve.executor.compilation import FUSED_TIER, CompileCounter
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.models import abstract_block

@@ -167,7 +167,7 @@ class EngineConfig:
         Option(
             "Memory",
             "Budget in GB, never exceeded.",
-            default="a share of the machine's memory",
+            default="half of the free host memory on CPU, 90 % of the device's memory elsewhere",
             above=0,
             in_terminal=True,
         ),
@@ -224,7 +224,11 @@ class EngineConfig:
     ] = "auto"
     compile_cache: Annotated[
         str | Path | None,
-        Option("Compilation", "Folder of compiled programs.", default="jaxserve/xla in the user's cache"),
+        Option(
+            "Compilation",
+            "Folder of compiled programs.",
+            default="JAX_COMPILATION_CACHE_DIR, else jaxserve/xla in the user's cache",
+        ),
     ] = None
     warmup: Annotated[bool, Option("Compilation", "Compile everything before serving.")] = True
     fuse: Annotated[

@@ -15,10 +15,10 @@ from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxserve.compilation.programs import Program, abstract
 from jaxserve.core.aligned_arrays import aligned
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.step_shapes import StepShape
-from jaxserve.executor.aot import Program, abstract
 from jaxserve.executor.batch import attention_meta, unpack
 from jaxserve.kernels import AttentionMeta, Pool, Rotated, write_and_attend
 from jaxserve.models import abstract_block, alike, check_parameters, rope_cos_sin, share_state

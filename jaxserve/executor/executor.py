@@ -15,10 +15,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Sharding
 
+from jaxserve.compilation.programs import Compiler, Program
 from jaxserve.core.request import Sequence
 from jaxserve.core.step_shapes import Buckets, StepShape
 from jaxserve.core.work import Chunk, Work
-from jaxserve.executor.aot import Compiler, Program
 from jaxserve.executor.batch import pack
 from jaxserve.executor.blocks import BlockBuilder, Parameter, Row, RowOutline
 from jaxserve.executor.fused import FusedTier, StageProgram

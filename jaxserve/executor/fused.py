@@ -17,9 +17,9 @@ from typing import Any
 import jax
 from jax import Array
 
+from jaxserve.compilation.cache import CompileCounter
+from jaxserve.compilation.programs import Compiler, Program, abstract, compile_threads
 from jaxserve.core.step_shapes import StepShape
-from jaxserve.executor.aot import Compiler, Program, abstract, compile_threads
-from jaxserve.executor.compilation import CompileCounter
 from jaxserve.kernels import Pool
 
 log = logging.getLogger(__name__)

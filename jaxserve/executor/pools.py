@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxserve.compilation.programs import Compiler, Program, abstract
 from jaxserve.core.kv_layout import MAX_MOVED_PAGES, covering
 from jaxserve.core.step_shapes import at_least
-from jaxserve.executor.aot import Compiler, Program, abstract
 from jaxserve.kernels import Pool, move_pages, release_pages
 from jaxserve.parallel.placement import bytes_held
 

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from jax import Array
 
-from jaxserve.executor.aot import Program
+from jaxserve.compilation.programs import Program
 from jaxserve.executor.blocks import Row
 from jaxserve.parallel.placement import Placement
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxserve.compilation.programs import Compiler, Program
 from jaxserve.core.config import KernelBackend
 from jaxserve.core.request import Sequence
-from jaxserve.executor.aot import Compiler, Program
 from jaxserve.kernels.backend import uses_native
 from jaxserve.kernels.native import draw as native
 from jaxserve.parallel.placement import Placement

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxserve.compilation.saved import savable
 from jaxserve.core.request import Sequence
 from jaxserve.core.sampling import MAX_SPARSE_BIAS
 from jaxserve.kernels.native.draw import draw as draw_natively, draw_adjusted
@@ -37,6 +38,7 @@ class RowParams(NamedTuple):
     repetition: Array  # f32
 
 
+@savable
 class History(NamedTuple):
     """Which tokens the penalties count, by slot; the last slot is spare."""
 
@@ -44,6 +46,7 @@ class History(NamedTuple):
     counts: Array  # i32 [slots + 1, V]: generated tokens
 
 
+@savable
 class Logprobs(NamedTuple):
     """Log-probabilities of the sampled tokens and of the K most likely ones."""
 

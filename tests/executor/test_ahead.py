@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.executor.aot import Compiler, Program
-from jaxserve.executor.compilation import BLOCK_TIER, CompileCounter
+from jaxserve.compilation.cache import BLOCK_TIER, CompileCounter
+from jaxserve.compilation.programs import Compiler, Program
 
 
 def test_a_call_finds_what_was_compiled_for_it():

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.compilation.cache import BLOCK_TIER, CompileCounter, use_persistent_cache
+from jaxserve.compilation.programs import Compiler, Program
+from jaxserve.compilation.saved import FOLDER, SavedPrograms, saved_programs, signature
 from jaxserve.core.config import EngineConfig
-from jaxserve.executor.aot import Compiler, Program
-from jaxserve.executor.compilation import BLOCK_TIER, CompileCounter, use_persistent_cache
-from jaxserve.executor.saved import FOLDER, SavedPrograms, saved_programs, signature
 from jaxserve.parallel.placement import Placement
 from jaxserve.planning.resolve import resolve
 from jaxserve.sampling.ops import History

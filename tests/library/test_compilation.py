@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jaxserve.build import Built, build
+from jaxserve.compilation.programs import Program
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.progress import COMPILING, LOADING, QUANTISING, READING
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.executor.aot import Program
 from jaxserve.executor.fused import FusedTier
 from tests.reference import Reference
 

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.models import config_from_hf
-from jaxserve.outline import dtype_of
-from jaxserve.resolution import resolve
+from jaxserve.planning.resolve import resolve
+from jaxserve.planning.spec import dtype_of
 from jaxserve.sim.cluster import resolve_cluster
 from jaxserve.sim.hardware import load_hardware
 from jaxserve.sim.shape import ModelShape

@@ -27,11 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jaxserve.compilation.cache import COMPILED
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.machine import processor_features
-from jaxserve.executor.compilation import COMPILED
 from jaxserve.kernels import AttentionMeta, native
-from jaxserve.sampling.ops import History, Logprobs
 
 T = TypeVar("T")
 
@@ -41,7 +40,7 @@ FOLDER = "jaxserve-programs"  # in that of JAX's cache
 KEPT = 64  # indices: of so many models, options and versions of the code
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_NPROC")
-STRUCTURES = {kind.__name__: kind for kind in (AttentionMeta, History, Logprobs)}  # that results may have
+STRUCTURES: dict[str, type] = {AttentionMeta.__name__: AttentionMeta}  # named tuples that programs may return
 
 _asked = threading.local()  # for which key this thread has asked JAX's cache last
 
@@ -53,6 +52,12 @@ class Entry:
     key: str
     kept: tuple[int, ...]
     results: Any  # as `_encoded`
+
+
+def savable(kind: type[T]) -> type[T]:
+    """Let programs that return this named tuple be saved. A class decorator."""
+    STRUCTURES[kind.__name__] = kind
+    return kind
 
 
 class SavedPrograms:
@@ -159,7 +164,7 @@ def _fingerprint(config: ModelConfig, devices: Sequence[jax.Device]) -> str:
 def _code() -> str:
     """A digest of the package's modules."""
     root, digest = Path(__file__).parent.parent, hashlib.sha256()
-    for folder in ("core", "executor", "kernels", "models", "parallel", "quantization"):
+    for folder in ("core", "compilation", "executor", "kernels", "models", "parallel", "quantization", "sampling"):
         for file in sorted((root / folder).rglob("*.py")):
             digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from jaxserve.compilation.saved import SavedPrograms, signature
 from jaxserve.core.machine import give_back_memory
 from jaxserve.core.progress import COMPILING, LOADING, Progress, untold
-from jaxserve.executor.saved import SavedPrograms, signature
 
 MOST_THREADS = 16
 GIVE_BACK_EVERY = 16  # executables: a compiler frees more than 1 MB for each, which it would keep

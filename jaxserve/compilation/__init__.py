@@ -1,0 +1,1 @@
+"""Compiling programs from shapes alone, several at once, and finding those of earlier starts again."""
