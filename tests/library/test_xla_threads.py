@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve import resolution
 from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.core.config import EngineConfig, MoEConfig
 from jaxserve.kernels.native import library
+from jaxserve.planning import resolve as resolution
 
 DENSE = open_checkpoint(bundled_model_path()).config
 EXPERTS = replace(DENSE, moe=MoEConfig(4, 2, 64, True, (True,) * DENSE.num_layers))

@@ -198,7 +198,15 @@ def test_compressed_body_is_as_large_as_what_is_in_it(encoding, compress):
         assert answer.status_code == status
 
 
-@pytest.mark.parametrize("body", [BODY, gzip.compress(BODY)[:-4], gzip.compress(BODY) + b"x", b"\x1f\x8b"])
+DAMAGED = {
+    "not compressed": BODY,
+    "cut off": gzip.compress(BODY)[:-4],
+    "bytes after the end": gzip.compress(BODY) + b"x",
+    "magic alone": b"\x1f\x8b",
+}
+
+
+@pytest.mark.parametrize("body", DAMAGED.values(), ids=DAMAGED.keys())
 def test_damaged_compressed_body_is_named(http, body):
     answer = http.post("/v1/completions", content=body, headers=JSON | {"content-encoding": "gzip"})
     assert answer.status_code == 400

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from jaxserve import terminal
+from jaxserve.cli import terminal
 from jaxserve.core.progress import COMPILING, LOADING, QUANTISING, READING
 
 
