@@ -13,6 +13,7 @@ from jaxserve.checkpoint.loader import open_checkpoint
 from jaxserve.checkpoint.variants import FOLDER, Method, VariantStore, VariantWriter
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.parallel.devices import devices
 from jaxserve.planning.defaults import dtype_beside_quantized
 
 
@@ -36,6 +37,7 @@ class CalibrationText:
 
 def run(model: Path, settings: Settings, text: CalibrationText | None = None, out: Path | None = None) -> VariantStore:
     """Writes the model's variants to `out` (by default beside it) and opens them. Progress goes to standard error."""
+    devices()  # before anything is read: an error if JAX cannot start
     checkpoint = open_checkpoint(model, prepared=False)
     checkpoint = checkpoint.in_dtype(dtype_beside_quantized(checkpoint.config.dtype))
     settings.check(calibrated=text is not None)

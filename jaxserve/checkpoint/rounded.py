@@ -1,18 +1,18 @@
 """A block's parameters, as they were read, in fewer bits: to the nearest, without data."""
 
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from jaxserve.core.config import ModelConfig
+from jaxserve.core.machine import processors
 from jaxserve.models import abstract_block
 from jaxserve.quantization import QArray
 from jaxserve.quantization.rounding import quantize
 
 CHUNK = 1 << 17  # weights that a thread quantises at once: its temporaries, some 30 bytes for each, stay in the cache
-THREADS = min(os.cpu_count() or 1, 16)
+MAX_THREADS = 16
 
 
 def rounded_block(
@@ -39,7 +39,7 @@ def rounded(w: np.ndarray, template: QArray) -> QArray:
         part = quantize(rows[start : start + step], template.bits, group=template.group, scale_dtype=scales.dtype)
         codes[start : start + step], scales[start : start + step] = part.codes, part.scales
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(min(processors(), MAX_THREADS)) as pool:
         for _ in pool.map(fill, range(0, len(rows), step)):
             pass
     return QArray(codes.reshape(*out, -1), scales.reshape(*out, -1), None, template.bits, size)

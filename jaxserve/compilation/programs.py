@@ -1,6 +1,5 @@
 """Programs, and their compilation ahead of first use from the shapes of arguments alone, several at once."""
 
-import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxserve.compilation.saved import SavedPrograms, signature
-from jaxserve.core.machine import give_back_memory
+from jaxserve.core.machine import give_back_memory, processors
 from jaxserve.core.progress import COMPILING, LOADING, Progress, untold
 
 MOST_THREADS = 16
@@ -128,7 +127,7 @@ class Compiler:
 
 def compile_threads() -> int:
     """How many compile at once."""
-    return min(MOST_THREADS, os.cpu_count() or 1)
+    return min(MOST_THREADS, processors())
 
 
 def abstract(array: Any) -> jax.ShapeDtypeStruct:

@@ -1,53 +1,47 @@
-"""What the machine has: memory of the host and of accelerators."""
+"""The machine: its devices, the memory of the host and of accelerators, processors."""
 
 import contextlib
 import ctypes
+import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import jax
-
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+from jaxserve.core import cgroups
 
 
-def host_memory() -> int:
-    """Bytes of memory that this process may still take: what is available, within its control group's limit."""
-    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+def host_memory(root: Path = cgroups.ROOT) -> int:
+    """Return the bytes of memory that are available, or the limit of a control group if that is less."""
+    fields = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
     available = int(fields.get("MemAvailable", "8388608 kB").split()[0]) * 1024
-    for path in _CGROUP_LIMITS:
-        limit = _read(path).strip()
-        if limit.isdigit():
-            available = min(available, int(limit))
-    return available
+    limit = cgroups.memory_limit(root)
+    return available if limit is None else min(available, limit)
 
 
 def give_back_memory() -> None:
-    """Gives memory back to the system that has been freed and is kept for later, much after compiling; with glibc."""
+    """Return memory that has been freed to the system, which glibc would keep for later: much after compiling."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def processors() -> int:
-    """How many processors this process may use."""
+def allowed_processors() -> int:
+    """Return how many processors this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor_features() -> str:
     """The names of the instruction sets that the processor has, where the system tells them."""
-    lines = _read("/proc/cpuinfo").splitlines()
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def device_memory(device: "jax.Device") -> int | None:
-    """Bytes that JAX may take on an accelerator, or None where the device does not say."""
-    stats = device.memory_stats() or {}
-    return stats.get("bytes_limit")
+def processors(root: Path = cgroups.ROOT) -> int:
+    """Return how many threads may compute at once: processors, or the quota of a control group if that is less."""
+    limit = cgroups.cpu_limit(root)
+    return allowed_processors() if limit is None else min(allowed_processors(), math.ceil(limit))
 
 
-def _read(path: str) -> str:
+def _read(path: Path) -> str:
     try:
-        return Path(path).read_text()
+        return path.read_text()
     except OSError:
         return ""

@@ -3,6 +3,7 @@
 import jax
 
 from jaxserve.core.config import KernelBackend
+from jaxserve.parallel.devices import devices
 
 HOPPER = "9.0"  # compute capability: the Pallas kernels use instructions that other generations do not have
 
@@ -14,12 +15,12 @@ def uses_native(backend: KernelBackend) -> bool:
 
 def uses_pallas(backend: KernelBackend) -> bool:
     """Whether Pallas kernels may run on a GPU; with "auto", only if JAX's default device is one they are made for."""
-    return backend == "pallas" or (backend == "auto" and _is_hopper(jax.devices()[0]))
+    return backend == "pallas" or (backend == "auto" and _is_hopper(devices()[0]))
 
 
 def device_kind() -> str:
     """Of JAX's default device: what block sizes are looked up by."""
-    return jax.devices()[0].device_kind
+    return devices()[0].device_kind
 
 
 def _is_hopper(device: jax.Device) -> bool:

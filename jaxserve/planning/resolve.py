@@ -17,11 +17,12 @@ from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.core.config import DType, EngineConfig, KernelBackend, ModelConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.machine import device_memory, host_memory, processors
+from jaxserve.core.machine import allowed_processors, host_memory, processors
 from jaxserve.core.options import check_ranges
 from jaxserve.engine.client import ModelInfo
 from jaxserve.kernels import GRANULE, is_elastic, native
 from jaxserve.models.quantized import split_unit
+from jaxserve.parallel.devices import device_memory, devices
 from jaxserve.parallel.padding import physical_config
 from jaxserve.planning.defaults import PLATFORMS, served_dtype
 from jaxserve.planning.memory import MemoryPlan, plan_memory, runtime_bytes
@@ -129,10 +130,12 @@ def _devices(wanted: int, *, busy: bool) -> tuple[jax.Device, ...]:
     """
     if not busy and processors() <= SMALL_MACHINE:
         _leave_little_to_xla()
+    elif processors() < allowed_processors():  # XLA knows affinity, and no quota of a control group
+        os.environ.setdefault(XLA_THREADS, str(processors()))
     if wanted > 1 and VIRTUAL_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # JAX has started: its devices are what they are
             jax.config.update("jax_num_cpu_devices", wanted)
-    return tuple(jax.devices())
+    return devices()
 
 
 def _leave_little_to_xla() -> None:

@@ -14,6 +14,7 @@ from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.variants import VariantStore, fingerprint
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
+from jaxserve.parallel.devices import devices
 from jaxserve.planning.defaults import dtype_beside_quantized
 from jaxserve.quantization.layer import BITS, bits_of
 
@@ -45,6 +46,7 @@ def profile_model(
         raise ConfigError(f"--precisions: name at least one of {', '.join(BITS)}")
     for name in options.precisions:
         bits_of(name)
+    devices()  # before anything is read: an error if JAX cannot start
     checkpoint, tokenizer = open_checkpoint(folder, dtype=options.dtype), Tokenizer.load(folder)
     checkpoint = checkpoint.in_dtype(dtype_beside_quantized(checkpoint.config.dtype))
     calibration, unseen = _read_texts(calib, held_out, tokenizer, options)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import jax
 
+from jaxserve.core.machine import processors
 from jaxserve.kernels.native.build import HERE, build, built, compiler
+from jaxserve.parallel.devices import devices
 
 ATTENTION, WRITE_AND_ATTEND = "jaxserve_paged_attention", "jaxserve_write_and_attend"
 KV_WRITE, MATMUL = "jaxserve_kv_write", "jaxserve_matmul"
@@ -40,6 +42,7 @@ def targets() -> frozenset[str]:
     if path is None:
         return frozenset()
     library = ctypes.CDLL(str(path))
+    library.jaxserve_set_processors(ctypes.c_int64(processors()))
     for name in CALLS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return frozenset(CALLS)
@@ -51,7 +54,7 @@ def _library() -> Path | None:
     cache = cache_folder()
     if found := built(HERE) or built(cache):
         return found
-    if jax.default_backend() != "cpu":
+    if devices()[0].platform != "cpu":
         return None
     log = logging.getLogger(__name__)
     if shutil.which(compiler()[0]) is None:

@@ -313,6 +313,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, jaxserve::matmul,
                                   .Attr<float>("eps")
                                   .Attr<bool>("adds"));
 
+// How many threads may compute at once in any call: hardware.processors, which knows affinity and control groups.
+extern "C" void jaxserve_set_processors(int64_t count) { jaxserve::processor_count = std::max<int64_t>(1, count); }
+
+// How many threads may compute at once.
+extern "C" int64_t jaxserve_processors() { return jaxserve::processors(); }
+
 // Whether this machine has the named variant of the product, for bfloat16.
 extern "C" bool jaxserve_has_matmul(const char* name, size_t length) {
   jaxserve::Weight codes = {};

@@ -2,10 +2,6 @@
 
 #pragma once
 
-#if defined(__linux__)
-#include <sched.h>
-#endif
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -82,17 +78,10 @@ inline void pause() {
   }
 }
 
-// How many threads may compute at once: the processors that this process may use.
-inline int64_t processors() {
-  static const int64_t count = [] {
-#if defined(__linux__)
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) return static_cast<int64_t>(CPU_COUNT(&allowed));
-#endif
-    return std::max<int64_t>(1, std::thread::hardware_concurrency());
-  }();
-  return count;
-}
+// How many threads may compute at once: what jaxserve_set_processors was told when the library was loaded.
+inline std::atomic<int64_t> processor_count{std::max<int64_t>(1, std::thread::hardware_concurrency())};
+
+inline int64_t processors() { return processor_count.load(std::memory_order_relaxed); }
 
 // One thread's way through a job's items.
 class Items {

@@ -1,0 +1,109 @@
+"""Memory and processors that control groups leave to a process: in a folder that looks like a machine's root."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from jaxserve.core import cgroups, machine as hardware
+from jaxserve.kernels.native import library
+
+GB = 10**9
+V2 = "25 1 0:22 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
+V1 = (
+    "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+    "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+    "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
+)
+DOCKER_V1 = (
+    "32 31 0:29 /docker/abc /sys/fs/cgroup/cpu ro - cgroup cgroup rw,cpu\n"
+    "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory"
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path):
+    """Make a root of /proc and /sys from the mounts, the process's groups and what files below /sys/fs/cgroup say."""
+
+    def make(mounts: str, groups: str, **files: str) -> Path:
+        limits = {tmp_path / "sys/fs/cgroup" / name: text for name, text in files.items()}
+        proc = {tmp_path / "proc/self/mountinfo": f"22 27 0:21 / /proc rw - proc proc rw\n{mounts}\n"}
+        proc |= {tmp_path / "proc/self/cgroup": f"{groups}\n", tmp_path / "proc/meminfo": "MemAvailable: 16000000 kB\n"}
+        for path, text in (limits | proc).items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n" if path in limits else text)
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("mounts", "groups", "files", "memory", "processors"),
+    [
+        (V2, "0::/", {}, None, None),
+        (V2, "0::/", {"memory.max": "1500000000", "cpu.max": "150000 100000"}, 1.5 * GB, 1.5),
+        (V2, "0::/", {"memory.max": "max", "cpu.max": "max 100000"}, None, None),
+        (V2, "0::/a/b.service", {"a/b.service/memory.max": "1000", "memory.max": "500"}, 500, None),
+        (V2, "0::/a/b.service", {"a/b.service/memory.max": "max", "a/memory.max": "2000"}, 2000, None),
+        (V2, "0::/a/b", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "200000 100000"}, None, 0.5),
+        (V2, "0::/a", {"b/memory.max": "1000"}, None, None),
+        (V2, "0::/../elsewhere", {"memory.max": "3000"}, 3000, None),
+        (
+            V1,
+            "11:memory:/slurm/job\n4:cpu,cpuacct:/slurm\n1:name=systemd:/\n0::/",
+            {
+                "memory/slurm/job/memory.limit_in_bytes": "9223372036854771712",
+                "memory/slurm/memory.limit_in_bytes": "4000",
+                "cpu,cpuacct/slurm/cpu.cfs_quota_us": "300000",
+                "cpu,cpuacct/slurm/cpu.cfs_period_us": "100000",
+                "cpu,cpuacct/cpu.cfs_quota_us": "-1",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000",
+            },
+            4000,
+            3,
+        ),
+        (
+            DOCKER_V1,
+            "11:memory:/docker/abc\n4:cpu:/docker/abc",
+            {
+                "memory/memory.limit_in_bytes": "2000",
+                "cpu/cpu.cfs_quota_us": "25000",
+                "cpu/cpu.cfs_period_us": "100000",
+            },
+            2000,
+            0.25,
+        ),
+    ],
+    ids=[
+        *("no-files", "namespace", "no-limits", "ancestor-is-less", "ancestor-alone", "least-of-two", "other-group"),
+        *("outside-of-the-namespace", "v1", "docker-v1"),
+    ],
+)
+def test_limits_are_those_of_the_own_group_and_all_above(root, mounts, groups, files, memory, processors):
+    machine = root(mounts, groups, **files)
+    assert cgroups.memory_limit(machine) == memory
+    assert cgroups.cpu_limit(machine) == processors
+
+
+def test_memory_is_what_is_available_within_the_limit(root):
+    assert hardware.host_memory(root(V2, "0::/a", **{"a/memory.max": "1500000000"})) == 1.5 * GB
+    assert hardware.host_memory(root(V2, "0::/a", **{"a/memory.max": "99000000000000"})) == 16_000_000 * 1024
+
+
+@pytest.mark.parametrize(("quota", "threads"), [("max", 64), ("200000", 2), ("150000", 2), ("10000", 1)])
+def test_threads_are_as_many_as_the_quota_pays_for(root, monkeypatch, quota, threads):
+    monkeypatch.setattr(hardware, "allowed_processors", lambda: 64)
+    assert hardware.processors(root(V2, "0::/", **{"cpu.max": f"{quota} 100000"})) == threads
+
+
+def test_a_machine_without_control_groups_has_no_limits(tmp_path):
+    assert cgroups.memory_limit(tmp_path) is None
+    assert cgroups.cpu_limit(tmp_path) is None
+    assert hardware.host_memory(tmp_path) > 0
+
+
+@pytest.mark.skipif(not library.targets(), reason="needs the native library")
+def test_native_kernels_use_as_many_threads():
+    native = ctypes.CDLL(str(library._library()))
+    native.jaxserve_processors.restype = ctypes.c_int64
+    assert native.jaxserve_processors() == hardware.processors()
