@@ -1,6 +1,6 @@
-"""What pyproject.toml cannot say: what ships inside the package beside its Python.
+"""What pyproject.toml cannot say: which files from outside of the package ship in it.
 
-The bundled model, which lives in checkpoints/, and the native CPU kernels, compiled at installation.
+These are the bundled model, the configurations of configs/, and the native CPU kernels, compiled at installation.
 """
 
 from importlib.util import module_from_spec, spec_from_file_location
@@ -24,9 +24,9 @@ def compile_kernels(folder: Path) -> Path | None:
 
 
 class BuildPy(build_py):
-    """Adds `checkpoints/<model>/` as `jaxserve/_bundled/<model>/`; an editable install reads checkpoints/ itself.
+    """Adds `checkpoints/<model>/` as `jaxserve/_bundled/<model>/`, `configs/` as `jaxserve/configs/`, and the kernels.
 
-    Compiles the kernels beside the package's own files; in an editable install beside the sources.
+    An editable install reads checkpoints/ and configs/ themselves, and has its kernels beside their sources.
     """
 
     library: Path | None = None
@@ -35,22 +35,25 @@ class BuildPy(build_py):
         super().run()
         self.library = compile_kernels((ROOT if self.editable_mode else Path(self.build_lib).resolve()) / NATIVE)
         if not self.editable_mode:
-            for target, source in self._bundled().items():
+            for target, source in self._added().items():
                 Path(target).parent.mkdir(parents=True, exist_ok=True)
                 copyfile(source, target)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        added = [] if self.editable_mode else list(self._bundled())
+        added = [] if self.editable_mode else list(self._added())
         if self.library is not None and not self.editable_mode:
             added.append(str(Path(self.build_lib) / NATIVE / self.library.name))
         return super().get_outputs(include_bytecode) + added
 
-    def _bundled(self) -> dict[str, Path]:
-        target = Path(self.build_lib) / "jaxserve" / "_bundled"
+    def _added(self) -> dict[str, Path]:
+        """Return the source of each file that is copied into the package, by its target."""
+        package = Path(self.build_lib) / "jaxserve"
+        folders = {config.parent: "_bundled" for config in sorted((ROOT / "checkpoints").glob("*/config.json"))}
+        folders |= {folder: "configs" for folder in sorted((ROOT / "configs").iterdir()) if folder.is_dir()}
         return {
-            str(target / config.parent.name / file.name): file
-            for config in sorted((ROOT / "checkpoints").glob("*/config.json"))
-            for file in sorted(config.parent.iterdir())
+            str(package / target / folder.name / file.name): file
+            for folder, target in folders.items()
+            for file in sorted(folder.iterdir())
             if file.is_file()
         }
 

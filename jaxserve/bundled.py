@@ -1,21 +1,51 @@
-"""Where the bundled default model is: in the wheel, or in checkpoints/ of a source tree."""
+"""Files that come with jaxserve: the bundled model, and the configurations of configs/.
 
+A wheel holds them inside the package (setup.py copies them there). A source tree and an editable install, which
+imports from one, have them at the top of the repository.
+"""
+
+from importlib.resources import files
 from pathlib import Path
 
-from jaxserve.core.errors import CheckpointError
+from jaxserve.core.errors import CheckpointError, ConfigError
 
-_PACKAGE = Path(__file__).resolve().parent
-_ROOMS = (_PACKAGE / "_bundled", _PACKAGE.parent / "checkpoints")
+_PACKAGE = Path(str(files("jaxserve")))
+_MODEL_FOLDERS = (_PACKAGE / "_bundled", _PACKAGE.parent / "checkpoints")
+_CONFIG_FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 def bundled_model_path() -> Path:
-    """The directory of the bundled model, in Hugging Face layout.
+    """Return the directory of the bundled model, in Hugging Face layout.
 
     Raises `CheckpointError` when this installation has none.
     """
-    for room in _ROOMS:
-        for config in sorted(room.glob("*/config.json")):
+    for folder in _MODEL_FOLDERS:
+        for config in sorted(folder.glob("*/config.json")):
             return config.parent
     raise CheckpointError(
-        f"this installation has no bundled model: no */config.json in {' or '.join(map(str, _ROOMS))}"
+        f"this installation has no bundled model: no */config.json in {' or '.join(map(str, _MODEL_FOLDERS))}"
     )
+
+
+def configs_path(kind: str) -> Path:
+    """Return the folder of configs/ with the files of one kind: "hardware", "models", "policies" or "serve".
+
+    Raises `ConfigError` when this installation has none.
+    """
+    for folder in _CONFIG_FOLDERS:
+        if (folder / kind).is_dir():
+            return folder / kind
+    raise ConfigError(f"this installation has no configs/{kind}: not in {' nor in '.join(map(str, _CONFIG_FOLDERS))}")
+
+
+def config_names(kind: str) -> list[str]:
+    """Return the names that `config_path` knows, sorted."""
+    return sorted(file.stem for file in configs_path(kind).iterdir() if file.is_file())
+
+
+def config_path(kind: str, path_or_name: str | Path) -> Path | None:
+    """Return the file at a path, or else the one of configs/`kind` with that name; None where there is neither."""
+    if Path(path_or_name).is_file():
+        return Path(path_or_name)
+    known = (file for file in configs_path(kind).iterdir() if file.stem == str(path_or_name))
+    return next(known, None)

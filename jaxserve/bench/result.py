@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.redaction import masked, masked_command
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import parse_json, read_text
 
 SCHEMA_VERSION = 1
 VLLM = {"completed", "duration", "request_throughput", "mean_ttft_ms", "mean_tpot_ms"}  # what its results all have
@@ -112,16 +112,6 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def ensure_writable(folder: Path) -> None:
-    """Makes a folder for results. Raises ConfigError if nothing can be written there, before a run and not after."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"cannot write into {folder}: {error.strerror or error} (--save-result)") from error
-
-
 def save(result: Mapping[str, Any], path: Path) -> None:
     """Writes a result, one line per top-level key. The file appears whole or not at all."""
     lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in result.items())
@@ -142,12 +132,7 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises ConfigError naming the file if it is not there, not a result, or of another version.
     """
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
-        raise ConfigError(f"{path}: not JSON: {error}") from error
+    result = parse_json(read_text(path), path)
     if isinstance(result, dict) and "schema_version" not in result and result.keys() >= VLLM:
         result = _from_vllm(result)
     if not isinstance(result, dict) or "schema_version" not in result:

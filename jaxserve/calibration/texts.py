@@ -1,17 +1,14 @@
 """Files of text: what weights are calibrated and layers are ranked on."""
 
-import json
 from pathlib import Path
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import parse_json, read_text
 
 
 def read_texts(path: Path) -> list[str]:
     """The texts of a file: its whole, or of .jsonl the "text" of every line that is not blank. Raises `ConfigError`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as text ({error})") from error
+    text = read_text(path)
     if path.suffix != ".jsonl":
         return [text]
     lines = text.split("\n")  # and not splitlines: JSON may hold what Unicode calls the end of a line
@@ -20,8 +17,8 @@ def read_texts(path: Path) -> list[str]:
 
 def _text_of(where: str, line: str) -> str:
     try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
+        text = parse_json(line, where)["text"]
+    except (KeyError, TypeError) as error:
         raise ConfigError(f'{where} is no JSON object with a "text" ({error!r})') from error
     if not isinstance(text, str):
         raise ConfigError(f'{where}: its "text" is no string')

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.options import LoadOptions, ResultOptions
-from jaxserve.bench.result import ensure_writable, label, save
+from jaxserve.bench.result import label, save
 from jaxserve.bench.table import print_result
 from jaxserve.cli.terminal import console
+from jaxserve.core.files import ensure_file, ensure_folder
 
 LONGEST_NAME = 60  # characters, each of 4 bytes at most, and the file systems' limit is 255 bytes
 
@@ -15,7 +16,8 @@ LONGEST_NAME = 60  # characters, each of 4 bytes at most, and the file systems' 
 def prepare(options: ResultOptions) -> None:
     """Raises `ConfigError` where a result could not be saved."""
     if path := options.destination():
-        ensure_writable(path.parent if path.suffix == ".json" else path)
+        ensure = ensure_file if path.suffix == ".json" else ensure_folder
+        ensure(path, "--save-result")
 
 
 def publish(measured: dict[str, Any], options: ResultOptions, load: LoadOptions | None = None) -> None:

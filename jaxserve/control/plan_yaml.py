@@ -21,6 +21,7 @@ import yaml
 
 from jaxserve.control.plan import BlockPlan, InstancePlan, Plan, StagePlan
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import parse_yaml
 
 LAYER = re.compile(r"layers\.(\d{1,9})")
 LAYERS = re.compile(r"layers\.(\d{1,9})-(\d{1,9})")
@@ -42,11 +43,7 @@ def to_yaml(plan: Plan) -> str:
 
 def from_yaml(text: str) -> Plan:
     """The plan that a text describes; without a version it is 1. Raises `ConfigError` naming the field."""
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML raises what its parts raise
-        raise ConfigError(f"the plan is no YAML: {error}") from error
-    value = _mapping(value, "the plan", {"instances"}, {"version"})
+    value = _mapping(parse_yaml(text, "the plan"), "the plan", {"instances"}, {"version"})
     version = _number(value.get("version", 1), "version")
     instances, room = [], MOST_BLOCKS
     for number, item in enumerate(_list(value["instances"], "instances")):

@@ -6,11 +6,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from jaxserve.bundled import config_names, config_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import parse_yaml, read_text
 from jaxserve.core.options import options_of
 from jaxserve.server.settings import ServerSettings
 
@@ -24,14 +25,16 @@ ENGINE_KEYS = frozenset(field.name for field in fields(EngineConfig))
 SERVER_KEYS = frozenset(field.name for field in fields(ServerSettings))
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """The options in a YAML file, with underscores. Raises ConfigError for a file that is not a mapping of options."""
-    try:
-        value = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror} (--config)") from error
-    except (yaml.YAMLError, UnicodeError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+def read_config(path_or_name: str | Path) -> dict[str, Any]:
+    """Return the options, with underscores, of a YAML file or of the one of configs/serve with that name.
+
+    Raises ConfigError for a file that cannot be read or is not a mapping of options.
+    """
+    file = config_path("serve", path_or_name)
+    if file is None:
+        known = ", ".join(config_names("serve"))
+        raise ConfigError(f"cannot read {path_or_name}: no such file; give a YAML file or one of {known} (--config)")
+    value = parse_yaml(read_text(file), file)
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):

@@ -26,11 +26,12 @@ from typing import Any, TypeVar
 
 import yaml
 
+from jaxserve.bundled import config_names, config_path
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import parse_yaml, read_text
 from jaxserve.core.precision import BITS
 from jaxserve.planning.defaults import PLATFORMS
 
-HARDWARE = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 LINKS = ("pcie", "nvlink", "rdma")
 FULL = ("bfloat16", "float16", "float32")
 ATTENTION = ("attention", "prefill")  # constants: decoding is counted in tokens read, prefill in pairs of tokens
@@ -139,24 +140,20 @@ class Hardware:
 
 def load_hardware(path_or_name: str | Path) -> Hardware:
     """From a YAML file, or by the name of one in configs/hardware. Raises `ConfigError` naming file and field."""
-    path = Path(path_or_name)
-    if not path.is_file():
-        path = HARDWARE / f"{path_or_name}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in HARDWARE.glob("*.yaml"))) or "none"
-        raise ConfigError(f"hardware {str(path_or_name)!r} is no file, and none of configs/hardware: {known}")
+    path = config_path("hardware", path_or_name)
+    if path is None:
+        known = ", ".join(config_names("hardware"))
+        raise ConfigError(f"unknown hardware {str(path_or_name)!r}: give a YAML file or one of {known} (--hardware)")
+    text = read_text(path)
     try:
-        return from_yaml(path.read_text(encoding="utf-8"))
+        return from_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
 def from_yaml(text: str) -> Hardware:
     """The hardware that a text describes. Raises `ConfigError` naming the field."""
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML raises what its parts raise
-        raise ConfigError(f"it is no YAML: {error}") from error
+    value = parse_yaml(text, "the hardware")
     shapes = {"tile", "prefill_tokens", "max_num_seqs", "min_rows"}
     optional = {"overheads", "links", *shapes}
     given = _mapping(value, "the hardware", {item.name for item in fields(Hardware)} - optional, optional)

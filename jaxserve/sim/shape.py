@@ -3,19 +3,19 @@
 Axes as in `models.layers`: E hidden, H query heads, K kv heads, D head_dim, I intermediate, V vocabulary, X experts.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from jaxserve.bundled import config_names, config_path
 from jaxserve.control.plan import StagePlan
 from jaxserve.core.config import DType
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import parse_json, read_text
 from jaxserve.core.kv_layout import int8_row
 from jaxserve.core.precision import BITS
 
-MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 ITEMSIZE: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 GROUP = 128  # inputs that share a scale
 SCALE = 2  # bytes
@@ -51,10 +51,7 @@ class ModelShape:
         Raises `ConfigError` naming the file and the field.
         """
         file = _find(Path(path))
-        try:
-            given = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from error
+        given = parse_json(read_text(file), file)
         if not isinstance(given, dict):
             raise ConfigError(f"{file} is no config.json: it holds no object")
         read = _Fields(file, given)
@@ -203,11 +200,11 @@ class _Fields:
 
 def _find(path: Path) -> Path:
     """The file. Raises `ConfigError` saying which models there are."""
-    for file in (path, path / "config.json", MODELS / f"{path}.json"):
-        if file.is_file():
-            return file
-    known = ", ".join(sorted(file.stem for file in MODELS.glob("*.json"))) or "none"
-    raise ConfigError(f"model {str(path)!r} is no config.json, no folder with one, and none of configs/models: {known}")
+    file = config_path("models", path / "config.json") or config_path("models", path)
+    if file is None:
+        known = ", ".join(config_names("models"))
+        raise ConfigError(f"unknown model {str(path)!r}: give a config.json, a folder with one, or one of {known}")
+    return file
 
 
 def _share(size: int, tp: int) -> int:

@@ -265,5 +265,5 @@ def test_mistake_in_a_dataset_is_told_with_its_place(vocabulary, tmp_path, text,
 
 
 def test_missing_dataset_is_named(vocabulary, tmp_path):
-    with pytest.raises(ConfigError, match="cannot read the dataset"):
+    with pytest.raises(ConfigError, match="cannot read"):
         sharegpt_samples(vocabulary, 1, rng(), path=tmp_path / "none.json")

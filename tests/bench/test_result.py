@@ -97,7 +97,7 @@ def test_an_unlabelled_result_is_called_after_its_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("", "not JSON"),
+        ("", "not valid JSON"),
         ("[1, 2]", "not a result"),
         ('{"completed": 3}', "no schema_version"),
         ('{"schema_version": 99}', "schema version 99; this jaxserve reads 1"),

@@ -197,7 +197,7 @@ def test_an_operator_may_write_ranges_in_any_granularity() -> None:
         ("layers.0-3: bfloat16", "layers.0-3: int4\n      layers.2: int4", "blocks names layers.2 twice"),
         ("layers.0-3: bfloat16", "7: int4", "blocks has 7; a block's name is text"),
         ("instances:", "instances: 5\nversion2:", "the plan has 'version2'"),
-        ("version: 1", "version: [1", "the plan is no YAML"),
+        ("version: 1", "version: [1", "the plan is not valid YAML"),
     ],
 )
 def test_a_plan_that_cannot_be_read_names_the_field(old: str, new: str, message: str) -> None:

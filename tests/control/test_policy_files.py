@@ -59,7 +59,7 @@ def test_the_file_of_accuracy_mode_has_every_threshold() -> None:
         ("policy: morph\nsettings: [1]", "it has names and values"),
         ("policy: morph\nsettings: {kv_usage: 2}", "kv_usage is 2, it must be a share"),
         ("- 1", "it has 'policy'"),
-        ("policy: [", "policy.yaml: "),
+        ("policy: [", "policy.yaml is not valid YAML"),
     ],
 )
 def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, message: str) -> None:

@@ -21,7 +21,7 @@ def test_each_line_of_json_is_a_text_whatever_it_holds(tmp_path):
 @pytest.mark.parametrize("line", ['{"words": 1}', '{"text": 5}', '{"text"', "5", '{"text": null}'])
 def test_a_line_that_is_no_text_is_named(tmp_path, line):
     (tmp_path / "some.jsonl").write_text(f'{{"text": "one"}}\n\n{line}\n')
-    with pytest.raises(ConfigError, match=r'some\.jsonl: line 3.* "text"'):
+    with pytest.raises(ConfigError, match=r"some\.jsonl: line 3"):
         read_texts(tmp_path / "some.jsonl")
 
 
@@ -29,5 +29,5 @@ def test_a_line_that_is_no_text_is_named(tmp_path, line):
 def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "some.txt").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"some\.txt: cannot be read as text"):
+    with pytest.raises(ConfigError, match=r"cannot read .*some\.txt: "):
         read_texts(tmp_path / "some.txt")

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.bundled import config_names, configs_path
 from jaxserve.core.errors import ConfigError
 from jaxserve.planning.defaults import PLATFORMS
-from jaxserve.sim.hardware import HARDWARE, Curve, Link, Overheads, from_yaml, load_hardware, to_yaml
+from jaxserve.sim.hardware import Curve, Link, Overheads, from_yaml, load_hardware, to_yaml
 
 TEXT = """
 name: small
@@ -22,7 +23,7 @@ efficiency: {bfloat16: {1: 0.5, 100: 0.9}, int4: 0.6, attention: 0.7}
 links: {pcie: {bandwidth: 10.0, latency: 0.5}}
 devices_per_host: 2
 """
-FILES = sorted(file.stem for file in HARDWARE.glob("*.yaml"))
+FILES = config_names("hardware")
 
 
 def test_a_curve_is_linear_in_the_logarithm_between_knots_and_flat_outside():
@@ -87,7 +88,7 @@ def test_hardware_is_written_as_it_is_read():
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_configs_is_sound(name: str):
     hardware = load_hardware(name)
-    assert hardware == load_hardware(HARDWARE / f"{name}.yaml") == from_yaml(to_yaml(hardware))
+    assert hardware == load_hardware(configs_path("hardware") / f"{name}.yaml") == from_yaml(to_yaml(hardware))
     assert hardware.name == name
     assert len(hardware.source) > 20
     for precision in ("bfloat16", "int8", "int4", "int3"):
@@ -121,7 +122,7 @@ def test_capacities_of_the_gpus_are_those_of_the_data_sheets():
 
 
 def test_hardware_that_is_not_there_is_an_error_with_what_is():
-    with pytest.raises(ConfigError, match=r"'tpu-v9' is no file.*a100-40, a100-80"):
+    with pytest.raises(ConfigError, match=r"unknown hardware 'tpu-v9'.*a100-40, a100-80"):
         load_hardware("tpu-v9")
 
 
@@ -151,7 +152,7 @@ def test_hardware_that_is_not_there_is_an_error_with_what_is():
         ("devices_per_host: 2", "devices_per_host: 2\noverheads: {nap: 1}", "overheads has 'nap'"),
         ("devices_per_host: 2", "devices_per_host: 2\noverheads: {step: .inf}", "overheads.step is inf"),
         ("devices_per_host: 2", "devices_per_host: 2\noverheads: 3", "overheads is 3"),
-        ("devices_per_host: 2", "devices_per_host: [", "it is no YAML"),
+        ("devices_per_host: 2", "devices_per_host: [", "not valid YAML"),
     ],
 )
 def test_a_bad_file_is_one_error_that_names_the_field(tmp_path: Path, old: str, new: str, message: str):

@@ -221,7 +221,7 @@ def test_after_ctrl_c_there_is_what_had_ended(machines, monkeypatch) -> None:
     ("options", "message"),
     [
         ({"hardware": None}, "which hardware"),
-        ({"hardware": "b9000"}, "hardware 'b9000' is no file"),
+        ({"hardware": "b9000"}, "unknown hardware 'b9000'"),
         ({"model": "llama-9"}, "model 'llama-9'"),
         ({"cluster": "4", "tp": 3}, "tp x pp = 3 x 1 devices, and 4 of --cluster are no multiple"),
         ({"cluster": "2y2"}, "--cluster '2y2': give a number of devices"),

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bundled import bundled_model_path
+from jaxserve.bundled import bundled_model_path, configs_path
 from jaxserve.control.plan import chain_of, static_plan
 from jaxserve.core.errors import ConfigError
-from jaxserve.sim.shape import MODELS, ModelShape
+from jaxserve.sim.shape import ModelShape
 
 MOE = {
     "vocab_size": 1000,
@@ -62,7 +62,7 @@ def test_known_models_have_their_number_of_parameters(name: str, billions: float
 
 
 def test_every_file_of_models_is_a_model():
-    files = sorted(MODELS.glob("*.json"))
+    files = sorted(configs_path("models").iterdir())
     assert len(files) == 7
     for file in files:
         assert ModelShape.load(file) == ModelShape.load(file.stem)
@@ -130,7 +130,7 @@ def test_an_unknown_precision_is_refused(bundled: ModelShape):
 
 
 def test_a_model_that_is_not_there_is_an_error_with_those_that_are():
-    with pytest.raises(ConfigError, match=r"'llama-9' is no config.json.*llama-2-7b"):
+    with pytest.raises(ConfigError, match=r"unknown model 'llama-9'.*llama-2-7b"):
         ModelShape.load("llama-9")
 
 

@@ -1,6 +1,5 @@
 """Real conversations from a file: the first question, and as many tokens as its answer had."""
 
-import json
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.bench.workload import Sample
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import parse_json, read_text
 
 # The limits that `vllm bench serve` puts on conversations: the numbers published for ShareGPT were taken with them.
 MIN_TOKENS, MAX_INPUT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
@@ -72,23 +72,13 @@ def _pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 def _entries(path: Path) -> Iterator[tuple[str, Any]]:
     """The entries of a JSON list, or of JSON lines, with the place of each."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot read the dataset {path}: {error}") from error
+    text = read_text(path, encoding="utf-8-sig")
     if text.lstrip().startswith("["):
-        yield from ((f"entry {i}", entry) for i, entry in enumerate(_parsed(path, "", text)))
+        yield from ((f"entry {i}", entry) for i, entry in enumerate(parse_json(text, path)))
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield f"line {number}", _parsed(path, f", line {number}", line)
-
-
-def _parsed(path: Path, place: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}{place} is not valid JSON: {error}") from error
+            yield f"line {number}", parse_json(line, f"{path}, line {number}")
 
 
 def _first_exchange(turns: list[Mapping[str, str]]) -> tuple[str, str] | None:

@@ -30,13 +30,14 @@ from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.server import discover, target
 from jaxserve.bench.spawn import spawned
 from jaxserve.bench.table import print_grid
-from jaxserve.bundled import bundled_model_path
+from jaxserve.bundled import bundled_model_path, config_names
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.machine import processors
 from jaxserve.core.precision import BITS, parse_precision
 from jaxserve.engine.step_log import Recording, read_log
 from jaxserve.planning.defaults import dtype_beside_quantized
 from jaxserve.sim.fit import OVERHEADS, Fit, fit, frontend, measured
-from jaxserve.sim.hardware import HARDWARE, Curve, Hardware, Link, load_hardware, to_yaml
+from jaxserve.sim.hardware import Curve, Hardware, Link, load_hardware, to_yaml
 from jaxserve.sim.shape import ModelShape
 
 READY_S = 600.0
@@ -213,7 +214,7 @@ def _nominal(name: str, precisions: Sequence[str], progress: Progress) -> Hardwa
 def _known_gpu(gpus: str) -> str:
     """The file of configs/hardware for what nvidia-smi tells, whose words have all parts of its name."""
     words = set(re.findall(r"[a-z]+\d\w*|\d+(?=gb)", gpus.lower()))
-    names = sorted(file.stem for file in HARDWARE.glob("*.yaml"))
+    names = config_names("hardware")
     for name in names:
         if words.issuperset(name.split("-")):
             return name
@@ -222,7 +223,7 @@ def _known_gpu(gpus: str) -> str:
 
 def _bandwidth() -> float:
     """Bytes/s that all cores read and write together when they copy."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = processors()
     pairs = [(np.ones(COPIED // 8), np.ones(COPIED // 8)) for _ in range(cores)]
     with ThreadPoolExecutor(cores) as pool:
         return 2 * COPIED * cores / _seconds(lambda: list(pool.map(lambda pair: np.copyto(*pair), pairs)))

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 from jaxserve.bench.traces.trace import Trace
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import parse_json
 
 GZIP_MAGIC = b"\x1f\x8b"
 Row = Mapping[str, Any]
@@ -61,7 +61,7 @@ def load_trace(path: str | Path) -> Trace:
     """
     path = Path(path)
     lines = _lines(path)
-    rows = iter(_json_rows(path, lines) if _first(lines).startswith("{") else _csv_rows(lines))
+    rows = iter(_json_rows(path, lines) if _first(lines).startswith("{") else _csv_rows(path, lines))
     first = next(rows, None)
     if first is None:
         raise ConfigError(f"{path} has no requests")
@@ -153,20 +153,20 @@ def _first(lines: Iterable[str]) -> str:
     return next((line.strip() for line in lines if line.strip()), "")
 
 
-def _csv_rows(lines: list[str]) -> Iterator[tuple[int, Row]]:
+def _csv_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, Row]]:
     blank = next((i for i, line in enumerate(lines) if line.strip()), 0)  # lines before the header
     reader = csv.DictReader(lines[blank:])
-    for row in reader:
-        yield blank + reader.line_num, row
+    try:
+        for row in reader:
+            yield blank + reader.line_num, row
+    except csv.Error as error:
+        raise ConfigError(f"{path}, line {blank + reader.line_num} is not valid CSV: {error}") from error
 
 
 def _json_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{path}, line {number} is not valid JSON: {error}") from error
+            row = parse_json(line, f"{path}, line {number}")
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}, line {number} is not a JSON object")
             yield number, row

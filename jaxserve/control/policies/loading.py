@@ -7,8 +7,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from jaxserve.control.plan import Plan
 from jaxserve.control.policies.fixed import ManualPolicy, StaticPolicy
 from jaxserve.control.policies.morph import MorphPolicy
@@ -16,6 +14,7 @@ from jaxserve.control.policies.morph_settings import ACCURACY, INT8, PERFORMANCE
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import parse_yaml, read_text
 
 MORPH_MODES = {"morph": ACCURACY, "morph-int8": INT8, "morph-performance": PERFORMANCE}
 POLICY_NAMES = ("static", "manual", *MORPH_MODES)
@@ -69,10 +68,7 @@ def settings_of(source: str | Path) -> MorphSettings | None:
 
 def _from_yaml(path: Path) -> tuple[str, MorphSettings | None]:
     """The policy that a file names, and its settings."""
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"policy {path}: {error}") from error
+    value = parse_yaml(read_text(path), f"policy {path}")
     if not isinstance(value, dict) or value.get("policy") not in POLICY_NAMES or value.keys() - {"policy", "settings"}:
         raise ConfigError(f"policy {path}: it has 'policy', one of {', '.join(POLICY_NAMES)}, and 'settings'")
     name, settings = value["policy"], value.get("settings") or {}

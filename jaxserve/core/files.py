@@ -1,0 +1,52 @@
+"""Files that a user gives: text, JSON and YAML. Every fault in one is a `ConfigError` of one line that names it."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxserve.core.errors import ConfigError
+
+
+def read_text(path: str | Path, *, encoding: str = "utf-8") -> str:
+    """Return a file's text. Raises `ConfigError` for a file that cannot be read or is in another encoding."""
+    try:
+        return Path(path).read_text(encoding=encoding)
+    except (OSError, ValueError) as error:  # UnicodeError is a ValueError
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"cannot read {path}: {reason}") from error
+
+
+def parse_json(text: str, name: str | Path) -> Any:
+    """Return the value of a JSON text; errors call it `name`. Raises `ConfigError`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not valid JSON: {error}") from error
+
+
+def parse_yaml(text: str, name: str | Path) -> Any:
+    """Return the value of a YAML text; errors call it `name`. Raises `ConfigError`."""
+    import yaml  # slow, and commands import this module for --help too
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date or a number, from its parts
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def ensure_folder(folder: Path, option: str) -> None:
+    """Make a folder for results before they are computed. Raises `ConfigError` if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write into {folder}: {error.strerror or error} ({option})") from error
+
+
+def ensure_file(file: Path, option: str) -> None:
+    """Make the folder of a file that will be written. Raises `ConfigError` if the file cannot be written there."""
+    if file.is_dir():
+        raise ConfigError(f"cannot write {file}: it is a folder ({option})")
+    ensure_folder(file.parent, option)

@@ -1,0 +1,41 @@
+"""Files that a user gives: every fault is one line that names the file."""
+
+import pytest
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import ensure_file, ensure_folder, parse_json, parse_yaml, read_text
+
+
+@pytest.mark.parametrize("name", ["absent.txt", "binary.txt", ".", "x" * 300])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError) as caught:
+        read_text(tmp_path / name)
+    assert str(caught.value).startswith(f"cannot read {tmp_path / name}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "NaN}", "[" * 100_000, "\x00"])
+def test_text_that_is_not_json_is_one_line(text):
+    with pytest.raises(ConfigError, match=r"^x\.json is not valid JSON: ") as caught:
+        parse_json(text, "x.json")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[", "a: b: c", "2026-99-99", "[" * 100_000, "\x00", "a: !!python/object:x.y {}"])
+def test_text_that_is_not_yaml_is_one_line(text):
+    with pytest.raises(ConfigError, match=r"^x\.yaml is not valid YAML: ") as caught:
+        parse_yaml(text, "x.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_written_is_told_before_it_is_computed(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^cannot write into .*file: .* \(--out\)"):
+        ensure_folder(tmp_path / "file", "--out")
+    with pytest.raises(ConfigError, match=r"it is a folder \(--out\)"):
+        ensure_file(tmp_path, "--out")
+    with pytest.raises(ConfigError, match=r"^cannot write into /proc: .* \(--out\)"):
+        ensure_file(type(tmp_path)("/proc/x.json"), "--out")
+    ensure_file(tmp_path / "new" / "x.json", "--out")
+    assert list((tmp_path / "new").iterdir()) == []
