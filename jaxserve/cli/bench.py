@@ -19,10 +19,11 @@ from jaxserve.bench.options import (
     TraceOptions,
 )
 from jaxserve.cli.options import OFFLINE, OptionsOf, expand_options
-from jaxserve.cli.terminal import console, told_errors
+from jaxserve.cli.terminal import INTERRUPTED, console
 from jaxserve.cli.vllm_spelling import VllmCommand
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import ensure_file
 
 if TYPE_CHECKING:
     from jaxserve.bench.result import Kind
@@ -33,7 +34,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 Result = dict[str, Any]
 OfflineEngine = Annotated[EngineConfig, OptionsOf(EngineConfig, OFFLINE)]
 
@@ -95,7 +95,7 @@ def compare(
     result: ResultOptions,
 ) -> None:
     """Put results side by side, or run several configurations of the server in turn and compare them."""
-    with told_errors(), ended_as_by_ctrl_c():
+    with ended_as_by_ctrl_c():
         if not run and len(results or ()) < 2:
             raise ConfigError("give two results or more, or --run LABEL=ARGS for each configuration to measure")
         if run and (path := result.destination()) and path.suffix == ".json":
@@ -130,11 +130,11 @@ def report(
     title: Annotated[str | None, typer.Option(help="Of the page.", show_default=False)] = None,
 ) -> None:
     """Write one self-contained HTML page, and its plots as PNG files."""
-    with told_errors():
-        from jaxserve.bench.report import write_report
-        from jaxserve.bench.result import load
+    from jaxserve.bench.report import write_report
+    from jaxserve.bench.result import load
 
-        typer.echo(write_report([load(path) for path in results], out, title=title))
+    ensure_file(out, "--out")
+    typer.echo(write_report([load(path) for path in results], out, title=title))
 
 
 # -- the engine, from inside
@@ -151,18 +151,17 @@ def throughput(
     result: ResultOptions,
 ) -> None:
     """Run many requests at once through the engine, to their end."""
-    with told_errors():
-        from jaxserve.bench.offline.options import ThroughputOptions
-        from jaxserve.bench.vocabulary import Vocabulary
-        from jaxserve.bench.workloads import build_workload
+    from jaxserve.bench.offline.options import ThroughputOptions
+    from jaxserve.bench.vocabulary import Vocabulary
+    from jaxserve.bench.workloads import build_workload
 
-        source = engine.tokenizer or engine.model
-        workload = build_workload(dataset, ArrivalOptions(), trace, Vocabulary.load(source), as_text=False)
-        samples = [request.sample for request in workload.requests]
-        from jaxserve.bench.offline.throughput import throughput as measure
+    source = engine.tokenizer or engine.model
+    workload = build_workload(dataset, ArrivalOptions(), trace, Vocabulary.load(source), as_text=False)
+    samples = [request.sample for request in workload.requests]
+    from jaxserve.bench.offline.throughput import throughput as measure
 
-        options = ThroughputOptions(engine, ignore_eos=ignore_eos, seed=dataset.seed)
-        _rows("throughput", lambda step: measure(options, samples, step), len(samples), result, workload.description)
+    options = ThroughputOptions(engine, ignore_eos=ignore_eos, seed=dataset.seed)
+    _rows("throughput", lambda step: measure(options, samples, step), len(samples), result, workload.description)
 
 
 @app.command()
@@ -184,15 +183,14 @@ def latency(
     if calibration.calibrate is not None:
         _calibrate(calibration.calibrate, calibration, engine, seed)
         return
-    with told_errors():
-        from jaxserve.bench.offline.options import LatencyOptions
+    from jaxserve.bench.offline.options import LatencyOptions
 
-        sizes, lengths = _numbers(batches, "--batches"), _numbers(input_len, "--input-len")
-        options = LatencyOptions(engine, sizes, lengths, output_len, repeats, seed)
-        from jaxserve.bench.offline.latency import latency as measure
+    sizes, lengths = _numbers(batches, "--batches"), _numbers(input_len, "--input-len")
+    options = LatencyOptions(engine, sizes, lengths, output_len, repeats, seed)
+    from jaxserve.bench.offline.latency import latency as measure
 
-        runs = 2 * repeats + 2  # of a case, with those that are not counted
-        _rows("latency", lambda step: measure(options, step), runs * len(sizes) * len(lengths), result)
+    runs = 2 * repeats + 2  # of a case, with those that are not counted
+    _rows("latency", lambda step: measure(options, step), runs * len(sizes) * len(lengths), result)
 
 
 @app.command()
@@ -205,12 +203,11 @@ def startup(
     result: ResultOptions,
 ) -> None:
     """Start fresh processes, with an empty and with a warm compilation cache, and time their phases."""
-    with told_errors():
-        from jaxserve.bench.offline.options import StartupOptions
-        from jaxserve.bench.offline.startup import startup as measure
+    from jaxserve.bench.offline.options import StartupOptions
+    from jaxserve.bench.offline.startup import startup as measure
 
-        options = StartupOptions(engine, repeats, server)
-        _rows("startup", lambda step: measure(options, step), 2 * repeats * (1 + server), result)
+    options = StartupOptions(engine, repeats, server)
+    _rows("startup", lambda step: measure(options, step), 2 * repeats * (1 + server), result)
 
 
 # -- inside
@@ -225,7 +222,7 @@ def _measure(
     trace: TraceOptions,
     result: ResultOptions,
 ) -> None:
-    with told_errors(), ended_as_by_ctrl_c():
+    with ended_as_by_ctrl_c():
         load.metrics()  # a mistake is told before anything is sent
         from jaxserve.bench.run import Experiment, run_experiment
         from jaxserve.cli.publish import prepare, publish
@@ -283,16 +280,15 @@ def _rows(
 
 def _calibrate(path: Path, calibration: CalibrateOptions, engine: EngineConfig, seed: int) -> None:
     """Measures this machine, and writes what the simulator takes."""
-    with told_errors(), ended_as_by_ctrl_c():
+    with ended_as_by_ctrl_c():
         if path.suffix not in (".yaml", ".yml"):
             raise ConfigError(f"--calibrate {path}: hardware is a .yaml file")
         from rich.console import Console
 
         from jaxserve.bench.offline.calibrate import calibrate, print_calibration, save
         from jaxserve.bench.offline.options import CalibrationOptions
-        from jaxserve.bench.result import ensure_writable
 
-        ensure_writable(path.parent)
+        ensure_file(path, "--calibrate")
         precisions = tuple(calibration.precisions.split(","))
         options = CalibrationOptions(path.stem, engine, precisions, calibration.calibration_seconds, seed)
         with console.status("calibrating") as status:

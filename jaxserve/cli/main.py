@@ -5,7 +5,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,10 +27,17 @@ from jaxserve.cli.plan import app as plan
 from jaxserve.cli.profile import profile
 from jaxserve.cli.quantize import app as quantization
 from jaxserve.cli.sim import sim
-from jaxserve.cli.terminal import console, told_errors, told_progress
+from jaxserve.cli.terminal import (
+    Commands,
+    console,
+    read_stdin,
+    replace_unknown_characters,
+    tell,
+    told_progress,
+)
 from jaxserve.cli.vllm_spelling import VllmCommand
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import ConfigError, NoTokenizer
+from jaxserve.core.errors import ConfigError, NoTokenizer, RequestError
 from jaxserve.core.options import given, options_of
 from jaxserve.server.settings import ServerSettings
 
@@ -44,6 +52,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="jaxserve",
     help="LLM serving on JAX/XLA.",
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -72,7 +81,9 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Show the vers
 def serve(
     model: Annotated[str | None, typer.Argument(help=MODEL)] = None,
     *,
-    config: Annotated[Path | None, typer.Option(help="YAML file with any of these options.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with any of these options, or a name in configs/serve.")
+    ] = None,
     engine: Annotated[Given, OptionsOf(EngineConfig, [name for name in ENGINE_FIELDS if name != "model"])],
     server: Annotated[Given, OptionsOf(ServerSettings)],
 ) -> None:
@@ -80,23 +91,22 @@ def serve(
     from jaxserve.server.options import read_config, resolve
     from jaxserve.server.runner import run_server
 
-    with told_errors():
-        for name in KEYS:
-            if os.environ.get(name) == "":
-                raise ConfigError(f"{name} is empty: unset it to serve without a key")
-        chosen = engine | server | ({} if model is None else {"model": model})
-        engine_config, settings = resolve(read_config(config) if config else {}, chosen)
-        _configure_logging(settings.log_level, access=settings.access_log)
+    for name in KEYS:
+        if os.environ.get(name) == "":
+            raise ConfigError(f"{name} is empty: unset it to serve without a key")
+    chosen = engine | server | ({} if model is None else {"model": model})
+    engine_config, settings = resolve(read_config(config) if config else {}, chosen)
+    _configure_logging(settings.log_level, access=settings.access_log)
 
-        def load() -> "EngineClient":
-            from jaxserve.build import build_async_engine, check_serves_text
+    def load() -> "EngineClient":
+        from jaxserve.build import build_async_engine, check_serves_text
 
-            check_serves_text(engine_config)
-            with told_progress() as progress:
-                return build_async_engine(engine_config, progress)
+        check_serves_text(engine_config)
+        with told_progress() as progress:
+            return build_async_engine(engine_config, progress)
 
-        console.print(f"jaxserve {__version__}: loading {engine_config.model or 'the bundled model'}")
-        run_server(load, settings, lambda url, client: _print_ready(url, client, settings))
+    console.print(f"jaxserve {__version__}: loading {engine_config.model or 'the bundled model'}")
+    run_server(load, settings, lambda url, client: _print_ready(url, client, settings))
 
 
 @app.command()
@@ -109,8 +119,9 @@ def generate(
     sampling: SamplingOptions,
 ) -> None:
     """Continue a text in the terminal, as it is generated."""
-    with told_errors(), _loaded(model, engine, sampling) as (llm, params):
-        _print_stream(llm.stream(sys.stdin.read() if prompt == "-" else prompt, params))
+    with _loaded(model, engine, sampling) as (llm, params):
+        ids = llm.tokenizer.encode(read_stdin() if prompt == "-" else prompt)
+        _print_stream(llm.stream(ids, _within(llm, ids, params)), [])
 
 
 @app.command()
@@ -123,12 +134,13 @@ def chat(
     sampling: ChatSamplingOptions,
 ) -> None:
     """Converse in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation."""
-    with told_errors(), _loaded(model, engine, sampling) as (llm, params):
-        converse(lambda messages: llm.stream_chat(messages, params), system)
+    with _loaded(model, engine, sampling) as (llm, params):
+        converse(llm, params, system)
 
 
 def main() -> None:
-    """The entry point of the `jaxserve` command."""
+    """Run the `jaxserve` command."""
+    replace_unknown_characters()
     app()
 
 
@@ -152,6 +164,7 @@ def _loaded(model: str | None, engine: Given, sampling: SamplingOptions) -> Iter
 
         llm = LLM(model, **engine, max_num_seqs=1, warmup=False, progress=progress)
     with llm:
+        _ = llm.tokenizer  # raises where the model has none
         yield llm, params
 
 
@@ -179,28 +192,73 @@ def _example_prompt(client: "EngineClient") -> str | list[int]:
     return "def fibonacci(n):"
 
 
-def _print_stream(outputs: Generator["RequestOutput", None, None]) -> str:
-    """Prints an answer as it comes and returns it; Ctrl-C ends it."""
+def _print_stream(outputs: Generator["RequestOutput", None, None], pieces: list[str]) -> None:
+    """Print an answer as it comes, and add its pieces to a list. An exception ends the request."""
+    try:
+        with contextlib.closing(outputs):
+            for output in outputs:
+                pieces.append(output.outputs[0].text)
+                print(pieces[-1], end="", flush=True)
+    finally:
+        print()
+
+
+def _answer(outputs: Generator["RequestOutput", None, None]) -> str:
+    """Print an answer as it comes and return it; Ctrl-C ends it."""
     pieces: list[str] = []
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
-        for output in outputs:
-            pieces.append(output.outputs[0].text)
-            print(pieces[-1], end="", flush=True)
-    print()
+    with contextlib.suppress(KeyboardInterrupt):
+        _print_stream(outputs, pieces)
     return "".join(pieces)
 
 
-def converse(answer: Callable[[Messages], Generator["RequestOutput", None, None]], system: str | None) -> None:
-    """Answers each line of standard input until it ends, with all that was said before."""
-    messages: Messages = [] if system is None else [{"role": "system", "content": system}]
+def _within(llm: "LLM", ids: Sequence[int], params: "SamplingParams") -> "SamplingParams":
+    """Return `params` with no more tokens than the model's context has left after a prompt."""
+    room = max(1, llm.max_model_len - len(ids))  # a prompt that leaves no room is refused by the engine
+    return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
+
+
+def converse(llm: "LLM", params: "SamplingParams", system: str | None) -> None:
+    """Answer each line of standard input until it ends, with what was said before.
+
+    The oldest turns are dropped when the context becomes too small. A line that cannot be answered is told and dropped.
+    """
+    head: Messages = [] if system is None else [{"role": "system", "content": system}]
+    said: Messages = []
+    for line in _lines():
+        said.append({"role": "user", "content": line})
+        try:
+            ids, dropped = _fitting(llm, head, said, params)
+            answer = _answer(llm.stream(ids, _within(llm, ids, params)))
+        except RequestError as error:
+            tell(str(error))
+            said.pop()
+            continue
+        if dropped:
+            said = said[2 * dropped :]
+            console.print(f"(the context is full: {dropped} of the oldest turns were left out)", style="dim")
+        said.append({"role": "assistant", "content": answer})
+
+
+def _fitting(llm: "LLM", head: Messages, said: Messages, params: "SamplingParams") -> tuple[list[int], int]:
+    """Return the prompt of a conversation, and how many of its oldest turns it leaves out for the answer's sake."""
+    room = min(params.max_tokens or llm.max_model_len, llm.max_model_len // 4)
+    for dropped in range(len(said) // 2 + 1):
+        text = llm.tokenizer.apply_chat_template([*head, *said[2 * dropped :]])
+        ids = llm.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+        if len(ids) + room <= llm.max_model_len:
+            break
+    return ids, dropped
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of standard input that say something."""
     while True:
         try:
-            text = input("> " if sys.stdin.isatty() else "")
+            line = input("> " if sys.stdin.isatty() else "")
         except (EOFError, KeyboardInterrupt):
             return
-        if text.strip():
-            messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": _print_stream(answer(messages))})
+        if line.strip():
+            yield line
 
 
 if __name__ == "__main__":

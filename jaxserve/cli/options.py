@@ -8,7 +8,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from jaxserve.cli.terminal import told_errors
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.options import Option, OptionField, check_ranges, options_of
 
@@ -95,9 +94,8 @@ def _options_of(hint: Any) -> OptionsOf | None:
 
 
 def _made(kind: type, chosen: Given) -> Any:
-    with told_errors():
-        made = kind(**chosen)
-        check_ranges(made)
+    made = kind(**chosen)
+    check_ranges(made)
     return made
 
 

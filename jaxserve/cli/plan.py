@@ -2,14 +2,14 @@
 
 import contextlib
 import itertools
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from jaxserve.cli.terminal import told_errors
+from jaxserve.cli.terminal import read_stdin
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import read_text
 
 if TYPE_CHECKING:
     from jaxserve.cli.plan_client import PlanClient
@@ -39,7 +39,7 @@ def show(
     admin_key: AdminKey = None,
 ) -> None:
     """Show the plan in force, memory, and the latest decisions."""
-    with told_errors(), _client(url, admin_key) as client:
+    with _client(url, admin_key) as client:
         if form != "table":
             typer.echo(client.plan(form).rstrip())
             return
@@ -68,13 +68,12 @@ def change(
     admin_key: AdminKey = None,
 ) -> None:
     """Have the server go over to a plan of yours, or to another policy, while it serves."""
-    with told_errors():
-        if (file is None) == (policy is None):
-            raise ConfigError("say either a FILE with a plan, or --policy NAME")
-        text = None if file is None else _read(file)
-        with _client(url, admin_key) as client:
-            now = client.set_policy(str(policy)) if text is None else client.set_plan(text)
-        typer.echo(f"accepted: from plan {now['plan_version']} on, the policy {now['policy']} decides")
+    if (file is None) == (policy is None):
+        raise ConfigError("say either a FILE with a plan, or --policy NAME")
+    text = None if file is None else _read(file)
+    with _client(url, admin_key) as client:
+        now = client.set_policy(str(policy)) if text is None else client.set_plan(text)
+    typer.echo(f"accepted: from plan {now['plan_version']} on, the policy {now['policy']} decides")
 
 
 @app.command()
@@ -93,7 +92,7 @@ def watch(
     from jaxserve.cli.plan_view import Scene
 
     console = Console(highlight=False)
-    with told_errors(), contextlib.suppress(KeyboardInterrupt), _client(url, admin_key) as client:
+    with contextlib.suppress(KeyboardInterrupt), _client(url, admin_key) as client:
         scene = Scene()
         events = itertools.islice(client.events(), count)
         if not console.is_terminal:
@@ -115,9 +114,5 @@ def _client(url: str, admin_key: str | None) -> "PlanClient":
 
 
 def _read(file: Path) -> str:
-    """A plan's text. Raises ConfigError for a file that cannot be read."""
-    try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        reason: Any = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read {file}: {reason}") from error
+    """Return a plan's text. Raises ConfigError for a file that cannot be read."""
+    return read_stdin() if str(file) == "-" else read_text(file)

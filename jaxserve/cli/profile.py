@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from jaxserve.calibration.sensitivity.profile import FILE_NAME, Curve, Weights
-from jaxserve.cli.terminal import console, told_errors
+from jaxserve.cli.terminal import console
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.files import ensure_file
 
 if TYPE_CHECKING:
     from jaxserve.calibration.sensitivity.curves import Begin
@@ -56,30 +56,26 @@ def profile(
     ] = "float32",
 ) -> None:
     """Rank a model's layers by how little it costs to swap them for quantised ones."""
-    with told_errors():
-        chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
-        of_scores = _weights(weights)
-        from jaxserve.bundled import bundled_model_path
-        from jaxserve.calibration.sensitivity.plot import draw
-        from jaxserve.calibration.sensitivity.run import Options, profile_model
+    chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
+    of_scores = _weights(weights)
+    from jaxserve.bundled import bundled_model_path
+    from jaxserve.calibration.sensitivity.plot import draw
+    from jaxserve.calibration.sensitivity.run import Options, profile_model
 
-        folder = model or bundled_model_path()
-        path = out or folder / FILE_NAME
-        picture = plot or path.with_suffix(".png")
-        for file in (path, picture):
-            if not os.access(file.parent, os.W_OK):
-                raise ConfigError(f"{file.parent}: is no directory that can be written to (--out, --plot)")
-            if file.is_dir():
-                raise ConfigError(f"{file}: is a directory, and no file (--out, --plot)")
-        options = Options(
-            chosen, length, calib_tokens, held_out_tokens, of_scores, positions, seeds, variants=variants, dtype=dtype
-        )
-        with _progress() as begin:
-            made = profile_model(folder, calib, held_out, options, begin)
-        made.save(path)
-        picture.write_bytes(draw(made))
-        _print(made)
-        console.print(f"written: {path}, {picture}", markup=False, soft_wrap=True)
+    folder = model or bundled_model_path()
+    path = out or folder / FILE_NAME
+    picture = plot or path.with_suffix(".png")
+    for file in (path, picture):
+        ensure_file(file, "--out, --plot")
+    options = Options(
+        chosen, length, calib_tokens, held_out_tokens, of_scores, positions, seeds, variants=variants, dtype=dtype
+    )
+    with _progress() as begin:
+        made = profile_model(folder, calib, held_out, options, begin)
+    _print(made)  # first, so that the figures are there even if they cannot be saved
+    made.save(path)
+    picture.write_bytes(draw(made))
+    console.print(f"written: {path}, {picture}", markup=False, soft_wrap=True)
 
 
 def _weights(text: str) -> Weights:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from jaxserve.cli.terminal import console, told_errors
+from jaxserve.cli.terminal import console
 
 if TYPE_CHECKING:
     from jaxserve.checkpoint.variants import VariantStore
@@ -38,15 +38,14 @@ def quantize(
     ] = None,
 ) -> None:
     """Prepare a model's layers in fewer bits, beside the model."""
-    with told_errors():
-        from jaxserve.bundled import bundled_model_path
-        from jaxserve.calibration.pipeline import Settings
-        from jaxserve.calibration.run import CalibrationText, run
+    from jaxserve.bundled import bundled_model_path
+    from jaxserve.calibration.pipeline import Settings
+    from jaxserve.calibration.run import CalibrationText, run
 
-        chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
-        settings = Settings(chosen, method, group, symmetric=not zero_points)
-        text = None if calib is None else CalibrationText(calib, calib_samples, calib_length)
-        _print_sizes(run(model or bundled_model_path(), settings, text, out))
+    chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
+    settings = Settings(chosen, method, group, symmetric=not zero_points)
+    text = None if calib is None else CalibrationText(calib, calib_samples, calib_length)
+    _print_sizes(run(model or bundled_model_path(), settings, text, out))
 
 
 def _print_sizes(store: "VariantStore") -> None:

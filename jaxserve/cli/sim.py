@@ -7,10 +7,8 @@ import typer
 from jaxserve.bench.interrupts import ended_as_by_ctrl_c
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, ResultOptions, TraceOptions
 from jaxserve.cli.options import expand_options
-from jaxserve.cli.terminal import told_errors
+from jaxserve.cli.terminal import INTERRUPTED
 from jaxserve.sim.options import ClusterOptions, FigureOptions
-
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 
 @expand_options
@@ -24,7 +22,7 @@ def sim(
     result: ResultOptions,
 ) -> None:
     """Simulate a cluster under load: jaxserve's own scheduler and policies on hardware that is not at hand."""
-    with told_errors(), ended_as_by_ctrl_c():
+    with ended_as_by_ctrl_c():
         load = figures.load()
         load.metrics()  # a mistake is told before anything runs
         from jaxserve.cli.publish import prepare, publish

@@ -1,28 +1,69 @@
-"""What the commands share: where they speak to the user, how they tell an error, and how far an engine's start is."""
+"""Output that the commands share: errors, the end by Ctrl-C, and the progress of an engine's start."""
 
 import contextlib
+import io
+import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
+from typer.core import TyperGroup
 
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.progress import COMPILING, Progress
 
 console = Console(stderr=True, highlight=False)
-LINES_APART = 10  # seconds, where the output is no terminal
+LINES_APART = 10  # seconds, where the output is not a terminal
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+
+
+class Commands(TyperGroup):
+    """A group of commands in which Ctrl-C and every error that a user can mend are one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named."""
+        with ended_in_a_line():
+            return super().invoke(ctx)
 
 
 @contextlib.contextmanager
-def told_errors() -> Iterator[None]:
-    """Turns errors that jaxserve raises on purpose into one line and exit status 1."""
+def ended_in_a_line() -> Iterator[None]:
+    """Turn Ctrl-C, errors that jaxserve raises on purpose, and those of a file into one line and an exit status."""
     try:
         yield
+    except KeyboardInterrupt as interrupt:
+        tell("interrupted")
+        raise typer.Exit(INTERRUPTED) from interrupt
     except JaxserveError as error:
-        console.print(f"jaxserve: {error}", style="bold red", markup=False, soft_wrap=True)
+        tell(str(error))
         raise typer.Exit(1) from error
+    except OSError as error:
+        if error.filename is None:  # of a pipe or a connection, where the message alone would explain nothing
+            raise
+        tell(f"{error.filename}: {error.strerror}")
+        raise typer.Exit(1) from error
+
+
+def tell(message: str) -> None:
+    """Print one line about what went wrong, on standard error."""
+    console.print(f"jaxserve: {message}", style="bold red", markup=False, soft_wrap=True)
+
+
+def replace_unknown_characters() -> None:
+    """Have "?" or U+FFFD stand for what a stream's encoding lacks, in place of an error in the middle of an answer."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def read_stdin() -> str:
+    """Return all of standard input. Raises ConfigError if it is closed."""
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed")
+    return sys.stdin.read()
 
 
 @contextlib.contextmanager

@@ -2,13 +2,17 @@
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
-from jaxserve.cli.main import converse
+from jaxserve.cli.main import app, converse
+from jaxserve.core.errors import PromptTooLong
 from jaxserve.core.request import CompletionOutput, RequestOutput
+from jaxserve.core.sampling import SamplingParams
 from tests.server.process import PATIENCE, ROOT
 
 GREEDY = ("--temperature", "0", "--max-tokens", "6", "--load-format", "dummy")
@@ -44,19 +48,130 @@ def test_chat_answers_each_line(environment, random_model):
     assert twice.stdout.removeprefix(once.stdout).strip()
 
 
+class TalkativeLLM:
+    """An LLM of which each character is a token, and whose every answer is as long as it may be."""
+
+    def __init__(self, max_model_len: int):
+        self.max_model_len = max_model_len
+        self.tokenizer = self
+        self.prompts: list[str] = []
+        self.room: list[int] = []
+
+    def apply_chat_template(self, messages):
+        return "".join(f"{message['role'][0]}:{message['content']};" for message in messages)
+
+    def encode(self, text, add_special_tokens=True):
+        return list(text)
+
+    def stream(self, ids, params):
+        if len(ids) >= self.max_model_len:
+            raise PromptTooLong(f"the prompt has {len(ids)} tokens")
+        assert len(ids) + params.max_tokens <= self.max_model_len
+        self.prompts.append("".join(ids))
+        self.room.append(params.max_tokens)
+        for number in range(params.max_tokens):
+            yield RequestOutput("id", None, (), (CompletionOutput(0, "!", ()),), finished=number == params.max_tokens)
+
+
+def conversed(monkeypatch, capsys, *lines: str, max_model_len: int, max_tokens: int, system: str | None = None):
+    """The model after a conversation of these lines, and what was printed and told."""
+    llm = TalkativeLLM(max_model_len)
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    converse(llm, SamplingParams(max_tokens=max_tokens), system)
+    return llm, capsys.readouterr()
+
+
 def test_conversation_remembers_what_was_said(monkeypatch, capsys):
-    seen = []
+    llm, said = conversed(monkeypatch, capsys, "one", "", "two", max_model_len=100, max_tokens=3, system="Be brief.")
+    assert llm.prompts == ["s:Be brief.;u:one;", "s:Be brief.;u:one;a:!!!;u:two;"]
+    assert said.out == "!!!\n!!!\n"
+    assert said.err == ""
 
-    def answer(messages):
-        seen.append([(message["role"], message["content"]) for message in messages])
-        for text in ("so", "!"):
-            yield RequestOutput("id", None, (), (CompletionOutput(0, text, ()),), finished=text == "!")
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
-    converse(answer, system="Be brief.")
-    assert seen[0] == [("system", "Be brief."), ("user", "one")]
-    assert seen[1] == [*seen[0], ("assistant", "so!"), ("user", "two")]
-    assert capsys.readouterr().out == "so!\nso!\n"
+def test_conversation_leaves_out_its_oldest_turns_when_the_context_is_full(monkeypatch, capsys):
+    llm, said = conversed(monkeypatch, capsys, "one", "two", "six", "ten", max_model_len=40, max_tokens=10, system="Hi")
+    assert llm.prompts == [
+        "s:Hi;u:one;",
+        "s:Hi;u:one;a:!!!!!!!!!!;u:two;",
+        "s:Hi;u:two;a:!!!!!!!!!!;u:six;",
+        "s:Hi;u:six;a:!!!!!!!!!!;u:ten;",
+    ]
+    assert said.err.count("1 of the oldest turns were left out") == 2
+
+
+def test_answer_in_a_small_context_is_as_long_as_it_may_be(monkeypatch, capsys):
+    llm, said = conversed(monkeypatch, capsys, "one", max_model_len=20, max_tokens=512)
+    assert llm.room == [20 - len("u:one;")]
+    assert said.err == ""
+
+
+def test_conversation_goes_on_after_a_line_that_is_too_long(monkeypatch, capsys):
+    llm, said = conversed(monkeypatch, capsys, "one", "x" * 50, "two", max_model_len=40, max_tokens=4)
+    assert llm.prompts == ["u:one;", "u:one;a:!!!!;u:two;"]
+    assert said.err == "jaxserve: the prompt has 53 tokens\n"
+
+
+def test_chat_in_a_context_smaller_than_an_answer_goes_on(environment, random_model):
+    options = ("--load-format", "dummy", "--max-model-len", "64", "--seed", "1")
+    done = run(environment, "chat", "--model", str(random_model), *options, text="hello\n" * 4 + "x" * 99 + "\nhello\n")
+    assert done.returncode == 0, done.stderr
+    assert "oldest turns were left out" in done.stderr
+    assert done.stderr.count("jaxserve: the prompt has") == 1
+
+
+def test_generate_answers_with_what_the_context_has_left(environment, random_model):
+    options = ("--load-format", "dummy", "--max-model-len", "16", "--max-tokens", "500")
+    done = run(environment, "generate", "abc", "--model", str(random_model), *options)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_characters_that_the_terminal_lacks_are_replaced(environment, random_model, encoding):
+    narrow = environment | {"PYTHONIOENCODING": encoding}
+    options = ("--model", str(random_model), "--load-format", "dummy", "--temperature", "0", "--max-tokens", "6")
+    done = run(narrow, "generate", "é ∑", *options)
+    assert done.returncode == 0, done.stderr
+    assert "?" in done.stdout  # U+FFFD: the bytes of a random model are no text
+    assert run(narrow, "serve", "--help").returncode == 0
+
+
+def test_model_without_a_tokenizer_is_one_line(environment, random_model, tmp_path):
+    shutil.copy(random_model / "config.json", tmp_path)
+    done = run(environment, "generate", "abc", "--model", str(tmp_path), "--load-format", "dummy")
+    assert done.returncode == 1
+    assert f"jaxserve: {tmp_path} has no tokenizer.json: give one with --tokenizer" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("asked", [{"JAX_PLATFORMS": "cuda"}, {"JAX_PLATFORMS": "foo"}, {"JAX_PLATFORM_NAME": "gpu"}])
+@pytest.mark.parametrize("command", [("serve", "--port", "0"), ("quantize", "--method", "rtn")])
+def test_platform_that_is_not_there_is_one_line(environment, tmp_path, asked, command):
+    out = ("--out", str(tmp_path)) if command[0] == "quantize" else ()
+    chosen = {name: value for name, value in environment.items() if not name.startswith("JAX_PLATFORM")} | asked
+    done = run(chosen, *command, *out)
+    ((name, value),) = asked.items()
+    assert done.returncode == 1
+    assert "jaxserve: JAX cannot start: " in done.stderr
+    assert f"({name}={value})" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (OSError(2, "No such file", "here.txt"), 1, "here.txt: No such file")],
+    ids=["ctrl-c", "file"],
+)
+def test_ctrl_c_and_faults_of_files_are_one_line(monkeypatch, error, status, message):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("jaxserve.bundled.bundled_model_path", fail)
+    done = CliRunner().invoke(app, ["quantize", "--method", "rtn"])
+    interrupted = isinstance(error, KeyboardInterrupt)
+    assert done.exit_code == (130 if interrupted else 1)
+    assert done.stderr == (
+        "jaxserve: interrupted\n" if interrupted else "jaxserve: here.txt: No such file or directory\n"
+    )
 
 
 def test_ctrl_c_ends_an_answer_and_its_request(monkeypatch, capsys):
