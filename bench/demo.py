@@ -28,7 +28,7 @@ from bench.morph_parts.traffic import Prompts, at_once, workload
 from jaxserve.bench.interrupts import ended_as_by_ctrl_c
 from jaxserve.bench.result import per_request, save
 from jaxserve.bench.traces.trace import Trace
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import JaxserveError
 from jaxserve.engine.tokenizer import Tokenizer
 

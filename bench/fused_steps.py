@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.environment import describe
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 
 PROMPT = 64  # tokens
 FEW, MANY = 4, 132  # tokens of an answer

@@ -37,7 +37,7 @@ from jaxserve.bench.traces.scaling import window
 from jaxserve.bench.traces.synthetic import synthetic
 from jaxserve.bench.traces.trace import Trace
 from jaxserve.bench.workload import Workload
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.engine.tokenizer import Tokenizer
 
 BUNDLED, DUMMY = "bundled", "160m"

@@ -28,11 +28,11 @@ from flax import nnx
 from checkpoints.train.corpus import Document, collect, default_stdlib, split
 from checkpoints.train.objective import build, token_losses
 from jaxserve import LLM, SamplingParams
-from jaxserve.bundled import bundled_model_path
 from jaxserve.calibration.pipeline import METHODS, Settings
 from jaxserve.calibration.run import CalibrationText, run
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.variants import VariantStore
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import KVCacheDType, ModelConfig
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.quantization import QArray

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from jaxserve import EngineConfig
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.kernels.native import draw as native
 from jaxserve.planning.resolve import resolve
 from jaxserve.sampling import ops as sampler

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 from bench.quantization import texts
-from jaxserve.bundled import bundled_model_path
 from jaxserve.calibration.sensitivity import SensitivityProfile
 from jaxserve.calibration.sensitivity.plot import draw
 from jaxserve.calibration.sensitivity.profile import FILE_NAME, Weights
 from jaxserve.calibration.sensitivity.run import Options, profile_model
 from jaxserve.cli.profile import HEADINGS, MEASURES, mean_and_range
+from jaxserve.core.bundled import bundled_model_path
 
 
 def main() -> None:

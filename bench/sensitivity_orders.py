@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.bundled import bundled_model_path
 from jaxserve.calibration.sensitivity.chain import LayerChain
 from jaxserve.calibration.sensitivity.curves import qualities
 from jaxserve.calibration.sensitivity.measures import Measures
@@ -20,6 +19,7 @@ from jaxserve.calibration.sensitivity.profile import Weights
 from jaxserve.calibration.sensitivity.run import Options, rank_layers
 from jaxserve.calibration.sensitivity.texts import read_rows
 from jaxserve.checkpoint import open_checkpoint
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.engine.tokenizer import Tokenizer
 
 LENGTH = 256

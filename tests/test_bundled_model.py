@@ -18,8 +18,8 @@ from hypothesis import given, strategies as st
 
 from checkpoints.train.objective import build, token_losses
 from checkpoints.train.products import in_bfloat16
-from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import ModelConfig
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.models import build_block

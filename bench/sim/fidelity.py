@@ -32,7 +32,7 @@ from jaxserve.bench.offline.calibrate import calibrate, save as save_hardware
 from jaxserve.bench.offline.options import CalibrationOptions
 from jaxserve.bench.options import DatasetOptions, TraceOptions
 from jaxserve.bench.result import load, save
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.engine.step_log import read_log
 from jaxserve.sim.fit import fit, measured

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as HfTokenizer
 
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 

@@ -58,9 +58,9 @@ def profile(
     """Rank a model's layers by how little it costs to swap them for quantised ones."""
     chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
     of_scores = _weights(weights)
-    from jaxserve.bundled import bundled_model_path
     from jaxserve.calibration.sensitivity.plot import draw
     from jaxserve.calibration.sensitivity.run import Options, profile_model
+    from jaxserve.core.bundled import bundled_model_path
 
     folder = model or bundled_model_path()
     path = out or folder / FILE_NAME

@@ -38,9 +38,9 @@ def quantize(
     ] = None,
 ) -> None:
     """Prepare a model's layers in fewer bits, beside the model."""
-    from jaxserve.bundled import bundled_model_path
     from jaxserve.calibration.pipeline import Settings
     from jaxserve.calibration.run import CalibrationText, run
+    from jaxserve.core.bundled import bundled_model_path
 
     chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
     settings = Settings(chosen, method, group, symmetric=not zero_points)

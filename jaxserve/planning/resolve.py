@@ -12,9 +12,9 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.layout import stored_layout
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import DType, EngineConfig, KernelBackend, ModelConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.machine import allowed_processors, host_memory, processors

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from jaxserve.bundled import config_names, config_path
+from jaxserve.core.bundled import config_names, config_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_yaml, read_text

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from jaxserve.bundled import config_names, config_path
+from jaxserve.core.bundled import config_names, config_path
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_yaml, read_text
 from jaxserve.core.precision import BITS

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxserve.bench.options import LoadOptions
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig, KVCacheDType
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.options import Option, given, options_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from jaxserve.bundled import config_names, config_path
 from jaxserve.control.plan import StagePlan
+from jaxserve.core.bundled import config_names, config_path
 from jaxserve.core.config import DType
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_json, read_text

@@ -19,10 +19,10 @@ from jax.sharding import SingleDeviceSharding
 from jaxserve.actuator import LayerSource, keeper, pinned_memory
 from jaxserve.actuator.pinned import PINNED, Keeper
 from jaxserve.build import Built, build
-from jaxserve.bundled import bundled_model_path
 from jaxserve.calibration.pipeline import Settings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from tests.actuator.adapted import Adapted

@@ -3,7 +3,7 @@
 from bench.morph_parts.quality import describe, profile_of
 from bench.morph_parts.summary import LIGHT, SATURATION
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, INT8, LABELS, NAMES
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 
 FULL_LAYERS, INT4_LAYERS, INT8_LAYERS = (
     f'layers_by_precision{{precision="{name}"}}' for name in ("bfloat16", "int4", "int8")

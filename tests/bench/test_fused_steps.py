@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench import fused_steps
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 
 
 @pytest.mark.parametrize("precision", ["auto", "int4"])

@@ -15,7 +15,7 @@ from bench.morph_parts.timeline import (
     transitions,
 )
 from jaxserve.bench.prometheus import Scrape
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from tests.bench.morph_results import INT4_LAYERS, decision, in_int8, made_result, swap
 
 

@@ -13,7 +13,7 @@ from bench.morph_parts.steady import FEWER, MORE, exchanges
 from bench.morph_parts.systems import FULL, PERFORMANCE, Setup, envelope, systems
 from bench.morph_parts.traffic import Prompts, workload
 from jaxserve.bench.traces.trace import Trace
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 
 
 def test_a_server_under_load_changes_layers_and_changes_them_back():

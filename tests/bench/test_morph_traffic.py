@@ -18,7 +18,7 @@ from bench.morph_parts.systems import (
 from bench.morph_parts.traffic import Lengths, Prompts, at_once, peak_demand, with_lengths, with_peak, workload
 from jaxserve.bench.traces.synthetic import synthetic
 from jaxserve.bench.traces.trace import Trace
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 
 LENGTHS = Lengths(prompt=96, answer=160, longest_prompt=160, longest_answer=280)
 

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer as HfTokenizer, decoders, models, pre_tokenizers
 
 from jaxserve.bench.vocabulary import Vocabulary
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import Checkpoint, open_checkpoint, safetensors
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.checkpoint.variants import fingerprint
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError
 from jaxserve.models import config_from_hf
 from tests.conftest import TINY

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
 from jaxserve.build import build
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.planning.resolve import resolve
 from jaxserve.quantization import QArray

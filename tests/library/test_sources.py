@@ -11,11 +11,11 @@ import pytest
 
 from jaxserve import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams
 from jaxserve.build import Built, build
-from jaxserve.bundled import bundled_model_path
 from jaxserve.calibration.pipeline import Settings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.models import config_from_hf
 from jaxserve.models.dense import forward, restore_block
 from jaxserve.planning.resolve import resolve

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.bundled import bundled_model_path
 from jaxserve.checkpoint import open_checkpoint
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig, MoEConfig
 from jaxserve.kernels.native import library
 from jaxserve.planning import resolve as resolution

@@ -13,13 +13,13 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from jaxserve.bundled import bundled_model_path
 from jaxserve.calibration.pipeline import Settings, quantize_layers
 from jaxserve.calibration.run import CalibrationText
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.checkpoint.variants import VariantStore, VariantWriter
 from jaxserve.cli.main import app
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.quantization import QArray
 from jaxserve.quantization.layer import Leaves

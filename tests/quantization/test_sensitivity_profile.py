@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jaxserve.bundled import bundled_model_path
 from jaxserve.calibration.sensitivity import SensitivityProfile
 from jaxserve.calibration.sensitivity.profile import Curve, LayerScores, Text, Weights
 from jaxserve.calibration.sensitivity.texts import read_rows
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.cli.main import app
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 

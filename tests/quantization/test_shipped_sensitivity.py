@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxserve.bundled import bundled_model_path
 from jaxserve.calibration.sensitivity import SensitivityProfile
 from jaxserve.calibration.sensitivity.profile import FILE_NAME, LIS, RANDOM
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.variants import fingerprint
+from jaxserve.core.bundled import bundled_model_path
 
 PROFILE = SensitivityProfile.load(bundled_model_path() / FILE_NAME)
 

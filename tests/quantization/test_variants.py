@@ -12,12 +12,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from jaxserve.bundled import bundled_model_path
 from jaxserve.calibration.pipeline import Settings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.variants import FORMAT, MANIFEST, Method, VariantStore, VariantWriter, fingerprint, fitted
 from jaxserve.cli.main import app
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError
 from jaxserve.quantization import QArray
 from jaxserve.quantization.layer import nbytes, round_layer

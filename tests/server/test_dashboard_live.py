@@ -11,7 +11,7 @@ import pytest
 
 from bench.morph_parts.measure import MODEL_NAME, started
 from bench.morph_parts.systems import ACCURACY, Setup, envelope, systems
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from tests.server.pages import PHONE, precisions, shoot, wait_for_state, wait_for_text
 
 # As in tests/bench/test_morph.py, so that what one of them has compiled the other finds.

@@ -165,7 +165,7 @@ def test_ctrl_c_and_faults_of_files_are_one_line(monkeypatch, error, status, mes
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("jaxserve.bundled.bundled_model_path", fail)
+    monkeypatch.setattr("jaxserve.core.bundled.bundled_model_path", fail)
     done = CliRunner().invoke(app, ["quantize", "--method", "rtn"])
     interrupted = isinstance(error, KeyboardInterrupt)
     assert done.exit_code == (130 if interrupted else 1)

@@ -1,6 +1,6 @@
 """Hardware for tests: a CPU and a GPU whose numbers are round, with the bundled model on them."""
 
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning.defaults import PLATFORMS
 from jaxserve.sim.cluster import Cluster, resolve_cluster

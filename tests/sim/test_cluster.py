@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.bundled import bundled_model_path
 from jaxserve.control.resources import validate
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.sim.cluster import resolve_cluster
 from jaxserve.sim.shape import ModelShape

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bundled import bundled_model_path
 from jaxserve.calibration.sensitivity import SensitivityProfile
 from jaxserve.calibration.sensitivity.order import swap_order
 from jaxserve.control.record import Decision
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import ConfigError
 from jaxserve.sim.control import SETTLING
 from jaxserve.sim.factory import Built, build_simulation

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bundled import config_names, configs_path
+from jaxserve.core.bundled import config_names, configs_path
 from jaxserve.core.errors import ConfigError
 from jaxserve.planning.defaults import PLATFORMS
 from jaxserve.sim.hardware import Curve, Link, Overheads, from_yaml, load_hardware, to_yaml

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bundled import bundled_model_path, configs_path
 from jaxserve.control.plan import chain_of, static_plan
+from jaxserve.core.bundled import bundled_model_path, configs_path
 from jaxserve.core.errors import ConfigError
 from jaxserve.sim.shape import ModelShape
 

@@ -30,7 +30,7 @@ from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.server import discover, target
 from jaxserve.bench.spawn import spawned
 from jaxserve.bench.table import print_grid
-from jaxserve.bundled import bundled_model_path, config_names
+from jaxserve.core.bundled import bundled_model_path, config_names
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.machine import processors
 from jaxserve.core.precision import BITS, parse_precision

@@ -21,7 +21,7 @@ from typing import Any
 from jaxserve.bench.offline.options import HostOptions, Row
 from jaxserve.bench.offline.steps import quantile, scaled
 from jaxserve.build import build
-from jaxserve.bundled import bundled_model_path
+from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
