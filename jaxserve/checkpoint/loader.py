@@ -1,7 +1,7 @@
 """A checkpoint directory as a configuration and blocks that are read one at a time."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -9,10 +9,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from jaxserve.checkpoint.dummy import DummyStore
+from jaxserve.checkpoint.folder import check_folder
 from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.mapping import Target, layer_number, numpy_dtype, pack_block, stacked_name, tensor_shapes
+from jaxserve.checkpoint.reconcile import settle_vocabulary, tell_of_unused
 from jaxserve.checkpoint.rounded import rounded_block
-from jaxserve.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME, SafetensorsStore, StoredTensor, read_json
+from jaxserve.checkpoint.safetensors import SafetensorsStore, StoredTensor, read_json
 from jaxserve.checkpoint.values import check_values
 from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore, fitted
 from jaxserve.core.config import DType, ModelConfig
@@ -20,13 +22,15 @@ from jaxserve.core.errors import CheckpointError
 from jaxserve.core.precision import BITS
 from jaxserve.models import config_from_hf
 from jaxserve.models.hf import token_ids
+from jaxserve.models.registry import is_headless
 from jaxserve.quantization import QArray
 from jaxserve.quantization.formats import Scheme, read_scheme
 
 log = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where AutoGPTQ and AutoAWQ put the settings that config.json may lack, and what they mean."""
 
 
 class TensorStore(Protocol):
@@ -178,17 +182,22 @@ def open_checkpoint(
     path = Path(path)
     directory = path.parent if path.is_file() and path.suffix == ".json" else path
     config_path = path if directory != path else directory / "config.json"
-    config, generation, scheme = _read_configs(directory, config_path)
+    if load_format != "dummy":
+        check_folder(directory)
+    config, generation, scheme, headless = _read_configs(directory, config_path)
     if dtype != "auto":
         config = replace(config, dtype=dtype)
     if load_format == "dummy":
         return Checkpoint(directory, config, generation, DummyStore())
-    _check_files(directory)
     files = SafetensorsStore(directory)
-    checkpoint = Checkpoint(directory, config, generation, files if scheme is None else ImportedStore(files, scheme))
+    store = files if scheme is None else ImportedStore(files, scheme)
+    config = settle_vocabulary(config, store, headless=headless)
+    checkpoint = Checkpoint(directory, config, generation, store)
+    used = set[str]()
     for block_id in config.block_ids:
-        check_tensors(checkpoint.store, config, block_id)
+        used |= check_tensors(checkpoint.store, config, block_id)
         checkpoint.precision(block_id)
+    tell_of_unused(config, store, used)
     if not prepared or not (directory / FOLDER / MANIFEST).is_file():
         return checkpoint
     variants = VariantStore.open(directory / FOLDER)
@@ -196,24 +205,26 @@ def open_checkpoint(
     return replace(checkpoint, prepared=variants)
 
 
-def check_tensors(store: TensorStore, config: ModelConfig, block_id: str) -> None:
-    """Raises `CheckpointError` for the first of a block's tensors that is missing, truncated or mis-shaped."""
+def check_tensors(store: TensorStore, config: ModelConfig, block_id: str) -> set[str]:
+    """Return the names of a block's tensors.
+
+    Raises `CheckpointError` for the first of them that is missing, truncated or mis-shaped.
+    """
     shapes = tensor_shapes(config, block_id, stacked_experts=stacked_name(block_id) in store)
     for name, shape in shapes.items():
         store.stored(name, shape)
+    return set(shapes)
 
 
-def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[str, Any], Scheme | None]:
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory}: no such directory. A model is a local directory; names on a hub are not downloaded"
-        )
-    if not config_path.is_file():
-        raise CheckpointError(f"{config_path}: missing; a model directory has a config.json")
+def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[str, Any], Scheme | None, bool]:
+    """Return config.json, generation_config.json, how the weights are quantised, and whether there is no head."""
+    if not directory.is_dir() or not config_path.is_file():
+        check_folder(directory)
     hf = read_json(config_path)
     try:
-        config = config_from_hf(hf)
-        scheme = read_scheme(hf["quantization_config"]) if hf.get("quantization_config") else None
+        config, headless = config_from_hf(hf), is_headless(hf)
+        settings = _quantization(directory, hf)
+        scheme = read_scheme(settings) if settings else None
     except CheckpointError as error:
         raise CheckpointError(f"{config_path}: {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
@@ -221,15 +232,44 @@ def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     if generation.get("eos_token_id") is not None:
-        config = replace(config, eos_token_ids=token_ids(generation["eos_token_id"]))
-    return config, generation, scheme
+        try:
+            eos = token_ids(generation["eos_token_id"])
+        except CheckpointError as error:
+            raise CheckpointError(f"{generation_path}: {error}") from error
+        if set(config.eos_token_ids) - set(eos):
+            log.warning(
+                "%s: eos_token_id is %s in generation_config.json, which is used, and %s in config.json",
+                directory,
+                list(eos),
+                list(config.eos_token_ids),
+            )
+        config = replace(config, eos_token_ids=eos)
+    return config, generation, scheme, headless
 
 
-def _check_files(directory: Path) -> None:
-    if (directory / INDEX_NAME).is_file() or (directory / SINGLE_NAME).is_file():
-        return
-    message = f"{directory}: has neither {SINGLE_NAME} nor {INDEX_NAME}"
-    pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
-    if pickles:
-        message += f"; {pickles[0]} is a pickle, which is never loaded: convert it to safetensors"
-    raise CheckpointError(message)
+def _quantization(directory: Path, hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return how the weights are quantised, as config.json or else the file beside it says; None: they are not."""
+    given = hf.get("quantization_config")
+    if given is None and hf.get("compression_config"):  # the older name
+        given = {"quant_method": "compressed-tensors", **hf["compression_config"]}
+    if hf.get("quantization") and not (given or {}).get("quant_method"):
+        raise CheckpointError(
+            "its weights are quantised by MLX, which is not supported: take the model they are made of"
+        )
+    for name, method in QUANTIZATION_FILES.items():
+        if not (directory / name).is_file():
+            continue
+        beside = read_json(directory / name)
+        if not given:
+            return {"quant_method": method, **beside}
+        for key in ("bits", "group_size", "sym", "desc_act", "zero_point"):
+            if key in given and key in beside and given[key] != beside[key]:
+                log.warning(
+                    "%s: %s is %r in config.json, which is used, and %r in %s",
+                    directory,
+                    key,
+                    given[key],
+                    beside[key],
+                    name,
+                )
+    return given

@@ -8,20 +8,24 @@ kills the process. Reading it reports an error instead.
 
 import contextlib
 import json
+import logging
 import math
 import os
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jaxserve.checkpoint.folder import INDEX_NAME, SINGLE_NAME, weight_files
 from jaxserve.core.aligned_arrays import zeros
 from jaxserve.core.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -36,8 +40,6 @@ INTEGERS: Mapping[str, np.dtype] = {
 """What quantised checkpoints have beside them."""
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 CHUNK = 1 << 20  # bytes that are read at once, and still in a processor's cache when their checksum is computed
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 
 
 class SafetensorsFile:
@@ -200,26 +202,56 @@ class StoredTensor:
 
 
 class SafetensorsStore:
-    """All tensors of a checkpoint directory by name: one file, or the shards that its index lists."""
+    """All tensors of a checkpoint directory by name: one file, the shards that its index lists, or all shards.
+
+    Names are those of a causal language model, `model.` and `lm_head.`, whatever the file puts before them.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
         index = directory / INDEX_NAME
         if index.is_file():
-            self.source, self.files = index, _open_shards(index)
+            self.source, files = index, _open_shards(index)
         else:
-            self.source = directory / SINGLE_NAME
-            file = SafetensorsFile(self.source)
-            self.files = dict.fromkeys(file.entries, file)
+            paths = weight_files(directory)
+            self.source = paths[0] if len(paths) == 1 else directory
+            files = _joined([SafetensorsFile(path) for path in paths])
+        self._stored = _stored_names(files)
+        self.files = {name: files[stored] for name, stored in self._stored.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
     def find(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> StoredTensor:
-        """A tensor, unread. Raises `CheckpointError` naming the file and the tensor."""
+        """Return a tensor, unread. Raises `CheckpointError` naming the file and the tensor.
+
+        Of an embedding or a head with more rows than `shape`, the first ones.
+        """
         if name not in self.files:
             raise CheckpointError(f"{self.source}: tensor {name} is missing")
-        return self.files[name].find(name, shape, dtypes)
+        file, stored = self.files[name], self._stored[name]
+        rows = self.rows(name) if name in (EMBEDDING, HEAD) else 0
+        if rows > shape[0]:
+            return replace(file.find(stored, (rows, *shape[1:]), dtypes), shape=shape)
+        return file.find(stored, shape, dtypes)
+
+    def rows(self, name: str) -> int:
+        """Return the length of a tensor's first axis, 0 where that cannot be told."""
+        entry = self.files[name].entries.get(self._stored[name]) if name in self.files else None
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        return shape[0] if isinstance(shape, list) and shape and isinstance(shape[0], int) else 0
+
+    def is_zero(self, name: str) -> bool:
+        """Return whether a tensor has nothing but zeros; False where it cannot be read."""
+        entry = self.files[name].entries[self._stored[name]]
+        try:
+            return not np.any(self.get(name, tuple(entry["shape"])))
+        except (CheckpointError, TypeError, KeyError):
+            return False
+
+    def share(self, name: str, source: str) -> None:
+        """Give a tensor that the files lack another one's values."""
+        self.files[name], self._stored[name] = self.files[source], self._stored[source]
 
     def get(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> np.ndarray:
         """A tensor, read into memory of its own. Raises `CheckpointError` naming the file and the tensor."""
@@ -239,6 +271,37 @@ class SafetensorsStore:
         return f"{self.files[name].path if name in self.files else self.source}: tensor {name}"
 
 
+def _stored_names(files: Mapping[str, SafetensorsFile]) -> dict[str, str]:
+    """Return the stored name of each tensor by the name that it has in a causal language model.
+
+    Models saved without their head have no `model.` in front, and wrapped ones have more than that.
+    """
+    _, _, suffix = EMBEDDING.partition(".")
+    found = [name.removesuffix(suffix) for name in files if name == suffix or name.endswith(f".{suffix}")]
+    if len(found) != 1 or found == ["model."]:
+        return {name: name for name in files}
+    (prefix,) = found
+    outer = prefix.removesuffix("model.")
+
+    def usual(name: str) -> str:
+        if name.startswith("lm_head."):
+            return name
+        return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name.removeprefix(outer)
+
+    return {usual(name): name for name in files}
+
+
+def _joined(files: Sequence[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+    """Return the file of each tensor. Raises `CheckpointError` for a tensor that is in two of them."""
+    tensors: dict[str, SafetensorsFile] = {}
+    for file in files:
+        for name in file.entries:
+            if name in tensors:
+                raise CheckpointError(f"{file.path}: tensor {name} is in {tensors[name].path.name} too")
+            tensors[name] = file
+    return tensors
+
+
 def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
     """Tensor name -> the shard that holds it. File names that leave the directory are refused."""
     weight_map = read_json(index).get("weight_map")
@@ -253,7 +316,25 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
             if not path.is_file():
                 raise CheckpointError(f"{path}: shard is missing (it holds tensor {tensor}, says {index.name})")
             shards[name] = SafetensorsFile(path)
+    _tell_of_copies(index, weight_map, shards)
     return {tensor: shards[name] for tensor, name in weight_map.items()}
+
+
+def _tell_of_copies(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, SafetensorsFile]) -> None:
+    """Log what the index leaves aside: a second copy of a tensor, or a single file beside the shards."""
+    copies = [(t, name) for name, shard in shards.items() for t in shard.entries if weight_map.get(t, name) != name]
+    if copies:
+        tensor, name = copies[0]
+        log.warning(
+            "%s: %d tensors are in two shards, e.g. %s in %s too; the index says %s, which is read",
+            index,
+            len(copies),
+            tensor,
+            name,
+            weight_map[tensor],
+        )
+    if SINGLE_NAME not in shards and (index.parent / SINGLE_NAME).is_file():
+        log.warning("%s is not read: %s lists other files", index.parent / SINGLE_NAME, index.name)
 
 
 def read_json(path: Path) -> dict[str, Any]:

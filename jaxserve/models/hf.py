@@ -1,14 +1,42 @@
 """What the config.json files of all families have in common, read strictly: an unknown feature is an error."""
 
+import logging
+import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from jaxserve.core.config import DType, RopeConfig, RopeKind
+from jaxserve.core.config import DType, ModelConfig, RopeConfig, RopeKind
 from jaxserve.core.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 Json = Mapping[str, Any]
 
 DEFAULT_THETA = 10000.0
+
+NEUTRAL: Mapping[str, Any] = {
+    "alibi": False,
+    "attention_chunk_size": None,
+    "attn_logit_softcapping": None,
+    "attn_temperature_tuning": False,
+    "clip_qkv": None,
+    "embedding_multiplier": 1,
+    "final_logit_softcapping": None,
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    "no_rope_layers": None,
+    "parallel_attn": False,
+    "qk_layernorm": False,
+    "residual_multiplier": 1,
+    "rope_interleave": False,
+    "rope_interleaved": False,
+    "rotary_pct": 1,
+    "scale_depth": None,
+    "scale_emb": 1,
+    "use_alibi": False,
+    "use_parallel_residual": False,
+}
+"""Fields of other families' configurations that change what is computed -> the value with which they do not."""
 
 
 def common_fields(hf: Json, *, head_dim: int | None = None) -> dict[str, Any]:
@@ -19,8 +47,8 @@ def common_fields(hf: Json, *, head_dim: int | None = None) -> dict[str, Any]:
     if heads % kv_heads:
         raise CheckpointError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     activation = hf.get("hidden_act", "silu")
-    if activation != "silu":
-        raise CheckpointError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
+    if activation not in ("silu", "swish"):
+        raise CheckpointError(f"hidden_act {activation!r} is not supported; supported: 'silu', which 'swish' is too")
     rope = rope_config(hf)
     return {
         "vocab_size": require_int(hf, "vocab_size"),
@@ -38,6 +66,25 @@ def common_fields(hf: Json, *, head_dim: int | None = None) -> dict[str, Any]:
         "bos_token_id": hf.get("bos_token_id"),
         "eos_token_ids": token_ids(hf.get("eos_token_id")),
     }
+
+
+def check_ignored(hf: Json, config: ModelConfig) -> None:
+    """Raise `CheckpointError` for a field that would change what is computed, and that no supported family has."""
+    neutral = {
+        **NEUTRAL,
+        "attention_multiplier": config.head_dim**-0.5,
+        "query_pre_attn_scalar": config.head_dim,
+        "use_qk_norm": config.qk_norm,
+        "qk_norm": config.qk_norm,
+    }
+    for name, value in neutral.items():
+        given = hf.get(name)
+        ones = isinstance(given, list) and all(given)  # by layer, with RoPE in every one
+        if given is None or given == value or (name == "no_rope_layers" and ones):
+            continue
+        if isinstance(value, float) and isinstance(given, int | float) and math.isclose(given, value, rel_tol=1e-6):
+            continue
+        raise CheckpointError(f"{name} {given!r} is not supported with {config.architecture}; supported: {value!r}")
 
 
 def require_int(hf: Json, key: str) -> int:
@@ -64,14 +111,16 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 def parameter_dtype(hf: Json) -> DType:
     """`dtype`, or `torch_dtype` in older files; bfloat16 where neither is given."""
     name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
+    name = name.removeprefix("torch.") if isinstance(name, str) else name
     if name not in get_args(DType):
         raise CheckpointError(f"dtype {name!r} is not supported; supported: {', '.join(get_args(DType))}")
     return name
 
 
 def rope_config(hf: Json) -> RopeConfig:
-    """RoPE from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`."""
-    given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    """RoPE from `rope_scaling`, or from `rope_parameters` (transformers 5, where the former wins too)."""
+    given = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    _tell_of_two_ropes(hf, given)
     theta = float(given.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA)
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in get_args(RopeKind):
@@ -94,6 +143,16 @@ def rope_config(hf: Json) -> RopeConfig:
         truncate=bool(given.get("truncate", True)),
         **numbers,
     )
+
+
+def _tell_of_two_ropes(hf: Json, used: Json) -> None:
+    """Log where two fields give the rotary embedding differently."""
+    other = hf.get("rope_parameters")
+    if hf.get("rope_scaling") and other and dict(other) != used:
+        log.warning("config.json: rope_scaling %s is used, and not rope_parameters %s", dict(used), dict(other))
+    inner, outer = used.get("rope_theta"), hf.get("rope_theta")
+    if inner and outer and inner != outer:
+        log.warning("config.json: rope_theta %s of the RoPE parameters is used, and not rope_theta %s", inner, outer)
 
 
 def max_position(hf: Json, rope: RopeConfig) -> int:

@@ -1,5 +1,6 @@
 """Which architectures are supported, and how their blocks are built."""
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -10,9 +11,12 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
 from jaxserve.core.precision import BITS
 from jaxserve.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from jaxserve.models.hf import check_ignored
 from jaxserve.models.layers import MLP, DecoderLayer, Embed, Head
 from jaxserve.models.moe import MoE
 from jaxserve.quantization import QArray
+
+log = logging.getLogger(__name__)
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "LlamaForCausalLM": llama.config_from_hf,
@@ -24,14 +28,41 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
 """Architecture (as named by Hugging Face) -> reader of its config.json."""
 
 
+MODEL_TYPES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""`model_type` -> architecture, for configurations that name none."""
+HEADLESS = {name.removesuffix("ForCausalLM") + "Model": name for name in FAMILIES}
+"""Models without an output head, saved for embeddings -> the architecture with one."""
+RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM", **HEADLESS}
+
+
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Resolves a Hugging Face config.json. Raises `CheckpointError` for what is not supported, saying what is."""
-    architectures = hf.get("architectures") or []
-    for name in architectures:
-        if name in FAMILIES:
-            return FAMILIES[name](hf)
-    found = ", ".join(map(str, architectures)) or f"none (model_type {hf.get('model_type')!r})"
-    raise CheckpointError(f"architecture {found} is not supported; supported: {', '.join(FAMILIES)}")
+    """Resolve a Hugging Face config.json. Raises `CheckpointError` for what is not supported, saying what is."""
+    given = [str(name) for name in hf.get("architectures") or ()]
+    by_type = MODEL_TYPES.get(str(hf.get("model_type")))
+    family = next((name for name in (RENAMED.get(name, name) for name in given) if name in FAMILIES), None)
+    if family is None and not given:
+        family = by_type
+    if family is None:
+        found = ", ".join(given) or f"none (model_type {hf.get('model_type')!r})"
+        raise CheckpointError(f"architecture {found} is not supported; supported: {', '.join(FAMILIES)}")
+    if by_type not in (family, None):
+        log.warning(
+            "config.json: architectures names %s, which is used, and model_type is %r", family, hf["model_type"]
+        )
+    config = FAMILIES[family](hf)
+    check_ignored(hf, config)
+    return config
+
+
+def is_headless(hf: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a model without an output head."""
+    return any(name in HEADLESS for name in hf.get("architectures") or ())
 
 
 def build_block(config: ModelConfig, block_id: str, *, rngs: nnx.Rngs, precision: str | None = None) -> nnx.Module:

@@ -93,6 +93,8 @@ Shape = tuple[int, int]
 def read_scheme(given: Mapping[str, Any]) -> Scheme:
     """From config.json's `quantization_config`. Raises `CheckpointError` for what is not supported, saying what is."""
     method = given.get("quant_method")
+    if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
+        method = "bitsandbytes"
     readers = {"awq": _awq_scheme, "gptq": _gptq_scheme, "compressed-tensors": _compressed_scheme}
     if method not in readers:
         raise CheckpointError(f"quant_method {method!r} is not supported; supported: {', '.join(readers)}")
@@ -158,6 +160,14 @@ def _gptq_scheme(given: Mapping[str, Any]) -> Scheme:
     layout = given.get("checkpoint_format") or "gptq"
     if layout not in ("gptq", "gptq_v2"):
         raise CheckpointError(f"checkpoint_format {layout!r} is not supported; supported: 'gptq', 'gptq_v2'")
+    for pattern, settings in (given.get("dynamic") or {}).items():
+        names = ("bits", "group_size", "sym")
+        other = {name: settings[name] for name in names if name in settings and settings[name] != given.get(name)}
+        if other and not pattern.startswith("-:"):
+            raise CheckpointError(
+                f"GPTQ with other settings for some layers is not supported: dynamic gives {other} to {pattern!r};"
+                " supported: layers left out ('-:')"
+            )
     group, symmetric = max(given.get("group_size", 128), 0), bool(given.get("sym", True))
     return Scheme("gptq", given.get("bits", 4), group, symmetric, zero_offset=1 if layout == "gptq" else 0)
 

@@ -1,0 +1,91 @@
+"""What is in a model's folder: the safetensors files to read, or what to tell of a folder that has none."""
+
+import logging
+import re
+from pathlib import Path
+
+from jaxserve.core.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+OTHER_NAMES = ("consolidated", "adapter_model")
+"""How files begin whose tensors have other names than the model's."""
+
+
+def check_folder(path: Path) -> None:
+    """Raise `CheckpointError` for what is no folder with a config.json, saying what it is instead."""
+    if path.suffix == ".gguf" and path.exists():
+        raise CheckpointError(f"{path}: GGUF is not supported; a model is a folder with config.json and safetensors")
+    if not path.is_dir():
+        if path.exists():
+            raise CheckpointError(f"{path}: is a file; a model is a folder with config.json and safetensors")
+        raise CheckpointError(
+            f"{path}: no such directory. A model is a local directory; names on a hub are not downloaded"
+        )
+    if (path / "config.json").is_file():
+        return
+    message = f"{path / 'config.json'}: missing; a model directory has a config.json"
+    if (path / "adapter_config.json").is_file():
+        message += (
+            ". This is a LoRA adapter, which is not supported: merge it into its base model (merge_and_unload of peft)"
+        )
+    elif snapshots := sorted(path.glob("snapshots/*/config.json")):
+        message += f". This is a folder of Hugging Face's cache; the model is in {snapshots[-1].parent}"
+    elif others := _others(path):
+        message += f". {others}"
+    raise CheckpointError(message)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files to read where there is no index: the single one, or all shards.
+
+    Raises `CheckpointError` if there are none, or shards are missing.
+    """
+    if (directory / SINGLE_NAME).is_file():
+        return [directory / SINGLE_NAME]
+    files = [file for file in sorted(directory.glob("*.safetensors")) if not file.name.startswith(OTHER_NAMES)]
+    shards = {file: match for file in files if (match := SHARD.fullmatch(file.name))}
+    if shards:
+        _check_complete(directory, shards)
+        log.warning("%s: has no %s; the tensors of its %d shards are read", directory, INDEX_NAME, len(shards))
+        return list(shards)
+    if len(files) == 1:
+        return files
+    message = f"{directory}: has neither {SINGLE_NAME} nor {INDEX_NAME}"
+    if files:
+        message += f", and {len(files)} other safetensors files ({files[0].name}, ...) whose order is unknown"
+    others = _others(directory)
+    raise CheckpointError(f"{message}. {others}" if others else message)
+
+
+def _check_complete(directory: Path, shards: dict[Path, re.Match[str]]) -> None:
+    sets = {(match[1], match[3]) for match in shards.values()}
+    if len(sets) > 1:
+        names = " and ".join(f"{name}-*-of-{count}" for name, count in sorted(sets))
+        raise CheckpointError(
+            f"{directory}: has the shards {names} and no {INDEX_NAME}, so one cannot tell which to read"
+        )
+    ((name, count),) = sets
+    numbers = {int(match[2]) for match in shards.values()}
+    for number in range(1, int(count) + 1):
+        if number not in numbers:
+            missing = f"{name}-{number:0{len(count)}}-of-{count}.safetensors"
+            raise CheckpointError(f"{directory / missing}: shard is missing")
+
+
+def _others(directory: Path) -> str:
+    """Say what weights a folder has instead of those that can be read; "" for none."""
+    names = sorted(file.name for file in directory.iterdir())
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
+        return f"{pickles[0]} is a pickle, which is never loaded: convert it to safetensors"
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        return f"{ggufs[0]} is GGUF, which is not supported: take the model's safetensors"
+    if foreign := [name for name in names if name.startswith("consolidated")]:
+        return f"{foreign[0]} is in the format of the model's authors: take its safetensors in Hugging Face's format"
+    if adapters := [name for name in names if name.startswith("adapter_")]:
+        return f"{adapters[0]} is of a LoRA adapter: merge it into its base model (merge_and_unload of peft)"
+    return ""
