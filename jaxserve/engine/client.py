@@ -105,6 +105,7 @@ class ModelInfo:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # of generation_config.json
+    max_new_tokens: int | None = None  # of generation_config.json: no answer over HTTP is longer
 
 
 class EngineClient(Protocol):

@@ -62,6 +62,15 @@ def _check_room(info: ModelInfo, name: str, value: int | None, prompt_tokens: in
         )
 
 
+def capped(info: ModelInfo, max_tokens: int | None, prompt_tokens: int) -> int | None:
+    """Return `max_tokens` of a request, at most what the model's generation_config.json allows."""
+    if info.max_new_tokens is None:
+        return max_tokens
+    if max_tokens is None:
+        return min(info.max_new_tokens, info.max_model_len - prompt_tokens)
+    return min(max_tokens, info.max_new_tokens)
+
+
 def _check_most(name: str, value: Any, limit: int, unit: str = "") -> None:
     if value is not None and value > limit:
         raise RequestError(f"{name} is {value}, the limit is {limit}{unit}", field=name, value=value, limit=limit)

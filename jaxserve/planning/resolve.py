@@ -13,11 +13,13 @@ from pathlib import Path
 import jax
 
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.checkpoint.generation import most_new_tokens, sampling_defaults
 from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import DType, EngineConfig, KernelBackend, ModelConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.machine import allowed_processors, host_memory, processors
+from jaxserve.core.model_name import model_name
 from jaxserve.core.options import check_ranges
 from jaxserve.engine.client import ModelInfo
 from jaxserve.kernels import GRANULE, is_elastic, native
@@ -40,7 +42,6 @@ QUICK_COMPILATION = (
     "--xla_cpu_parallel_codegen_split_count=1",
 )
 SMALL_MACHINE = 4  # processors
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def _sharing(config: EngineConfig, platform: str) -> int:
 def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, max_len: int) -> ModelInfo:
     model, generation = checkpoint.config, checkpoint.generation
     return ModelInfo(
-        name=config.served_model_name or path.resolve().name,
+        name=config.served_model_name or model_name(path),
         max_model_len=max_len,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
@@ -182,5 +183,6 @@ def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, max_len: int
         max_stop_strings=config.max_stop_strings,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
-        default_sampling={name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None},
+        default_sampling=sampling_defaults(generation, checkpoint.path),
+        max_new_tokens=most_new_tokens(generation, checkpoint.path),
     )

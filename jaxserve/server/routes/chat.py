@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from jaxserve.engine.limits import check_params
+from jaxserve.engine.limits import capped, check_params
 from jaxserve.server.chat import ChatAnswer
 from jaxserve.server.errors import json_response, told_as
 from jaxserve.server.generation import Job
@@ -25,6 +25,7 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     prompt = await conversation(client, body, add_special_tokens=body.add_special_tokens, keep=keep)
     length = len(prompt.token_ids)
     limit = answer_tokens(body.token_limit, client.info.max_model_len - length, clamp=state.settings.clamp_max_tokens)
+    limit = capped(client.info, limit, length)
     with told_as(body.names):
         params = body.sampling_params(client.info.default_sampling, max_tokens=limit, logprobs=body.num_logprobs)
         check_params(client.info, params, length)
