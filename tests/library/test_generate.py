@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve import LLM, EngineStopped, PromptTooLong, RequestError, SamplingParams
+from jaxserve import LLM, EngineStopped, JaxserveError, PromptTooLong, RequestError, SamplingParams
+from jaxserve.core.errors import NoTokenizer
 from tests.reference import Reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -273,6 +274,15 @@ def test_token_ids_may_come_in_any_sequence(llm: LLM, ids) -> None:
 def test_what_are_no_params_is_refused(llm: LLM, params) -> None:
     with pytest.raises(RequestError, match="SamplingParams"):
         llm.generate([prompt(1, 5)], params, use_tqdm=False)
+
+
+def test_a_text_without_a_tokenizer_says_which_files_are_missing(llm: LLM) -> None:
+    uses = (lambda: llm.generate("text"), lambda: llm.chat([{"role": "user", "content": "hi"}]), lambda: llm.tokenizer)
+    for use in uses:
+        with pytest.raises(NoTokenizer, match=r"tokenizer\.json or tokenizer\.model") as error:
+            use()
+        assert isinstance(error.value, JaxserveError)
+        assert isinstance(error.value, ValueError)
 
 
 @pytest.mark.parametrize("asked", [{"stop": ["a"]}, {"bad_words": ["a"]}])

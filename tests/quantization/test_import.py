@@ -192,3 +192,46 @@ def test_half_a_layer_in_full_precision_is_refused(tmp_path):
     write(tmp_path, TINY, SHAPES, "gptq", skip="layers.1.mlp.down_proj")
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not quantised"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("layout", "file"), [("gptq", "quantize_config.json"), ("awq", "quant_config.json")])
+def test_settings_may_be_in_a_file_beside_the_configuration(tmp_path, layout, file):
+    write(tmp_path, TINY, SHAPES, layout)
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    del settings["quant_method"]
+    if layout == "awq":  # as AutoAWQ writes them
+        settings = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / file).write_text(json.dumps(settings))
+    assert open_checkpoint(tmp_path).precision("layers.1") == "int4"
+
+
+def test_a_file_beside_the_configuration_that_contradicts_it_is_told(tmp_path, caplog):
+    write(tmp_path, TINY, SHAPES, "gptq")
+    (tmp_path / "quantize_config.json").write_text('{"bits": 8, "group_size": 32, "sym": false}')
+    assert open_checkpoint(tmp_path).precision("layers.1") == "int4"
+    assert "bits is 4 in config.json, which is used, and 8 in quantize_config.json" in caplog.text
+    assert "group_size" not in caplog.text
+
+
+def test_the_older_name_of_the_settings(tmp_path):
+    write(tmp_path, TINY, SHAPES, "pack_quantized")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(tmp_path).precision("layers.1") == "int4"
+
+
+def test_biases_that_are_not_zero_are_told(tmp_path, caplog):
+    write(tmp_path, TINY, SHAPES, "gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{LAYER}self_attn.q_proj.bias"] = np.zeros(64, np.float16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    open_checkpoint(tmp_path)
+    assert not caplog.records
+    tensors[f"{LAYER}self_attn.q_proj.bias"] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    open_checkpoint(tmp_path)
+    assert "1 tensors are not part of LlamaForCausalLM" in caplog.text
+    assert "self_attn.q_proj.bias" in caplog.text

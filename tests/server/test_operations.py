@@ -1,5 +1,7 @@
 """Probes, metrics, tokens, and what the server tells of itself."""
 
+from dataclasses import replace
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -9,9 +11,10 @@ from jaxserve import __version__
 from jaxserve.bench.answer import Answer
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.sse import EventParser
+from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.server.app import create_app
 from jaxserve.server.settings import ServerSettings
-from tests.server.fake import FakeClient
+from tests.server.fake import FakeClient, byte_tokenizer
 from tests.server.serving import serving
 
 
@@ -97,6 +100,55 @@ def test_defaults_of_the_model_apply_unless_the_request_says_otherwise():
     http.post("/v1/completions", json={"prompt": "a", "top_k": 5})
     params = client.seen[0][1]
     assert (params.temperature, params.top_k) == (0.6, 5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/v1/chat/completions", {}, 20),
+        ("/v1/chat/completions", {"max_tokens": 5}, 5),
+        ("/v1/chat/completions", {"max_tokens": 50}, 20),
+        ("/v1/completions", {}, 16),
+        ("/v1/completions", {"max_tokens": 50}, 20),
+    ],
+)
+def test_no_answer_is_longer_than_the_model_says(path, body, tokens):
+    client = FakeClient()
+    client.info = replace(client.info, max_new_tokens=20)
+    http = TestClient(create_app(client, ServerSettings()))
+    answer = http.post(path, json={"prompt": "a", "messages": [{"role": "user", "content": "a"}], **body})
+    assert answer.status_code == 200
+    assert client.seen[0][1].max_tokens == tokens
+
+
+def test_the_cap_leaves_room_for_the_prompt():
+    client = FakeClient(max_model_len=64)
+    client.info = replace(client.info, max_new_tokens=60)
+    http = TestClient(create_app(client, ServerSettings()))
+    http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a" * 20}]})
+    prompt, params, *_ = client.seen[0]
+    assert params.max_tokens == 64 - len(prompt.token_ids)
+
+
+QWEN = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
+    "{{ '<' + m.role + '>' + m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_no_message_is_dropped_in_silence():
+    tokenizer = Tokenizer(byte_tokenizer()._tokenizer, chat_template=QWEN)
+    http = TestClient(create_app(FakeClient(tokenizer=tokenizer), ServerSettings()))
+
+    def ask(role):
+        messages = [{"role": role, "content": "be brief"}, {"role": "user", "content": "hi"}]
+        return http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False})
+
+    tokens = ask("developer").json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "<system>be brief<user>hi"}
+    error = ask("critic").json()["error"]
+    assert error["param"] == "messages"
+    assert "'critic'" in error["message"]
 
 
 def test_description_of_the_api_has_the_bodies(http):
