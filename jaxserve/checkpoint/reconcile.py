@@ -29,7 +29,7 @@ def settle_vocabulary(
     `store`. Raises `CheckpointError` for a head that is missing.
     """
     files = store.files if isinstance(store, ImportedStore) else store
-    if config.tie_embeddings and EMBEDDING not in store and HEAD in store:
+    if config.tie_embeddings and EMBEDDING not in files and HEAD in files:
         files.share(EMBEDDING, HEAD)
     store.stored(EMBEDDING, (config.vocab_size, config.hidden_size))  # if it is at fault, the head does not matter
     rows = files.rows(EMBEDDING)
@@ -43,8 +43,9 @@ def settle_vocabulary(
     if HEAD in store:
         if config.tie_embeddings and not _is_embedding(config, store):
             log.warning(
-                "%s differs from the embedding, although config.json says tie_word_embeddings: they are not tied",
-                files.where(HEAD if HEAD in files else EMBEDDING),
+                "%s: %s differs from the embedding, although config.json says tie_word_embeddings: they are not tied",
+                files.source,
+                HEAD,
             )
             return replace(config, tie_embeddings=False)
         return config

@@ -58,7 +58,7 @@ class Tokenizer:
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
 
     @classmethod
-    def load(cls, path: str | Path, chat_template: str | None = None) -> "Tokenizer":
+    def load(cls, path: str | Path, chat_template: str | Path | None = None) -> "Tokenizer":
         """Read a model's folder, or its tokenizer.json or tokenizer.model.
 
         `chat_template`: another than the model's own, as `EngineConfig.chat_template`. Raises `CheckpointError` naming
@@ -66,7 +66,8 @@ class Tokenizer:
         """
         path = Path(path)
         files = TokenizerFiles.read(path)
-        template, builtin = choose_template(chat_template, files.chat_templates, vocabulary_file(path).parent)
+        given = None if chat_template is None else str(chat_template)
+        template, builtin = choose_template(given, files.chat_templates, vocabulary_file(path).parent)
         return cls(
             files.tokenizer,
             special_tokens=files.special_tokens,

@@ -177,7 +177,8 @@ def _add_tokens(tokenizer: HfTokenizer, folder: Path, config: Mapping[str, Any],
     """Add the tokens that only the other files have, if the ids that those give them are free. Mutates `tokenizer`."""
     declared = _declared_tokens(folder, config, special)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    following = max([-1, *tokenizer.get_vocab(with_added_tokens=True).values()]) + 1
+    absent = any(tokenizer.token_to_id(token.content) is None for token in declared.values())
+    following = max(tokenizer.get_vocab().values(), default=-1) + 1 if absent else 0  # what the library gives next
     new, misplaced = [], []
     for id, token in sorted(declared.items()):
         found = tokenizer.token_to_id(token.content)

@@ -43,7 +43,7 @@ RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM", **HEADLESS}
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Resolve a Hugging Face config.json. Raises `CheckpointError` for what is not supported, saying what is."""
-    given = [str(name) for name in hf.get("architectures") or ()]
+    given = _architectures(hf)
     by_type = MODEL_TYPES.get(str(hf.get("model_type")))
     family = next((name for name in (RENAMED.get(name, name) for name in given) if name in FAMILIES), None)
     if family is None and not given:
@@ -62,7 +62,12 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def is_headless(hf: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of a model without an output head."""
-    return any(name in HEADLESS for name in hf.get("architectures") or ())
+    return any(name in HEADLESS for name in _architectures(hf))
+
+
+def _architectures(hf: Mapping[str, Any]) -> list[str]:
+    given = hf.get("architectures") or ()
+    return [given] if isinstance(given, str) else [str(name) for name in given]
 
 
 def build_block(config: ModelConfig, block_id: str, *, rngs: nnx.Rngs, precision: str | None = None) -> nnx.Module:

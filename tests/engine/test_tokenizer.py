@@ -382,7 +382,7 @@ def test_a_template_may_be_given(folder, tmp_path):
     def prompt(template):
         return Tokenizer.load(folder, template).apply_chat_template(CONVERSATION[:1])
 
-    assert prompt(str(tmp_path / "mine.jinja")) == "<Hi>"
+    assert prompt(str(tmp_path / "mine.jinja")) == prompt(tmp_path / "mine.jinja") == "<Hi>"
     assert prompt("tool_use") == "(Hi)"
     assert prompt("{% for m in messages %}[{{ m.content }}]{% endfor %}") == "[Hi]"
     assert prompt("chatml") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
