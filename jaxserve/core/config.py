@@ -108,7 +108,7 @@ class EngineConfig:
         bool, Option("Model", "Serve a model without a tokenizer: prompts are token ids.")
     ] = False
     chat_template: Annotated[
-        str | None,
+        str | Path | None,
         Option(
             "Model",
             "Chat template: a file, plain, vicuna, chatml, or a name that the model gives to one of its own.",
@@ -123,7 +123,11 @@ class EngineConfig:
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        Option("Model", "Precision of weights, activations and KV cache; auto: the checkpoint's.", in_terminal=True),
+        Option(
+            "Model",
+            "Precision of weights, activations and KV cache; auto: the checkpoint's, but bfloat16 for float16 where that is slow.",
+            in_terminal=True,
+        ),
     ] = "auto"
     seed: Annotated[int, Option("Model", "Seed of requests that name none.")] = 0
     precision: Annotated[
