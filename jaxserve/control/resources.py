@@ -65,6 +65,15 @@ class Resources:
         pages = max(0, min(self.most_pages, *fitting))
         return filled(self.segments, pages) if self.segments else pages
 
+    def most_capacity(self, instance: InstancePlan) -> int:
+        """The most KV pages that an instance can have: beside all of its layers in what takes least."""
+        layers = [block.block for block in instance.blocks if block.block.startswith("layers.")]
+        least = {
+            layer: min(self.precisions(layer), key=lambda precision: self.bytes_taken(layer, precision))
+            for layer in layers
+        }
+        return self.kv_capacity(Plan(0, (instance,)).with_precisions(0, least).instances[0])
+
     def pages_taken(self, pages: int) -> int:
         """How many take memory while so many may be in use."""
         return covered(self.segments, pages) if self.segments else pages

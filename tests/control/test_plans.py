@@ -250,3 +250,11 @@ def test_devices_in_the_table_are_shortened_only_when_they_follow_each_other() -
     stage = StagePlan(home_plan(1).instances[0].blocks, (0, 1, 2, 5), 20)
     plan = Plan(1, (replace(home_plan(1).instances[0], stages=(stage, replace(stage, devices=(6, 7, 8)))),))
     assert re.search(r"0,1,2,5.*6-8", plan_table(plan), re.DOTALL)
+
+
+def test_the_most_pages_are_those_beside_the_smallest_layers_and_not_those_that_have_addresses() -> None:
+    resources, (instance,) = machine(), home_plan().instances
+    smallest = home_plan().with_precisions(0, {f"layers.{n}": "int4" for n in range(16)}).instances[0]
+    assert resources.most_capacity(instance) == resources.kv_capacity(smallest) == 401 + 16 * 30
+    assert resources.most_capacity(smallest) == resources.most_capacity(instance) < resources.most_pages
+    assert machine(most_pages=500).most_capacity(instance) == 500
