@@ -276,6 +276,17 @@ def test_all_layers_are_back_in_reverse_order_well_within_ten_seconds(settings: 
     )
 
 
+def test_a_release_says_what_lets_no_more_layers_back() -> None:
+    """The use on average, where that is larger than what is in use at the moment."""
+    driver = Driver(PERFORMANCE)
+    driver.press()
+    driver.see_for(30, 6, recent=replace(CALM, kv_usage=0.55), kv_pages_used=0)
+    assert driver.reasons[-1].endswith(
+        "484 pages in use on average <= 60% of 820: layers 14, 12 to bfloat16, KV 881 -> 821 pages; "
+        "for more: 484 pages in use on average > 60% of 790"
+    )
+
+
 @pytest.mark.parametrize(
     ("blocking", "note"),
     [

@@ -222,11 +222,12 @@ class MorphPolicy:
         plan = with_back(count)
         if plan is view.plan or not self._fits(view, plan):
             least = with_back(1) if plan is view.plan else plan
-            return view.plan, state, self._too_many(view, least.instances[view.number].kv_pages)
+            return view.plan, state, self._in_use(view, ">", least.instances[view.number].kv_pages)
         pages = plan.instances[view.number].kv_pages
         calm = self._calm(view, state)
-        fits = f"{view.snapshot.kv_pages_used} pages in use <= {settings.release_usage:.0%} of {pages - 1}"
-        reason = f"{calm}, {fits}: {_change(restored(count), view.instance, pages)}"
+        reason = f"{calm}, {self._in_use(view, '<=', pages)}: {_change(restored(count), view.instance, pages)}"
+        if count < most:
+            reason += f"; for more: {self._in_use(view, '>', with_back(count + 1).instances[view.number].kv_pages)}"
         load = view.arrivals
         return plan, replace(state, last_release=now, released_at=load, peak=load, returned=None), reason
 
@@ -294,12 +295,12 @@ class MorphPolicy:
         now = snapshot.kv_usage
         return {"in use": now, "in use on average": recent.kv_usage, f"in use in {horizon:g} s": now + rise}
 
-    def _too_many(self, view: _View, pages: int) -> str:
-        """That what is in use does not fit into so many pages with the margin, in words."""
+    def _in_use(self, view: _View, relation: str, pages: int) -> str:
+        """What decides whether so many pages are enough, in words: the largest use, beside what the margin leaves."""
         usages = self._usages(view)
         when = max(usages, key=lambda when: usages[when])
         used = usages[when] * view.snapshot.kv_pages_total
-        return f"{used:.0f} pages {when} > {self.settings.release_usage:.0%} of {pages - 1}"
+        return f"{used:.0f} pages {when} {relation} {self.settings.release_usage:.0%} of {pages - 1}"
 
     # -- plans
 
