@@ -58,6 +58,8 @@ def test_the_file_of_accuracy_mode_has_every_threshold() -> None:
         ("policy: morph\nsettings: {entry_layers: 1.5}", "settings.entry_layers is 1.5; it must be of type int"),
         ("policy: morph\nsettings: [1]", "it has names and values"),
         ("policy: morph\nsettings: {kv_usage: 2}", "kv_usage is 2, it must be a share"),
+        ("policy: morph\nsettings: {precision: bfloat16}", "precision is bfloat16, it must be one of int8, int4, int3"),
+        ("policy: morph\nsettings: {rest: float32}", "rest is 'float32', it must be empty, or one of int8, int4, int3"),
         ("- 1", "it has 'policy'"),
         ("policy: [", "policy.yaml is not valid YAML"),
     ],
@@ -84,3 +86,31 @@ def test_what_is_no_policy_is_refused(tmp_path: Path) -> None:
     for source in ("morf", tmp_path / "no.yaml", f"{tmp_path}/no.py:Own", f"{tmp_path}/own.py:Own"):
         with pytest.raises(ConfigError):
             load_policy(source, MACHINE, ORDER)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def Own(", "own.py raised SyntaxError: '(' was never closed"),
+        ("import nothing_like_this", "own.py raised ModuleNotFoundError: No module named 'nothing_like_this'"),
+        ("class Own: pass", "Own(resources, swap_order) raised TypeError: Own() takes no arguments"),
+        ("def Own(resources, order): return 1 / 0", "Own(resources, swap_order) raised ZeroDivisionError: division"),
+        ("def Own(resources, order): return None", "what Own returns has no `name` that is a string"),
+        ("class Own:\n def __init__(self, *given): self.name = 'own'", "what Own returns has no method init"),
+        (
+            "class Own:\n name = 'own'\n def __init__(self, *given): pass\n def init(self, plan): pass",
+            "what Own returns has no method update",
+        ),
+        (
+            "class Own:\n name = 'own'\n def __init__(self, *given): pass\n def init(self, plan): pass\n"
+            " def update(self, plan): pass",
+            "has a method update that cannot be called with (snapshots, plan, state): too many positional arguments",
+        ),
+    ],
+)
+def test_a_policy_of_ones_own_that_cannot_work_is_one_line(tmp_path: Path, code: str, message: str) -> None:
+    (tmp_path / "own.py").write_text(code)
+    with pytest.raises(ConfigError) as error:
+        load_policy(f"{tmp_path}/own.py:Own", MACHINE, ORDER)
+    assert message in str(error.value)
+    assert str(error.value).startswith(f"policy {tmp_path}/own.py")

@@ -1,8 +1,10 @@
 """Policies by name, from a YAML file, or from a Python file of one's own."""
 
 import importlib.util
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -99,8 +101,37 @@ def _from_python(path: Path, name: str, resources: Resources, swap_order: Sequen
         raise ConfigError(f"policy {path}: there is no such file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
+    with _told(f"policy {path}"):
+        spec.loader.exec_module(module)
     if not hasattr(module, name):
         raise ConfigError(f"policy {path}: it has no {name}")
-    policy: Policy = getattr(module, name)(resources, swap_order)
+    with _told(f"policy {path}: {name}(resources, swap_order)"):
+        policy: Policy = getattr(module, name)(resources, swap_order)
+    _check(policy, f"policy {path}: what {name} returns")
     return policy
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Raises `ConfigError` for whatever a user's code raises."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _check(policy: object, what: str) -> None:
+    """Raises `ConfigError` for what is no `Policy`."""
+    if not isinstance(getattr(policy, "name", None), str):
+        raise ConfigError(f"{what} has no `name` that is a string; a policy has a name, init and update")
+    for method, arguments in (("init", (None,)), ("update", (None,) * 3)):
+        function = getattr(policy, method, None)
+        if not callable(function):
+            raise ConfigError(f"{what} has no method {method}; a policy has a name, init and update")
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            wanted = {"init": "(plan)", "update": "(snapshots, plan, state)"}[method]
+            raise ConfigError(f"{what} has a method {method} that cannot be called with {wanted}: {error}") from error

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.precision import BITS
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class MorphSettings:
         return self.precision if place < max(1, int(self.most_layers * num_layers)) else self.rest
 
     def __post_init__(self) -> None:
+        fewer = f"{', '.join(BITS)}: layers change to fewer bits"
+        _check("precision", self.precision, self.precision in BITS, f"one of {fewer}")
+        _check("rest", repr(self.rest), not self.rest or self.rest in BITS, f"empty, or one of {fewer}")
         shares = ("kv_usage", "urgent_delay", "most_layers", "release_usage", "release_layers", "relapse_load")
         for name in shares:
             _check(name, getattr(self, name), 0 < getattr(self, name) <= 1, "a share above 0, at most 1")
