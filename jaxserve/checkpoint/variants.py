@@ -171,12 +171,19 @@ class VariantWriter:
         import orbax.checkpoint as ocp
 
         tree = {name: _arrays(leaf) for name, leaf in leaves.items()}
+        folder = self._incoming(precision) / f"layers.{index}"
         with ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(self._incoming(precision) / f"layers.{index}", tree)
+            checkpointer.save(folder, tree)
         quantized = {n: {"bits": x.bits, "size": x.size} for n, x in leaves.items() if isinstance(x, QArray)}
         size = sum(leaf.nbytes for leaf in leaves.values())
         described = {name: sorted(arrays) if isinstance(arrays, dict) else None for name, arrays in tree.items()}
-        self._layers[precision][index] = {"nbytes": size, "quantized": quantized, "leaves": described}
+        files = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+        self._layers[precision][index] = {
+            "nbytes": size,
+            "quantized": quantized,
+            "leaves": described,
+            "files": files,
+        }
         return size
 
     def finish(self) -> VariantStore:
@@ -266,10 +273,23 @@ def _arrays(leaf: np.ndarray | QArray) -> Any:
     return {name: np.asarray(array) for name, array in arrays.items() if array is not None}
 
 
+def _check_sizes(folder: Path, files: Mapping[str, int]) -> None:
+    """Raise `CheckpointError` naming the first file that an interrupted copy or a full disk has cut off.
+
+    `files` are the sizes when they were written. Orbax would go on reading others, and say less about it.
+    """
+    for name, written in files.items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else 0
+        if found != written:
+            raise CheckpointError(f"{file}: has {found} of {written} bytes; make it anew with `jaxserve quantize`")
+
+
 def _read(path: Path, described: Mapping[str, Any]) -> Variant:
-    """All leaves of one layer. Orbax reads no other layer's files for it."""
+    """All leaves of one layer. Orbax reads no other layer's files for it. Raises `CheckpointError`."""
     import orbax.checkpoint as ocp
 
+    _check_sizes(path, described.get("files", {}))
     args = ocp.RestoreArgs(restore_type=np.ndarray)
     wanted = {name: 0 if kinds is None else dict.fromkeys(kinds, 0) for name, kinds in described["leaves"].items()}
     try:

@@ -1,6 +1,8 @@
 """The variant store: what is written comes back layer by layer, and nothing else is taken for it."""
 
 import json
+import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +183,19 @@ def test_what_is_refused_leaves_no_folder(tmp_path):
     done = CliRunner().invoke(app, ["quantize", str(MODEL), "--out", str(tmp_path / "variants")])
     assert done.exit_code == 1
     assert not (tmp_path / "variants").exists()
+
+
+def test_a_file_that_was_cut_off_is_named(store, tmp_path, capfd):
+    cut = tmp_path / "variants"
+    shutil.copytree(store, cut)
+    largest = max((cut / "int4" / "layers.2").rglob("*"), key=lambda file: file.stat().st_size)
+    os.truncate(largest, 100)
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(largest))}: has 100 of \d+ bytes"):
+        VariantStore.open(cut).layer(2, "int4")
+    largest.unlink()
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(largest))}: has 0 of \d+ bytes"):
+        VariantStore.open(cut).layer(2, "int4")
+    assert "Event loop is closed" not in capfd.readouterr().err
 
 
 def test_variants_of_another_model_are_refused(store, tiny_model):
