@@ -30,10 +30,10 @@ def use_persistent_cache(folder: str | Path | None) -> None:
     """
     if folder is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
-    folder = Path(folder) if folder is not None else default_cache_folder()
     try:
+        folder = Path(folder) if folder is not None else default_cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home, as in many containers
         log.warning("no persistent compilation cache: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))

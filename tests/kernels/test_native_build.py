@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.kernels.native import build
+from jaxserve.kernels.native import build, library
 
 PROJECT = tomllib.loads((Path(build.__file__).parents[3] / "pyproject.toml").read_text())
 
@@ -63,3 +63,46 @@ def test_a_library_of_the_oldest_jaxlib_serves_newer_ones(no_library, monkeypatc
     assert build.build(no_library) == oldest
     own.touch()
     assert build.build(no_library) == own
+
+
+@pytest.fixture
+def quick_compiler(tmp_path, monkeypatch):
+    """A compiler that writes empty files, and a package folder in which there is no library."""
+    script = tmp_path / "c++"
+    script.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(library, "HERE", tmp_path / "site-packages")
+
+
+def test_compiling_leaves_the_library_alone_behind(quick_compiler, tmp_path):
+    sources = set(build.HERE.iterdir())
+    found = build.build(tmp_path / "target")
+    assert list((tmp_path / "target").iterdir()) == [found]
+    assert set(build.HERE.iterdir()) == sources
+
+
+def test_a_failed_compilation_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(subprocess.CalledProcessError):
+        build.build(tmp_path / "target")
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_a_package_without_a_library_has_one_compiled_into_the_users_cache(quick_compiler, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = library._library.__wrapped__()
+    assert found == build.library_path(tmp_path / "cache" / "jaxserve" / "native")
+    assert found.is_file()
+    assert not (tmp_path / "site-packages").exists()
+
+
+@pytest.mark.parametrize("cache", ["/proc/cache", ""], ids=["not-writable", "no-home"])
+def test_without_a_place_for_a_library_plain_xla_serves(quick_compiler, monkeypatch, caplog, cache):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert library._library.__wrapped__() is None
+    assert "plain XLA will be slower" in caplog.text

@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,14 @@ def library_path(folder: Path, version: str | None = None) -> Path:
     return folder / f"cpu-jaxlib{version or metadata.version('jaxlib')}-{platform.machine()}-{digest}.so"
 
 
+def cache_folder() -> Path:
+    """Return the user's folder, for libraries that are compiled later than at installation.
+
+    Raises RuntimeError for a user without a home, as in many containers.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "native"
+
+
 def built(folder: Path) -> Path | None:
     """A library in a folder that the installed jaxlib accepts."""
     paths = (library_path(folder), library_path(folder, OLDEST_JAXLIB))
@@ -79,20 +88,31 @@ def build(folder: Path = HERE) -> Path:
         return found
     library = library_path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
-        units = [*UNITS.get(platform.machine(), ELSEWHERE), *((call, ["-isystem", _headers()]) for call in CALLS)]
-        objects = [f"{scratch}/{number}.o" for number in range(len(units))]
-
-        def compile_unit(unit: tuple[str, list[str]], to: str) -> None:
-            source, flags = unit
-            subprocess.run([*compiler(), *FLAGS, *flags, "-c", HERE / source, "-o", to], check=True)
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(compile_unit, units, objects))
-        linked = Path(scratch) / "linked.so"
-        subprocess.run([*compiler(), "-shared", *objects, "-pthread", "-o", linked], check=True)
-        linked.replace(library)  # atomic: two builds at once do no harm
+    partial = folder / f".{os.getpid()}-{library.name}"
+    partial.touch()  # fails now, and not after all has been compiled, where nothing can be written
+    try:
+        with tempfile.TemporaryDirectory(prefix="jaxserve-build-") as scratch:
+            shutil.copyfile(_compiled(Path(scratch)), partial)
+        partial.replace(library)  # atomic: two builds at once do no harm
+    finally:
+        partial.unlink(missing_ok=True)
     return library
+
+
+def _compiled(scratch: Path) -> Path:
+    """Compile and link the library in an empty folder, and return its path there."""
+    units = [*UNITS.get(platform.machine(), ELSEWHERE), *((call, ["-isystem", _headers()]) for call in CALLS)]
+    objects = [f"{scratch}/{number}.o" for number in range(len(units))]
+
+    def compile_unit(unit: tuple[str, list[str]], to: str) -> None:
+        source, flags = unit
+        subprocess.run([*compiler(), *FLAGS, *flags, "-c", HERE / source, "-o", to], check=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_unit, units, objects))
+    linked = scratch / "linked.so"
+    subprocess.run([*compiler(), "-shared", *objects, "-pthread", "-o", linked], check=True)
+    return linked
 
 
 def build_or_say(folder: Path = HERE) -> Path | None:

@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import logging
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import jax
 
 from jaxserve.core.machine import processors
-from jaxserve.kernels.native.build import HERE, build, built, compiler
+from jaxserve.kernels.native.build import HERE, build, built, cache_folder, compiler
 from jaxserve.parallel.devices import devices
 
 ATTENTION, WRITE_AND_ATTEND = "jaxserve_paged_attention", "jaxserve_write_and_attend"
@@ -23,12 +22,9 @@ CALLS = (
     *(DRAW, DRAW_ADJUSTED, LOGPROBS),
     *(RESERVE_POOL, RELEASE_PAGES),
 )
+log = logging.getLogger(__name__)
+
 VARIANTS = ("amx", "vnni", "avx512bf16", "avx512", "avx2few", "avx2", "portable")  # of the product, fastest first
-
-
-def cache_folder() -> Path:
-    """The user's: where a library is compiled to on first use."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "native"
 
 
 @functools.cache
@@ -51,12 +47,17 @@ def targets() -> frozenset[str]:
 @functools.cache
 def _library() -> Path | None:
     """The library's path, once it is there."""
-    cache = cache_folder()
-    if found := built(HERE) or built(cache):
+    if found := built(HERE):
+        return found
+    try:
+        cache = cache_folder()
+    except RuntimeError as error:
+        log.warning("no folder for native CPU kernels, plain XLA will be slower: %s", error)
+        return None
+    if found := built(cache):
         return found
     if devices()[0].platform != "cpu":
         return None
-    log = logging.getLogger(__name__)
     if shutil.which(compiler()[0]) is None:
         log.warning("no C++ compiler (%s) for the native CPU kernels, plain XLA will be slower", compiler()[0])
         return None
