@@ -44,7 +44,3 @@ class Ledger:
         """Sets the sizes of entries. Raises as `check`, and then nothing has changed. Mutates."""
         self.check(entries)
         self.entries |= entries
-
-    def release(self, name: str) -> int:
-        """Forgets an entry and returns its bytes. Mutates."""
-        return self.entries.pop(name)

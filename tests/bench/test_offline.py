@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from jaxserve import EngineConfig
 from jaxserve.bench.offline.engine import OfflineEngine, Run, jobs
-from jaxserve.bench.offline.host import host_work
 from jaxserve.bench.offline.latency import cases, latency, row as latency_row
-from jaxserve.bench.offline.options import HostOptions, LatencyOptions, StartupOptions, ThroughputOptions
+from jaxserve.bench.offline.options import LatencyOptions, StartupOptions, ThroughputOptions
 from jaxserve.bench.offline.startup import medians, server, startup
 from jaxserve.bench.offline.steps import StepTimes, decode_steps, periods, quantile
 from jaxserve.bench.offline.throughput import row as throughput_row, throughput
@@ -32,7 +31,7 @@ def config(model: Path, **more: object) -> EngineConfig:
 
 
 def step(number: int, done_s: float, *, decodes: int = 4, prefill: int = 0) -> StepTimes:
-    return StepTimes(number, decodes, prefill, 0.001, 0.002, 0.05, 0.003, done_s)
+    return StepTimes(number, decodes, prefill, 0.001, 0.002, 0.003, done_s)
 
 
 STEPS = (
@@ -155,12 +154,6 @@ def test_an_interrupted_throughput_keeps_what_was_measured(tiny_model: Path):
     assert 1 <= row["completed"] < 9
 
 
-def test_host_work_names_every_part():
-    rows = list(host_work(HostOptions(batch=2, layers=2, steps=5)))
-    assert [row["part"] for row in rows][:4] == ["begin", "pack", "dispatch", "finish"]
-    assert all(row["median_us"] >= 0 and row["p90_us"] >= row["median_us"] for row in rows)
-
-
 def test_startup_tells_its_phases_with_an_empty_and_a_warm_cache(tiny_model: Path):
     options = StartupOptions(config(tiny_model, max_num_seqs=1, max_num_batched_tokens=33), server=False)
     empty, warm = startup(options)
@@ -191,7 +184,7 @@ def test_a_failed_start_is_told(tmp_path: Path):
 def test_options_import_no_jax_and_measurements_no_web_framework():
     code = (
         "import sys, jaxserve.bench.offline.options; assert 'jax' not in sys.modules\n"
-        "import jaxserve.bench.offline.latency, jaxserve.bench.offline.throughput, jaxserve.bench.offline.host\n"
+        "import jaxserve.bench.offline.latency, jaxserve.bench.offline.throughput\n"
         "import jaxserve.bench.offline.startup, jaxserve.bench.offline.phases\n"
         "found = {'fastapi', 'uvicorn', 'pydantic', 'starlette'} & set(sys.modules); assert not found, found"
     )

@@ -48,10 +48,6 @@ class OfflineEngine:
         return self._built.info
 
     @property
-    def has_tokenizer(self) -> bool:
-        return self._built.tokenizer is not None
-
-    @property
     def instances(self) -> int:
         """How many copies of the model there are."""
         return len(self._loops)

@@ -39,15 +39,6 @@ class ThroughputOptions:
 
 
 @dataclass(frozen=True)
-class HostOptions:
-    """Decode steps at a full batch of a model with many layers and tiny matrices."""
-
-    batch: int = 32
-    layers: int = 12
-    steps: int = 300
-
-
-@dataclass(frozen=True)
 class StartupOptions:
     """Fresh processes, with an empty compilation cache and with the one they have left behind."""
 

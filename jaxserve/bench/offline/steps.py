@@ -26,7 +26,6 @@ class StepTimes:
     prefill_tokens: int
     begin_s: float
     dispatch_s: float = math.nan
-    wait_s: float = math.nan
     finish_s: float = math.nan
     done_s: float = math.nan  # on the clock
 
@@ -116,10 +115,8 @@ class _TimedPending:
     clock: Clock
 
     def fetch(self) -> StepOutput:
-        start = self.clock.now()
         output = self.pending.fetch()
         self.times.done_s = self.clock.now()
-        self.times.wait_s = self.times.done_s - start
         return output
 
 

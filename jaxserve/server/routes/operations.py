@@ -6,10 +6,9 @@ from jaxserve._version import __version__
 from jaxserve.core.errors import EngineFailed
 from jaxserve.server.errors import json_response
 from jaxserve.server.state import State
+from jaxserve.telemetry.metrics import CONTENT_TYPE
 
 router = APIRouter(tags=["operations"])
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @router.get("/health")
@@ -39,7 +38,7 @@ async def ready(state: State) -> Response:
 async def metrics(state: State) -> Response:
     """Prometheus metrics; empty while the model is loading."""
     client = state.loaded
-    return Response(b"" if client is None else client.metrics_text(), media_type=METRICS_TYPE)
+    return Response(b"" if client is None else client.metrics_text(), media_type=CONTENT_TYPE)
 
 
 @router.get("/version")
