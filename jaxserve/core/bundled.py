@@ -4,6 +4,7 @@ A wheel holds them inside the package (setup.py copies them there). A source tre
 imports from one, have them at the top of the repository.
 """
 
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def config_names(kind: str) -> list[str]:
 
 def config_path(kind: str, path_or_name: str | Path) -> Path | None:
     """Return the file at a path, or else the one of configs/`kind` with that name; None where there is neither."""
-    if Path(path_or_name).is_file():
+    if os.path.isfile(path_or_name):  # and not Path.is_file, which raises for a name that is too long
         return Path(path_or_name)
     known = (file for file in configs_path(kind).iterdir() if file.stem == str(path_or_name))
     return next(known, None)

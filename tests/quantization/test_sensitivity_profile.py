@@ -141,7 +141,7 @@ def test_lines_of_json_are_read_as_texts(tmp_path):
     ("name", "content", "message"),
     [
         ("short.txt", b"def", r"short\.txt: \d tokens are to be had, 2 rows of 15 need 3\d"),
-        ("text.txt", b"\xff\xfe", r"text\.txt: cannot be read as text"),
+        ("text.txt", b"\xff\xfe", r"cannot read .*text\.txt: "),
         ("text.jsonl", b'{"words": 1}', r'text\.jsonl: line 1 is no JSON object with a "text"'),
     ],
 )
@@ -240,7 +240,7 @@ def test_what_was_prepared_beside_the_model_is_profiled_and_named(calib, tmp_pat
         (("--weights", "1,-1,1"), "the three must be 0 or more, and not all 0"),
         (("--held-out-tokens", "1000000"), "tokens are to be had"),
         (("--variants", "/nowhere"), "/nowhere: has no variants.json"),
-        (("--out", "/nowhere/profile.json"), "/nowhere: is no directory that can be written to"),
+        (("--out", "/proc/profile.json"), "cannot write into /proc: "),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_computed(calib, args, message):
