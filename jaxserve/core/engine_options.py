@@ -14,7 +14,7 @@ class EngineOptions(TypedDict, total=False):
 
     tokenizer: str | Path | None
     skip_tokenizer_init: bool
-    chat_template: str | None
+    chat_template: str | Path | None
     served_model_name: str | None
     load_format: LoadFormat
     dtype: Literal["auto", "bfloat16", "float16", "float32"]

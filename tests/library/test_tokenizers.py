@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HfTokenizer, models
 
+from jaxserve.build import _load_tokenizer, check_serves_text
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.cli import _example_prompt
+from jaxserve.cli.main import _example_prompt
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CheckpointError, NoTokenizer
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.factory import _load_tokenizer, check_serves_text
 from tests.conftest import TINY
 
 
