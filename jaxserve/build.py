@@ -22,6 +22,7 @@ from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, load_policy
 from jaxserve.control.policy import Foresees, Policy
 from jaxserve.control.service import ControlPlane
+from jaxserve.core.block_names import is_layer, layer_index
 from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CheckpointError
@@ -298,7 +299,7 @@ def _build_instance(
                 tensors |= {"weight": jax.tree.unflatten(jax.tree.structure(tensors["weight"]), rows[0].leaves)}
             rows.append(builder.build(block.block, tensors, placement, block.precision))
             resolved.checkpoint.forget(block.block, block.precision)  # else a prepared layer would be there twice
-            if block.block.startswith("layers."):
+            if is_layer(block.block):
                 pools.append(_pool_maker(resolved, placement))
     progress(READING, total, total)
     scheduler, table = resolved.scheduler(instance)
@@ -339,7 +340,7 @@ def _warm_variants(
     model = resolved.physical
     outlines: dict[BlockPlan, RowOutline] = {}
     for stage in instance.stages:
-        layers = {b.block: int(b.block.removeprefix("layers.")) for b in stage.blocks if b.block.startswith("layers.")}
+        layers = {b.block: layer_index(b.block) for b in stage.blocks if is_layer(b.block)}
         kinds = {name: (model.is_sparse(layer), model.window(layer)) for name, layer in layers.items()}
         warm = {(kinds[row.block], row.precision): row.outline() for row in executor.rows if row.block in kinds}
         for name, kind in kinds.items():
@@ -352,7 +353,7 @@ def _warm_variants(
         for (kind, precision), outline in warm.items():
             outlines |= {BlockPlan(name, precision): outline for name in kinds if kinds[name] == kind}
     for plan in foreseen:
-        layers = [block for block in plan.blocks if block.block.startswith("layers.")]
+        layers = [block for block in plan.blocks if is_layer(block.block)]
         if outlines.keys() >= set(layers):  # a policy of the user's may foresee what cannot be
             executor.fuse_decodes([outlines[block] for block in layers])
 

@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from jaxserve.core.numeric import ceil_div
 from jaxserve.kernels.kv import row_size
 from jaxserve.kernels.pool_segments import Pool
 from pallas_kernels.blocks import AttentionBlocks
@@ -215,7 +216,7 @@ class CodesPool:
     @property
     def words(self) -> int:
         """W."""
-        return -(-self.head_dim // 32) * 16
+        return ceil_div(self.head_dim, 32) * 16
 
     @property
     def width(self) -> int:

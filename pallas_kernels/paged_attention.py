@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve.core.numeric import ceil_div
 from jaxserve.kernels.kv import row_size
 from jaxserve.kernels.meta import AttentionMeta
 from jaxserve.kernels.pool_segments import Pool
@@ -84,7 +85,7 @@ def attend(
     """Attention of tiles q [N, Q, K, G, D]; the contract is `jaxserve.kernels.reference.attend`'s."""
     n, tokens, kv_heads, group, head_dim = q.shape
     rows = tokens * group
-    padded = -(-rows // 8) * 8 if rows <= ROWS else -(-rows // ROWS) * ROWS
+    padded = ceil_div(rows, 8) * 8 if rows <= ROWS else ceil_div(rows, ROWS) * ROWS
     x = jnp.moveaxis(q, 1, 2).reshape(n, kv_heads, rows, head_dim)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     out, sums = flash(

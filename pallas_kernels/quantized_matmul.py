@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from jaxserve.core.numeric import ceil_div
 from jaxserve.quantization import QArray
 from pallas_kernels.blocks import HOPPER, DeviceBlocks
 from pallas_kernels.mosaic import WARPGROUP_ROWS, from_codes, launch, load, sum_of_products, tiles, transposed
@@ -94,7 +95,7 @@ def splits_for(steps: int, wanted: int, weight_bytes: int, rows: int) -> int:
     the weight, per output.
     """
     most = min(wanted, steps // 2, weight_bytes // 4 // (2 * 4 * rows))
-    return -(-steps // -(-steps // max(1, most)))
+    return ceil_div(steps, -(-steps // max(1, most)))
 
 
 def _unit(bits: int) -> int:
@@ -194,7 +195,7 @@ def _kernel(
     (stages, outs, _), chunk = codes_s.shape, x_s.shape[1]
     out, row, split = lax.axis_index("out") * outs, lax.axis_index("chunk") * chunk, lax.axis_index("split")
     block = Block(x_g, codes_g, scaling_g, codes_s, x_s, arrived, out, row, bits, group, interpret)
-    share = -(-block.steps // splits)
+    share = ceil_div(block.steps, splits)
     first = split * share
     after = jnp.minimum(first + share, block.steps)
 

@@ -16,7 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.checkpoint.loader import Checkpoint
+from jaxserve.core.block_names import layer_name
 from jaxserve.core.config import ModelConfig
+from jaxserve.core.numeric import ceil_div
 from jaxserve.kernels import Gated, Rotated, matmul
 from jaxserve.models import DecoderLayer, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
@@ -72,10 +74,10 @@ def calibrate(checkpoint: Checkpoint, tokens: Int[np.ndarray, "N L"], *, gram: b
     embed = restore_block(config, "embed", checkpoint.block("embed"))
     hidden = [embed(jnp.asarray(sequence)) for sequence in tokens]
     del embed
-    kept = _spread(tokens.shape[1], -(-MAX_ROWS // len(tokens)))
+    kept = _spread(tokens.shape[1], ceil_div(MAX_ROWS, len(tokens)))
     for index in range(config.num_layers):
-        leaves = checkpoint.block(f"layers.{index}")
-        graph, state = nnx.split(restore_block(config, f"layers.{index}", leaves))
+        leaves = checkpoint.block(layer_name(index))
+        graph, state = nnx.split(restore_block(config, layer_name(index), leaves))
         observe = partial(_observe, config, graph, config.window(index), gram, state, kept)
         observed: dict[str, _Observed] = defaultdict(_Observed)
         for number, x in enumerate(hidden):

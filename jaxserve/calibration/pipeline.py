@@ -11,6 +11,7 @@ from jaxserve.calibration.awq import awq_layer
 from jaxserve.calibration.gptq import gptq_layer
 from jaxserve.checkpoint.loader import Checkpoint
 from jaxserve.checkpoint.mapping import numpy_dtype
+from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
 from jaxserve.quantization.layer import Leaves, bits_of, round_layer
 from jaxserve.quantization.rounding import GROUP, GROUPS
@@ -61,7 +62,7 @@ def quantize_layers(checkpoint: Checkpoint, settings: Settings, tokens: np.ndarr
     settings.check(calibrated=tokens is not None)
     if tokens is None or settings.method == "rtn":
         for index in range(checkpoint.config.num_layers):
-            leaves = checkpoint.block(f"layers.{index}")
+            leaves = checkpoint.block(layer_name(index))
             for precision in settings.precisions:
                 bits = bits_of(precision)
                 rounded = round_layer(leaves, bits, group=settings.group, symmetric=settings.symmetric)

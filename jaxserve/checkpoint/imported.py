@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, tensor_shapes
 from jaxserve.checkpoint.safetensors import DTYPES, INTEGERS, SafetensorsStore, StoredTensor
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.quantization.formats import Codes, Scheme, decode, dequantized, find_tensors
@@ -76,7 +77,7 @@ class ImportedStore:
     def precision(self, config: ModelConfig, block_id: str) -> str:
         """What a block is stored in. Raises `CheckpointError` for a layer of which only a part is quantised."""
         weights = [name for name in tensor_shapes(config, block_id) if _is_large(name)]
-        if not block_id.startswith("layers.") or not any(map(self.is_quantized, weights)):
+        if not is_layer(block_id) or not any(map(self.is_quantized, weights)):
             return config.dtype
         for name in weights:
             if not self.is_quantized(name):

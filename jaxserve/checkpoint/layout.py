@@ -6,6 +6,7 @@ from typing import NamedTuple
 from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.loader import Checkpoint
 from jaxserve.checkpoint.variants import fitted
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import BITS
@@ -37,7 +38,7 @@ def stored_layout(checkpoint: Checkpoint, physical: ModelConfig, block_id: str, 
     """That of a layer which the checkpoint has in a quantised precision, or which was prepared in it; for imported ones
     an upper limit. None: it is rounded while it is loaded, to what its module has.
     """
-    if precision not in BITS or not block_id.startswith("layers."):
+    if precision not in BITS or not is_layer(block_id):
         return None
     if isinstance(checkpoint.store, ImportedStore) and checkpoint.precision(block_id) == precision:
         return Layout(checkpoint.store.scheme.group, 2 * FLOAT32)

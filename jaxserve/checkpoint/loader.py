@@ -17,6 +17,7 @@ from jaxserve.checkpoint.rounded import rounded_block
 from jaxserve.checkpoint.safetensors import SafetensorsStore, StoredTensor, read_json
 from jaxserve.checkpoint.values import check_values
 from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore, fitted
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import DType, ModelConfig
 from jaxserve.core.errors import CheckpointError
 from jaxserve.core.precision import BITS
@@ -84,7 +85,7 @@ class Checkpoint:
         config, physical = self.config, physical or self.config
         if precision not in BITS:
             return {**self.block(block_id, physical, between)}
-        if not block_id.startswith("layers."):
+        if not is_layer(block_id):
             return rounded_block(physical, block_id, self.block(block_id, physical), precision)
         if isinstance(self.store, ImportedStore) and precision == self.precision(block_id):
             return self.store.block(config, physical, block_id)
@@ -111,14 +112,14 @@ class Checkpoint:
 
     def forget(self, block_id: str, precision: str) -> None:
         """Gives back what is kept of a prepared layer, which is then read again if it is asked for again."""
-        if self.prepared is not None and block_id.startswith("layers."):
+        if self.prepared is not None and is_layer(block_id):
             self.prepared.forget(layer_number(block_id), precision)
 
     def is_rounded(self, block_id: str, precision: str) -> bool:
         """Whether `variant` quantises the block itself, where nothing prepared has to be split."""
         if precision not in BITS:
             return False
-        return not block_id.startswith("layers.") or self.method(block_id, precision) == "rtn"
+        return not is_layer(block_id) or self.method(block_id, precision) == "rtn"
 
     def method(self, block_id: str, precision: str) -> str:
         """How a layer that `variant` gives, without padding, was quantised.

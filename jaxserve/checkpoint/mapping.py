@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.core.aligned_arrays import zeros
+from jaxserve.core.block_names import layer_index
 from jaxserve.core.config import ModelConfig
 from jaxserve.parallel.padding import cast, fill, fill_gate_up, pack_gate_up, pack_o, pack_qkv, pad
 
@@ -52,7 +53,7 @@ def head_name(config: ModelConfig) -> str:
 
 def layer_number(block_id: str) -> int:
     """The number of a decoder layer's block."""
-    return int(block_id.removeprefix("layers."))
+    return layer_index(block_id)
 
 
 def stacked_name(block_id: str) -> str:

@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxserve.checkpoint.mapping import numpy_dtype, stacked_name, tensor_shapes
 from jaxserve.checkpoint.safetensors import StoredTensor, read_json
+from jaxserve.core.block_names import layer_name
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
 from jaxserve.quantization.packing import UNIT
@@ -102,7 +103,7 @@ class VariantStore:
         described = self._layer(index, precision)
         with self._lock:
             if (index, precision) not in self._loaded:
-                self._loaded[index, precision] = _read(self.path / precision / f"layers.{index}", described)
+                self._loaded[index, precision] = _read(self.path / precision / layer_name(index), described)
             return self._loaded[index, precision]
 
     def forget(self, index: int, precision: str) -> None:
@@ -171,7 +172,7 @@ class VariantWriter:
         import orbax.checkpoint as ocp
 
         tree = {name: _arrays(leaf) for name, leaf in leaves.items()}
-        folder = self._incoming(precision) / f"layers.{index}"
+        folder = self._incoming(precision) / layer_name(index)
         with ocp.PyTreeCheckpointer() as checkpointer:
             checkpointer.save(folder, tree)
         quantized = {n: {"bits": x.bits, "size": x.size} for n, x in leaves.items() if isinstance(x, QArray)}

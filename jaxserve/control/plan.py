@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from jaxserve.core.block_names import is_layer, layer_name
 from jaxserve.core.errors import ConfigError, PlanError
 
 
@@ -42,7 +43,7 @@ class InstancePlan:
     @cached_property
     def layer_precisions(self) -> tuple[str, ...]:
         """The precision of each decoder layer."""
-        return tuple(block.precision for block in self.blocks if block.block.startswith("layers."))
+        return tuple(block.precision for block in self.blocks if is_layer(block.block))
 
     @cached_property
     def blocks(self) -> tuple[BlockPlan, ...]:
@@ -94,7 +95,7 @@ class Plan:
 
 def chain_of(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:
     """All blocks of a model: the embedding, the decoder layers and the head, in the precisions given."""
-    layers = (BlockPlan(f"layers.{number}", precision) for number, precision in enumerate(layer_precisions))
+    layers = (BlockPlan(layer_name(number), precision) for number, precision in enumerate(layer_precisions))
     return (BlockPlan("embed", embed), *layers, BlockPlan("head", head))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from jaxserve.control.plan import BlockPlan, InstancePlan, Plan, StagePlan
+from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_yaml
 
@@ -132,7 +133,7 @@ def _expand(key: Any, name: str) -> list[str]:
     first, last = int(run[1]), int(run[2])
     if not first <= last < MOST_BLOCKS:
         raise ConfigError(f"{name}.blocks has {_short(key)}; a range goes up, and below {MOST_BLOCKS}")
-    return [f"layers.{layer}" for layer in range(first, last + 1)]
+    return [layer_name(layer) for layer in range(first, last + 1)]
 
 
 def _mapping(value: Any, name: str, needed: set[str], optional: Set[str] = frozenset()) -> Mapping[str, Any]:

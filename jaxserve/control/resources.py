@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.control.plan import InstancePlan, Plan, StagePlan
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.errors import PlanError
 from jaxserve.core.kv_layout import covered, filled
 
@@ -48,7 +49,7 @@ class Resources:
 
     def weight_bytes(self, stage: StagePlan) -> int:
         """What the stage's decoder layers take. Raises `PlanError` for a precision that there is not."""
-        return sum(self.bytes_taken(b.block, b.precision) for b in stage.blocks if b.block.startswith("layers."))
+        return sum(self.bytes_taken(b.block, b.precision) for b in stage.blocks if is_layer(b.block))
 
     def stage_bytes(self, number: int, stage: StagePlan) -> int:
         """All that stage `number` of an instance takes. Raises `PlanError` for a precision that there is not."""
@@ -67,7 +68,7 @@ class Resources:
 
     def most_capacity(self, instance: InstancePlan) -> int:
         """The most KV pages that an instance can have: beside all of its layers in what takes least."""
-        layers = [block.block for block in instance.blocks if block.block.startswith("layers.")]
+        layers = [block.block for block in instance.blocks if is_layer(block.block)]
         least = {
             layer: min(self.precisions(layer), key=lambda precision: self.bytes_taken(layer, precision))
             for layer in layers

@@ -11,6 +11,7 @@ from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import ConfigError, RequestError
 from jaxserve.telemetry import Snapshot, combine
@@ -72,7 +73,7 @@ class ControlPlane:
     def status(self) -> dict[str, Any]:
         controller, snapshot = self._controller, combine(list(self._snapshots()))
         plan, target = controller.plan, controller.target
-        layers = [[asdict(b) for b in i.blocks if b.block.startswith("layers.")] for i in plan.instances]
+        layers = [[asdict(b) for b in i.blocks if is_layer(b.block)] for i in plan.instances]
         pages = sum(instance.kv_pages - 1 for instance in plan.instances)
         return {
             "time": self._clock.now(),

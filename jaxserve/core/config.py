@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from jaxserve.core.block_names import layer_name
 from jaxserve.core.options import Option
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -81,7 +82,7 @@ class ModelConfig:
     @property
     def block_ids(self) -> tuple[str, ...]:
         """The chain of blocks in the order in which they run."""
-        return ("embed", *(f"layers.{layer}" for layer in range(self.num_layers)), "head")
+        return ("embed", *(layer_name(layer) for layer in range(self.num_layers)), "head")
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, or None for full attention."""

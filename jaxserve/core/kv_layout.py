@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
+from jaxserve.core.numeric import ceil_div
+
 MAX_MOVED_PAGES = 128  # pages that one call moves within a pool; it reads them into temporary memory
 GROWTH_SEGMENTS = 4  # each one more makes a start longer by a set of programs; each one less, steps of growth coarser
 
@@ -36,4 +38,4 @@ COPIED_BYTES = 16  # a GPU's bulk copy engine takes multiples of this
 def int8_row(head_dim: int, platform: str) -> int:
     """Return the bytes of one int8 row: codes and their scale, padded except on "cpu"."""
     size = head_dim + SCALE_BYTES
-    return size if platform == "cpu" else -(-size // COPIED_BYTES) * COPIED_BYTES
+    return size if platform == "cpu" else ceil_div(size, COPIED_BYTES) * COPIED_BYTES

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jaxserve.core.numeric import ceil_div
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 
@@ -30,7 +31,7 @@ class Loads:
         for sequence in work.decodes:
             context += sequence.num_computed
         for chunk in work.chunks:
-            tiles += -(-chunk.length // tile)
+            tiles += ceil_div(chunk.length, tile)
             prefill += chunk.length * (chunk.start + chunk.length + 1)
         shape = self._buckets.shape(decodes, tiles, 0)
         return StepLoad(shape.tokens, shape.rows, decodes, context, prefill)

@@ -11,6 +11,7 @@ from math import prod
 
 import numpy as np
 
+from jaxserve.core.numeric import ceil_div
 from jaxserve.core.work import Work
 
 
@@ -131,7 +132,7 @@ class Buckets:
         """The shape for a step's work."""
         tiles = pages = 0
         for chunk in work.chunks:
-            tiles += -(-chunk.length // self.tile)
+            tiles += ceil_div(chunk.length, self.tile)
         if len(self.widths) > 1:
             pages = max(len(s.pages) for s in (*work.decodes, *(chunk.sequence for chunk in work.chunks)))
         return self.shape(len(work.decodes), tiles, pages)

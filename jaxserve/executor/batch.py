@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxserve.core.numeric import ceil_div
 from jaxserve.core.request import Sequence
 from jaxserve.core.step_shapes import StepShape
 from jaxserve.core.work import Chunk, Work
@@ -75,7 +76,7 @@ def _pack_chunk(
 ) -> int:
     """Writes one chunk from tile number `tile` on; returns the next free tile."""
     sequence, start, length = chunk.sequence, chunk.start, chunk.length
-    tiles = -(-length // shape.tile)
+    tiles = ceil_div(length, shape.tile)
     first = shape.decodes + tile * shape.tile
     positions = np.arange(start, start + length, dtype=np.int32)
     pages = page_rows[sequence.slot, : shape.width]

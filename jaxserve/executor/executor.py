@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.sharding import Sharding
 
 from jaxserve.compilation.programs import Compiler, Program
+from jaxserve.core.numeric import ceil_div
 from jaxserve.core.request import Sequence
 from jaxserve.core.step_shapes import Buckets, StepShape
 from jaxserve.core.work import Chunk, Work
@@ -380,7 +381,7 @@ class BlockExecutor:
         scores: dict[int, list[Logprobs]] = {}
         tile = 0
         for index, chunk in enumerate(work.chunks):
-            tiles = -(-chunk.length // shape.tile)
+            tiles = ceil_div(chunk.length, shape.tile)
             if wants_prompt_logprobs(chunk):
                 targets = np.zeros(tiles * shape.tile, np.int32)
                 following = chunk.sequence.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.core.config import KernelBackend
+from jaxserve.core.numeric import ceil_div
 from jaxserve.kernels.matmul import matmul
 from jaxserve.quantization import QArray
 
@@ -51,7 +52,7 @@ def _by_blocks(x: jax.Array, w: jax.Array | QArray, group_sizes: jax.Array, *, b
     """
     rows, groups, out = len(x), w.shape[0], math.prod(w.shape[1:-1])
     block = min(max(_power_of_two(rows // groups), MIN_BLOCK), MAX_BLOCK)
-    blocks = -(-group_sizes // block)
+    blocks = ceil_div(group_sizes, block)
     ends = jnp.cumsum(blocks)
     index = jnp.arange(min(groups, rows) + rows // block, dtype=jnp.int32)
     group = jnp.searchsorted(ends, index, side="right").clip(max=groups - 1)

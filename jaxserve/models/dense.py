@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxserve.core.block_names import layer_name
 from jaxserve.core.config import ModelConfig
 from jaxserve.kernels import Rotated
 from jaxserve.models.layers import Attend
@@ -70,5 +71,5 @@ def forward(
     x = blocks["embed"](tokens)
     for layer in range(config.num_layers):
         attend = dense_causal_attend(positions, segments, window=config.window(layer), scale=config.head_dim**-0.5)
-        x = blocks[f"layers.{layer}"](x, cos, sin, attend)
+        x = blocks[layer_name(layer)](x, cos, sin, attend)
     return blocks["head"](x)

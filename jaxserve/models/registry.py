@@ -7,6 +7,7 @@ from typing import Any
 
 from flax import nnx
 
+from jaxserve.core.block_names import is_layer, layer_index, layer_name
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
 from jaxserve.core.precision import BITS
@@ -99,10 +100,10 @@ def abstract_block(
 
 def alike(config: ModelConfig, block_id: str) -> str:
     """The first block of the same kind: the same for all that have the same graph definition in a precision."""
-    if block_id not in config.block_ids or not block_id.startswith("layers."):
+    if block_id not in config.block_ids or not is_layer(block_id):
         return block_id
-    sparse = config.is_sparse(int(block_id.removeprefix("layers.")))
-    return next(f"layers.{layer}" for layer in range(config.num_layers) if config.is_sparse(layer) == sparse)
+    sparse = config.is_sparse(layer_index(block_id))
+    return next(layer_name(layer) for layer in range(config.num_layers) if config.is_sparse(layer) == sparse)
 
 
 @lru_cache(maxsize=64)

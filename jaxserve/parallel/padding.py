@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxserve.core.aligned_arrays import aligned, zeros
 from jaxserve.core.config import ModelConfig
+from jaxserve.core.numeric import ceil_div, round_up
 
 
 def physical_config(config: ModelConfig, tp: int, unit: int = 1) -> ModelConfig:
@@ -37,16 +38,11 @@ def physical_config(config: ModelConfig, tp: int, unit: int = 1) -> ModelConfig:
     )
 
 
-def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple that is at least n."""
-    return -(-n // multiple) * multiple
-
-
 def _heads(config: ModelConfig, tp: int) -> tuple[int, int]:
     """Physical kv heads, and query heads per kv head."""
     kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
     if tp % kv_heads == 0:
-        return tp, -(-group // (tp // kv_heads))
+        return tp, ceil_div(group, (tp // kv_heads))
     return round_up(kv_heads, tp), group
 
 

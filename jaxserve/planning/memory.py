@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import InstancePlan, Plan, StagePlan
 from jaxserve.control.resources import Resources
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
 from jaxserve.core.kv_layout import covered, segments_for
+from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.kvcache import PagePool, PageTable
@@ -112,12 +114,12 @@ class MemoryPlan:
     @property
     def least_kv_pages(self) -> int:
         """Those of the longest sequence, and the null page."""
-        return -(-self.max_model_len // self.config.page_size) + 1
+        return ceil_div(self.max_model_len, self.config.page_size) + 1
 
     def scheduler(self, instance: InstancePlan) -> tuple[Scheduler, PageTable]:
         """The bookkeeping of an instance that has nothing to do yet."""
         config, buckets = self.config, self.buckets
-        width = max(-(-self.max_model_len // config.page_size), *buckets.widths)
+        width = max(ceil_div(self.max_model_len, config.page_size), *buckets.widths)
         table = PageTable(buckets.max_num_seqs, width)
         pages = PagePool(
             instance.stages[0].kv_pages,
@@ -175,7 +177,7 @@ def plan_memory(
     stages = tuple(
         stage_memory(physical, stage, sizes, outline.buckets, top, variants, kept) for stage in plan.instances[0].stages
     )
-    layers = [block for block in plan.instances[0].blocks if block.block.startswith("layers.")]
+    layers = [block for block in plan.instances[0].blocks if is_layer(block.block)]
     layer_bytes = {(b.block, p): sizes.block(b.block, p) for b in layers for p in variants or (b.precision,)}
     taken = {each: 0 if each[1] in kept.used else part for each, part in layer_bytes.items()}
     ledger = Ledger(budget)
@@ -213,10 +215,10 @@ def _fill(
     """
     config, wanted_len = outline.config, outline.wanted_len
     size = config.page_size
-    useful = outline.buckets.max_num_seqs * -(-wanted_len // size) + 1
+    useful = outline.buckets.max_num_seqs * ceil_div(wanted_len, size) + 1
     rooms = [ledger.free - runtime - stage.beside_pages for stage in stages]
     fullest = stages[min(range(len(stages)), key=lambda number: rooms[number] / stages[number].page)]
-    least = 2 if config.max_model_len is None else -(-config.max_model_len // size) + 1
+    least = 2 if config.max_model_len is None else ceil_div(config.max_model_len, size) + 1
     parts = {name: getattr(fullest, name) for name in ("weights", "variants", "workspace", "exchange")}
     fixed = {name: part for name, part in ({"runtime": runtime} | parts).items() if part}
     _check_room(ledger, fixed | {"KV pages": least * fullest.page})

@@ -8,6 +8,7 @@ from jaxserve.control.plan import Plan, chain_of, static_plan
 from jaxserve.control.policies import settings_of
 from jaxserve.core.config import DType, EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS, FULL, head_precision, layer_precisions, parse_precision
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.planning.defaults import PlatformDefaults, served_dtype
@@ -116,7 +117,7 @@ def _buckets(config: EngineConfig, platform: str, defaults: PlatformDefaults, wa
             f"max_num_batched_tokens is {config.max_num_batched_tokens}, it must be at least max_num_seqs + "
             f"{defaults.tile} = {seqs + defaults.tile}"
         )
-    width = -(-wanted_len // config.page_size)
+    width = ceil_div(wanted_len, config.page_size)
     on_cpu = platform == "cpu"
     widths = (width,) if on_cpu else _width_buckets(width)
     return Buckets(seqs, prefill // defaults.tile, defaults.tile, min(defaults.min_rows, seqs), widths, finer=on_cpu)

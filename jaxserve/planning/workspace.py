@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jaxserve.control.plan import StagePlan
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.kv_layout import MAX_MOVED_PAGES
 from jaxserve.core.step_shapes import Buckets
@@ -81,7 +82,7 @@ def stage_memory(
     weights = sum(sizes.block(block.block, block.precision) for block in stage.blocks)
     if config.tie_embeddings and {"embed", "head"} <= set(names):
         weights -= sizes.block("embed", stage.blocks[0].precision)
-    layers = [name for name in names if name.startswith("layers.")]
+    layers = [name for name in names if is_layer(name)]
     copied = [precision for precision in variants if precision not in kept.used]
     # Where the host is the device, and splits a layer, what has been read is there until all is split.
     room = _largest if kept.precisions and stage.tp > 1 else _second

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from jaxserve.core.errors import CheckpointError
+from jaxserve.core.numeric import ceil_div
 
 AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 OPTIONAL = ("g_idx", "weight_g_idx")
@@ -35,7 +36,7 @@ class Scheme:
 
     def groups(self, inputs: int) -> int:
         """Groups of so many inputs."""
-        return -(-inputs // self.group) if self.group else 1
+        return ceil_div(inputs, self.group) if self.group else 1
 
     @property
     def per_word(self) -> int:
@@ -213,8 +214,8 @@ def _shapes(scheme: Scheme, shape: Shape) -> dict[str, tuple[int, ...]]:
     scales = {"weight_scale": (outputs, groups), "weight_g_idx": (inputs,)}
     if scheme.format == "int-quantized":
         return scales | {"weight": shape} | ({} if scheme.symmetric else {"weight_zero_point": (outputs, groups)})
-    zeros = {} if scheme.symmetric else {"weight_zero_point": (-(-outputs // each), groups)}
-    return scales | {"weight_packed": (outputs, -(-inputs // each))} | zeros
+    zeros = {} if scheme.symmetric else {"weight_zero_point": (ceil_div(outputs, each), groups)}
+    return scales | {"weight_packed": (outputs, ceil_div(inputs, each))} | zeros
 
 
 def _awq(scheme: Scheme, tensors: Tensors, shape: Shape) -> Codes:

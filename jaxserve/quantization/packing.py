@@ -14,6 +14,8 @@ import sys
 
 import numpy as np
 
+from jaxserve.core.numeric import ceil_div
+
 UNIT = {8: 1, 4: 128, 3: 256}  # codes that are packed together
 UNIT_BYTES = {8: 1, 4: 64, 3: 96}
 LANES = 32
@@ -23,7 +25,7 @@ assert sys.byteorder == "little"
 
 def packed_bytes(bits: int, size: int) -> int:
     """Bytes of `size` codes."""
-    return -(-size // UNIT[bits]) * UNIT_BYTES[bits]
+    return ceil_div(size, UNIT[bits]) * UNIT_BYTES[bits]
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -31,7 +33,7 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     size, unit = codes.shape[-1], UNIT[bits]
     if bits == 8:
         return np.ascontiguousarray(codes)
-    filled = np.full((*codes.shape[:-1], -(-size // unit) * unit), 1 << (bits - 1), np.uint8)
+    filled = np.full((*codes.shape[:-1], ceil_div(size, unit) * unit), 1 << (bits - 1), np.uint8)
     filled[..., :size] = codes
     planes = filled.reshape(*codes.shape[:-1], -1, unit // LANES, LANES)  # [..., unit, plane, lane]
     if bits == 4:

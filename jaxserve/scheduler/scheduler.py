@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
+from jaxserve.core.numeric import ceil_div
 from jaxserve.core.request import Sequence, Status
 from jaxserve.core.work import Chunk, Work
 from jaxserve.kvcache import PagePool, PageTable, page_hashes
@@ -189,7 +190,7 @@ class Scheduler:
         return True
 
     def _missing_pages(self, sequence: Sequence, tokens: int) -> int:
-        return -(-tokens // self.limits.page_size) - len(sequence.pages)
+        return ceil_div(tokens, self.limits.page_size) - len(sequence.pages)
 
     def _add_pages(self, sequence: Sequence, count: int) -> None:
         if count > 0:
@@ -244,7 +245,7 @@ class Scheduler:
             shared = self._cached_prefix(sequence)
             self.pages.retain(shared)
         held = len(sequence.pages) + len(shared)
-        missing = -(-len(sequence.tokens) // size) - held
+        missing = ceil_div(len(sequence.tokens), size) - held
         headroom = len(self.running)  # every running sequence may need a page soon
         if missing + headroom > self.pages.available:
             self.pages.release(shared)
@@ -290,7 +291,7 @@ class Scheduler:
             sequence.num_inflight += 0 if sequence.request.embed else 1
             self._release_children(sequence)
         self.register_full_pages(sequence)
-        return -(-length // self.limits.tile)
+        return ceil_div(length, self.limits.tile)
 
     def _release_children(self, sequence: Sequence) -> None:
         """The prompt is (about to be) computed: siblings share its full pages and may be admitted."""

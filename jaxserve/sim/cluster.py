@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig, ModelConfig, MoEConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.options import check_ranges
@@ -120,7 +121,7 @@ class ShapeSizes:
         return self.shape.layer_bytes(precision, self.tp)
 
     def dequantized(self, block: str, precision: str) -> int:
-        if not block.startswith("layers.") or precision not in BITS:
+        if not is_layer(block) or precision not in BITS:
             return 0
         shape = self.shape
         attention = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim

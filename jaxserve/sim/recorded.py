@@ -23,6 +23,7 @@ from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Outcome, ResizeKVPool, Transition
 from jaxserve.core.clock import Clock, VirtualClock
 from jaxserve.core.errors import ConfigError, JaxserveError
+from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import mixture_name
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
@@ -253,7 +254,7 @@ class _Replay:
     def _new_core(self, plan: Plan) -> _Core:
         facts, (instance,) = self._recording.facts, plan.instances
         buckets, longest, size = _buckets(facts), facts["max_model_len"], facts["page_size"]
-        width = -(-longest // size)
+        width = ceil_div(longest, size)
         least, most = facts["resources"]["least_pages"], facts["reserved_kv_pages"]
         pages = PagePool(instance.kv_pages, caching=facts["prefix_caching"], least=least, most=most)
         limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, size)

@@ -14,6 +14,7 @@ from jaxserve.core.config import DType
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_json, read_text
 from jaxserve.core.kv_layout import int8_row
+from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
 
 ITEMSIZE: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -169,8 +170,8 @@ class ModelShape:
         """Raises `ConfigError` for a precision that there is not."""
         bits = BITS.get(precision)
         if bits is not None:
-            units = -(-inputs // UNIT[bits])
-            return outputs * (units * UNIT[bits] * bits // 8 + -(-inputs // GROUP) * SCALE)
+            units = ceil_div(inputs, UNIT[bits])
+            return outputs * (units * UNIT[bits] * bits // 8 + ceil_div(inputs, GROUP) * SCALE)
         if precision not in ITEMSIZE:
             raise ConfigError(f"precision is {precision!r}; there are {', '.join((*ITEMSIZE, *BITS))}")
         return outputs * inputs * ITEMSIZE[precision]
@@ -209,4 +210,4 @@ def _find(path: Path) -> Path:
 
 def _share(size: int, tp: int) -> int:
     """Of each of tp devices, rounded up."""
-    return -(-size // tp)
+    return ceil_div(size, tp)

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from jaxserve.control.plan import InstancePlan, StagePlan
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.step_load import StepLoad as StepLoad
 from jaxserve.sim.hardware import Hardware, Link
 from jaxserve.sim.shape import ModelShape
@@ -79,7 +80,7 @@ class _Stage:
         self._layers: dict[str, int] = {}  # how many, by precision
         self._head: str | None = None
         for block in stage.blocks:
-            if block.block.startswith("layers."):
+            if is_layer(block.block):
                 self._layers[block.precision] = self._layers.get(block.precision, 0) + 1
             elif block.block == "head":
                 self._head = block.precision

@@ -12,6 +12,7 @@ from jaxserve.bench.options import ArrivalOptions, DatasetOptions, TraceOptions
 from jaxserve.bench.traces.trace import HashIds, Trace
 from jaxserve.bench.workloads import INPUT_LEN, OUTPUT_LEN, lengths, ramp_up, scaled_trace
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.numeric import ceil_div
 from jaxserve.sim.cluster import ANY_TOKEN
 from jaxserve.sim.simulation import SimRequest
 
@@ -97,7 +98,7 @@ class _Prompts:
         """The prompt of a request."""
         prompt: tuple[int, ...] = ()
         if self._hash_ids is not None:
-            for block in self._hash_ids[number][: -(-length // self._size)]:
+            for block in self._hash_ids[number][: ceil_div(length, self._size)]:
                 prompt += (self._tokens.setdefault(block, len(self._tokens)),) * self._size
         own = ANY_TOKEN - 1 - number
         return prompt[:length] + (own,) * (length - len(prompt))

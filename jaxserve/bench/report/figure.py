@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from jaxserve.bench.report.series import Floats
+from jaxserve.core.numeric import ceil_div
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7a5195")  # Okabe and Ito's
 INK, FAINT = "#333333", "#dddddd"
@@ -104,7 +105,7 @@ def legend(figure: Figure, *all_axes: Axes, fewest: int = 2) -> None:
     if len(names) < fewest:
         return
     columns = min(len(names), 4 if max(map(len, names)) < LONG_NAME else 2)
-    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (-(-len(names) // columns) - 1))
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (ceil_div(len(names), columns) - 1))
     figure.legend(
         handles,
         names,

@@ -7,6 +7,7 @@ import numpy as np
 from jaxserve.bench.traces.trace import Trace
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.bench.workload import Sample
+from jaxserve.core.numeric import ceil_div
 
 SEEDS = 2**63
 
@@ -40,7 +41,7 @@ class _Blocks:
 
     def tokens(self, hash_ids: Sequence[int], length: int, rng: np.random.Generator) -> tuple[tuple[int, ...], int]:
         """A prompt of `length` tokens from its blocks; `rng` draws what no block covers."""
-        needed = hash_ids[: -(-length // self._size)]
+        needed = hash_ids[: ceil_div(length, self._size)]
         prompt = tuple(token for id in needed for token in self._block(id))[:length]
         return prompt + self._vocabulary.random_ids(rng, length - len(prompt)), length
 

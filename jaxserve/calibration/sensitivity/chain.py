@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.checkpoint import Checkpoint
+from jaxserve.core.block_names import layer_index, layer_name
 from jaxserve.core.config import ModelConfig
 from jaxserve.kernels import Rotated
 from jaxserve.models import Attend, abstract_block, rope_cos_sin
@@ -45,7 +46,7 @@ class LayerChain:
 
     def layer(self, number: int, precision: str | None) -> Layer:
         """A layer in a precision; None: the checkpoint's."""
-        graph, state = self._block(f"layers.{number}", precision)
+        graph, state = self._block(layer_name(number), precision)
         return partial(_layer, self.config, graph, self.config.window(number), state)
 
     @property
@@ -66,7 +67,7 @@ class LayerChain:
     def _arrays(self, block_id: str, precision: str | None) -> Mapping[str, np.ndarray]:
         if precision is None:
             return self._checkpoint.block(block_id)
-        leaves = self._variants(int(block_id.removeprefix("layers.")), precision)
+        leaves = self._variants(layer_index(block_id), precision)
         _, expected = abstract_block(self.config, block_id)
         return {name: _in_full(leaves[name], variable.get_value()) for name, variable in expected.items()}
 

@@ -12,6 +12,7 @@ from jaxserve.calibration.sensitivity.profile import LayerScores, SensitivityPro
 from jaxserve.calibration.sensitivity.texts import Rows, read_rows
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.variants import VariantStore, fingerprint
+from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.parallel.devices import devices
@@ -98,7 +99,7 @@ def _variants(checkpoint: Checkpoint, options: Options) -> tuple[Variants, dict[
         layers = checkpoint.config.block_ids[1:-1]
         made = {name: dict.fromkeys(checkpoint.method(layer, name) for layer in layers) for name in options.precisions}
         methods = {name: ", ".join(each) for name, each in made.items()}
-        return lambda number, precision: checkpoint.variant(f"layers.{number}", precision), methods
+        return lambda number, precision: checkpoint.variant(layer_name(number), precision), methods
     store = VariantStore.open(options.variants)
     store.check(checkpoint)
     return store.layer, {name: store.method(name).name for name in options.precisions}

@@ -14,6 +14,7 @@ from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.policies.morph_settings import ACCURACY, MorphSettings
 from jaxserve.control.policy import Proposal
 from jaxserve.control.resources import Resources
+from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
 from jaxserve.telemetry import Recent, Snapshot
 
@@ -76,7 +77,7 @@ class MorphPolicy:
         there, or named twice, or that cannot have the precision of the settings.
         """
         self.name, self.settings, self._resources = name, settings, resources
-        self._order = tuple(f"layers.{layer}" for layer in swap_order)
+        self._order = tuple(layer_name(layer) for layer in swap_order)
         self._rank = {block: place for place, block in enumerate(self._order)}
         if len(self._rank) < len(self._order):
             raise ConfigError(f"the swap order names a layer twice: {list(swap_order)}")

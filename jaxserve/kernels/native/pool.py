@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxserve.core.numeric import ceil_div
 from jaxserve.kernels.native.library import RELEASE_PAGES, RESERVE_POOL, targets
 
 
@@ -44,7 +45,7 @@ def committed_bytes(pool: Array) -> int:
     for shard in pool.block_until_ready().addressable_shards:
         begin = shard.data.unsafe_buffer_pointer()
         first, last = begin - begin % mmap.PAGESIZE, begin + shard.data.nbytes
-        resident = np.empty(-(-(last - first) // mmap.PAGESIZE), np.uint8)
+        resident = np.empty(ceil_div(last - first, mmap.PAGESIZE), np.uint8)
         if libc.mincore(first, last - first, resident.ctypes.data) != 0:
             raise OSError(ctypes.get_errno(), "mincore")
         total += int(np.count_nonzero(resident & 1)) * mmap.PAGESIZE
