@@ -39,6 +39,7 @@ INTEGERS: Mapping[str, np.dtype] = {
 }
 """What quantised checkpoints have beside them."""
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CHUNK = 1 << 20  # bytes that are read at once, and still in a processor's cache when their checksum is computed
 
 
