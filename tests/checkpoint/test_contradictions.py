@@ -301,7 +301,7 @@ def test_other_quantisations_are_named(untied: Path, changes: dict, word: str):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": "hot"}, {"top_p": 0.0}, {"top_k": 50.0}, {"repetition_penalty": 0}, {"min_p": 2}]
+    "wrong", [{"temperature": "hot"}, {"top_p": 1.5}, {"top_k": 50.0}, {"repetition_penalty": 0}, {"min_p": 2}]
 )
 def test_a_default_that_no_request_could_have_is_left_out(wrong: dict, caplog: pytest.LogCaptureFixture):
     assert sampling_defaults({**wrong, "temperature": wrong.get("temperature", 0.6)}, Path("model")) in (
