@@ -126,7 +126,7 @@ class EngineConfig:
         Literal["auto", "bfloat16", "float16", "float32"],
         Option(
             "Model",
-            "Precision of weights, activations and KV cache; auto: the checkpoint's, or bfloat16 where float16 is slow.",
+            "Precision of weights, activations and KV cache; auto: the checkpoint's, bfloat16 where float16 is slow.",
             in_terminal=True,
         ),
     ] = "auto"
