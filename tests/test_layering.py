@@ -28,9 +28,6 @@ JAX_FREE = (
     "jaxserve.sim",
 )
 COMES_WITH = {  # always installed together
-    "starlette": "fastapi",
-    "anyio": "starlette",
-    "h11": "uvicorn",
     "pydantic-core": "pydantic",
     "jaxlib": "jax",
 }
