@@ -68,10 +68,9 @@ class OptionField:
             return
         if self.type in (int, float):
             kinds, word = ((int,), "an integer") if self.type is int else ((int, float), "a number")
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                raise ConfigError(f"{self.key} is {value!r}, it must be {word} ({self.flag})")
-            if not self._allows(value):
-                raise ConfigError(f"{self.key} is {value!r}, it must be {word} {self.range} ({self.flag})")
+            if isinstance(value, bool) or not isinstance(value, kinds) or not self._allows(value):
+                allowed = f"{word} {self.range}".rstrip()
+                raise ConfigError(f"{self.key} is {value!r}, it must be {allowed} ({self.flag})")
         elif get_origin(self.type) is Literal and value not in get_args(self.type):
             choices = ", ".join(map(str, get_args(self.type)))
             raise ConfigError(f"{self.key} is {value!r}, it must be one of {choices} ({self.flag})")

@@ -1,6 +1,6 @@
 """From a request's texts and messages to token ids; large inputs are rendered and tokenized off the event loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -81,7 +81,9 @@ async def tokens_prompts(
         if not isinstance(prompt, str):
             check(prompt)
     texts = [prompt for prompt in cut if isinstance(prompt, str)]
-    encoded = iter(await encode(client, texts, add_special_tokens=add_special_tokens, keep=keep, check=check))
+    encoded: Iterator[list[int]] = iter(())
+    if texts:  # token ids need no tokenizer
+        encoded = iter(await encode(client, texts, add_special_tokens=add_special_tokens, keep=keep, check=check))
     return [
         TokensPrompt(tuple(next(encoded)), prompt if keep is None else None)
         if isinstance(prompt, str)

@@ -123,5 +123,5 @@ def test_the_ledger_counts_what_is_really_there(tiny_model: Path) -> None:
 
 
 def test_a_dtype_that_there_is_not_is_refused(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8'; there are auto, int8"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8', it must be one of auto, int8"):
         LLM(tiny_model, **(OPTIONS | {"kv_cache_dtype": "fp8"}))

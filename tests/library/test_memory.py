@@ -101,10 +101,10 @@ def test_a_length_that_does_not_fit_is_lowered_unless_it_was_asked_for(tiny_mode
         ({"memory_gb": -1}, "memory_gb is -1"),
         ({"memory_gb": float("inf")}, "memory_gb is inf"),
         ({"slo_ttft": -1}, "slo_ttft is -1, it must be a number above 0"),
-        ({"max_num_seqs": 2.5}, "max_num_seqs is 2.5, it must be an integer above 0"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs is 2.5, it must be an integer of at least 1"),
         ({"memory_gb": "8"}, "memory_gb is '8'"),
         ({"max_kv_pages": 10**13}, "max_kv_pages is 10000000000000"),
-        ({"dtype": "int8"}, "dtype is 'int8'; there are auto, bfloat16, float16, float32"),
+        ({"dtype": "int8"}, "dtype is 'int8', it must be one of auto, bfloat16, float16, float32"),
         ({"load_format": "gguf"}, "load_format is 'gguf'"),
     ],
 )

@@ -138,7 +138,7 @@ def test_loading_rounds_layer_by_layer() -> None:
 
 @pytest.fixture(scope="module")
 def text() -> list[int]:
-    source = (Path(__file__).parents[2] / "jaxserve" / "cli.py").read_text()
+    source = (Path(__file__).parent / "source.txt").read_text()
     return Tokenizer.load(bundled_model_path()).encode(source[2000:])[:LENGTH]
 
 

@@ -121,7 +121,7 @@ def test_a_full_queue_and_too_long_a_prompt_are_failures_with_their_reasons(mach
     errors = [error for error in result["errors"] if error]
     assert len(errors) == result["failed"] == 5 + 2
     assert errors[0] == "3 sequences are waiting, the limit is 3 (max_queued_requests)"
-    assert errors[-2].startswith("the prompt has 3000 tokens")
+    assert errors[-2].startswith("This model's maximum context length is 2048 tokens")
     assert errors[-1].startswith("max_tokens is 3000, the limit is 1948")
     few = simulated(machines["cpu"], trace=trace, max_num_seqs=2, max_queued_requests=3, figures={"detail": False})
     assert few["failures"] == {error: errors.count(error) for error in errors}
