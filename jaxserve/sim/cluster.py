@@ -1,4 +1,4 @@
-"""Cluster: a configuration on hardware that is simulated, with nothing left open, as `resolution` has it on a machine.
+"""Cluster: a configuration resolved for simulated hardware, as `planning.resolve` resolves it for a machine.
 
 Outline, pages and bytes are decided by the same code, from the sizes of `ModelShape` instead of a checkpoint's headers.
 What differs from a real engine's, in bytes:
