@@ -26,8 +26,8 @@ from jaxserve.core.block_names import is_layer, layer_index
 from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CheckpointError
-from jaxserve.core.machine import give_back_memory
-from jaxserve.core.precision import mixture_name
+from jaxserve.core.machine import trim_heap
+from jaxserve.core.precision import assignment_id
 from jaxserve.core.progress import QUANTISING, READING, Progress, untold
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
@@ -37,7 +37,7 @@ from jaxserve.engine.step_log import InstanceLog, LoggedController, StepLog
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.engine.tokenizer_files import has_vocabulary, missing_vocabulary
-from jaxserve.executor.blocks import BlockBuilder, Row, RowOutline
+from jaxserve.executor.blocks import BlockBuilder, BlockSignature, LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.pools import Pools
@@ -129,7 +129,7 @@ def build(
             tokenizer,
             metrics,
             eos_token_ids=(*resolved.physical.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
-            salt=mixture_name(instance.layer_precisions),
+            salt=assignment_id(instance.layer_precisions),
             seed=config.seed + number,
             static=resolved.describe(resolved.plan, number),
             number=number,
@@ -138,7 +138,7 @@ def build(
             executor.warm()
             _warm_variants(resolved, instance, executor, source, [plan.instances[number] for plan in foreseen])
             executor.settle()
-            give_back_memory()
+            trim_heap()
         logged = None if step_log is None else InstanceLog(step_log, core, resolved.buckets)
         instances.append(StepLoop(core, executor, clock, overlap=config.overlap, log=logged))
 
@@ -202,7 +202,7 @@ def _use_kept(executor: BlockExecutor, source: LayerSource, block: str, precisio
     it was loaded with.
     """
     row = executor.prepare(block, source.parameters(block, precision), precision)
-    if any((row.block, row.precision) == (block, precision) for row in executor.rows):
+    if any((row.block, row.precision) == (block, precision) for row in executor.blocks):
         for loaded in executor.replace([row]):
             loaded.free()
 
@@ -286,7 +286,7 @@ def _build_instance(
 ) -> tuple[BlockExecutor, Scheduler]:
     config, buckets = resolved.config, resolved.buckets
     builder = BlockBuilder(resolved.physical)
-    rows: list[Row] = []
+    rows: list[LoadedBlock] = []
     pools: list[Callable[[int], Pool]] = []
     total = len(instance.blocks)
     for stage in instance.stages:
@@ -338,17 +338,17 @@ def _warm_variants(
     mixtures that are foreseen.
     """
     model = resolved.physical
-    outlines: dict[BlockPlan, RowOutline] = {}
+    outlines: dict[BlockPlan, BlockSignature] = {}
     for stage in instance.stages:
         layers = {b.block: layer_index(b.block) for b in stage.blocks if is_layer(b.block)}
         kinds = {name: (model.is_sparse(layer), model.window(layer)) for name, layer in layers.items()}
-        warm = {(kinds[row.block], row.precision): row.outline() for row in executor.rows if row.block in kinds}
+        warm = {(kinds[row.block], row.precision): row.signature() for row in executor.blocks if row.block in kinds}
         for name, kind in kinds.items():
             for precision in resolved.variants:
                 if (kind, precision) not in warm:
                     row = executor.prepare(name, source.parameters(name, precision), precision)
                     executor.warm_layer(row)
-                    warm[kind, precision] = row.outline()
+                    warm[kind, precision] = row.signature()
                     row.free()
         for (kind, precision), outline in warm.items():
             outlines |= {BlockPlan(name, precision): outline for name in kinds if kinds[name] == kind}

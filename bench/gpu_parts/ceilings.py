@@ -25,7 +25,7 @@ def copy(sizes: Sizes) -> float:
     """Seconds of a large array to another one, through the cores: y = x + 1."""
     x = jnp.arange(sizes.copy_bytes // 4, dtype=jnp.float32)
     add = jax.jit(lambda x: x + 1)
-    return seconds_per_call(lambda: add(x), sizes.least_s)
+    return seconds_per_call(lambda: add(x), sizes.min_round_s)
 
 
 def product(sizes: Sizes, dtype: jnp.dtype) -> float:
@@ -39,7 +39,7 @@ def product(sizes: Sizes, dtype: jnp.dtype) -> float:
         y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=sums)
         return y if name == "int8" else y.astype(dtype)
 
-    return seconds_per_call(lambda: multiply(x, w), sizes.least_s)
+    return seconds_per_call(lambda: multiply(x, w), sizes.min_round_s)
 
 
 def random(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

@@ -25,7 +25,7 @@ from jaxserve.compilation.cache import FUSED_TIER, CompileCounter
 from jaxserve.core.request import Request
 from jaxserve.core.work import Work
 from jaxserve.engine.loop import StepLoop
-from jaxserve.executor.blocks import Row
+from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.models import abstract_block
@@ -76,7 +76,7 @@ class Jaxserve:
     @contextlib.contextmanager
     def layers_in(self, precision: str) -> Iterator[None]:
         """With all layers in a precision, of random numbers. Mutates, until it is left."""
-        layers = [row for row in self.executor.rows if row.block.startswith("layers.")]
+        layers = [row for row in self.executor.blocks if row.block.startswith("layers.")]
         made = [self.parameters_in(precision, row, jax.random.key(number)) for number, row in enumerate(layers)]
         prepare = self.executor.prepare
         self.executor.replace([prepare(row.block, some, precision) for row, some in zip(layers, made, strict=True)])
@@ -85,7 +85,7 @@ class Jaxserve:
         finally:
             self.executor.replace(layers)
 
-    def parameters_in(self, precision: str, row: Row, key: jax.Array) -> dict[str, jax.Array | QArray]:
+    def parameters_in(self, precision: str, row: LoadedBlock, key: jax.Array) -> dict[str, jax.Array | QArray]:
         """A layer's parameters in a precision, made where they are used; what stays as it is, is the row's own."""
         config = self.executor._builder.config
         _, whole = abstract_block(config, row.block, row.precision)
@@ -101,7 +101,7 @@ class Jaxserve:
     @property
     def layer_bytes(self) -> int:
         """Of the weights of all layers, as they are now."""
-        return sum(row.nbytes for row in self.executor.rows if row.block.startswith("layers."))
+        return sum(row.nbytes for row in self.executor.blocks if row.block.startswith("layers."))
 
 
 @jax.jit

@@ -88,7 +88,7 @@ def seconds_of(
             first = results
         return results
 
-    return seconds_per_call(call, sizes.least_s) / len(rest)
+    return seconds_per_call(call, sizes.min_round_s) / len(rest)
 
 
 def cases(sizes: Sizes, backends: tuple[KernelBackend, ...] | None = None) -> Iterator[Case]:

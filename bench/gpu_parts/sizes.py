@@ -33,7 +33,7 @@ class Sizes:
     copy_bytes: int  # of the array that is copied
     matmul: int  # edge of the square matrices
     rotate_bytes: int  # inputs that the calls of a kernel go round, more than a cache holds
-    least_s: float  # of one round of a timing
+    min_round_s: float  # of one round of a timing
     prefill_tokens: int  # of the attention kernel: one sequence
     tile: int
     write_tokens: tuple[int, ...]
@@ -79,7 +79,7 @@ REAL = Sizes(
     copy_bytes=2 * GiB,
     matmul=8192,
     rotate_bytes=GiB // 4,
-    least_s=0.05,
+    min_round_s=0.05,
     prefill_tokens=2048,
     tile=64,
     write_tokens=(32, 2048),
@@ -123,7 +123,7 @@ TINY = Sizes(
     copy_bytes=2**20,
     matmul=128,
     rotate_bytes=2**18,
-    least_s=0.002,
+    min_round_s=0.002,
     prefill_tokens=64,
     tile=32,
     write_tokens=(4,),

@@ -12,15 +12,15 @@ ROUNDS = 5
 MAX_CALLS = 1000
 
 
-def seconds_per_call(call: Callable[[], Any], least_s: float) -> float:
-    """The median over rounds of at least `least_s` seconds; the first call, which compiles, is not measured.
+def seconds_per_call(call: Callable[[], Any], min_round_s: float) -> float:
+    """The median over rounds of at least `min_round_s` seconds; the first call, which compiles, is not measured.
 
     A device carries out calls in the order in which they were dispatched, so that the last one's result ends all of
     them. A call must take longer than its dispatch, some 20 µs, or the dispatch is what is measured.
     """
     jax.block_until_ready(call())
     once = _seconds(call, 1)
-    calls = min(max(math.ceil(least_s / once), 1), MAX_CALLS)
+    calls = min(max(math.ceil(min_round_s / once), 1), MAX_CALLS)
     return statistics.median(_seconds(call, calls) / calls for _ in range(ROUNDS))
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from jaxserve.bench.prometheus import Scrape
 from jaxserve.core.precision import BITS
 
-FEWEST_FIRST = sorted(BITS, key=lambda precision: BITS[precision])
+PRECISIONS_BY_BITS = sorted(BITS, key=lambda precision: BITS[precision])
 FULL_STYLE = "black on #9ecae1"
 STYLES = {"int8": "black on #f0e442", "int4": "black on #e69f00", "int3": "black on #d55e00"}
 USED, FREE, BEYOND = "#0072b2", "#bdd7e7", "grey30"
@@ -44,7 +44,7 @@ class State:
         first_tokens = more("time_to_first_token_seconds_count") if before else 0
         return cls(
             time_s,
-            {name: int(values.get(f'layers_by_precision{{precision="{name}"}}', 0)) for name in FEWEST_FIRST},
+            {name: int(values.get(f'layers_by_precision{{precision="{name}"}}', 0)) for name in PRECISIONS_BY_BITS},
             int(values.get("kv_pages_total", 0)),
             int(values.get("kv_pages_used", 0)),
             int(values.get("num_requests_running", 0)),
@@ -56,10 +56,10 @@ class State:
 class Screen:
     """Draws the state of one system in place, and notes every change. Mutable."""
 
-    def __init__(self, console: Console, title: str, order: Sequence[int], most_pages: int, slo_s: float):
+    def __init__(self, console: Console, title: str, order: Sequence[int], max_pages: int, slo_s: float):
         """`order`: in which layers are swapped."""
         self._console, self._title, self._order = console, title, order
-        self._most_pages, self._slo_s = most_pages, slo_s
+        self._max_pages, self._slo_s = max_pages, slo_s
         self._live: Live | None = None
         self._before: tuple[Scrape, State] | None = None
         self._ttft: float | None = None
@@ -109,7 +109,7 @@ class Screen:
         return text.append(f" {_precisions(state)}")
 
     def _pages(self, state: State) -> Text:
-        used, pages = (round(BAR * count / self._most_pages) for count in (state.used, state.pages))
+        used, pages = (round(BAR * count / self._max_pages) for count in (state.used, state.pages))
         text = Text("█" * used, USED).append("█" * (pages - used), FREE)
         return text.append("·" * (BAR - pages), BEYOND).append(f" {state.used} of {state.pages}", "default")
 

@@ -20,8 +20,8 @@ COLOURS = {FULL: "#333333", INT4: "#e69f00", ACCURACY: "#0072b2", INT8: "#cc79a7
 MARKERS = {FULL: "s", INT4: "^", ACCURACY: "o", INT8: "v", PERFORMANCE: "D"}
 SLO = "#cc0000"
 SHADES = LinearSegmentedColormap.from_list("bits", ["#b2182b", "#e69f00", "#d9e8f5"])
-FEWEST_BITS, BITS_SHOWN = 4, (16, 12, 8, 6, 4)
-WIDTH, LEAST_TTFT_S = 8.4, 0.01
+MIN_BITS, BITS_SHOWN = 4, (16, 12, 8, 6, 4)
+WIDTH, MIN_TTFT_S = 8.4, 0.01
 
 
 def draw(results: Sequence[Result], title: str) -> bytes:
@@ -63,7 +63,7 @@ def _ttft(axes: Axes, runs: Sequence[Result]) -> None:
     """Each request at its arrival; the objective as a line."""
     for run in runs:
         requests, name = Requests.of(run), run["system"]
-        values = np.maximum(requests.ttft_s, LEAST_TTFT_S)
+        values = np.maximum(requests.ttft_s, MIN_TTFT_S)
         style = {"color": COLOURS[name], "marker": MARKERS[name], "linewidths": 0, "alpha": 0.65}
         axes.scatter(requests.arrival_s, values, s=12, label=LABELS[name], **style)
     objective = runs[0]["slo"]["ttft"] / 1e3
@@ -88,7 +88,7 @@ def _layers(axes: Axes, runs: Sequence[Result]) -> None:
 
 def _shade(bits: Any) -> Any:
     """From 0, the fewest, to 1: by the logarithm, since memory and speed follow ratios."""
-    return np.log(bits / FEWEST_BITS) / np.log(FULL_BITS / FEWEST_BITS)
+    return np.log(bits / MIN_BITS) / np.log(FULL_BITS / MIN_BITS)
 
 
 def _pages(axes: Axes, runs: Sequence[Result]) -> None:

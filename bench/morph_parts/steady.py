@@ -22,7 +22,7 @@ from jaxserve.engine.step_log import Recording, read_log
 
 SEQUENCES, PROMPT = 4, 32
 BEFORE_S, LOOKS_BEFORE, LOOK_S = 0.4, 6, 0.1
-LONGEST_S = 0.5  # between two steps of a decode that goes on
+MAX_GAP_S = 0.5  # between two steps of a decode that goes on
 YAML = {"content-type": "application/yaml"}
 MORE, FEWER = "more pages", "fewer pages"
 CHANGE = re.compile(r"(?:KV|layers\.\d+) (\S+) -> (\S+) ")
@@ -40,7 +40,7 @@ class Exchange:
     steps: int
     step_before_s: float
     step_during_s: float
-    longest_s: float
+    max_gap_s: float
 
     @property
     def ratio(self) -> float:
@@ -73,7 +73,7 @@ def found_in(recording: Recording) -> list[Exchange]:
     steps = sorted(recording.steps, key=lambda step: step.ended)
     ends, versions = (np.array([getattr(step, name) for step in steps]) for name in ("ended", "version"))
     gaps = np.diff(ends, prepend=-np.inf)
-    decodes = (gaps < LONGEST_S) & np.array([step.prefill == 0 for step in steps], bool)
+    decodes = (gaps < MAX_GAP_S) & np.array([step.prefill == 0 for step in steps], bool)
     found = []
     for decision in recording.decisions:
         afters = {_after(line) for line in decision.transitions}
@@ -109,7 +109,7 @@ def exchange_table(found: Sequence[Exchange]) -> str:
         rows.append(
             f"| {after} | {len(some)} | {middle('seconds', 1e3):.0f} | {middle('steps'):.0f} | "
             f"{middle('step_before_s', 1e3):.2f} | {middle('ratio'):.2f}x | "
-            f"{max(exchange.ratio for exchange in some):.2f}x | {middle('longest_s', 1e3):.1f} |"
+            f"{max(exchange.ratio for exchange in some):.2f}x | {middle('max_gap_s', 1e3):.1f} |"
         )
     head = "| to | times | took, ms | steps | before, ms | meanwhile, median | worst | longest step, ms |"
     return "\n".join([head, "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |", *rows])

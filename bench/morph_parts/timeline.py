@@ -12,7 +12,7 @@ from jaxserve.core.precision import BITS
 
 BEFORE_S = 1.0  # before a swap, with which the time during it is compared
 FULL_BITS = 16  # of a weight in full precision, bfloat16
-FEWEST_GAPS = 20  # between tokens, for a median to mean anything
+MIN_GAPS = 20  # between tokens, for a median to mean anything
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def step_ratios(result: Mapping[str, Any]) -> list[float]:
     tokens, ratios = Tokens.of(result), []
     for begin, end in Timeline.of(result).swap_spans():
         during, before = (_gaps(tokens, *span) for span in ((begin, end), (begin - BEFORE_S, begin)))
-        if min(len(during), len(before)) >= FEWEST_GAPS and np.median(before) > 0:
+        if min(len(during), len(before)) >= MIN_GAPS and np.median(before) > 0:
             ratios.append(float(np.median(during) / np.median(before)))
     return ratios
 

@@ -20,8 +20,8 @@ class Lengths:
 
     prompt: int
     answer: int
-    longest_prompt: int
-    longest_answer: int
+    max_prompt_tokens: int
+    max_answer_tokens: int
 
 
 def with_lengths(trace: Trace, lengths: Lengths) -> Trace:
@@ -33,16 +33,16 @@ def with_lengths(trace: Trace, lengths: Lengths) -> Trace:
     columns = trace.taken(answered)
     factors = {}
     for name, mean, most in (
-        ("input_tokens", lengths.prompt, lengths.longest_prompt),
-        ("output_tokens", lengths.answer, lengths.longest_answer),
+        ("input_tokens", lengths.prompt, lengths.max_prompt_tokens),
+        ("output_tokens", lengths.answer, lengths.max_answer_tokens),
     ):
         factors[name] = _factor(columns[name], mean, most)
         columns[name] = _clipped(columns[name] * factors[name], most)
     facts = {
         "factor_input": round(factors["input_tokens"], 4),
         "factor_output": round(factors["output_tokens"], 4),
-        "max_input": lengths.longest_prompt,
-        "max_output": lengths.longest_answer,
+        "max_input": lengths.max_prompt_tokens,
+        "max_output": lengths.max_answer_tokens,
         "mean_input": float(columns["input_tokens"].mean()),
         "mean_output": float(columns["output_tokens"].mean()),
         "failed_left_out": len(trace) - len(answered),

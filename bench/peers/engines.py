@@ -19,7 +19,7 @@ class Jaxserve:
         pages = max_batch * -(-longest // PAGE_SIZE) + 1
         limits = {"max_model_len": longest, "max_num_seqs": max_batch, "kv_pages": pages, "page_size": PAGE_SIZE}
         self._llm = LLM(model, dtype="bfloat16", precision=precision, **limits)
-        rows = [row for steps in self._llm._engine.instances for row in steps.executor.rows]
+        rows = [row for steps in self._llm._engine.instances for row in steps.executor.blocks]
         self.weight_bytes = sum(row.nbytes for row in rows if row.block != "embed")
 
     def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:

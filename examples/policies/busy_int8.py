@@ -43,7 +43,7 @@ def main() -> None:
     """Shows what the policy wants while a queue comes, at 5 s, and goes, at 15 s."""
     plan = static_plan(chain_of("bfloat16", ["bfloat16"] * 4, "bfloat16"), kv_pages=101, tp=1, pp=1, dp=1, devices=1)
     sizes = {(f"layers.{n}", name): size for n in range(4) for name, size in {"bfloat16": 200, "int8": 100}.items()}
-    resources = Resources(2800, (1000,), sizes, (10,), least_pages=17, most_pages=1000, copy_rate=1e9)  # bytes
+    resources = Resources(2800, (1000,), sizes, (10,), min_pages=17, max_pages=1000, copy_rate=1e9)  # bytes
     policy, smoother = BusyInt8(resources, (2, 1, 3, 0)), Smoother(window=5.0)
     state = policy.init(plan)
     for second in range(30):

@@ -21,9 +21,9 @@ from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import Plan
 from jaxserve.control.transitions import PATIENCE, TRY_AGAIN, Outcome, ResizeKVPool, SwapPrecision, Transition, batches
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.precision import mixture_name
+from jaxserve.core.precision import assignment_id
 from jaxserve.engine.loop import StepLoop
-from jaxserve.executor.blocks import Row
+from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.pools import Growth, free
 from jaxserve.kvcache import PagesInUse
@@ -161,11 +161,11 @@ class PlanActuator:
         throttle = self._throttle(instance)
         self._ledger.update(self._entries(after if needed else self._plan))
         blocks = {swap.block for swap in swaps}
-        replaced, prepared = [row for row in instance.executor.rows if row.block in blocks], list[Row]()
+        replaced, prepared = [row for row in instance.executor.blocks if row.block in blocks], list[LoadedBlock]()
 
         def drop() -> None:
             for row in (*replaced, *prepared):
-                if all(other is not row for other in instance.executor.rows):
+                if all(other is not row for other in instance.executor.blocks):
                     row.free()
                     throttle.worked()
 
@@ -209,7 +209,7 @@ class PlanActuator:
         steps = instance.steps
         return Throttle(self._copy_rate, self._copy_share, lambda: not steps.idle, self._closing.wait)
 
-    def _prepare(self, instance: Instance, throttle: Throttle, block: str, precision: str) -> Row:
+    def _prepare(self, instance: Instance, throttle: Throttle, block: str, precision: str) -> LoadedBlock:
         """Copies a layer's variant to the devices beside the row in use."""
         throttle.worked()
         parameters = self._source.parameters(block, precision, between=throttle.worked)
@@ -241,7 +241,9 @@ class PlanActuator:
 
     # -- between two steps, in the instance's thread: in force at once, or everything is as it was
 
-    def _swap(self, instance: Instance, number: int, rows: Sequence[Row], after: Plan, done: Future[None]) -> None:
+    def _swap(
+        self, instance: Instance, number: int, rows: Sequence[LoadedBlock], after: Plan, done: Future[None]
+    ) -> None:
         executor = instance.executor
         with ExitStack() as undo:
             undo.callback(executor.replace, executor.replace(rows))
@@ -287,7 +289,7 @@ class PlanActuator:
     def _replan(self, instance: Instance, number: int, after: Plan, undo: ExitStack) -> None:
         """Tells the core what follows from the plan after. `undo` gets what takes it back."""
         core = instance.steps.core
-        salt, static = mixture_name(after.instances[number].layer_precisions), self._describe(after, number)
+        salt, static = assignment_id(after.instances[number].layer_precisions), self._describe(after, number)
         undo.callback(core.replan, core.salt, core.static)
         core.replan(salt, static)
 

@@ -38,7 +38,7 @@ TOTALS = (  # label, key, decimals
     ("Total token throughput (tok/s)", "total_token_throughput", 2),
 )
 WIDTH, VALUE_WIDTH = 54, 12  # of the plain text
-MOST_REASONS = 5
+MAX_REASONS = 5
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
     """What one must know to trust the numbers: failures by reason, an interrupted run, a client that fell behind."""
     said = []
     reasons = Counter(error for error in result.get("errors") or () if error)
-    for reason, count in reasons.most_common(MOST_REASONS):
+    for reason, count in reasons.most_common(MAX_REASONS):
         said.append(f"{count} failed: {reason}")
-    if len(reasons) > MOST_REASONS:
-        said.append(f"and {len(reasons) - MOST_REASONS} other reasons")
+    if len(reasons) > MAX_REASONS:
+        said.append(f"and {len(reasons) - MAX_REASONS} other reasons")
     if result.get("interrupted"):
         unfinished = f"{result.get('unfinished') or 0} requests had not ended and are in no number"
         said.append(f"interrupted: {'there are no further rows' if 'rows' in result else unfinished}")

@@ -12,7 +12,7 @@ from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 
-MOST_TOKENS = 100_000_000  # of a prompt: no model takes more, and no memory
+MAX_PROMPT_TOKENS = 100_000_000  # of a prompt: no model takes more, and no memory
 TOKENIZER = "tokenizer.json"  # a model's, on the hub
 ROUNDS = 10  # of adjusting a text's length; more than three are rare
 
@@ -106,9 +106,9 @@ class Vocabulary:
 
 def _drawn(ids: NDArray[np.object_], rng: np.random.Generator, n: int) -> tuple[int, ...]:
     """From an array of Python's own integers, so that millions of tokens in prompts share them."""
-    if not 0 <= n <= MOST_TOKENS:
+    if not 0 <= n <= MAX_PROMPT_TOKENS:
         raise ConfigError(
-            f"a prompt of {n} tokens cannot be made: the limit is {MOST_TOKENS} (--input-len, --clip-lengths)"
+            f"a prompt of {n} tokens cannot be made: the limit is {MAX_PROMPT_TOKENS} (--input-len, --clip-lengths)"
         )
     return tuple(ids[rng.integers(len(ids), size=n)])
 

@@ -23,7 +23,7 @@ def sampling_defaults(generation: Mapping[str, Any], directory: Path) -> dict[st
     return defaults | {"temperature": 0.0} if generation.get("do_sample") is False else defaults
 
 
-def most_new_tokens(generation: Mapping[str, Any], directory: Path) -> int | None:
+def default_max_new_tokens(generation: Mapping[str, Any], directory: Path) -> int | None:
     """Return `max_new_tokens`, the most tokens of any answer, as in vLLM; None where there is none."""
     value = {"max_tokens": generation.get("max_new_tokens")}
     return value["max_tokens"] if _valid("max_tokens", value, directory, "max_new_tokens") else None

@@ -10,7 +10,7 @@ from jaxserve.bench.table import print_result
 from jaxserve.cli.terminal import console
 from jaxserve.core.files import ensure_file, ensure_folder
 
-LONGEST_NAME = 60  # characters, each of 4 bytes at most, and the file systems' limit is 255 bytes
+MAX_NAME_LENGTH = 60  # characters, each of 4 bytes at most, and the file systems' limit is 255 bytes
 
 
 def prepare(options: ResultOptions) -> None:
@@ -35,6 +35,6 @@ def publish(measured: dict[str, Any], options: ResultOptions, load: LoadOptions 
 
 def _new_file(folder: Path, name: str) -> Path:
     """A file that is not there yet, also where two runs end in one second; a long name keeps its end."""
-    safe = "".join(c if c.isprintable() and c not in "/\\" else "-" for c in name)[-LONGEST_NAME:].lstrip(".")
+    safe = "".join(c if c.isprintable() and c not in "/\\" else "-" for c in name)[-MAX_NAME_LENGTH:].lstrip(".")
     names = (f"{safe}.json" if number == 1 else f"{safe}-{number}.json" for number in count(1))
     return next(path for path in (folder / name for name in names) if not path.exists())

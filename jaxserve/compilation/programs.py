@@ -8,10 +8,10 @@ from typing import Any
 import jax
 
 from jaxserve.compilation.saved import SavedPrograms, signature
-from jaxserve.core.machine import give_back_memory, processors
+from jaxserve.core.machine import processors, trim_heap
 from jaxserve.core.progress import COMPILING, LOADING, Progress, untold
 
-MOST_THREADS = 16
+MAX_THREADS = 16
 GIVE_BACK_EVERY = 16  # executables: a compiler frees more than 1 MB for each, which it would keep
 
 
@@ -98,7 +98,7 @@ class Compiler:
                 self._compile(task, name, task.program.lower(*task.arguments, *task.static))
             self._progress(self._doing, number, len(self._tasks))
             if number % GIVE_BACK_EVERY == 0:
-                give_back_memory()
+                trim_heap()
         self._tasks.clear()
         if self._threads is not None:
             self._threads.shutdown()
@@ -127,7 +127,7 @@ class Compiler:
 
 def compile_threads() -> int:
     """How many compile at once."""
-    return min(MOST_THREADS, processors())
+    return min(MAX_THREADS, processors())
 
 
 def abstract(array: Any) -> jax.ShapeDtypeStruct:

@@ -26,7 +26,7 @@ from jaxserve.core.files import parse_yaml
 
 LAYER = re.compile(r"layers\.(\d{1,9})")
 LAYERS = re.compile(r"layers\.(\d{1,9})-(\d{1,9})")
-MOST_BLOCKS = 10_000  # of a plan: a slip of the finger shall not fill the memory
+MAX_BLOCKS = 10_000  # of a plan: a slip of the finger shall not fill the memory
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def from_yaml(text: str) -> Plan:
     """The plan that a text describes; without a version it is 1. Raises `ConfigError` naming the field."""
     value = _mapping(parse_yaml(text, "the plan"), "the plan", {"instances"}, {"version"})
     version = _number(value.get("version", 1), "version")
-    instances, room = [], MOST_BLOCKS
+    instances, room = [], MAX_BLOCKS
     for number, item in enumerate(_list(value["instances"], "instances")):
         name = f"instances[{number}]"
         stages = []
@@ -119,7 +119,7 @@ def _stage(value: Any, name: str, room: int) -> StagePlan:
                 raise ConfigError(f"{name}.blocks names {block} twice")
             expanded[block] = BlockPlan(block, precision)
         if len(expanded) > room:
-            raise ConfigError(f"{name}.blocks: with {_short(key)} the plan has more than {MOST_BLOCKS} blocks")
+            raise ConfigError(f"{name}.blocks: with {_short(key)} the plan has more than {MAX_BLOCKS} blocks")
     return StagePlan(tuple(expanded.values()), devices, _number(stage["kv_pages"], f"{name}.kv_pages"))
 
 
@@ -131,8 +131,8 @@ def _expand(key: Any, name: str) -> list[str]:
     if run is None:
         return [key]
     first, last = int(run[1]), int(run[2])
-    if not first <= last < MOST_BLOCKS:
-        raise ConfigError(f"{name}.blocks has {_short(key)}; a range goes up, and below {MOST_BLOCKS}")
+    if not first <= last < MAX_BLOCKS:
+        raise ConfigError(f"{name}.blocks has {_short(key)}; a range goes up, and below {MAX_BLOCKS}")
     return [layer_name(layer) for layer in range(first, last + 1)]
 
 

@@ -8,6 +8,7 @@ from jaxserve.control.plan import InstancePlan, Plan, StagePlan
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.errors import PlanError
 from jaxserve.core.kv_layout import covered, filled
+from jaxserve.core.renamed import Renamed
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,13 @@ class Resources:
     fixed: tuple[int, ...]  # by stage
     layer_bytes: Mapping[tuple[str, str], int]  # (decoder layer's block, precision): the precisions that there are
     page_bytes: tuple[int, ...]  # by stage: one KV page in the pools of all of its layers
-    least_pages: int  # the null page included, here and below
-    most_pages: int  # that the pools have room for
+    min_pages: int  # the null page included, here and below
+    max_pages: int  # that the pools have room for
     copy_rate: float  # bytes/s that are copied from host memory while steps go on
     kept: tuple[str, ...] = ()  # precisions of which every layer is kept where rows use it, so that it takes no more
     segments: tuple[int, ...] = ()  # pages of each one in which pools take memory; () where they take it page by page
+    least_pages = Renamed("min_pages")
+    most_pages = Renamed("max_pages")
 
     def precisions(self, block: str) -> tuple[str, ...]:
         """Those that a decoder layer may have, the largest first; () for a block that is no decoder layer."""
@@ -63,10 +66,10 @@ class Resources:
             (self.budget - self.fixed[number] - self.weight_bytes(stage)) // self.page_bytes[number]
             for number, stage in enumerate(instance.stages)
         )
-        pages = max(0, min(self.most_pages, *fitting))
+        pages = max(0, min(self.max_pages, *fitting))
         return filled(self.segments, pages) if self.segments else pages
 
-    def most_capacity(self, instance: InstancePlan) -> int:
+    def max_capacity(self, instance: InstancePlan) -> int:
         """The most KV pages that an instance can have: beside all of its layers in what takes least."""
         layers = [block.block for block in instance.blocks if is_layer(block.block)]
         least = {
@@ -94,10 +97,10 @@ def validate(plan: Plan, resources: Resources) -> None:
             raise PlanError(f"instance {number} has {len(instance.stages)} stages, there are {len(resources.fixed)}")
         for index, stage in enumerate(instance.stages):
             where = f"instance {number}, stage {index}"
-            if not resources.least_pages <= stage.kv_pages <= resources.most_pages:
+            if not resources.min_pages <= stage.kv_pages <= resources.max_pages:
                 raise PlanError(
-                    f"{where} has {stage.kv_pages} KV pages, it must be from {resources.least_pages} (max_model_len) "
-                    f"to {resources.most_pages} (max_kv_pages)"
+                    f"{where} has {stage.kv_pages} KV pages, it must be from {resources.min_pages} (max_model_len) "
+                    f"to {resources.max_pages} (max_kv_pages)"
                 )
             if stage.kv_pages != instance.kv_pages:
                 raise PlanError(f"{where} has {stage.kv_pages} KV pages, stage 0 has {instance.kv_pages}")

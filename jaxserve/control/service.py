@@ -40,7 +40,7 @@ class ControlPlane:
         """
         self._controller, self._resources, self._ledger, self._clock = controller, resources, ledger, clock
         self._snapshots = snapshots
-        self._most_pages = sum(resources.most_capacity(instance) - 1 for instance in controller.plan.instances)
+        self._max_pages = sum(resources.max_capacity(instance) - 1 for instance in controller.plan.instances)
         self._policy_names = tuple(dict.fromkeys((*policy_names, started_with)))
         self._load_policy, self._first = load_policy, (started_with, controller.policy)
         self._named = started_with  # the policy that decides, as it was named
@@ -89,7 +89,7 @@ class ControlPlane:
             "kv_pages": {
                 "used": snapshot.kv_pages_used,
                 "total": pages,
-                "most": self._most_pages,
+                "most": self._max_pages,
             },
             "snapshot": _plain(snapshot),
             "slo_ttft": getattr(controller.policy, "slo_ttft", None),

@@ -17,7 +17,7 @@ def host_memory(root: Path = cgroups.ROOT) -> int:
     return available if limit is None else min(available, limit)
 
 
-def give_back_memory() -> None:
+def trim_heap() -> None:
     """Return memory that has been freed to the system, which glibc would keep for later: much after compiling."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -72,7 +72,7 @@ def head_precision(name: str, precision: str, dtype: str) -> str:
     return "int8" if precision in BITS else dtype
 
 
-def mixture_name(precisions: Sequence[str]) -> str:
+def assignment_id(precisions: Sequence[str]) -> str:
     """The precisions of all layers as `parse_layers` reads them."""
     parts, first = [], 0
     for precision, run in groupby(precisions):

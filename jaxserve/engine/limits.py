@@ -15,7 +15,7 @@ def check_prompt(info: ModelInfo, token_ids: Sequence[int], *, embed: bool = Fal
     """
     if not token_ids:
         raise RequestError("the prompt is empty", field="prompt", value=0, limit="at least one token")
-    most = longest_prompt(info, embed=embed)
+    most = max_prompt_tokens(info, embed=embed)
     if len(token_ids) > most:
         raise PromptTooLong(
             f"{context_length(info)} However, the prompt has {len(token_ids)} tokens"
@@ -27,7 +27,7 @@ def check_prompt(info: ModelInfo, token_ids: Sequence[int], *, embed: bool = Fal
     _check_vocabulary(info, "prompt", token_ids)
 
 
-def longest_prompt(info: ModelInfo, *, embed: bool = False) -> int:
+def max_prompt_tokens(info: ModelInfo, *, embed: bool = False) -> int:
     """Return the most tokens that a prompt may have; an answer needs room for one more."""
     return info.max_model_len if embed else info.max_model_len - 1
 

@@ -43,7 +43,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Row:
+class LoadedBlock:
     """A block as it runs now."""
 
     block: str
@@ -58,9 +58,9 @@ class Row:
         """Bytes of the parameters on each device, summed over devices."""
         return sum(map(bytes_held, self.leaves))
 
-    def outline(self) -> "RowOutline":
+    def signature(self) -> "BlockSignature":
         """What outlives the parameters."""
-        return RowOutline(self.executable, jax.tree.map(abstract, self.leaves))
+        return BlockSignature(self.executable, jax.tree.map(abstract, self.leaves))
 
     def free(self) -> None:
         """Gives the memory of the parameters that it owns back: for a row that is in no table."""
@@ -69,7 +69,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class RowOutline:
+class BlockSignature:
     """What a row runs and what its leaves are like: enough to compile for it."""
 
     executable: Program
@@ -91,7 +91,7 @@ class BlockBuilder:
         placement: Placement,
         precision: str,
         copied: Callable[[int], None] | None = None,
-    ) -> Row:
+    ) -> LoadedBlock:
         """A row for a block with these parameters, keyed by their dotted paths in the module, where `place` puts them.
 
         Compiles nothing: what is compiled at its first use is the executable.
@@ -101,7 +101,9 @@ class BlockBuilder:
         leaves = tuple(leaf for name in variables for leaf in jax.tree.leaves(placed[name]))
         shared = {id(part) for tensor in tensors.values() for part in jax.tree.leaves(tensor)}
         owned = tuple(leaf for leaf in leaves if id(leaf) not in shared)
-        return Row(block, self._executable(block, tensors, placement, precision), leaves, placement, precision, owned)
+        return LoadedBlock(
+            block, self._executable(block, tensors, placement, precision), leaves, placement, precision, owned
+        )
 
     def place(
         self,

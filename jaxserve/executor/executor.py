@@ -21,7 +21,7 @@ from jaxserve.core.request import Sequence
 from jaxserve.core.step_shapes import Buckets, StepShape
 from jaxserve.core.work import Chunk, Work
 from jaxserve.executor.batch import pack
-from jaxserve.executor.blocks import BlockBuilder, Parameter, Row, RowOutline
+from jaxserve.executor.blocks import BlockBuilder, BlockSignature, LoadedBlock, Parameter
 from jaxserve.executor.fused import FusedTier, StageProgram
 from jaxserve.executor.pending import DispatchedStep
 from jaxserve.executor.pools import PoolOutline, Pools
@@ -48,7 +48,7 @@ class BlockExecutor:
 
     def __init__(
         self,
-        rows: SequenceOf[Row],
+        blocks: SequenceOf[LoadedBlock],
         pools: Pools,
         builder: BlockBuilder,
         sampler: DeviceSampler,
@@ -58,11 +58,11 @@ class BlockExecutor:
         fused: FusedTier | None = None,
         compiler: Compiler | None = None,
     ):
-        """`rows` are the blocks in order, `pools` the KV pools of their decoder layers; `fused`: see there.
+        """`blocks` are the blocks in order, `pools` the KV pools of their decoder layers; `fused`: see there.
 
         `compiler` makes executables ahead of use; by default one that knows of none that are saved.
         """
-        self.rows = list(rows)
+        self.blocks = list(blocks)
         self.pools = pools
         self.sampler = sampler
         self.buckets = buckets
@@ -71,12 +71,12 @@ class BlockExecutor:
         self._fused = fused
         self._compiler = compiler or Compiler()
         self._builder = builder
-        self._lent: dict[tuple[str, str], tuple[Mapping[str, Parameter], Row]] = {}  # rows that own nothing
-        self._stages = stages_of(rows)
+        self._lent: dict[tuple[str, str], tuple[Mapping[str, Parameter], LoadedBlock]] = {}  # rows that own nothing
+        self._stages = stages_of(blocks)
         several = [stage.placement.devices for stage in self._stages if len(stage.placement.devices) > 1]
         self._in_turn = any(devices[0].platform == "cpu" for devices in several)  # see `_ended`
         self._inputs = {stage.placement: builder.step_inputs(stage.placement) for stage in self._stages}
-        last = rows[-1].placement.sharding()
+        last = blocks[-1].placement.sharding()
         tile_of = partial(lax.dynamic_slice_in_dim, slice_size=buckets.tile)
         self._tile_of = Program(f"tile {buckets.tile}", jax.jit(tile_of, out_shardings=last))
         # A function of its own for each engine: JAX would not ask its cache for one that another engine has compiled.
@@ -105,7 +105,7 @@ class BlockExecutor:
                 self.pools.compile(stage.first_layer, self._compiler)
         for row in {row.executable: row for stage in self._stages for row in stage.layers}.values():
             self._compile_for_growth(row)
-        self.fuse_decodes([row.outline() for stage in self._stages for row in stage.layers])
+        self.fuse_decodes([row.signature() for stage in self._stages for row in stage.layers])
         self._compiler.wait()
         if self._fused is not None:
             self._fused.wait()
@@ -143,7 +143,7 @@ class BlockExecutor:
         parameters: Mapping[str, Parameter],
         precision: str,
         copied: Callable[[int], None] | None = None,
-    ) -> Row:
+    ) -> LoadedBlock:
         """A row that may take the place of a block's, on the same devices: for `replace`, or to be freed.
 
         Only copies; steps may go on meanwhile. `copied` is told the bytes of each array once it is
@@ -152,7 +152,7 @@ class BlockExecutor:
         known = self._lent.get((block, precision))
         if known is not None and known[0] is parameters:
             return known[1]
-        row = self._builder.build(block, parameters, self.rows[self._index(block)].placement, precision, copied)
+        row = self._builder.build(block, parameters, self.blocks[self._index(block)].placement, precision, copied)
         if not row.owned:
             self._lent[block, precision] = parameters, row
         return row
@@ -164,27 +164,29 @@ class BlockExecutor:
 
         With `memory`: in the devices' memory of that kind, split as the row's; rows are then copied from there.
         """
-        return self._builder.place(block, parameters, self.rows[self._index(block)].placement, precision, memory=memory)
+        return self._builder.place(
+            block, parameters, self.blocks[self._index(block)].placement, precision, memory=memory
+        )
 
-    def replace(self, rows: SequenceOf[Row]) -> list[Row]:
+    def replace(self, rows: SequenceOf[LoadedBlock]) -> list[LoadedBlock]:
         """Exchanges decoder layers' rows between two steps; returns the old ones, for the caller to free. Mutates.
 
         Steps that were dispatched keep what they need of them. Nothing is compiled if the executables were warmed.
         """
-        table = list(self.rows)
-        replaced: list[Row] = []
+        table = list(self.blocks)
+        replaced: list[LoadedBlock] = []
         for row in rows:
             index = self._index(row.block)
             assert table[index].placement == row.placement, "a row is exchanged on its own devices"
             replaced.append(table[index])
             table[index] = row
-        self._stages, self.rows = stages_of(table), table
+        self._stages, self.blocks = stages_of(table), table
         self._layers.clear()
         if self._fused is not None:
             self._fused.table_changed()
         return replaced
 
-    def warm_layer(self, row: Row) -> None:
+    def warm_layer(self, row: LoadedBlock) -> None:
         """Compiles the executable of a decoder layer's row that is not in the table, and runs it on padding.
 
         Mutates the null page alone.
@@ -201,7 +203,7 @@ class BlockExecutor:
             _, self.pools[layer] = run(*inputs, self.pools[layer], *row.leaves)
         jax.block_until_ready(self.pools[layer])
 
-    def fuse_decodes(self, layers: SequenceOf[RowOutline]) -> None:
+    def fuse_decodes(self, layers: SequenceOf[BlockSignature]) -> None:
         """Compiles the shapes of steps that only decode for such decoder layers, if the fused tier is to be warmed."""
         if self._fused is None or not self._fused.at_warmup:
             return
@@ -214,25 +216,25 @@ class BlockExecutor:
         """Frees the device: parameters, pools and the sampler's state. The executor cannot be used afterwards."""
         if self._fused is not None:
             self._fused.close()
-        for array in {id(leaf): leaf for row in self.rows for leaf in row.leaves}.values():
+        for array in {id(leaf): leaf for row in self.blocks for leaf in row.leaves}.values():
             array.delete()
         self.pools.close()
         self.sampler.close()
 
-    def _compile_for_growth(self, row: Row) -> None:
+    def _compile_for_growth(self, row: LoadedBlock) -> None:
         """Starts to compile what a decoder layer's row runs for all numbers of segments that pools may grow to."""
         stage = self._stage_of(row)
         for shape in self.buckets.all():
             for pool in self.pools.grown(stage.first_layer):
                 self._compile_layer(stage, row, shape, pool)
 
-    def _compile_layer(self, stage: Stage, row: Row, shape: StepShape, pool: PoolOutline | None = None) -> None:
+    def _compile_layer(self, stage: Stage, row: LoadedBlock, shape: StepShape, pool: PoolOutline | None = None) -> None:
         """Starts to compile what a decoder layer's row runs for a shape; `pool`: for pools other than there are."""
         pool = self.pools[stage.first_layer] if pool is None else pool
         arguments = (*self._layer_inputs(stage, shape), pool, *row.leaves)
         self._compiler.compile(row.executable, (shape, len(pool)), *arguments)
 
-    def _stage_of(self, row: Row) -> Stage:
+    def _stage_of(self, row: LoadedBlock) -> Stage:
         return next(stage for stage in self._stages if stage.placement == row.placement and stage.layers)
 
     def _compile(self, shape: StepShape) -> None:
@@ -256,7 +258,7 @@ class BlockExecutor:
                 tile = jax.ShapeDtypeStruct((shape.tile, *x.shape[1:]), x.dtype, sharding=sharding)
                 self._compile_head(stage, stage.head, tile, np.zeros(shape.tile, np.int32))
 
-    def _compile_head(self, stage: Stage, head: Row, x: Any, rows: Any) -> jax.ShapeDtypeStruct:
+    def _compile_head(self, stage: Stage, head: LoadedBlock, x: Any, rows: Any) -> jax.ShapeDtypeStruct:
         """Starts to compile the head for some rows of x, and what embeds them. Returns the outline of the logits."""
         key = x.shape[0], rows.shape[0]
         results = self._compiler.compile(head.executable, key, x, rows, *head.leaves)
@@ -302,7 +304,7 @@ class BlockExecutor:
         return x, *context
 
     def _index(self, block: str) -> int:
-        return next(index for index, row in enumerate(self.rows) if row.block == block)
+        return next(index for index, row in enumerate(self.blocks) if row.block == block)
 
     def _forward(self, packed: np.ndarray, shape: StepShape) -> Forwarded:
         x: Array | None = None
@@ -328,7 +330,7 @@ class BlockExecutor:
                 x, results, self.pools[stage.pools] = fused(packed, carried, pools, stage.leaves)
                 return x, results
             if self._fused.used(key):
-                self._fuse(number, stage, shape, [row.outline() for row in stage.layers])
+                self._fuse(number, stage, shape, [row.signature() for row in stage.layers])
         return self._run_blocks(number, stage, shape, packed, carried, range(len(stage.layers)))
 
     def _run_blocks(
@@ -356,7 +358,7 @@ class BlockExecutor:
             self._layers[key] = tuple(row.executable.at((shape, self.pools.segments)) for row in stage.layers)
         return self._layers[key]
 
-    def _fuse(self, number: int, stage: Stage, shape: StepShape, layers: SequenceOf[RowOutline]) -> None:
+    def _fuse(self, number: int, stage: Stage, shape: StepShape, layers: SequenceOf[BlockSignature]) -> None:
         """Starts to compile a stage with such decoder layers as one program."""
         assert self._fused is not None
         sharding = stage.placement.sharding()
@@ -365,7 +367,7 @@ class BlockExecutor:
         program = StageProgram(self._inputs[stage.placement], shape, embed, executables, head)
         packed = jax.ShapeDtypeStruct((shape.size,), np.int32, sharding=sharding)
         carried = self._layer_inputs(stage, shape)[0] if embed is None else self._newest_tokens(stage)
-        blocks = (stage.embed and stage.embed.outline(), *layers, stage.head and stage.head.outline())
+        blocks = (stage.embed and stage.embed.signature(), *layers, stage.head and stage.head.signature())
         leaves = tuple(block.leaves for block in blocks if block is not None)
         key = (number, shape, executables, self.pools.segments)
         self._fused.compile(key, program, packed, carried, tuple(self.pools[stage.pools]), leaves)
@@ -394,7 +396,7 @@ class BlockExecutor:
         return scores
 
     def _score_tile(self, out: Forwarded, start: int, targets: np.ndarray) -> Logprobs:
-        head = self.rows[-1]
+        head = self.blocks[-1]
         tile = len(targets)
         x = self._tile_of.at(out.x.shape[0])(self._ended(out).x, np.int32(start))
         _, logits = head.executable.at((tile, tile))(x, np.arange(tile, dtype=np.int32), *head.leaves)

@@ -8,7 +8,7 @@ from itertools import groupby
 from jax import Array
 
 from jaxserve.compilation.programs import Program
-from jaxserve.executor.blocks import Row
+from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.parallel.placement import Placement
 
 
@@ -20,9 +20,9 @@ class Stage:
     """
 
     placement: Placement
-    embed: Row | None
-    layers: tuple[Row, ...]
-    head: Row | None
+    embed: LoadedBlock | None
+    layers: tuple[LoadedBlock, ...]
+    head: LoadedBlock | None
     first_layer: int
 
     @cached_property
@@ -41,7 +41,7 @@ class Stage:
         return slice(self.first_layer, self.first_layer + len(self.layers))
 
 
-def stages_of(rows: Sequence[Row]) -> tuple[Stage, ...]:
+def stages_of(rows: Sequence[LoadedBlock]) -> tuple[Stage, ...]:
     """Runs of consecutive rows with equal placement."""
     stages: list[Stage] = []
     layer = 0

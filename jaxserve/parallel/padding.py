@@ -18,7 +18,7 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.core.numeric import ceil_div, round_up
 
 
-def physical_config(config: ModelConfig, tp: int, unit: int = 1) -> ModelConfig:
+def padded_config(config: ModelConfig, tp: int, unit: int = 1) -> ModelConfig:
     """The configuration whose shapes split over `tp` devices; the configuration itself where they already do.
 
     `unit`: what the inputs that a device has of a split weight must be a multiple of. Quantised weights are packed in

@@ -18,7 +18,7 @@ from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.kvcache import PagePool, PageTable
-from jaxserve.planning.spec import STATIC, Outline
+from jaxserve.planning.spec import STATIC, EngineSpec
 from jaxserve.planning.workspace import Kept, Sizes, StageMemory, stage_memory
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.telemetry import Snapshot
@@ -104,15 +104,15 @@ class MemoryPlan:
             fixed=tuple(fixed),
             layer_bytes=self.layer_bytes,
             page_bytes=tuple(memory.page for memory in self.stages),
-            least_pages=self.least_kv_pages,
-            most_pages=self.reserved_kv_pages,
+            min_pages=self.min_kv_pages,
+            max_pages=self.reserved_kv_pages,
             copy_rate=copy_rate,
             kept=self.kept.used,
             segments=() if self.granule else self.segments,
         )
 
     @property
-    def least_kv_pages(self) -> int:
+    def min_kv_pages(self) -> int:
         """Those of the longest sequence, and the null page."""
         return ceil_div(self.max_model_len, self.config.page_size) + 1
 
@@ -124,7 +124,7 @@ class MemoryPlan:
         pages = PagePool(
             instance.stages[0].kv_pages,
             caching=config.prefix_caching,
-            least=self.least_kv_pages,
+            least=self.min_kv_pages,
             most=self.reserved_kv_pages,
         )
         limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
@@ -153,7 +153,7 @@ class MemoryPlan:
         return sum(self.layer_bytes.get((block.block, block.precision), 0) for block in used)
 
 
-def runtime_bytes(outline: Outline, model: ModelConfig, instances: int = 1) -> int:
+def runtime_bytes(outline: EngineSpec, model: ModelConfig, instances: int = 1) -> int:
     """What a process takes on the host beside arrays: what it imports, and what is compiled for a model's instances."""
     config, shapes = outline.config, outline.buckets.all()
     kinds = {(model.is_sparse(layer), model.window(layer)) for layer in range(model.num_layers)}
@@ -164,7 +164,7 @@ def runtime_bytes(outline: Outline, model: ModelConfig, instances: int = 1) -> i
 
 
 def plan_memory(
-    outline: Outline, physical: ModelConfig, sizes: Sizes, budget: int, granule: int, *, runtime: int = 0
+    outline: EngineSpec, physical: ModelConfig, sizes: Sizes, budget: int, granule: int, *, runtime: int = 0
 ) -> MemoryPlan:
     """Decides how many pages there are. `sizes` are those of the `physical` configuration, on each device, as are
     `budget` and `runtime`, what of it is not arrays; `granule` as of `MemoryPlan`. Raises `ConfigError` or
@@ -199,7 +199,7 @@ def plan_memory(
 
 
 def _fill(
-    outline: Outline,
+    outline: EngineSpec,
     ledger: Ledger,
     runtime: int,
     stages: tuple[StageMemory, ...],

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.checkpoint.generation import most_new_tokens, sampling_defaults
+from jaxserve.checkpoint.generation import default_max_new_tokens, sampling_defaults
 from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import DType, EngineConfig, KernelBackend, ModelConfig
@@ -25,11 +25,11 @@ from jaxserve.engine.client import ModelInfo
 from jaxserve.kernels import GRANULE, is_elastic, native
 from jaxserve.models.quantized import split_unit
 from jaxserve.parallel.devices import device_memory, devices
-from jaxserve.parallel.padding import physical_config
+from jaxserve.parallel.padding import padded_config
 from jaxserve.planning.defaults import PLATFORMS, served_dtype
 from jaxserve.planning.memory import MemoryPlan, plan_memory, runtime_bytes
-from jaxserve.planning.sizes import LoadedSizes
-from jaxserve.planning.spec import Outline, dtype_of, has_quantized
+from jaxserve.planning.sizes import BlockSizes
+from jaxserve.planning.spec import EngineSpec, dtype_of, has_quantized
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +70,11 @@ def resolve(config: EngineConfig) -> Resolved:
     opened, checkpoint = checkpoint, _in_dtype(config, checkpoint, platform)
     model = checkpoint.config
     _tell_dtype(config, opened, model.dtype, platform)
-    outline = Outline.of(config, model, _stored(checkpoint), platform, PLATFORMS[platform], len(devices))
-    physical = physical_config(model, config.tp, split_unit(outline.precisions) if config.tp > 1 else 1)
+    outline = EngineSpec.of(config, model, _stored(checkpoint), platform, PLATFORMS[platform], len(devices))
+    physical = padded_config(model, config.tp, split_unit(outline.precisions) if config.tp > 1 else 1)
     physical = replace(physical, kernel_backend=_kernel_backend(config, platform))
     layout = partial(stored_layout, checkpoint, physical)
-    sizes = LoadedSizes(physical, config.tp, config.page_size, outline.kv_dtype, platform, layout)
+    sizes = BlockSizes(physical, config.tp, config.page_size, outline.kv_dtype, platform, layout)
     granule = GRANULE if is_elastic(platform) else 0
     runtime = runtime_bytes(outline, model, config.dp) // _sharing(config, platform) if platform == "cpu" else 0
     memory = plan_memory(outline, physical, sizes, _budget(config, devices), granule, runtime=runtime)
@@ -184,5 +184,5 @@ def _info(config: EngineConfig, checkpoint: Checkpoint, path: Path, max_len: int
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         default_sampling=sampling_defaults(generation, checkpoint.path),
-        max_new_tokens=most_new_tokens(generation, checkpoint.path),
+        max_new_tokens=default_max_new_tokens(generation, checkpoint.path),
     )

@@ -17,7 +17,7 @@ from jaxserve.quantization import QArray
 
 
 @dataclass(frozen=True)
-class LoadedSizes:
+class BlockSizes:
     """`Sizes` of the blocks as modules hold them, under the physical `config`, on each of tp devices."""
 
     config: ModelConfig

@@ -1,4 +1,4 @@
-"""Outline: what follows from a configuration and the sizes of a model before memory is looked at. Imports no JAX."""
+"""EngineSpec: what follows from a configuration and the sizes of a model before memory is looked at. Imports no JAX."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ DEFAULT_VARIANT = "int4"  # of a policy that names none
 
 
 @dataclass(frozen=True)
-class Outline:
+class EngineSpec:
     """What follows from a configuration and a model before memory is looked at."""
 
     config: EngineConfig
@@ -38,7 +38,7 @@ class Outline:
         platform: str,
         defaults: PlatformDefaults,
         devices: int,
-    ) -> "Outline":
+    ) -> "EngineSpec":
         """`stored`: the precision of each layer in the checkpoint. Raises `ConfigError`."""
         precisions = layer_precisions(config.precision, config.layer_precision, stored, model.dtype)
         variants = _variants(config, precisions, model.dtype)

@@ -15,10 +15,10 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.core.errors import RequestError
 
-MOST_ITEMS = 50_000  # outside of the fields below; a chat message, or one of its parts, takes three or four
+MAX_ITEMS = 50_000  # outside of the fields below; a chat message, or one of its parts, takes three or four
 PROMPT_FIELDS = ("prompt", "input", "tokens")
 ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
-MOST_DIGITS = 400  # a float has at most 309 before its point
+MAX_DIGITS = 400  # a float has at most 309 before its point
 DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 HEAD = 64 * 1024  # bytes that are parsed to name the field of a body that is too large to parse
 
@@ -29,12 +29,12 @@ def parse_body(body: bytes, max_prompt_items: int) -> Any:
     Raises HTTPException for a body that is not JSON, RequestError for one of too many items.
     """
     body = _utf8(body)
-    limit = MOST_ITEMS + max_prompt_items
+    limit = MAX_ITEMS + max_prompt_items
     if (count := count_items(body, limit)) > limit:
         raise _too_many(_head(body), count, limit)
     value = strict_json(body)
-    if count > MOST_ITEMS and (others := count - _prompt_items(value)) > MOST_ITEMS:
-        raise _too_many(value, others, MOST_ITEMS)
+    if count > MAX_ITEMS and (others := count - _prompt_items(value)) > MAX_ITEMS:
+        raise _too_many(value, others, MAX_ITEMS)
     return value
 
 
@@ -74,14 +74,14 @@ def count_items(body: bytes, limit: int) -> int:
     makes a list of strings comes after their number is known to be bounded. Raises HTTPException for a number of very
     many digits, whose value would take time that grows with their square.
     """
-    if (count := _structure(body)) <= MOST_ITEMS and len(body) <= HEAD:  # also counts what stands in strings
+    if (count := _structure(body)) <= MAX_ITEMS and len(body) <= HEAD:  # also counts what stands in strings
         return count
     body = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quote begins or ends a string
     if (fields := body.count(b'"') // 4) > limit:
         return fields
     outside = b"".join(body.split(b'"')[::2])
-    if b"0" * (MOST_DIGITS + 1) in outside.translate(DIGITS_TO_ZERO):
-        raise HTTPException(400, f"the body has a number of more than {MOST_DIGITS} digits")
+    if b"0" * (MAX_DIGITS + 1) in outside.translate(DIGITS_TO_ZERO):
+        raise HTTPException(400, f"the body has a number of more than {MAX_DIGITS} digits")
     return _structure(outside)
 
 

@@ -26,8 +26,8 @@ from jaxserve.server.auth import is_for_operators
 
 logger = logging.getLogger(__name__)
 
-LONGEST_VALUE = 200  # characters of an offending value that an error repeats
-LONGEST_MESSAGE = 2000  # characters
+MAX_VALUE_LENGTH = 200  # characters of an offending value that an error repeats
+MAX_MESSAGE_LENGTH = 2000  # characters
 CLIENT_CLOSED = 499  # nginx's status for a client that went away; nobody sees it but the access log
 RETRY_AFTER_STOP = 5.0  # seconds; another replica, or this one after a restart
 CODES = {
@@ -46,7 +46,7 @@ VALIDATION_CODES = {"missing": "missing_required_parameter"}  # pydantic's name 
 
 
 _REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = LONGEST_VALUE
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_VALUE_LENGTH
 
 # What is served, and what clients of other servers and of other APIs ask for.
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/models")
@@ -97,9 +97,9 @@ def envelope(
 ) -> dict[str, Any]:
     """The body of an error response, and the data of an error event in a stream."""
     error: dict[str, Any] = {
-        "message": message[:LONGEST_MESSAGE],
+        "message": message[:MAX_MESSAGE_LENGTH],
         "type": "invalid_request_error" if status < 500 else "server_error",
-        "param": param if param is None else param[:LONGEST_VALUE],
+        "param": param if param is None else param[:MAX_VALUE_LENGTH],
         "code": code or CODES.get(status, "invalid_value" if param else "invalid_request"),
     }
     if value is not None:
@@ -169,7 +169,7 @@ def install_handlers(app: FastAPI) -> None:
 
 def _explained(error: Exception, request: Request) -> Exception:
     """Return an error of the router's with the path, and what can be asked instead; others as they are."""
-    path = request.scope["path"][:LONGEST_VALUE]
+    path = request.scope["path"][:MAX_VALUE_LENGTH]
     match error:
         case HTTPException(status_code=404, detail="Not Found"):
             return HTTPException(404, f"there is nothing at {path!r}: {_hint(path)}")
@@ -212,4 +212,4 @@ def _short(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     text = value if isinstance(value, str) else _REPR.repr(value)
-    return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
+    return text if len(text) <= MAX_VALUE_LENGTH else text[:MAX_VALUE_LENGTH] + "..."

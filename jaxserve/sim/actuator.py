@@ -16,7 +16,7 @@ from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.transitions import PATIENCE, TRY_AGAIN, Outcome, ResizeKVPool, SwapPrecision, Transition, batches
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.precision import mixture_name
+from jaxserve.core.precision import assignment_id
 from jaxserve.engine.core import EngineCore
 from jaxserve.kvcache import PagesInUse
 from jaxserve.sim.links import Priority, SharedLinks
@@ -238,7 +238,7 @@ class SimActuator:
     def _put_in_force(self, instance: Instance, number: int, after: Plan) -> None:
         self._plan, own = after, after.instances[number]
         instance.set_plan(own)
-        instance.core.replan(mixture_name(own.layer_precisions), self._describe(after, number))
+        instance.core.replan(assignment_id(own.layer_precisions), self._describe(after, number))
 
 
 def _signature(block: str, precision: str) -> Signature:

@@ -1,6 +1,7 @@
 """Cluster: a configuration resolved for simulated hardware, as `planning.resolve` resolves it for a machine.
 
-Outline, pages and bytes are decided by the same code, from the sizes of `ModelShape` instead of a checkpoint's headers.
+The specification, pages and bytes are decided by the same code, from the sizes of `ModelShape` instead of the headers
+of a checkpoint.
 What differs from a real engine's, in bytes:
 
 - without `memory_gb` the budget is the platform's share of what the hardware file says, not of what is free just now;
@@ -20,10 +21,10 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.options import check_ranges
 from jaxserve.core.precision import BITS
 from jaxserve.engine.client import ModelInfo
-from jaxserve.parallel.padding import physical_config
+from jaxserve.parallel.padding import padded_config
 from jaxserve.planning.defaults import PLATFORMS, PlatformDefaults
 from jaxserve.planning.memory import COPY_RATES, MemoryPlan, plan_memory, runtime_bytes
-from jaxserve.planning.spec import Outline, dtype_of
+from jaxserve.planning.spec import EngineSpec, dtype_of
 from jaxserve.sim.hardware import Hardware
 from jaxserve.sim.shape import GROUP, UNIT, ModelShape
 
@@ -67,8 +68,8 @@ def resolve_cluster(
     fraction = PLATFORMS[platform].memory_fraction
     shapes = (hardware.max_num_seqs, hardware.prefill_tokens, hardware.tile, hardware.min_rows)
     defaults, devices = PlatformDefaults(*shapes, fraction), config.tp * config.pp * config.dp
-    outline = Outline.of(config, model, (shape.dtype,) * shape.num_layers, platform, defaults, devices)
-    physical = physical_config(model, config.tp, _split_unit(outline.precisions) if config.tp > 1 else 1)
+    outline = EngineSpec.of(config, model, (shape.dtype,) * shape.num_layers, platform, defaults, devices)
+    physical = padded_config(model, config.tp, _split_unit(outline.precisions) if config.tp > 1 else 1)
     padded = _padded(shape, physical)
     budget = int(hardware.memory * fraction if config.memory_gb is None else config.memory_gb * 1e9)
     runtime = runtime_bytes(outline, model) if platform == "cpu" else 0

@@ -18,7 +18,7 @@ from jaxserve.bench.traces.trace import Trace
 from jaxserve.sim.simulation import Answered
 
 Floats = NDArray[np.float64]
-MOST_REASONS = 20  # of failures that are told apart
+MAX_REASONS = 20  # of failures that are told apart
 OTHERS = "other reasons"
 
 
@@ -39,7 +39,7 @@ class Columns:
             self.first_s[answered.number], self.last_s[answered.number] = answered.first_token, answered.last_token
             return
         self.refused[answered.number] = True
-        known = answered.error in self.reasons or len(self.reasons) < MOST_REASONS
+        known = answered.error in self.reasons or len(self.reasons) < MAX_REASONS
         self.reasons[answered.error if known else OTHERS] += 1
 
     def summary(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.core.clock import VirtualClock
-from jaxserve.core.precision import mixture_name
+from jaxserve.core.precision import assignment_id
 from jaxserve.engine.core import EngineCore
 from jaxserve.planning.spec import STATIC
 from jaxserve.sim.cluster import Cluster
@@ -61,7 +61,7 @@ def _core(cluster: Cluster, number: int, metrics: EngineMetrics) -> EngineCore:
         cluster.info,
         None,
         metrics,
-        salt=mixture_name(instance.layer_precisions),
+        salt=assignment_id(instance.layer_precisions),
         static=memory.describe(memory.plan, number),
         number=number,
     )

@@ -32,7 +32,7 @@ from jaxserve.sim.shape import ModelShape
 HELD_OUT = 5  # every fifth step is not fitted to
 LEAST = 1e-3  # of an X: a share of the roofline is at most 1000
 FEWEST = 50  # steps
-LEAST_OUTSIDE = 1e-5  # s of a request
+MIN_OUTSIDE_S = 1e-5  # s of a request
 OVERHEADS = ("step", "sequence", "host")  # unknowns that are seconds; the others are of the roofline
 Unknown = tuple[str, int]  # name, and tokens or rows of a knot, or 0
 
@@ -127,7 +127,7 @@ def frontend(outside: Sequence[tuple[int, int, float]]) -> tuple[float, float, f
     """
     tokens, streams, seconds = np.array(outside, float).T
     columns = np.stack([np.ones(len(seconds)), tokens, streams], axis=1)
-    request, token, stream = robust(columns, np.maximum(seconds, LEAST_OUTSIDE), np.zeros((1, 3))).tolist()
+    request, token, stream = robust(columns, np.maximum(seconds, MIN_OUTSIDE_S), np.zeros((1, 3))).tolist()
     return request, token, stream
 
 

@@ -7,7 +7,7 @@ Floats = NDArray[np.float64]
 
 ROUNDS = 20
 TOLERATED = 3.0  # deviations that count in full
-LEAST_DEVIATION = 0.01  # relative; below it measurements agree
+MIN_DEVIATION = 0.01  # relative; below it measurements agree
 
 
 def robust(columns: Floats, wanted: Floats, likely: Floats) -> Floats:
@@ -26,7 +26,7 @@ def robust(columns: Floats, wanted: Floats, likely: Floats) -> Floats:
         solution = non_negative(weighted.T @ columns + likely.T @ likely, weighted.T @ wanted)
         predicted = np.maximum(columns @ solution, 0.1 * wanted)
         off = np.abs(wanted / predicted - 1)
-        limit = TOLERATED * max(1.4826 * float(np.median(off)), LEAST_DEVIATION)
+        limit = TOLERATED * max(1.4826 * float(np.median(off)), MIN_DEVIATION)
         weights = np.minimum(1.0, limit / np.maximum(off, 1e-12)) / predicted**2
     return solution
 

@@ -24,7 +24,7 @@ from jaxserve.control.transitions import Outcome, ResizeKVPool, Transition
 from jaxserve.core.clock import Clock, VirtualClock
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.numeric import ceil_div
-from jaxserve.core.precision import mixture_name
+from jaxserve.core.precision import assignment_id
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.step_load import StepLoad
@@ -167,7 +167,7 @@ class _Actuator:
                 self._core.scheduler.grow(more)
             else:
                 self._core.scheduler.shrink(-more, lambda moves: None)
-        self._core.replan(mixture_name(self.plan.instances[0].layer_precisions), _describe(self.plan))
+        self._core.replan(assignment_id(self.plan.instances[0].layer_precisions), _describe(self.plan))
 
 
 class _Replay:
@@ -255,13 +255,13 @@ class _Replay:
         facts, (instance,) = self._recording.facts, plan.instances
         buckets, longest, size = _buckets(facts), facts["max_model_len"], facts["page_size"]
         width = ceil_div(longest, size)
-        least, most = facts["resources"]["least_pages"], facts["reserved_kv_pages"]
+        least, most = facts["resources"]["min_pages"], facts["reserved_kv_pages"]
         pages = PagePool(instance.kv_pages, caching=facts["prefix_caching"], least=least, most=most)
         limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, size)
         scheduler = Scheduler(limits, pages, PageTable(buckets.max_num_seqs, max(width, *buckets.widths)))
         most = WITHOUT_LIMIT
         info = ModelInfo(facts["model"], longest, most, 1, 0, max_queued_requests=most, max_queued_tokens=most)
-        salt = mixture_name(instance.layer_precisions)
+        salt = assignment_id(instance.layer_precisions)
         return _Core(self, scheduler, info, None, EngineMetrics(info.name), salt=salt, static=_describe(plan))
 
 

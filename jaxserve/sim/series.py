@@ -9,7 +9,7 @@ from jaxserve.sim.instance import SimInstance
 from jaxserve.telemetry import Snapshot, combine
 from jaxserve.telemetry.metrics import gauges
 
-MOST_SAMPLES = 20_000  # kept; of more, every other one goes and the interval doubles
+MAX_SAMPLES = 20_000  # kept; of more, every other one goes and the interval doubles
 
 
 class Sampler:
@@ -55,7 +55,7 @@ class Sampler:
     def _look(self, now: float) -> None:
         self._times.append(now)
         self._samples.append(values_of(combine([instance.snapshot() for instance in self._instances])))
-        if len(self._times) > MOST_SAMPLES:
+        if len(self._times) > MAX_SAMPLES:
             self._times, self._samples = self._times[::2], self._samples[::2]
             self._interval *= 2
 

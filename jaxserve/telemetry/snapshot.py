@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxserve.core.renamed import Renamed
+
 
 @dataclass(frozen=True)
 class Recent:
@@ -19,8 +21,10 @@ class Recent:
     tpot: float | None  # s, mean
     tokens_per_s: float | None  # generated
     arrivals_per_s: float | None  # sequences
-    most_kv_usage: float  # at any moment, as a share of the pages that there were then
-    longest_wait: float  # s, at any moment
+    max_kv_usage: float  # at any moment, as a share of the pages that there were then
+    max_wait: float  # s, at any moment
+    most_kv_usage = Renamed("max_kv_usage")
+    longest_wait = Renamed("max_wait")
 
 
 @dataclass(frozen=True)

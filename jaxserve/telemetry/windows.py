@@ -51,8 +51,8 @@ def summary(snapshots: Sequence[Snapshot]) -> Recent:
         tpot=gap_seconds / gaps if gaps > 0 else None,
         tokens_per_s=(last.generated_tokens - first.generated_tokens) / seconds if seconds > 0 else None,
         arrivals_per_s=max(0, _arrived(last) - _arrived(first)) / seconds if seconds > 0 else None,
-        most_kv_usage=max(s.kv_usage for s in snapshots),
-        longest_wait=max(s.oldest_wait for s in snapshots),
+        max_kv_usage=max(s.kv_usage for s in snapshots),
+        max_wait=max(s.oldest_wait for s in snapshots),
     )
 
 

@@ -22,13 +22,13 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.work import Work
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.executor.blocks import Parameter, Row
+from jaxserve.executor.blocks import LoadedBlock, Parameter
 from jaxserve.kernels.native import pool as native
 from jaxserve.planning.memory import OF_STAGES
 from tests.canary import Canary
 
 PATIENCE = 30.0  # seconds for a thread to do what it will
-MOST_STEPS = 100_000  # of a run; the longest has some hundreds
+MAX_STEPS = 100_000  # of a run; the longest has some hundreds
 OPTIONS = {
     "load_format": "dummy",
     "max_num_seqs": 4,
@@ -114,7 +114,7 @@ class Adapted:
 
     def execute(self, work: Work):
         executor = self.steps.executor
-        precisions = {row.block: row.precision for row in executor.rows}
+        precisions = {row.block: row.precision for row in executor.blocks}
         computed = [(s, s.num_computed - 1, 1) for s in work.decodes]
         computed += [(chunk.sequence, chunk.start, chunk.length) for chunk in work.chunks]
         for sequence, start, length in (entry for entry in computed if entry[0].index == 0):
@@ -132,11 +132,11 @@ class Adapted:
 
     def prepare(
         self, block: str, parameters: Mapping[str, Parameter], precision: str, *, copied: Callable[[int], None]
-    ) -> Row:
+    ) -> LoadedBlock:
         """Between the arrays of a copy too, what is there is in the ledger: what has been read as well, unless that is
         what becomes the row.
         """
-        (devices,) = (row.placement.devices for row in self.steps.executor.rows if row.block == block)
+        (devices,) = (row.placement.devices for row in self.steps.executor.blocks if row.block == block)
         read = [] if (block, precision) in self.kept else jax.tree.leaves(dict(parameters))
         same = bool(read) and len(devices) == 1 and all(aligned(leaf) is leaf for leaf in read)
         made = Counter(dict.fromkeys(devices, sum(leaf.nbytes for leaf in read) // len(devices)))
@@ -179,7 +179,7 @@ class Adapted:
     def _held(self, beside: Sequence[Array], made: Mapping[object, int]) -> tuple[Counter, int]:
         """Bytes by device, and those of all pages."""
         held, pages = Counter(made), 0
-        used = (leaf for row in list(self.steps.executor.rows) for leaf in row.leaves)
+        used = (leaf for row in list(self.steps.executor.blocks) for leaf in row.leaves)
         there = (leaf for leaf in beside if not leaf.is_deleted())
         leaves = {id(leaf): leaf for leaf in (*used, *self.kept_arrays(), *there)}
         for leaf in leaves.values():  # not by its shards: JAX lists them twice if two threads ask at once
@@ -238,7 +238,7 @@ class Adapted:
         for number in itertools.count():
             if self.engine.idle:
                 break
-            assert number < MOST_STEPS, "requests make no progress"
+            assert number < MAX_STEPS, "requests make no progress"
             if self.settled() and targets:
                 self.begin(targets.pop(0))
             for request in (request for request, step in (leaving or {}).items() if step == number):

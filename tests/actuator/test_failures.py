@@ -14,7 +14,7 @@ from jaxserve.control.plan import Plan
 from jaxserve.control.transitions import PATIENCE
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryBudgetError
-from jaxserve.executor.blocks import Row
+from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.kernels import Pool
 from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, mixture, pools_of, prompt, target_of
 
@@ -25,7 +25,7 @@ def test_what_fails_leaves_the_plan_before_it_in_force(
 ) -> None:
     executor, start = adapted.steps.executor, adapted.plan
     failed, done = adapted.ended("failed"), adapted.ended("done")
-    entries, rows = dict(adapted.built.resolved.ledger.entries), list(executor.rows)
+    entries, rows = dict(adapted.built.resolved.ledger.entries), list(executor.blocks)
 
     def fail(*args: object, **kwargs: object) -> None:
         raise MemoryError("none left")
@@ -39,7 +39,7 @@ def test_what_fails_leaves_the_plan_before_it_in_force(
     (outcome,) = [outcome for outcome in adapted.outcomes if outcome.error is not None]
     assert "none left" in outcome.error
     assert adapted.plan.instances == start.instances
-    assert [row is other for row, other in zip(executor.rows, rows, strict=True)] == [True] * len(rows)
+    assert [row is other for row, other in zip(executor.blocks, rows, strict=True)] == [True] * len(rows)
     assert adapted.built.resolved.ledger.entries == entries
     assert len(tokens[request]) == 60
     assert adapted.steps.core.scheduler.pages.num_pages == 41
@@ -59,9 +59,9 @@ def test_of_layers_that_change_at_once_all_do_or_none(
     """The last of three cannot be prepared, or not be put in its place; those prepared before it are freed."""
     executor, small = adapted.steps.executor, mixture(adapted.plan, ("int4",) * 3)
     adapted.change(small)
-    before, original, made = state_of(adapted), executor.prepare, list[Row]()
+    before, original, made = state_of(adapted), executor.prepare, list[LoadedBlock]()
 
-    def prepare(block: str, *args: Any, **kwargs: Any) -> Row:
+    def prepare(block: str, *args: Any, **kwargs: Any) -> LoadedBlock:
         if broken == "prepare" and block == "layers.2":
             raise MemoryError("none left")
         row = original(block, *args, **kwargs)
@@ -86,8 +86,8 @@ def state_of(adapted: Adapted) -> dict[str, Any]:
     gauges = [line for line in adapted.built.metrics.render().decode().splitlines() if "jaxserve_plan_version" in line]
     return {
         "plan": adapted.plan,
-        "rows": [id(row) for row in executor.rows],
-        "freed": [leaf.is_deleted() for row in executor.rows for leaf in row.leaves],
+        "rows": [id(row) for row in executor.blocks],
+        "freed": [leaf.is_deleted() for row in executor.blocks for leaf in row.leaves],
         "segments": (executor.pools.segments, executor.pools.nbytes),
         "pages": core.scheduler.pages.num_pages,
         "ledger": dict(adapted.built.resolved.ledger.entries),
@@ -189,7 +189,7 @@ def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
         assert [outcome.error for outcome in adapted.outcomes] == [None, None]
         adapted.outcomes.clear()
     start, done = adapted.plan, adapted.ended("done")
-    entries, rows = dict(built.resolved.ledger.entries), [steps.executor.rows[2] for steps in built.instances]
+    entries, rows = dict(built.resolved.ledger.entries), [steps.executor.blocks[2] for steps in built.instances]
 
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(5, "Input/output error")
@@ -203,7 +203,7 @@ def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
     assert (adapted.ended("failed"), adapted.ended("done")) == (1, done)
     assert f"plan {start.version} stays in force" in caplog.text
     assert adapted.plan == start
-    assert [steps.executor.rows[2] is row for steps, row in zip(built.instances, rows, strict=True)] == [True, True]
+    assert [steps.executor.blocks[2] is row for steps, row in zip(built.instances, rows, strict=True)] == [True, True]
     assert not any(leaf.is_deleted() for row in rows for leaf in row.leaves)
     assert built.resolved.ledger.entries == entries
     assert [len(tokens[request]) for request in requests] == [60, 60]

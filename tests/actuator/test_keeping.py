@@ -99,7 +99,7 @@ def test_layers_change_from_pinned_memory_while_requests_run(
     adapted.change(other)
     assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
     for steps in built.instances:
-        rows = [row for row in steps.executor.rows if row.block in BLOCKS]
+        rows = [row for row in steps.executor.blocks if row.block in BLOCKS]
         assert {row.precision for row in rows} == {"int4"}
         for row in rows:
             assert {leaf.sharding.memory_kind for leaf in row.leaves} == {"device"}

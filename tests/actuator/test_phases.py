@@ -16,7 +16,7 @@ from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
-from jaxserve.executor.blocks import Row
+from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.pools import Growth
 from tests.actuator.adapted import GREEDY, OPTIONS, PATIENCE, Adapted, mixture, pools_of, prompt, target_of
 
@@ -32,7 +32,7 @@ class Held:
         assert actuator is not None
         prepare, make, call = steps.executor.prepare, steps.executor.pools.prepare, steps.call
 
-        def prepare_slowly(*args: Any, copied: Callable[[int], None]) -> Row:
+        def prepare_slowly(*args: Any, copied: Callable[[int], None]) -> LoadedBlock:
             def copied_slowly(size: int) -> None:
                 self.wait("during the copy")
                 copied(size)
@@ -151,7 +151,7 @@ def test_closing_ends_the_thread_though_no_step_follows_the_commit(
         engine.step()
     assert steps.in_flight
     steps.wake = lambda: None  # calls wait for the next step
-    start, old = actuator.plan, steps.executor.rows[1]
+    start, old = actuator.plan, steps.executor.blocks[1]
     wanted = mixture(start, ("int4", "float32", "float32")) if change == "swap" else start.with_kv_pages(0, 30)
     actuator.start(diff(start, wanted, built.resolved.resources(copy_rate=1e9)))
     deadline = time.monotonic() + PATIENCE
@@ -170,4 +170,4 @@ def test_closing_ends_the_thread_though_no_step_follows_the_commit(
     closing.join(PATIENCE)
     assert not closing.is_alive()
     assert all(leaf.is_deleted() for leaf in old.leaves)
-    assert all(leaf.is_deleted() for row in steps.executor.rows for leaf in row.owned)
+    assert all(leaf.is_deleted() for row in steps.executor.blocks for leaf in row.owned)

@@ -125,12 +125,12 @@ def test_a_quantised_layer_is_used_where_it_is_kept(adapted: Adapted) -> None:
     executor, used = adapted.steps.executor, []
     for _ in range(2):
         adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
-        used.append(executor.rows[2])
+        used.append(executor.blocks[2])
         adapted.change(adapted.start)
     assert [row.owned for row in used] == [(), ()]
     assert [id(leaf) for leaf in used[0].leaves] == [id(leaf) for leaf in used[1].leaves]
     assert not any(leaf.is_deleted() for leaf in used[0].leaves)
-    assert executor.rows[2].owned
+    assert executor.blocks[2].owned
 
 
 def test_an_exchange_is_paced_though_it_copies_nothing(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_every_byte_of_a_layer_is_counted_once(tiny_model: Path, start: str) -> 
     mixtures = [(start, start, "float32"), ("int4", start, "int8"), ("int4",) * 3, ("float32",) * 3]
     for precisions in [*mixtures, mixtures[0]]:
         adapted.change(mixture(adapted.plan, precisions))
-        rows = adapted.steps.executor.rows
+        rows = adapted.steps.executor.blocks
         running = {id(leaf): leaf.nbytes for row in rows for leaf in row.leaves}
         kept = {id(leaf): leaf.nbytes for leaf in adapted.kept_arrays()}
         assert len(adapted.kept) == 6
@@ -182,7 +182,7 @@ def test_full_precision_is_there_once_on_its_way_back(tiny_model: Path, tp: int)
     assert [outcome.error for outcome in adapted.outcomes] == [None, None]
     if tp == 1:
         (arrays,) = found
-        leaves = adapted.steps.executor.rows[2].leaves
+        leaves = adapted.steps.executor.blocks[2].leaves
         assert {leaf.unsafe_buffer_pointer() for leaf in leaves} == {array.ctypes.data for array in arrays.values()}
     adapted.close()
     built.close()
@@ -196,7 +196,7 @@ def test_snapshots_and_the_ledger_follow_the_plan(adapted: Adapted) -> None:
     assert core.snapshot.layers_by_precision == {"int4": 3}
     assert core.snapshot.kv_pages_total == freed - 1
     assert core.snapshot.plan_version == adapted.plan.version
-    assert core.snapshot.weight_bytes == sum(row.nbytes for row in adapted.steps.executor.rows)
+    assert core.snapshot.weight_bytes == sum(row.nbytes for row in adapted.steps.executor.blocks)
     assert ledger.entries["weights"] < full["weights"]
     assert ledger.entries["weights"] == core.snapshot.weight_bytes
     adapted.change(adapted.start)
@@ -220,14 +220,14 @@ def test_pools_grow_by_what_the_layers_gave_to_the_page(tiny_model: Path, dp: in
     assert freed == 3 * sizes["layers.0", "float32"] - copied
     assert resources.kv_capacity(start.instances[0]) == 41
     assert resources.kv_capacity(small.instances[0]) == 41 + freed // resources.page_bytes[0]
-    assert resources.most_pages == resources.kv_capacity(small.instances[0]), "and have room for as many"
+    assert resources.max_pages == resources.kv_capacity(small.instances[0]), "and have room for as many"
 
 
 @pytest.mark.parametrize(("change", "steps"), [("swap", 1), ("shrink", 2)])
 def test_what_is_replaced_is_freed_after_the_steps_that_use_it(adapted: Adapted, change: str, steps: int) -> None:
     """To shrink, after the step too that the device runs once it has given the memory back."""
     adapted.change(adapted.plan.with_kv_pages(0, 80))
-    ledger, old, tokens = adapted.built.resolved.ledger, adapted.steps.executor.rows[2], {}
+    ledger, old, tokens = adapted.built.resolved.ledger, adapted.steps.executor.blocks[2], {}
     entries, wanted = dict(ledger.entries), target_of(change, adapted.plan)
     less = entries | adapted.built.resolved.ledger_entries(wanted)
     assert old.owned == old.leaves, "it is in nobody else's use"

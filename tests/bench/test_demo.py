@@ -51,7 +51,7 @@ def scrape(swapped=0, pages=10, tokens=0):
 
 def test_the_screen_tells_every_change_where_there_is_no_terminal():
     output = io.StringIO()
-    screen = Screen(Console(file=output, width=200), "a system", order=(1, 0), most_pages=20, slo_s=2)
+    screen = Screen(Console(file=output, width=200), "a system", order=(1, 0), max_pages=20, slo_s=2)
     with screen.shown():
         for time_s, seen in enumerate((scrape(), scrape(2, 20, 4), scrape(0, 20, 4), scrape(0, 10, 4))):
             screen.look(time_s / 10, seen)
@@ -65,7 +65,7 @@ def test_the_screen_tells_every_change_where_there_is_no_terminal():
 
 def test_the_screen_tells_precisions_apart():
     output = io.StringIO()
-    screen = Screen(Console(file=output, width=200), "a system", order=(1, 0, 2), most_pages=20, slo_s=2)
+    screen = Screen(Console(file=output, width=200), "a system", order=(1, 0, 2), max_pages=20, slo_s=2)
     with screen.shown():
         for time_s, (int4, int8) in enumerate(((0, 0), (1, 2), (1, 1), (0, 0))):
             seen = scrape(int4)
@@ -82,7 +82,7 @@ def test_the_screen_tells_precisions_apart():
 def test_the_screen_draws_in_a_terminal():
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=120)
-    with Screen(console, "a system", order=(1, 0), most_pages=20, slo_s=2).shown() as screen:
+    with Screen(console, "a system", order=(1, 0), max_pages=20, slo_s=2).shown() as screen:
         screen.look(0.0, scrape())
         screen.look(0.1, scrape(1, 20, 4))
     drawn = output.getvalue()

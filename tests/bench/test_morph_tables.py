@@ -69,7 +69,7 @@ def test_exchanges_are_found_in_a_step_log():
     ]
     (found,) = found_in(Recording({}, steps=tuple(steps), decisions=tuple(decided)))
     assert (found.after, found.steps) == ("int4", 9), "of ten steps one had a prompt"
-    times = found.seconds, found.step_before_s, found.step_during_s, found.longest_s
+    times = found.seconds, found.step_before_s, found.step_during_s, found.max_gap_s
     assert times == pytest.approx((0.1749, 0.01, (8 * 0.015 + 0.04) / 9, 0.04))
     for pages, after in (((50, 60), "more pages"), ((60, 50), "fewer pages")):
         resized = decided[1]._replace(transitions=("instance 0: KV {} -> {} pages (frees 1.0 MB)".format(*pages),))

@@ -20,7 +20,7 @@ from jaxserve.bench.traces.synthetic import synthetic
 from jaxserve.bench.traces.trace import Trace
 from jaxserve.core.bundled import bundled_model_path
 
-LENGTHS = Lengths(prompt=96, answer=160, longest_prompt=160, longest_answer=280)
+LENGTHS = Lengths(prompt=96, answer=160, max_prompt_tokens=160, max_answer_tokens=280)
 
 
 def burst() -> Trace:

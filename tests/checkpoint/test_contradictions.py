@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.checkpoint.generation import most_new_tokens, sampling_defaults
+from jaxserve.checkpoint.generation import default_max_new_tokens, sampling_defaults
 from jaxserve.core.model_name import model_name
 from tests.checkpoint.test_errors import INDEX, SINGLE, edit_config, edit_tensors, refused
 from tests.golden.model import golden
@@ -319,7 +319,7 @@ def test_do_sample_false_is_greedy():
 
 
 def test_max_new_tokens(caplog: pytest.LogCaptureFixture):
-    assert most_new_tokens({"max_new_tokens": 512}, Path()) == 512
-    assert most_new_tokens({}, Path()) is None
-    assert most_new_tokens({"max_new_tokens": -1}, Path()) is None
+    assert default_max_new_tokens({"max_new_tokens": 512}, Path()) == 512
+    assert default_max_new_tokens({}, Path()) is None
+    assert default_max_new_tokens({"max_new_tokens": -1}, Path()) is None
     assert "max_new_tokens is -1" in caplog.text

@@ -10,7 +10,7 @@ from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.core.config import ModelConfig
 from jaxserve.models import config_from_hf
-from jaxserve.parallel.padding import head_sources, physical_config
+from jaxserve.parallel.padding import head_sources, padded_config
 from tests.golden.cases import CASES
 from tests.golden.model import Model, golden, relative_error
 from tests.golden.weights import write_checkpoint
@@ -36,7 +36,7 @@ def config(heads: int, kv_heads: int) -> ModelConfig:
     ],
 )
 def test_heads(heads: int, kv_heads: int, tp: int, physical: tuple[int, int]):
-    padded = physical_config(config(heads, kv_heads), tp)
+    padded = padded_config(config(heads, kv_heads), tp)
     assert (padded.num_heads, padded.num_kv_heads) == physical
     query, kv = head_sources(config(heads, kv_heads), padded)
     assert sorted(query[query >= 0]) == list(range(heads)), "each query head runs exactly once"
@@ -49,7 +49,7 @@ def test_heads(heads: int, kv_heads: int, tp: int, physical: tuple[int, int]):
 def test_everything_divides(tp: int):
     moe = config_from_hf(CASES["qwen3_moe"])
     for model in (config(6, 3), moe):
-        padded = physical_config(model, tp)
+        padded = padded_config(model, tp)
         sizes = [padded.num_kv_heads, padded.intermediate_size, padded.vocab_rows]
         assert all(size % tp == 0 for size in sizes)
         assert padded.moe is None or padded.moe.intermediate_size % tp == 0
@@ -58,18 +58,18 @@ def test_everything_divides(tp: int):
 
 def test_what_divides_already_stays_as_it_is():
     model = replace(config(32, 8), vocab_size=128)
-    assert physical_config(model, 8) == replace(model, shards=8)
+    assert padded_config(model, 8) == replace(model, shards=8)
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("unit", [128, 256])
 def test_shares_of_inputs_are_whole_units_where_weights_are_quantised(tp: int, unit: int):
     for model in (config(6, 3), config(8, 2), config_from_hf(CASES["qwen3_moe"])):
-        padded = physical_config(model, tp, unit)
+        padded = padded_config(model, tp, unit)
         sizes = [padded.num_heads * padded.head_dim, padded.intermediate_size]
         sizes += [padded.moe.intermediate_size] if padded.moe else []
         assert all(size % (tp * unit) == 0 for size in sizes)
-        assert padded.num_kv_heads == physical_config(model, tp).num_kv_heads, "the KV cache does not grow"
+        assert padded.num_kv_heads == padded_config(model, tp).num_kv_heads, "the KV cache does not grow"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_shares_of_inputs_are_whole_units_where_weights_are_quantised(tp: int, u
 def test_padded_model_computes_the_logits_of_transformers(name: str, tp: int, tmp_path: Path):
     case = golden(name)
     path = case.write(tmp_path)
-    physical = physical_config(open_checkpoint(path, dtype="float32").config, tp)
+    physical = padded_config(open_checkpoint(path, dtype="float32").config, tp)
     logits = Model(path, physical=physical, length=40).logits(case.prompt)
     assert logits.shape == (40, physical.vocab_rows)
     assert physical.vocab_rows > 131, "the vocabulary is prime"
@@ -95,7 +95,7 @@ def test_padded_heads_compute_the_same_function(heads: int, kv_heads: int, tp: i
     shapes = {name: shape for block in model.block_ids for name, shape in tensor_shapes(model, block).items()}
     path = write_checkpoint(tmp_path, hf, shapes, seed=0)
     tokens = list(range(20))
-    physical = physical_config(open_checkpoint(path, dtype="float32").config, tp)
+    physical = padded_config(open_checkpoint(path, dtype="float32").config, tp)
     assert physical.num_heads != heads or physical.num_kv_heads != kv_heads
     padded = Model(path, physical=physical, length=20).logits(tokens)
     assert relative_error(padded[:, :131], Model(path, length=20).logits(tokens)) < 1e-5

@@ -77,7 +77,7 @@ def test_a_long_queue_takes_the_first_layers_of_the_order_and_gives_their_memory
 
 def test_where_pools_grow_by_segments_as_many_layers_change_as_the_next_one_needs() -> None:
     """A layer frees 30 pages."""
-    driver = Driver(resources=machine(most_pages=761, segments=(401, 100, 130, 130)))
+    driver = Driver(resources=machine(max_pages=761, segments=(401, 100, 130, 130)))
     assert driver.see_for(0, 0.5, kv_pages_used=390) == [0.2]
     assert int4(driver.plan) == sorted(ORDER[:4]), "two would be too few"
     assert driver.plan.instances[0].kv_pages == 501
@@ -110,7 +110,7 @@ def test_layers_that_give_nothing_do_not_stop_those_behind_them_from_giving() ->
 
 
 def test_where_no_segment_can_be_had_only_a_queue_is_a_reason() -> None:
-    driver = Driver(resources=machine(most_pages=901, segments=(401, 500)))
+    driver = Driver(resources=machine(max_pages=901, segments=(401, 500)))
     assert driver.see_for(0, 5, kv_pages_used=390) == []
     assert driver.see_for(5, 0.5, kv_pages_used=390, num_waiting=3, oldest_wait=0.2) != []
     assert (len(int4(driver.plan)), driver.plan.instances[0].kv_pages) == (2, 401)
@@ -128,8 +128,8 @@ def test_layers_larger_than_at_home_go_back_and_pages_follow() -> None:
 def test_pressure_that_nobody_was_asked_about_holds_layers_back() -> None:
     driver = Driver()
     driver.press()
-    assert driver.see_for(40, 10, recent=replace(CALM, longest_wait=0.3)) == []
-    assert driver.see_for(50, 10, recent=replace(CALM, most_kv_usage=0.9)) == []
+    assert driver.see_for(40, 10, recent=replace(CALM, max_wait=0.3)) == []
+    assert driver.see_for(50, 10, recent=replace(CALM, max_kv_usage=0.9)) == []
     assert driver.see_for(60, 1) != []
 
 
@@ -157,7 +157,7 @@ def test_under_pressure_it_says_what_it_waits_for() -> None:
     assert driver.note == "pressure, 0.2 s after the last entry < 0.5 s"
     driver.press()
     assert driver.note == "queue delay 300 ms > 100 ms: no layer is left to go to int4"
-    driver = Driver(resources=replace(MACHINE, most_pages=401))
+    driver = Driver(resources=replace(MACHINE, max_pages=401))
     driver.see_for(0, 5, kv_pages_used=399)
     assert driver.note == "KV usage 99.8% > 85%: more layers would give no more pages"
 
@@ -239,7 +239,7 @@ def test_near_the_slo_more_layers_go_at_once() -> None:
 
 
 def test_usage_alone_takes_no_layer_if_the_pool_cannot_grow() -> None:
-    driver = Driver(resources=replace(MACHINE, most_pages=401))
+    driver = Driver(resources=replace(MACHINE, max_pages=401))
     assert not driver.see_for(0, 5, kv_pages_used=399)
     assert driver.see_for(5, 1, kv_pages_used=399, num_waiting=2, oldest_wait=0.2), "fewer bits are faster, too"
     assert driver.plan.instances[0].kv_pages == 401
@@ -298,8 +298,8 @@ def test_a_release_says_what_lets_no_more_layers_back() -> None:
         ({"kv_pages_used": 512}, "512 pages in use > 70% of 730"),
         ({"recent": replace(CALM, kv_usage=512 / 760)}, "512 pages in use on average > 70% of 730"),
         ({"kv_pages_used": 400, "recent": replace(CALM, kv_trend=0.04)}, "552 pages in use in 5 s > 70% of 730"),
-        ({"recent": replace(CALM, longest_wait=0.3)}, "queue delay in the last 5 s: 300 ms > 100 ms"),
-        ({"recent": replace(CALM, most_kv_usage=0.9)}, "KV usage in the last 5 s: 90.0% > 85%"),
+        ({"recent": replace(CALM, max_wait=0.3)}, "queue delay in the last 5 s: 300 ms > 100 ms"),
+        ({"recent": replace(CALM, max_kv_usage=0.9)}, "KV usage in the last 5 s: 90.0% > 85%"),
     ],
 )
 def test_none_comes_back_while_it_would_be_missed_and_it_says_why(blocking: dict[str, object], note: str) -> None:

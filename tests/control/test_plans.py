@@ -29,7 +29,7 @@ def plans(draw: st.DrawFn, machine: Resources = MACHINE) -> Plan:
         precisions = draw(st.lists(st.sampled_from(sorted(LAYER)), min_size=LAYERS, max_size=LAYERS))
         plan = plan.with_precisions(instance, {f"layers.{n}": p for n, p in enumerate(precisions)})
         most = machine.kv_capacity(plan.instances[instance])
-        plan = plan.with_kv_pages(instance, draw(st.integers(machine.least_pages, most)))
+        plan = plan.with_kv_pages(instance, draw(st.integers(machine.min_pages, most)))
     return plan
 
 
@@ -108,7 +108,7 @@ def test_capacity_is_what_the_budget_leaves_to_the_page() -> None:
     assert resources.kv_capacity(plan.instances[0]) == 401
     smaller = plan.with_precisions(0, {"layers.0": "int4", "layers.9": "int8"}).instances[0]
     assert resources.kv_capacity(smaller) == 401 + 25 * MB // PAGE
-    assert replace(resources, most_pages=410).kv_capacity(smaller) == 410
+    assert replace(resources, max_pages=410).kv_capacity(smaller) == 410
 
 
 def test_a_layer_that_is_kept_takes_nothing_more_where_it_is_used() -> None:
@@ -255,6 +255,6 @@ def test_devices_in_the_table_are_shortened_only_when_they_follow_each_other() -
 def test_the_most_pages_are_those_beside_the_smallest_layers_and_not_those_that_have_addresses() -> None:
     resources, (instance,) = machine(), home_plan().instances
     smallest = home_plan().with_precisions(0, {f"layers.{n}": "int4" for n in range(16)}).instances[0]
-    assert resources.most_capacity(instance) == resources.kv_capacity(smallest) == 401 + 16 * 30
-    assert resources.most_capacity(smallest) == resources.most_capacity(instance) < resources.most_pages
-    assert machine(most_pages=500).most_capacity(instance) == 500
+    assert resources.max_capacity(instance) == resources.kv_capacity(smallest) == 401 + 16 * 30
+    assert resources.max_capacity(smallest) == resources.max_capacity(instance) < resources.max_pages
+    assert machine(max_pages=500).max_capacity(instance) == 500

@@ -16,7 +16,7 @@ TO_INT4 = MorphSettings(entry_interval=0.5, most_layers=0.75, rest="")  # three 
 
 
 def machine(
-    layers: int = 16, *, home_pages: int = 401, most_pages: int = 2000, pp: int = 1, segments: tuple[int, ...] = ()
+    layers: int = 16, *, home_pages: int = 401, max_pages: int = 2000, pp: int = 1, segments: tuple[int, ...] = ()
 ) -> Resources:
     """Devices on which that many pages fit beside layers in full precision; layers are spread evenly."""
     each = layers // pp
@@ -25,8 +25,8 @@ def machine(
         fixed=(100 * MB,) * pp,
         layer_bytes={(f"layers.{n}", precision): size for n in range(layers) for precision, size in LAYER.items()},
         page_bytes=(PAGE // pp,) * pp,
-        least_pages=17,
-        most_pages=most_pages,
+        min_pages=17,
+        max_pages=max_pages,
         copy_rate=1000 * MB,
         segments=segments,
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.precision import layer_precisions, mixture_name, parse_precision
+from jaxserve.core.precision import assignment_id, layer_precisions, parse_precision
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,6 @@ def test_an_unknown_precision_is_refused_by_the_name_of_its_option() -> None:
 
 def test_a_mixture_is_named_as_it_is_given() -> None:
     precisions = ("bfloat16", "bfloat16", "int4", "int8", "int8")
-    name = mixture_name(precisions)
+    name = assignment_id(precisions)
     assert name == "0-1:bfloat16,2-2:int4,3-4:int8"
     assert layer_precisions("auto", name, ("int3",) * 5, "bfloat16") == precisions

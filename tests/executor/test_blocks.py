@@ -11,7 +11,7 @@ from jaxserve.executor.blocks import BlockBuilder
 from jaxserve.kernels import AttentionMeta, kv_pool, native
 from jaxserve.kernels.native.library import MATMUL, WRITE_AND_ATTEND
 from jaxserve.models import abstract_block, config_from_hf
-from jaxserve.parallel.padding import physical_config
+from jaxserve.parallel.padding import padded_config
 from jaxserve.parallel.placement import POOL_AXES, Placement
 from tests.golden.cases import llama
 
@@ -20,7 +20,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
 
 def lowered(block: str, precision: str, *, dtype: str = "bfloat16") -> jax.stages.Lowered:
     """A block split over two devices, for four sequences that decode."""
-    model = physical_config(config_from_hf(llama(dtype=dtype, head_dim=64, **SIZES)), tp=2)
+    model = padded_config(config_from_hf(llama(dtype=dtype, head_dim=64, **SIZES)), tp=2)
     placement = Placement(tuple(jax.devices()[:2]))
     _, variables = abstract_block(model, block, precision)
     tensors = {name: jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), v.get_value()) for name, v in variables.items()}

@@ -31,7 +31,7 @@ def test_pages_follow_from_the_budget(tiny_model: Path) -> None:
 def test_the_ledger_counts_what_is_really_there(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, **OPTIONS))
     executor, entries = built.instances[0].executor, built.resolved.ledger.entries
-    leaves = {id(leaf): leaf for row in executor.rows for leaf in row.leaves}.values()
+    leaves = {id(leaf): leaf for row in executor.blocks for leaf in row.leaves}.values()
     assert entries["weights"] == sum(leaf.nbytes for leaf in leaves)
     assert entries["kv"] == executor.pools.nbytes
     built.close()

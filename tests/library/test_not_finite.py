@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 def spoil(engine, value: float) -> None:
     """Gives the token BAD an embedding of this value."""
     for steps in engine:
-        row = steps.executor.rows[0]
+        row = steps.executor.blocks[0]
         (weight,) = row.leaves
         steps.executor.replace([replace(row, leaves=(jnp.asarray(weight).at[BAD].set(value),))])
 

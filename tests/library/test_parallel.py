@@ -38,7 +38,7 @@ def check(llm: LLM, reference: Reference) -> None:
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 2, 2), (1, 1, 4)])
 def test_results_equal_one_device(tiny_model: Path, reference: Reference, tp: int, pp: int, dp: int) -> None:
     with LLM(tiny_model, tp=tp, pp=pp, dp=dp, **OPTIONS) as llm:
-        rows = [row for steps in llm._engine.instances for row in steps.executor.rows]
+        rows = [row for steps in llm._engine.instances for row in steps.executor.blocks]
         assert len({device for row in rows for device in row.placement.devices}) == tp * pp * dp
         check(llm, reference)
 
@@ -61,13 +61,13 @@ def test_quantised_layers_split(tiny_model: Path, tp: int, pp: int) -> None:
     options = OPTIONS | {"layer_precision": "0:int8,1:int4,2:int3", "tp": tp, "pp": pp}
     built = build(EngineConfig(model=tiny_model, **options))
     physical, entries = built.resolved.physical, built.resolved.ledger.entries
-    layers = [row for row in built.instances[0].executor.rows if row.block.startswith("layers.")]
+    layers = [row for row in built.instances[0].executor.blocks if row.block.startswith("layers.")]
     for row in layers:
         whole = sum(leaf.nbytes for leaf in row.leaves)
         share = sum(leaf.addressable_shards[0].data.nbytes for leaf in row.leaves)
         assert share < whole / tp + 1024, "all but the norms"
     if pp == 1:
-        rows = built.instances[0].executor.rows
+        rows = built.instances[0].executor.blocks
         held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
         assert entries["weights"] == sum(held.values())
     built.close()
@@ -98,7 +98,7 @@ def test_each_device_holds_its_share(tiny_model: Path) -> None:
         executor = llm._engine.instances[0].executor
         for (pool,) in executor.pools:
             assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}  # one of two kv heads
-        layer = executor.rows[1]
+        layer = executor.blocks[1]
         whole = sum(leaf.nbytes for leaf in layer.leaves)
         share = sum(leaf.addressable_shards[0].data.nbytes for leaf in layer.leaves)
         assert share < 0.51 * whole + 1024

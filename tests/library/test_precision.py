@@ -70,7 +70,7 @@ def test_a_tied_embedding_is_the_head(tiny_model: Path, tmp_path: Path) -> None:
     options = {"precision": "int8", "dtype": "float32"}
     reference = Reference(tmp_path, dict.fromkeys(range(config["num_hidden_layers"]), "int8"), "int8", dtype="float32")
     built = build(EngineConfig(model=tmp_path, **OPTIONS, **options))
-    embed, *_, head = built.instances[0].executor.rows
+    embed, *_, head = built.instances[0].executor.blocks
     shared = {id(leaf) for leaf in embed.leaves} & {id(leaf) for leaf in head.leaves}
     built.close()
     assert len(shared) == 2, "codes and scales"
@@ -92,7 +92,7 @@ def test_what_is_quantised_and_what_is_not(tiny_model: Path) -> None:
 def test_bytes_are_counted_by_precision(tiny_model: Path, options: dict) -> None:
     built = build(EngineConfig(model=tiny_model, **OPTIONS, **options))
     steps = built.instances[0]
-    held = sum(leaf.nbytes for row in steps.executor.rows for leaf in row.leaves)
+    held = sum(leaf.nbytes for row in steps.executor.blocks for leaf in row.leaves)
     snapshot = steps.core.snapshot
     layers = list(precisions(tiny_model, options)[0].values())
     try:

@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1
 
 def check(llm: LLM, model: Path, precisions: Mapping[str, str]) -> None:
     """The answer is that of the blocks as the source has them, x as it is."""
-    rows = llm._engine.instances[0].executor.rows
+    rows = llm._engine.instances[0].executor.blocks
     assert [row.precision for row in rows[1:-1]] == list(precisions.values())
     checkpoint = open_checkpoint(model)
     config = replace(checkpoint.config, kernel_backend="xla")
@@ -57,7 +57,7 @@ def test_an_imported_checkpoint_runs_in_its_own_precision(
     write(tmp_path, TINY, SHAPES, layout, group=group, symmetric=symmetric, skip="layers.0.")
     precisions = {"layers.0": "float32", "layers.1": "int4", "layers.2": "int4"}
     with LLM(tmp_path, **OPTIONS) as llm:
-        rows = llm._engine.instances[0].executor.rows
+        rows = llm._engine.instances[0].executor.blocks
         held = sum(leaf.nbytes for row in rows for leaf in row.leaves)
         counted = resolve(EngineConfig(model=tmp_path, **OPTIONS)).ledger.entries["weights"]
         assert held <= counted <= 1.1 * held, "what its scales are in is known when they are read"
@@ -83,7 +83,7 @@ def test_prepared_variants_are_served_and_counted(prepared: Path) -> None:
     assert (qkv.group, qkv.zeros is None) == (64, False)
     assert resolved.checkpoint.variant("layers.0", "int8")["attention.qkv"].group == 128, "rounded: none is prepared"
     with LLM(prepared, **OPTIONS, **options) as llm:
-        rows = {id(leaf): leaf for row in llm._engine.instances[0].executor.rows for leaf in row.leaves}
+        rows = {id(leaf): leaf for row in llm._engine.instances[0].executor.blocks for leaf in row.leaves}
         assert resolved.ledger.entries["weights"] == sum(leaf.nbytes for leaf in rows.values())
         check(llm, prepared, precisions)
 
@@ -92,7 +92,7 @@ def test_a_layer_changes_to_its_prepared_variant_without_compiling(prepared: Pat
     built: Built = build(EngineConfig(model=prepared, variants=("int4",), **(OPTIONS | {"warmup": True})))
     executor, before = built.instances[0].executor, dict(built.compilations.counts)
     row = executor.prepare("layers.5", built.resolved.checkpoint.variant("layers.5", "int4"), "int4")
-    assert len(row.leaves) == len(executor.rows[6].leaves) + 4 * 2, "codes, scales and zeros"
+    assert len(row.leaves) == len(executor.blocks[6].leaves) + 4 * 2, "codes, scales and zeros"
     (old,) = executor.replace([row])
     old.free()
     for shape in executor.buckets.all():
@@ -112,7 +112,7 @@ def test_variants_of_another_model_are_refused(prepared: Path, tmp_path: Path) -
 def test_prepared_layers_split(prepared: Path, precision: str) -> None:
     """int3 needs padding here, so that the layers are rounded anew."""
     built = build(EngineConfig(model=prepared, tp=2, precision=precision, **OPTIONS))
-    rows, physical = built.instances[0].executor.rows, built.resolved.physical
+    rows, physical = built.instances[0].executor.blocks, built.resolved.physical
     qkv = built.resolved.checkpoint.variant("layers.0", precision, physical)["attention.qkv"]
     assert qkv.group == (64 if precision == "int4" else 128)
     held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
@@ -127,7 +127,7 @@ def test_prepared_layers_whose_groups_devices_would_cut_are_rounded(
     shutil.copytree(prepared, model)
     run(model, Settings(("int4",), "rtn", group=0))
     built = build(EngineConfig(model=model, tp=2, precision="int4", **OPTIONS))
-    rows = built.instances[0].executor.rows
+    rows = built.instances[0].executor.blocks
     held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
     assert built.resolved.ledger.entries["weights"] == sum(held.values())
     assert "layers.0 in int4 is rounded to the nearest" in caplog.text

@@ -15,7 +15,7 @@ from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.checkpoint.variants import Method, VariantWriter
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.precision import mixture_name
+from jaxserve.core.precision import assignment_id
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
@@ -52,9 +52,9 @@ class Swapped:
         old.free()
         self.precisions[layer] = precision
         layers = {name: self.precisions.count(name) for name in self.precisions}
-        held = sum(row.nbytes for row in self.executor.rows)
+        held = sum(row.nbytes for row in self.executor.blocks)
         static = replace(self.core.static, layers_by_precision=layers, weight_bytes=held)
-        self.core.replan(mixture_name(self.precisions), static)
+        self.core.replan(assignment_id(self.precisions), static)
 
     def run(self, *prompts: tuple[int, ...], params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
         ids = [self.engine.add(TokensPrompt(p), params) for p in prompts]
@@ -250,7 +250,7 @@ def test_metrics_follow(swapped: Swapped) -> None:
     label = '{model_name="' + swapped.built.info.name + '",precision="int4"}'
     assert value(f"layers_by_precision{label}") == 1
     assert value("weight_bytes") < full
-    assert value("weight_bytes") == sum(leaf.nbytes for row in swapped.executor.rows for leaf in row.leaves)
+    assert value("weight_bytes") == sum(leaf.nbytes for row in swapped.executor.blocks for leaf in row.leaves)
 
 
 @pytest.mark.parametrize("dp", [1, 2])

@@ -12,7 +12,7 @@ from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.models import config_from_hf
-from jaxserve.parallel.padding import physical_config
+from jaxserve.parallel.padding import padded_config
 from jaxserve.quantization import QArray
 from tests.conftest import TINY
 from tests.quantization.foreign import write
@@ -92,11 +92,11 @@ def test_a_router_that_is_quantised_becomes_the_numbers_that_it_stands_for(tmp_p
 def test_padding_for_tensor_parallelism_keeps_codes_or_refuses(tmp_path):
     values = write(tmp_path, TINY, SHAPES, "awq")
     checkpoint = open_checkpoint(tmp_path)
-    two = checkpoint.variant("layers.1", "int4", physical_config(CONFIG, 2))["mlp.gate_up"]
+    two = checkpoint.variant("layers.1", "int4", padded_config(CONFIG, 2))["mlp.gate_up"]
     np.testing.assert_array_equal(dense(two)[1, 0], values[f"{LAYER}mlp.gate_proj.weight"][48:])
     write(tmp_path, TINY, SHAPES, "awq", group=0)
     with pytest.raises(ConfigError, match=r"layers\.1: attention.o .* in groups of 96 inputs.*\(tp\)"):
-        open_checkpoint(tmp_path).variant("layers.1", "int4", physical_config(CONFIG, 3))
+        open_checkpoint(tmp_path).variant("layers.1", "int4", padded_config(CONFIG, 3))
 
 
 def edit(folder: Path, **changes) -> None:

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from jaxserve.core.errors import RequestError
 from jaxserve.server import body as body_module
 from jaxserve.server.app import create_app
-from jaxserve.server.body import MOST_ITEMS, count_items, parse_body
+from jaxserve.server.body import MAX_ITEMS, count_items, parse_body
 from jaxserve.server.offload import off_loop
 from jaxserve.server.routes import json_route
 from jaxserve.server.routes.json_route import SMALL_BODY
@@ -77,11 +77,11 @@ def test_many_items_are_refused_with_their_field_before_any_is_validated(http, m
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == field
-    assert error["limit"] in (MOST_ITEMS, MOST_ITEMS + PROMPT_ITEMS)
+    assert error["limit"] in (MAX_ITEMS, MAX_ITEMS + PROMPT_ITEMS)
     assert error["value"] > error["limit"]
     assert len(answer.content) < 1000
     whole = len(body) in parsed
-    assert whole == (error["limit"] == MOST_ITEMS)  # beyond what may be a prompt, nothing but the beginning is parsed
+    assert whole == (error["limit"] == MAX_ITEMS)  # beyond what may be a prompt, nothing but the beginning is parsed
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_first_prompt_that_does_not_fit_ends_the_tokenizing(http, fake, monkeypa
 
 def test_items_are_counted_outside_of_strings():
     text = json.dumps({"prompt": 'a, {"b": [1, 2]}\\" \\', "stop": [",,,", '\\"', "[{"], "n": 1}).encode()
-    many = b"[" + b",".join([text] * MOST_ITEMS) + b"]"  # enough to be counted exactly
+    many = b"[" + b",".join([text] * MAX_ITEMS) + b"]"  # enough to be counted exactly
     of_text = 1 + 2 + 1 + 2  # object and its commas, list and its commas
-    assert count_items(many, 10**7) == 1 + (MOST_ITEMS - 1) + MOST_ITEMS * of_text
+    assert count_items(many, 10**7) == 1 + (MAX_ITEMS - 1) + MAX_ITEMS * of_text
 
 
 def test_prompts_may_have_as_many_ids_as_the_queue_takes():

@@ -43,7 +43,7 @@ def cluster(
     pages: int = 40,
     seqs: int = 4,
     caching: bool = False,
-    most_queued: int = 1000,
+    max_queued: int = 1000,
     alike: bool = True,
     detailed: bool = True,
     frontend: Frontend | None = None,
@@ -53,7 +53,7 @@ def cluster(
     chain = chain_of("bfloat16", ["bfloat16"] * 2, "bfloat16")
     plan = static_plan(chain, kv_pages=pages, tp=1, pp=1, dp=instances, devices=instances)
     clock = VirtualClock()
-    info = ModelInfo("small", LONGEST, 2**31 - 1, 8, 0, max_queued_requests=most_queued)
+    info = ModelInfo("small", LONGEST, 2**31 - 1, 8, 0, max_queued_requests=max_queued)
     buckets = Buckets(seqs, 4, TILE, 1, (LONGEST // PAGE,))
     made = []
     for number, instance in enumerate(plan.instances):

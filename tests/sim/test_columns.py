@@ -5,7 +5,7 @@ import pytest
 
 from jaxserve.bench.metrics import statistics, summarize
 from jaxserve.bench.traces.trace import Trace
-from jaxserve.sim.columns import MOST_REASONS, OTHERS, Columns, weighted_statistics
+from jaxserve.sim.columns import MAX_REASONS, OTHERS, Columns, weighted_statistics
 from jaxserve.sim.run import record_of
 from jaxserve.sim.simulation import Answered, SimRequest
 
@@ -77,9 +77,9 @@ def test_reasons_of_failures_are_counted_and_few() -> None:
     for number in range(100):
         columns.take(Answered(number, SimRequest(float(number), 5, 1), 0, error=f"reason {number // 2}"))
     assert columns.reasons["reason 0"] == 2
-    assert len(columns.reasons) == MOST_REASONS + 1
+    assert len(columns.reasons) == MAX_REASONS + 1
     assert sum(columns.reasons.values()) == 100
-    assert columns.reasons[OTHERS] == 100 - 2 * MOST_REASONS
+    assert columns.reasons[OTHERS] == 100 - 2 * MAX_REASONS
 
 
 def test_weighted_statistics_are_those_of_the_repeated_values() -> None:

@@ -140,7 +140,7 @@ def test_a_request_that_cannot_be_served_is_refused_with_the_limit():
     (answer,) = answered(cluster(), [SimRequest(0.0, 64, 4)])
     assert "max_model_len" in answer.error
     crowd = [SimRequest(0.0, 8, 8) for _ in range(12)]
-    errors = [answer.error for answer in answered(cluster(most_queued=5), crowd)]
+    errors = [answer.error for answer in answered(cluster(max_queued=5), crowd)]
     assert [error is None for error in errors] == [True] * 5 + [False] * 7
     assert "max_queued_requests" in errors[-1]
 

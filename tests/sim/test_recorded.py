@@ -14,7 +14,7 @@ from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import load_policy
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.precision import mixture_name
+from jaxserve.core.precision import assignment_id
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.step_load import StepLoad
@@ -32,7 +32,7 @@ from tests.control.worlds import home_plan, machine
 
 PAGE, TILE, LONGEST, PAGES, SEQS = 4, 8, 128, 50, 8
 BUCKETS = Buckets(SEQS, 4, TILE, 1, (LONGEST // PAGE,))
-RESOURCES = replace(machine(8, home_pages=PAGES, most_pages=400), least_pages=LONGEST // PAGE + 1)
+RESOURCES = replace(machine(8, home_pages=PAGES, max_pages=400), min_pages=LONGEST // PAGE + 1)
 
 
 class World(VirtualClock):
@@ -51,7 +51,7 @@ class World(VirtualClock):
             "plan": to_dict(self.plan),
             "buckets": asdict(BUCKETS),
             "page_size": PAGE,
-            "reserved_kv_pages": RESOURCES.most_pages,
+            "reserved_kv_pages": RESOURCES.max_pages,
             "prefix_caching": True,
             "overlap": True,
             "max_model_len": LONGEST,
@@ -61,13 +61,13 @@ class World(VirtualClock):
             "resources": asdict(RESOURCES) | {"layer_bytes": [(*k, n) for k, n in RESOURCES.layer_bytes.items()]},
         }
         self.log = StepLog(path, facts)
-        pages = PagePool(PAGES, caching=True, least=LONGEST // PAGE + 1, most=RESOURCES.most_pages)
+        pages = PagePool(PAGES, caching=True, least=LONGEST // PAGE + 1, most=RESOURCES.max_pages)
         self.core = EngineCore(
             Scheduler(SchedulerLimits(SEQS, 4, TILE, PAGE), pages, PageTable(SEQS, LONGEST // PAGE)),
             ModelInfo("small", LONGEST, 2**31 - 1, 8, 0),
             None,
             EngineMetrics("small"),
-            salt=mixture_name(self.plan.instances[0].layer_precisions),
+            salt=assignment_id(self.plan.instances[0].layer_precisions),
             static=self.describe(),
         )
         self.loop = StepLoop(self.core, Device(self), self, log=InstanceLog(self.log, self.core, BUCKETS))
@@ -170,7 +170,7 @@ class Actuator:
                 count, scheduler = transition.after - transition.before, world.core.scheduler
                 scheduler.grow(count) if count >= 0 else scheduler.shrink(-count, lambda moves: None)
             world.plan = transition.apply(world.plan)
-            world.core.replan(mixture_name(world.plan.instances[0].layer_precisions), world.describe())
+            world.core.replan(assignment_id(world.plan.instances[0].layer_precisions), world.describe())
         except ValueError as failure:  # pages in use
             error = str(failure)
         world.loop.after_dispatched(lambda: self.ended(transition, error))

@@ -46,7 +46,7 @@ def test_looking_changes_nothing() -> None:
 
 
 def test_a_long_run_keeps_fewer_samples_further_apart(monkeypatch) -> None:
-    monkeypatch.setattr(series, "MOST_SAMPLES", 10)
+    monkeypatch.setattr(series, "MAX_SAMPLES", 10)
     clock = VirtualClock()
     sampler = Sampler([Still()], clock, 1.0)
     while clock.time < 100:

@@ -20,7 +20,7 @@ def recent(*snapshots: Snapshot, window: float = 5.0) -> Recent:
 
 def worst(snapshots: list[Snapshot]) -> tuple[float, float]:
     past = recent(*snapshots)
-    return past.most_kv_usage, past.longest_wait
+    return past.max_kv_usage, past.max_wait
 
 
 def every(seconds: float, count: int, **values: object) -> list[Snapshot]:

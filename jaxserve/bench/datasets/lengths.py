@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.bench.vocabulary import MOST_TOKENS
+from jaxserve.bench.vocabulary import MAX_PROMPT_TOKENS
 from jaxserve.core.errors import ConfigError
 
 PARAMETERS = {"fixed": 1, "uniform": 2, "normal": 2, "lognormal": 2}
@@ -74,8 +74,8 @@ class Lengths:
             value.is_integer() for value in map(float, self.parameters)
         )
         ordered = second >= first if self.kind in ("fixed", "uniform") else second >= 0
-        if first < 1 or not whole or not ordered or max(self.parameters) > MOST_TOKENS:
+        if first < 1 or not whole or not ordered or max(self.parameters) > MAX_PROMPT_TOKENS:
             raise ConfigError(
-                f"{text!r} is not a length in tokens: lengths are whole, from 1 to {MOST_TOKENS}, and LOW <= HIGH"
+                f"{text!r} is not a length in tokens: lengths are whole, from 1 to {MAX_PROMPT_TOKENS}, and LOW <= HIGH"
             )
         return self

@@ -18,7 +18,7 @@ from jaxserve.bench.table import cell, columns_of, remarks, sections
 from jaxserve.core.errors import ConfigError
 
 RATES = "throughput-against-rate"
-MOST_DRAWN = 8  # results that overlay in one plot: there are as many colours
+MAX_DRAWN = 8  # results that overlay in one plot: there are as many colours
 CAPTIONS = {
     RATES: "Left: output tokens per second the server keeps up with, and asked for. A server "
     "saturates at the rate from which on it keeps up with less than 95 % of what arrives: the middle 90 % of the "
@@ -64,8 +64,8 @@ def write_report(results: Sequence[Mapping[str, Any]], path: Path, *, title: str
 
 
 def draw(runs: Sequence[Run]) -> dict[str, bytes]:
-    """PNG files by the names of the plots. Only the curve over rates takes more than `MOST_DRAWN` results."""
-    figures = {name: plot(runs if name == RATES else runs[:MOST_DRAWN]) for name, plot in PLOTS.items()}
+    """PNG files by the names of the plots. Only the curve over rates takes more than `MAX_DRAWN` results."""
+    figures = {name: plot(runs if name == RATES else runs[:MAX_DRAWN]) for name, plot in PLOTS.items()}
     return {name: png(figure) for name, figure in figures.items() if figure is not None}
 
 
@@ -98,7 +98,7 @@ def render(results: Sequence[Mapping[str, Any]], names: Sequence[str], images: M
 
 
 def _caption(plot: str, count: int) -> str:
-    left_out = f"The first {MOST_DRAWN} of {count} results." if count > MOST_DRAWN and plot != RATES else ""
+    left_out = f"The first {MAX_DRAWN} of {count} results." if count > MAX_DRAWN and plot != RATES else ""
     captions = CAPTIONS if count <= DETAILED else CAPTIONS | OF_MANY
     return " ".join(filter(None, (captions.get(plot), left_out)))
 
@@ -119,8 +119,8 @@ def _names(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _title(results: Sequence[Mapping[str, Any]]) -> str:
     labels = list(dict.fromkeys(label(result) for result in results))
-    more = f" and {len(labels) - MOST_DRAWN} more" if len(labels) > MOST_DRAWN else ""
-    return f"jaxserve bench: {', '.join(labels[:MOST_DRAWN])}{more}"
+    more = f" and {len(labels) - MAX_DRAWN} more" if len(labels) > MAX_DRAWN else ""
+    return f"jaxserve bench: {', '.join(labels[:MAX_DRAWN])}{more}"
 
 
 def _subtitle(results: Sequence[Mapping[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.traces.trace import MOST_REQUESTS, HashIds, Ints, Trace
+from jaxserve.bench.traces.trace import MAX_REQUESTS, HashIds, Ints, Trace
 from jaxserve.core.errors import ConfigError
 
 
@@ -63,8 +63,8 @@ def replicate(trace: Trace, copies: int, rng: np.random.Generator, *, jitter_s: 
     """
     if copies < 1 or not 0 <= jitter_s < math.inf:
         raise ConfigError(f"cannot replicate {copies} times with a jitter of {jitter_s:g} s (--replicate)")
-    if copies * len(trace) > MOST_REQUESTS:
-        raise ConfigError(f"{copies * len(trace)} requests are too many: the limit is {MOST_REQUESTS} (--replicate)")
+    if copies * len(trace) > MAX_REQUESTS:
+        raise ConfigError(f"{copies * len(trace)} requests are too many: the limit is {MAX_REQUESTS} (--replicate)")
     columns = trace.taken(np.tile(np.arange(len(trace)), copies))
     delays = rng.uniform(0, jitter_s, (copies, len(trace)))
     delays[0] = 0

@@ -9,7 +9,7 @@ quantiles of the source, prompts and answers independently, although in some sou
 import numpy as np
 
 from jaxserve.bench.traces.profiles import QUANTILES, Profile, profile_named
-from jaxserve.bench.traces.trace import MOST_REQUESTS, Floats, Ints, Trace
+from jaxserve.bench.traces.trace import MAX_REQUESTS, Floats, Ints, Trace
 from jaxserve.core.errors import ConfigError
 
 
@@ -24,8 +24,8 @@ def synthetic(profile: Profile | str, duration_s: float, rate: float | None, rng
     rate = profile.published["rate"] if rate is None else rate
     if not (0 < duration_s < np.inf and 0 < rate < np.inf):
         raise ConfigError(f"a trace of {duration_s:g} s at {rate:g} requests per second: both must be above 0")
-    if rate * duration_s > MOST_REQUESTS:
-        raise ConfigError(f"{rate * duration_s:g} requests are too many: the limit is {MOST_REQUESTS} (--duration)")
+    if rate * duration_s > MAX_REQUESTS:
+        raise ConfigError(f"{rate * duration_s:g} requests are too many: the limit is {MAX_REQUESTS} (--duration)")
     ends, load = _intensity(profile, duration_s, rng)
     arrivals = np.interp(_renewals(rate * duration_s, profile.shape, rng), rate * load, ends)
     if not len(arrivals):

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-MOST_REQUESTS = 10_000_000  # of a trace: more do not fit, and take weeks
+MAX_REQUESTS = 10_000_000  # of a trace: more do not fit, and take weeks
 HashIds = tuple[tuple[int, ...], ...]
 
 

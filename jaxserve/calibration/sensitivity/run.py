@@ -31,7 +31,7 @@ class Options:
     weights: Weights = field(default_factory=Weights)
     positions: Positions = "all"
     seeds: int = 5
-    most_points: int = 17  # of a curve
+    max_points: int = 17  # of a curve
     variants: Path | None = None  # a folder that `jaxserve quantize` made; None: what an engine would run
     dtype: Literal["auto", "bfloat16", "float32"] = "float32"
 
@@ -67,7 +67,7 @@ def make_profile(
     scores, found = {}, {}
     for name in methods:
         scores[name] = rank_layers(Measures(chain, calibration.tokens[:, :-1], name, options.positions), options, begin)
-        compared, at = orders(scores[name].order, options.seeds), points(chain.config.num_layers, options.most_points)
+        compared, at = orders(scores[name].order, options.seeds), points(chain.config.num_layers, options.max_points)
         found[name] = curves(chain, held_out.tokens, name, compared, at, begin)
     return SensitivityProfile(
         model=checkpoint.path.resolve().name,

@@ -8,7 +8,7 @@ from jaxserve.control.policy import Proposal, State
 from jaxserve.telemetry import Snapshot
 
 
-def towards(target: Plan, snapshots: Sequence[Snapshot], plan: Plan, state: State, reason: str) -> Proposal[State]:
+def hold_plan(target: Plan, snapshots: Sequence[Snapshot], plan: Plan, state: State, reason: str) -> Proposal[State]:
     """Proposes `target` for `reason`; keeps `plan` if they are alike, and while sequences hold more than its pages."""
     if plan.instances == target.instances:
         return Proposal(plan, state)
@@ -34,7 +34,7 @@ class ManualPolicy:
     def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: None) -> Proposal[None]:
         if self.target is None:
             return Proposal(plan, None)
-        return towards(self.target, snapshots, plan, None, "the operator's plan")
+        return hold_plan(self.target, snapshots, plan, None, "the operator's plan")
 
 
 @dataclass(frozen=True)
@@ -47,4 +47,4 @@ class StaticPolicy:
         return plan
 
     def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: Plan) -> Proposal[Plan]:
-        return towards(state, snapshots, plan, state, "back to the plan at the start")
+        return hold_plan(state, snapshots, plan, state, "back to the plan at the start")

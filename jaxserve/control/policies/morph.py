@@ -246,10 +246,10 @@ class MorphPolicy:
         if recent.waiting > settings.release_waiting:
             return f"mean queue {recent.waiting:.1f} > {settings.release_waiting:g}"
         # Pressure while layers were on their way: nobody was asked then.
-        if recent.longest_wait > settings.queue_delay:
-            return f"queue delay {window}: {_ms(recent.longest_wait)} > {_ms(settings.queue_delay)}"
-        if recent.most_kv_usage > settings.kv_usage:
-            return f"KV usage {window}: {recent.most_kv_usage:.1%} > {settings.kv_usage:.0%}"
+        if recent.max_wait > settings.queue_delay:
+            return f"queue delay {window}: {_ms(recent.max_wait)} > {_ms(settings.queue_delay)}"
+        if recent.max_kv_usage > settings.kv_usage:
+            return f"KV usage {window}: {recent.max_kv_usage:.1%} > {settings.kv_usage:.0%}"
         return ""
 
     def _calm(self, view: _View, state: InstanceState) -> str:

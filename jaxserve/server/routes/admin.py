@@ -18,8 +18,8 @@ from jaxserve.server.state import State
 
 JSON, YAML = "application/json", "application/yaml"
 YAML_TYPES = frozenset({YAML, "application/x-yaml", "text/yaml", "text/x-yaml"})
-MOST_DECISIONS = 1000
-LARGEST_PLAN = 64 * 1024  # bytes; an instance takes a few hundred
+MAX_DECISIONS = 1000
+MAX_PLAN_BYTES = 64 * 1024  # bytes; an instance takes a few hundred
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 json_router = APIRouter(route_class=JsonRoute)
@@ -52,8 +52,8 @@ async def put_plan(request: Request, state: State) -> Response:
     """Makes a plan, in YAML or JSON, the manual policy's target; it is reached while requests go on."""
     control = _changeable(state)
     body = await request.body()
-    if len(body) > LARGEST_PLAN:
-        raise HTTPException(413, f"the plan has {len(body)} bytes, the limit is {LARGEST_PLAN}")
+    if len(body) > MAX_PLAN_BYTES:
+        raise HTTPException(413, f"the plan has {len(body)} bytes, the limit is {MAX_PLAN_BYTES}")
     text = await asyncio.to_thread(_plan_text, request.headers.get("content-type", ""), body)
     try:
         await asyncio.to_thread(control.set_plan, text)
@@ -77,7 +77,7 @@ async def status(state: State) -> Response:
 
 
 @router.get("/decisions", response_model=None, responses=documented(Decisions))
-async def decisions(state: State, limit: Annotated[int, Query(ge=1, le=MOST_DECISIONS)] = 100) -> Response:
+async def decisions(state: State, limit: Annotated[int, Query(ge=1, le=MAX_DECISIONS)] = 100) -> Response:
     """The latest decisions with their reasons and outcomes, newest last."""
     return json_response({"decisions": state.control().decisions(limit)})
 

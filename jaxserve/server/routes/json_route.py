@@ -12,7 +12,7 @@ from jaxserve.server.body import parse_body
 from jaxserve.server.offload import off_loop
 
 SMALL_BODY = 16 * 1024  # bytes; one that is not larger costs less than the way to another thread
-MOST_COMPLAINTS = 20  # of a body's fields; the answer tells of one
+MAX_COMPLAINTS = 20  # of a body's fields; the answer tells of one
 
 
 class ParsedRequest(Request):
@@ -54,5 +54,5 @@ def _read(model: type[BaseModel], body: bytes, max_prompt_items: int) -> BaseMod
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        complaints = error.errors(include_url=False)[:MOST_COMPLAINTS]
+        complaints = error.errors(include_url=False)[:MAX_COMPLAINTS]
         raise RequestValidationError([{**first, "loc": ("body", *first["loc"])} for first in complaints]) from None
