@@ -33,7 +33,7 @@ def keeper(executors: Sequence[BlockExecutor], memory: str) -> "Keeper | None":
     ways = {
         (kept.placement, row.placement)
         for executor in executors
-        for kept, row in zip(first.rows, executor.blocks, strict=True)
+        for kept, row in zip(first.blocks, executor.blocks, strict=True)
     }
     try:
         for kept, used in ways:
