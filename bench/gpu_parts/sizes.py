@@ -26,6 +26,21 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Changing:
+    """A server whose plan changes while streams decode."""
+
+    num_layers: int  # of the model, fewer than it has elsewhere: each is rounded on the host to all precisions
+    layers: tuple[int, ...]  # that change at once, the most of them last
+    rounds: int  # to and fro
+    streams: int
+    prefill: int  # tokens of a step, besides the decodes
+    max_len: int
+    kv_pages: int
+    max_kv_pages: int
+    fuse: bool | None = False  # None: as a server does by default
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Everything else that differs between a real run and a tiny one."""
 
@@ -46,6 +61,7 @@ class Sizes:
     request_lens: tuple[int, int]  # prompt tokens of the throughput run, uniform
     answer: int  # tokens of each of its answers
     max_len: int
+    changing: Changing
 
 
 REAL = Sizes(
@@ -92,6 +108,7 @@ REAL = Sizes(
     request_lens=(64, 512),
     answer=128,
     max_len=1024,
+    changing=Changing(16, (1, 4, 16), 2, 16, 256, 1024, kv_pages=1100, max_kv_pages=3600),
 )
 
 _TINY_SHAPE = {"heads": 4, "kv_heads": 2, "intermediate": 96}
@@ -136,4 +153,5 @@ TINY = Sizes(
     request_lens=(8, 24),
     answer=8,
     max_len=128,
+    changing=Changing(3, (1, 2), 1, 2, 64, 512, kv_pages=80, max_kv_pages=100),
 )

@@ -14,13 +14,19 @@ from pathlib import Path
 
 from bench.gpu_parts.sizes import REAL, TINY, Model, Sizes
 
-NEEDS = {"ceilings": ("jax",), "kernels": ("jax",), "engine": ("jax",), "peer": ("torch", "transformers")}
+NEEDS = {
+    "ceilings": ("jax",),
+    "kernels": ("jax",),
+    "engine": ("jax",),
+    "transitions": ("jax",),
+    "peer": ("torch", "transformers"),
+}
 
 
 def main() -> None:
     """Measures the part and exits with 0, whatever happened: the last message tells."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", help="ceilings, kernels, checkpoint, or engine:MODEL, peer:MODEL")
+    parser.add_argument("part", help="ceilings, kernels, checkpoint, or engine:MODEL, transitions:MODEL, peer:MODEL")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--cache-dir", type=Path, required=True)
@@ -68,6 +74,11 @@ def rows(kind: str, name: str, sizes: Sizes, device: str, cache: Path) -> Iterat
             from bench.gpu_parts import engine
 
             yield from engine.rows(ensure_model(models[name], cache), models[name], sizes)
+        case "transitions":
+            from bench.gpu_parts import transitions
+
+            model = transitions.shortened(models[name], sizes)
+            yield from transitions.rows(ensure_model(model, cache), model, sizes)
         case "peer":
             from bench.gpu_parts import peer
 

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from bench.gpu import write
-from bench.gpu_parts import costs
+from bench.gpu_parts import costs, transitions
 from bench.gpu_parts.kernels import Case, cases
 from bench.gpu_parts.measure import UNTOLD, decode
+from bench.gpu_parts.models import ensure_model
 from bench.gpu_parts.parts import PARTS, Outcome, Part, Settings, run_part, run_parts
 from bench.gpu_parts.sizes import REAL, TINY
 from bench.gpu_parts.table import ceilings, reached, table, with_shares
@@ -376,3 +377,16 @@ def test_a_report_is_replaced_as_a_whole(tmp_path: Path):
         write(out, {"cpu": "one"}, True, seconds, OUTCOMES)
     assert json.loads(out.read_text())["seconds"] == 2.0
     assert [file.name for file in out.parent.iterdir()] == ["gpu.json"]
+
+
+def test_changes_of_the_plan_lose_no_request_and_no_token(tmp_path: Path) -> None:
+    sizes = replace(TINY, changing=replace(TINY.changing, layers=(1,), rounds=1))
+    model = transitions.shortened(next(model for model in sizes.models if model.name == "8b"), sizes)
+    rows = list(transitions.rows(ensure_model(model, tmp_path), model, sizes))
+    by_case = {case: [row for row in rows if row["case"] == case] for case in ("start", "change", "served", "tokens")}
+    assert len(by_case["start"]) == 1
+    assert {row["after"] for row in by_case["change"]} >= {"more pages", "fewer pages"}
+    (served,) = by_case["served"]
+    assert served["complete"] and served["answers"] >= served["streams"]
+    assert set(served["compiled"].values()) == {0}
+    assert [row["equal"] for row in by_case["tokens"]] == [True, True, True]
