@@ -99,20 +99,20 @@ class EngineConfig:
 
     # -- model
     model: Annotated[
-        str | Path | None, Option("Model", "Folder in Hugging Face layout.", default="the bundled model")
+        str | Path | None, Option("Model", "Folder of the model in Hugging Face layout.", default="the bundled model")
     ] = None
     tokenizer: Annotated[
         str | Path | None,
-        Option("Model", "Folder or tokenizer.json.", default="the model's", in_terminal=True),
+        Option("Model", "Folder of the tokenizer, or a tokenizer.json.", default="the model's", in_terminal=True),
     ] = None
     skip_tokenizer_init: Annotated[
-        bool, Option("Model", "Serve a model without a tokenizer: prompts are token ids.")
+        bool, Option("Model", "Serve without a tokenizer; prompts must then be token ids.")
     ] = False
     chat_template: Annotated[
         str | Path | None,
         Option(
             "Model",
-            "Chat template: a file, plain, vicuna, chatml, or a name that the model gives to one of its own.",
+            "Chat template: a Jinja file, plain, vicuna, chatml, or the name of one of the model's own templates.",
             default="the model's",
             in_terminal=True,
         ),
@@ -120,7 +120,9 @@ class EngineConfig:
     served_model_name: str | None = None  # for clients and metrics; None: the folder's
     load_format: Annotated[
         LoadFormat,
-        Option("Model", "Where weights come from; dummy: random weights from config.json alone.", in_terminal=True),
+        Option(
+            "Model", "Source of the weights; dummy: random weights, for which config.json is enough.", in_terminal=True
+        ),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
@@ -130,20 +132,29 @@ class EngineConfig:
             in_terminal=True,
         ),
     ] = "auto"
-    seed: Annotated[int, Option("Model", "Seed of requests that name none.")] = 0
+    seed: Annotated[int, Option("Model", "Random seed for requests that give none.")] = 0
     precision: Annotated[
         str,
-        Option("Model", "Weights of the layers: int8, int4 or int3; auto: the checkpoint's.", in_terminal=True),
+        Option(
+            "Model",
+            "Precision of the layers' weights: int8, int4 or int3; auto: the checkpoint's.",
+            in_terminal=True,
+        ),
     ] = "auto"
     layer_precision: Annotated[
         str | None,
-        Option("Model", "Layers whose precision differs, as 0-3:bf16,4-:int4.", default="none", in_terminal=True),
+        Option(
+            "Model",
+            "Precision by layer, such as 0-3:bf16,4-:int4; layers that are not named follow --precision.",
+            default="none",
+            in_terminal=True,
+        ),
     ] = None
     head_precision: Annotated[
         str,
         Option(
             "Model",
-            "Precision of the output head, and of the embedding if they are tied; auto: int8 with --precision.",
+            "Precision of the output head, and of a tied embedding; auto: int8 if --precision is quantised.",
             in_terminal=True,
         ),
     ] = "auto"
@@ -152,26 +163,33 @@ class EngineConfig:
         tuple[str, ...],
         Option(
             "Adaptation",
-            "Precision that layers may change to while serving, besides the policy's; may be repeated.",
+            "Extra precision to keep ready for changes while serving, besides those of the policy (repeatable).",
             flags=("--variant",),
         ),
     ] = ()
     policy: Annotated[
         str,
         Option(
-            "Adaptation", "What changes the plan: static, manual, morph, morph-int8, morph-performance, or a YAML file."
+            "Adaptation",
+            "Policy that changes the plan: static, manual, morph, morph-int8, morph-performance, a YAML file or "
+            "FILE.py:NAME.",
         ),
     ] = "static"
     slo_ttft: Annotated[
         float | None,
-        Option("Adaptation", "Seconds to the first token that the policy keeps.", default="the policy's", above=0),
+        Option(
+            "Adaptation",
+            "Target for the time to the first token in seconds, for the policy.",
+            default="the policy's",
+            above=0,
+        ),
     ] = None
     # -- memory and lengths
     memory_gb: Annotated[
         float | None,
         Option(
             "Memory",
-            "Budget in GB, never exceeded.",
+            "Memory budget in GB, never exceeded.",
             default="half of the free host memory on CPU, 90 % of the device's memory elsewhere",
             above=0,
             in_terminal=True,
@@ -179,76 +197,98 @@ class EngineConfig:
     ] = None
     max_model_len: Annotated[
         int | None,
-        Option("Memory", "Tokens of prompt and answer together.", default="the model's", in_terminal=True),
+        Option("Memory", "Maximum tokens of prompt and answer together.", default="the model's", in_terminal=True),
     ] = None
-    page_size: Annotated[int, Option("Memory", "Tokens of a KV page.", minimum=1)] = 16
-    kv_pages: Annotated[int | None, Option("Memory", "KV pages.", default="what the budget holds", minimum=1)] = None
+    page_size: Annotated[int, Option("Memory", "Tokens per KV page.", minimum=1)] = 16
+    kv_pages: Annotated[
+        int | None, Option("Memory", "Number of KV pages.", default="as many as the budget holds", minimum=1)
+    ] = None
     max_kv_pages: Annotated[
         int | None,
         Option(
             "Memory",
-            "KV pages that pools may grow to while serving.",
-            default="what layers can give with a policy",
+            "Number of KV pages that pools may grow to while serving.",
+            default="with a policy, as many as smaller layers make room for",
             minimum=1,
         ),
     ] = None
     kv_cache_dtype: Annotated[
         KVCacheDType,
-        Option("Memory", "KV cache: int8 takes half the memory; auto: as dtype.", in_terminal=True),
+        Option(
+            "Memory", "Precision of the KV cache: int8 takes about half the memory; auto: as --dtype.", in_terminal=True
+        ),
     ] = "auto"
-    prefix_caching: Annotated[bool, Option("Memory", "Keep the KV pages of prompts for later ones.")] = True
+    prefix_caching: Annotated[
+        bool, Option("Memory", "Keep the KV pages of prompts, and share them with later prompts that begin alike.")
+    ] = True
     # -- scheduling
     max_num_seqs: Annotated[
-        int | None, Option("Scheduling", "Sequences that run at once.", default="32 on CPU, else 256", minimum=1)
+        int | None,
+        Option("Scheduling", "Maximum number of sequences that run at once.", default="32 on CPU, else 256", minimum=1),
     ] = None
     max_num_batched_tokens: Annotated[
         int | None,
         Option(
             "Scheduling",
-            "Tokens of one step: decodes and prefill chunks.",
-            default="max-num-seqs and 512 on CPU, 2048 elsewhere",
+            "Maximum tokens of one step: decoded tokens and prefill chunks.",
+            default="max-num-seqs + 512 on CPU, max-num-seqs + 2048 elsewhere",
         ),
     ] = None
-    max_queued_requests: Annotated[int, Option("Scheduling", "Waiting requests; beyond: 503.", minimum=1)] = 1024
-    max_queued_tokens: Annotated[int, Option("Scheduling", "Waiting prompt tokens; beyond: 503.", minimum=1)] = (
-        1_000_000
-    )
-    overlap: Annotated[bool, Option("Scheduling", "Prepare a step while the device computes the one before.")] = True
+    max_queued_requests: Annotated[
+        int, Option("Scheduling", "Maximum number of waiting requests; more are refused (HTTP 503).", minimum=1)
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int,
+        Option(
+            "Scheduling",
+            "Maximum number of waiting prompt tokens; requests beyond it are refused (HTTP 503).",
+            minimum=1,
+        ),
+    ] = 1_000_000
+    overlap: Annotated[bool, Option("Scheduling", "Prepare a step while the device computes the previous one.")] = True
     # -- parallelism
     tp: Annotated[
-        int, Option("Parallelism", "Tensor parallelism: devices that share every layer.", in_terminal=True)
+        int, Option("Parallelism", "Tensor parallelism: number of devices that share every layer.", in_terminal=True)
     ] = 1
-    pp: Annotated[int, Option("Parallelism", "Pipeline parallelism: stages of layers.", in_terminal=True)] = 1
-    dp: Annotated[int, Option("Parallelism", "Data parallelism: copies of the model.")] = 1
+    pp: Annotated[
+        int,
+        Option(
+            "Parallelism", "Pipeline parallelism: number of stages that the layers are divided into.", in_terminal=True
+        ),
+    ] = 1
+    dp: Annotated[int, Option("Parallelism", "Data parallelism: number of copies of the model.")] = 1
     # -- compilation
     kernel_backend: Annotated[
         KernelBackend,
         Option(
-            "Compilation", "Kernels: native on CPU, pallas on GPU, or xla alone; auto: the fastest.", in_terminal=True
+            "Compilation",
+            "Kernels to use: native on CPU, pallas on GPU, or xla only; auto: the fastest available.",
+            in_terminal=True,
         ),
     ] = "auto"
     compile_cache: Annotated[
         str | Path | None,
         Option(
             "Compilation",
-            "Folder of compiled programs.",
-            default="JAX_COMPILATION_CACHE_DIR, else jaxserve/xla in the user's cache",
+            "Folder that caches compiled programs.",
+            default="JAX_COMPILATION_CACHE_DIR, or else jaxserve/xla in the user's cache folder",
         ),
     ] = None
-    warmup: Annotated[bool, Option("Compilation", "Compile everything before serving.")] = True
+    warmup: Annotated[bool, Option("Compilation", "Compile all programs before serving.")] = True
     fuse: Annotated[
         bool | None,
         Option(
             "Compilation",
             "Run all layers of a step as one program.",
-            default="compiled in the background, on CPU at warm-up",
+            default="on CPU for decode steps, at warm-up; elsewhere for frequent step shapes, in the background",
         ),
     ] = None
     # -- records
     step_log: Annotated[
-        str | Path | None, Option("Records", "File for what each step was and took.", default="none")
+        str | Path | None,
+        Option("Records", "File to record every step in, with its contents and duration.", default="none"),
     ] = None
     # -- limits on a single request
-    max_logprobs: Annotated[int, Option("Limits", "Alternatives per token.")] = 20
-    max_n: Annotated[int, Option("Limits", "Answers per prompt.")] = 64
-    max_stop_strings: Annotated[int, Option("Limits", "Stop strings per request.")] = 16
+    max_logprobs: Annotated[int, Option("Limits", "Maximum number of log-probabilities per token.")] = 20
+    max_n: Annotated[int, Option("Limits", "Maximum number of answers per prompt.")] = 64
+    max_stop_strings: Annotated[int, Option("Limits", "Maximum number of stop strings per request.")] = 16
