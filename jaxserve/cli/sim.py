@@ -1,4 +1,4 @@
-"""`jaxserve sim`: the command. What it does is imported when it runs, so that --help is fast."""
+"""The command `jaxserve sim`, which imports its implementation only when it runs, so that --help is fast."""
 
 import sys
 
@@ -21,14 +21,14 @@ def sim(
     figures: FigureOptions,
     result: ResultOptions,
 ) -> None:
-    """Simulate a cluster under load: jaxserve's own scheduler and policies on hardware that is not at hand."""
+    """Simulate a cluster under load: jaxserve's own scheduler and policies on hardware that you do not have."""
     with ended_as_by_ctrl_c():
         load = figures.load()
-        load.metrics()  # a mistake is told before anything runs
-        from jaxserve.cli.publish import prepare, publish
+        load.metrics()  # raises before anything runs
+        from jaxserve.cli.publish import check_destination, publish
         from jaxserve.sim.run import SimExperiment, run_simulation
 
-        prepare(result)
+        check_destination(result)
         experiment = SimExperiment(cluster, dataset, arrivals, trace, figures, result.label, not result.quiet)
         measured = run_simulation(experiment, ["jaxserve", *sys.argv[1:]])
         publish(measured, result, load)

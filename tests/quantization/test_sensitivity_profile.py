@@ -235,9 +235,9 @@ def test_what_was_prepared_beside_the_model_is_profiled_and_named(calib, tmp_pat
     [
         (("--precisions", "int5"), "'int5' is none that weights are quantised to: int8, int4, int3"),
         (("--precisions", ","), "--precisions: name at least one of int8, int4, int3"),
-        (("--weights", "1,2"), "--weights: '1,2' is not three numbers with commas"),
-        (("--weights", "0,0,0"), "the three must be 0 or more, and not all 0"),
-        (("--weights", "1,-1,1"), "the three must be 0 or more, and not all 0"),
+        (("--weights", "1,2"), "--weights is '1,2': give three numbers with commas"),
+        (("--weights", "0,0,0"), "each must be at least 0, and one of them above 0"),
+        (("--weights", "1,-1,1"), "each must be at least 0, and one of them above 0"),
         (("--held-out-tokens", "1000000"), "tokens are to be had"),
         (("--variants", "/nowhere"), "/nowhere: has no variants.json"),
         (("--out", "/proc/profile.json"), "cannot write into /proc: "),
