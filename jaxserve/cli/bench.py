@@ -19,7 +19,7 @@ from jaxserve.bench.options import (
     TraceOptions,
 )
 from jaxserve.cli.options import OFFLINE, OptionsOf, expand_options
-from jaxserve.cli.terminal import INTERRUPTED, console
+from jaxserve.cli.terminal import console, exit_with_status
 from jaxserve.cli.vllm_spelling import VllmCommand
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
@@ -120,7 +120,7 @@ def compare(
         finally:  # compare what was measured, even if a server does not start in a later round
             if len(found) > 1:
                 print_side_by_side(found)
-    _set_exit_status(found)
+    exit_with_status(found)
 
 
 @app.command()
@@ -231,7 +231,7 @@ def _measure(kind: "Kind", load: LoadOptions, result: ResultOptions, server: Ser
         experiment = replace(experiment, label=result.label, progress=not result.quiet)
         measured = run_experiment(experiment, kind, _command())
         publish(measured, result, load)
-    _set_exit_status([measured])
+    exit_with_status([measured])
 
 
 def _measure_engine(
@@ -274,7 +274,7 @@ def _measure_engine(
         interrupted=interrupted,
     )
     publish(measured, options)
-    _set_exit_status([measured])
+    exit_with_status([measured])
 
 
 def _calibrate(path: Path, calibration: CalibrateOptions, engine: EngineConfig, seed: int) -> None:
@@ -295,14 +295,6 @@ def _calibrate(path: Path, calibration: CalibrateOptions, engine: EngineConfig, 
         save(found, path)
         print_calibration(found, Console(highlight=False))
         console.print(f"saved {path}", markup=False, soft_wrap=True)
-
-
-def _set_exit_status(results: list[Result]) -> None:
-    """Exit with status 130 after Ctrl-C, and with 1 if no request was answered."""
-    if any(result["interrupted"] for result in results):
-        raise typer.Exit(INTERRUPTED)
-    if any(result.get("failed") and not result["completed"] for result in results):
-        raise typer.Exit(1)
 
 
 def _command() -> list[str]:

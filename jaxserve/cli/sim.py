@@ -2,12 +2,10 @@
 
 import sys
 
-import typer
-
 from jaxserve.bench.interrupts import ended_as_by_ctrl_c
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, ResultOptions, TraceOptions
 from jaxserve.cli.options import expand_options
-from jaxserve.cli.terminal import INTERRUPTED
+from jaxserve.cli.terminal import exit_with_status
 from jaxserve.sim.options import ClusterOptions, FigureOptions
 
 
@@ -32,7 +30,4 @@ def sim(
         experiment = SimExperiment(cluster, dataset, arrivals, trace, figures, result.label, not result.quiet)
         measured = run_simulation(experiment, ["jaxserve", *sys.argv[1:]])
         publish(measured, result, load)
-    if measured["interrupted"]:
-        raise typer.Exit(INTERRUPTED)
-    if measured["failed"] and not measured["completed"]:
-        raise typer.Exit(1)
+    exit_with_status([measured])

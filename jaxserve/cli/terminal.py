@@ -4,7 +4,7 @@ import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import typer
@@ -46,6 +46,15 @@ def exit_on_error() -> Iterator[None]:
             raise
         print_error(f"{error.filename}: {error.strerror}")
         raise typer.Exit(1) from error
+
+
+def exit_with_status(results: Iterable[Mapping[str, Any]]) -> None:
+    """Exit with status 130 if a result was interrupted, or with 1 if none of its requests was answered."""
+    results = tuple(results)
+    if any(result["interrupted"] for result in results):
+        raise typer.Exit(INTERRUPTED)
+    if any(result.get("failed") and not result["completed"] for result in results):
+        raise typer.Exit(1)
 
 
 def print_error(message: str) -> None:
