@@ -52,6 +52,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(tiny_model: Path):
     """The tiny model without an engine."""
-    from tests.reference import Reference
+    from tests.support.reference import Reference
 
     return Reference(tiny_model)

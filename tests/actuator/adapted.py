@@ -25,7 +25,7 @@ from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import LoadedBlock, Parameter
 from jaxserve.kernels.native import pool as native
 from jaxserve.planning.memory import OF_STAGES
-from tests.canary import Canary
+from tests.support.canary import Canary
 
 PATIENCE = 30.0  # seconds for a thread to do what it will
 MAX_STEPS = 100_000  # of a run; the longest has some hundreds
@@ -72,7 +72,7 @@ def pools_of(kind: str) -> Iterator[None]:
 
 
 @dataclass
-class Run:
+class RequestRun:
     """A request from its admission to its end, or to its preemption: how many tokens were known when it began, and what
     was in force at each position.
     """
@@ -94,7 +94,7 @@ class Adapted:
         self.resources = built.resolved.resources(copy_rate=1e9)
         self.engine = SyncEngine(built.instances, built.info, None, built.clock)
         self.steps = built.instances[0]
-        self.runs: dict[str, list[Run]] = {}  # by request
+        self.runs: dict[str, list[RequestRun]] = {}  # by request
         self.outcomes: list[Outcome] = []
         self.canaries = [Canary(steps) for steps in built.instances]
         self._execute, self._prepare = self.steps.executor.execute, self.steps.executor.prepare
@@ -121,7 +121,7 @@ class Adapted:
             runs = self.runs.setdefault(sequence.request.id, [])
             if not runs or start != len(runs[-1].in_force):
                 # It starts behind pages of the prefix cache, which would not have been found under another mixture.
-                runs.append(Run(len(sequence.tokens), [precisions] * start))
+                runs.append(RequestRun(len(sequence.tokens), [precisions] * start))
             runs[-1].in_force.extend([precisions] * length)
         self._beside = [leaf for leaf in self._beside if not leaf.is_deleted()]
         pages = self.check_bytes(self._beside)

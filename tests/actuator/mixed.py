@@ -11,8 +11,8 @@ from jaxserve.checkpoint import open_checkpoint
 from jaxserve.kernels import Rotated
 from jaxserve.models import rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
-from tests.actuator.adapted import Run
-from tests.reference import turned
+from tests.actuator.adapted import RequestRun
+from tests.support.reference import turned
 
 LENGTH = 256  # every sequence is padded to this, so that one compilation serves all
 
@@ -50,7 +50,7 @@ class MixedReference:
                 chosen[layer, position] = self.precisions.index(precisions[f"layers.{layer}"])
         return np.asarray(self._logits(jnp.asarray(padded), jnp.asarray(chosen)))[: len(tokens)]
 
-    def check(self, runs: Sequence[Run], p: Sequence[int], tokens: Sequence[int]) -> None:
+    def check(self, runs: Sequence[RequestRun], p: Sequence[int], tokens: Sequence[int]) -> None:
         """Every token after a prompt is the likeliest one by the precisions that were in force at its step."""
         whole = (*p, *tokens)
         ends = [*(run.known for run in runs[1:]), len(whole)]

@@ -7,7 +7,7 @@ from jaxserve.actuator.copying import LayerSource, Throttle
 from jaxserve.checkpoint import open_checkpoint
 
 
-class Thread:
+class SimulatedThread:
     """Works and waits in a time of its own."""
 
     def __init__(self):
@@ -26,8 +26,8 @@ class Thread:
 
 
 @pytest.fixture
-def thread(monkeypatch) -> Thread:
-    thread = Thread()
+def thread(monkeypatch) -> SimulatedThread:
+    thread = SimulatedThread()
     clock = SimpleNamespace(monotonic=lambda: thread.now, thread_time=lambda: thread.worked)
     monkeypatch.setattr(copying, "time", clock)
     return thread

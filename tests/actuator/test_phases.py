@@ -21,7 +21,7 @@ from jaxserve.executor.pools import Growth
 from tests.actuator.adapted import GREEDY, OPTIONS, PATIENCE, Adapted, mixture, pools_of, prompt, target_of
 
 
-class Held:
+class HeldTransition:
     """The way to a plan, stopped in one of its transition's phases until it is let go."""
 
     def __init__(self, built: Built, target: Plan, phase: str, monkeypatch: pytest.MonkeyPatch):
@@ -96,7 +96,7 @@ def test_a_client_that_goes_away_in_any_phase_takes_its_pages_along(
     gone, stays = (adapted.add(prompt(seed, 40), GREEDY) for seed in (11, 12))
     for _ in range(5):
         adapted.step(tokens)
-    held = Held(adapted.built, wanted, phase, monkeypatch)
+    held = HeldTransition(adapted.built, wanted, phase, monkeypatch)
     adapted.engine.abort(gone)
     adapted.step(tokens)
     held.go_on.set()
@@ -119,7 +119,7 @@ def test_closing_in_any_phase_ends_the_thread_and_frees_what_was_prepared(
     adapted.change(origin_of(change, adapted.start))
     built.instances[0].wake = lambda: None  # nobody steps any more
     before, wanted = adapted.plan, target_of(change, adapted.start)
-    held = Held(built, wanted, phase, monkeypatch)
+    held = HeldTransition(built, wanted, phase, monkeypatch)
     closing = threading.Thread(target=built.close)
     closing.start()
     held.go_on.set()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxserve.control.controller import Controller
 from jaxserve.control.policies import load_policy
-from tests.control.worlds import Fluid, VirtualActuator, home_plan, machine
+from tests.support.control import Fluid, VirtualActuator, home_plan, machine
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "policies" / "busy_int8.py"

@@ -13,7 +13,7 @@ from jaxserve.control import ResizeKVPool
 from jaxserve.control.controller import Controller
 from jaxserve.control.policies import ACCURACY, INT8, PERFORMANCE, MorphPolicy, MorphSettings
 from jaxserve.control.resources import validate
-from tests.control.worlds import TO_INT4, Fluid, VirtualActuator, home_plan, machine, swaps
+from tests.support.control import TO_INT4, Fluid, VirtualActuator, home_plan, machine, swaps
 
 TICK = 0.25  # s
 TWO_HOURS = 7200.0  # s
@@ -25,7 +25,7 @@ Wave = Callable[[float], float]  # seconds -> load, as a share of what full prec
 
 
 @dataclass
-class Run:
+class LoadResult:
     """What came of a load."""
 
     directions: list[str]  # "entry" or "release", one after the other
@@ -37,9 +37,9 @@ class Run:
         return sum(a != b for a, b in zip(["release", *self.directions], self.directions, strict=False))
 
 
-def run(load: Wave, seconds: float, mode: MorphSettings, engine: dict[str, int]) -> Run:
+def run(load: Wave, seconds: float, mode: MorphSettings, engine: dict[str, int]) -> LoadResult:
     """Serves a load, and checks at each moment that plans fit and pools hold what is in use."""
-    fluid, actuator, result, low_for = Fluid(**engine), VirtualActuator(), Run([], []), 0.0
+    fluid, actuator, result, low_for = Fluid(**engine), VirtualActuator(), LoadResult([], []), 0.0
     controller = Controller(HOME, MorphPolicy(MACHINE, ORDER, mode), MACHINE, actuator, tick=TICK)
     capacity = fluid.capacity(HOME.instances[0].kv_pages)
     for number in range(round(seconds / TICK)):

@@ -14,7 +14,7 @@ from jaxserve.control.plan_yaml import from_yaml, plan_table, to_yaml
 from jaxserve.control.resources import validate
 from jaxserve.control.transitions import batches
 from jaxserve.core.errors import ConfigError, PlanError
-from tests.control.worlds import LAYER, MB, PAGE, home_plan, machine
+from tests.support.control import LAYER, MB, PAGE, home_plan, machine
 
 LAYERS = 6
 MACHINE = machine(LAYERS, pp=2)

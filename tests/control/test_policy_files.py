@@ -17,7 +17,7 @@ from jaxserve.control.policies import (
     load_policy,
 )
 from jaxserve.core.errors import ConfigError
-from tests.control.worlds import home_plan, machine
+from tests.support.control import home_plan, machine
 
 ORDER = tuple(range(16))
 HOME, MACHINE = home_plan(), machine()

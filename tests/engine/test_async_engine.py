@@ -15,7 +15,7 @@ from jaxserve.core.errors import EngineFailed, EngineStopped, PromptTooLong, Que
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
-from tests.reference import Reference
+from tests.support.reference import Reference
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 OPTIONS = {"load_format": "dummy", "warmup": False, "max_num_seqs": 4, "max_queued_requests": 6}

@@ -19,28 +19,28 @@ from jaxserve.core.work import StepOutput, Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.step_log import InstanceLog, LoggedController, Recording, StepLog, read_log
 from jaxserve.telemetry import Snapshot
-from tests.control.worlds import MB, VirtualActuator, home_plan, machine, snapshot
+from tests.support.control import MB, VirtualActuator, home_plan, machine, snapshot
 from tests.sim.clusters import LONGEST, PAGE, TILE, cluster
 
 BUCKETS = Buckets(4, 4, TILE, 1, (LONGEST // PAGE,))
 
 
-class Device:
+class ClockedExecutor:
     """An executor on which the clock moves: 1 s for a dispatch, 10 s for a step."""
 
     def __init__(self, clock: VirtualClock):
         self.clock = clock
 
-    def execute(self, work: Work) -> "Pending":
+    def execute(self, work: Work) -> "ClockedStep":
         self.clock.time += 1
-        return Pending(self.clock, len(work.decodes) + len(work.chunks))
+        return ClockedStep(self.clock, len(work.decodes) + len(work.chunks))
 
     def settle(self) -> None:
         pass
 
 
 @dataclass
-class Pending:
+class ClockedStep:
     clock: VirtualClock
     rows: int
 
@@ -59,7 +59,7 @@ def served(path, *requests: Request, overlap: bool = True) -> Recording:
     clock = VirtualClock(100.0)
     core = cluster().instances[0].core
     log = StepLog(path, {"model": "small"})
-    loop = StepLoop(core, Device(clock), clock, overlap=overlap, log=InstanceLog(log, core, BUCKETS))
+    loop = StepLoop(core, ClockedExecutor(clock), clock, overlap=overlap, log=InstanceLog(log, core, BUCKETS))
     for request in requests:
         loop.add(request)
     while not loop.idle:
@@ -108,7 +108,7 @@ def test_a_request_is_there_when_it_comes_and_when_it_ends(path):
 def test_a_refused_request_never_came(path):
     clock, core = VirtualClock(), cluster().instances[0].core
     log = StepLog(path, {})
-    loop = StepLoop(core, Device(clock), clock, log=InstanceLog(log, core, BUCKETS))
+    loop = StepLoop(core, ClockedExecutor(clock), clock, log=InstanceLog(log, core, BUCKETS))
     with pytest.raises(RequestError):
         loop.add(request("long", LONGEST, 1))
     log.close()
@@ -119,7 +119,7 @@ def test_the_step_before_which_a_request_came_and_the_plan_that_it_ran_under(pat
     clock, core = VirtualClock(), cluster().instances[0].core
     core.replan(core.salt, Snapshot(kv_pages_total=39, plan_version=1, layers_by_precision={"bfloat16": 2}))
     log = StepLog(path, {})
-    loop = StepLoop(core, Device(clock), clock, log=InstanceLog(log, core, BUCKETS))
+    loop = StepLoop(core, ClockedExecutor(clock), clock, log=InstanceLog(log, core, BUCKETS))
     loop.add(request("a", 10, 5))
     loop.step()
     loop.step()
@@ -136,7 +136,7 @@ def test_the_step_before_which_a_request_came_and_the_plan_that_it_ran_under(pat
 
 def test_without_a_log_a_loop_is_as_before():
     clock, core = VirtualClock(), cluster().instances[0].core
-    loop = StepLoop(core, Device(clock), clock)
+    loop = StepLoop(core, ClockedExecutor(clock), clock)
     loop.add(request("a", 10, 2))
     assert [len(loop.step()) for _ in range(4)] == [0, 1, 1, 0]
 

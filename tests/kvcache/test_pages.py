@@ -156,7 +156,7 @@ def test_shrinking_keeps_the_most_recently_released_cached_pages() -> None:
     assert pool.lookup([bytes([7])]) == [2]
 
 
-class World:
+class PagePoolMachine:
     """A pool with holders of pages and the contents of the device, followed through random histories."""
 
     def __init__(self, most: int):
@@ -224,18 +224,25 @@ class World:
                 assert pool.lookup([digest]), "what is in use keeps its name"
 
 
-ACTIONS = (World.allocate, World.release, World.share, World.name, World.grow, World.shrink)
+ACTIONS = (
+    PagePoolMachine.allocate,
+    PagePoolMachine.release,
+    PagePoolMachine.share,
+    PagePoolMachine.name,
+    PagePoolMachine.grow,
+    PagePoolMachine.shrink,
+)
 
 
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 8)), max_size=80))
 def test_no_history_of_growing_and_shrinking_loses_a_page_or_its_contents(history: list) -> None:
-    world = World(24)
+    machine = PagePoolMachine(24)
     for action, number in history:
-        action(world, number)
-        world.check()
-    while world.holders:
-        world.release(0)
-    pool = world.pool
+        action(machine, number)
+        machine.check()
+    while machine.holders:
+        machine.release(0)
+    pool = machine.pool
     assert sorted(pool.allocate(pool.available)) == list(range(1, pool.num_pages))
 
 

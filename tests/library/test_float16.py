@@ -18,7 +18,7 @@ from jaxserve.sim.hardware import load_hardware
 from jaxserve.sim.shape import ModelShape
 from tests.conftest import TINY
 from tests.quantization import foreign
-from tests.reference import Reference
+from tests.support.reference import Reference
 
 FLOAT16 = TINY | {"torch_dtype": "float16"}
 OPTIONS = {"warmup": False, "max_num_seqs": 4, "memory_gb": 4}

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve import LLM, EngineStopped, JaxserveError, PromptTooLong, RequestError, SamplingParams
 from jaxserve.core.errors import NoTokenizer
-from tests.reference import Reference
+from tests.support.reference import Reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)  # around the edges of pages and tiles

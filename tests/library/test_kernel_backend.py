@@ -12,7 +12,7 @@ from jaxserve.kernels import native
 from jaxserve.kernels.native.library import MATMUL, WRITE_AND_ATTEND
 from jaxserve.planning.resolve import resolve
 from tests.golden.cases import CASES
-from tests.reference import Reference
+from tests.support.reference import Reference
 
 OPTIONS = {
     "load_format": "dummy", "warmup": False, "memory_gb": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32,

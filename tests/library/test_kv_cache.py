@@ -12,7 +12,7 @@ from jaxserve.core.request import RequestOutput
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.planning.resolve import resolve
-from tests.reference import Reference
+from tests.support.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "memory_gb": 4, "kv_cache_dtype": "int8"}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)

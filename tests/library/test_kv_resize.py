@@ -16,7 +16,7 @@ from jaxserve.executor.pools import MOVES
 from jaxserve.kernels import GRANULE, committed_bytes, is_elastic
 from jaxserve.kernels.native import pool as native
 from jaxserve.planning.resolve import resolve
-from tests.canary import Canary
+from tests.support.canary import Canary
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 8}
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

@@ -16,7 +16,7 @@ from jaxserve.models.quantized import group_of
 from jaxserve.planning.resolve import resolve
 from tests.conftest import TINY
 from tests.golden.cases import CASES
-from tests.reference import Reference
+from tests.support.reference import Reference
 
 # All prompts fit into one step, so that few step shapes are compiled for each set of devices.
 OPTIONS = {"load_format": "dummy", "warmup": False, "memory_gb": 8, "max_num_seqs": 8}

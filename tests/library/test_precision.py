@@ -14,7 +14,7 @@ from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.planning.resolve import resolve
 from jaxserve.quantization import QArray
 from tests.golden.cases import CASES
-from tests.reference import LENGTH, Reference
+from tests.support.reference import LENGTH, Reference
 
 OPTIONS = {"load_format": "dummy", "warmup": False, "max_num_seqs": 4, "memory_gb": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)

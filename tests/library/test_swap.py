@@ -21,8 +21,8 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.fused import FusedTier
 from jaxserve.planning.resolve import resolve
-from tests.canary import Canary
-from tests.reference import Reference
+from tests.support.canary import Canary
+from tests.support.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

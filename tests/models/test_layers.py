@@ -12,7 +12,7 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.models import build_block, config_from_hf
 from jaxserve.models.dense import build_blocks, dense_causal_attend, forward
 from tests.golden.cases import CASES, llama, qwen3_moe
-from tests.reference import turned
+from tests.support.reference import turned
 
 AXES = {"kv_heads", "mlp", "vocab", "experts", "embed", None}
 

@@ -16,7 +16,7 @@ from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, C
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.kernels import HeadNorms
 from jaxserve.models.dense import forward, restore_block
-from tests.reference import turned
+from tests.support.reference import turned
 
 ROWS = np.random.default_rng(0).integers(0, 500, (3, 25), dtype=np.int32)
 TOKENS = ROWS[:, :-1]

@@ -19,7 +19,7 @@ from jaxserve.control.service import ControlPlane
 from jaxserve.core.clock import SystemClock
 from jaxserve.server.schemas.admin import Decision
 from jaxserve.telemetry import Snapshot
-from tests.control.worlds import VirtualActuator, home_plan, machine
+from tests.support.control import VirtualActuator, home_plan, machine
 from tests.server.fake import FakeClient
 from tests.server.serving import serving
 
