@@ -26,6 +26,7 @@ from jaxserve.executor.blocks import LoadedBlock, Parameter
 from jaxserve.kernels.native import pool as native
 from jaxserve.planning.memory import OF_STAGES
 from tests.support.canary import Canary
+from tests.support.internals import between_steps, kept_variants, layer_source_of, run_pending_calls
 
 PATIENCE = 30.0  # seconds for a thread to do what it will
 MAX_STEPS = 100_000  # of a run; the longest has some hundreds
@@ -155,7 +156,7 @@ class Adapted:
     @property
     def kept(self) -> Mapping[tuple[str, str], Mapping[str, Parameter]]:
         """What the source keeps, by block and precision."""
-        return self.actuator._source._kept
+        return kept_variants(layer_source_of(self.actuator))
 
     def kept_arrays(self) -> list[Array]:
         """Of that, what lies where the devices compute."""
@@ -244,10 +245,10 @@ class Adapted:
             for request in (request for request, step in (leaving or {}).items() if step == number):
                 self.engine.abort(request)
             self.step(tokens)
-        with self.engine._turn:
+        with between_steps(self.engine):
             for canary in self.canaries:
                 canary.check()
-        self.engine._run_calls()
+        run_pending_calls(self.engine)
 
     def step(self, tokens: dict[str, tuple[int, ...]]) -> None:
         """One step; adds to the tokens of each request."""
@@ -265,5 +266,5 @@ class Adapted:
         while self.plan.instances != wanted.instances:
             assert time.monotonic() < deadline, "the actuator makes no progress"
             time.sleep(0.001)
-        with self.engine._turn:  # the commit has ended
+        with between_steps(self.engine):  # the commit has ended
             assert self.steps.in_flight

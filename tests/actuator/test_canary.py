@@ -13,6 +13,14 @@ from jaxserve.core.work import Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.kernels import Pool
 from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, prompt
+from tests.support.internals import (
+    cached_pages,
+    free_pages,
+    hashes_of_pages,
+    pages_of_hashes,
+    wrap_move_batch,
+    wrap_rename,
+)
 
 Break = Callable[[StepLoop, pytest.MonkeyPatch], None]
 
@@ -31,13 +39,16 @@ def moves_go_astray(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
 
 
 def moves_leave_a_layer_out(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
-    calls, move = [], steps.executor.pools._move_batch
+    calls = []
 
-    def moved(pool: Pool, pairs: list) -> Pool:
-        calls.append(pairs)
-        return pool if len(calls) == 2 else move(pool, pairs)
+    def wrap(move: Callable) -> Callable:
+        def moved(pool: Pool, pairs: list) -> Pool:
+            calls.append(pairs)
+            return pool if len(calls) == 2 else move(pool, pairs)
 
-    patch.setattr(steps.executor.pools, "_move_batch", moved)
+        return moved
+
+    wrap_move_batch(patch, steps.executor.pools, wrap)
 
 
 def moves_come_after_the_next_step(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
@@ -72,11 +83,11 @@ def write_elsewhere(steps: StepLoop, patch: pytest.MonkeyPatch, pages: Callable[
 
 
 def a_step_writes_to_a_free_page(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
-    write_elsewhere(steps, patch, lambda: steps.core.scheduler.pages._free)
+    write_elsewhere(steps, patch, lambda: free_pages(steps.core.scheduler.pages))
 
 
 def a_step_writes_to_a_cached_page(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
-    write_elsewhere(steps, patch, lambda: steps.core.scheduler.pages._cached)
+    write_elsewhere(steps, patch, lambda: cached_pages(steps.core.scheduler.pages))
 
 
 def tables_keep_what_pages_were_called(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
@@ -96,16 +107,20 @@ def pages_of_a_sequence_change_places(steps: StepLoop, patch: pytest.MonkeyPatch
 
 
 def names_of_the_cache_change_places(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
-    pages, rename = steps.core.scheduler.pages, steps.core.scheduler.pages._rename
+    pages = steps.core.scheduler.pages
 
-    def renamed(moves: dict[int, int]) -> None:
-        rename(moves)
-        one, other, *_ = pages._page_of
-        names = {one: pages._page_of[other], other: pages._page_of[one]}
-        pages._page_of.update(names)
-        pages._hash_of.update({page: digest for digest, page in names.items()})
+    def wrap(rename: Callable) -> Callable:
+        def renamed(moves: dict[int, int]) -> None:
+            rename(moves)
+            found = pages_of_hashes(pages)
+            one, other, *_ = found
+            names = {one: found[other], other: found[one]}
+            found.update(names)
+            hashes_of_pages(pages).update({page: digest for digest, page in names.items()})
 
-    patch.setattr(pages, "_rename", renamed)
+        return renamed
+
+    wrap_rename(patch, pages, wrap)
 
 
 def a_page_is_not_given_back(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
@@ -118,7 +133,7 @@ def a_page_is_given_out_that_stays_free(steps: StepLoop, patch: pytest.MonkeyPat
 
     def allocated(count: int) -> list[int]:
         given = allocate(count)
-        pages._free += given[:1]
+        free_pages(pages).extend(given[:1])
         return given
 
     patch.setattr(pages, "allocate", allocated)
@@ -146,9 +161,10 @@ def test_a_canary_sees_what_is_wrong(tiny_model: Path, monkeypatch: pytest.Monke
     (steps,) = built.instances
     broken(steps, monkeypatch)
     adapted, moved = Adapted(built), []
-    move = steps.executor.pools._move_batch
-    monkeypatch.setattr(
-        steps.executor.pools, "_move_batch", lambda pool, pairs: moved.append(pairs) or move(pool, pairs)
+    wrap_move_batch(
+        monkeypatch,
+        steps.executor.pools,
+        lambda move: lambda pool, pairs: moved.append(pairs) or move(pool, pairs),
     )
 
     def run() -> None:

@@ -17,6 +17,7 @@ from jaxserve.core.errors import MemoryBudgetError
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.kernels import Pool
 from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, mixture, pools_of, prompt, target_of
+from tests.support.internals import layer_source_of, wrap_move_batch, wrap_pool_maker
 
 
 @pytest.mark.parametrize("broken", ["prepare", "replace", "shrink_pools"])
@@ -146,20 +147,22 @@ def test_pages_that_cannot_be_moved_stay_in_every_layer(adapted: Adapted, monkey
     p, still, tokens, calls = prompt(32, 60), {}, {}, []
     alone = adapted.add(p, GREEDY)
     adapted.run(still)
-    move = pools._move_batch
 
-    def failing(*args: Any) -> Pool:
-        calls.append(args)
-        if len(calls) == 2:
-            raise MemoryError("none left")
-        return move(*args)
+    def second_call_fails(move: Callable[..., Pool]) -> Callable[..., Pool]:
+        def failing(*args: Any) -> Pool:
+            calls.append(args)
+            if len(calls) == 2:
+                raise MemoryError("none left")
+            return move(*args)
+
+        return failing
 
     scheduler.pages.clear_cache()
     filling, last = adapted.add(prompt(33, 200), replace(GREEDY, max_tokens=8)), adapted.add(p, GREEDY)
     while len(tokens.get(filling, ())) < 8:
         adapted.step(tokens)
     scheduler.pages.clear_cache()  # what is in use lies behind what is free
-    monkeypatch.setattr(pools, "_move_batch", failing)
+    wrap_move_batch(monkeypatch, pools, second_call_fails)
     adapted.begin(adapted.plan.with_kv_pages(0, 17))
     while not adapted.settled():
         adapted.step(tokens)
@@ -194,7 +197,7 @@ def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(adapted.actuator._source, "parameters", fail)
+    monkeypatch.setattr(layer_source_of(adapted.actuator), "parameters", fail)
     requests = [adapted.add(prompt(seed, 40), GREEDY) for seed in (35, 36)]
     adapted.run(tokens, [wanted])
     adapted.wait()
@@ -289,16 +292,18 @@ def test_segments_that_cannot_be_made_leave_nothing_behind(tiny_model: Path, mon
         built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
         adapted = Adapted(built)
         pools, entries, made = adapted.steps.executor.pools, dict(built.resolved.ledger.entries), []
-        first, second, third = pools._make
         bytes_held = pools.nbytes
 
-        def failing(pages: int) -> Pool:
-            made.append(second(pages))
-            if len(made) > 1:
-                raise MemoryError("none left")
-            return made[-1]
+        def second_call_fails(make: Callable[[int], Pool]) -> Callable[[int], Pool]:
+            def failing(pages: int) -> Pool:
+                made.append(make(pages))
+                if len(made) > 1:
+                    raise MemoryError("none left")
+                return made[-1]
 
-        monkeypatch.setattr(pools, "_make", (first, failing, third))
+            return failing
+
+        wrap_pool_maker(monkeypatch, pools, 1, second_call_fails)
         adapted.change(adapted.plan.with_kv_pages(0, 81))
         assert "none left" in (adapted.outcomes[-1].error or "")
         assert adapted.plan == adapted.start

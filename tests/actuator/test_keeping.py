@@ -6,7 +6,7 @@ Devices of the CPU list pinned memory as those of GPUs do; here they are told to
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve.actuator import LayerSource, keeper, pinned_memory
 from jaxserve.actuator.pinned import PINNED, Keeper
-from jaxserve.build import Built, build
+from jaxserve.build import build
 from jaxserve.calibration.pipeline import Settings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
@@ -26,6 +26,7 @@ from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from tests.actuator.adapted import Adapted
+from tests.support.internals import layer_source_of, variants_in_memory, wrap_layer_reads
 
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
@@ -50,11 +51,6 @@ def leaves(parameters: Mapping[str, Any]) -> list[Any]:
     return jax.tree.leaves(dict(parameters))
 
 
-def source_of(built: Built) -> LayerSource:
-    assert built.actuator is not None
-    return built.actuator._source
-
-
 @pytest.mark.parametrize(
     ("platform", "kinds", "expected"),
     [
@@ -75,15 +71,17 @@ def test_layers_change_from_pinned_memory_while_requests_run(
 ) -> None:
     """To another plan and back, in the middle of answers. What is kept is read once and freed at the end."""
     reads: Counter[tuple[str, str]] = Counter()
-    read = LayerSource._read
 
-    def counted(source: LayerSource, block: str, precision: str) -> Any:
-        reads[block, precision] += 1
-        return read(source, block, precision)
+    def count_reads(read: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(source: LayerSource, block: str, precision: str) -> Any:
+            reads[block, precision] += 1
+            return read(source, block, precision)
 
-    monkeypatch.setattr(LayerSource, "_read", counted)
+        return counted
+
+    wrap_layer_reads(monkeypatch, count_reads)
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)), host_memory=pinned)
-    adapted, source = Adapted(built), source_of(built)
+    adapted, source = Adapted(built), layer_source_of(built.actuator)
     kept = {(block, p): source.parameters(block, p) for block in BLOCKS for p in ("float32", "int4")}
     arrays = [leaf for variant in kept.values() for leaf in leaves(variant)]
     assert {leaf.sharding.memory_kind for leaf in arrays} == {PINNED}
@@ -117,7 +115,7 @@ def test_layers_change_from_pinned_memory_while_requests_run(
 def test_copies_from_pinned_memory_are_paced_array_by_array(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=pinned)
     copied: list[int] = []
-    parameters = source_of(built).parameters("layers.1", "int4")
+    parameters = layer_source_of(built.actuator).parameters("layers.1", "int4")
     row = built.instances[0].executor.prepare("layers.1", parameters, "int4", copied=copied.append)
     assert sorted(copied) == sorted(leaf.nbytes for leaf in leaves(parameters))
     row.free()
@@ -128,7 +126,7 @@ def test_copies_from_pinned_memory_are_paced_array_by_array(tiny_model: Path) ->
 def test_on_cpu_nothing_is_pinned(tiny_model: Path) -> None:
     for degrees, kind in (({}, jax.Array), ({"dp": 2}, np.ndarray)):
         built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)))
-        for leaf in leaves(source_of(built).parameters("layers.0", "int4")):
+        for leaf in leaves(layer_source_of(built.actuator).parameters("layers.0", "int4")):
             assert isinstance(leaf, kind)
             assert kind is np.ndarray or leaf.sharding.memory_kind == "device"
         built.close()
@@ -140,7 +138,9 @@ def test_where_nothing_can_be_kept_there_pageable_memory_is_used(
     with caplog.at_level(logging.WARNING):
         built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=lambda device: "nowhere")
     assert caplog.text.count("variants are kept in memory that can be paged, not in nowhere") == 1
-    assert all(isinstance(leaf, np.ndarray) for leaf in leaves(source_of(built).parameters("layers.0", "int4")))
+    assert all(
+        isinstance(leaf, np.ndarray) for leaf in leaves(layer_source_of(built.actuator).parameters("layers.0", "int4"))
+    )
     adapted = Adapted(built)
     adapted.change(adapted.plan.with_precisions(0, dict.fromkeys(BLOCKS, "int4")))
     assert [outcome.error for outcome in adapted.outcomes] == [None] * 3
@@ -187,7 +187,7 @@ def test_the_store_keeps_no_second_copy_of_what_rows_use(prepared: Path, options
     built = build(EngineConfig(model=prepared, warmup=False, max_num_seqs=1, memory_gb=2, **options))
     assert built.resolved.checkpoint.prepared is not None
     assert built.resolved.checkpoint.prepared.precisions == ("int4",)
-    assert built.resolved.checkpoint.prepared._loaded == {}
+    assert variants_in_memory(built.resolved.checkpoint.prepared) == {}
     built.close()
 
 

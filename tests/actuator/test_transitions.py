@@ -20,6 +20,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.planning.resolve import resolve
 from tests.actuator.adapted import GREEDY, OPTIONS, PRECISIONS, Adapted, mixture, prompt, target_of
 from tests.actuator.mixed import MixedReference
+from tests.support.internals import layer_source_of, wrap_replan
 
 
 def test_a_layer_changes_its_precision_in_the_middle_of_an_answer(adapted: Adapted, mixed: MixedReference) -> None:
@@ -72,15 +73,17 @@ def test_any_sequence_of_plans_under_load(
         prompts[adapted.add(p, replace(GREEDY, n=int(rng.choice([1, 1, 3]))))] = p
     gone = dict(zip(prompts, leaving, strict=False))
     plans = [mixture(adapted.plan, precisions).with_kv_pages(0, pages) for precisions, pages in wanted]
-    replan = adapted.actuator._replan
 
-    def failing_replan(*args: Any) -> None:
-        replan(*args)
-        if next(commits) in failing:
-            raise MemoryError("none left")
+    def some_commits_fail(replan: Callable[..., None]) -> Callable[..., None]:
+        def failing_replan(*args: Any) -> None:
+            replan(*args)
+            if next(commits) in failing:
+                raise MemoryError("none left")
+
+        return failing_replan
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapted.actuator, "_replan", failing_replan)
+        wrap_replan(patch, adapted.actuator, some_commits_fail)
         adapted.run(tokens, plans, gone)
         adapted.wait()
     for request, p in prompts.items():
@@ -168,7 +171,7 @@ def test_full_precision_is_there_once_on_its_way_back(tiny_model: Path, tp: int)
     """What has been read becomes the row. Where it is split there is room for both, which `Adapted` looks at."""
     options = {"tp": tp, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "memory_gb": 8, "warmup": False}
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | options)))
-    adapted, source = Adapted(built), built.actuator._source
+    adapted, source = Adapted(built), layer_source_of(built.actuator)
     adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
     read, found = source.parameters, []
 

@@ -18,6 +18,7 @@ from jaxserve.models import config_from_hf
 from tests.conftest import TINY
 from tests.golden.model import golden
 from tests.quantization import foreign
+from tests.support.internals import wrap_file_reads
 
 SINGLE = "model.safetensors"
 
@@ -167,12 +168,15 @@ def test_no_file_stays_open_when_its_checkpoint_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_fingerprint_reads_little_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint, read, sizes = open_checkpoint(bundled_model_path()), safetensors._read, []
+    checkpoint, sizes = open_checkpoint(bundled_model_path()), []
 
-    def noted(descriptor: int, begin: int, into: np.ndarray, **kwargs: bool) -> int | None:
-        sizes.append(len(into))
-        return read(descriptor, begin, into, **kwargs)
+    def note_sizes(read: Callable[..., int | None]) -> Callable[..., int | None]:
+        def noted(descriptor: int, begin: int, into: np.ndarray, **kwargs: bool) -> int | None:
+            sizes.append(len(into))
+            return read(descriptor, begin, into, **kwargs)
 
-    monkeypatch.setattr(safetensors, "_read", noted)
+        return noted
+
+    wrap_file_reads(monkeypatch, note_sizes)
     fingerprint(checkpoint)
     assert 0 < sum(sizes) < 0.2 * (checkpoint.path / SINGLE).stat().st_size

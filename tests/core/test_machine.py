@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.core import cgroups, machine as hardware
 from jaxserve.kernels.native import library
+from tests.support.internals import native_library_path
 
 GB = 10**9
 V2 = "25 1 0:22 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
@@ -104,6 +105,6 @@ def test_a_machine_without_control_groups_has_no_limits(tmp_path):
 
 @pytest.mark.skipif(not library.targets(), reason="needs the native library")
 def test_native_kernels_use_as_many_threads():
-    native = ctypes.CDLL(str(library._library()))
+    native = ctypes.CDLL(str(native_library_path()()))
     native.jaxserve_processors.restype = ctypes.c_int64
     assert native.jaxserve_processors() == hardware.processors()

@@ -15,6 +15,7 @@ from jaxserve.core.errors import EngineFailed, EngineStopped, PromptTooLong, Que
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
+from tests.support.internals import instance_threads_of, wrap_take_commands
 from tests.support.reference import Reference
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -36,10 +37,10 @@ async def collect(engine: AsyncEngine, p: TokensPrompt, params: SamplingParams, 
 async def settled(engine: AsyncEngine) -> None:
     """Waits until nothing runs, and checks that no page is held."""
     for _ in range(500):
-        if all(thread.steps.idle for thread in engine._threads):
+        if all(thread.steps.idle for thread in instance_threads_of(engine)):
             break
         await asyncio.sleep(0.01)
-    for thread in engine._threads:
+    for thread in instance_threads_of(engine):
         assert thread.steps.idle
         assert thread.steps.core.scheduler.pages.used == 0
         assert not thread.streams
@@ -183,7 +184,7 @@ def test_a_failing_step_ends_every_request_with_the_error(engine: AsyncEngine) -
         engine.check_health()
         tasks = [asyncio.create_task(collect(engine, prompt(i, 20), LONG)) for i in range(5)]
         await asyncio.sleep(0.05)
-        engine._threads[0].steps.executor.execute = explode
+        instance_threads_of(engine)[0].steps.executor.execute = explode
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(r, EngineFailed) and "device lost" in str(r) for r in results if not isinstance(r, tuple))
         with pytest.raises(EngineFailed):
@@ -196,17 +197,20 @@ def test_a_failing_step_ends_every_request_with_the_error(engine: AsyncEngine) -
 
 
 def test_a_request_that_comes_while_the_failed_loop_ends_gets_the_error(engine: AsyncEngine) -> None:
-    thread = engine._threads[0]
-    take_commands, taken, go_on = thread._take_commands, threading.Event(), threading.Event()
+    thread = instance_threads_of(engine)[0]
+    taken, go_on = threading.Event(), threading.Event()
 
-    def take_commands_and_stay() -> None:
-        take_commands()
-        if thread.failure is not None:
-            taken.set()
-            go_on.wait(30)
+    def stay_after_a_failure(take_commands: Callable[[], None]) -> Callable[[], None]:
+        def take_commands_and_stay() -> None:
+            take_commands()
+            if thread.failure is not None:
+                taken.set()
+                go_on.wait(30)
+
+        return take_commands_and_stay
 
     async def main() -> None:
-        thread._take_commands = take_commands_and_stay
+        wrap_take_commands(thread, stay_after_a_failure)
         thread.steps.executor.execute = lambda work: 1 / 0
         try:
             for seed in range(2):
@@ -257,7 +261,7 @@ def test_instances_share_the_load(tiny_model: Path, reference: Reference) -> Non
         prompts = [prompt(i, 30) for i in range(8)]
         answers = await asyncio.gather(*(collect(engine, p, greedy) for p in prompts))
         assert answers == [reference.greedy(list(p.token_ids), 10) for p in prompts]
-        assert all(thread.steps.core.snapshot.steps > 0 for thread in engine._threads)
+        assert all(thread.steps.core.snapshot.steps > 0 for thread in instance_threads_of(engine))
         await engine.shutdown()
 
     asyncio.run(main())

@@ -19,8 +19,8 @@ from jaxserve.core.work import StepOutput, Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.step_log import InstanceLog, LoggedController, Recording, StepLog, read_log
 from jaxserve.telemetry import Snapshot
-from tests.support.control import MB, VirtualActuator, home_plan, machine, snapshot
 from tests.sim.clusters import LONGEST, PAGE, TILE, cluster
+from tests.support.control import MB, VirtualActuator, home_plan, machine, snapshot
 
 BUCKETS = Buckets(4, 4, TILE, 1, (LONGEST // PAGE,))
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.core.errors import RequestError
 from jaxserve.core.request import FinishReason, Request, Sequence
 from jaxserve.core.sampling import MAX_STRING, SamplingParams
-from jaxserve.engine.core import EngineCore
 from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.text import StopStrings, flush_text
+from tests.support.internals import check_end
 
 LETTERS = st.text("ab", min_size=1, max_size=5)
 
@@ -34,7 +34,7 @@ def answer(pieces: list[str], params: SamplingParams) -> tuple[list[str], Sequen
     state, shown = RequestState(request, [sequence]), []
     for token in range(len(pieces)):
         sequence.tokens.append(token)
-        EngineCore._check_end(None, sequence, token)
+        check_end(sequence, token)
         if sequence.finish_reason is not None:
             flush_text(sequence)
         shown.append(state.take([sequence]).outputs[0].text)

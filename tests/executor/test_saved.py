@@ -16,6 +16,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.parallel.placement import Placement
 from jaxserve.planning.resolve import resolve
 from jaxserve.sampling.ops import History
+from tests.support.internals import index_file_of
 
 ONE, TWO = (Placement(tuple(jax.devices()[:count])).sharding() for count in (1, 2))
 
@@ -94,7 +95,7 @@ def test_a_setting_of_jax_makes_other_programs(tiny_model: Path) -> None:
     resolved = resolve(EngineConfig(model=tiny_model, load_format="dummy"))
 
     def file() -> Path:
-        return saved_programs(resolved.physical, resolved.devices)._file
+        return index_file_of(saved_programs(resolved.physical, resolved.devices))
 
     before = file()
     assert file() == before

@@ -10,6 +10,7 @@ import pytest
 from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, native, paged_attention, reference, xla_cpu
 from jaxserve.kernels.native.build import compiler
 from tests.kernels.problems import Shape, dense_answer, in_segments, make_problem
+from tests.support.internals import native_library_path
 
 SHAPES = {
     "gqa": Shape(),
@@ -312,7 +313,7 @@ def nowhere(tmp_path, monkeypatch):
     """No native library in the package, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native.library, "HERE", tmp_path)
-    caches = (native.targets, native.library._library)
+    caches = (native.targets, native_library_path())
     for cached in caches:
         cached.cache_clear()
     yield tmp_path
@@ -340,6 +341,6 @@ def test_an_empty_compiler_is_the_default(monkeypatch, given, command):
 def test_a_library_that_is_nowhere_is_compiled_into_the_cache(nowhere, monkeypatch):
     monkeypatch.setattr(native.build, "FLAGS", [*native.build.FLAGS, "-O1"])  # a third of the time
     monkeypatch.setattr(native.build, "UNITS", {})  # what other machines get: an eighth
-    library = native.library._library()  # not loaded: its calls may be registered once in a process
+    library = native_library_path()()  # not loaded: its calls may be registered once in a process
     assert library.parent == nowhere / "jaxserve" / "native"
     assert library.exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.kernels.native import build, library
+from tests.support.internals import native_library_path
 
 PROJECT = tomllib.loads((Path(build.__file__).parents[3] / "pyproject.toml").read_text())
 
@@ -91,7 +92,7 @@ def test_a_failed_compilation_leaves_nothing_behind(tmp_path, monkeypatch):
 
 def test_a_package_without_a_library_has_one_compiled_into_the_users_cache(quick_compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = library._library.__wrapped__()
+    found = native_library_path().__wrapped__()
     assert found == build.library_path(tmp_path / "cache" / "jaxserve" / "native")
     assert found.is_file()
     assert not (tmp_path / "site-packages").exists()
@@ -104,5 +105,5 @@ def test_without_a_place_for_a_library_plain_xla_serves(quick_compiler, monkeypa
 
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     monkeypatch.setattr(Path, "home", no_home)
-    assert library._library.__wrapped__() is None
+    assert native_library_path().__wrapped__() is None
     assert "plain XLA will be slower" in caplog.text

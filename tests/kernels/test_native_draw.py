@@ -10,6 +10,7 @@ from jaxserve.kernels.native import draw as native
 from jaxserve.parallel.placement import Placement
 from jaxserve.sampling import ops as sampler
 from jaxserve.sampling.device_sampler import DeviceSampler
+from tests.support.internals import sampling_calls, uniform_numbers
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 every_width = pytest.mark.parametrize("lanes", [16, 8, 4])
@@ -82,7 +83,7 @@ def test_the_uniform_numbers_are_those_of_jax(lanes: int) -> None:
     parameters = packed(vocab, rows, temperature=1.0, seed=seed, position=position)
     tokens, _ = DRAW(np.zeros((rows, vocab), np.float32), parameters, jnp.zeros(SLOTS + 1, jnp.int32), max_lanes=lanes)
     seeds = jnp.asarray(seed.astype(np.int32).view(np.uint32).T)
-    uniform = jax.vmap(sampler._uniform)(seeds, jnp.asarray(position, jnp.int32))
+    uniform = uniform_numbers(seeds, jnp.asarray(position, jnp.int32))
     np.testing.assert_array_equal(tokens, np.floor(np.asarray(uniform) * vocab))
 
 
@@ -167,7 +168,7 @@ def test_who_uses_it(backend: str, native_runs: bool) -> None:
             Placement(tuple(devices)), slots=SLOTS, vocab=9, max_len=16, top_logprobs=2, backend=backend
         )
         logits = jax.device_put(jnp.zeros((ROWS, 9)), Placement(tuple(devices)).sharding())
-        calls = [function.lower(*arguments).as_text() for function, arguments in made._calls(logits)]
+        calls = [function.lower(*arguments).as_text() for function, arguments in sampling_calls(made, logits)]
         assert {"jaxserve_draw" in call for call in calls} == {native_runs and len(devices) == 1}
         made.rehearse(logits)
         made.close()

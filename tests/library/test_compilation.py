@@ -14,12 +14,13 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.fused import FusedTier
+from tests.support.internals import fused_keys, fused_tier_of, unfused_uses
 from tests.support.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 8 + 64}
 
 
-def engine_of(built: Built) -> SyncEngine:
+def sync_engine(built: Built) -> SyncEngine:
     return SyncEngine(built.instances, built.info, None, built.clock)
 
 
@@ -41,7 +42,7 @@ def built(tiny_model: Path) -> Iterator[Built]:
 
 
 def test_nothing_is_compiled_while_serving(built: Built) -> None:
-    engine = engine_of(built)
+    engine = sync_engine(built)
     rng = np.random.default_rng(0)
     kinds = (
         {"temperature": 0},
@@ -74,10 +75,10 @@ def test_a_compilation_would_be_counted(built: Built) -> None:
 
 
 def test_steps_that_only_decode_are_fused_at_warm_up(built: Built) -> None:
-    fused = built.instances[0].executor._fused
-    shapes = {shape for _, shape, *_ in fused._compiled}
+    fused = fused_tier_of(built.instances[0].executor)
+    shapes = {shape for _, shape, *_ in fused_keys(fused)}
     assert shapes == {shape for shape in built.instances[0].executor.buckets.all() if not shape.tiles}
-    assert all(fused.find(key) is not None for key in fused._compiled)
+    assert all(fused.find(key) is not None for key in fused_keys(fused))
     assert built.compilations.counts["fused"] >= len(shapes)
 
 
@@ -85,7 +86,7 @@ def test_steps_that_only_decode_are_fused_at_warm_up(built: Built) -> None:
 def test_nothing_is_fused_where_it_is_not_wanted(tiny_model: Path, fuse: bool | None, warmup: bool) -> None:
     built = build(EngineConfig(model=tiny_model, fuse=fuse, warmup=warmup, **OPTIONS))
     assert built.compilations.counts["fused"] == 0
-    assert built.instances[0].executor._fused is None
+    assert fused_tier_of(built.instances[0].executor) is None
     built.close()
 
 
@@ -94,18 +95,18 @@ def test_the_fused_tier_takes_over_and_changes_nothing(tiny_model: Path, referen
     executor = built.instances[0].executor
     fused = FusedTier(built.compilations, patience=3)
     executor.fuse(fused)
-    engine = engine_of(built)
+    engine = sync_engine(built)
     prompt = list(range(3, 40))
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected = reference.greedy(prompt, 20)
     assert run(engine, [(prompt, greedy)]) == [expected]
     engine.settle()
-    (key,) = [key for key in fused._compiled if key[1].tiles == 0]
+    (key,) = [key for key in fused_keys(fused) if key[1].tiles == 0]
     assert fused.find(key) is not None
     assert built.compilations.counts["fused"] >= 1
-    before = dict(fused._uses)
+    before = unfused_uses(fused)
     assert run(engine, [(prompt, greedy)]) == [expected]
-    assert fused._uses[key] == before[key], "a ready shape no longer runs block by block"
+    assert unfused_uses(fused)[key] == before[key], "a ready shape no longer runs block by block"
     built.close()
 
 
@@ -134,7 +135,7 @@ def test_the_next_start_traces_nothing_and_answers_alike(
         counts = dict(built.compilations.counts)
         assert counts["block"] > 0
         assert counts["fused"] > 0
-        answers.append(run(engine_of(built), requests))
+        answers.append(run(sync_engine(built), requests))
         assert built.compilations.counts == counts, "nothing is compiled or loaded while serving"
         built.close()
     assert lowered == []

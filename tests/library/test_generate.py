@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve import LLM, EngineStopped, JaxserveError, PromptTooLong, RequestError, SamplingParams
 from jaxserve.core.errors import NoTokenizer
+from tests.support.internals import core_of, engine_of
 from tests.support.reference import Reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -111,7 +112,7 @@ def test_preempted_sequences_say_the_same(tiny_model: Path, reference: Reference
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=8, kv_pages=24, max_model_len=128) as llm:
         answers = tokens(llm, prompts, params)
-        scheduler = llm._engine.instances[0].core.scheduler
+        scheduler = core_of(llm).scheduler
         assert scheduler.num_preemptions > 0
         assert scheduler.pages.used == 0
     assert answers == [reference.greedy(p, 60) for p in prompts]
@@ -194,7 +195,7 @@ def test_streams_read_in_turns_and_a_call_between_them_lose_nothing(llm: LLM, re
         for part, piece in zip(parts, pieces, strict=True):
             part += piece.outputs[0].token_ids
     assert [*map(tuple, parts), between] == [reference.greedy(p, 12) for p in prompts]
-    assert llm._engine.idle
+    assert engine_of(llm).idle
 
 
 def test_a_stream_whose_llm_was_closed_says_so(tiny_model: Path) -> None:
@@ -209,7 +210,7 @@ def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
     for piece in llm.stream(prompt(131, 50), SamplingParams(max_tokens=100, ignore_eos=True)):
         assert not piece.finished
         break
-    core = llm._engine.instances[0].core
+    core = core_of(llm)
     assert core.idle
     assert core.scheduler.pages.used == 0
 
@@ -253,7 +254,7 @@ def test_bad_requests_say_what_is_wrong_and_leave_the_engine_well(llm: LLM) -> N
         assert caught.value.field == field
     with pytest.raises(RequestError, match="max_tokens is 1000, the limit is 246"):
         llm.generate([prompt(150, 10)], SamplingParams(max_tokens=1000), use_tqdm=False)
-    assert llm._engine.idle
+    assert engine_of(llm).idle
     assert len(tokens(llm, [prompt(151, 10)])[0]) == 12
 
 

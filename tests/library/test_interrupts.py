@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve import LLM, EngineFailed, EngineStopped, RequestError, SamplingParams
 from jaxserve.engine.prompts import as_prompt, as_prompts
+from tests.support.internals import assert_no_request_left, call_thread_of, instances_of, requests_in
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 36, "warmup": False}
@@ -34,17 +35,6 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
 
 def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def check_empty(llm: LLM) -> None:
-    """Nothing of any request is left."""
-    (steps,) = llm._engine.instances
-    assert llm._engine.idle
-    assert llm._engine._owners == {}
-    assert steps.core._requests == {}
-    assert steps.core.scheduler.pages.used == 0
-    assert llm._thread._worker._jobs == []
-    assert llm._thread._worker._owners == {}
 
 
 class Interrupts:
@@ -101,7 +91,7 @@ def test_hundreds_of_interrupts_at_random_moments_leave_the_engine_as_it_was(llm
         assert handler.raised > 300
     gc.collect()
     assert tokens(llm, prompts) == before
-    check_empty(llm)
+    assert_no_request_left(llm)
 
 
 def test_ctrl_c_ends_a_call_and_its_requests_at_once(llm: LLM) -> None:
@@ -114,26 +104,26 @@ def test_ctrl_c_ends_a_call_and_its_requests_at_once(llm: LLM) -> None:
         assert handler.raised == 1
         assert next(stream).outputs[0].token_ids
         stream.close()
-        check_empty(llm)
+        assert_no_request_left(llm)
 
 
 def test_a_call_that_was_interrupted_before_it_could_say_so_ends_when_it_is_dropped(llm: LLM) -> None:
-    call = llm._thread.call([(each, GREEDY) for each in as_prompts([prompt(4), prompt(5)])], stream=True)
+    call = call_thread_of(llm).call([(each, GREEDY) for each in as_prompts([prompt(4), prompt(5)])], stream=True)
     next(call)
     del call
     tokens(llm, [prompt(3)])  # the thread has seen it
-    check_empty(llm)
+    assert_no_request_left(llm)
 
 
 def test_a_stream_computes_only_what_is_asked_for(llm: LLM) -> None:
-    (steps,) = llm._engine.instances
+    (steps,) = instances_of(llm)
     with closing(llm.stream(prompt(1), SamplingParams(max_tokens=200, ignore_eos=True))) as stream:
         for _ in range(3):
             next(stream)
         assert steps.core.snapshot.generated_tokens
-        (state,) = steps.core._requests.values()
+        (state,) = requests_in(steps.core).values()
         assert len(state.sequences[0].tokens) - 20 <= 4
-    check_empty(llm)
+    assert_no_request_left(llm)
 
 
 def test_threads_get_their_own_answers(llm: LLM) -> None:
@@ -152,7 +142,7 @@ def test_threads_get_their_own_answers(llm: LLM) -> None:
         embedding = pool.submit(llm.embed, prompts[0], use_tqdm=False)
         assert [answer.result(PATIENCE) for answer in answers] == [expected[number] for _, number in asked]
         assert np.linalg.norm(embedding.result(PATIENCE)[0]) == pytest.approx(1, abs=1e-5)
-    check_empty(llm)
+    assert_no_request_left(llm)
 
 
 def test_one_threads_refused_request_is_its_own(llm: LLM) -> None:
@@ -162,7 +152,7 @@ def test_one_threads_refused_request_is_its_own(llm: LLM) -> None:
         with pytest.raises(RequestError, match="500"):
             bad.result(PATIENCE)
         assert all(len(answer.result(PATIENCE)[0]) == 12 for answer in good)
-    check_empty(llm)
+    assert_no_request_left(llm)
 
 
 def test_it_answers_from_the_executor_of_a_running_event_loop(llm: LLM) -> None:
@@ -195,12 +185,12 @@ def test_closing_ends_the_calls_of_other_threads(tiny_model: Path) -> None:
     llm.close()
     assert set(threading.enumerate()) <= threads
     with pytest.raises(EngineStopped):  # also in a call that had found it open
-        next(llm._thread.call([(as_prompt(prompt(1)), GREEDY)]))
+        next(call_thread_of(llm).call([(as_prompt(prompt(1)), GREEDY)]))
 
 
 def test_an_engine_whose_step_failed_says_so_from_then_on(tiny_model: Path) -> None:
     with LLM(tiny_model, **OPTIONS) as llm:
-        (steps,) = llm._engine.instances
+        (steps,) = instances_of(llm)
         execute, steps.executor.execute = steps.executor.execute, lambda work: [][work.step]
         with pytest.raises(EngineFailed, match=r"opened anew: IndexError: list index") as caught:
             tokens(llm, [prompt(1)])

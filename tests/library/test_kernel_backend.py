@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams
@@ -12,6 +11,7 @@ from jaxserve.kernels import native
 from jaxserve.kernels.native.library import MATMUL, WRITE_AND_ATTEND
 from jaxserve.planning.resolve import resolve
 from tests.golden.cases import CASES
+from tests.support.internals import stage_on_padding
 from tests.support.reference import Reference
 
 OPTIONS = {
@@ -25,10 +25,9 @@ def layer_program(model: Path, **options: object) -> str:
     built = build(EngineConfig(model=model, **OPTIONS, **options))
     try:
         executor = built.instances[0].executor
-        stage, shape = executor._stages[0], executor.buckets.all()[-1]
-        tokens, _, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)
-        x = stage.embed.executable(tokens, executor.sampler.newest, *stage.embed.leaves)
-        return stage.layers[0].executable.lower(x, *context, executor.pools[0], *stage.layers[0].leaves).as_text()
+        step = stage_on_padding(executor, executor.buckets.all()[-1])
+        layer = step.stage.layers[0]
+        return layer.executable.lower(step.x, *step.context, executor.pools[0], *layer.leaves).as_text()
     finally:
         built.close()
 

@@ -12,6 +12,7 @@ from jaxserve.core.request import RequestOutput
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.planning.resolve import resolve
+from tests.support.internals import core_of, executor_of
 from tests.support.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "memory_gb": 4, "kv_cache_dtype": "int8"}
@@ -48,7 +49,7 @@ def check(outputs: list[RequestOutput], reference: Reference, tolerance: float) 
 
 
 def test_pools_hold_codes_and_scales(llm: LLM) -> None:
-    for (pool,) in llm._engine.instances[0].executor.pools:
+    for (pool,) in executor_of(llm).pools:
         assert (pool.dtype, pool.shape[1:]) == ("int8", (2, 2, 16, 16 + 4))
 
 
@@ -73,7 +74,7 @@ def test_preempted_requests_are_computed_again(tiny_model: Path, in_int8: Refere
     prompts = [np.random.default_rng(30 + i).integers(3, 499, 40).tolist() for i in range(3)]
     with LLM(tiny_model, warmup=False, kv_pages=12, max_model_len=128, **OPTIONS) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        scheduler = llm._engine.instances[0].core.scheduler
+        scheduler = core_of(llm).scheduler
         assert scheduler.num_preemptions > 0
         assert scheduler.pages.used == 0
     check(outputs, in_int8, SAME)
@@ -82,7 +83,7 @@ def test_preempted_requests_are_computed_again(tiny_model: Path, in_int8: Refere
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
 def test_heads_and_layers_on_several_devices(tiny_model: Path, in_int8: Reference, tp: int, pp: int) -> None:
     with LLM(tiny_model, warmup=False, tp=tp, pp=pp, **(OPTIONS | {"memory_gb": 8})) as llm:
-        for (pool,) in llm._engine.instances[0].executor.pools:
+        for (pool,) in executor_of(llm).pools:
             assert len(pool.addressable_shards) == tp
             assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}
         check(llm.generate(PROMPTS, PARAMS, use_tqdm=False), in_int8, SAME)

@@ -17,6 +17,7 @@ from jaxserve.kernels import GRANULE, committed_bytes, is_elastic
 from jaxserve.kernels.native import pool as native
 from jaxserve.planning.resolve import resolve
 from tests.support.canary import Canary
+from tests.support.internals import move_program_of
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 8}
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -178,7 +179,7 @@ def test_how_many_pages_there_are_at_first_and_at_most(tiny_model: Path) -> None
 def test_moving_pages_fits_into_the_workspace(tiny_model: Path, options: dict) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **(OPTIONS | options)))
     executor, workspace = built.instances[0].executor, built.resolved.ledger.entries["workspace"]
-    (move,) = executor.pools._move.values()
+    move = move_program_of(executor.pools)
     ids = np.zeros(MOVES[-1], np.int32)
     assert move.lower(executor.pools[0], ids, ids).compile().memory_analysis().temp_size_in_bytes < workspace
     built.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from jaxserve import LLM, SamplingParams
+from tests.support.internals import executor_of
 
 
 def resident() -> int:
@@ -21,7 +22,7 @@ def test_leaving_the_context_frees_every_array(tiny_model: Path) -> None:
     with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4) as llm:
         held = resident() - before
         llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5, repetition_penalty=1.1, logprobs=1), use_tqdm=False)
-        assert held > llm._engine.instances[0].executor.pools.nbytes
+        assert held > executor_of(llm).pools.nbytes
     assert resident() - before < 4096  # constants of a compiled function or two may stay in JAX's caches
 
 

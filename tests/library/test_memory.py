@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, MemoryBudgetError
@@ -14,6 +13,7 @@ from jaxserve.build import build
 from jaxserve.planning.memory import RUNTIME
 from jaxserve.planning.resolve import resolve
 from tests.conftest import TINY
+from tests.support.internals import stage_on_padding
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8}
 
@@ -45,12 +45,13 @@ def test_workspace_covers_the_compilers_temporaries(tmp_path: Path, precision: s
     options |= {"precision": precision, "kv_cache_dtype": kv}
     built = build(EngineConfig(model=tmp_path, memory_gb=4, warmup=False, **options))
     executor = built.instances[0].executor
-    stage = executor._stages[0]
-    for shape in executor.buckets.all():
-        tokens, rows, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)
-        x = stage.embed.executable(tokens, executor.sampler.newest, *stage.embed.leaves)
-        layer = stage.layers[0].executable.lower(x, *context, executor.pools[0], *stage.layers[0].leaves).compile()
-        head = stage.head.executable.lower(x, rows, *stage.head.leaves).compile()
+    shapes = executor.buckets.all()
+    assert shapes
+    for shape in shapes:
+        step = stage_on_padding(executor, shape)
+        first, last = step.stage.layers[0], step.stage.head
+        layer = first.executable.lower(step.x, *step.context, executor.pools[0], *first.leaves).compile()
+        head = last.executable.lower(step.x, step.rows, *last.leaves).compile()
         for compiled in (layer, head):
             stats = compiled.memory_analysis()
             fresh = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -62,13 +63,12 @@ def test_workspace_covers_the_compilers_temporaries(tmp_path: Path, precision: s
 def test_pools_are_updated_in_place(tiny_model: Path, kv: str) -> None:
     built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, kv_cache_dtype=kv, **OPTIONS))
     executor = built.instances[0].executor
-    stage, shape = executor._stages[0], executor.buckets.all()[0]
-    tokens, _, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)
-    x = stage.embed.executable(tokens, executor.sampler.newest, *stage.embed.leaves)
+    step = stage_on_padding(executor, executor.buckets.all()[0])
+    first = step.stage.layers[0]
     (pool,), temporaries = executor.pools[0], []
     for pages in (pool.shape[0], 8 * pool.shape[0]):
         larger = jax.ShapeDtypeStruct((pages, *pool.shape[1:]), pool.dtype, sharding=pool.sharding)
-        layer = stage.layers[0].executable.lower(x, *context, (larger,), *stage.layers[0].leaves).compile()
+        layer = first.executable.lower(step.x, *step.context, (larger,), *first.leaves).compile()
         stats = layer.memory_analysis()
         assert stats.alias_size_in_bytes >= pool.nbytes * pages // pool.shape[0]
         temporaries.append(stats.temp_size_in_bytes)

@@ -16,6 +16,7 @@ from jaxserve.models.quantized import group_of
 from jaxserve.planning.resolve import resolve
 from tests.conftest import TINY
 from tests.golden.cases import CASES
+from tests.support.internals import executor_of, instances_of
 from tests.support.reference import Reference
 
 # All prompts fit into one step, so that few step shapes are compiled for each set of devices.
@@ -38,7 +39,7 @@ def check(llm: LLM, reference: Reference) -> None:
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 2, 2), (1, 1, 4)])
 def test_results_equal_one_device(tiny_model: Path, reference: Reference, tp: int, pp: int, dp: int) -> None:
     with LLM(tiny_model, tp=tp, pp=pp, dp=dp, **OPTIONS) as llm:
-        rows = [row for steps in llm._engine.instances for row in steps.executor.blocks]
+        rows = [row for steps in instances_of(llm) for row in steps.executor.blocks]
         assert len({device for row in rows for device in row.placement.devices}) == tp * pp * dp
         check(llm, reference)
 
@@ -95,7 +96,7 @@ def test_a_share_that_is_no_whole_number_of_units_is_refused() -> None:
 
 def test_each_device_holds_its_share(tiny_model: Path) -> None:
     with LLM(tiny_model, tp=2, **OPTIONS) as llm:
-        executor = llm._engine.instances[0].executor
+        executor = executor_of(llm)
         for (pool,) in executor.pools:
             assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}  # one of two kv heads
         layer = executor.blocks[1]

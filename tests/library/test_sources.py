@@ -22,6 +22,7 @@ from jaxserve.planning.resolve import resolve
 from jaxserve.quantization import QArray
 from tests.conftest import TINY
 from tests.quantization.foreign import write
+from tests.support.internals import executor_of, run_on_padding
 
 OPTIONS = {"warmup": False, "max_num_seqs": 4, "memory_gb": 4, "max_num_batched_tokens": 4 + 64}
 CONFIG = config_from_hf(TINY)
@@ -32,7 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1
 
 def check(llm: LLM, model: Path, precisions: Mapping[str, str]) -> None:
     """The answer is that of the blocks as the source has them, x as it is."""
-    rows = llm._engine.instances[0].executor.blocks
+    rows = executor_of(llm).blocks
     assert [row.precision for row in rows[1:-1]] == list(precisions.values())
     checkpoint = open_checkpoint(model)
     config = replace(checkpoint.config, kernel_backend="xla")
@@ -57,7 +58,7 @@ def test_an_imported_checkpoint_runs_in_its_own_precision(
     write(tmp_path, TINY, SHAPES, layout, group=group, symmetric=symmetric, skip="layers.0.")
     precisions = {"layers.0": "float32", "layers.1": "int4", "layers.2": "int4"}
     with LLM(tmp_path, **OPTIONS) as llm:
-        rows = llm._engine.instances[0].executor.blocks
+        rows = executor_of(llm).blocks
         held = sum(leaf.nbytes for row in rows for leaf in row.leaves)
         counted = resolve(EngineConfig(model=tmp_path, **OPTIONS)).ledger.entries["weights"]
         assert held <= counted <= 1.1 * held, "what its scales are in is known when they are read"
@@ -83,7 +84,7 @@ def test_prepared_variants_are_served_and_counted(prepared: Path) -> None:
     assert (qkv.group, qkv.zeros is None) == (64, False)
     assert resolved.checkpoint.variant("layers.0", "int8")["attention.qkv"].group == 128, "rounded: none is prepared"
     with LLM(prepared, **OPTIONS, **options) as llm:
-        rows = {id(leaf): leaf for row in llm._engine.instances[0].executor.blocks for leaf in row.leaves}
+        rows = {id(leaf): leaf for row in executor_of(llm).blocks for leaf in row.leaves}
         assert resolved.ledger.entries["weights"] == sum(leaf.nbytes for leaf in rows.values())
         check(llm, prepared, precisions)
 
@@ -96,7 +97,7 @@ def test_a_layer_changes_to_its_prepared_variant_without_compiling(prepared: Pat
     (old,) = executor.replace([row])
     old.free()
     for shape in executor.buckets.all():
-        executor._forward(np.zeros(shape.size, np.int32), shape)
+        run_on_padding(executor, shape)
     assert built.compilations.counts == before
     built.close()
 

@@ -22,6 +22,7 @@ from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.fused import FusedTier
 from jaxserve.planning.resolve import resolve
 from tests.support.canary import Canary
+from tests.support.internals import fused_keys, fused_tier_of, stages_of
 from tests.support.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 4}
@@ -269,12 +270,14 @@ def test_room_for_the_smaller_one_of_two_variants_is_in_the_ledger_where_layers_
 def test_where_a_policy_may_stay_is_fused_at_warm_up(tiny_model: Path, split: dict) -> None:
     built = build(EngineConfig(model=tiny_model, policy="morph-performance", **(OPTIONS | split)))
     swapped, before = Swapped(built), dict(built.compilations.counts)
-    fused, shapes = swapped.executor._fused, swapped.executor.buckets.all()
-    decodes = {(stage, shape) for stage in range(len(swapped.executor._stages)) for shape in shapes if not shape.tiles}
+    fused, shapes = fused_tier_of(swapped.executor), swapped.executor.buckets.all()
+    decodes = {
+        (stage, shape) for stage in range(len(stages_of(swapped.executor))) for shape in shapes if not shape.tiles
+    }
 
     def ready() -> set:
         """Stages and shapes for which there is an executable of the mixture as it is."""
-        stages = swapped.executor._stages
+        stages = stages_of(swapped.executor)
         return {at for at in decodes if fused.find((*at, stages[at[0]].executables, 1)) is not None}
 
     assert ready() == decodes
@@ -295,16 +298,16 @@ def test_fused_executables_are_found_again_when_a_mixture_returns(swapped: Swapp
     p, params = prompt(7, 30), SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     full = swapped.run(p, params=params)
     swapped.executor.settle()
-    before = set(fused._compiled)
+    before = fused_keys(fused)
     assert before
     swapped.swap(0, "int3")
     assert swapped.run(p, params=params) == [Reference(tiny_model, {0: "int3"}).greedy(p, 10)]
     swapped.executor.settle()
-    mixture = set(fused._compiled)
+    mixture = fused_keys(fused)
     assert before < mixture
     swapped.swap(0, "float32")
     assert swapped.run(p, params=params) == full
     swapped.executor.settle()
-    assert set(fused._compiled) == mixture
+    assert fused_keys(fused) == mixture
     swapped.executor.fuse(None)
     fused.close()

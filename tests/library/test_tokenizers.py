@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HfTokenizer, models
 
-from jaxserve.build import _load_tokenizer, check_serves_text
+from jaxserve.build import check_serves_text
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.cli.main import _example_prompt
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CheckpointError, NoTokenizer
 from jaxserve.engine.tokenizer import Tokenizer
 from tests.conftest import TINY
+from tests.support.internals import example_prompt, load_tokenizer
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def add_tokenizer(folder: Path, size: int = 10, **config: object) -> None:
 
 
 def loaded(folder: Path, **options: object) -> Tokenizer | None:
-    return _load_tokenizer(EngineConfig(model=folder, **options), open_checkpoint(folder, "dummy"))
+    return load_tokenizer(EngineConfig(model=folder, **options), open_checkpoint(folder, "dummy"))
 
 
 def test_a_model_without_a_tokenizer_is_not_served_by_accident(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,5 +75,5 @@ def test_the_example_is_one_that_the_model_takes() -> None:
                 raise NoTokenizer
             return self._tokenizer
 
-    assert isinstance(_example_prompt(Client("any")), str)
-    assert all(isinstance(token, int) for token in _example_prompt(Client(None)))
+    assert isinstance(example_prompt(Client("any")), str)
+    assert all(isinstance(token, int) for token in example_prompt(Client(None)))

@@ -12,6 +12,7 @@ from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig, MoEConfig
 from jaxserve.kernels.native import library
 from jaxserve.planning import resolve as resolution
+from tests.support.internals import choose_devices
 
 DENSE = open_checkpoint(bundled_model_path()).config
 EXPERTS = replace(DENSE, moe=MoEConfig(4, 2, 64, True, (True,) * DENSE.num_layers))
@@ -26,7 +27,7 @@ def asked(
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(library, "variants", lambda: variants)
     monkeypatch.setattr(resolution, "processors", lambda: 2)
-    resolution._devices(1, busy=not resolution._leaves_xla_little(config, model))
+    choose_devices(config, model)
     return environment.get(resolution.XLA_THREADS), environment["XLA_FLAGS"]
 
 

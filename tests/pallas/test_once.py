@@ -11,13 +11,14 @@ from pallas_kernels import once
 from pallas_kernels.paged_attention import paged_attention
 from tests.pallas.conftest import lowered
 from tests.pallas.test_attention import REAL, arguments
+from tests.support.internals import replace_lowered_kernels
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Those that have been lowered: none yet."""
     kernels = {}
-    monkeypatch.setattr(once, "_lowered", kernels)
+    replace_lowered_kernels(monkeypatch, kernels)
     return kernels
 
 

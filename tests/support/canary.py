@@ -19,6 +19,7 @@ from jaxserve.core.request import Status
 from jaxserve.core.work import PendingStep, Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.kvcache import NULL_PAGE
+from tests.support.internals import cached_pages, hashes_of_pages, pages_of_hashes, requests_in, unused_pages
 
 Slots = tuple[np.ndarray, np.ndarray]  # pages and the tokens within them
 NOWHERE: Slots = (np.zeros(0, int), np.zeros(0, int))
@@ -90,12 +91,11 @@ class Canary:
         """Every page is free, cached or held, and held by as many as its count says."""
         pages, sequences = self._pages, self._sequences()
         held = Counter(page for sequence in sequences for page in sequence.pages) + Counter(self.aside)
-        free = [*pages._free, *range(pages._fresh, pages.num_pages)]
-        everything = sorted([*free, *pages._cached, *held])
+        everything = sorted([*unused_pages(pages), *cached_pages(pages), *held])
         assert everything == list(range(1, pages.num_pages)), f"lost, or in two places: {everything}"
         counts = {page: pages.references(page) for page in everything if pages.references(page)}
         assert counts == held
-        assert set(pages._cached) <= set(pages._hash_of) == set(pages._page_of.values())
+        assert set(cached_pages(pages)) <= set(hashes_of_pages(pages)) == set(pages_of_hashes(pages).values())
         rows = self._core.scheduler.table.rows
         for sequence in sequences:
             if sequence.status is Status.RUNNING:
@@ -122,7 +122,7 @@ class Canary:
         self._look(moved=dict(moves), pages=pages)
 
     def register(self, page: int, digest: bytes) -> None:
-        self._named[digest] += digest not in self._pages._page_of
+        self._named[digest] += digest not in pages_of_hashes(self._pages)
         self._register(page, digest)
 
     # -- looking
@@ -139,7 +139,7 @@ class Canary:
         self._sights.append(Sight(sums, moved or {}, pages, held, written))
 
     def _sequences(self) -> list:
-        return [sequence for state in self._core._requests.values() for sequence in state.sequences]
+        return [sequence for state in requests_in(self._core).values() for sequence in state.sequences]
 
     def _held(self) -> Iterable[tuple[Any, int, int]]:
         """What sequences and the prefix cache hold once the step at hand is done."""
@@ -148,7 +148,7 @@ class Canary:
             tokens = sequence.num_computed if running else len(sequence.pages) * self._size
             for number, page in enumerate(sequence.pages):
                 yield (sequence.id, sequence.preemptions, number), page, tokens - number * self._size
-        for digest, page in self._pages._page_of.items():
+        for digest, page in pages_of_hashes(self._pages).items():
             yield (digest, self._named[digest]), page, self._size
 
     def _slots(self, work: Work) -> Slots:

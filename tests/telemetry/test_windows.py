@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 
 from jaxserve.telemetry import TIME_BOUNDS, Recent, Smoother, Snapshot
 from jaxserve.telemetry.windows import RESOLUTION, quantile
+from tests.support.internals import kept_snapshots
 
 
 def recent(*snapshots: Snapshot, window: float = 5.0) -> Recent:
@@ -114,8 +115,8 @@ def test_memory_is_bounded_and_times_only_rise_whatever_the_clock_does(times: li
         seen = smoother.observe(Snapshot(time=time, generated_tokens=number)).recent
         assert seen is not None
         assert seen.seconds >= 0
-        assert len(smoother._kept) <= 2 * RESOLUTION + 3
-        kept = [s.time for s in smoother._kept]
+        assert len(kept_snapshots(smoother)) <= 2 * RESOLUTION + 3
+        kept = [s.time for s in kept_snapshots(smoother)]
         assert kept == sorted(set(kept))
 
 
@@ -125,7 +126,7 @@ def test_frequent_snapshots_are_thinned_and_nothing_cumulative_is_lost() -> None
     for snapshot in many:
         seen = smoother.observe(snapshot).recent
     assert seen is not None
-    assert len(smoother._kept) < 2 * RESOLUTION + 3
+    assert len(kept_snapshots(smoother)) < 2 * RESOLUTION + 3
     assert seen.tokens_per_s == pytest.approx(1000)
     assert seen.seconds == pytest.approx(5, abs=0.1)
 
