@@ -1,7 +1,7 @@
 """A transition that fails, wherever it does, leaves no trace, and the next one succeeds."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
