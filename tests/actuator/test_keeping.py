@@ -98,6 +98,7 @@ def test_layers_change_from_pinned_memory_while_requests_run(
     assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
     for steps in built.instances:
         rows = [row for row in steps.executor.blocks if row.block in BLOCKS]
+        assert len(rows) == len(BLOCKS)
         assert {row.precision for row in rows} == {"int4"}
         for row in rows:
             assert {leaf.sharding.memory_kind for leaf in row.leaves} == {"device"}
@@ -126,7 +127,9 @@ def test_copies_from_pinned_memory_are_paced_array_by_array(tiny_model: Path) ->
 def test_on_cpu_nothing_is_pinned(tiny_model: Path) -> None:
     for degrees, kind in (({}, jax.Array), ({"dp": 2}, np.ndarray)):
         built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)))
-        for leaf in leaves(layer_source_of(built.actuator).parameters("layers.0", "int4")):
+        kept = leaves(layer_source_of(built.actuator).parameters("layers.0", "int4"))
+        assert kept
+        for leaf in kept:
             assert isinstance(leaf, kind)
             assert kind is np.ndarray or leaf.sharding.memory_kind == "device"
         built.close()
@@ -138,9 +141,9 @@ def test_where_nothing_can_be_kept_there_pageable_memory_is_used(
     with caplog.at_level(logging.WARNING):
         built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=lambda device: "nowhere")
     assert caplog.text.count("variants are kept in memory that can be paged, not in nowhere") == 1
-    assert all(
-        isinstance(leaf, np.ndarray) for leaf in leaves(layer_source_of(built.actuator).parameters("layers.0", "int4"))
-    )
+    kept = leaves(layer_source_of(built.actuator).parameters("layers.0", "int4"))
+    assert kept
+    assert all(isinstance(leaf, np.ndarray) for leaf in kept)
     adapted = Adapted(built)
     adapted.change(adapted.plan.with_precisions(0, dict.fromkeys(BLOCKS, "int4")))
     assert [outcome.error for outcome in adapted.outcomes] == [None] * 3

@@ -156,7 +156,7 @@ def test_a_file_that_cannot_be_read_any_more_is_an_error(opened: Checkpoint, mon
 def test_no_file_stays_open_when_its_checkpoint_is_gone(tmp_path: Path) -> None:
     folder, descriptors = golden("llama2").write(tmp_path / "model", shards=3), Path("/proc/self/fd")
     if not descriptors.exists():
-        pytest.skip("open files are read from /proc/self/fd")
+        pytest.skip("needs /proc/self/fd, which lists open files")
 
     def open_files() -> int:
         return sum(os.path.realpath(link).startswith(str(folder)) for link in descriptors.iterdir())

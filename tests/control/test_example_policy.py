@@ -34,8 +34,7 @@ def test_it_serves_a_burst() -> None:
     assert {decision.outcome for decision in controller.decisions} == {"done"}
 
 
-def test_the_documentation_shows_it_in_thirty_lines() -> None:
+def test_adaptation_manual_shows_the_example_policy() -> None:
     source = EXAMPLE.read_text()
     policy = source[source.index("@dataclass") : source.index("def main")].strip()
     assert policy in (ROOT / "docs" / "adaptation.md").read_text()
-    assert len(policy.splitlines()) <= 30

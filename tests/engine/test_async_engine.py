@@ -186,7 +186,9 @@ def test_a_failing_step_ends_every_request_with_the_error(engine: AsyncEngine) -
         await asyncio.sleep(0.05)
         instance_threads_of(engine)[0].steps.executor.execute = explode
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(r, EngineFailed) and "device lost" in str(r) for r in results if not isinstance(r, tuple))
+        failures = [result for result in results if not isinstance(result, tuple)]
+        assert failures, "every request ended before the step failed"
+        assert all(isinstance(failure, EngineFailed) and "device lost" in str(failure) for failure in failures)
         with pytest.raises(EngineFailed):
             engine.check_health()
         assert not engine.ready

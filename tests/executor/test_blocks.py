@@ -52,7 +52,7 @@ def test_a_split_head_joins_its_logits() -> None:
     assert collectives(lowered("head", "bfloat16")) == ["all-gather"]
 
 
-@pytest.mark.skipif(not native.targets(), reason="the native library has not been built")
+@pytest.mark.skipif(not native.targets(), reason="needs the native library")
 @pytest.mark.parametrize("precision", ["int8", "int4", "int3"])
 def test_native_kernels_run_on_every_devices_share(precision: str) -> None:
     program = lowered("layers.0", precision).as_text()

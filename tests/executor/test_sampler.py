@@ -51,7 +51,7 @@ both = pytest.mark.parametrize("kind", FULL)
 
 def sample(kind: str, names: list[str]) -> tuple[np.ndarray, sampler.Logprobs]:
     if kind == "native" and not native.supported():
-        pytest.skip("no native kernels")
+        pytest.skip("needs the native library")
     ids, biases = sampler.sparse_biases([], len(names))
     for row, name in enumerate(names):
         if "bias" in ASKS[name]:

@@ -23,7 +23,7 @@ write = jax.jit(lambda pool, pages, value: pool.at[pages].set(value, mode="drop"
 def elastic_cpu(native_kernels) -> None:
     """Skips where the platform has no such thing."""
     if not elastic.is_elastic("cpu"):
-        pytest.skip("pools are not elastic here")
+        pytest.skip("needs the native library and Linux, where pools take memory page by page")
 
 
 def span(first: int, last: int) -> np.ndarray:

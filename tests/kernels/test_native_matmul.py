@@ -24,7 +24,7 @@ every_variant = pytest.mark.parametrize("variant", library.VARIANTS)
 
 def skip_unless_there(variant: str) -> None:
     if variant not in library.variants():
-        pytest.skip(f"this machine has no {variant}")
+        pytest.skip(f"needs a CPU with the instructions of {variant}")
 
 
 def operands(rows: int, out: int, inner: int, bits: int = 16, **kwargs) -> tuple[jax.Array, jax.Array | QArray]:

@@ -17,7 +17,7 @@ from tests.support.reference import Reference
 OPTIONS = {
     "load_format": "dummy", "warmup": False, "memory_gb": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32,
 }  # fmt: skip
-without_native = pytest.mark.skipif(not native.targets(), reason="the native library has not been built")
+without_native = pytest.mark.skipif(not native.targets(), reason="needs the native library")
 
 
 def layer_program(model: Path, **options: object) -> str:

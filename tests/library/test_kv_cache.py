@@ -49,7 +49,9 @@ def check(outputs: list[RequestOutput], reference: Reference, tolerance: float) 
 
 
 def test_pools_hold_codes_and_scales(llm: LLM) -> None:
-    for (pool,) in executor_of(llm).pools:
+    pools = executor_of(llm).pools[:]
+    assert len(pools) == 3, "one for each layer"
+    for (pool,) in pools:
         assert (pool.dtype, pool.shape[1:]) == ("int8", (2, 2, 16, 16 + 4))
 
 
@@ -83,7 +85,9 @@ def test_preempted_requests_are_computed_again(tiny_model: Path, in_int8: Refere
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
 def test_heads_and_layers_on_several_devices(tiny_model: Path, in_int8: Reference, tp: int, pp: int) -> None:
     with LLM(tiny_model, warmup=False, tp=tp, pp=pp, **(OPTIONS | {"memory_gb": 8})) as llm:
-        for (pool,) in executor_of(llm).pools:
+        pools = executor_of(llm).pools[:]
+        assert len(pools) == 3, "one for each layer"
+        for (pool,) in pools:
             assert len(pool.addressable_shards) == tp
             assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}
         check(llm.generate(PROMPTS, PARAMS, use_tqdm=False), in_int8, SAME)

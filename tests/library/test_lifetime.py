@@ -50,6 +50,7 @@ def test_an_llm_that_is_dropped_frees_every_array_and_its_thread(tiny_model: Pat
     llm = LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4)
     llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5), use_tqdm=False)
     started = set(threading.enumerate()) - threads
+    assert started
     del llm
     assert resident() - before < 4096
     for thread in started:

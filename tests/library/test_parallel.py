@@ -63,6 +63,7 @@ def test_quantised_layers_split(tiny_model: Path, tp: int, pp: int) -> None:
     built = build(EngineConfig(model=tiny_model, **options))
     physical, entries = built.resolved.physical, built.resolved.ledger.entries
     layers = [row for row in built.instances[0].executor.blocks if row.block.startswith("layers.")]
+    assert len(layers) == 3
     for row in layers:
         whole = sum(leaf.nbytes for leaf in row.leaves)
         share = sum(leaf.addressable_shards[0].data.nbytes for leaf in row.leaves)
@@ -97,6 +98,7 @@ def test_a_share_that_is_no_whole_number_of_units_is_refused() -> None:
 def test_each_device_holds_its_share(tiny_model: Path) -> None:
     with LLM(tiny_model, tp=2, **OPTIONS) as llm:
         executor = executor_of(llm)
+        assert len(executor.pools[:]) == 3, "one for each layer"
         for (pool,) in executor.pools:
             assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}  # one of two kv heads
         layer = executor.blocks[1]

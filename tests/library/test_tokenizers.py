@@ -76,4 +76,6 @@ def test_the_example_is_one_that_the_model_takes() -> None:
             return self._tokenizer
 
     assert isinstance(example_prompt(Client("any")), str)
-    assert all(isinstance(token, int) for token in example_prompt(Client(None)))
+    token_ids = example_prompt(Client(None))
+    assert token_ids
+    assert all(isinstance(token, int) for token in token_ids)

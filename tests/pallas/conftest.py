@@ -18,7 +18,7 @@ def interpret():
     if uses_pallas("auto"):
         return False
     if not CAN_INTERPRET:
-        pytest.skip(f"jax {jax.__version__} cannot interpret Mosaic GPU kernels, 0.11 can")
+        pytest.skip(f"needs a Hopper GPU, or jax 0.11 to interpret Mosaic GPU kernels; this is jax {jax.__version__}")
     return plgpu.InterpretGPUParams(detect_races=True)
 
 

@@ -151,6 +151,6 @@ def test_other_shapes_go_through_xla(shape):
 
 def test_on_a_cpu_a_forced_choice_changes_nothing():
     if uses_pallas("auto"):
-        pytest.skip("this is no CPU")
+        pytest.skip("needs JAX to run on CPU")
     x, w = problem(ProductShape())
     np.testing.assert_array_equal(matmul(x, w, backend="pallas"), matmul(x, w, backend="xla"))

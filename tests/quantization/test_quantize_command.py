@@ -78,7 +78,9 @@ def test_the_command_writes_the_layers_that_awq_makes(
     assert f"{store.nbytes(0, 'int4'):,}" in told
     tokens = CalibrationText(calib, 2, 24).tokens(Tokenizer.load(model))
     assert tokens.shape == (2, 24)
-    for index, precision, leaves in quantize_layers(checkpoint, settings, tokens):
+    layers = list(quantize_layers(checkpoint, settings, tokens))
+    assert len(layers) == LAYERS
+    for index, precision, leaves in layers:
         found = store.layer(index, precision)
         assert_equal_leaves(found, leaves)
         assert {name for name, leaf in found.items() if isinstance(leaf, QArray)} == MATRICES

@@ -53,6 +53,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_the_command_writes_is_the_rounded_model(store, precision):
     variants, checkpoint = VariantStore.open(store), open_checkpoint(MODEL)
     variants.check(checkpoint)
+    assert variants.num_layers == checkpoint.config.num_layers > 0
     for index in range(variants.num_layers):
         expected = round_layer(checkpoint.block(f"layers.{index}"), int(precision[-1]))
         assert_equal_leaves(variants.layer(index, precision), expected)
