@@ -80,12 +80,12 @@ def test_package_does_not_load_jax(package):
     run_fresh(f"import {', '.join(modules_of(package))}\n" + assert_not_loaded((*JAX, *WEB)))
 
 
-def test_what_measures_a_server_loads_neither_jax_nor_a_web_framework():
+def test_bench_client_loads_neither_jax_nor_a_web_framework():
     online = [name for name in modules_of("jaxserve.bench") if ".offline" not in name]
     run_fresh(f"import {', '.join(online)}\n" + assert_not_loaded((*JAX, *WEB)))
 
 
-def test_the_command_line_starts_without_what_its_commands_need():
+def test_command_line_starts_without_its_commands_dependencies():
     heavy = ("numpy", "httpx", "matplotlib", "tokenizers")
     run_fresh("import jaxserve.cli.main\n" + assert_not_loaded((*JAX, *WEB, *heavy)))
 
@@ -110,7 +110,7 @@ def test_unknown_public_name_is_an_attribute_error():
         _ = jaxserve.Engine
 
 
-def test_models_know_no_mesh():
+def test_models_import_no_sharding():
     files = sorted((ROOT / "jaxserve" / "models").glob("*.py"))
     assert files
     for file in files:

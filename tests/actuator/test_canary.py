@@ -155,7 +155,9 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("broken", [nothing, *BREAKS])
-def test_a_canary_sees_what_is_wrong(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, broken: Break) -> None:
+def test_canary_fails_for_each_kind_of_page_corruption(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, broken: Break
+) -> None:
     """While pages move out of the tail, of a request and of the cache, behind a step that the device has."""
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     (steps,) = built.instances

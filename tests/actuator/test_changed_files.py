@@ -75,7 +75,7 @@ def expected(served: Adapted) -> dict[str, list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("change", HARMLESS)
-def test_layers_come_back_as_they_were_loaded(
+def test_layer_swapped_back_equals_the_loaded_layer(
     adapted: Adapted, model: Path, expected: dict, change: Callable[[Path], None]
 ) -> None:
     change(model / SINGLE)
@@ -86,7 +86,7 @@ def test_layers_come_back_as_they_were_loaded(
 
 
 @pytest.mark.parametrize("change", DAMAGE)
-def test_layers_of_a_damaged_file_do_not_come_back_and_serving_goes_on(
+def test_restore_from_a_damaged_file_fails_and_serving_continues(
     adapted: Adapted,
     model: Path,
     expected: dict,

@@ -21,7 +21,7 @@ from tests.support.internals import layer_source_of, wrap_move_batch, wrap_pool_
 
 
 @pytest.mark.parametrize("broken", ["prepare", "replace", "shrink_pools"])
-def test_what_fails_leaves_the_plan_before_it_in_force(
+def test_failed_transition_leaves_the_previous_plan_in_force(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
     executor, start = adapted.steps.executor, adapted.plan
@@ -54,9 +54,7 @@ def test_what_fails_leaves_the_plan_before_it_in_force(
 
 
 @pytest.mark.parametrize("broken", ["prepare", "replace"])
-def test_of_layers_that_change_at_once_all_do_or_none(
-    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
+def test_failed_batch_of_swaps_changes_no_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """The last of three cannot be prepared, or not be put in its place; those prepared before it are freed."""
     executor, small = adapted.steps.executor, mixture(adapted.plan, ("int4",) * 3)
     adapted.change(small)
@@ -104,7 +102,7 @@ def state_of(adapted: Adapted) -> dict[str, Any]:
         ("grow", "extend"),
     ],
 )
-def test_a_commit_that_fails_halfway_is_taken_back(
+def test_commit_failing_halfway_is_undone(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, change: str, broken: str
 ) -> None:
     core, p, still, tokens = adapted.steps.core, prompt(31, 60), {}, {}
@@ -141,7 +139,7 @@ def test_a_commit_that_fails_halfway_is_taken_back(
     assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
 
 
-def test_pages_that_cannot_be_moved_stay_in_every_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_page_move_leaves_pages_in_every_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer's are copied when the second one's fail."""
     pools, scheduler = adapted.steps.executor.pools, adapted.steps.core.scheduler
     p, still, tokens, calls = prompt(32, 60), {}, {}, []
@@ -179,7 +177,7 @@ def target_of_both(plan: Plan, precision: str) -> Plan:
 
 
 @pytest.mark.parametrize("to", ["int4", "float32"])
-def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
+def test_unreadable_parameters_leave_the_previous_plan_in_force(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, to: str
 ) -> None:
     """Of two instances, where a quantised layer is copied too."""
@@ -220,7 +218,7 @@ def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
 
 
 @pytest.mark.parametrize("patience", [PATIENCE, 0.0])
-def test_a_smaller_pool_waits_a_little_for_pages_in_use(
+def test_shrink_waits_for_pages_in_use_until_patience_ends(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
     """Steps have taken them since it was decided. Patience is endless here, or there is none."""
@@ -255,7 +253,7 @@ def test_a_smaller_pool_waits_a_little_for_pages_in_use(
 
 
 @pytest.mark.parametrize("change", ["swap", "shrink"])
-def test_where_freeing_fails_the_plan_is_in_force_and_steps_go_on(
+def test_failed_freeing_leaves_the_new_plan_in_force(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
     ledger, tokens, failed = adapted.built.resolved.ledger, {}, []
@@ -287,7 +285,9 @@ def test_where_freeing_fails_the_plan_is_in_force_and_steps_go_on(
     assert ledger.entries == entries
 
 
-def test_segments_that_cannot_be_made_leave_nothing_behind(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_segment_allocation_frees_the_segments_made_before(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pools_of("segments"):
         built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
         adapted = Adapted(built)
@@ -317,7 +317,7 @@ def test_segments_that_cannot_be_made_leave_nothing_behind(tiny_model: Path, mon
         built.close()
 
 
-def test_a_plan_that_the_ledger_has_no_room_for_is_not_begun(adapted: Adapted) -> None:
+def test_transition_beyond_the_ledgers_budget_is_not_started(adapted: Adapted) -> None:
     ledger, small = adapted.built.resolved.ledger, mixture(adapted.plan, ("int4",) * 3)
     adapted.change(small)
     budget, ledger.budget = ledger.budget, ledger.used

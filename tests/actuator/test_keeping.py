@@ -60,13 +60,13 @@ def leaves(parameters: Mapping[str, Any]) -> list[Any]:
         ("cpu", ("device", "pinned_host", "unpinned_host"), None),
     ],
 )
-def test_devices_with_pinned_memory_use_it_unless_the_host_is_the_device(platform, kinds, expected):
+def test_pinned_memory_is_used_where_the_device_is_not_the_host(platform, kinds, expected):
     memories = [SimpleNamespace(kind=kind) for kind in kinds]
     assert pinned_memory(SimpleNamespace(platform=platform, addressable_memories=lambda: memories)) == expected
 
 
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2, "pp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}])
-def test_layers_change_from_pinned_memory_while_requests_run(
+def test_layers_swap_from_pinned_memory_while_requests_run(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
 ) -> None:
     """To another plan and back, in the middle of answers. What is kept is read once and freed at the end."""
@@ -113,7 +113,7 @@ def test_layers_change_from_pinned_memory_while_requests_run(
     assert all(leaf.is_deleted() for leaf in arrays)
 
 
-def test_copies_from_pinned_memory_are_paced_array_by_array(tiny_model: Path) -> None:
+def test_copy_from_pinned_memory_is_paced_after_each_array(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=pinned)
     copied: list[int] = []
     parameters = layer_source_of(built.actuator).parameters("layers.1", "int4")
@@ -124,7 +124,7 @@ def test_copies_from_pinned_memory_are_paced_array_by_array(tiny_model: Path) ->
     built.close()
 
 
-def test_on_cpu_nothing_is_pinned(tiny_model: Path) -> None:
+def test_variants_on_cpu_are_not_pinned(tiny_model: Path) -> None:
     for degrees, kind in (({}, jax.Array), ({"dp": 2}, np.ndarray)):
         built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)))
         kept = leaves(layer_source_of(built.actuator).parameters("layers.0", "int4"))
@@ -135,7 +135,7 @@ def test_on_cpu_nothing_is_pinned(tiny_model: Path) -> None:
         built.close()
 
 
-def test_where_nothing_can_be_kept_there_pageable_memory_is_used(
+def test_unusable_pinned_memory_falls_back_to_pageable_memory(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -150,7 +150,7 @@ def test_where_nothing_can_be_kept_there_pageable_memory_is_used(
     built.close()
 
 
-def test_what_no_longer_fits_into_pinned_memory_is_kept_beside_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_pinned_memory_leaves_remaining_variants_pageable(caplog: pytest.LogCaptureFixture) -> None:
     """The rest is not tried, and it is said once."""
     tried = []
 
@@ -168,7 +168,7 @@ def test_what_no_longer_fits_into_pinned_memory_is_kept_beside_it(caplog: pytest
     assert caplog.text.count("RESOURCE_EXHAUSTED") == len(caplog.records) == 1
 
 
-def test_transfers_are_left_some_pinned_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_pinned_variants_leave_pinned_memory_for_transfers(caplog: pytest.LogCaptureFixture) -> None:
     keep = Keeper(lambda block, parameters, *where: jax.device_put(dict(parameters)), PINNED, 100)
     with caplog.at_level(logging.WARNING):
         kept = [keep(block, {"weight": np.ones(6)}, "int4")["weight"] for block in BLOCKS]
@@ -186,7 +186,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("options", [{"policy": "manual", "variants": ("int4",)}, {"precision": "int4"}])
-def test_the_store_keeps_no_second_copy_of_what_rows_use(prepared: Path, options: dict[str, Any]) -> None:
+def test_variant_store_keeps_no_copy_of_variants_in_use(prepared: Path, options: dict[str, Any]) -> None:
     built = build(EngineConfig(model=prepared, warmup=False, max_num_seqs=1, memory_gb=2, **options))
     assert built.resolved.checkpoint.prepared is not None
     assert built.resolved.checkpoint.prepared.precisions == ("int4",)
@@ -194,7 +194,7 @@ def test_the_store_keeps_no_second_copy_of_what_rows_use(prepared: Path, options
     built.close()
 
 
-def test_prepared_variants_lie_in_memory_once(prepared: Path) -> None:
+def test_pinned_prepared_variant_is_not_kept_in_the_store_too(prepared: Path) -> None:
     """The store keeps no second copy of what is pinned."""
     checkpoint: Checkpoint = open_checkpoint(prepared)
     source = LayerSource(checkpoint, checkpoint.config, keep_full=True)
@@ -209,7 +209,7 @@ def test_prepared_variants_lie_in_memory_once(prepared: Path) -> None:
     source.close()
 
 
-def test_keepers_are_of_all_placements(tiny_model: Path) -> None:
+def test_keeper_supports_all_placements_of_instances(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | {"pp": 2, "dp": 2})))
     assert isinstance(keeper([steps.executor for steps in built.instances], PINNED), Keeper)
     built.close()

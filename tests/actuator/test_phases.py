@@ -87,7 +87,7 @@ def origin_of(change: str, plan: Plan) -> Plan:
 
 
 @pytest.mark.parametrize(("change", "phase"), PHASES)
-def test_a_client_that_goes_away_in_any_phase_takes_its_pages_along(
+def test_abort_in_any_phase_of_a_transition_frees_the_requests_pages(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, change: str, phase: str
 ) -> None:
     tokens: dict[str, tuple[int, ...]] = {}
@@ -110,7 +110,7 @@ def test_a_client_that_goes_away_in_any_phase_takes_its_pages_along(
 
 
 @pytest.mark.parametrize(("change", "phase"), PHASES)
-def test_closing_in_any_phase_ends_the_thread_and_frees_what_was_prepared(
+def test_close_in_any_phase_of_a_transition_frees_prepared_arrays(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, change: str, phase: str
 ) -> None:
     with pools_of("segments"):
@@ -136,7 +136,7 @@ def test_closing_in_any_phase_ends_the_thread_and_frees_what_was_prepared(
 
 @pytest.mark.parametrize("end", ["a stop", "a failure"])
 @pytest.mark.parametrize("change", ["swap", "shrink"])
-def test_closing_ends_the_thread_though_no_step_follows_the_commit(
+def test_close_after_a_commit_without_a_next_step_ends_the_thread(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, change: str, end: str
 ) -> None:
     """The step that was dispatched before the commit is never fetched."""

@@ -23,7 +23,7 @@ from tests.actuator.mixed import MixedReference
 from tests.support.internals import layer_source_of, wrap_replan
 
 
-def test_a_layer_changes_its_precision_in_the_middle_of_an_answer(adapted: Adapted, mixed: MixedReference) -> None:
+def test_layer_swapped_during_an_answer_computes_the_following_tokens(adapted: Adapted, mixed: MixedReference) -> None:
     compiled = dict(adapted.built.compilations.counts)
     tokens: dict[str, tuple[int, ...]] = {}
     p = prompt(1, 50)
@@ -38,7 +38,7 @@ def test_a_layer_changes_its_precision_in_the_middle_of_an_answer(adapted: Adapt
     assert [outcome.error for outcome in adapted.outcomes] == [None, None]
 
 
-def test_no_step_runs_a_mixture_that_nobody_wanted(adapted: Adapted, mixed: MixedReference) -> None:
+def test_every_step_runs_the_precisions_of_one_plan(adapted: Adapted, mixed: MixedReference) -> None:
     """Layers that are used where they are kept change between the same two steps, and so back."""
     wanted = [mixture(adapted.plan, precisions) for precisions in [("int4", "int8", "int4"), ("float32",) * 3]]
     tokens, p = {}, prompt(41, 50)
@@ -62,7 +62,7 @@ targets = st.lists(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(targets, st.sets(st.integers(0, 20)), st.integers(1, 6), st.lists(st.integers(0, 120)), st.integers(0, 2**16))
-def test_any_sequence_of_plans_under_load(
+def test_answers_under_any_sequence_of_plans_match_the_reference(
     adapted: Adapted, mixed: MixedReference, wanted: list, failing: set, requests: int, leaving: list, seed: int
 ) -> None:
     """Some of whose commits fail, and while clients go away. Requests share pages of their prompts."""
@@ -98,7 +98,7 @@ def test_any_sequence_of_plans_under_load(
     assert scheduler.idle
 
 
-def test_tokens_do_not_change_where_only_pages_do(adapted: Adapted) -> None:
+def test_pool_resizes_do_not_change_tokens(adapted: Adapted) -> None:
     prompts = [prompt(seed, 30 + 10 * seed) for seed in range(6)]
     still: dict[str, tuple[int, ...]] = {}
     ids = [adapted.add(p, GREEDY) for p in prompts]
@@ -109,7 +109,7 @@ def test_tokens_do_not_change_where_only_pages_do(adapted: Adapted) -> None:
     assert [moving[i] for i in others] == [still[i] for i in ids]
 
 
-def test_what_is_computed_after_a_change_of_pages_alone_is_shared(adapted: Adapted) -> None:
+def test_pages_computed_after_a_pool_resize_are_shared(adapted: Adapted) -> None:
     p, tokens = prompt(21, 50), {}
     request = adapted.add(p, GREEDY)
     for _ in range(5):
@@ -123,7 +123,7 @@ def test_what_is_computed_after_a_change_of_pages_alone_is_shared(adapted: Adapt
     assert adapted.plan.instances[0].kv_pages == 60
 
 
-def test_a_quantised_layer_is_used_where_it_is_kept(adapted: Adapted) -> None:
+def test_quantised_layer_on_cpu_is_used_without_a_copy(adapted: Adapted) -> None:
     """The host is the device: nothing is copied, and what a layer leaves behind is there for the next time."""
     executor, used = adapted.steps.executor, []
     for _ in range(2):
@@ -136,7 +136,7 @@ def test_a_quantised_layer_is_used_where_it_is_kept(adapted: Adapted) -> None:
     assert executor.blocks[2].owned
 
 
-def test_an_exchange_is_paced_though_it_copies_nothing(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swap_without_a_copy_is_paced(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python does for it would take a core from the steps beside it."""
     paced = []
     monkeypatch.setattr(Throttle, "worked", lambda throttle: paced.append(throttle))
@@ -145,7 +145,7 @@ def test_an_exchange_is_paced_though_it_copies_nothing(adapted: Adapted, monkeyp
 
 
 @pytest.mark.parametrize("start", ["float32", "int8"])
-def test_every_byte_of_a_layer_is_counted_once(tiny_model: Path, start: str) -> None:
+def test_ledger_counts_every_byte_of_a_layer_once(tiny_model: Path, start: str) -> None:
     """What runs is among the weights, what is kept beside it among the variants: also where layers start with fewer
     bits, which are not loaded a second time to be kept.
     """
@@ -167,7 +167,7 @@ def test_every_byte_of_a_layer_is_counted_once(tiny_model: Path, start: str) -> 
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_full_precision_is_there_once_on_its_way_back(tiny_model: Path, tp: int) -> None:
+def test_layer_restored_to_full_precision_is_in_memory_once(tiny_model: Path, tp: int) -> None:
     """What has been read becomes the row. Where it is split there is room for both, which `Adapted` looks at."""
     options = {"tp": tp, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "memory_gb": 8, "warmup": False}
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | options)))
@@ -191,7 +191,7 @@ def test_full_precision_is_there_once_on_its_way_back(tiny_model: Path, tp: int)
     built.close()
 
 
-def test_snapshots_and_the_ledger_follow_the_plan(adapted: Adapted) -> None:
+def test_snapshot_and_ledger_follow_the_plan(adapted: Adapted) -> None:
     core, ledger = adapted.steps.core, adapted.built.resolved.ledger
     full = dict(ledger.entries)
     freed = adapted.resources.kv_capacity(mixture(adapted.plan, ("int4",) * 3).instances[0])
@@ -207,7 +207,7 @@ def test_snapshots_and_the_ledger_follow_the_plan(adapted: Adapted) -> None:
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_pools_grow_by_what_the_layers_gave_to_the_page(tiny_model: Path, dp: int) -> None:
+def test_pool_grows_by_exactly_the_pages_that_swapped_layers_free(tiny_model: Path, dp: int) -> None:
     """All of a layer where the one that replaces it is used where it is kept; else what that takes less."""
     room = {"max_kv_pages": None, "max_num_seqs": 8, "max_num_batched_tokens": 8 + 32}
     resolved = resolve(EngineConfig(model=tiny_model, dp=dp, **(OPTIONS | room)))
@@ -227,7 +227,7 @@ def test_pools_grow_by_what_the_layers_gave_to_the_page(tiny_model: Path, dp: in
 
 
 @pytest.mark.parametrize(("change", "steps"), [("swap", 1), ("shrink", 2)])
-def test_what_is_replaced_is_freed_after_the_steps_that_use_it(adapted: Adapted, change: str, steps: int) -> None:
+def test_replaced_arrays_are_freed_after_the_steps_that_use_them(adapted: Adapted, change: str, steps: int) -> None:
     """To shrink, after the step too that the device runs once it has given the memory back."""
     adapted.change(adapted.plan.with_kv_pages(0, 80))
     ledger, old, tokens = adapted.built.resolved.ledger, adapted.steps.executor.blocks[2], {}
@@ -249,7 +249,7 @@ def test_what_is_replaced_is_freed_after_the_steps_that_use_it(adapted: Adapted,
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 2}, {"dp": 2}])
-def test_layers_that_are_split_staged_or_replicated_change_too(
+def test_layers_swap_under_tensor_pipeline_and_data_parallelism(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
 ) -> None:
     """Every instance to another plan and back, in the middle of answers, without compiling.

@@ -35,7 +35,7 @@ def config(heads: int, kv_heads: int) -> ModelConfig:
         (32, 8, 8, (32, 8)),
     ],
 )
-def test_heads(heads: int, kv_heads: int, tp: int, physical: tuple[int, int]):
+def test_padded_heads_stay_next_to_their_kv_head(heads: int, kv_heads: int, tp: int, physical: tuple[int, int]):
     padded = padded_config(config(heads, kv_heads), tp)
     assert (padded.num_heads, padded.num_kv_heads) == physical
     query, kv = head_sources(config(heads, kv_heads), padded)
@@ -46,7 +46,7 @@ def test_heads(heads: int, kv_heads: int, tp: int, physical: tuple[int, int]):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
-def test_everything_divides(tp: int):
+def test_padded_sizes_divide_by_tp(tp: int):
     moe = config_from_hf(CASES["qwen3_moe"])
     for model in (config(6, 3), moe):
         padded = padded_config(model, tp)
@@ -56,14 +56,14 @@ def test_everything_divides(tp: int):
         assert padded.vocab_size == model.vocab_size
 
 
-def test_what_divides_already_stays_as_it_is():
+def test_sizes_that_divide_by_tp_are_not_padded():
     model = replace(config(32, 8), vocab_size=128)
     assert padded_config(model, 8) == replace(model, shards=8)
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("unit", [128, 256])
-def test_shares_of_inputs_are_whole_units_where_weights_are_quantised(tp: int, unit: int):
+def test_quantised_input_shares_are_whole_packing_units(tp: int, unit: int):
     for model in (config(6, 3), config(8, 2), config_from_hf(CASES["qwen3_moe"])):
         padded = padded_config(model, tp, unit)
         sizes = [padded.num_heads * padded.head_dim, padded.intermediate_size]

@@ -46,7 +46,7 @@ class DrivenController:
             self.controller.tick(self.actuator.now, [self.snapshot])
 
 
-def test_a_plan_is_carried_out_and_logged() -> None:
+def test_plan_is_carried_out_and_logged() -> None:
     driven = DrivenController(ManualPolicy(TARGET))
     driven.run(0, 0.05)
     controller = driven.controller
@@ -64,7 +64,7 @@ def test_a_plan_is_carried_out_and_logged() -> None:
     assert len(decision.transitions) == 3
 
 
-def test_the_plan_in_force_follows_each_committed_transition() -> None:
+def test_plan_in_force_follows_each_committed_transition() -> None:
     driven = DrivenController(ManualPolicy(TARGET.with_precisions(0, {"layers.9": "int8"})), tick=0.005)
     versions = []
     for number in range(20):
@@ -74,14 +74,14 @@ def test_the_plan_in_force_follows_each_committed_transition() -> None:
     assert set(versions) == {1, 2, 3, 5}, "each swap to int4 takes 5 ms, that to int8 10 ms, the pool no time"
 
 
-def test_the_policy_is_asked_once_a_tick() -> None:
+def test_policy_is_asked_once_per_tick() -> None:
     driven = DrivenController(Counting(), tick=0.125)
     driven.run(0, 12.5, 0.0625)
     assert driven.controller.note == "asked 100 times"
     assert not driven.controller.decisions
 
 
-def test_the_policy_is_not_asked_while_the_actuator_is_busy() -> None:
+def test_policy_is_not_asked_while_the_actuator_is_busy() -> None:
     driven = DrivenController(
         chain(Counting(), ManualPolicy(HOME.with_precisions(0, {f"layers.{n}": "int8" for n in range(16)})))
     )
@@ -93,7 +93,7 @@ def test_the_policy_is_not_asked_while_the_actuator_is_busy() -> None:
     assert len(driven.actuator.started) == 1
 
 
-def test_a_plan_that_does_not_fit_is_rejected_with_the_limit_and_asked_for_again_later() -> None:
+def test_plan_beyond_the_budget_is_rejected_and_retried_with_backoff() -> None:
     driven = DrivenController(ManualPolicy(HOME.with_kv_pages(0, 402)))
     driven.run(0, 16)
     assert not driven.actuator.started
@@ -104,7 +104,7 @@ def test_a_plan_that_does_not_fit_is_rejected_with_the_limit_and_asked_for_again
     assert outcome.startswith("rejected: instance 0, stage 0 needs 0.621 GB per device, the budget is 0.621 GB")
 
 
-def test_a_policy_that_raises_leaves_the_plan_and_is_asked_again_later() -> None:
+def test_failing_policy_leaves_the_plan_and_is_asked_again() -> None:
     class Broken(Counting):
         def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: int) -> Proposal[int]:
             raise KeyError("threshold")
@@ -118,7 +118,7 @@ def test_a_policy_that_raises_leaves_the_plan_and_is_asked_again_later() -> None
     assert driven.controller.plan.instances == TARGET.instances
 
 
-def test_what_is_no_proposal_is_rejected_too() -> None:
+def test_policy_result_that_is_not_a_proposal_is_rejected() -> None:
     class Silent(Counting):
         def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: int) -> Proposal[int]:
             return None  # type: ignore[return-value]
@@ -137,7 +137,7 @@ def test_what_is_no_proposal_is_rejected_too() -> None:
         (HOME.with_kv_pages(0, 402), None, {0}),  # does not fit
     ],
 )
-def test_a_policy_remembers_only_decisions_that_were_carried_out(
+def test_policy_state_advances_only_for_decisions_carried_out(
     target: Plan, error: str | None, states: set[int]
 ) -> None:
     seen = set()
@@ -151,7 +151,7 @@ def test_a_policy_remembers_only_decisions_that_were_carried_out(
     assert seen == states
 
 
-def test_another_policy_takes_over_at_once_and_starts_from_the_first_plan() -> None:
+def test_replaced_policy_takes_over_at_once_from_the_first_plan() -> None:
     driven = DrivenController(ManualPolicy(TARGET))
     driven.run(0, 1)
     driven.controller.set_policy(StaticPolicy())
@@ -161,7 +161,7 @@ def test_another_policy_takes_over_at_once_and_starts_from_the_first_plan() -> N
     assert driven.controller.decisions[-1].reason == "back to the plan at the start"
 
 
-def test_the_note_is_of_what_is_waited_for_now() -> None:
+def test_note_is_cleared_by_a_decision_and_by_a_new_policy() -> None:
     @dataclass(frozen=True)
     class Waiting(Counting):
         """Asked for the third time it wants `target`."""
@@ -184,7 +184,7 @@ def test_the_note_is_of_what_is_waited_for_now() -> None:
     assert driven.controller.note == ""
 
 
-def test_what_operators_change_is_logged_and_a_decision_under_way_keeps_its_outcome() -> None:
+def test_operators_policy_change_is_logged_and_running_decision_keeps_its_outcome() -> None:
     driven = DrivenController(ManualPolicy(TARGET))
     driven.run(0, 0.05)
     driven.controller.change_policy(0.05, StaticPolicy(), "policy manual -> static")
@@ -196,7 +196,7 @@ def test_what_operators_change_is_logged_and_a_decision_under_way_keeps_its_outc
     assert driven.controller.plan.instances == TARGET.instances, "what has been started is finished"
 
 
-def test_an_outcome_whose_decision_the_log_no_longer_has_changes_no_other() -> None:
+def test_outcome_of_a_forgotten_decision_changes_no_other_decision() -> None:
     driven = DrivenController(ManualPolicy(TARGET))
     driven.run(0, 0.05)
     for _ in range(DECISIONS):
@@ -206,7 +206,7 @@ def test_an_outcome_whose_decision_the_log_no_longer_has_changes_no_other() -> N
     assert not driven.controller.busy
 
 
-def test_a_smaller_pool_waits_until_what_is_in_use_fits() -> None:
+def test_shrink_waits_until_used_pages_fit() -> None:
     driven = DrivenController(ManualPolicy(HOME.with_kv_pages(0, 101)))
     driven.snapshot = replace(IDLE, kv_pages_used=101, num_running=3)
     driven.run(0, 5)
@@ -217,7 +217,7 @@ def test_a_smaller_pool_waits_until_what_is_in_use_fits() -> None:
     assert driven.controller.plan.instances[0].kv_pages == 101
 
 
-def test_a_failure_leaves_what_was_committed_and_the_policy_is_asked_anew_from_there() -> None:
+def test_failed_transition_keeps_committed_ones_and_the_policy_is_asked_again() -> None:
     errors = iter([None, "no memory"])
     driven = DrivenController(ManualPolicy(TARGET), VirtualActuator(lambda _: next(errors, None)))
     driven.run(0, 0.5)
@@ -234,7 +234,7 @@ def test_a_failure_leaves_what_was_committed_and_the_policy_is_asked_anew_from_t
     ]
 
 
-def test_waits_grow_with_each_failure_up_to_the_most_and_a_success_ends_them() -> None:
+def test_backoff_grows_with_each_failure_to_a_maximum_and_a_success_ends_it() -> None:
     broken = [True]
     driven = DrivenController(ManualPolicy(TARGET), VirtualActuator(lambda _: "broken" if broken[0] else None))
     driven.run(0, 34)
@@ -246,7 +246,7 @@ def test_waits_grow_with_each_failure_up_to_the_most_and_a_success_ends_them() -
     assert driven.controller.failures.count == 0
 
 
-def test_transitions_that_vanish_count_as_failed() -> None:
+def test_transitions_dropped_by_the_actuator_count_as_failed() -> None:
     class Forgetful(VirtualActuator):
         def start(self, transitions: Sequence[Transition]) -> None:
             super().start(transitions[:1])
@@ -259,7 +259,9 @@ def test_transitions_that_vanish_count_as_failed() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([None, None, "no memory", "cancelled"]), max_size=40), st.data())
-def test_whatever_fails_the_plan_in_force_is_what_was_committed(errors: list[str | None], data: st.DataObject) -> None:
+def test_plan_in_force_equals_committed_transitions_under_any_failures(
+    errors: list[str | None], data: st.DataObject
+) -> None:
     remaining, committed = iter(errors), []
 
     def error_of(transition: Transition) -> str | None:
@@ -283,7 +285,7 @@ def test_whatever_fails_the_plan_in_force_is_what_was_committed(errors: list[str
     assert {d.outcome.partition(":")[0] for d in driven.controller.decisions} <= {"done", "failed"}
 
 
-def test_a_chain_starts_each_policy_from_what_the_one_before_wants() -> None:
+def test_chained_policy_starts_from_the_previous_policys_plan() -> None:
     layer = ManualPolicy(HOME.with_precisions(0, {"layers.3": "int4"}))
 
     class MorePages(Counting):
@@ -300,7 +302,7 @@ def test_a_chain_starts_each_policy_from_what_the_one_before_wants() -> None:
     assert proposal.reason == "the operator's plan; room for 431"
 
 
-def test_the_history_has_a_sample_a_second_for_a_quarter_of_an_hour() -> None:
+def test_history_keeps_one_sample_per_second_for_fifteen_minutes() -> None:
     driven = DrivenController(ManualPolicy(TARGET))
     driven.snapshot = Snapshot(
         kv_pages_total=460,
@@ -323,7 +325,7 @@ def test_the_history_has_a_sample_a_second_for_a_quarter_of_an_hour() -> None:
     assert latest.kv_usage == pytest.approx(0.1)
 
 
-def test_check_says_what_is_wrong_with_a_plan() -> None:
+def test_check_of_an_invalid_plan_raises_with_the_reason() -> None:
     controller = DrivenController(StaticPolicy()).controller
     controller.check(TARGET)
     with pytest.raises(PlanError, match="budget"):
@@ -332,7 +334,7 @@ def test_check_says_what_is_wrong_with_a_plan() -> None:
         controller.check(home_plan(dp=2))
 
 
-def test_swaps_and_resizes_are_all_that_a_target_takes() -> None:
+def test_target_plan_is_reached_by_swaps_and_resizes_only() -> None:
     driven = DrivenController(ManualPolicy(TARGET))
     driven.run(0, 1)
     kinds = [type(t) for t in driven.actuator.started[0]]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "policies" / "busy_int8.py"
 
 
-def test_it_runs() -> None:
+def test_example_policy_script_runs() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE)], cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, timeout=60
     )
@@ -21,7 +21,7 @@ def test_it_runs() -> None:
     assert "after 20 s: none waited for 5 s, 0 pages in use < half of 100: back" in done.stdout
 
 
-def test_it_serves_a_burst() -> None:
+def test_example_policy_serves_a_burst() -> None:
     home, resources, actuator, fluid = home_plan(), machine(), VirtualActuator(), Fluid()
     policy = load_policy(f"{EXAMPLE}:BusyInt8", resources, tuple(range(16)))
     controller, seen = Controller(home, policy, resources, actuator), set()

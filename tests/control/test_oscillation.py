@@ -79,7 +79,7 @@ ENGINES = pytest.mark.parametrize("engine", [CACHE_BOUND, SLOT_BOUND], ids=["cac
 
 @MODES
 @ENGINES
-def test_nothing_ever_happens_without_load_or_with_little(mode: MorphSettings, engine: dict[str, int]) -> None:
+def test_no_load_or_low_load_never_swaps_layers(mode: MorphSettings, engine: dict[str, int]) -> None:
     assert run(lambda _: 0.0, 600, mode, engine).directions == []
     assert run(lambda _: LOW, 600, mode, engine).directions == []
 
@@ -87,9 +87,7 @@ def test_nothing_ever_happens_without_load_or_with_little(mode: MorphSettings, e
 @MODES
 @ENGINES
 @pytest.mark.parametrize("load", [0.95, 1.05])
-def test_a_steady_load_at_the_limit_does_not_send_layers_back_and_forth(
-    mode: MorphSettings, engine: dict[str, int], load: float
-) -> None:
+def test_steady_load_at_the_limit_does_not_oscillate(mode: MorphSettings, engine: dict[str, int], load: float) -> None:
     changes = run(lambda _: load, TWO_HOURS, mode, engine).changes
     assert changes <= 2 + 2 * TWO_HOURS / mode.relapse_memory
 
@@ -106,7 +104,7 @@ def test_a_steady_load_at_the_limit_does_not_send_layers_back_and_forth(
         (sine, 1800, 0.0, 1.5, SLOT_BOUND),
     ],
 )
-def test_layers_go_and_come_at_most_once_in_a_period(
+def test_periodic_load_swaps_layers_at_most_once_per_period(
     wave: Callable[..., Wave], period: float, low: float, high: float, engine: dict[str, int], mode: MorphSettings
 ) -> None:
     result = run(wave(period, low, high), TWO_HOURS, mode, engine)
@@ -116,7 +114,7 @@ def test_layers_go_and_come_at_most_once_in_a_period(
 
 @MODES
 @pytest.mark.parametrize("period", [1, 4])
-def test_a_load_that_changes_faster_than_it_can_be_followed_is_not_followed(mode: MorphSettings, period: float) -> None:
+def test_load_with_a_short_period_is_not_followed(mode: MorphSettings, period: float) -> None:
     seconds = 1800.0
     result = run(square(period, 0.0, 1.5), seconds, mode, CACHE_BOUND)
     assert result.changes <= 2 * seconds / (2 * mode.release_quiet)
@@ -128,7 +126,7 @@ def test_a_load_that_changes_faster_than_it_can_be_followed_is_not_followed(mode
     st.sampled_from(ALL),
     st.sampled_from([CACHE_BOUND, SLOT_BOUND]),
 )
-def test_whatever_the_load_was_full_precision_returns_when_it_ends(
+def test_full_precision_returns_after_any_load_ends(
     phases: list[tuple[float, float]], mode: MorphSettings, engine: dict[str, int]
 ) -> None:
     ends = [sum(length for length, _ in phases[: n + 1]) for n in range(len(phases))]

@@ -65,7 +65,7 @@ def test_concurrent_requests_get_their_own_answers(engine: AsyncEngine, referenc
     asyncio.run(main())
 
 
-def test_an_answer_that_is_not_streamed_comes_at_its_end(engine: AsyncEngine, reference: Reference) -> None:
+def test_answer_without_streaming_arrives_in_one_piece(engine: AsyncEngine, reference: Reference) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, n=2)
 
     async def main() -> None:
@@ -80,7 +80,7 @@ def test_an_answer_that_is_not_streamed_comes_at_its_end(engine: AsyncEngine, re
     asyncio.run(main())
 
 
-def test_cancellation_frees_pages_queued_in_prefill_and_in_decode(engine: AsyncEngine) -> None:
+def test_cancelled_requests_free_their_pages_in_every_stage(engine: AsyncEngine) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(collect(engine, prompt(i, 90), LONG)) for i in range(6)]
         for tick, task in enumerate(tasks):  # some decode by now, some are in prefill, two wait for a slot
@@ -96,7 +96,7 @@ def test_cancellation_frees_pages_queued_in_prefill_and_in_decode(engine: AsyncE
     asyncio.run(main())
 
 
-def test_closing_the_stream_aborts(engine: AsyncEngine) -> None:
+def test_closed_stream_aborts_its_request(engine: AsyncEngine) -> None:
     async def main() -> None:
         stream = engine.generate(prompt(1, 40), LONG)
         first = await anext(stream)
@@ -107,7 +107,7 @@ def test_closing_the_stream_aborts(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_after_an_abort_that_no_step_follows_the_snapshot_holds_nothing(tiny_model: Path) -> None:
+def test_snapshot_after_an_abort_without_a_next_step_is_empty(tiny_model: Path) -> None:
     async def main() -> None:
         async with AsyncLLM(tiny_model, overlap=False, **OPTIONS) as llm:
             for _ in range(5):
@@ -121,7 +121,7 @@ def test_after_an_abort_that_no_step_follows_the_snapshot_holds_nothing(tiny_mod
     asyncio.run(main())
 
 
-def test_a_full_queue_refuses_and_says_the_limit(engine: AsyncEngine) -> None:
+def test_full_queue_refuses_requests(engine: AsyncEngine) -> None:
     async def main() -> None:
         with pytest.raises(RequestError, match="n is 7, the limit is 6"):  # it would never fit: no use in trying again
             await collect(engine, prompt(0, 5), SamplingParams(n=7, max_tokens=2))
@@ -136,7 +136,7 @@ def test_a_full_queue_refuses_and_says_the_limit(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_refusals_come_before_anything_is_queued(engine: AsyncEngine) -> None:
+def test_invalid_request_is_refused_before_it_is_queued(engine: AsyncEngine) -> None:
     async def main() -> None:
         with pytest.raises(PromptTooLong):
             await collect(engine, prompt(0, 256), LONG)
@@ -146,7 +146,7 @@ def test_refusals_come_before_anything_is_queued(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_a_refused_twin_leaves_the_request_of_the_same_id_alone(engine: AsyncEngine) -> None:
+def test_refused_request_with_a_used_id_leaves_the_first_one_running(engine: AsyncEngine) -> None:
     async def main() -> None:
         first = asyncio.create_task(collect(engine, prompt(0, 5), LONG, request_id="twin"))
         await asyncio.sleep(0)  # it asks first
@@ -158,7 +158,7 @@ def test_a_refused_twin_leaves_the_request_of_the_same_id_alone(engine: AsyncEng
     asyncio.run(main())
 
 
-def test_smaller_priority_goes_first(engine: AsyncEngine) -> None:
+def test_request_with_smaller_priority_goes_first(engine: AsyncEngine) -> None:
     finished: list[int] = []
 
     async def one(priority: int) -> None:
@@ -176,7 +176,7 @@ def test_smaller_priority_goes_first(engine: AsyncEngine) -> None:
     assert finished[0] == 0
 
 
-def test_a_failing_step_ends_every_request_with_the_error(engine: AsyncEngine) -> None:
+def test_failed_step_ends_every_request_with_the_error(engine: AsyncEngine) -> None:
     def explode(work):
         raise RuntimeError("device lost")
 
@@ -198,7 +198,7 @@ def test_a_failing_step_ends_every_request_with_the_error(engine: AsyncEngine) -
     asyncio.run(main())
 
 
-def test_a_request_that_comes_while_the_failed_loop_ends_gets_the_error(engine: AsyncEngine) -> None:
+def test_request_arriving_while_a_failed_loop_ends_gets_the_error(engine: AsyncEngine) -> None:
     thread = instance_threads_of(engine)[0]
     taken, go_on = threading.Event(), threading.Event()
 
@@ -226,7 +226,7 @@ def test_a_request_that_comes_while_the_failed_loop_ends_gets_the_error(engine: 
     asyncio.run(main())
 
 
-def test_draining_lets_requests_end_and_takes_no_new_ones(engine: AsyncEngine) -> None:
+def test_drain_finishes_running_requests_and_refuses_new_ones(engine: AsyncEngine) -> None:
     async def main() -> None:
         running = asyncio.create_task(collect(engine, prompt(0, 20), LONG))
         await asyncio.sleep(0.05)
@@ -269,7 +269,7 @@ def test_instances_share_the_load(tiny_model: Path, reference: Reference) -> Non
     asyncio.run(main())
 
 
-def test_async_llm_is_the_same_for_a_program(tiny_model: Path, reference: Reference) -> None:
+def test_async_llm_streams_and_embeds(tiny_model: Path, reference: Reference) -> None:
     p = list(range(5, 30))
 
     async def main() -> None:

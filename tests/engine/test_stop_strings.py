@@ -62,7 +62,7 @@ def expected(pieces: list[str], params: SamplingParams) -> tuple[str, str | None
 
 @settings(max_examples=400, derandomize=True)
 @given(st.lists(st.text("ab", max_size=4), min_size=1, max_size=12), st.lists(LETTERS, max_size=3), st.data())
-def test_a_stream_joined_is_the_whole_answer_and_that_is_the_definition(pieces, stops, data) -> None:
+def test_streamed_text_equals_the_definition_for_any_stop_strings(pieces, stops, data) -> None:
     least, keep = data.draw(st.integers(0, len(pieces))), data.draw(st.booleans())
     params = SamplingParams(
         stop=stops, min_tokens=least, max_tokens=len(pieces), include_stop_str_in_output=keep, ignore_eos=True
@@ -73,19 +73,19 @@ def test_a_stream_joined_is_the_whole_answer_and_that_is_the_definition(pieces, 
     assert sequence.finish_reason is (FinishReason.LENGTH if sequence.stop_reason is None else FinishReason.STOP)
 
 
-def test_a_stop_string_that_begins_before_min_tokens_is_never_shown() -> None:
+def test_stop_string_beginning_before_min_tokens_is_never_streamed() -> None:
     shown, sequence = answer(["x", "\n", "\n", "y"], SamplingParams(stop="\n\n", min_tokens=2))
     assert shown == ["x", "", ""]
     assert (sequence.text, sequence.stop_reason) == ("x", "\n\n")
 
 
-def test_one_that_is_complete_before_min_tokens_is_text() -> None:
+def test_stop_string_complete_before_min_tokens_stays_in_the_text() -> None:
     shown, sequence = answer(["a.", "b.", "c", "."], SamplingParams(stop=".", min_tokens=3))
     assert shown == ["a.", "b.", "c", ""]
     assert sequence.text == "a.b.c"
 
 
-def test_the_work_per_character_follows_neither_the_text_nor_the_stop_string() -> None:
+def test_stop_search_costs_constant_work_per_character() -> None:
     class Counted(str):
         looked = 0
 
@@ -105,7 +105,7 @@ def test_the_work_per_character_follows_neither_the_text_nor_the_stop_string() -
 
 
 @pytest.mark.parametrize("field", ["stop", "bad_words"])
-def test_strings_have_a_limit(field: str) -> None:
+def test_stop_strings_and_bad_words_longer_than_the_limit_are_refused(field: str) -> None:
     SamplingParams(**{field: ["a" * MAX_STRING]})
     with pytest.raises(RequestError, match=f"{field} has a string of 1025 characters, the limit is 1024") as caught:
         SamplingParams(**{field: ["short", "a" * (MAX_STRING + 1)]})

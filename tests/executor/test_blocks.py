@@ -44,17 +44,17 @@ def collectives(program: jax.stages.Lowered) -> list[str]:
     ("dtype", "precision"),
     [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float32", "int4")],
 )
-def test_a_split_layer_adds_up_twice_and_moves_no_weight(dtype: str, precision: str) -> None:
+def test_split_layer_runs_two_all_reduces_and_moves_no_weight(dtype: str, precision: str) -> None:
     assert collectives(lowered("layers.0", precision, dtype=dtype)) == ["all-reduce"] * 2
 
 
-def test_a_split_head_joins_its_logits() -> None:
+def test_split_head_gathers_its_logits_once() -> None:
     assert collectives(lowered("head", "bfloat16")) == ["all-gather"]
 
 
 @pytest.mark.skipif(not native.targets(), reason="needs the native library")
 @pytest.mark.parametrize("precision", ["int8", "int4", "int3"])
-def test_native_kernels_run_on_every_devices_share(precision: str) -> None:
+def test_split_layer_runs_native_kernels_on_each_devices_share(precision: str) -> None:
     program = lowered("layers.0", precision).as_text()
     assert program.count(f"@{MATMUL}") >= 4
     assert f"@{WRITE_AND_ATTEND}" in program

@@ -11,7 +11,9 @@ from tests.support.internals import sampling_calls, stage_on_padding
 
 
 @pytest.mark.parametrize(("decodes", "tiles", "kv"), [(4, 0, "auto"), (0, 2, "auto"), (8, 2, "auto"), (8, 2, "int8")])
-def test_a_step_lowers_for_cuda(tiny_model: Path, decodes: int, tiles: int, kv: str) -> None:
+def test_step_programs_lower_for_cuda_without_native_kernels(
+    tiny_model: Path, decodes: int, tiles: int, kv: str
+) -> None:
     options = {"load_format": "dummy", "warmup": False, "max_num_seqs": 8, "dtype": "bfloat16"}
     built = build(EngineConfig(model=tiny_model, kv_cache_dtype=kv, **options))
     executor = built.instances[0].executor

@@ -66,7 +66,7 @@ def sample(kind: str, names: list[str]) -> tuple[np.ndarray, sampler.Logprobs]:
 
 @both
 @pytest.mark.parametrize("name", ASKS)
-def test_a_row_by_itself_and_among_others(name: str, kind: str) -> None:
+def test_row_samples_the_same_token_alone_and_in_a_batch(name: str, kind: str) -> None:
     together, logprobs = sample(kind, list(ASKS))
     alone, own_logprobs = sample(kind, [name])
     row = list(ASKS).index(name)
@@ -78,7 +78,7 @@ def test_a_row_by_itself_and_among_others(name: str, kind: str) -> None:
 
 
 @both
-def test_what_is_asked_for_is_done(kind: str) -> None:
+def test_penalties_biases_and_greedy_choose_the_expected_tokens(kind: str) -> None:
     tokens = dict(zip(ASKS, sample(kind, list(ASKS))[0], strict=True))
     row, asks = list(ASKS).index("penalised"), ASKS["penalised"]
     repeated = np.where(LOGITS[row] > 0, LOGITS[row] / asks["repetition"], LOGITS[row] * asks["repetition"])

@@ -56,7 +56,7 @@ def cache() -> None:
 
 
 @pytest.mark.parametrize("sharding", [ONE, TWO], ids=["one device", "two devices"])
-def test_the_next_start_traces_nothing(tmp_path: Path, sharding: jax.sharding.NamedSharding) -> None:
+def test_saved_program_is_loaded_without_tracing(tmp_path: Path, sharding: jax.sharding.NamedSharding) -> None:
     first, second = Traced(sharding), Traced(sharding)
     expected, _ = start(tmp_path, first)
     counter = CompileCounter()
@@ -71,7 +71,7 @@ def test_the_next_start_traces_nothing(tmp_path: Path, sharding: jax.sharding.Na
 
 
 @pytest.mark.parametrize("damage", ["key", "arguments", "results", "file"])
-def test_what_cannot_be_loaded_is_traced(tmp_path: Path, damage: str) -> None:
+def test_damaged_saved_program_is_traced_again(tmp_path: Path, damage: str) -> None:
     expected, _ = start(tmp_path, Traced(ONE))
     (file,) = (tmp_path / FOLDER).iterdir()
     ((name, (key, kept, results)),) = json.loads(file.read_text()).items()
@@ -83,7 +83,7 @@ def test_what_cannot_be_loaded_is_traced(tmp_path: Path, damage: str) -> None:
     assert found[0].tolist() == expected[0].tolist()
 
 
-def test_other_arguments_and_other_names_are_other_programs() -> None:
+def test_programs_with_different_names_or_arguments_have_different_signatures() -> None:
     arguments = [jax.ShapeDtypeStruct((2,), np.int32, sharding=sharding) for sharding in (ONE, TWO)]
     wider = jax.ShapeDtypeStruct((3,), np.int32, sharding=ONE)
     programs = [("a", (), (arguments[0],)), ("b", (), (arguments[0],)), ("a", (1,), (arguments[0],))]
@@ -91,7 +91,7 @@ def test_other_arguments_and_other_names_are_other_programs() -> None:
     assert len({signature(*program) for program in programs}) == len(programs)
 
 
-def test_a_setting_of_jax_makes_other_programs(tiny_model: Path) -> None:
+def test_changed_jax_setting_uses_a_different_index_file(tiny_model: Path) -> None:
     resolved = resolve(EngineConfig(model=tiny_model, load_format="dummy"))
 
     def file() -> Path:

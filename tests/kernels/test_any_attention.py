@@ -44,7 +44,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(shape=shapes(), seed=st.integers(0, 1000))
-def test_all_are_dense_attention(shape: Shape, seed: int) -> None:
+def test_every_attention_equals_dense_attention_for_any_shape(shape: Shape, seed: int) -> None:
     problems = [make_problem(shape, seed), make_problem(shape, seed + 1)]
     every = {"reference": reference.paged_attention, "xla": xla_cpu.paged_attention}
     if native.attention.supports(shape.dtype, shape.D, problems[0].pool):

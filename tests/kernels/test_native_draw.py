@@ -39,7 +39,7 @@ def floats_of(low: float, high: float) -> st.SearchStrategy[float]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_every_instruction_set_draws_what_xla_draws(data: st.DataObject) -> None:
+def test_native_draw_equals_xla_on_every_instruction_set(data: st.DataObject) -> None:
     vocab = data.draw(st.sampled_from([3, 300, 4096]), "vocab")
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), "numbers"))
     logits = rng.normal(0, data.draw(floats_of(0.125, 16), "spread"), (ROWS, vocab)).astype(np.float32)
@@ -77,7 +77,7 @@ def test_every_instruction_set_draws_what_xla_draws(data: st.DataObject) -> None
 
 
 @every_width
-def test_the_uniform_numbers_are_those_of_jax(lanes: int) -> None:
+def test_native_draw_uses_the_uniform_numbers_of_jax(lanes: int) -> None:
     vocab, rows, rng = 1 << 16, 7, np.random.default_rng(0)
     seed, position = rng.integers(-(2**31), 2**31, (2, rows)), rng.integers(0, 1 << 30, rows)
     parameters = packed(vocab, rows, temperature=1.0, seed=seed, position=position)
@@ -88,7 +88,7 @@ def test_the_uniform_numbers_are_those_of_jax(lanes: int) -> None:
 
 
 @every_width
-def test_of_equal_weights_all_that_reach_the_limit_are_kept(lanes: int) -> None:
+def test_native_draw_keeps_all_equal_weights_at_the_limit(lanes: int) -> None:
     vocab, draws = 300, 40
     limits = {"top_k": [1, 7, 100, 101, vocab], "top_p": [1, 1, 1, 1, 0.3]}
     logits = np.where(np.arange(vocab) % 3, -4.0, 0.0).astype(np.float32)  # a hundred weigh as much as the heaviest
@@ -102,7 +102,7 @@ def test_of_equal_weights_all_that_reach_the_limit_are_kept(lanes: int) -> None:
 
 
 @every_width
-def test_rows_of_the_spare_slot_draw_nothing(lanes: int) -> None:
+def test_native_draw_of_the_spare_slot_changes_nothing(lanes: int) -> None:
     vocab = 300
     parameters = packed(vocab, slot=[2, SLOTS, SLOTS, 0, SLOTS])
     logits = np.random.default_rng(1).normal(size=(ROWS, vocab)).astype(np.float32)
@@ -118,7 +118,7 @@ def test_rows_of_the_spare_slot_draw_nothing(lanes: int) -> None:
 
 @every_width
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logits_that_are_not_finite(temperature: float, lanes: int) -> None:
+def test_draws_report_rows_of_non_finite_logits(temperature: float, lanes: int) -> None:
     """Both samplers say so of a row, and leave a token in `newest` that the next step can read."""
     vocab, slots = 300, 9
     logits = np.random.default_rng(0).normal(size=(slots, vocab)).astype(np.float32)
@@ -154,14 +154,14 @@ def test_logits_that_are_not_finite(temperature: float, lanes: int) -> None:
 
 
 @pytest.mark.parametrize("slot", [-1, SLOTS + 1])
-def test_a_slot_that_is_not_there_is_an_error(slot: int) -> None:
+def test_native_draw_for_a_slot_out_of_range_is_refused(slot: int) -> None:
     parameters = packed(9, slot=slot)
     with pytest.raises(Exception, match=f"slot {slot} of {SLOTS + 1}"):
         jax.block_until_ready(DRAW(np.zeros((ROWS, 9), np.float32), parameters, jnp.zeros(SLOTS + 1, jnp.int32)))
 
 
 @pytest.mark.parametrize(("backend", "native_runs"), [("auto", True), ("native", True), ("xla", False)])
-def test_who_uses_it(backend: str, native_runs: bool) -> None:
+def test_sampler_on_one_device_draws_natively_unless_xla_is_chosen(backend: str, native_runs: bool) -> None:
     several = jax.devices()[:2]
     for devices in [several[:1], several]:
         made = DeviceSampler(

@@ -75,7 +75,7 @@ def problem_of(shape: Shape, normed: bool = False) -> tuple[Problem, Rotated, np
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_one_call_does_what_the_operations_do(native_kernels, name, normed):
+def test_write_and_attend_equals_write_then_attend(native_kernels, name, normed):
     shape = SHAPES[name]
     problem, qkv, slots = problem_of(shape, normed)
     arguments = (qkv, problem.pool, jnp.asarray(slots), problem.meta)
@@ -100,7 +100,7 @@ def test_one_call_does_what_the_operations_do(native_kernels, name, normed):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_the_pool_is_written_in_place(native_kernels, dtype):
+def test_write_and_attend_writes_the_pool_in_place(native_kernels, dtype):
     shape = Shape(dtype="bfloat16", kv_dtype=dtype, B=4, N=0)
     _, qkv, slots = problem_of(shape)
     meta = make_problem(shape, seed=3).meta
@@ -111,7 +111,7 @@ def test_the_pool_is_written_in_place(native_kernels, dtype):
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 10
 
 
-def test_a_slot_outside_the_pool_is_an_error(native_kernels):
+def test_write_and_attend_refuses_a_slot_outside_the_pool(native_kernels):
     problem, qkv, slots = problem_of(Shape(B=1, N=0))
     slots[0] = len(problem.pool[0]) * Shape.S
     with pytest.raises(jax.errors.JaxRuntimeError, match="slot"):

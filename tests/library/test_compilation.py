@@ -41,7 +41,7 @@ def built(tiny_model: Path) -> Iterator[Built]:
     built.close()
 
 
-def test_nothing_is_compiled_while_serving(built: Built) -> None:
+def test_serving_compiles_nothing_after_warm_up(built: Built) -> None:
     engine = sync_engine(built)
     rng = np.random.default_rng(0)
     kinds = (
@@ -66,7 +66,7 @@ def test_nothing_is_compiled_while_serving(built: Built) -> None:
     assert built.compilations.counts == before
 
 
-def test_a_compilation_would_be_counted(built: Built) -> None:
+def test_compile_counter_counts_a_new_program(built: Built) -> None:
     import jax
 
     before = built.compilations.counts["block"]
@@ -74,7 +74,7 @@ def test_a_compilation_would_be_counted(built: Built) -> None:
     assert built.compilations.counts["block"] > before
 
 
-def test_steps_that_only_decode_are_fused_at_warm_up(built: Built) -> None:
+def test_warm_up_fuses_all_decode_shapes(built: Built) -> None:
     fused = fused_tier_of(built.instances[0].executor)
     shapes = {shape for _, shape, *_ in fused_keys(fused)}
     assert shapes == {shape for shape in built.instances[0].executor.buckets.all() if not shape.tiles}
@@ -83,14 +83,14 @@ def test_steps_that_only_decode_are_fused_at_warm_up(built: Built) -> None:
 
 
 @pytest.mark.parametrize(("fuse", "warmup"), [(False, True), (None, False)])
-def test_nothing_is_fused_where_it_is_not_wanted(tiny_model: Path, fuse: bool | None, warmup: bool) -> None:
+def test_engine_without_fusion_or_warm_up_fuses_nothing(tiny_model: Path, fuse: bool | None, warmup: bool) -> None:
     built = build(EngineConfig(model=tiny_model, fuse=fuse, warmup=warmup, **OPTIONS))
     assert built.compilations.counts["fused"] == 0
     assert fused_tier_of(built.instances[0].executor) is None
     built.close()
 
 
-def test_the_fused_tier_takes_over_and_changes_nothing(tiny_model: Path, reference: Reference) -> None:
+def test_fused_tier_takes_over_without_changing_tokens(tiny_model: Path, reference: Reference) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     executor = built.instances[0].executor
     fused = FusedTier(built.compilations, patience=3)
@@ -115,7 +115,7 @@ def test_the_fused_tier_takes_over_and_changes_nothing(tiny_model: Path, referen
     [{}, {"tp": 2, "pp": 2, "kv_cache_dtype": "int8"}, {"dp": 2}, {"variants": ("int8",)}],
     ids=["one device", "tp and pp", "dp", "variants"],
 )
-def test_the_next_start_traces_nothing_and_answers_alike(
+def test_second_start_traces_nothing_and_gives_equal_answers(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, options: dict
 ) -> None:
     lowered: list[str] = []
@@ -142,7 +142,7 @@ def test_the_next_start_traces_nothing_and_answers_alike(
     assert answers[0] == answers[1]
 
 
-def test_progress_is_told_while_an_engine_starts(tiny_model: Path) -> None:
+def test_start_reports_its_progress(tiny_model: Path) -> None:
     told: list[tuple[str, int, int]] = []
     built = build(EngineConfig(model=tiny_model, precision="int8", **OPTIONS), progress=lambda *how: told.append(how))
     doing = list(dict.fromkeys(what for what, *_ in told))

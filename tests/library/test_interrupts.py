@@ -74,7 +74,7 @@ def interrupts() -> Iterator[Interrupts]:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_hundreds_of_interrupts_at_random_moments_leave_the_engine_as_it_was(llm: LLM) -> None:
+def test_interrupts_at_random_moments_leave_the_engine_unchanged(llm: LLM) -> None:
     prompts = [prompt(seed) for seed in range(3)]
     demanding = SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.2, logprobs=1, n=2)
     calls = [
@@ -94,7 +94,7 @@ def test_hundreds_of_interrupts_at_random_moments_leave_the_engine_as_it_was(llm
     assert_no_request_left(llm)
 
 
-def test_ctrl_c_ends_a_call_and_its_requests_at_once(llm: LLM) -> None:
+def test_ctrl_c_ends_a_call_and_its_requests(llm: LLM) -> None:
     endless = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     stream = llm.stream(prompt(1), endless)
     with interrupts() as handler:
@@ -107,7 +107,7 @@ def test_ctrl_c_ends_a_call_and_its_requests_at_once(llm: LLM) -> None:
         assert_no_request_left(llm)
 
 
-def test_a_call_that_was_interrupted_before_it_could_say_so_ends_when_it_is_dropped(llm: LLM) -> None:
+def test_dropped_call_ends_its_requests(llm: LLM) -> None:
     call = call_thread_of(llm).call([(each, GREEDY) for each in as_prompts([prompt(4), prompt(5)])], stream=True)
     next(call)
     del call
@@ -115,7 +115,7 @@ def test_a_call_that_was_interrupted_before_it_could_say_so_ends_when_it_is_drop
     assert_no_request_left(llm)
 
 
-def test_a_stream_computes_only_what_is_asked_for(llm: LLM) -> None:
+def test_stream_computes_only_the_pieces_that_are_read(llm: LLM) -> None:
     (steps,) = instances_of(llm)
     with closing(llm.stream(prompt(1), SamplingParams(max_tokens=200, ignore_eos=True))) as stream:
         for _ in range(3):
@@ -126,7 +126,7 @@ def test_a_stream_computes_only_what_is_asked_for(llm: LLM) -> None:
     assert_no_request_left(llm)
 
 
-def test_threads_get_their_own_answers(llm: LLM) -> None:
+def test_calls_from_several_threads_get_their_own_answers(llm: LLM) -> None:
     prompts = [prompt(seed, 5 + 3 * seed) for seed in range(12)]
     expected = [tokens(llm, [each])[0] for each in prompts]
 
@@ -145,7 +145,7 @@ def test_threads_get_their_own_answers(llm: LLM) -> None:
     assert_no_request_left(llm)
 
 
-def test_one_threads_refused_request_is_its_own(llm: LLM) -> None:
+def test_refused_request_of_one_thread_does_not_affect_the_others(llm: LLM) -> None:
     with ThreadPoolExecutor(2) as pool:
         good = [pool.submit(tokens, llm, [prompt(seed)]) for seed in range(4)]
         bad = pool.submit(tokens, llm, [prompt(1), [500]])
@@ -155,19 +155,19 @@ def test_one_threads_refused_request_is_its_own(llm: LLM) -> None:
     assert_no_request_left(llm)
 
 
-def test_it_answers_from_the_executor_of_a_running_event_loop(llm: LLM) -> None:
+def test_calls_from_an_event_loops_executor_are_answered(llm: LLM) -> None:
     async def main() -> list[list[tuple[int, ...]]]:
         return await asyncio.gather(*(asyncio.to_thread(tokens, llm, [prompt(seed)]) for seed in range(6)))
 
     assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == [tokens(llm, [prompt(seed)]) for seed in range(6)]
 
 
-def test_more_prompt_tokens_than_the_queue_holds_wait_their_turn(tiny_model: Path) -> None:
+def test_prompts_beyond_the_queues_token_limit_wait_their_turn(tiny_model: Path) -> None:
     with LLM(tiny_model, **OPTIONS, max_queued_tokens=50) as llm:
         assert len(tokens(llm, [prompt(seed) for seed in range(12)])) == 12
 
 
-def test_closing_ends_the_calls_of_other_threads(tiny_model: Path) -> None:
+def test_close_ends_the_calls_of_other_threads(tiny_model: Path) -> None:
     threads = set(threading.enumerate())
     llm = LLM(tiny_model, **OPTIONS)
     started = threading.Event()
@@ -188,7 +188,7 @@ def test_closing_ends_the_calls_of_other_threads(tiny_model: Path) -> None:
         next(call_thread_of(llm).call([(as_prompt(prompt(1)), GREEDY)]))
 
 
-def test_an_engine_whose_step_failed_says_so_from_then_on(tiny_model: Path) -> None:
+def test_failed_step_is_reported_by_every_later_call(tiny_model: Path) -> None:
     with LLM(tiny_model, **OPTIONS) as llm:
         (steps,) = instances_of(llm)
         execute, steps.executor.execute = steps.executor.execute, lambda work: [][work.step]

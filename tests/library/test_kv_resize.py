@@ -87,7 +87,7 @@ def not_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2, "pp": 2}, {"kv_cache_dtype": "int8"}, {"prefix_caching": False}])
-def test_tokens_are_those_of_pools_that_never_change_and_nothing_is_compiled(tiny_model: Path, options: dict) -> None:
+def test_pool_resizes_change_no_token_and_compile_nothing(tiny_model: Path, options: dict) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, **(OPTIONS | options))
     built = build(config)
     resized, compiled = Resized(built), dict(built.compilations.counts)
@@ -103,7 +103,9 @@ def test_tokens_are_those_of_pools_that_never_change_and_nothing_is_compiled(tin
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"kv_cache_dtype": "int8"}])
-def test_where_pools_take_memory_in_segments_the_same_holds(tiny_model: Path, not_elastic: None, options: dict) -> None:
+def test_segmented_pool_resizes_change_no_token_and_compile_nothing(
+    tiny_model: Path, not_elastic: None, options: dict
+) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, kernel_backend="xla", **(OPTIONS | options))
     built = build(config)
     resized, compiled = Resized(built), dict(built.compilations.counts)
@@ -121,7 +123,7 @@ def test_where_pools_take_memory_in_segments_the_same_holds(tiny_model: Path, no
     built.close()
 
 
-def test_what_was_cached_is_found_where_it_has_moved(tiny_model: Path) -> None:
+def test_cached_pages_are_found_after_a_move(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, kv_pages=100, max_kv_pages=100, warmup=False, **OPTIONS))
     resized = Resized(built)
     expected = resized.run()
@@ -137,7 +139,7 @@ def test_what_was_cached_is_found_where_it_has_moved(tiny_model: Path) -> None:
     built.close()
 
 
-def test_the_ledger_counts_pages_in_use_and_the_pools_never_hold_more(tiny_model: Path) -> None:
+def test_ledger_covers_the_memory_that_elastic_pools_hold(tiny_model: Path) -> None:
     if not is_elastic("cpu"):
         pytest.skip("needs the native library and Linux, where pools take memory page by page")
     built = build(EngineConfig(model=tiny_model, kv_pages=200, max_kv_pages=100_000, warmup=False, **OPTIONS))
@@ -153,7 +155,7 @@ def test_the_ledger_counts_pages_in_use_and_the_pools_never_hold_more(tiny_model
     built.close()
 
 
-def test_the_ledger_counts_segments(tiny_model: Path, not_elastic: None) -> None:
+def test_ledger_counts_whole_segments(tiny_model: Path, not_elastic: None) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=20, max_kv_pages=60, max_model_len=128, **OPTIONS)
     resolved = resolve(config)
     assert resolved.segments == (21, 10, 10, 10, 10)
@@ -165,7 +167,7 @@ def test_the_ledger_counts_segments(tiny_model: Path, not_elastic: None) -> None
         resolve(EngineConfig(model=tiny_model, kv_pages=10_000_000, max_model_len=128, **OPTIONS))
 
 
-def test_how_many_pages_there_are_at_first_and_at_most(tiny_model: Path) -> None:
+def test_kv_pages_and_max_kv_pages_set_the_first_and_the_largest_pool(tiny_model: Path) -> None:
     base = {"model": tiny_model, "max_model_len": 128} | OPTIONS
     fixed = resolve(EngineConfig(kv_pages=20, **base))
     assert (fixed.plan.instances[0].stages[0].kv_pages, fixed.reserved_kv_pages) == (21, 21)
@@ -176,7 +178,7 @@ def test_how_many_pages_there_are_at_first_and_at_most(tiny_model: Path) -> None
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"page_size": 64}])
-def test_moving_pages_fits_into_the_workspace(tiny_model: Path, options: dict) -> None:
+def test_page_moves_fit_into_the_workspace(tiny_model: Path, options: dict) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **(OPTIONS | options)))
     executor, workspace = built.instances[0].executor, built.resolved.ledger.entries["workspace"]
     move = move_program_of(executor.pools)

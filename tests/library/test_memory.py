@@ -18,7 +18,7 @@ from tests.support.internals import stage_on_padding
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8}
 
 
-def test_pages_follow_from_the_budget(tiny_model: Path) -> None:
+def test_kv_pages_follow_from_the_memory_budget(tiny_model: Path) -> None:
     roomy = resolve(EngineConfig(model=tiny_model, memory_gb=4, **OPTIONS))
     assert roomy.ledger.used <= roomy.ledger.budget
     assert roomy.plan.instances[0].stages[0].kv_pages == 8 * 256 // 16 + 1  # all that eight sequences can use
@@ -28,7 +28,7 @@ def test_pages_follow_from_the_budget(tiny_model: Path) -> None:
     assert tight.ledger.used <= tight.ledger.budget
 
 
-def test_the_ledger_counts_what_is_really_there(tiny_model: Path) -> None:
+def test_ledger_counts_the_bytes_of_weights_and_pools(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, **OPTIONS))
     executor, entries = built.instances[0].executor, built.resolved.ledger.entries
     leaves = {id(leaf): leaf for row in executor.blocks for leaf in row.leaves}.values()
@@ -76,7 +76,7 @@ def test_pools_are_updated_in_place(tiny_model: Path, kv: str) -> None:
     built.close()
 
 
-def test_too_small_a_budget_says_how_much_is_needed(tiny_model: Path) -> None:
+def test_too_small_budget_error_says_how_much_is_needed(tiny_model: Path) -> None:
     with pytest.raises(MemoryBudgetError) as caught:
         LLM(tiny_model, memory_gb=0.1, **OPTIONS)
     needed = float(re.search(r"at least ([0-9.]+) GB", str(caught.value)).group(1))
@@ -85,7 +85,7 @@ def test_too_small_a_budget_says_how_much_is_needed(tiny_model: Path) -> None:
         resolve(EngineConfig(model=tiny_model, kv_pages=10**13, memory_gb=4, **OPTIONS))
 
 
-def test_a_length_that_does_not_fit_is_lowered_unless_it_was_asked_for(tiny_model: Path) -> None:
+def test_max_model_len_beyond_the_pool_is_lowered_unless_it_was_given(tiny_model: Path) -> None:
     resolved = resolve(EngineConfig(model=tiny_model, memory_gb=4, kv_pages=5, **OPTIONS))
     assert resolved.info.max_model_len == 80
     with pytest.raises(ConfigError, match="hold 80 tokens"):
@@ -108,12 +108,12 @@ def test_a_length_that_does_not_fit_is_lowered_unless_it_was_asked_for(tiny_mode
         ({"load_format": "gguf"}, "load_format is 'gguf'"),
     ],
 )
-def test_numbers_that_mean_nothing_are_refused(tiny_model: Path, options: dict, message: str) -> None:
+def test_options_outside_their_range_are_refused(tiny_model: Path, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(EngineConfig(**({"model": tiny_model} | OPTIONS | options)))
 
 
-def test_what_is_compiled_counts_on_the_host(tiny_model: Path) -> None:
+def test_ledger_counts_compiled_programs_on_the_host(tiny_model: Path) -> None:
     def runtime(**options: Any) -> int:
         resolved = resolve(EngineConfig(model=tiny_model, memory_gb=8, **(OPTIONS | options)))
         return resolved.ledger.entries["runtime"] * resolved.config.dp

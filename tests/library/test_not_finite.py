@@ -53,7 +53,7 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
     ],
     ids=str,
 )
-def test_it_ends_with_an_error_and_harms_no_other(llm: LLM, asked: dict) -> None:
+def test_non_finite_request_ends_with_an_error_and_harms_no_other(llm: LLM, asked: dict) -> None:
     expected = tokens(llm)
     beside = llm.stream(GOOD, GREEDY)
     seen = [next(beside).outputs[0].token_ids]
@@ -66,7 +66,7 @@ def test_it_ends_with_an_error_and_harms_no_other(llm: LLM, asked: dict) -> None
     assert_no_request_left(llm)
 
 
-def test_a_stream_and_an_embedding_say_so_too(llm: LLM) -> None:
+def test_non_finite_stream_and_embedding_raise(llm: LLM) -> None:
     with pytest.raises(NonFiniteOutput, match="logits"):
         list(llm.stream([3, BAD], GREEDY))
     with pytest.raises(NonFiniteOutput, match="embeddings"):
@@ -74,7 +74,7 @@ def test_a_stream_and_an_embedding_say_so_too(llm: LLM) -> None:
     assert np.isfinite(llm.embed([GOOD], use_tqdm=False)[0]).all()
 
 
-def test_clients_of_the_server_get_the_error_and_operators_a_count(tiny_model: Path) -> None:
+def test_non_finite_output_of_the_async_engine_raises_and_is_counted(tiny_model: Path) -> None:
     engine = build_async_engine(EngineConfig(model=tiny_model, **OPTIONS))
     spoil([thread.steps for thread in instance_threads_of(engine)], np.inf)
 
@@ -98,7 +98,7 @@ def test_clients_of_the_server_get_the_error_and_operators_a_count(tiny_model: P
     [{"kernel_backend": "xla"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"}],
     ids=str,
 )
-def test_pages_that_held_it_are_as_good_as_new(tiny_model: Path, how: dict) -> None:
+def test_pages_that_held_non_finite_values_are_reusable(tiny_model: Path, how: dict) -> None:
     with LLM(tiny_model, **OPTIONS, kv_pages=8, prefix_caching=False, **how) as llm:
         spoil(instances_of(llm), np.nan)
         prompts = [GOOD[:length] for length in (1, 7, 16, 25)]

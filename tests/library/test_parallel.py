@@ -37,14 +37,16 @@ def check(llm: LLM, reference: Reference) -> None:
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 2, 2), (1, 1, 4)])
-def test_results_equal_one_device(tiny_model: Path, reference: Reference, tp: int, pp: int, dp: int) -> None:
+def test_parallel_results_equal_those_of_one_device(
+    tiny_model: Path, reference: Reference, tp: int, pp: int, dp: int
+) -> None:
     with LLM(tiny_model, tp=tp, pp=pp, dp=dp, **OPTIONS) as llm:
         rows = [row for steps in instances_of(llm) for row in steps.executor.blocks]
         assert len({device for row in rows for device in row.placement.devices}) == tp * pp * dp
         check(llm, reference)
 
 
-def test_heads_and_sizes_that_do_not_divide(tmp_path: Path) -> None:
+def test_heads_and_sizes_that_tp_does_not_divide_are_padded(tmp_path: Path) -> None:
     shape = {
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
@@ -58,7 +60,7 @@ def test_heads_and_sizes_that_do_not_divide(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
-def test_quantised_layers_split(tiny_model: Path, tp: int, pp: int) -> None:
+def test_quantised_layers_are_split_over_devices(tiny_model: Path, tp: int, pp: int) -> None:
     options = OPTIONS | {"layer_precision": "0:int8,1:int4,2:int3", "tp": tp, "pp": pp}
     built = build(EngineConfig(model=tiny_model, **options))
     physical, entries = built.resolved.physical, built.resolved.ledger.entries
@@ -77,7 +79,7 @@ def test_quantised_layers_split(tiny_model: Path, tp: int, pp: int) -> None:
         check(llm, Reference(tiny_model, {0: "int8", 1: "int4", 2: "int3"}, physical=physical))
 
 
-def test_quantised_experts_split(tmp_path: Path) -> None:
+def test_quantised_experts_are_split_over_devices(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CASES["qwen3_moe"] | {"vocab_size": 500, "dtype": "float32"}))
     options = OPTIONS | {"precision": "int4", "tp": 2}
     physical = resolve(EngineConfig(model=tmp_path, **options)).physical
@@ -85,7 +87,7 @@ def test_quantised_experts_split(tmp_path: Path) -> None:
         check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), "int8", physical=physical))
 
 
-def test_a_share_that_is_no_whole_number_of_units_is_refused() -> None:
+def test_share_that_is_not_a_whole_number_of_packing_units_is_refused() -> None:
     with pytest.raises(ConfigError, match="a share of 96 inputs is no multiple of 128"):
         group_of(192, 4, 2)
     assert [group_of(size, bits, parts) for size, bits, parts in ((512, 4, 2), (192, 8, 2), (96, 4, 1))] == [
@@ -95,7 +97,7 @@ def test_a_share_that_is_no_whole_number_of_units_is_refused() -> None:
     ]
 
 
-def test_each_device_holds_its_share(tiny_model: Path) -> None:
+def test_tensor_parallel_device_holds_only_its_share(tiny_model: Path) -> None:
     with LLM(tiny_model, tp=2, **OPTIONS) as llm:
         executor = executor_of(llm)
         assert len(executor.pools[:]) == 3, "one for each layer"
@@ -108,7 +110,7 @@ def test_each_device_holds_its_share(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"tp": 16}, {"pp": 4}, {"tp": 0}, {"dp": 9}])
-def test_impossible_degrees_are_refused(tiny_model: Path, options: dict) -> None:
+def test_impossible_parallel_degrees_are_refused(tiny_model: Path, options: dict) -> None:
     assert len(jax.devices()) == 8
     with pytest.raises(ConfigError, match=next(iter(options))):
         LLM(tiny_model, **OPTIONS, **options)
@@ -126,7 +128,7 @@ print("scored")
 """
 
 
-def test_prompts_are_scored_on_as_many_threads_as_devices() -> None:
+def test_prompt_scoring_on_one_thread_per_device_does_not_deadlock() -> None:
     """In a process of its own, since XLA ends it where programs wait for each other: with more devices, as here, there
     would be threads to spare.
     """

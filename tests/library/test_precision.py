@@ -49,14 +49,14 @@ def check(llm: LLM, reference: Reference, vocab: int, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("options", MIXTURES, ids=str)
-def test_a_mixture_says_what_its_weights_say(tiny_model: Path, options: dict) -> None:
+def test_mixed_precision_answers_equal_those_of_the_same_weights(tiny_model: Path, options: dict) -> None:
     reference = Reference(tiny_model, *precisions(tiny_model, options))
     with LLM(tiny_model, **OPTIONS, **options) as llm:
         check(llm, reference, 499, 1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama_linear_biases", "mistral_window", "qwen3_moe"])
-def test_every_family_runs_in_a_mixture(name: str, tmp_path: Path) -> None:
+def test_every_family_runs_in_mixed_precision(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CASES[name]))
     options = {"layer_precision": "0:int8,1:int4,2:int3", "dtype": "float32"}
     reference = Reference(tmp_path, {0: "int8", 1: "int4", 2: "int3"}, dtype="float32")
@@ -64,7 +64,7 @@ def test_every_family_runs_in_a_mixture(name: str, tmp_path: Path) -> None:
         check(llm, reference, 130, 2e-3)
 
 
-def test_a_tied_embedding_is_the_head(tiny_model: Path, tmp_path: Path) -> None:
+def test_quantised_tied_embedding_is_shared_with_the_head(tiny_model: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_model / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = {"precision": "int8", "dtype": "float32"}
@@ -78,7 +78,7 @@ def test_a_tied_embedding_is_the_head(tiny_model: Path, tmp_path: Path) -> None:
         check(llm, reference, config["vocab_size"], 1e-3)
 
 
-def test_what_is_quantised_and_what_is_not(tiny_model: Path) -> None:
+def test_quantised_layer_keeps_its_norms_in_full_precision(tiny_model: Path) -> None:
     reference = Reference(tiny_model, {0: "int4"})
     layer, full = reference.blocks["layers.0"], reference.blocks["layers.1"]
     for matrix in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
@@ -89,7 +89,7 @@ def test_what_is_quantised_and_what_is_not(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("options", MIXTURES, ids=str)
-def test_bytes_are_counted_by_precision(tiny_model: Path, options: dict) -> None:
+def test_ledger_and_metrics_count_bytes_by_precision(tiny_model: Path, options: dict) -> None:
     built = build(EngineConfig(model=tiny_model, **OPTIONS, **options))
     steps = built.instances[0]
     held = sum(leaf.nbytes for row in steps.executor.blocks for leaf in row.leaves)
@@ -106,7 +106,7 @@ def test_bytes_are_counted_by_precision(tiny_model: Path, options: dict) -> None
         built.close()
 
 
-def test_fewer_bits_take_fewer_bytes_and_leave_more_pages() -> None:
+def test_precision_changes_exactly_the_matrices_bytes() -> None:
     taken = {}
     for precision, bits in (("auto", 16), ("int8", 8), ("int4", 4), ("int3", 3)):
         resolved = resolve(EngineConfig(precision=precision, head_precision="bf16", memory_gb=3))
@@ -118,7 +118,7 @@ def test_fewer_bits_take_fewer_bytes_and_leave_more_pages() -> None:
     assert len(set(taken.values())) == 1, "all but the matrices is the same"
 
 
-def test_loading_rounds_layer_by_layer() -> None:
+def test_quantised_loading_holds_one_layers_temporaries() -> None:
     """Beside the arrays that stay, no more than one layer's temporaries; counts what numpy allocates."""
     import tracemalloc
 
@@ -151,7 +151,7 @@ def full(text: list[int]) -> np.ndarray:
 @pytest.mark.parametrize(
     ("precision", "agreement", "divergence"), [("int8", 0.95, 0.001), ("int4", 0.80, 0.1), ("int3", 0.70, 0.3)]
 )
-def test_the_bundled_model_keeps_its_sense(
+def test_quantised_bundled_model_stays_near_full_precision(
     text: list[int], full: np.ndarray, precision: str, agreement: float, divergence: float
 ) -> None:
     layers = dict.fromkeys(range(8), precision)
@@ -173,6 +173,6 @@ def test_the_bundled_model_keeps_its_sense(
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_loaded(tiny_model: Path, options: dict) -> None:
+def test_invalid_precision_option_is_refused_before_loading(tiny_model: Path, options: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         LLM(tiny_model, **OPTIONS, **options)

@@ -47,7 +47,7 @@ def recorded(model: Path, folder: Path) -> Recording:
     return read_log(log)
 
 
-def test_a_real_run_is_simulated_step_by_step_and_decision_by_decision(tiny_model: Path, tmp_path: Path) -> None:
+def test_replay_repeats_every_step_and_decision_of_a_real_run(tiny_model: Path, tmp_path: Path) -> None:
     recording = recorded(tiny_model, tmp_path)
     assert len(recording.decisions) >= 2
     assert any("-> int4" in text for decided in recording.decisions for text in decided.transitions)

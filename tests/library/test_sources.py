@@ -52,7 +52,7 @@ def check(llm: LLM, model: Path, precisions: Mapping[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("layout", "group", "symmetric"), [("awq", 32, False), ("pack_quantized", 0, True)])
-def test_an_imported_checkpoint_runs_in_its_own_precision(
+def test_imported_checkpoint_runs_in_its_own_precision(
     tmp_path: Path, layout: str, group: int, symmetric: bool
 ) -> None:
     write(tmp_path, TINY, SHAPES, layout, group=group, symmetric=symmetric, skip="layers.0.")
@@ -89,7 +89,7 @@ def test_prepared_variants_are_served_and_counted(prepared: Path) -> None:
         check(llm, prepared, precisions)
 
 
-def test_a_layer_changes_to_its_prepared_variant_without_compiling(prepared: Path) -> None:
+def test_swap_to_a_prepared_variant_compiles_nothing(prepared: Path) -> None:
     built: Built = build(EngineConfig(model=prepared, variants=("int4",), **(OPTIONS | {"warmup": True})))
     executor, before = built.instances[0].executor, dict(built.compilations.counts)
     row = executor.prepare("layers.5", built.resolved.checkpoint.variant("layers.5", "int4"), "int4")
@@ -110,7 +110,7 @@ def test_variants_of_another_model_are_refused(prepared: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("precision", ["int4", "int3"])
-def test_prepared_layers_split(prepared: Path, precision: str) -> None:
+def test_prepared_layers_are_split_over_devices(prepared: Path, precision: str) -> None:
     """int3 needs padding here, so that the layers are rounded anew."""
     built = build(EngineConfig(model=prepared, tp=2, precision=precision, **OPTIONS))
     rows, physical = built.instances[0].executor.blocks, built.resolved.physical
@@ -121,7 +121,7 @@ def test_prepared_layers_split(prepared: Path, precision: str) -> None:
     built.close()
 
 
-def test_prepared_layers_whose_groups_devices_would_cut_are_rounded(
+def test_prepared_groups_that_tp_would_cut_are_rounded_anew(
     prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tmp_path / "model"
@@ -135,7 +135,7 @@ def test_prepared_layers_whose_groups_devices_would_cut_are_rounded(
     built.close()
 
 
-def test_groups_of_an_imported_checkpoint_that_devices_would_cut_are_refused(tmp_path: Path) -> None:
+def test_imported_groups_that_tp_would_cut_are_refused(tmp_path: Path) -> None:
     write(tmp_path, TINY, SHAPES, "pack_quantized", group=0, symmetric=True)
     with pytest.raises(ConfigError, match="groups of 256 cannot be split over 2 devices"):
         resolve(EngineConfig(model=tmp_path, tp=2, **OPTIONS))

@@ -92,7 +92,7 @@ def swapped(warm: Built) -> Iterator[Swapped]:
         swapped.swap(layer, "float32")
 
 
-def test_the_mixture_changes_while_requests_run_and_nothing_is_compiled(swapped: Swapped) -> None:
+def test_swaps_while_requests_run_compile_nothing(swapped: Swapped) -> None:
     before = dict(swapped.built.compilations.counts)
     params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, logprobs=2)
     ids = [swapped.engine.add(TokensPrompt(prompt(i, 30 + 20 * i)), params) for i in range(6)]
@@ -111,7 +111,7 @@ def test_the_mixture_changes_while_requests_run_and_nothing_is_compiled(swapped:
     assert before["block"] > 0
 
 
-def test_nothing_is_compiled_either_where_layers_are_split_and_staged(tiny_model: Path) -> None:
+def test_swaps_of_split_and_staged_layers_compile_nothing(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, tp=2, pp=2, variants=("int4",), **(OPTIONS | SPLIT)))
     swapped, before = Swapped(built), dict(built.compilations.counts)
     for precision in ("int4", "float32"):
@@ -123,14 +123,14 @@ def test_nothing_is_compiled_either_where_layers_are_split_and_staged(tiny_model
     built.close()
 
 
-def test_after_a_swap_the_answers_are_those_of_the_mixture(swapped: Swapped, tiny_model: Path) -> None:
+def test_answers_after_a_swap_equal_those_of_the_new_precisions(swapped: Swapped, tiny_model: Path) -> None:
     swapped.swap(0, "int4")
     swapped.swap(2, "int8")
     p = prompt(1, 40)
     assert swapped.run(p) == [Reference(tiny_model, {0: "int4", 2: "int8"}).greedy(p, 12)]
 
 
-def test_after_a_swap_back_the_answers_are_those_of_a_run_that_never_swapped(swapped: Swapped) -> None:
+def test_answers_after_a_swap_back_equal_those_without_a_swap(swapped: Swapped) -> None:
     prompts = [prompt(2, 50), prompt(3, 70)]
     expected = swapped.run(*prompts)
     for precision in ("int3", "float32"):
@@ -162,7 +162,7 @@ def prepared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def test_a_layer_made_with_scales_reads_what_full_precision_has_cached(prepared: Path) -> None:
+def test_calibrated_layer_reads_kv_cached_in_full_precision(prepared: Path) -> None:
     options = OPTIONS | {"load_format": "auto", "warmup": False}
     built = build(EngineConfig(model=prepared, variants=("int8",), **options))
     swapped = Swapped(built)
@@ -187,7 +187,7 @@ def test_a_layer_made_with_scales_reads_what_full_precision_has_cached(prepared:
     assert [logprob for _, logprob in mixed] == pytest.approx([logprob for _, logprob in full], abs=0.005)
 
 
-def test_pages_of_one_mixture_are_not_found_under_another(swapped: Swapped) -> None:
+def test_pages_of_other_precisions_are_not_found(swapped: Swapped) -> None:
     p = prompt(4, 60)
     swapped.run(p)
     swapped.swap(1, "int3")
@@ -198,7 +198,7 @@ def test_pages_of_one_mixture_are_not_found_under_another(swapped: Swapped) -> N
     assert swapped.core.scheduler.prefix_hits == hits + 48
 
 
-def test_pages_of_a_request_that_ran_through_a_swap_are_nobodys(swapped: Swapped) -> None:
+def test_pages_of_a_request_during_a_swap_are_not_shared(swapped: Swapped) -> None:
     p = prompt(5, 40)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     request = swapped.engine.add(TokensPrompt(p), params)
@@ -221,7 +221,7 @@ def test_pages_of_a_request_that_ran_through_a_swap_are_nobodys(swapped: Swapped
     assert 0 < found <= 60, "under the old one, only what was computed before the change"
 
 
-def test_a_preempted_request_starts_anew_under_the_new_mixture(tiny_model: Path) -> None:
+def test_preempted_request_restarts_under_the_new_precisions(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, kv_pages=12, max_model_len=128, warmup=False, **OPTIONS))
     swapped = Swapped(built)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -240,7 +240,7 @@ def test_a_preempted_request_starts_anew_under_the_new_mixture(tiny_model: Path)
     built.close()
 
 
-def test_metrics_follow(swapped: Swapped) -> None:
+def test_metrics_follow_a_swap(swapped: Swapped) -> None:
     def value(name: str) -> float:
         lines = swapped.built.metrics.render().decode().splitlines()
         (line,) = [line for line in lines if line.startswith(f"jaxserve_{name}") and "_created" not in line]
@@ -255,9 +255,7 @@ def test_metrics_follow(swapped: Swapped) -> None:
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_room_for_the_smaller_one_of_two_variants_is_in_the_ledger_where_layers_are_copied(
-    tiny_model: Path, dp: int
-) -> None:
+def test_ledger_reserves_a_swap_buffer_where_layers_are_copied(tiny_model: Path, dp: int) -> None:
     resolved = resolve(EngineConfig(model=tiny_model, variants=VARIANTS, dp=dp, **OPTIONS))
     sizes: dict[str, list[int]] = {}
     for (layer, _), size in resolved.layer_bytes.items():
@@ -267,7 +265,7 @@ def test_room_for_the_smaller_one_of_two_variants_is_in_the_ledger_where_layers_
 
 
 @pytest.mark.parametrize("split", [{}, SPLIT | {"pp": 2}])
-def test_where_a_policy_may_stay_is_fused_at_warm_up(tiny_model: Path, split: dict) -> None:
+def test_warm_up_fuses_the_plans_that_the_policy_foresees(tiny_model: Path, split: dict) -> None:
     built = build(EngineConfig(model=tiny_model, policy="morph-performance", **(OPTIONS | split)))
     swapped, before = Swapped(built), dict(built.compilations.counts)
     fused, shapes = fused_tier_of(swapped.executor), swapped.executor.buckets.all()
@@ -292,7 +290,7 @@ def test_where_a_policy_may_stay_is_fused_at_warm_up(tiny_model: Path, split: di
     built.close()
 
 
-def test_fused_executables_are_found_again_when_a_mixture_returns(swapped: Swapped, tiny_model: Path) -> None:
+def test_fused_executables_are_reused_when_precisions_return(swapped: Swapped, tiny_model: Path) -> None:
     fused = FusedTier(swapped.built.compilations, patience=3)
     swapped.executor.fuse(fused)
     p, params = prompt(7, 30), SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -32,7 +32,7 @@ def asked(
 
 
 @pytest.mark.parametrize("variants", [("amx", "vnni"), ("avx2few", "avx2", "portable")])
-def test_a_dense_model_in_bfloat16_that_native_kernels_multiply_leaves_xla_one_thread(monkeypatch, variants):
+def test_dense_bfloat16_model_on_native_kernels_leaves_xla_one_thread(monkeypatch, variants):
     assert asked(monkeypatch, EngineConfig(), DENSE, variants) == (
         "1",
         " ".join(("--xla_dump_to=there", *resolution.QUICK_COMPILATION)),
@@ -42,7 +42,7 @@ def test_a_dense_model_in_bfloat16_that_native_kernels_multiply_leaves_xla_one_t
 @pytest.mark.parametrize(
     "given", [" ".join(flag.partition("=")[0] + "=given" for flag in resolution.QUICK_COMPILATION), "a/file"]
 )
-def test_flags_that_are_given_stay(monkeypatch, given):
+def test_given_xla_flags_are_kept(monkeypatch, given):
     assert asked(monkeypatch, EngineConfig(), DENSE, ("amx",), given) == ("1", given)
 
 
@@ -57,5 +57,5 @@ def test_flags_that_are_given_stay(monkeypatch, given):
     ],
     ids=["xla", "float32", "experts", "xla-is-faster", "no-kernels"],
 )
-def test_where_xla_multiplies_it_keeps_its_threads(monkeypatch, config, model, variants):
+def test_model_that_xla_multiplies_keeps_its_threads(monkeypatch, config, model, variants):
     assert asked(monkeypatch, config, model, variants) == (None, "--xla_dump_to=there")

@@ -26,7 +26,7 @@ def abstract(config: ModelConfig, block: str) -> tuple[nnx.GraphDef, nnx.State]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_axis_has_a_logical_name(name: str):
+def test_every_parameter_axis_has_a_logical_name(name: str):
     model = config_from_hf(CASES[name])
     for block in model.block_ids:
         for path, variable in nnx.to_flat_state(abstract(model, block)[1]):
@@ -54,7 +54,7 @@ def test_tied_embeddings_are_one_parameter():
     assert blocks["head"].weight is blocks["embed"].weight
 
 
-def test_later_tokens_change_nothing_before_them():
+def test_later_tokens_do_not_change_earlier_logits():
     model = config()
     blocks = build_blocks(model, rngs=nnx.Rngs(0))
     tokens = jnp.arange(12)
@@ -64,7 +64,7 @@ def test_later_tokens_change_nothing_before_them():
     assert not np.allclose(before[8:], after[8:])
 
 
-def test_segments_are_sequences_of_their_own():
+def test_packed_segments_do_not_attend_to_each_other():
     model = config()
     blocks = build_blocks(model, rngs=nnx.Rngs(0))
     first, second = jnp.arange(5), jnp.arange(50, 57)
@@ -76,7 +76,7 @@ def test_segments_are_sequences_of_their_own():
 
 
 @pytest.mark.parametrize("window", [1, 3, 50])
-def test_a_window_counts_the_token_itself(window: int):
+def test_attention_window_counts_the_token_itself(window: int):
     positions = jnp.arange(6)
     attend = dense_causal_attend(positions, window=window, scale=1.0)
     values = jnp.eye(6)[:, None]  # token t's value is the unit vector t: the output shows who was seen

@@ -1,7 +1,7 @@
 """Logits and greedy tokens next to those of Transformers, on prompts and weights that are not stored.
 
-Skipped without torch and transformers, which the `dev` extra does not install. tests/models/test_parity.py compares stored
-results and always runs.
+Skipped without torch and transformers, which the `dev` extra does not install. tests/models/test_parity.py compares
+stored results and always runs.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason=NEEDS)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path):
+def test_fresh_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path):
     from tests.golden.make_golden import clear, greedy, load
 
     stored = golden(name)

@@ -31,7 +31,7 @@ def test_greedy_tokens_equal_those_of_transformers(case: Golden, model: Model):
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits_stay_close(name: str, dtype: str, tmp_path):
+def test_sixteen_bit_logits_stay_close_to_float32(name: str, dtype: str, tmp_path):
     case = golden(name)
     got, expected = Model(case.write(tmp_path), dtype=dtype).logits(case.prompt), case.logits()
     assert got.dtype == np.float32

@@ -66,11 +66,11 @@ def check(shape, **kwargs):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_it_is_the_product_with_the_dequantised_weight(interpret, shape):
+def test_gpu_product_equals_that_with_the_dequantised_weight(interpret, shape):
     check(shape, interpret=interpret)
 
 
-def test_every_code_is_its_number(interpret):
+def test_gpu_product_decodes_every_code(interpret):
     """The identity through the kernel: exact for all 16 and all 256 codes."""
     for bits in (4, 8):
         codes = np.arange(64 * 128, dtype=np.int64).reshape(64, 128) % (1 << bits)
@@ -83,11 +83,11 @@ def test_every_code_is_its_number(interpret):
 @pytest.mark.parametrize(
     "sizes", [MatmulBlocks(64, 2, 1, 32), MatmulBlocks(64, 3, 2, 64), MatmulBlocks(128, 2, 8, 128)], ids=str
 )
-def test_block_sizes_change_nothing(interpret, sizes):
+def test_gpu_product_does_not_depend_on_block_sizes(interpret, sizes):
     check(ProductShape(size=2048), blocks=replace(HOPPER, few_rows=sizes, many_rows=sizes), interpret=interpret)
 
 
-def test_a_product_is_split_until_all_cores_have_work():
+def test_small_product_is_split_until_all_cores_have_work():
     assert splits_for(steps=16, wanted=5, weight_bytes=2048, rows=8) == 4  # a fifth share would be empty
     assert splits_for(steps=16, wanted=100, weight_bytes=2048, rows=8) == 8
     assert splits_for(steps=16, wanted=100, weight_bytes=2048, rows=32) == 2  # sums are to be read, too
@@ -115,19 +115,19 @@ def arguments(shape):
 
 
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
-def test_it_lowers_for_cuda(shape):
+def test_gpu_product_lowers_for_cuda(shape):
     assert "mosaic_gpu" in lowered(quantized_matmul, *arguments(shape))
 
 
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
-def test_it_compiles_for_h200_without_a_dequantised_copy(compile_for_h200, shape):
+def test_gpu_product_compiles_for_h200_without_a_dequantised_copy(compile_for_h200, shape):
     x, w = arguments(shape)
     compiled = compile_for_h200(partial(matmul, backend="pallas"), x, w)
     assert "mosaic_gpu" in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < int(np.prod(w.shape))
 
 
-def test_the_choice_can_be_forced():
+def test_product_backend_can_be_forced():
     x, w = arguments(SHAPES["int4"])
     assert "mosaic_gpu" in lowered(partial(matmul, backend="pallas"), x, w)
     assert "mosaic_gpu" not in lowered(partial(matmul, backend="xla"), x, w)
@@ -143,13 +143,13 @@ def test_the_choice_can_be_forced():
         ProductShape(size=768, group=96),
     ],
 )
-def test_other_shapes_go_through_xla(shape):
+def test_product_of_unsupported_shapes_goes_through_xla(shape):
     x, w = arguments(shape)
     assert not supports(shape.rows, x.dtype, w)
     assert "mosaic_gpu" not in lowered(partial(matmul, backend="pallas"), x, w)
 
 
-def test_on_a_cpu_a_forced_choice_changes_nothing():
+def test_forced_gpu_backend_on_cpu_changes_nothing():
     if uses_pallas("auto"):
         pytest.skip("needs JAX to run on CPU")
     x, w = problem(ProductShape())

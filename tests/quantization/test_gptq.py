@@ -31,7 +31,7 @@ def reference(w: np.ndarray, gram: np.ndarray, scales: np.ndarray, zeros: np.nda
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_the_rest_makes_up_for_each_rounded_input(bits, symmetric):
+def test_gptq_remaining_inputs_compensate_for_each_rounded_one(bits, symmetric):
     x = correlated_rows(64)
     gram = x.T @ x / len(x)
     w = np.random.default_rng(6).normal(size=(10, 64)).astype(np.float32)
@@ -45,7 +45,7 @@ def test_the_rest_makes_up_for_each_rounded_input(bits, symmetric):
 
 @pytest.mark.parametrize("shape", [(6, 128), (2, 3, 5, 96)])
 @pytest.mark.parametrize("bits", [4, 3])
-def test_outputs_change_less_than_by_rounding(bits, shape):
+def test_gptq_outputs_change_less_than_rounded_ones(bits, shape):
     x = correlated_rows(shape[-1])
     w = np.random.default_rng(8).normal(size=shape).astype(np.float32)
     factor = cholesky_of_inverse(x.T @ x / len(x))
@@ -58,7 +58,7 @@ def test_outputs_change_less_than_by_rounding(bits, shape):
     assert change(solved) < 0.8 * change(quantize(w, bits, group=32))
 
 
-def test_inputs_that_are_never_seen_do_no_harm():
+def test_gptq_of_inputs_never_seen_equals_rounding():
     gram = np.zeros((64, 64), np.float32)
     w = np.random.default_rng(9).normal(size=(3, 64)).astype(np.float32)
     found = compensated(w, cholesky_of_inverse(gram), 4, group=32, symmetric=True)

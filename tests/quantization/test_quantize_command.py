@@ -67,7 +67,7 @@ def quantize(model: Path, calib: Path, out: Path, *options: str) -> str:
         (("--zero-points", "--group", "32"), Settings(("int4",), "awq", 32, symmetric=False)),
     ],
 )
-def test_the_command_writes_the_layers_that_awq_makes(
+def test_quantize_command_writes_the_layers_that_awq_makes(
     model: Path, calib: Path, tmp_path: Path, options: tuple[str, ...], settings: Settings
 ) -> None:
     told = quantize(model, calib, tmp_path / "variants", *options)
@@ -92,7 +92,7 @@ def test_the_command_writes_the_layers_that_awq_makes(
         assert store.nbytes(index, precision) == sum(leaf.nbytes for leaf in leaves.values())
 
 
-def test_progress_is_shown_layer_by_layer_and_memory_is_that_of_one(
+def test_quantize_command_holds_one_layer_in_memory_and_shows_progress(
     model: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a layer is written, no array of the layers before it is left, on the host or on the device."""

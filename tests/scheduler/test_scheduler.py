@@ -130,7 +130,7 @@ requests = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(requests, st.integers(24, 60), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 2**32))
-def test_every_request_ends_and_every_page_comes_back(load, pages, seqs, tiles, caching, seed) -> None:
+def test_random_load_finishes_and_frees_every_page(load, pages, seqs, tiles, caching, seed) -> None:
     checked = CheckedScheduler(pages=pages, seqs=seqs, tiles=tiles, caching=caching)
     rng = random.Random(seed)
     shared = [rng.randrange(100) for _ in range(60)]
@@ -147,7 +147,7 @@ def test_every_request_ends_and_every_page_comes_back(load, pages, seqs, tiles, 
 
 @settings(max_examples=80, deadline=None)
 @given(requests, st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), max_size=10))
-def test_aborts_at_any_time_leak_nothing(load, aborts) -> None:
+def test_aborts_at_random_steps_leak_no_page_or_slot(load, aborts) -> None:
     checked = CheckedScheduler(pages=30)
     for i, (length, max_tokens, n, priority, _) in enumerate(load):
         checked.add([i] * length, max_tokens, n=n, priority=priority)
@@ -174,7 +174,7 @@ def test_aborts_at_any_time_leak_nothing(load, aborts) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(requests, st.lists(st.tuples(st.integers(0, 60), st.integers(-40, 40)), max_size=20), st.booleans())
-def test_pools_that_grow_and_shrink_at_any_time_change_no_answer(load, resizes, caching) -> None:
+def test_pool_resizes_at_random_steps_change_no_answer(load, resizes, caching) -> None:
     checked = CheckedScheduler(pages=40, caching=caching, least=24)  # the longest sequence has 90 tokens
     for length, max_tokens, n, priority, salt in load:
         checked.add([ord(salt)] * length, max_tokens, n=n, priority=priority, salt=salt)
@@ -195,7 +195,7 @@ def test_pools_that_grow_and_shrink_at_any_time_change_no_answer(load, resizes, 
     assert sorted(checked.pages.allocate(checked.pages.available)) == list(range(1, checked.pages.num_pages))
 
 
-def test_answers_of_one_request_share_the_prompt_pages(checked: CheckedScheduler) -> None:
+def test_answers_of_one_request_share_the_prompts_full_pages(checked: CheckedScheduler) -> None:
     group = checked.add(list(range(22)), 4, n=3)
     checked.scheduler.schedule(0, 0.0)
     while any(s.status is Status.WAITING for s in group):
@@ -206,7 +206,7 @@ def test_answers_of_one_request_share_the_prompt_pages(checked: CheckedScheduler
         checked.scheduler.finish(sequence)
 
 
-def test_a_prefix_is_shared_with_the_same_salt_only(checked: CheckedScheduler) -> None:
+def test_prefix_is_shared_under_the_same_salt_only(checked: CheckedScheduler) -> None:
     prompt = list(range(20))
     checked.add(prompt, 1)
     checked.run()
@@ -218,9 +218,7 @@ def test_a_prefix_is_shared_with_the_same_salt_only(checked: CheckedScheduler) -
 
 
 @pytest.mark.parametrize(("renamed", "shared"), [("a", 7), ("b", 5)])
-def test_what_is_computed_under_another_name_is_not_shared(
-    checked: CheckedScheduler, renamed: str, shared: int
-) -> None:
+def test_pages_computed_after_a_rename_are_not_shared(checked: CheckedScheduler, renamed: str, shared: int) -> None:
     (sequence,) = checked.add(list(range(20)), 12, salt="a")
     work = checked.scheduler.schedule(0, 0.0)
     checked.check(work), checked.give_tokens(work)
@@ -242,7 +240,7 @@ def test_prefill_and_decode_share_a_step(checked: CheckedScheduler) -> None:
     checked.run()
 
 
-def test_the_newest_sequence_of_the_least_priority_is_preempted() -> None:
+def test_newest_sequence_of_the_lowest_priority_is_preempted() -> None:
     checked = CheckedScheduler(pages=13, seqs=3)
     first, second, third = (checked.add([i] * 14, 20, priority=p)[0] for i, p in enumerate((0, 1, 0)))
     checked.run()
@@ -250,7 +248,7 @@ def test_the_newest_sequence_of_the_least_priority_is_preempted() -> None:
     assert (first.preemptions, third.preemptions <= second.preemptions) == (0, True)
 
 
-def test_a_preempted_sequence_waits_since_its_preemption() -> None:
+def test_preempted_sequence_waits_since_its_preemption() -> None:
     checked = CheckedScheduler(pages=13, seqs=2)
     first, second = (checked.add([i] * 14, 20)[0] for i in range(2))
     assert checked.scheduler.waiting_since == first.request.arrival
@@ -265,7 +263,7 @@ def test_a_preempted_sequence_waits_since_its_preemption() -> None:
     assert checked.scheduler.waiting_since is None
 
 
-def test_a_more_urgent_sequence_does_not_hide_how_long_another_has_waited() -> None:
+def test_waiting_since_counts_the_sequence_that_waited_longest() -> None:
     checked = CheckedScheduler(seqs=1)
     running, patient = (checked.add([i] * 5, 5, priority=1)[0] for i in range(2))
     checked.scheduler.schedule(0, 0.0)
