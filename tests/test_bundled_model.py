@@ -67,7 +67,7 @@ def checkpoint() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def logits(checkpoint: Checkpoint) -> Logits:
-    """Token ids, at most LENGTH -> logits float32 [tokens, V] of the dense forward pass."""
+    """The dense forward pass as a function from at most LENGTH token ids to logits (float32[tokens, V])."""
     blocks = {block_id: load_block(checkpoint, block_id) for block_id in checkpoint.config.block_ids}
     run = jax.jit(lambda tokens: forward(checkpoint.config, blocks, tokens))
     return lambda ids: np.asarray(run(jnp.asarray(ids + [0] * (LENGTH - len(ids)), jnp.int32)))[: len(ids)]
@@ -82,7 +82,7 @@ def load_block(checkpoint: Checkpoint, block_id: str) -> nnx.Module:
 
 
 def greedy(logits: Logits, tokenizer: Tokenizer, prompt: str, count: int) -> str:
-    """The prompt and its most likely continuation."""
+    """Return the prompt and its most likely continuation."""
     ids = tokenizer.encode(prompt)
     for _ in range(count):
         ids.append(int(logits(ids)[-1].argmax()))

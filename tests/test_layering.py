@@ -1,4 +1,4 @@
-"""Who may import whom, proved in fresh interpreters: import-linter reads sources, these load them."""
+"""Import rules, proved in fresh interpreters: import-linter reads sources, these tests load modules."""
 
 import ast
 import importlib.metadata
@@ -44,7 +44,7 @@ sys.meta_path.insert(0, Blocker())
 
 
 def run_fresh(code: str) -> None:
-    """Runs code in an interpreter that has imported nothing of ours."""
+    """Run code in an interpreter that has imported nothing of jaxserve."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
@@ -54,14 +54,14 @@ def assert_not_loaded(names: tuple[str, ...]) -> str:
 
 
 def modules_of(package: str) -> list[str]:
-    """A package and every module below it, found without importing them."""
+    """Return a package and every module below it, found without importing them."""
     path = ROOT / package.replace(".", "/")
     found = pkgutil.walk_packages([str(path)], prefix=f"{package}.")
     return [package, *(module.name for module in found)]
 
 
 def imports_of(file: Path) -> set[str]:
-    """The full names that a file imports, wherever in it."""
+    """Return the full names that a file imports anywhere."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):

@@ -54,7 +54,7 @@ def mixture(plan: Plan, precisions: Sequence[str]) -> Plan:
 
 
 def target_of(change: str, plan: Plan) -> Plan:
-    """A plan that one transition leads to."""
+    """Return the plan that one transition of this kind leads to."""
     return {
         "swap": plan.with_precisions(0, {"layers.1": "int4"}),
         "swap back": plan.with_precisions(0, {"layers.1": "float32"}),
@@ -65,7 +65,7 @@ def target_of(change: str, plan: Plan) -> Plan:
 
 @contextmanager
 def pools_of(kind: str) -> Iterator[None]:
-    """Pools that take memory page by page, where the machine has such, or in segments, as on GPU."""
+    """Build pools that take memory page by page, where the machine has them, or in segments as on GPU."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "segments":
             patch.setattr(native, "supported", lambda: False)
@@ -74,8 +74,9 @@ def pools_of(kind: str) -> Iterator[None]:
 
 @dataclass
 class RequestRun:
-    """A request from its admission to its end, or to its preemption: how many tokens were known when it began, and what
-    was in force at each position.
+    """A request from its admission to its end or its preemption.
+
+    `known` is the number of tokens when it began, `in_force` has the precisions by block at each position.
     """
 
     known: int
@@ -83,8 +84,9 @@ class RequestRun:
 
 
 class Adapted:
-    """Steps the engine in the test's thread; transitions come from the actuator's. Of several answers to a request the
-    first is recorded.
+    """An engine that the test's thread steps while the actuator's thread carries transitions out.
+
+    Of several answers to a request, the first is recorded.
     """
 
     def __init__(self, built: Built):
@@ -103,7 +105,7 @@ class Adapted:
         self._beside: list[Array] = []  # copies that have been made and may be in use, or still be there
 
     def close(self) -> None:
-        """Ends the record; the plan is that of the beginning again."""
+        """End the record and return to the first plan."""
         self.change(self.start)
         self.steps.executor.execute, self.steps.executor.prepare = self._execute, self._prepare
         for canary in self.canaries:
@@ -134,8 +136,9 @@ class Adapted:
     def prepare(
         self, block: str, parameters: Mapping[str, Parameter], precision: str, *, copied: Callable[[int], None]
     ) -> LoadedBlock:
-        """Between the arrays of a copy too, what is there is in the ledger: what has been read as well, unless that is
-        what becomes the row.
+        """Prepare a block, and check between the arrays of the copy that the ledger covers what is in memory.
+
+        That includes what has been read, unless it becomes the block itself.
         """
         (devices,) = (row.placement.devices for row in self.steps.executor.blocks if row.block == block)
         read = [] if (block, precision) in self.kept else jax.tree.leaves(dict(parameters))
@@ -155,17 +158,19 @@ class Adapted:
 
     @property
     def kept(self) -> Mapping[tuple[str, str], Mapping[str, Parameter]]:
-        """What the source keeps, by block and precision."""
+        """The parameters that the source keeps, by block and precision."""
         return kept_variants(layer_source_of(self.actuator))
 
     def kept_arrays(self) -> list[Array]:
-        """Of that, what lies where the devices compute."""
+        """Return the kept parameters that lie in the memory in which the devices compute."""
         leaves = jax.tree.leaves([dict(parameters) for parameters in self.kept.values()])
         return [leaf for leaf in leaves if isinstance(leaf, Array) and leaf.sharding.memory_kind == "device"]
 
     def check_bytes(self, beside: Sequence[Array] = (), made: Mapping[object, int] | None = None) -> int:
-        """The ledger has what lies on each device: rows, layers that are kept, arrays beside them, what of a copy has
-        been made, pages, and room for a step. Returns the bytes of all pages.
+        """Check that the ledger covers everything on each device, and return the bytes of all pages.
+
+        Everything: blocks, kept layers, `beside` (arrays next to them), `made` (bytes by device of an unfinished copy),
+        pages, and room for a step.
         """
         ledger = self.built.resolved.ledger
         while True:
@@ -178,7 +183,7 @@ class Adapted:
         return pages
 
     def _held(self, beside: Sequence[Array], made: Mapping[object, int]) -> tuple[Counter, int]:
-        """Bytes by device, and those of all pages."""
+        """Return the bytes by device, and those of all pages."""
         held, pages = Counter(made), 0
         used = (leaf for row in list(self.steps.executor.blocks) for leaf in row.leaves)
         there = (leaf for leaf in beside if not leaf.is_deleted())
@@ -195,28 +200,28 @@ class Adapted:
         return held, pages
 
     def ended(self, outcome: str) -> int:
-        """How many transitions have ended so, as the metrics show it."""
+        """Return how many transitions ended with this outcome, as the metrics show it."""
         lines = self.built.metrics.render().decode().splitlines()
         found = [line for line in lines if line.startswith("jaxserve_transitions_total") and f'"{outcome}"' in line]
         return sum(int(float(line.split()[-1])) for line in found)
 
     def begin(self, target: Plan) -> None:
-        """Starts on the way to a plan."""
+        """Start the transitions to a plan."""
         self.actuator.start(diff(self.plan, target, self.resources))
 
     def settled(self) -> bool:
-        """Whether no transition is under way."""
+        """Return whether no transition is under way."""
         self.outcomes += self.actuator.poll()
         return not self.actuator.busy
 
     def change(self, target: Plan) -> None:
-        """Goes to a plan while nothing runs, after what is still under way."""
+        """Go to a plan while nothing runs, after waiting for running transitions."""
         self.wait()
         self.begin(target)
         self.wait()
 
     def wait(self) -> None:
-        """Waits until no transition is under way, without stepping."""
+        """Wait until no transition is under way, without stepping."""
         end = time.monotonic() + PATIENCE
         while not self.settled():
             assert time.monotonic() < end, "the actuator makes no progress"
@@ -231,9 +236,9 @@ class Adapted:
         targets: list[Plan] | None = None,
         leaving: Mapping[str, int] | None = None,
     ) -> None:
-        """Steps to the end of all requests, adding to their tokens; goes from one target to the next meanwhile.
+        """Step to the end of all requests, add to their tokens, and go from one target to the next meanwhile.
 
-        `leaving`: requests that are aborted, and before which step.
+        `leaving` maps requests to the step before which they are aborted.
         """
         targets = targets or []
         for number in itertools.count():
@@ -251,13 +256,13 @@ class Adapted:
         run_pending_calls(self.engine)
 
     def step(self, tokens: dict[str, tuple[int, ...]]) -> None:
-        """One step; adds to the tokens of each request."""
+        """Run one step and add to the tokens of each request."""
         for output in self.engine.step():
             for answer in (answer for answer in output.outputs if answer.index == 0):
                 tokens[output.request_id] = tokens.get(output.request_id, ()) + answer.token_ids
 
     def commit_behind_a_step(self, wanted: Plan, tokens: dict[str, tuple[int, ...]]) -> None:
-        """Has a plan put in force while a step is on the device that is not fetched before the next one."""
+        """Put a plan in force while the device has a step that is not fetched before the next one."""
         for _ in range(3):
             self.step(tokens)
         assert self.steps.in_flight

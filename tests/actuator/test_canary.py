@@ -1,4 +1,4 @@
-"""The canary that other tests keep in the KV pages falls silent when something goes wrong with them."""
+"""The canary that other tests keep in the KV pages fails when something goes wrong with the pages."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -65,7 +65,7 @@ def moves_come_after_the_next_step(steps: StepLoop, patch: pytest.MonkeyPatch) -
 
 
 def write_elsewhere(steps: StepLoop, patch: pytest.MonkeyPatch, pages: Callable[[], Iterable[int]]) -> None:
-    """What decodes alone has its next token written to the first of these pages."""
+    """Make a step with a single decode write its token to the first of these pages."""
     execute, rows = steps.executor.execute, steps.core.scheduler.table.rows
 
     def executed(work: Work) -> Any:
@@ -158,7 +158,7 @@ BREAKS = {
 def test_canary_fails_for_each_kind_of_page_corruption(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, broken: Break
 ) -> None:
-    """While pages move out of the tail, of a request and of the cache, behind a step that the device has."""
+    """Pages of a request and of the cache move out of the tail while the device has a step."""
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     (steps,) = built.instances
     broken(steps, monkeypatch)

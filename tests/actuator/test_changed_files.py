@@ -1,4 +1,4 @@
-"""Layers come back in full precision as they were loaded, or not at all, whatever happens to their file meanwhile."""
+"""Layers return to full precision with the values that were loaded, or not at all, whatever happens to their file."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ def served(model: Path) -> Iterator[Adapted]:
 
 @pytest.fixture
 def adapted(served: Adapted, model: Path) -> Iterator[Adapted]:
-    """The engine with all layers of all instances in int4; its file is as it was in the end, and has its name."""
+    """An engine with all layers of all instances in int4, whose file is restored after the test."""
     file, opened = model / SINGLE, model / "opened"
     content = file.read_bytes()
     os.link(file, opened)
@@ -60,7 +60,7 @@ def in_int4(adapted: Adapted):
 
 
 def answers(adapted: Adapted) -> list[tuple[int, ...]]:
-    """What both instances answer to the same prompt."""
+    """Return the answers of both instances to the same prompt."""
     tokens: dict[str, tuple[int, ...]] = {}
     asked = [adapted.add(prompt(5, 40), SHORT) for _ in range(INSTANCES)]
     adapted.run(tokens)

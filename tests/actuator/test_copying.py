@@ -8,7 +8,7 @@ from jaxserve.checkpoint import open_checkpoint
 
 
 class SimulatedThread:
-    """Works and waits in a time of its own."""
+    """A thread that works and waits in a time of its own."""
 
     def __init__(self):
         self.now = self.worked = self.waited = 0.0
@@ -57,7 +57,7 @@ def test_throttled_work_without_a_copy_keeps_to_its_share_of_a_core(thread):
 
 
 def test_layer_read_calls_between_before_each_tensor(tiny_model, monkeypatch):
-    """Else the thread would have a core for as long as all of a layer takes."""
+    """Otherwise the thread would occupy a core while it reads a whole layer."""
     checkpoint = open_checkpoint(tiny_model, "dummy")
     source = LayerSource(checkpoint, checkpoint.config, keep_full=False)
     read, happened = checkpoint.store.get, []

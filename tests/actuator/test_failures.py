@@ -1,4 +1,4 @@
-"""A transition that fails, wherever it does, leaves no trace, and the next one succeeds."""
+"""A transition that fails at any point leaves no trace, and the next one succeeds."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ def test_failed_transition_leaves_the_previous_plan_in_force(
 
 @pytest.mark.parametrize("broken", ["prepare", "replace"])
 def test_failed_batch_of_swaps_changes_no_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """The last of three cannot be prepared, or not be put in its place; those prepared before it are freed."""
+    """The last of three layers cannot be prepared or put in place, and those prepared before it are freed."""
     executor, small = adapted.steps.executor, mixture(adapted.plan, ("int4",) * 3)
     adapted.change(small)
     before, original, made = state_of(adapted), executor.prepare, list[LoadedBlock]()
@@ -80,7 +80,7 @@ def test_failed_batch_of_swaps_changes_no_layer(adapted: Adapted, monkeypatch: p
 
 
 def state_of(adapted: Adapted) -> dict[str, Any]:
-    """What a transition changes."""
+    """Return everything that a transition changes."""
     core, executor = adapted.steps.core, adapted.steps.executor
     gauges = [line for line in adapted.built.metrics.render().decode().splitlines() if "jaxserve_plan_version" in line]
     return {
@@ -140,7 +140,7 @@ def test_commit_failing_halfway_is_undone(
 
 
 def test_failed_page_move_leaves_pages_in_every_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer's are copied when the second one's fail."""
+    """The pages of the first layer have been copied when those of the second one fail."""
     pools, scheduler = adapted.steps.executor.pools, adapted.steps.core.scheduler
     p, still, tokens, calls = prompt(32, 60), {}, {}, []
     alone = adapted.add(p, GREEDY)
@@ -172,7 +172,7 @@ def test_failed_page_move_leaves_pages_in_every_layer(adapted: Adapted, monkeypa
 
 
 def target_of_both(plan: Plan, precision: str) -> Plan:
-    """Layer 1 of two instances in a precision."""
+    """Return the plan with layer 1 of two instances in a precision."""
     return plan.with_precisions(0, {"layers.1": precision}).with_precisions(1, {"layers.1": precision})
 
 
@@ -180,7 +180,7 @@ def target_of_both(plan: Plan, precision: str) -> Plan:
 def test_unreadable_parameters_leave_the_previous_plan_in_force(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, to: str
 ) -> None:
-    """Of two instances, where a quantised layer is copied too."""
+    """With two instances a quantised layer is copied too."""
     built = build(EngineConfig(model=tiny_model, warmup=False, **(OPTIONS | {"dp": 2, "memory_gb": 8})))
     adapted, tokens = Adapted(built), {}
     full, small = (target_of_both(adapted.start, precision) for precision in ("float32", "int4"))
@@ -221,7 +221,7 @@ def test_unreadable_parameters_leave_the_previous_plan_in_force(
 def test_shrink_waits_for_pages_in_use_until_patience_ends(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
-    """Steps have taken them since it was decided. Patience is endless here, or there is none."""
+    """Steps have taken pages since the decision. The actuator's patience is endless or zero."""
     monkeypatch.setattr(actuator, "PATIENCE", 1000 * patience)
     before, scheduler, tokens, tries = state_of(adapted), adapted.steps.core.scheduler, {}, []
     shrink = scheduler.shrink

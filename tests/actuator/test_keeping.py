@@ -1,6 +1,6 @@
-"""Variants in pinned memory: kept once for all instances, copied from there, and in pageable memory where that fails.
+"""Variants in pinned memory: kept once for all instances, copied from there, and pageable where pinning fails.
 
-Devices of the CPU list pinned memory as those of GPUs do; here they are told to use it.
+CPU devices list pinned memory as GPUs do. These tests tell them to use it.
 """
 
 import logging
@@ -69,7 +69,7 @@ def test_pinned_memory_is_used_where_the_device_is_not_the_host(platform, kinds,
 def test_layers_swap_from_pinned_memory_while_requests_run(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
 ) -> None:
-    """To another plan and back, in the middle of answers. What is kept is read once and freed at the end."""
+    """Layers change to another plan and back during answers. Variants are read once and freed at the end."""
     reads: Counter[tuple[str, str]] = Counter()
 
     def count_reads(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +151,7 @@ def test_unusable_pinned_memory_falls_back_to_pageable_memory(
 
 
 def test_full_pinned_memory_leaves_remaining_variants_pageable(caplog: pytest.LogCaptureFixture) -> None:
-    """The rest is not tried, and it is said once."""
+    """Pinning is not tried for the remaining variants, and the log says so once."""
     tried = []
 
     def place(block: str, parameters: Mapping[str, Any], precision: str, memory: str) -> Mapping[str, Any]:
@@ -178,7 +178,7 @@ def test_pinned_variants_leave_pinned_memory_for_transfers(caplog: pytest.LogCap
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with an int4 of its own."""
+    """The bundled model with prepared variants in int4."""
     model = tmp_path_factory.mktemp("prepared") / "model"
     shutil.copytree(bundled_model_path(), model, ignore=shutil.ignore_patterns("variants"))
     run(model, Settings(("int4",), "rtn", 64))
@@ -195,7 +195,7 @@ def test_variant_store_keeps_no_copy_of_variants_in_use(prepared: Path, options:
 
 
 def test_pinned_prepared_variant_is_not_kept_in_the_store_too(prepared: Path) -> None:
-    """The store keeps no second copy of what is pinned."""
+    """The store keeps no second copy of a pinned variant."""
     checkpoint: Checkpoint = open_checkpoint(prepared)
     source = LayerSource(checkpoint, checkpoint.config, keep_full=True)
     assert checkpoint.prepared is not None

@@ -1,4 +1,4 @@
-"""What happens in the middle of a transition: a client goes away, or the engine is closed."""
+"""Clients that leave, and engines that are closed, in the middle of a transition."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ from tests.actuator.adapted import GREEDY, OPTIONS, PATIENCE, Adapted, mixture, 
 
 
 class HeldTransition:
-    """The way to a plan, stopped in one of its transition's phases until it is let go."""
+    """A transition that stops in one of its phases until the test lets it continue."""
 
     def __init__(self, built: Built, target: Plan, phase: str, monkeypatch: pytest.MonkeyPatch):
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -82,7 +82,7 @@ PHASES = [
 
 
 def origin_of(change: str, plan: Plan) -> Plan:
-    """A plan from which one transition leads to `target_of` the same plan."""
+    """Return a plan from which one transition leads to `target_of` the same plan."""
     return target_of("swap", plan) if change == "swap back" else plan
 
 

@@ -39,7 +39,7 @@ def test_layer_swapped_during_an_answer_computes_the_following_tokens(adapted: A
 
 
 def test_every_step_runs_the_precisions_of_one_plan(adapted: Adapted, mixed: MixedReference) -> None:
-    """Layers that are used where they are kept change between the same two steps, and so back."""
+    """Layers used without a copy change between the same two steps, in both directions."""
     wanted = [mixture(adapted.plan, precisions) for precisions in [("int4", "int8", "int4"), ("float32",) * 3]]
     tokens, p = {}, prompt(41, 50)
     request = adapted.add(p, replace(GREEDY, max_tokens=180))
@@ -65,7 +65,7 @@ targets = st.lists(
 def test_answers_under_any_sequence_of_plans_match_the_reference(
     adapted: Adapted, mixed: MixedReference, wanted: list, failing: set, requests: int, leaving: list, seed: int
 ) -> None:
-    """Some of whose commits fail, and while clients go away. Requests share pages of their prompts."""
+    """Some commits fail, and clients go away meanwhile. Requests share pages of their prompts."""
     rng, tokens, commits = np.random.default_rng(seed), {}, itertools.count()
     prompts = {}
     for number in range(requests):
@@ -124,7 +124,7 @@ def test_pages_computed_after_a_pool_resize_are_shared(adapted: Adapted) -> None
 
 
 def test_quantised_layer_on_cpu_is_used_without_a_copy(adapted: Adapted) -> None:
-    """The host is the device: nothing is copied, and what a layer leaves behind is there for the next time."""
+    """The host is the device, so nothing is copied, and a replaced layer stays available for the next swap."""
     executor, used = adapted.steps.executor, []
     for _ in range(2):
         adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
@@ -137,7 +137,7 @@ def test_quantised_layer_on_cpu_is_used_without_a_copy(adapted: Adapted) -> None
 
 
 def test_swap_without_a_copy_is_paced(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Python does for it would take a core from the steps beside it."""
+    """The Python code of a swap would otherwise take a core from running steps."""
     paced = []
     monkeypatch.setattr(Throttle, "worked", lambda throttle: paced.append(throttle))
     adapted.change(mixture(adapted.plan, ("int4", "int4", "int4")))
@@ -146,8 +146,9 @@ def test_swap_without_a_copy_is_paced(adapted: Adapted, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("start", ["float32", "int8"])
 def test_ledger_counts_every_byte_of_a_layer_once(tiny_model: Path, start: str) -> None:
-    """What runs is among the weights, what is kept beside it among the variants: also where layers start with fewer
-    bits, which are not loaded a second time to be kept.
+    """Layers in use count as weights, and kept layers next to them as variants.
+
+    That holds too where layers start in fewer bits, which are not loaded a second time to be kept.
     """
     built = build(EngineConfig(model=tiny_model, warmup=False, layer_precision=f"0-1:{start}", **OPTIONS))
     adapted, entries = Adapted(built), built.resolved.ledger.entries
@@ -168,7 +169,10 @@ def test_ledger_counts_every_byte_of_a_layer_once(tiny_model: Path, start: str) 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_layer_restored_to_full_precision_is_in_memory_once(tiny_model: Path, tp: int) -> None:
-    """What has been read becomes the row. Where it is split there is room for both, which `Adapted` looks at."""
+    """The arrays that were read become the block.
+
+    Where the block is split there is room for both, which `Adapted` checks.
+    """
     options = {"tp": tp, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "memory_gb": 8, "warmup": False}
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | options)))
     adapted, source = Adapted(built), layer_source_of(built.actuator)
@@ -208,7 +212,7 @@ def test_snapshot_and_ledger_follow_the_plan(adapted: Adapted) -> None:
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_pool_grows_by_exactly_the_pages_that_swapped_layers_free(tiny_model: Path, dp: int) -> None:
-    """All of a layer where the one that replaces it is used where it is kept; else what that takes less."""
+    """A layer whose replacement is used without a copy frees all its bytes, another one the difference."""
     room = {"max_kv_pages": None, "max_num_seqs": 8, "max_num_batched_tokens": 8 + 32}
     resolved = resolve(EngineConfig(model=tiny_model, dp=dp, **(OPTIONS | room)))
     resources, start = resolved.resources(copy_rate=1e9), resolved.plan
@@ -228,7 +232,7 @@ def test_pool_grows_by_exactly_the_pages_that_swapped_layers_free(tiny_model: Pa
 
 @pytest.mark.parametrize(("change", "steps"), [("swap", 1), ("shrink", 2)])
 def test_replaced_arrays_are_freed_after_the_steps_that_use_them(adapted: Adapted, change: str, steps: int) -> None:
-    """To shrink, after the step too that the device runs once it has given the memory back."""
+    """A shrink also waits for the step that the device runs after giving the memory back."""
     adapted.change(adapted.plan.with_kv_pages(0, 80))
     ledger, old, tokens = adapted.built.resolved.ledger, adapted.steps.executor.blocks[2], {}
     entries, wanted = dict(ledger.entries), target_of(change, adapted.plan)
@@ -252,9 +256,9 @@ def test_replaced_arrays_are_freed_after_the_steps_that_use_them(adapted: Adapte
 def test_layers_swap_under_tensor_pipeline_and_data_parallelism(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
 ) -> None:
-    """Every instance to another plan and back, in the middle of answers, without compiling.
+    """Every instance changes to another plan and back during answers, without compiling.
 
-    Each quantised layer is read once for all instances, beside the one that each stage is warmed with.
+    Each quantised layer is read once for all instances, besides the one that warms each stage up.
     """
     reads: Counter[str] = Counter()
     variant = Checkpoint.variant

@@ -1,4 +1,4 @@
-"""Files that change while a checkpoint is open: what is read is what was loaded, or an error that names the file."""
+"""Files that change while a checkpoint is open give what was loaded, or an error that names the file."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ SINGLE = "model.safetensors"
 
 
 def other_weights(file: Path) -> bytes:
-    """A file of the same size and header with other numbers."""
+    """Write a file of the same size and header with other numbers."""
     save_file({name: -tensor for name, tensor in load_file(file).items()}, file.with_suffix(".other"))
     return file.with_suffix(".other").read_bytes()
 

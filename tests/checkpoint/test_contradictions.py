@@ -1,4 +1,4 @@
-"""Checkpoints whose parts contradict each other, or are named otherwise: one of them is used, and a line says which."""
+"""Checkpoints whose parts contradict each other or have other names: one part is used, and a message says which."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a checkpoint yields: the right numbers, one block at a time, in little memory."""
+"""Checkpoints give the right numbers, one block at a time, in little memory."""
 
 import json
 import tracemalloc
@@ -132,7 +132,7 @@ def test_blocks_do_not_alias_the_file(tmp_path: Path):
 
 
 def test_streaming_a_checkpoint_needs_at_most_two_layers_of_extra_memory(tmp_path: Path):
-    """Counts what numpy allocates; a memory-mapped file takes none."""
+    """The test counts what numpy allocates. A memory-mapped file takes none."""
     write_dummy(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     layer = nbytes(checkpoint.block("layers.0"))
@@ -161,7 +161,7 @@ def test_opening_a_checkpoint_reads_no_tensor(tmp_path: Path):
 
 
 def write_dummy(path: Path) -> None:
-    """A 12-layer checkpoint of a few MB a layer, in four shards."""
+    """Write a 12-layer checkpoint of a few MB per layer in four shards."""
     (path / "config.json").write_text(json.dumps(LARGE))
     dummy = open_checkpoint(path, "dummy")
     shapes = {n: s for b in dummy.config.block_ids for n, s in tensor_shapes(dummy.config, b).items()}

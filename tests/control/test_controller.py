@@ -1,4 +1,4 @@
-"""The controller: what it asks, what it starts, what it remembers, and that the plan in force is always right."""
+"""The controller: when it asks policies, what it starts and records, and that its plan in force is always right."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ IDLE = Snapshot(kv_pages_total=400)
 
 @dataclass(frozen=True)
 class Counting:
-    """Wants the same plan; its state is the number of times that it was asked."""
+    """A policy that wants the same plan, and whose state counts how often it was asked."""
 
     name: str = "counting"
 
@@ -164,7 +164,7 @@ def test_replaced_policy_takes_over_at_once_from_the_first_plan() -> None:
 def test_note_is_cleared_by_a_decision_and_by_a_new_policy() -> None:
     @dataclass(frozen=True)
     class Waiting(Counting):
-        """Asked for the third time it wants `target`."""
+        """A policy that wants `target` when it is asked for the third time."""
 
         target: Plan = TARGET
 

@@ -1,4 +1,4 @@
-"""The example of a policy of one's own: it runs, it serves, and the documentation shows it as it is."""
+"""The example of a custom policy runs, serves a burst, and stands unchanged in the documentation."""
 
 import subprocess
 import sys

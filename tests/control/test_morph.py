@@ -1,4 +1,4 @@
-"""The morph policy on snapshots made by hand: when it acts, on which layers, and what it says."""
+"""The morph policy on snapshots made by hand: when it acts, on which layers, and which reasons it gives."""
 
 import re
 from dataclasses import replace
@@ -25,12 +25,12 @@ CALM = Recent(5.0, 0.0, 0.0, 0.0, 0.0, 0, None, None, 0.0, 0.0, 0.0, 0.0)
 
 
 def int4(plan: Plan, instance: int = 0) -> list[int]:
-    """Layers in int4."""
+    """Return the layers in int4."""
     return [n for n, precision in enumerate(plan.instances[instance].layer_precisions) if precision == "int4"]
 
 
 class DrivenPolicy:
-    """A policy whose every wish comes true at once."""
+    """A policy whose proposals are carried out at once."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class DrivenPolicy:
         self.note = ""  # what it waits for
 
     def see(self, *snapshots: Snapshot) -> bool:
-        """Whether the plan changed."""
+        """Ask the policy about these snapshots, and return whether the plan changed."""
         proposal = self.policy.update(snapshots, self.plan, self.state)
         changed = proposal.plan.instances != self.plan.instances
         assert proposal.reason or not changed
@@ -57,13 +57,13 @@ class DrivenPolicy:
         return changed
 
     def see_for(self, start: float, seconds: float, **values: object) -> list[float]:
-        """The times at which the plan changed, while an engine is in one state; ten ticks a second."""
+        """Return the times at which the plan changed while the engine stays in one state (ten ticks a second)."""
         times = [start + n / 10 for n in range(round(seconds * 10))]
         pages = self.plan.instances[0].kv_pages - 1
         return [t for t in times if self.see(snapshot(t, **({"pages": pages} | values)))]  # type: ignore[arg-type]
 
     def press(self, seconds: float = 30.0) -> None:
-        """Takes all layers that the mode allows."""
+        """Keep up pressure until all layers that the mode allows are swapped."""
         self.see_for(0, seconds, num_waiting=9, oldest_wait=0.3)
 
 
@@ -91,7 +91,7 @@ def test_segmented_pool_swaps_as_many_layers_as_the_next_segment_needs() -> None
 
 
 def test_kv_pressure_swaps_layers_of_all_stages() -> None:
-    """The first two of the order are of the first stage."""
+    """The first two layers of the order belong to the first stage."""
     driver = DrivenPolicy(plan=home_plan(pp=2), resources=machine(pp=2))
     assert driver.see_for(0, 0.5, kv_pages_used=390) == [0.2]
     assert int4(driver.plan) == [3, 7, 11]
@@ -99,7 +99,7 @@ def test_kv_pressure_swaps_layers_of_all_stages() -> None:
 
 
 def test_layers_that_free_no_pages_do_not_block_the_following_layers() -> None:
-    """The first two start in int8, which is kept as int4 is: all that they would give is speed."""
+    """The first two layers start in int8, which is kept as int4 is: a swap would only make them faster."""
     home = HOME.with_precisions(0, {"layers.3": "int8", "layers.7": "int8"})
     driver = DrivenPolicy(plan=home, resources=replace(MACHINE, kept=("int8", "int4")))
     driver.plan = home.with_kv_pages(0, 481)  # both leave their 40 pages
@@ -117,7 +117,7 @@ def test_kv_pressure_without_an_affordable_segment_swaps_no_layer() -> None:
 
 
 def test_layers_larger_than_in_the_first_plan_are_swapped_back() -> None:
-    """As when an operator's plan was in force. A layer in int4 leaves 30 pages more than in bfloat16."""
+    """An operator's plan was in force. A layer in int4 leaves 30 pages more than one in bfloat16."""
     home = HOME.with_precisions(0, {f"layers.{n}": "int4" for n in range(16)}).with_kv_pages(0, 881)
     driver = DrivenPolicy(plan=home)
     driver.plan = home.with_precisions(0, {f"layers.{n}": "bfloat16" for n in range(8)}).with_kv_pages(0, 600)
@@ -277,7 +277,7 @@ def test_quiet_releases_all_layers_in_reverse_order_within_ten_seconds(settings:
 
 
 def test_reason_of_a_partial_release_says_what_limits_it() -> None:
-    """The use on average, where that is larger than what is in use at the moment."""
+    """The average use is named where it is larger than the present one."""
     driver = DrivenPolicy(PERFORMANCE)
     driver.press()
     driver.see_for(30, 6, recent=replace(CALM, kv_usage=0.55), kv_pages_used=0)

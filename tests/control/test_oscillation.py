@@ -1,5 +1,6 @@
-"""Policy, controller and smoothing against a fluid queue under a virtual clock: loads that rise and fall for two hours,
-in the worst of rhythms and just at what full precision can serve.
+"""Policy, controller and smoothing against a fluid queue under a virtual clock.
+
+Loads rise and fall for two hours, in the worst rhythms and just at what full precision can serve.
 """
 
 import math
@@ -26,19 +27,19 @@ Wave = Callable[[float], float]  # seconds -> load, as a share of what full prec
 
 @dataclass
 class LoadResult:
-    """What came of a load."""
+    """What a policy did under a load."""
 
     directions: list[str]  # "entry" or "release", one after the other
     late: list[float]  # times at which load had been low for more than 10 s, and a layer was not back
 
     @property
     def changes(self) -> int:
-        """How often entries follow a release, or releases an entry."""
+        """The number of times that entries follow a release, or releases an entry."""
         return sum(a != b for a, b in zip(["release", *self.directions], self.directions, strict=False))
 
 
 def run(load: Wave, seconds: float, mode: MorphSettings, engine: dict[str, int]) -> LoadResult:
-    """Serves a load, and checks at each moment that plans fit and pools hold what is in use."""
+    """Serve a load, and check at each moment that plans fit and pools hold the pages in use."""
     fluid, actuator, result, low_for = Fluid(**engine), VirtualActuator(), LoadResult([], []), 0.0
     controller = Controller(HOME, MorphPolicy(MACHINE, ORDER, mode), MACHINE, actuator, tick=TICK)
     capacity = fluid.capacity(HOME.instances[0].kv_pages)

@@ -23,7 +23,7 @@ KEEPING = replace(MACHINE, kept=("int8", "int4"))  # a layer in one of these tak
 
 @st.composite
 def plans(draw: st.DrawFn, machine: Resources = MACHINE) -> Plan:
-    """Any plan of two instances of two stages that fits."""
+    """Return any plan of two instances with two stages that fits."""
     plan = home_plan(LAYERS, pp=2, dp=2)
     for instance in range(2):
         precisions = draw(st.lists(st.sampled_from(sorted(LAYER)), min_size=LAYERS, max_size=LAYERS))
@@ -77,7 +77,7 @@ def test_transitions_state_their_bytes_and_seconds() -> None:
 
 
 def test_layers_used_without_a_copy_change_in_one_batch() -> None:
-    """All that free memory, then all that need it; of layers that are copied there is room for one at a time."""
+    """First all that free memory, then all that need it. Copied layers have room for one at a time."""
     plan = home_plan()
     some = plan.with_precisions(0, {"layers.0": "int4", "layers.2": "int8"})
     other = plan.with_precisions(0, {"layers.1": "int4", "layers.3": "int4"}).with_kv_pages(0, 421)
@@ -129,7 +129,7 @@ def test_pinned_layer_in_use_takes_no_further_bytes() -> None:
 
 
 def stage_of(plan: Plan, **changes: object) -> Plan:
-    """The plan with its last stage changed."""
+    """Return the plan with its last stage changed."""
     (instance,) = plan.instances
     last = replace(instance.stages[-1], **changes)  # type: ignore[arg-type]
     return replace(plan, instances=(replace(instance, stages=(*instance.stages[:-1], last)),))

@@ -1,4 +1,4 @@
-"""Policies by their names and from files: what they are then, and what is said of a file that is wrong."""
+"""Policies by name and from files, and the errors for invalid files."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Files that a user gives: every fault is one line that names the file."""
+"""Files given by users: every fault is a one-line error that names the file."""
 
 import pytest
 

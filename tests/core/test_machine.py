@@ -1,4 +1,4 @@
-"""Memory and processors that control groups leave to a process: in a folder that looks like a machine's root."""
+"""Memory and processors that control groups leave to a process, in a folder that looks like a machine's root."""
 
 import ctypes
 from pathlib import Path

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Configuration:
-    """One option of each kind."""
+    """A configuration with one option of each kind."""
 
     port: Annotated[int, Option("Server", "Where to listen.", minimum=0, maximum=65535)] = 8000
     budget: Annotated[float | None, Option("Memory", "How much.", above=0)] = None

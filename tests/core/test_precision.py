@@ -1,4 +1,4 @@
-"""Names of precisions, and which layer has which."""
+"""Names of precisions, and assignments of precisions to layers."""
 
 import pytest
 

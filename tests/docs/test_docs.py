@@ -1,4 +1,4 @@
-"""The documentation names what is there, all of it and nothing else."""
+"""The documentation names everything that exists, and nothing else."""
 
 import re
 import shlex
@@ -20,19 +20,19 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 
 
 def section(text: str, heading: str) -> str:
-    """What stands under a heading of the second level."""
+    """Return the text under a heading of the second level."""
     return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def names_in_table(text: str) -> set[str]:
-    """The code in the first column of a table, without options' values and metrics' labels."""
+    """Return the code in a table's first column, without values of options and labels of metrics."""
     rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
     code = [word for row in rows for word in re.findall(r"`([^`]+)`", row)]
     return {re.sub(r"\{.*", "", word) for word in code}
 
 
 def bare(option: str) -> str:
-    """--x and --no-x are one option."""
+    """Return an option's name without `--` and `--no-`."""
     return option.removeprefix("--").removeprefix("no-")
 
 
@@ -79,7 +79,7 @@ def test_structure_page_names_every_package():
 
 
 def anchors(page: Path) -> set[str]:
-    """The fragments that a link to a page in Markdown may have."""
+    """Return the fragments that a link to a page in Markdown may have."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
     return {heading.replace(" ", "-") for heading in headings} | set(re.findall(r'<a id="([^"]+)">', text))

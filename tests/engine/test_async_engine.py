@@ -35,7 +35,7 @@ async def collect(engine: AsyncEngine, p: TokensPrompt, params: SamplingParams, 
 
 
 async def settled(engine: AsyncEngine) -> None:
-    """Waits until nothing runs, and checks that no page is held."""
+    """Wait until nothing runs, and check that no page is held."""
     for _ in range(500):
         if all(thread.steps.idle for thread in instance_threads_of(engine)):
             break

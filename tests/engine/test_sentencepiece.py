@@ -1,4 +1,4 @@
-"""tokenizer.model without tokenizer.json: the expected ids are those of the sentencepiece library for the same file."""
+"""Tokenizers from tokenizer.model alone. The expected ids are those of the sentencepiece library for that file."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The step log says what the engine did: every step, request, look of the controller, and change of the plan."""
+"""The step log records what the engine did: steps, requests, ticks of the controller, and changes of the plan."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ BUCKETS = Buckets(4, 4, TILE, 1, (LONGEST // PAGE,))
 
 
 class ClockedExecutor:
-    """An executor on which the clock moves: 1 s for a dispatch, 10 s for a step."""
+    """An executor that moves the clock: 1 s for a dispatch, 10 s for a step."""
 
     def __init__(self, clock: VirtualClock):
         self.clock = clock
@@ -55,7 +55,7 @@ def path(tmp_path):
 
 
 def served(path, *requests: Request, overlap: bool = True) -> Recording:
-    """What the log of an engine says that had these requests at once."""
+    """Serve these requests, all added before the first step, and return the log of the engine."""
     clock = VirtualClock(100.0)
     core = cluster().instances[0].core
     log = StepLog(path, {"model": "small"})

@@ -1,4 +1,4 @@
-"""Stop strings: what a stream shows, joined, is the whole answer; found at once, at the same cost in any text."""
+"""Stop strings: the pieces of a stream join to the whole answer, and the search costs the same in any text."""
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -14,7 +14,7 @@ LETTERS = st.text("ab", min_size=1, max_size=5)
 
 
 class Pieces:
-    """A detokenizer whose token i is the i-th of some pieces of text."""
+    """A detokenizer whose token i is the i-th piece of text."""
 
     def __init__(self, pieces: list[str]):
         self.pieces = pieces
@@ -27,7 +27,7 @@ class Pieces:
 
 
 def answer(pieces: list[str], params: SamplingParams) -> tuple[list[str], Sequence]:
-    """What a stream shows after each token, and the sequence at its end."""
+    """Return what a stream shows after each token, and the sequence at its end."""
     request = Request("r", (0,), params, 0.0)
     stops = StopStrings(params.stop_strings) if params.stop_strings else None
     sequence = Sequence(request, 0, 0, max_total=len(pieces) + 1, detokenizer=Pieces(pieces), stops=stops)
@@ -44,7 +44,10 @@ def answer(pieces: list[str], params: SamplingParams) -> tuple[list[str], Sequen
 
 
 def expected(pieces: list[str], params: SamplingParams) -> tuple[str, str | None]:
-    """The definition: of the stop strings that end with the first such token after `min_tokens`, the first to begin."""
+    """Return the text and the stop string by definition.
+
+    Of the stop strings that end with the first possible token after `min_tokens`, the first to begin counts.
+    """
     text = ""
     for number, piece in enumerate(pieces, start=1):
         before, text = text, text + piece

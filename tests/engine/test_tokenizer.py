@@ -24,7 +24,7 @@ CORPUS = ["def f(x):\n    return x * 2\n", "naïve café, 東京タワー 🦊�
 
 
 def byte_level() -> HfTokenizer:
-    """As in Llama 3, Qwen and GPT-2."""
+    """Return a byte-level tokenizer, as Llama 3, Qwen and GPT-2 have."""
     tokenizer = HfTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def byte_level() -> HfTokenizer:
 
 
 def byte_fallback() -> HfTokenizer:
-    """As in Llama 2 and Mistral: characters, and bytes for those that are not in the vocabulary."""
+    """Return a tokenizer of characters, and of bytes for unknown characters, as Llama 2 and Mistral have."""
     pieces = [*SPECIALS, "<unk>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz.,é"]
     merges = [("\u2581", "a"), ("t", "h"), ("th", "e"), ("\u2581", "the")]
     pieces += [left + right for left, right in merges]
@@ -70,7 +70,7 @@ BUILT = {name: Tokenizer(build(), special_tokens={"eos_token": "</s>"}) for name
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], sizes: list[int], **options: bool) -> str:
-    """The text of a stream that is fed pieces of these sizes, over and over."""
+    """Return the text of a stream that is fed pieces of these sizes in turn."""
     stream, text, position, turn = tokenizer.stream(**options), "", 0, 0
     while position < len(ids):
         size = sizes[turn % len(sizes)]
@@ -182,7 +182,7 @@ def test_add_bos_token_of_the_configuration_overrides_the_file(folder):
 
 @pytest.fixture
 def with_edges(folder):
-    """The same tokenizer, whose file puts <s> before and </s> after every text."""
+    """A folder with a tokenizer that puts <s> before and </s> after every text."""
     tokenizer = byte_level()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]

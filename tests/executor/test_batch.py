@@ -1,4 +1,4 @@
-"""Where the rows of a step lie in its packed vector."""
+"""The layout of a step's packed vector."""
 
 import numpy as np
 

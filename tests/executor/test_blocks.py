@@ -1,4 +1,4 @@
-"""What the executables of split blocks do."""
+"""Collectives and native kernels in the executables of split blocks."""
 
 import re
 
@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
 
 
 def lowered(block: str, precision: str, *, dtype: str = "bfloat16") -> jax.stages.Lowered:
-    """A block split over two devices, for four sequences that decode."""
+    """Return the program of a block split over two devices, for four decoding sequences."""
     model = padded_config(config_from_hf(llama(dtype=dtype, head_dim=64, **SIZES)), tp=2)
     placement = Placement(tuple(jax.devices()[:2]))
     _, variables = abstract_block(model, block, precision)

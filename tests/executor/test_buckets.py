@@ -1,4 +1,4 @@
-"""Which step shapes exist, and which one a step gets."""
+"""The step shapes that exist, and the shape that a step gets."""
 
 from dataclasses import replace
 

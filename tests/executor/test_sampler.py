@@ -1,4 +1,4 @@
-"""What a row gets does not depend on what the rows beside it ask for, although much is computed only if one asks."""
+"""Sampling of a row does not depend on what other rows ask for, although much is computed only if one row asks."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ ASKS: dict[str, dict[str, float]] = {
 
 
 def packed(names: list[str]) -> np.ndarray:
-    """Rows that ask for this, i32[11, R], each in the slot of its number in ASKS."""
+    """Return rows with these requests (i32[11, R]), each in the slot of its position in ASKS."""
     rows = []
     for name in names:
         asks, slot = ASKS[name], list(ASKS).index(name)

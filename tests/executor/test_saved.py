@@ -1,4 +1,4 @@
-"""Programs that an earlier start has compiled: loaded without tracing, and traced where they cannot be loaded."""
+"""Programs compiled by an earlier start are loaded without tracing, and traced where they cannot be loaded."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ class Traced:
 
 
 def start(folder: Path, traced: Traced) -> tuple[Any, jax.Array]:
-    """The results of a program that is compiled or loaded ahead, as one of a start."""
+    """Return the results of a program that one start compiles or loads."""
     saved = SavedPrograms(folder / FOLDER / "model.json")
     compiler, arguments = Compiler(saved), traced.arguments()
     outlines = compiler.compile(traced.program, 0, *arguments)

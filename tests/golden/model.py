@@ -1,4 +1,4 @@
-"""A checkpoint run without an engine, and what Transformers computed for it."""
+"""A checkpoint run without an engine, and the results of Transformers for it."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Golden:
-    """One case: how its checkpoint is made, and Transformers' results in float32."""
+    """A case: how its checkpoint is made, and Transformers' results in float32."""
 
     name: str
     seed: int
@@ -69,5 +69,5 @@ class Model:
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference over the largest expected value."""
+    """Return the largest difference divided by the largest expected value."""
     return float(np.abs(got - expected).max() / np.abs(expected).max())

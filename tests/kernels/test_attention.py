@@ -112,7 +112,7 @@ def test_dispatched_attention_equals_dense_attention(dtype):
     ("attention", "rounding"), [(reference.paged_attention, 0), (xla_cpu.paged_attention, 0), (paged_attention, 1e-5)]
 )
 def test_attention_over_pool_segments_equals_dense_attention(attention, rounding, kv_dtype):
-    """What is dispatched runs natively if the pool is one array, and else not."""
+    """The dispatcher runs natively only if the pool is one array."""
     whole = make_problem(Shape(kv_dtype=kv_dtype), 0)
     cut = in_segments(whole, 0.2, 0.5, 0.6)
     outputs = [attention(problem.q, problem.pool, problem.meta, scale=SCALE) for problem in (cut, whole)]
@@ -223,7 +223,7 @@ def test_native_decode_attention_is_the_exact_answer_rounded(native_kernels, sha
 
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_native_int8_attention_is_off_only_by_its_own_rounding(native_kernels, lanes):
-    """Queries and weights of all magnitudes: what comes out is off by its own rounding and hardly more."""
+    """Queries and weights have all magnitudes."""
     shape = Shape(kv_dtype="int8", dtype="bfloat16", D=128, S=16, W=24)
     problem = make_problem(shape, 0)
     rng = np.random.default_rng(1)
@@ -275,7 +275,7 @@ def test_attention_split_by_kv_head_over_devices_equals_the_whole():
 
 
 def test_written_keys_and_values_are_attended_to():
-    """Prefill in two tiles, then decode, each writing its own keys: the same as dense attention over all of it."""
+    """Prefill in two tiles and then a decode write their own keys, and equal dense attention over all of them."""
     tokens, K, G, D, S = 12, 2, 2, 32, 4
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(tokens + 1, K, G, D)), jnp.float32)
@@ -297,7 +297,7 @@ def test_written_keys_and_values_are_attended_to():
 
 
 def test_attention_memory_does_not_follow_the_page_tables_width():
-    """No buffer of the XLA path grows with W, but for the page table itself."""
+    """No buffer of the XLA path grows with W, except the page table itself."""
 
     def temporary_bytes(width):
         shape = replace(Shape(N=0), W=width)
@@ -311,7 +311,7 @@ def test_attention_memory_does_not_follow_the_page_tables_width():
 
 @pytest.fixture
 def nowhere(tmp_path, monkeypatch):
-    """No native library in the package, and an empty cache."""
+    """An empty cache folder, with no native library in the package."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native.library, "HERE", tmp_path)
     caches = (native.targets, native_library_path())

@@ -1,4 +1,4 @@
-"""Pools that take memory as their pages are written. Memory is counted per page of the system, not as the process's."""
+"""Pools that take memory as their pages are written. Memory is counted by pages of the system, not by process."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ write = jax.jit(lambda pool, pages, value: pool.at[pages].set(value, mode="drop"
 
 @pytest.fixture
 def elastic_cpu(native_kernels) -> None:
-    """Skips where the platform has no such thing."""
+    """Skip the test where pools on CPU do not take memory page by page."""
     if not elastic.is_elastic("cpu"):
         pytest.skip("needs the native library and Linux, where pools take memory page by page")
 
@@ -47,7 +47,10 @@ def test_pool_in_reused_memory_is_zero(elastic_cpu, size: int) -> None:
 
 def test_pool_memory_grows_with_writes_and_shrinks_with_releases(elastic_cpu) -> None:
     def committed(pages: int, ranges: int) -> bool:
-        """Whether it is the memory of so many pages, in so many ranges whose ends may take a granule each."""
+        """Return whether the pool takes the memory of `pages` pages.
+
+        The ends of each of `ranges` ranges may take a granule more.
+        """
         return 0 <= committed_bytes((pool,)) - pages * PAGE_BYTES <= 2 * ranges * GRANULE
 
     pool = reserve((50_000, *PAGE), DTYPE)

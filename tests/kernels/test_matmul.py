@@ -1,4 +1,4 @@
-"""Products with weights, against numpy."""
+"""Products with weights, compared with numpy."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""How the native library comes to be: at installation, without jaxserve or JAX."""
+"""The native library's build during an installation, without jaxserve or JAX."""
 
 import importlib.util
 import subprocess
@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((Path(build.__file__).parents[3] / "pyproject.toml").rea
 
 @pytest.fixture
 def no_library(tmp_path, monkeypatch):
-    """A folder without a library, and a compiler that is not there."""
+    """A folder without a library, and a compiler that does not exist."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     return tmp_path
 
@@ -68,7 +68,7 @@ def test_native_library_of_the_oldest_jaxlib_is_used_by_newer_ones(no_library, m
 
 @pytest.fixture
 def quick_compiler(tmp_path, monkeypatch):
-    """A compiler that writes empty files, and a package folder in which there is no library."""
+    """A compiler that writes empty files, and a package folder without a library."""
     script = tmp_path / "c++"
     script.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
     script.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The native kernel that draws tokens beside XLA's sampler, in every instruction set that this machine has."""
+"""The native kernel that draws tokens, compared with XLA's sampler in every instruction set of this machine."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ DRAW_ADJUSTED = jax.jit(native.draw_adjusted, static_argnames="max_lanes")
 
 
 def packed(vocab: int, rows: int = ROWS, **fields: np.ndarray | list | float) -> np.ndarray:
-    """Parameters i32[11, R] of rows in the first slots."""
+    """Return parameters (i32[11, R]) of rows in the first slots."""
     parameters = np.stack([sampler.idle_row(SLOTS, vocab)] * rows, axis=1)
     parameters[sampler.SLOT] = np.arange(rows)
     floats = parameters[sampler.FLOATS].view(np.float32)
@@ -119,7 +119,7 @@ def test_native_draw_of_the_spare_slot_changes_nothing(lanes: int) -> None:
 @every_width
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_draws_report_rows_of_non_finite_logits(temperature: float, lanes: int) -> None:
-    """Both samplers say so of a row, and leave a token in `newest` that the next step can read."""
+    """Both samplers mark the row, and leave a token in `newest` that the next step can read."""
     vocab, slots = 300, 9
     logits = np.random.default_rng(0).normal(size=(slots, vocab)).astype(np.float32)
     logits[0] = -np.inf

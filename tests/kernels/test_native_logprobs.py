@@ -1,4 +1,4 @@
-"""The native kernel for log-probabilities beside XLA's, in every instruction set that this machine has."""
+"""The native kernel for log-probabilities, compared with XLA's in every instruction set of this machine."""
 
 import jax
 import jax.numpy as jnp

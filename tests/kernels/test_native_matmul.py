@@ -1,4 +1,4 @@
-"""The native products against numpy, in every variant that this machine can run, and who uses which."""
+"""The native products compared with numpy, in every variant that this machine can run, and their callers."""
 
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ def operands(rows: int, out: int, inner: int, bits: int = 16, **kwargs) -> tuple
 
 
 def product(x: jax.Array, w: jax.Array | QArray, variant: str) -> np.ndarray:
-    """In float64, of the operands as the variant takes them: the matrix unit multiplies bfloat16."""
+    """Return the product in float64 of the operands as the variant takes them: the matrix unit multiplies bfloat16."""
     if isinstance(w, QArray):
         if variant in native.ROUND_X and x.dtype == jnp.bfloat16:
             x = IN_INTEGERS(x, w)

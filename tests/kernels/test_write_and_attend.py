@@ -1,4 +1,4 @@
-"""Rotation, writing and attention in one call, and one after the other."""
+"""Rotation, writing and attention in one call, compared with separate calls."""
 
 from functools import partial
 
@@ -40,7 +40,7 @@ TOLERANCE = {"float32": 3e-5, "bfloat16": 2e-2}
 
 
 def slots_of(meta: AttentionMeta, page_size: int, tokens: int) -> np.ndarray:
-    """Where a step's tokens belong in the pool; padding in the null page."""
+    """Return the pool's slots for a step's tokens, with padding in the null page."""
     slots = []
     for pages, length in zip(meta.decode_pages, meta.decode_lengths, strict=True):
         slots.append(pages[(length - 1) // page_size] * page_size + (length - 1) % page_size if length else 0)
@@ -61,7 +61,7 @@ def projected(shape: Shape, tokens: int, normed: bool) -> Rotated:
 
 
 def rows_at(pool: Pool, slots: np.ndarray, shape: Shape) -> Array:
-    """Keys and values f32 [T, K, 2, D] at slots."""
+    """Return keys and values (f32[T, K, 2, D]) at slots."""
     (segment,) = pool
     rows = segment[slots // shape.S, :, :, slots % shape.S]
     return from_storage(rows, shape.D, shape.dtype, jnp.float32)

@@ -1,4 +1,4 @@
-"""PagePool against a model of it: random histories never leak, double-hand-out or mislabel a page."""
+"""PagePool against a model of it: random histories never leak, hand out twice or mislabel a page."""
 
 import pytest
 from hypothesis import given, strategies as st

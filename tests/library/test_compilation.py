@@ -1,4 +1,4 @@
-"""Compilation: none while serving after warm-up, and the fused tier takes over without a trace in the answers."""
+"""Compilation: none while serving after warm-up, and the fused tier takes over without changing answers."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints in float16, as most published AWQ and GPTQ ones are: what they are computed in, and how near that is."""
+"""Checkpoints in float16, as most published AWQ and GPTQ ones are: the dtype they are computed in, and the error."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ SCORED = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One model in float16 as AWQ and GPTQ write it, and without quantisation."""
+    """Folders of one model in float16 as AWQ and GPTQ write it, and without quantisation."""
     config, made = config_from_hf(FLOAT16), {}
     shapes = {name: shape for block in config.block_ids for name, shape in tensor_shapes(config, block).items()}
     for layout in ("awq", "gptq"):
@@ -47,7 +47,7 @@ def in_float16(file: Path) -> None:
 
 
 def scores(folder: Path, **options) -> np.ndarray:
-    """Log-probabilities of the prompt's tokens by the engine."""
+    """Return log-probabilities of the prompt's tokens by the engine."""
     with LLM(folder, **OPTIONS, **options) as llm:
         (output,) = llm.generate([PROMPT], SCORED, use_tqdm=False)
     return np.array([e[t].logprob for t, e in zip(PROMPT[1:], output.prompt_logprobs[1:], strict=True)])

@@ -1,4 +1,4 @@
-"""LLM against the model's definition: the paged, batched, chunked engine says what a plain forward pass says."""
+"""LLM against the model's definition: the paged, batched, chunked engine gives what a plain forward pass gives."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Interrupts and threads: an exception at any instruction of a call, or other threads' calls, harm no LLM."""
+"""Interrupts and threads: exceptions at any instruction of a call, and calls of other threads, harm no LLM."""
 
 import asyncio
 import gc
@@ -38,7 +38,10 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) 
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt in the main thread, up to `most` times in a row, while a function runs."""
+    """A handler that raises KeyboardInterrupt in the main thread while a function runs.
+
+    It does so up to `most` times in a row.
+    """
 
     def __init__(self) -> None:
         self.left = 0

@@ -1,4 +1,4 @@
-"""`kernel_backend`: what may run the operations of a model, chosen from outside."""
+"""The option `kernel_backend`, which chooses what runs a model's operations."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ without_native = pytest.mark.skipif(not native.targets(), reason="needs the nati
 
 
 def layer_program(model: Path, **options: object) -> str:
-    """A layer's program for the smallest step, before XLA has seen it."""
+    """Return a layer's program for the smallest step, before XLA has compiled it."""
     built = build(EngineConfig(model=model, **OPTIONS, **options))
     try:
         executor = built.instances[0].executor

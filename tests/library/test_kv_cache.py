@@ -1,4 +1,4 @@
-"""A KV cache in int8: the same engine, twice the pages, answers next to those of full precision."""
+"""A KV cache in int8: more pages, and answers close to those of full precision."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ def in_int8(tiny_model: Path) -> Reference:
 
 
 def check(outputs: list[RequestOutput], reference: Reference, tolerance: float) -> float:
-    """Every token is the likeliest but for ties, and as likely as the reference says; the largest difference."""
+    """Check that every token is the likeliest but for ties, and return the largest difference to the reference."""
     worst = 0.0
     for output in outputs:
         (answer,), p = output.outputs, list(output.prompt_token_ids)

@@ -1,4 +1,4 @@
-"""Growing and shrinking the KV pools between two steps, while requests run."""
+"""KV pools that grow and shrink between two steps while requests run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,8 +60,10 @@ class Resized:
         self.held.clear()
 
     def run(self, *, resizing: bool = False) -> list[tuple[int, ...]]:
-        """Runs requests to their ends; returns their tokens. With `resizing` the pools grow before one step, which then
-        takes its pages from the tail, and shrink before the next, as far as nobody has to wait for pages.
+        """Run requests to their ends and return their tokens.
+
+        With `resizing` the pools grow before one step, which then takes its pages from the tail, and shrink before the
+        next. They shrink only as far as nobody has to wait for pages.
         """
         tokens = {self.engine.add(prompt, PARAMS): () for prompt in prompts(12)}
         while not self.engine.idle:

@@ -12,7 +12,7 @@ from tests.support.internals import executor_of
 
 
 def resident() -> int:
-    """Bytes of all arrays that JAX holds."""
+    """Return the bytes of all arrays that JAX holds."""
     gc.collect()
     return sum(array.nbytes for array in jax.live_arrays())
 

@@ -1,4 +1,4 @@
-"""The memory budget: what follows from it, and what it refuses."""
+"""The memory budget: the sizes that follow from it, and the configurations that it refuses."""
 
 import json
 import re

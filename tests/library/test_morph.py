@@ -1,4 +1,4 @@
-"""The whole of it: a burst arrives, layers lose precision and pages come, everybody is answered, all goes back."""
+"""A burst from end to end: layers lose precision, pages are added, all requests are answered, and all goes back."""
 
 import asyncio
 from dataclasses import replace
@@ -40,7 +40,7 @@ async def answer(engine: AsyncEngine, seed: int) -> tuple[int, ...]:
 
 
 def shows_its_ledger(engine: AsyncEngine) -> bool:
-    """Whether the newest sample of the history adds up to what the ledger has now."""
+    """Return whether the newest sample of the history adds up to what the ledger has now."""
     assert engine.control is not None
     sample, status = engine.control.history()[-1], engine.control.status()
     parts = ("weight_bytes", "kv_used_bytes", "kv_free_bytes", "kv_rounding_bytes", "other_bytes")

@@ -1,4 +1,4 @@
-"""A request for which the model computes NaN or infinity ends with an error; those beside it and after it do not."""
+"""A request for which the model computes NaN or infinity ends with an error, and no other request is affected."""
 
 import asyncio
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def spoil(engine, value: float) -> None:
-    """Gives the token BAD an embedding of this value."""
+    """Give the token BAD an embedding of this value."""
     for steps in engine:
         row = steps.executor.blocks[0]
         (weight,) = row.leaves

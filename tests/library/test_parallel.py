@@ -1,4 +1,4 @@
-"""Static parallelism: any tp, pp and dp on eight devices says what one device says."""
+"""Static parallelism: any tp, pp and dp on eight devices gives the results of one device."""
 
 import json
 import os
@@ -129,8 +129,9 @@ print("scored")
 
 
 def test_prompt_scoring_on_one_thread_per_device_does_not_deadlock() -> None:
-    """In a process of its own, since XLA ends it where programs wait for each other: with more devices, as here, there
-    would be threads to spare.
+    """The test needs its own process, which XLA ends if programs wait for each other.
+
+    More devices than the engine uses, as in the other tests, would give spare threads.
     """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-c", SCORES]

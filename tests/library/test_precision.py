@@ -1,4 +1,4 @@
-"""Weights in fewer bits: any mixture runs end to end, says what its weights say, and takes the bytes it is said to."""
+"""Weights in fewer bits: any assignment of precisions runs, gives what its weights give, and takes the stated bytes."""
 
 import json
 from pathlib import Path
@@ -30,13 +30,13 @@ MIXTURES = [
 
 
 def precisions(model: Path, options: dict) -> tuple[dict[int, str], str]:
-    """Of the layers and of the head."""
+    """Return the precisions of the layers and of the head."""
     (instance,) = resolve(EngineConfig(model=model, **(OPTIONS | options))).plan.instances
     return dict(enumerate(instance.layer_precisions)), instance.blocks[-1].precision
 
 
 def check(llm: LLM, reference: Reference, vocab: int, tolerance: float) -> None:
-    """The engine's tokens are the likeliest, with their log-probabilities, of the same QArrays without an engine."""
+    """Check that the engine's tokens and log-probabilities are those of the same QArrays without an engine."""
     prompts = [np.random.default_rng(i).integers(3, vocab, 5 + 60 * i).tolist() for i in range(2)]
     for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
         (answer,) = output.outputs
@@ -119,7 +119,7 @@ def test_precision_changes_exactly_the_matrices_bytes() -> None:
 
 
 def test_quantised_loading_holds_one_layers_temporaries() -> None:
-    """Beside the arrays that stay, no more than one layer's temporaries; counts what numpy allocates."""
+    """The test counts what numpy allocates besides the arrays that stay."""
     import tracemalloc
 
     from jaxserve.checkpoint import open_checkpoint
@@ -144,7 +144,7 @@ def text() -> list[int]:
 
 @pytest.fixture(scope="module")
 def full(text: list[int]) -> np.ndarray:
-    """Log-probabilities in full precision."""
+    """Log-probabilities of the bundled model in full precision."""
     return Reference(bundled_model_path(), load_format="auto").logprobs(text)
 
 

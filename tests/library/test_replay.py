@@ -1,4 +1,4 @@
-"""What a real engine did under a burst, its layers changing and coming back, is what the simulator does too."""
+"""The simulator repeats what a real engine did under a burst, with its swaps and restores."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ async def answer(engine: AsyncEngine, seed: int) -> None:
 
 
 def recorded(model: Path, folder: Path) -> Recording:
-    """A calm time, a burst, and the time until all is as before."""
+    """Record a calm time, a burst, and the time until the first plan is restored."""
     policy, log = folder / "quick.yaml", folder / "steps.jsonl"
     policy.write_text(yaml.safe_dump({"policy": "morph-performance", "settings": QUICK}))
 

@@ -1,4 +1,4 @@
-"""Layers that others quantised, or that were prepared, are served as they are stored."""
+"""Imported and prepared layers are served as they are stored."""
 
 import shutil
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1
 
 
 def check(llm: LLM, model: Path, precisions: Mapping[str, str]) -> None:
-    """The answer is that of the blocks as the source has them, x as it is."""
+    """Check that the answer is that of the source's blocks, with activations that are not rounded."""
     rows = executor_of(llm).blocks
     assert [row.precision for row in rows[1:-1]] == list(precisions.values())
     checkpoint = open_checkpoint(model)
@@ -67,7 +67,7 @@ def test_imported_checkpoint_runs_in_its_own_precision(
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with variants beside it, in groups and with zeros that rounding would not have."""
+    """The bundled model with prepared variants, whose groups and zeros differ from those of rounding."""
     model = tmp_path_factory.mktemp("prepared") / "model"
     shutil.copytree(bundled_model_path(), model)
     run(model, Settings(("int4",), "rtn", group=64, symmetric=False))
@@ -111,7 +111,7 @@ def test_variants_of_another_model_are_refused(prepared: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("precision", ["int4", "int3"])
 def test_prepared_layers_are_split_over_devices(prepared: Path, precision: str) -> None:
-    """int3 needs padding here, so that the layers are rounded anew."""
+    """int3 needs padding here, so its layers are rounded anew."""
     built = build(EngineConfig(model=prepared, tp=2, precision=precision, **OPTIONS))
     rows, physical = built.instances[0].executor.blocks, built.resolved.physical
     qkv = built.resolved.checkpoint.variant("layers.0", precision, physical)["attention.qkv"]

@@ -1,4 +1,4 @@
-"""Exchanging a layer's row for one of another precision, between two steps, while requests run."""
+"""Layers that change their precision between two steps while requests run."""
 
 import shutil
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ class Swapped:
         return list(tokens.values())
 
     def logprob(self, p: tuple[int, ...]) -> float:
-        """Of the likeliest token after a prompt."""
+        """Return the log-probability of the likeliest token after a prompt."""
         self.engine.add(TokensPrompt(p), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=1))
         pieces = []
         while not self.engine.idle:
@@ -145,7 +145,7 @@ def test_answers_after_a_swap_back_equal_those_without_a_swap(swapped: Swapped) 
 
 @pytest.fixture(scope="module")
 def prepared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with an int8 that AWQ made and channels of the values that differ much, for which it has large scales."""
+    """A model with AWQ variants in int8 and large scales for some channels of the values."""
     folder = tmp_path_factory.mktemp("prepared")
     shutil.copy(tiny_model / "config.json", folder)
     dummy, rng = open_checkpoint(tiny_model, "dummy"), np.random.default_rng(0)
@@ -169,7 +169,7 @@ def test_calibrated_layer_reads_kv_cached_in_full_precision(prepared: Path) -> N
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
 
     def run(*, swap: bool) -> list[tuple[int, float]]:
-        """Tokens and their logprobs of a request, during which all layers may be swapped."""
+        """Return tokens and log-probabilities of a request, during which all layers may be swapped."""
         swapped.engine.add(TokensPrompt(prompt(8, 100)), params)
         found: list[tuple[int, float]] = []
         while not swapped.engine.idle:
@@ -274,7 +274,7 @@ def test_warm_up_fuses_the_plans_that_the_policy_foresees(tiny_model: Path, spli
     }
 
     def ready() -> set:
-        """Stages and shapes for which there is an executable of the mixture as it is."""
+        """Return stages and shapes with an executable for the present precisions."""
         stages = stages_of(swapped.executor)
         return {at for at in decodes if fused.find((*at, stages[at[0]].executables, 1)) is not None}
 

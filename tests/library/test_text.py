@@ -18,7 +18,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def text(llm: LLM) -> str:
-    """What the model says if nothing stops it."""
+    """The text of the model without stop strings."""
     return answer(llm).text
 
 

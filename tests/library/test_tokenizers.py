@@ -1,4 +1,4 @@
-"""Which tokenizer and which chat template an engine gets, and what is told of a model that lacks them."""
+"""The tokenizer and the chat template that an engine gets, and the messages for models without one."""
 
 import json
 from pathlib import Path

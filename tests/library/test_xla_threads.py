@@ -1,5 +1,6 @@
-"""XLA gets one thread, and compiles in little time, where native kernels do all products on a small machine; anywhere
-else all is as it was.
+"""XLA gets one thread, and compiles quickly, where native kernels do all products on a small machine.
+
+Everywhere else its settings stay unchanged.
 """
 
 import os
@@ -21,7 +22,7 @@ EXPERTS = replace(DENSE, moe=MoEConfig(4, 2, 64, True, (True,) * DENSE.num_layer
 def asked(
     monkeypatch, config: EngineConfig, model, variants: tuple[str, ...], flags: str = "--xla_dump_to=there"
 ) -> tuple[str | None, str]:
-    """How many threads are asked for, and the flags, on a machine of two processors with these kernels."""
+    """Return the requested number of threads and the flags, on a machine of two processors with these kernels."""
     environment = {name: value for name, value in os.environ.items() if name != resolution.XLA_THREADS}
     environment["XLA_FLAGS"] = flags
     monkeypatch.setattr(os, "environ", environment)

@@ -1,4 +1,4 @@
-"""config.json files old and new, resolved."""
+"""Configurations from old and new config.json files."""
 
 import pytest
 

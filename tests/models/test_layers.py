@@ -1,4 +1,4 @@
-"""The modules: their parameters, and what the serving path relies on."""
+"""The modules of models: their parameters, and the properties that serving relies on."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ def test_every_parameter_axis_has_a_logical_name(name: str):
 
 
 def test_layers_of_a_kind_share_their_graph():
-    """So that the executor traces a kind once, and a swapped layer compiles nothing."""
+    """The executor then traces a kind once, and a swapped layer compiles nothing."""
     model = config_from_hf(qwen3_moe(num_hidden_layers=4, mlp_only_layers=[0, 2], use_sliding_window=True))
     graphs = [abstract(model, f"layers.{layer}")[0] for layer in range(4)]
     assert graphs[0] == graphs[2]

@@ -1,4 +1,4 @@
-"""Every family computes what Hugging Face Transformers computes: stored results, no torch needed."""
+"""Every family computes what Hugging Face Transformers computes. The results are stored, so torch is not needed."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_rope_frequencies_equal_those_of_transformers(name: str):
 
 
 def test_rope_variants_differ():
-    """The comparison above would be worth little between equal frequencies."""
+    """A comparison with stored frequencies proves little if the variants are equal."""
     base, _ = rope_frequencies(RopeConfig(theta=500000.0), 64)
     for name in set(ROPE) - {"default"}:
         rope = rope_config({"rope_parameters": {"rope_theta": 500000.0, **ROPE[name]}, "max_position_embeddings": 1})

@@ -47,7 +47,7 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 
 
 def problem_on_gpu(shape, seed=0):
-    """With the pool as it is stored on a GPU; what int8 stands for is there in the queries' dtype."""
+    """Return a problem whose pool is stored as on a GPU, and whose int8 values are expected in the queries' dtype."""
     problem = make_problem(shape, seed)
     (pool,) = problem.pool
     if shape.kv_dtype == "int8":
@@ -174,7 +174,7 @@ def test_gpu_write_and_attention_leave_the_pool_in_place(compile_for_h200, segme
 
 
 def from_one_vector(packed, q, pool, shape=(2, 9)):
-    """Attention whose meta are parts of a vector, as in a step, and begin anywhere in it."""
+    """Return attention whose metadata are parts of a vector, as in a step, and begin anywhere in it."""
     rows, width = shape
     pages, lengths = packed[3 : 3 + rows * width].reshape(shape), packed[3 + rows * width :][:rows]
     none = jnp.zeros(0, jnp.int32)
@@ -191,7 +191,7 @@ def test_gpu_attention_accepts_parts_of_a_packed_vector():
 
 
 def test_gpu_attention_realigns_parts_of_a_packed_vector(compile_for_h200):
-    """At multiples of 256 bytes: XLA hands a slice over where it lies."""
+    """Kernels read at multiples of 256 bytes, but XLA passes a slice where it lies."""
     q, pool, _ = arguments(2, 0, 8, 1, 4, 64, 16, 9)
     packed = jax.ShapeDtypeStruct((64,), jnp.int32)
     assert "dynamic-slice-fusion" not in compile_for_h200(from_one_vector, packed, q, pool).as_text()

@@ -1,4 +1,4 @@
-"""What programs share of the kernels that they contain."""
+"""Pallas kernels that several programs share."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +16,7 @@ from tests.support.internals import replace_lowered_kernels
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """Those that have been lowered: none yet."""
+    """The kernels lowered so far, none at the start of a test."""
     kernels = {}
     replace_lowered_kernels(monkeypatch, kernels)
     return kernels
@@ -60,7 +60,7 @@ def test_threads_needing_a_kernel_at_once_share_its_lowering(kernels):
 
 
 def test_kernel_under_shard_map_is_lowered_once(kernels):
-    """As in a layer that is split over devices (`jax.shard_map`): each launches the kernel on its own heads."""
+    """In a layer split over devices by `jax.shard_map`, each device launches the kernel on its own heads."""
     mesh = jax.sharding.AbstractMesh((2,), ("tp",), (jax.sharding.AxisType.Auto,))
     heads, whole = jax.P(None, "tp"), jax.P()
     split = jax.shard_map(

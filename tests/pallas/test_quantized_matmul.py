@@ -71,7 +71,7 @@ def test_gpu_product_equals_that_with_the_dequantised_weight(interpret, shape):
 
 
 def test_gpu_product_decodes_every_code(interpret):
-    """The identity through the kernel: exact for all 16 and all 256 codes."""
+    """The identity goes through the kernel and is exact for all 16 and all 256 codes."""
     for bits in (4, 8):
         codes = np.arange(64 * 128, dtype=np.int64).reshape(64, 128) % (1 << bits)
         w = quantize(codes - (1 << (bits - 1)), bits, group=0)

@@ -1,4 +1,4 @@
-"""Whether GPU kernels can be compiled on this machine."""
+"""What compiling GPU kernels needs on this machine."""
 
 import importlib.util
 

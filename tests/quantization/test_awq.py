@@ -1,4 +1,4 @@
-"""AWQ: scaling leaves the function as it was, and what is searched changes outputs less than rounding alone."""
+"""AWQ: scaling keeps the function, and the searched scales change outputs less than rounding alone."""
 
 from dataclasses import replace
 from functools import partial
@@ -63,7 +63,7 @@ def random_leaves(config: ModelConfig) -> dict[str, np.ndarray]:
 
 @partial(jax.jit, static_argnums=0)
 def run_and_write(config: ModelConfig, leaves: dict[str, jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
-    """The layer's output, and the keys and values that it writes into its cache."""
+    """Return the layer's output, and the keys and values that it writes into its cache."""
     positions = jnp.arange(len(x))
     dense, written = dense_causal_attend(positions, scale=config.head_dim**-0.5), []
 
@@ -103,7 +103,7 @@ def test_awq_scaling_keeps_the_outputs_and_the_kv_cache(kind, dtype):
 
 
 def uneven_inputs(size: int) -> Inputs:
-    """A few inputs are far larger than the others."""
+    """Return inputs of which a few are far larger than the others."""
     rng = np.random.default_rng(5)
     rows = rng.normal(size=(200, size)).astype(np.float32) * np.exp(rng.normal(0, 1.5, size)).astype(np.float32)
     return Inputs(jnp.asarray(rows), jnp.abs(rows).mean(axis=0), None)
@@ -149,7 +149,7 @@ def test_calibration_observes_the_inputs_of_every_weight(tiny_model):
 
 
 def outputs(checkpoint: Checkpoint, layers: dict[int, dict], tokens: np.ndarray) -> np.ndarray:
-    """Hidden states after the last layer."""
+    """Return the hidden states after the last layer."""
     x = restore_block(checkpoint.config, "embed", checkpoint.block("embed"))(jnp.asarray(tokens))
     for index in range(checkpoint.config.num_layers):
         full = checkpoint.block(f"layers.{index}")

@@ -1,4 +1,4 @@
-"""GPTQ: each step is the one that changes the outputs least, and the whole changes them less than rounding."""
+"""GPTQ: each step changes the outputs least, and the whole changes them less than rounding."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from jaxserve.quantization.rounding import quantize
 
 
 def correlated_rows(size: int) -> np.ndarray:
-    """Inputs that depend on each other, as hidden states do."""
+    """Return inputs that depend on each other, as hidden states do."""
     rng = np.random.default_rng(4)
     return (
         rng.normal(size=(400, size // 4)) @ rng.normal(size=(size // 4, size)) + rng.normal(size=(400, size))
@@ -17,7 +17,7 @@ def correlated_rows(size: int) -> np.ndarray:
 
 
 def reference(w: np.ndarray, gram: np.ndarray, scales: np.ndarray, zeros: np.ndarray, bits: int) -> np.ndarray:
-    """Signed codes by the definition: after each input the others solve least squares anew (OBQ, in order)."""
+    """Return signed codes by the definition: after each input the others solve least squares anew (OBQ, in order)."""
     w, chosen = w.astype(np.float64).copy(), np.empty(w.shape)
     h = gram.astype(np.float64) + 0.01 * gram.diagonal().mean() * np.eye(len(gram))
     low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1

@@ -1,4 +1,4 @@
-"""Checkpoints that others quantised: every layout stands for the weights that were packed into it."""
+"""Checkpoints quantised by other projects: every layout decodes to the weights that were packed."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def dense(q: QArray) -> np.ndarray:
 
 
 def expected_layer(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The matrices of layer 1 as its modules have them: 2 kv heads, 2 query heads for each, of 16."""
+    """Return the matrices of layer 1 as its modules have them: 2 kv heads, each with 2 query heads, of 16 numbers."""
     q, k, v = (values[f"{LAYER}self_attn.{x}_proj.weight"] for x in "qkv")
     heads = [
         np.concatenate([q[32 * j : 32 * j + 32], k[16 * j : 16 * j + 16], v[16 * j : 16 * j + 16]]) for j in (0, 1)
@@ -100,7 +100,7 @@ def test_imported_layer_padded_for_tp_keeps_its_codes_or_is_refused(tmp_path):
 
 
 def edit(folder: Path, **changes) -> None:
-    """Changes config.json's quantization_config."""
+    """Change quantization_config in config.json."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= changes
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""The format of quantised weights: what is packed comes out again, and the equation holds."""
+"""The format of quantised weights: packed codes are unpacked unchanged, and the equation holds."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`jaxserve quantize` with calibration text: what it writes, what it shows, and what it holds in memory meanwhile."""
+"""`jaxserve quantize` with calibration text: what it writes, prints and holds in memory."""
 
 import gc
 import json
@@ -53,7 +53,7 @@ def calib(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantize(model: Path, calib: Path, out: Path, *options: str) -> str:
-    """Runs the command; what it printed."""
+    """Run the command and return what it printed."""
     command = ["quantize", str(model), "--precisions", "int4", "--method", "awq", "--calib", str(calib), *PIECES]
     done = CliRunner().invoke(app, [*command, "--out", str(out), *options])
     assert done.exit_code == 0, done.output
@@ -95,7 +95,7 @@ def test_quantize_command_writes_the_layers_that_awq_makes(
 def test_quantize_command_holds_one_layer_in_memory_and_shows_progress(
     model: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a layer is written, no array of the layers before it is left, on the host or on the device."""
+    """When a layer is written, no array of the layers before it is left on the host or on the device."""
     block, add = Checkpoint.block, VariantWriter.add
     arrays: dict[int, list[weakref.ref]] = {}  # by layer: those of full precision, and those of the variant
     device: list[int] = []  # bytes of all arrays of JAX while a layer is written

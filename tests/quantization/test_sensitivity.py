@@ -1,4 +1,4 @@
-"""The measures of sensitivity and the greedy order, against cosines known by hand and brute force."""
+"""The measures of sensitivity and the greedy order, compared with values computed by hand and brute force."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ def chain(checkpoint):
 
 
 def mixture_logits(checkpoint, precision: str, swapped: set[int]) -> np.ndarray:
-    """[N, S, V] of the modules themselves, with QArrays in the swapped layers."""
+    """Return the logits [N, S, V] of the modules themselves, with QArrays in the swapped layers."""
     config = checkpoint.config
     blocks = {}
     for block_id in config.block_ids:
@@ -124,7 +124,7 @@ def test_chain_reads_weights_again_that_it_does_not_keep(checkpoint, chain):
 
 
 def brute_force(local, table, weight):
-    """Every candidate measured at every choice."""
+    """Return the order found by measuring every candidate at every choice."""
     order = []
     while len(order) < len(local):
         left = [p for p in range(len(local)) if p not in order]

@@ -1,4 +1,4 @@
-"""The profile as a file, and the command that makes it."""
+"""The sensitivity profile as a file, and the command that makes it."""
 
 import json
 import shutil
@@ -158,7 +158,7 @@ SMALL = ("--calib-tokens", "64", "--held-out-tokens", "64", "--length", "32", "-
 
 
 def run(*args) -> str:
-    """What the command prints, joined to one line."""
+    """Return what the command prints, joined to one line."""
     done = CliRunner().invoke(app, ["profile", *map(str, args)])
     return f"{done.exit_code}: " + " ".join(done.output.split())
 

@@ -1,4 +1,4 @@
-"""The variant store: what is written comes back layer by layer, and nothing else is taken for it."""
+"""The variant store: layers come back as they were written, and nothing else is accepted in their place."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def assert_equal_leaves(found, expected):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model, rounded to the nearest by the command."""
+    """A store of the bundled model, rounded to the nearest by the command."""
     out = tmp_path_factory.mktemp("store") / "variants"
     command = ["quantize", str(MODEL), "--precisions", "int4,int3", "--method", "rtn", "--out", str(out)]
     done = CliRunner().invoke(app, command)
@@ -120,7 +120,7 @@ def test_interrupted_write_leaves_the_old_variant_store(store, tmp_path):
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
-    """The bundled model with variants beside it that rounding to the nearest alone would not give."""
+    """The bundled model with prepared variants that rounding to the nearest alone would not give."""
     model = tmp_path / "model"
     shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("variants"))
     run(model, Settings(("int4",), "rtn", 64))

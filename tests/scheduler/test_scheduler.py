@@ -1,5 +1,7 @@
-"""The scheduler under random load, with an executor that only checks: every token is computed once, in order, in pages
-that nobody else writes, and everything comes back."""
+"""The scheduler under random load, with an executor that only checks.
+
+Every token is computed once, in order, in pages that no other sequence writes, and every page is released.
+"""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -17,7 +19,7 @@ PAGE, TILE = 4, 8
 
 
 class CheckedScheduler:
-    """A scheduler with the part of the engine that gives tokens back, one step late."""
+    """A scheduler with the part of the engine that returns tokens, one step late."""
 
     def __init__(
         self, *, pages: int = 40, seqs: int = 4, tiles: int = 3, caching: bool = True, least: int = 2, most: int = 100
@@ -62,7 +64,7 @@ class CheckedScheduler:
             assert self.steps < limit, "the scheduler makes no progress"
 
     def resize(self, change: int) -> None:
-        """Grows by so many pages, or shrinks, as far as that is possible."""
+        """Grow by `change` pages, or shrink as far as possible."""
         pages = self.pages
         if change >= 0:
             self.scheduler.grow(min(change, pages.most - pages.num_pages))
@@ -97,7 +99,7 @@ class CheckedScheduler:
 
     @staticmethod
     def token(sequence: Sequence, position: int) -> int:
-        """Token of a position; generated ones are told apart by request and answer."""
+        """Return the token of a position, in which generated tokens differ by request and answer."""
         if position < sequence.num_prompt:
             return sequence.tokens[position]
         return 1000 + int(sequence.request.id) * 100_000 + sequence.index * 10_000 + position

@@ -1,7 +1,7 @@
-"""Canaries in KV pages: what a step has written stays what it was for as long as somebody holds it, wherever it is.
+"""Canaries in KV pages: what a step has written stays unchanged as long as somebody holds it, wherever it moves.
 
-A checksum of every token's keys and values in all layers is taken before each step and around each move of pages. It is
-taken on the device, behind the steps that are dispatched, and looked at one step later: nothing waits for it.
+The device takes a checksum of every token's keys and values in all layers before each step and around each move of
+pages. The checksums are taken after the dispatched steps and compared one step later, so that nothing waits for them.
 """
 
 from collections import Counter
@@ -28,19 +28,19 @@ WIDTHS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 @jax.jit
 def checksums(segment: Array) -> Array:
-    """u32[P, K, S]: of the bytes of each token in a pool's segment [P, K, 2, S, R], on the devices where they lie."""
+    """Return the checksums (u32[P, K, S]) of each token's bytes in a pool's segment [P, K, 2, S, R], on its devices."""
     words = lax.bitcast_convert_type(segment, WIDTHS[segment.dtype.itemsize]).astype(jnp.uint32)
     return (words * odd_numbers(jnp.uint32, 2, 1, segment.shape[-1])).sum((2, 4), dtype=jnp.uint32)
 
 
 def odd_numbers(dtype: Any, *shape: int) -> np.ndarray:
-    """Factors that tell the places of a sum apart, and with which no word of it can change alone unseen."""
+    """Return factors with which a checksum depends on the place of each word, and changes with any single word."""
     return np.random.default_rng(0).integers(2**31, size=shape).astype(dtype) * 2 + 1
 
 
 @dataclass
 class Sight:
-    """All pages at a moment between two steps."""
+    """The checksums of all pages at a moment between two steps."""
 
     sums: list[list[Array]]  # by layer and segment
     moved: Mapping[int, int]  # page -> the page that has taken over from it since the sight before
@@ -51,7 +51,7 @@ class Sight:
 
 @dataclass(eq=False)
 class Canary:
-    """Watches the pages of an instance until it is closed. `aside`: pages that the test itself holds."""
+    """A watch over an instance's pages until it is closed. `aside` are pages that the test itself holds."""
 
     steps: StepLoop
     aside: Sequence[int] = ()
@@ -76,19 +76,19 @@ class Canary:
         self._patch.setattr(self._pages, "register", self.register)
 
     def close(self) -> None:
-        """Looks for the last time."""
+        """Check all pages for the last time."""
         self.check()
         self._patch.undo()
 
     def check(self) -> None:
-        """Looks at all pages now."""
+        """Check all pages now."""
         self.account()
         self._look(list(self._held()))
         while self._sights:
             self._verify(self._sights.pop(0))
 
     def account(self) -> None:
-        """Every page is free, cached or held, and held by as many as its count says."""
+        """Check that every page is free, cached or held, with the right number of holders."""
         pages, sequences = self._pages, self._sequences()
         held = Counter(page for sequence in sequences for page in sequence.pages) + Counter(self.aside)
         everything = sorted([*unused_pages(pages), *cached_pages(pages), *held])
@@ -142,7 +142,7 @@ class Canary:
         return [sequence for state in requests_in(self._core).values() for sequence in state.sequences]
 
     def _held(self) -> Iterable[tuple[Any, int, int]]:
-        """What sequences and the prefix cache hold once the step at hand is done."""
+        """Yield what sequences and the prefix cache hold after the present step: name, page and number of tokens."""
         for sequence in self._sequences():
             running = sequence.status is Status.RUNNING  # others hold full pages of what a sibling has computed
             tokens = sequence.num_computed if running else len(sequence.pages) * self._size
@@ -152,7 +152,7 @@ class Canary:
             yield (digest, self._named[digest]), page, self._size
 
     def _slots(self, work: Work) -> Slots:
-        """Where a step writes."""
+        """Return the slots that a step writes."""
         pages, tokens = [], []
         computed = [(s, s.num_computed - 1, 1) for s in work.decodes]
         computed += [(chunk.sequence, chunk.start, chunk.length) for chunk in work.chunks]
@@ -172,7 +172,7 @@ class Canary:
         self._sums, self._written = now, sight.written
 
     def _verify_writes(self, sight: Sight, now: np.ndarray) -> None:
-        """Since the sight before nothing has changed but what the step wrote, or what moved."""
+        """Check that only written and moved slots have changed since the previous sight."""
         assert self._sums is not None
         kept = min(len(self._sums), len(now), sight.pages or len(now))
         expected = self._sums.copy()
@@ -183,7 +183,7 @@ class Canary:
         assert not changed.any(), f"pages {np.flatnonzero(changed.any(1))} are not what was written to or moved there"
 
     def _verify_held(self, sight: Sight, now: np.ndarray) -> None:
-        """Who held something holds the same."""
+        """Check that every holder's tokens are unchanged."""
         if not sight.held:
             return
         names, pages, tokens = zip(*sight.held, strict=True)
@@ -199,7 +199,7 @@ class Canary:
         self._known = dict(zip(names, current, strict=True))  # what nobody holds any more is forgotten
 
     def _combined(self, sums: list[list[Array]]) -> np.ndarray:
-        """u64[P, S] of all layers and heads; none is 0."""
+        """Return checksums of all layers and heads together (u64[P, S]), none of which is 0."""
         whole = np.stack([np.concatenate([np.asarray(segment) for segment in pool]) for pool in sums])
         layers, _, heads, _ = whole.shape
         factors = odd_numbers(np.uint64, layers, 1, heads, 1)

@@ -1,4 +1,4 @@
-"""Metrics say what happened, under the names that dashboards know."""
+"""Metrics report what happened, under the names that dashboards know."""
 
 import threading
 
@@ -48,7 +48,7 @@ NAMES = {  # vLLM's set, and ours
 
 
 def scrape(metrics: EngineMetrics) -> dict[tuple, float]:
-    """Samples by name without prefix, and labels without the model's name."""
+    """Return samples by name without prefix, and labels without the model's name."""
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:

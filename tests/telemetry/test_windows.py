@@ -11,7 +11,7 @@ from tests.support.internals import kept_snapshots
 
 
 def recent(*snapshots: Snapshot, window: float = 5.0) -> Recent:
-    """What the last of them knows of the past."""
+    """Return the recent past after the last of these snapshots."""
     smoother = Smoother(window)
     for snapshot in snapshots:
         seen = smoother.observe(snapshot).recent
