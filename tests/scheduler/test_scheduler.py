@@ -22,8 +22,18 @@ class CheckedScheduler:
     """A scheduler with the part of the engine that returns tokens, one step late."""
 
     def __init__(
-        self, *, pages: int = 40, seqs: int = 4, tiles: int = 3, caching: bool = True, least: int = 2, most: int = 100
+        self,
+        *,
+        pages: int = 40,
+        seqs: int = 4,
+        tiles: int = 3,
+        caching: bool = True,
+        least: int = 2,
+        most: int = 100,
+        overlap: bool = True,
     ):
+        """`overlap`: a step is scheduled before the tokens of the one before it are known."""
+        self.overlap = overlap
         self.pages = PagePool(pages, caching=caching, least=least, most=most)
         limits = SchedulerLimits(seqs, tiles, TILE, PAGE)
         self.scheduler = Scheduler(limits, self.pages, PageTable(seqs, 64))
@@ -38,6 +48,8 @@ class CheckedScheduler:
         self.pages.allocate = allocate_and_note  # type: ignore[method-assign]
         self.sequences: list[Sequence] = []
         self.steps = 0
+        self.ahead: Work | None = None  # the step whose tokens are not known yet
+        self.steady = 0  # what `steady_steps` said right after the last step was scheduled
 
     def add(
         self, prompt: list[int], max_tokens: int, *, n: int = 1, priority: int = 0, salt: str = ""
@@ -52,16 +64,40 @@ class CheckedScheduler:
         self.sequences += group
         return group
 
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and self.ahead is None
+
     def run(self, limit: int = 3000) -> None:
-        ahead: Work | None = None
-        while not self.scheduler.idle or ahead:
-            work = self.scheduler.schedule(self.steps, self.steps)
-            self.steps += 1
-            self.check(work)
-            if ahead:
-                self.give_tokens(ahead)
-            ahead = work if work else None
+        while not self.idle:
+            self.step()
             assert self.steps < limit, "the scheduler makes no progress"
+
+    def step(self) -> Work:
+        """Schedule a step, and give the tokens of the step before: afterwards with `overlap`, else first."""
+        if self.ahead and not self.overlap:
+            self.give_tokens(self.ahead)
+        work = self.scheduler.schedule(self.steps, self.steps)
+        all_decode = not work.chunks and len(work.decodes) == len(self.scheduler.running)
+        self.steady = self.scheduler.steady_steps() if all_decode else 0
+        self.steps += 1
+        self.check(work)
+        if self.ahead and self.overlap:
+            self.give_tokens(self.ahead)
+        self.ahead = work if work else None
+        return work
+
+    def repeat(self, count: int) -> None:
+        """Do with `Scheduler.repeat` what `count` calls of `step` do without `overlap`."""
+        computed = [(sequence, sequence.num_computed) for sequence in self.scheduler.running]
+        self.scheduler.repeat(count - 1)
+        for sequence, _ in computed:
+            sequence.tokens += [self.token(sequence, len(sequence.tokens) + n) for n in range(count)]
+            self.scheduler.register_full_pages(sequence)
+        self.scheduler.repeat(1)
+        self.steps += count
+        for sequence, start in computed:
+            self.write(sequence, start, count)
 
     def resize(self, change: int) -> None:
         """Grow by `change` pages, or shrink as far as possible."""
@@ -195,6 +231,51 @@ def test_pool_resizes_at_random_steps_change_no_answer(load, resizes, caching) -
     assert all(s.status is Status.FINISHED and len(s.tokens) == s.max_total for s in checked.sequences)
     assert checked.pages.used == 0
     assert sorted(checked.pages.allocate(checked.pages.available)) == list(range(1, checked.pages.num_pages))
+
+
+def state_of(checked: CheckedScheduler) -> list[tuple]:
+    """Return everything about the sequences that does not depend on which pages they hold."""
+    return [
+        (s.status, s.tokens, s.num_computed, s.num_inflight, len(s.pages), s.num_cached, s.preemptions)
+        for s in checked.sequences
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests, st.integers(24, 60), st.integers(1, 4), st.booleans())
+def test_repeat_equals_scheduling_as_many_steps(load, pages, seqs, caching) -> None:
+    stepped, repeated = (CheckedScheduler(pages=pages, seqs=seqs, caching=caching, overlap=False) for _ in range(2))
+    for checked in (stepped, repeated):
+        for length, max_tokens, n, priority, salt in load:
+            checked.add([ord(salt)] * length, max_tokens, n=n, priority=priority, salt=salt)
+    while not stepped.idle:
+        stepped.step(), repeated.step()
+        if count := repeated.steady:
+            running = list(stepped.scheduler.running)
+            for _ in range(count):
+                assert stepped.step().decodes == tuple(running), "only the sequences running before decode"
+            repeated.repeat(count)
+        assert state_of(repeated) == state_of(stepped)
+        assert repeated.pages.available == stepped.pages.available
+    assert repeated.idle
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests, st.integers(24, 60), st.integers(1, 4))
+def test_sequences_are_admitted_by_priority_then_arrival(load, pages, seqs) -> None:
+    checked = CheckedScheduler(pages=pages, seqs=seqs)
+    for length, max_tokens, n, priority, salt in load:
+        checked.add([ord(salt)] * length, max_tokens, n=n, priority=priority, salt=salt)
+
+    def place(sequence: Sequence) -> tuple[int, float, int]:
+        return sequence.request.priority, sequence.request.arrival, sequence.index
+
+    while not checked.idle:
+        before = set(checked.scheduler.running)
+        checked.step()
+        admitted = [place(s) for s in checked.scheduler.running if s not in before]
+        waiting = [place(s) for s in checked.sequences if s.status is Status.WAITING and s.parent is None]
+        assert not admitted or not waiting or max(admitted) < min(waiting)
 
 
 def test_answers_of_one_request_share_the_prompts_full_pages(checked: CheckedScheduler) -> None:
