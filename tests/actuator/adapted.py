@@ -49,7 +49,7 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(3, 499, length).tolist())
 
 
-def mixture(plan: Plan, precisions: Sequence[str]) -> Plan:
+def with_layer_precisions(plan: Plan, precisions: Sequence[str]) -> Plan:
     return plan.with_precisions(0, {f"layers.{layer}": precision for layer, precision in enumerate(precisions)})
 
 
@@ -117,13 +117,13 @@ class Adapted:
 
     def execute(self, work: Work):
         executor = self.steps.executor
-        precisions = {row.block: row.precision for row in executor.blocks}
+        precisions = {loaded.block: loaded.precision for loaded in executor.blocks}
         computed = [(s, s.num_computed - 1, 1) for s in work.decodes]
         computed += [(chunk.sequence, chunk.start, chunk.length) for chunk in work.chunks]
         for sequence, start, length in (entry for entry in computed if entry[0].index == 0):
             runs = self.runs.setdefault(sequence.request.id, [])
             if not runs or start != len(runs[-1].in_force):
-                # It starts behind pages of the prefix cache, which would not have been found under another mixture.
+                # It starts behind pages of the prefix cache, which would not have been found under other precisions.
                 runs.append(RequestRun(len(sequence.tokens), [precisions] * start))
             runs[-1].in_force.extend([precisions] * length)
         self._beside = [leaf for leaf in self._beside if not leaf.is_deleted()]
@@ -140,7 +140,7 @@ class Adapted:
 
         That includes what has been read, unless it becomes the block itself.
         """
-        (devices,) = (row.placement.devices for row in self.steps.executor.blocks if row.block == block)
+        (devices,) = (loaded.placement.devices for loaded in self.steps.executor.blocks if loaded.block == block)
         read = [] if (block, precision) in self.kept else jax.tree.leaves(dict(parameters))
         same = bool(read) and len(devices) == 1 and all(aligned(leaf) is leaf for leaf in read)
         made = Counter(dict.fromkeys(devices, sum(leaf.nbytes for leaf in read) // len(devices)))
@@ -152,9 +152,9 @@ class Adapted:
             self.check_bytes(made=made)
             copied(size)
 
-        row = self._prepare(block, parameters, precision, copied=counted)
-        self._beside += row.owned
-        return row
+        loaded = self._prepare(block, parameters, precision, copied=counted)
+        self._beside += loaded.owned
+        return loaded
 
     @property
     def kept(self) -> Mapping[tuple[str, str], Mapping[str, Parameter]]:
@@ -185,7 +185,7 @@ class Adapted:
     def _held(self, beside: Sequence[Array], made: Mapping[object, int]) -> tuple[Counter, int]:
         """Return the bytes by device, and those of all pages."""
         held, pages = Counter(made), 0
-        used = (leaf for row in list(self.steps.executor.blocks) for leaf in row.leaves)
+        used = (leaf for loaded in list(self.steps.executor.blocks) for leaf in loaded.leaves)
         there = (leaf for leaf in beside if not leaf.is_deleted())
         leaves = {id(leaf): leaf for leaf in (*used, *self.kept_arrays(), *there)}
         for leaf in leaves.values():  # not by its shards: JAX lists them twice if two threads ask at once

@@ -16,7 +16,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryBudgetError
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.kernels import Pool
-from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, mixture, pools_of, prompt, target_of
+from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, pools_of, prompt, target_of, with_layer_precisions
 from tests.support.internals import layer_source_of, wrap_move_batch, wrap_pool_maker
 
 
@@ -26,7 +26,7 @@ def test_failed_transition_leaves_the_previous_plan_in_force(
 ) -> None:
     executor, start = adapted.steps.executor, adapted.plan
     failed, done = adapted.ended("failed"), adapted.ended("done")
-    entries, rows = dict(adapted.built.resolved.ledger.entries), list(executor.blocks)
+    entries, loaded_blocks = dict(adapted.built.resolved.ledger.entries), list(executor.blocks)
 
     def fail(*args: object, **kwargs: object) -> None:
         raise MemoryError("none left")
@@ -34,13 +34,15 @@ def test_failed_transition_leaves_the_previous_plan_in_force(
     monkeypatch.setattr(executor, broken, fail)
     p, tokens = prompt(7, 60), {}
     request = adapted.add(p, GREEDY)
-    wanted = start.with_kv_pages(0, 30) if broken == "shrink_pools" else mixture(start, ("int4",) * 3)
+    wanted = start.with_kv_pages(0, 30) if broken == "shrink_pools" else with_layer_precisions(start, ("int4",) * 3)
     adapted.run(tokens, [wanted])
     adapted.wait()
     (outcome,) = [outcome for outcome in adapted.outcomes if outcome.error is not None]
     assert "none left" in outcome.error
     assert adapted.plan.instances == start.instances
-    assert [row is other for row, other in zip(executor.blocks, rows, strict=True)] == [True] * len(rows)
+    assert [loaded is other for loaded, other in zip(executor.blocks, loaded_blocks, strict=True)] == [True] * len(
+        loaded_blocks
+    )
     assert adapted.built.resolved.ledger.entries == entries
     assert len(tokens[request]) == 60
     assert adapted.steps.core.scheduler.pages.num_pages == 41
@@ -56,15 +58,15 @@ def test_failed_transition_leaves_the_previous_plan_in_force(
 @pytest.mark.parametrize("broken", ["prepare", "replace"])
 def test_failed_batch_of_swaps_changes_no_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """The last of three layers cannot be prepared or put in place, and those prepared before it are freed."""
-    executor, small = adapted.steps.executor, mixture(adapted.plan, ("int4",) * 3)
+    executor, small = adapted.steps.executor, with_layer_precisions(adapted.plan, ("int4",) * 3)
     adapted.change(small)
     before, original, made = state_of(adapted), executor.prepare, list[LoadedBlock]()
 
     def prepare(block: str, *args: Any, **kwargs: Any) -> LoadedBlock:
         if broken == "prepare" and block == "layers.2":
             raise MemoryError("none left")
-        row = original(block, *args, **kwargs)
-        made.append(replace(row, placement=None) if broken == "replace" and block == "layers.2" else row)
+        loaded = original(block, *args, **kwargs)
+        made.append(replace(loaded, placement=None) if broken == "replace" and block == "layers.2" else loaded)
         return made[-1]
 
     monkeypatch.setattr(executor, "prepare", prepare)
@@ -73,7 +75,7 @@ def test_failed_batch_of_swaps_changes_no_layer(adapted: Adapted, monkeypatch: p
     assert outcome.error is not None
     assert state_of(adapted) == before
     assert len(made) == (2 if broken == "prepare" else 3)
-    assert all(leaf.is_deleted() for row in made for leaf in row.leaves)
+    assert all(leaf.is_deleted() for loaded in made for leaf in loaded.leaves)
     monkeypatch.undo()
     adapted.change(adapted.start)
     assert adapted.plan.instances == adapted.start.instances, "the next attempt succeeds"
@@ -85,8 +87,8 @@ def state_of(adapted: Adapted) -> dict[str, Any]:
     gauges = [line for line in adapted.built.metrics.render().decode().splitlines() if "jaxserve_plan_version" in line]
     return {
         "plan": adapted.plan,
-        "rows": [id(row) for row in executor.blocks],
-        "freed": [leaf.is_deleted() for row in executor.blocks for leaf in row.leaves],
+        "blocks": [id(loaded) for loaded in executor.blocks],
+        "freed": [leaf.is_deleted() for loaded in executor.blocks for leaf in loaded.leaves],
         "segments": (executor.pools.segments, executor.pools.nbytes),
         "pages": core.scheduler.pages.num_pages,
         "ledger": dict(adapted.built.resolved.ledger.entries),
@@ -190,7 +192,10 @@ def test_unreadable_parameters_leave_the_previous_plan_in_force(
         assert [outcome.error for outcome in adapted.outcomes] == [None, None]
         adapted.outcomes.clear()
     start, done = adapted.plan, adapted.ended("done")
-    entries, rows = dict(built.resolved.ledger.entries), [steps.executor.blocks[2] for steps in built.instances]
+    entries, loaded_blocks = (
+        dict(built.resolved.ledger.entries),
+        [steps.executor.blocks[2] for steps in built.instances],
+    )
 
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(5, "Input/output error")
@@ -204,15 +209,17 @@ def test_unreadable_parameters_leave_the_previous_plan_in_force(
     assert (adapted.ended("failed"), adapted.ended("done")) == (1, done)
     assert f"plan {start.version} stays in force" in caplog.text
     assert adapted.plan == start
-    assert [steps.executor.blocks[2] is row for steps, row in zip(built.instances, rows, strict=True)] == [True, True]
-    assert not any(leaf.is_deleted() for row in rows for leaf in row.leaves)
+    assert [
+        steps.executor.blocks[2] is loaded for steps, loaded in zip(built.instances, loaded_blocks, strict=True)
+    ] == [True, True]
+    assert not any(leaf.is_deleted() for loaded in loaded_blocks for leaf in loaded.leaves)
     assert built.resolved.ledger.entries == entries
     assert [len(tokens[request]) for request in requests] == [60, 60]
     monkeypatch.undo()
     adapted.change(wanted)
     assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
-    assert [row.owned for row in rows] == [row.leaves for row in rows], "each was a copy"
-    assert all(leaf.is_deleted() for row in rows for leaf in row.leaves)
+    assert [loaded.owned for loaded in loaded_blocks] == [loaded.leaves for loaded in loaded_blocks], "each was a copy"
+    assert all(leaf.is_deleted() for loaded in loaded_blocks for leaf in loaded.leaves)
     adapted.close()
     built.close()
 
@@ -318,7 +325,7 @@ def test_failed_segment_allocation_frees_the_segments_made_before(
 
 
 def test_transition_beyond_the_ledgers_budget_is_not_started(adapted: Adapted) -> None:
-    ledger, small = adapted.built.resolved.ledger, mixture(adapted.plan, ("int4",) * 3)
+    ledger, small = adapted.built.resolved.ledger, with_layer_precisions(adapted.plan, ("int4",) * 3)
     adapted.change(small)
     budget, ledger.budget = ledger.budget, ledger.used
     adapted.change(adapted.start)

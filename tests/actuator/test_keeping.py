@@ -97,15 +97,15 @@ def test_layers_swap_from_pinned_memory_while_requests_run(
     adapted.change(other)
     assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
     for steps in built.instances:
-        rows = [row for row in steps.executor.blocks if row.block in BLOCKS]
-        assert len(rows) == len(BLOCKS)
-        assert {row.precision for row in rows} == {"int4"}
-        for row in rows:
-            assert {leaf.sharding.memory_kind for leaf in row.leaves} == {"device"}
-            assert all(leaf.sharding.device_set == set(row.placement.devices) for leaf in row.leaves)
-            assert row.owned == row.leaves, "a copy of what is kept, which is freed with the row"
-            expected = {leaf.tobytes() for leaf in map(np.asarray, leaves(kept[row.block, "int4"]))}
-            assert {np.asarray(leaf).tobytes() for leaf in row.leaves} == expected
+        loaded_blocks = [loaded for loaded in steps.executor.blocks if loaded.block in BLOCKS]
+        assert len(loaded_blocks) == len(BLOCKS)
+        assert {loaded.precision for loaded in loaded_blocks} == {"int4"}
+        for loaded in loaded_blocks:
+            assert {leaf.sharding.memory_kind for leaf in loaded.leaves} == {"device"}
+            assert all(leaf.sharding.device_set == set(loaded.placement.devices) for leaf in loaded.leaves)
+            assert loaded.owned == loaded.leaves, "a copy of what is kept, which is freed with the block"
+            expected = {leaf.tobytes() for leaf in map(np.asarray, leaves(kept[loaded.block, "int4"]))}
+            assert {np.asarray(leaf).tobytes() for leaf in loaded.leaves} == expected
     adapted.change(start)
     assert not any(leaf.is_deleted() for leaf in arrays)
     assert reads == Counter(kept.keys()), "each once, for all instances"
@@ -117,9 +117,9 @@ def test_copy_from_pinned_memory_is_paced_after_each_array(tiny_model: Path) -> 
     built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=pinned)
     copied: list[int] = []
     parameters = layer_source_of(built.actuator).parameters("layers.1", "int4")
-    row = built.instances[0].executor.prepare("layers.1", parameters, "int4", copied=copied.append)
+    loaded = built.instances[0].executor.prepare("layers.1", parameters, "int4", copied=copied.append)
     assert sorted(copied) == sorted(leaf.nbytes for leaf in leaves(parameters))
-    row.free()
+    loaded.free()
     assert not any(leaf.is_deleted() for leaf in leaves(parameters))
     built.close()
 

@@ -18,7 +18,16 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.pools import Growth
-from tests.actuator.adapted import GREEDY, OPTIONS, PATIENCE, Adapted, mixture, pools_of, prompt, target_of
+from tests.actuator.adapted import (
+    GREEDY,
+    OPTIONS,
+    PATIENCE,
+    Adapted,
+    pools_of,
+    prompt,
+    target_of,
+    with_layer_precisions,
+)
 
 
 class HeldTransition:
@@ -38,10 +47,10 @@ class HeldTransition:
                 copied(size)
 
             self.wait("before the copy")
-            row = prepare(*args, copied=copied_slowly)
-            self.prepared += row.leaves
+            loaded = prepare(*args, copied=copied_slowly)
+            self.prepared += loaded.leaves
             self.wait("after the copy")
-            return row
+            return loaded
 
         def make_slowly(pages: int) -> Growth:
             self.wait("before the copy")
@@ -152,7 +161,9 @@ def test_close_after_a_commit_without_a_next_step_ends_the_thread(
     assert steps.in_flight
     steps.wake = lambda: None  # calls wait for the next step
     start, old = actuator.plan, steps.executor.blocks[1]
-    wanted = mixture(start, ("int4", "float32", "float32")) if change == "swap" else start.with_kv_pages(0, 30)
+    wanted = (
+        with_layer_precisions(start, ("int4", "float32", "float32")) if change == "swap" else start.with_kv_pages(0, 30)
+    )
     actuator.start(diff(start, wanted, built.resolved.resources(copy_rate=1e9)))
     deadline = time.monotonic() + PATIENCE
     while not steps.has_calls:
@@ -170,4 +181,4 @@ def test_close_after_a_commit_without_a_next_step_ends_the_thread(
     closing.join(PATIENCE)
     assert not closing.is_alive()
     assert all(leaf.is_deleted() for leaf in old.leaves)
-    assert all(leaf.is_deleted() for row in steps.executor.blocks for leaf in row.owned)
+    assert all(leaf.is_deleted() for loaded in steps.executor.blocks for leaf in loaded.owned)

@@ -18,7 +18,7 @@ from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.planning.resolve import resolve
-from tests.actuator.adapted import GREEDY, OPTIONS, PRECISIONS, Adapted, mixture, prompt, target_of
+from tests.actuator.adapted import GREEDY, OPTIONS, PRECISIONS, Adapted, prompt, target_of, with_layer_precisions
 from tests.actuator.mixed import MixedReference
 from tests.support.internals import layer_source_of, wrap_replan
 
@@ -29,7 +29,7 @@ def test_layer_swapped_during_an_answer_computes_the_following_tokens(adapted: A
     p = prompt(1, 50)
     long = replace(GREEDY, max_tokens=180)  # for an actuator that gets little of the machine
     request = adapted.add(p, long)
-    adapted.run(tokens, [mixture(adapted.plan, ("int4", "float32", "int8"))])
+    adapted.run(tokens, [with_layer_precisions(adapted.plan, ("int4", "float32", "int8"))])
     assert adapted.built.compilations.counts == compiled
     assert len(tokens[request]) == 180
     mixed.check(adapted.runs[request], p, tokens[request])
@@ -40,7 +40,9 @@ def test_layer_swapped_during_an_answer_computes_the_following_tokens(adapted: A
 
 def test_every_step_runs_the_precisions_of_one_plan(adapted: Adapted, mixed: MixedReference) -> None:
     """Layers used without a copy change between the same two steps, in both directions."""
-    wanted = [mixture(adapted.plan, precisions) for precisions in [("int4", "int8", "int4"), ("float32",) * 3]]
+    wanted = [
+        with_layer_precisions(adapted.plan, precisions) for precisions in [("int4", "int8", "int4"), ("float32",) * 3]
+    ]
     tokens, p = {}, prompt(41, 50)
     request = adapted.add(p, replace(GREEDY, max_tokens=180))
     adapted.run(tokens, list(wanted))
@@ -72,7 +74,7 @@ def test_answers_under_any_sequence_of_plans_match_the_reference(
         p = (*prompt(0, int(rng.choice([0, 40]))), *prompt(seed + number, int(rng.integers(1, 120))))
         prompts[adapted.add(p, replace(GREEDY, n=int(rng.choice([1, 1, 3]))))] = p
     gone = dict(zip(prompts, leaving, strict=False))
-    plans = [mixture(adapted.plan, precisions).with_kv_pages(0, pages) for precisions, pages in wanted]
+    plans = [with_layer_precisions(adapted.plan, precisions).with_kv_pages(0, pages) for precisions, pages in wanted]
 
     def some_commits_fail(replan: Callable[..., None]) -> Callable[..., None]:
         def failing_replan(*args: Any) -> None:
@@ -127,10 +129,10 @@ def test_quantised_layer_on_cpu_is_used_without_a_copy(adapted: Adapted) -> None
     """The host is the device, so nothing is copied, and a replaced layer stays available for the next swap."""
     executor, used = adapted.steps.executor, []
     for _ in range(2):
-        adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
+        adapted.change(with_layer_precisions(adapted.plan, ("float32", "int4", "float32")))
         used.append(executor.blocks[2])
         adapted.change(adapted.start)
-    assert [row.owned for row in used] == [(), ()]
+    assert [loaded.owned for loaded in used] == [(), ()]
     assert [id(leaf) for leaf in used[0].leaves] == [id(leaf) for leaf in used[1].leaves]
     assert not any(leaf.is_deleted() for leaf in used[0].leaves)
     assert executor.blocks[2].owned
@@ -140,7 +142,7 @@ def test_swap_without_a_copy_is_paced(adapted: Adapted, monkeypatch: pytest.Monk
     """The Python code of a swap would otherwise take a core from running steps."""
     paced = []
     monkeypatch.setattr(Throttle, "worked", lambda throttle: paced.append(throttle))
-    adapted.change(mixture(adapted.plan, ("int4", "int4", "int4")))
+    adapted.change(with_layer_precisions(adapted.plan, ("int4", "int4", "int4")))
     assert len(paced) == 3 + 3, "before each layer is prepared, and after each is freed"
 
 
@@ -152,16 +154,18 @@ def test_ledger_counts_every_byte_of_a_layer_once(tiny_model: Path, start: str) 
     """
     built = build(EngineConfig(model=tiny_model, warmup=False, layer_precision=f"0-1:{start}", **OPTIONS))
     adapted, entries = Adapted(built), built.resolved.ledger.entries
-    mixtures = [(start, start, "float32"), ("int4", start, "int8"), ("int4",) * 3, ("float32",) * 3]
-    for precisions in [*mixtures, mixtures[0]]:
-        adapted.change(mixture(adapted.plan, precisions))
-        rows = adapted.steps.executor.blocks
-        running = {id(leaf): leaf.nbytes for row in rows for leaf in row.leaves}
+    assignments = [(start, start, "float32"), ("int4", start, "int8"), ("int4",) * 3, ("float32",) * 3]
+    for precisions in [*assignments, assignments[0]]:
+        adapted.change(with_layer_precisions(adapted.plan, precisions))
+        loaded_blocks = adapted.steps.executor.blocks
+        running = {id(leaf): leaf.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}
         kept = {id(leaf): leaf.nbytes for leaf in adapted.kept_arrays()}
         assert len(adapted.kept) == 6
         assert entries["weights"] == sum(running.values())
         assert entries["weights"] + entries["variants"] == sum((running | kept).values())
-        assert all(row.owned == (() if row.precision in ("int8", "int4") else row.leaves) for row in rows)
+        assert all(
+            loaded.owned == (() if loaded.precision in ("int8", "int4") else loaded.leaves) for loaded in loaded_blocks
+        )
     assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
     adapted.close()
     built.close()
@@ -176,7 +180,7 @@ def test_layer_restored_to_full_precision_is_in_memory_once(tiny_model: Path, tp
     options = {"tp": tp, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "memory_gb": 8, "warmup": False}
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | options)))
     adapted, source = Adapted(built), layer_source_of(built.actuator)
-    adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
+    adapted.change(with_layer_precisions(adapted.plan, ("float32", "int4", "float32")))
     read, found = source.parameters, []
 
     def parameters(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
@@ -198,12 +202,12 @@ def test_layer_restored_to_full_precision_is_in_memory_once(tiny_model: Path, tp
 def test_snapshot_and_ledger_follow_the_plan(adapted: Adapted) -> None:
     core, ledger = adapted.steps.core, adapted.built.resolved.ledger
     full = dict(ledger.entries)
-    freed = adapted.resources.kv_capacity(mixture(adapted.plan, ("int4",) * 3).instances[0])
-    adapted.change(mixture(adapted.plan, ("int4",) * 3).with_kv_pages(0, freed))
+    freed = adapted.resources.kv_capacity(with_layer_precisions(adapted.plan, ("int4",) * 3).instances[0])
+    adapted.change(with_layer_precisions(adapted.plan, ("int4",) * 3).with_kv_pages(0, freed))
     assert core.snapshot.layers_by_precision == {"int4": 3}
     assert core.snapshot.kv_pages_total == freed - 1
     assert core.snapshot.plan_version == adapted.plan.version
-    assert core.snapshot.weight_bytes == sum(row.nbytes for row in adapted.steps.executor.blocks)
+    assert core.snapshot.weight_bytes == sum(loaded.nbytes for loaded in adapted.steps.executor.blocks)
     assert ledger.entries["weights"] < full["weights"]
     assert ledger.entries["weights"] == core.snapshot.weight_bytes
     adapted.change(adapted.start)
@@ -216,7 +220,7 @@ def test_pool_grows_by_exactly_the_pages_that_swapped_layers_free(tiny_model: Pa
     room = {"max_kv_pages": None, "max_num_seqs": 8, "max_num_batched_tokens": 8 + 32}
     resolved = resolve(EngineConfig(model=tiny_model, dp=dp, **(OPTIONS | room)))
     resources, start = resolved.resources(copy_rate=1e9), resolved.plan
-    small = replace(start, instances=mixture(start, ("int4",) * 3).instances[:1] * dp)
+    small = replace(start, instances=with_layer_precisions(start, ("int4",) * 3).instances[:1] * dp)
 
     def beside_pages(plan: Plan) -> int:
         entries = resolved.ledger_entries(plan)

@@ -105,11 +105,11 @@ def test_plan_beyond_the_budget_is_rejected_and_retried_with_backoff() -> None:
 
 
 def test_failing_policy_leaves_the_plan_and_is_asked_again() -> None:
-    class Broken(Counting):
+    class FailingPolicy(Counting):
         def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: int) -> Proposal[int]:
             raise KeyError("threshold")
 
-    driven = DrivenController(Broken())
+    driven = DrivenController(FailingPolicy())
     driven.run(0, 2)
     outcomes = [(d.reason, d.outcome) for d in driven.controller.decisions]
     assert outcomes == [("the policy failed", "rejected: KeyError: 'threshold'")] * 2

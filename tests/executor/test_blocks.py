@@ -24,15 +24,15 @@ def lowered(block: str, precision: str, *, dtype: str = "bfloat16") -> jax.stage
     placement = Placement(tuple(jax.devices()[:2]))
     _, variables = abstract_block(model, block, precision)
     tensors = {name: jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), v.get_value()) for name, v in variables.items()}
-    row = BlockBuilder(model).build(block, tensors, placement, precision)
+    loaded = BlockBuilder(model).build(block, tensors, placement, precision)
     x, ids = jnp.zeros((4, model.hidden_size), dtype), jnp.arange(4, dtype=jnp.int32)
     if block == "head":
-        return row.executable.lower(x, ids, *row.leaves)
+        return loaded.executable.lower(x, ids, *loaded.leaves)
     pool = kv_pool(9, model.num_kv_heads, 16, model.head_dim, dtype, placement.sharding(POOL_AXES))
     none = jnp.zeros(0, jnp.int32)
     meta = AttentionMeta(jnp.ones((4, 2), jnp.int32), ids + 1, jnp.zeros((0, 2), jnp.int32), none, none)
     rotation = jnp.ones((4, model.head_dim // 2))
-    return row.executable.lower(x, rotation, rotation, ids + 16, meta, pool, *row.leaves)
+    return loaded.executable.lower(x, rotation, rotation, ids + 16, meta, pool, *loaded.leaves)
 
 
 def collectives(program: jax.stages.Lowered) -> list[str]:

@@ -48,9 +48,9 @@ def golden(name: str) -> Golden:
 class Model:
     """All blocks of a checkpoint, compiled as one function of sequences padded to `length` tokens."""
 
-    def __init__(self, path: Path, dtype: str = "float32", physical: ModelConfig | None = None, length: int = 104):
+    def __init__(self, path: Path, dtype: str = "float32", padded_to: ModelConfig | None = None, length: int = 104):
         checkpoint = open_checkpoint(path, dtype=dtype)
-        config = physical or checkpoint.config
+        config = padded_to or checkpoint.config
         blocks = {name: restore_block(config, name, checkpoint.block(name, config)) for name in config.block_ids}
         self.length, self.config = length, config
         self._forward = jax.jit(lambda tokens: forward(config, blocks, tokens))

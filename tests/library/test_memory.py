@@ -31,7 +31,7 @@ def test_kv_pages_follow_from_the_memory_budget(tiny_model: Path) -> None:
 def test_ledger_counts_the_bytes_of_weights_and_pools(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, **OPTIONS))
     executor, entries = built.instances[0].executor, built.resolved.ledger.entries
-    leaves = {id(leaf): leaf for row in executor.blocks for leaf in row.leaves}.values()
+    leaves = {id(leaf): leaf for loaded in executor.blocks for leaf in loaded.leaves}.values()
     assert entries["weights"] == sum(leaf.nbytes for leaf in leaves)
     assert entries["kv"] == executor.pools.nbytes
     built.close()
@@ -121,5 +121,5 @@ def test_ledger_counts_compiled_programs_on_the_host(tiny_model: Path) -> None:
     alone = runtime()
     assert alone > RUNTIME
     assert runtime(variants=("int8", "int4")) > alone  # programs of layers in these, too
-    assert runtime(policy="morph") > runtime(variants=("int8", "int4"))  # and steps of the mixtures that it foresees
+    assert runtime(policy="morph") > runtime(variants=("int8", "int4"))  # and steps of the plans that it foresees
     assert runtime(dp=2) - RUNTIME == pytest.approx(2 * (alone - RUNTIME), abs=2)  # each instance has its own

@@ -25,9 +25,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 def spoil(engine, value: float) -> None:
     """Give the token BAD an embedding of this value."""
     for steps in engine:
-        row = steps.executor.blocks[0]
-        (weight,) = row.leaves
-        steps.executor.replace([replace(row, leaves=(jnp.asarray(weight).at[BAD].set(value),))])
+        loaded = steps.executor.blocks[0]
+        (weight,) = loaded.leaves
+        steps.executor.replace([replace(loaded, leaves=(jnp.asarray(weight).at[BAD].set(value),))])
 
 
 @pytest.fixture(scope="module", params=["auto", "xla"])

@@ -41,8 +41,8 @@ def test_parallel_results_equal_those_of_one_device(
     tiny_model: Path, reference: Reference, tp: int, pp: int, dp: int
 ) -> None:
     with LLM(tiny_model, tp=tp, pp=pp, dp=dp, **OPTIONS) as llm:
-        rows = [row for steps in instances_of(llm) for row in steps.executor.blocks]
-        assert len({device for row in rows for device in row.placement.devices}) == tp * pp * dp
+        loaded_blocks = [loaded for steps in instances_of(llm) for loaded in steps.executor.blocks]
+        assert len({device for loaded in loaded_blocks for device in loaded.placement.devices}) == tp * pp * dp
         check(llm, reference)
 
 
@@ -64,19 +64,19 @@ def test_quantised_layers_are_split_over_devices(tiny_model: Path, tp: int, pp: 
     options = OPTIONS | {"layer_precision": "0:int8,1:int4,2:int3", "tp": tp, "pp": pp}
     built = build(EngineConfig(model=tiny_model, **options))
     physical, entries = built.resolved.physical, built.resolved.ledger.entries
-    layers = [row for row in built.instances[0].executor.blocks if row.block.startswith("layers.")]
+    layers = [loaded for loaded in built.instances[0].executor.blocks if loaded.block.startswith("layers.")]
     assert len(layers) == 3
-    for row in layers:
-        whole = sum(leaf.nbytes for leaf in row.leaves)
-        share = sum(leaf.addressable_shards[0].data.nbytes for leaf in row.leaves)
+    for loaded in layers:
+        whole = sum(leaf.nbytes for leaf in loaded.leaves)
+        share = sum(leaf.addressable_shards[0].data.nbytes for leaf in loaded.leaves)
         assert share < whole / tp + 1024, "all but the norms"
     if pp == 1:
-        rows = built.instances[0].executor.blocks
-        held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
+        loaded_blocks = built.instances[0].executor.blocks
+        held = {id(leaf): leaf.addressable_shards[0].data.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}
         assert entries["weights"] == sum(held.values())
     built.close()
     with LLM(tiny_model, **options) as llm:
-        check(llm, Reference(tiny_model, {0: "int8", 1: "int4", 2: "int3"}, physical=physical))
+        check(llm, Reference(tiny_model, {0: "int8", 1: "int4", 2: "int3"}, padded_to=physical))
 
 
 def test_quantised_experts_are_split_over_devices(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_quantised_experts_are_split_over_devices(tmp_path: Path) -> None:
     options = OPTIONS | {"precision": "int4", "tp": 2}
     physical = resolve(EngineConfig(model=tmp_path, **options)).physical
     with LLM(tmp_path, **options) as llm:
-        check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), "int8", physical=physical))
+        check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), "int8", padded_to=physical))
 
 
 def test_share_that_is_not_a_whole_number_of_packing_units_is_refused() -> None:

@@ -92,7 +92,7 @@ def test_quantised_layer_keeps_its_norms_in_full_precision(tiny_model: Path) -> 
 def test_ledger_and_metrics_count_bytes_by_precision(tiny_model: Path, options: dict) -> None:
     built = build(EngineConfig(model=tiny_model, **OPTIONS, **options))
     steps = built.instances[0]
-    held = sum(leaf.nbytes for row in steps.executor.blocks for leaf in row.leaves)
+    held = sum(leaf.nbytes for loaded in steps.executor.blocks for leaf in loaded.leaves)
     snapshot = steps.core.snapshot
     layers = list(precisions(tiny_model, options)[0].values())
     try:

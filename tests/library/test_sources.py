@@ -33,8 +33,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1
 
 def check(llm: LLM, model: Path, precisions: Mapping[str, str]) -> None:
     """Check that the answer is that of the source's blocks, with activations that are not rounded."""
-    rows = executor_of(llm).blocks
-    assert [row.precision for row in rows[1:-1]] == list(precisions.values())
+    loaded_blocks = executor_of(llm).blocks
+    assert [loaded.precision for loaded in loaded_blocks[1:-1]] == list(precisions.values())
     checkpoint = open_checkpoint(model)
     config = replace(checkpoint.config, kernel_backend="xla")
     blocks = {}
@@ -58,8 +58,8 @@ def test_imported_checkpoint_runs_in_its_own_precision(
     write(tmp_path, TINY, SHAPES, layout, group=group, symmetric=symmetric, skip="layers.0.")
     precisions = {"layers.0": "float32", "layers.1": "int4", "layers.2": "int4"}
     with LLM(tmp_path, **OPTIONS) as llm:
-        rows = executor_of(llm).blocks
-        held = sum(leaf.nbytes for row in rows for leaf in row.leaves)
+        loaded_blocks = executor_of(llm).blocks
+        held = sum(leaf.nbytes for loaded in loaded_blocks for leaf in loaded.leaves)
         counted = resolve(EngineConfig(model=tmp_path, **OPTIONS)).ledger.entries["weights"]
         assert held <= counted <= 1.1 * held, "what its scales are in is known when they are read"
         check(llm, tmp_path, precisions)
@@ -84,17 +84,17 @@ def test_prepared_variants_are_served_and_counted(prepared: Path) -> None:
     assert (qkv.group, qkv.zeros is None) == (64, False)
     assert resolved.checkpoint.variant("layers.0", "int8")["attention.qkv"].group == 128, "rounded: none is prepared"
     with LLM(prepared, **OPTIONS, **options) as llm:
-        rows = {id(leaf): leaf for row in executor_of(llm).blocks for leaf in row.leaves}
-        assert resolved.ledger.entries["weights"] == sum(leaf.nbytes for leaf in rows.values())
+        leaves = {id(leaf): leaf for loaded in executor_of(llm).blocks for leaf in loaded.leaves}
+        assert resolved.ledger.entries["weights"] == sum(leaf.nbytes for leaf in leaves.values())
         check(llm, prepared, precisions)
 
 
 def test_swap_to_a_prepared_variant_compiles_nothing(prepared: Path) -> None:
     built: Built = build(EngineConfig(model=prepared, variants=("int4",), **(OPTIONS | {"warmup": True})))
     executor, before = built.instances[0].executor, dict(built.compilations.counts)
-    row = executor.prepare("layers.5", built.resolved.checkpoint.variant("layers.5", "int4"), "int4")
-    assert len(row.leaves) == len(executor.blocks[6].leaves) + 4 * 2, "codes, scales and zeros"
-    (old,) = executor.replace([row])
+    loaded = executor.prepare("layers.5", built.resolved.checkpoint.variant("layers.5", "int4"), "int4")
+    assert len(loaded.leaves) == len(executor.blocks[6].leaves) + 4 * 2, "codes, scales and zeros"
+    (old,) = executor.replace([loaded])
     old.free()
     for shape in executor.buckets.all():
         run_on_padding(executor, shape)
@@ -113,10 +113,10 @@ def test_variants_of_another_model_are_refused(prepared: Path, tmp_path: Path) -
 def test_prepared_layers_are_split_over_devices(prepared: Path, precision: str) -> None:
     """int3 needs padding here, so its layers are rounded anew."""
     built = build(EngineConfig(model=prepared, tp=2, precision=precision, **OPTIONS))
-    rows, physical = built.instances[0].executor.blocks, built.resolved.physical
+    loaded_blocks, physical = built.instances[0].executor.blocks, built.resolved.physical
     qkv = built.resolved.checkpoint.variant("layers.0", precision, physical)["attention.qkv"]
     assert qkv.group == (64 if precision == "int4" else 128)
-    held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
+    held = {id(leaf): leaf.addressable_shards[0].data.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}
     assert built.resolved.ledger.entries["weights"] == sum(held.values())
     built.close()
 
@@ -128,8 +128,8 @@ def test_prepared_groups_that_tp_would_cut_are_rounded_anew(
     shutil.copytree(prepared, model)
     run(model, Settings(("int4",), "rtn", group=0))
     built = build(EngineConfig(model=model, tp=2, precision="int4", **OPTIONS))
-    rows = built.instances[0].executor.blocks
-    held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
+    loaded_blocks = built.instances[0].executor.blocks
+    held = {id(leaf): leaf.addressable_shards[0].data.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}
     assert built.resolved.ledger.entries["weights"] == sum(held.values())
     assert "layers.0 in int4 is rounded to the nearest" in caplog.text
     built.close()

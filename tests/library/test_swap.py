@@ -53,7 +53,7 @@ class Swapped:
         old.free()
         self.precisions[layer] = precision
         layers = {name: self.precisions.count(name) for name in self.precisions}
-        held = sum(row.nbytes for row in self.executor.blocks)
+        held = sum(loaded.nbytes for loaded in self.executor.blocks)
         static = replace(self.core.static, layers_by_precision=layers, weight_bytes=held)
         self.core.replan(assignment_id(self.precisions), static)
 
@@ -212,7 +212,7 @@ def test_pages_of_a_request_during_a_swap_are_not_shared(swapped: Swapped) -> No
     whole = (*p, *tokens)
     hits = swapped.core.scheduler.prefix_hits
     first = swapped.logprob(whole)
-    assert swapped.core.scheduler.prefix_hits == hits, "not under the new mixture"
+    assert swapped.core.scheduler.prefix_hits == hits, "not under the new precisions"
     assert swapped.logprob(whole) == pytest.approx(first, abs=1e-4), "nor behind pages that others have added since"
     hits = swapped.core.scheduler.prefix_hits
     swapped.swap(0, "float32")
@@ -251,7 +251,7 @@ def test_metrics_follow_a_swap(swapped: Swapped) -> None:
     label = '{model_name="' + swapped.built.info.name + '",precision="int4"}'
     assert value(f"layers_by_precision{label}") == 1
     assert value("weight_bytes") < full
-    assert value("weight_bytes") == sum(leaf.nbytes for row in swapped.executor.blocks for leaf in row.leaves)
+    assert value("weight_bytes") == sum(leaf.nbytes for loaded in swapped.executor.blocks for leaf in loaded.leaves)
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -301,11 +301,11 @@ def test_fused_executables_are_reused_when_precisions_return(swapped: Swapped, t
     swapped.swap(0, "int3")
     assert swapped.run(p, params=params) == [Reference(tiny_model, {0: "int3"}).greedy(p, 10)]
     swapped.executor.settle()
-    mixture = fused_keys(fused)
-    assert before < mixture
+    with_int3 = fused_keys(fused)
+    assert before < with_int3
     swapped.swap(0, "float32")
     assert swapped.run(p, params=params) == full
     swapped.executor.settle()
-    assert fused_keys(fused) == mixture
+    assert fused_keys(fused) == with_int3
     swapped.executor.fuse(None)
     fused.close()

@@ -130,10 +130,10 @@ def prepared(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("shards", [1, 2])
 def test_checkpoint_uses_variants_prepared_next_to_it(prepared, shards):
     checkpoint = open_checkpoint(prepared)
-    physical = replace(checkpoint.config, shards=shards)
-    expected = round_layer(checkpoint.block("layers.3", physical), 4, group=64)
-    assert_equal_leaves(checkpoint.variant("layers.3", "int4", physical), expected)
-    assert checkpoint.variant("layers.3", "int8", physical)["mlp.down"].bits == 8  # was not prepared
+    padded = replace(checkpoint.config, shards=shards)
+    expected = round_layer(checkpoint.block("layers.3", padded), 4, group=64)
+    assert_equal_leaves(checkpoint.variant("layers.3", "int4", padded), expected)
+    assert checkpoint.variant("layers.3", "int8", padded)["mlp.down"].bits == 8  # was not prepared
     assert open_checkpoint(prepared, prepared=False).variant("layers.3", "int4")["mlp.down"].group == 128
 
 

@@ -37,17 +37,17 @@ class Reference:
         head: str | None = None,
         load_format: LoadFormat = "dummy",
         dtype: Literal["auto", "float32"] = "auto",
-        physical: ModelConfig | None = None,
+        padded_to: ModelConfig | None = None,
         kv_dtype: Literal["float32", "int8"] = "float32",
     ):
         """Load the blocks.
 
         `layers` maps some layers' indices to precisions, and `head` is the head's; other blocks have the checkpoint's.
-        `physical` is the configuration padded for tensor parallelism, which decides how weights are grouped for
+        `padded_to` is the configuration padded for tensor parallelism, which decides how weights are grouped for
         rounding. Keys and values are attended to as a KV pool of `kv_dtype` would return them.
         """
         checkpoint = open_checkpoint(model, load_format, dtype)
-        self.config = physical or checkpoint.config
+        self.config = padded_to or checkpoint.config
         precisions = {f"layers.{number}": precision for number, precision in (layers or {}).items()}
         if head is not None:
             precisions |= {"head": head} | ({"embed": head} if self.config.tie_embeddings else {})
