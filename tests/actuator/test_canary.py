@@ -139,14 +139,14 @@ def a_page_is_given_out_that_stays_free(steps: StepLoop, patch: pytest.MonkeyPat
     patch.setattr(pages, "allocate", allocated)
 
 
-CHANGED, RENAMED, LOST = "not what was written to or moved there", "is not what it was", "lost, or in two places"
+CHANGED, RENAMED, LOST = "changed without a write or a move", "holders whose tokens changed", "lost, or in two places"
 BREAKS = {
     moves_go_astray: CHANGED,
     moves_leave_a_layer_out: CHANGED,
     moves_come_after_the_next_step: CHANGED,
     a_step_writes_to_a_free_page: CHANGED,
     a_step_writes_to_a_cached_page: CHANGED,
-    tables_keep_what_pages_were_called: "called something else",
+    tables_keep_what_pages_were_called: "differs from the sequence's pages",
     pages_of_a_sequence_change_places: RENAMED,
     names_of_the_cache_change_places: RENAMED,
     a_page_is_not_given_back: LOST,

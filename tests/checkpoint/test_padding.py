@@ -42,7 +42,7 @@ def test_padded_heads_stay_next_to_their_kv_head(heads: int, kv_heads: int, tp: 
     assert sorted(query[query >= 0]) == list(range(heads)), "each query head runs exactly once"
     group = heads // kv_heads
     for sources, head in zip(query, kv, strict=True):
-        assert all(source // group == head for source in sources if source >= 0), "beside its own kv head"
+        assert all(source // group == head for source in sources if source >= 0), "next to its own kv head"
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])

@@ -51,7 +51,7 @@ def test_sentencepiece_tokenizer_gives_the_librarys_ids_and_text(tmp_path: Path,
 def test_sentencepiece_special_tokens_come_from_the_model_file(tmp_path: Path):
     tokenizer = load(tmp_path)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
-    assert tokenizer.encode("the") == [1, 261], "as LlamaTokenizer, which adds a bos unless it is told otherwise"
+    assert tokenizer.encode("the") == [1, 261], "as LlamaTokenizer, which adds a bos by default"
     assert tokenizer.encode("the</s>the", add_special_tokens=False) == [261, 2, 261]
     assert tokenizer.decode([1, 261, 2]) == "the"
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "add_eos_token": true}')

@@ -18,7 +18,7 @@ def tensor(name: str, shape: Sequence[int], seed: int) -> np.ndarray:
     elif name.endswith("bias"):
         values *= 0.3
     elif "embed_tokens" in name:
-        values *= 0.3  # small beside what the layers add, or tied models would repeat their last token
+        values *= 0.3  # small next to what the layers add, or tied models would repeat their last token
     else:
         values *= 1.5 / np.sqrt(shape[-1])
     return values.astype(np.float32)

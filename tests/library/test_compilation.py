@@ -143,11 +143,13 @@ def test_second_start_traces_nothing_and_gives_equal_answers(
 
 
 def test_start_reports_its_progress(tiny_model: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    built = build(EngineConfig(model=tiny_model, precision="int8", **OPTIONS), progress=lambda *how: told.append(how))
-    doing = list(dict.fromkeys(what for what, *_ in told))
+    reported: list[tuple[str, int, int]] = []
+    built = build(
+        EngineConfig(model=tiny_model, precision="int8", **OPTIONS), progress=lambda *how: reported.append(how)
+    )
+    doing = list(dict.fromkeys(what for what, *_ in reported))
     assert doing[:2] == [READING, QUANTISING]  # the embedding, then layers
     assert doing[-1] in (LOADING, COMPILING)
-    assert told[-1][1] == told[-1][2] > 0
-    assert all(done <= total for _, done, total in told)
+    assert reported[-1][1] == reported[-1][2] > 0
+    assert all(done <= total for _, done, total in reported)
     built.close()

@@ -19,7 +19,7 @@ OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "memory_gb": 4, "kv_cache_
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 PROMPTS = [np.random.default_rng(i).integers(3, 499, length).tolist() for i, length in enumerate((1, 16, 33, 64, 150))]
 SAME = 2e-4  # of a log-probability: the order of a sum may round a code up instead of down
-NEAR = 5e-3  # of a log-probability beside that of full precision, in this model
+NEAR = 5e-3  # difference of a log-probability to full precision, in this model
 
 
 @pytest.fixture(scope="module")

@@ -70,12 +70,12 @@ def quantize(model: Path, calib: Path, out: Path, *options: str) -> str:
 def test_quantize_command_writes_the_layers_that_awq_makes(
     model: Path, calib: Path, tmp_path: Path, options: tuple[str, ...], settings: Settings
 ) -> None:
-    told = quantize(model, calib, tmp_path / "variants", *options)
+    printed = quantize(model, calib, tmp_path / "variants", *options)
     store, checkpoint = VariantStore.open(tmp_path / "variants"), open_checkpoint(model)
     store.check(checkpoint)
     method = store.method("int4")
     assert (method.name, method.group, method.symmetric) == ("awq", settings.group, settings.symmetric)
-    assert f"{store.nbytes(0, 'int4'):,}" in told
+    assert f"{store.nbytes(0, 'int4'):,}" in printed
     tokens = CalibrationText(calib, 2, 24).tokens(Tokenizer.load(model))
     assert tokens.shape == (2, 24)
     layers = list(quantize_layers(checkpoint, settings, tokens))
@@ -119,11 +119,11 @@ def test_quantize_command_holds_one_layer_in_memory_and_shows_progress(
 
     monkeypatch.setattr(Checkpoint, "block", read)
     monkeypatch.setattr(VariantWriter, "add", write)
-    told = quantize(model, calib, tmp_path / "variants")
+    printed = quantize(model, calib, tmp_path / "variants")
     assert sorted(arrays) == list(range(LAYERS))
     assert all(len(refs) > len(MATRICES) for refs in arrays.values())
     assert max(device) - min(device) < VariantStore.open(tmp_path / "variants").nbytes(0, "int4")
     for index in range(LAYERS):
-        assert f"layer {index} in int4: 0.0" in told
-    assert f"{LAYERS}/{LAYERS}" in told
-    assert "quantizing: 100%" in told
+        assert f"layer {index} in int4: 0.0" in printed
+    assert f"{LAYERS}/{LAYERS}" in printed
+    assert "quantizing: 100%" in printed

@@ -173,14 +173,14 @@ def calib(tmp_path_factory) -> Path:
 
 def test_profile_command_writes_a_profile_and_a_plot(calib, tmp_path):
     out = tmp_path / "profile.json"
-    told = run(MODEL, "--calib", calib, "--precisions", "int4,int3", "--out", out, *SMALL)
-    assert told.startswith("0: "), told
+    printed = run(MODEL, "--calib", calib, "--precisions", "int4,int3", "--out", out, *SMALL)
+    assert printed.startswith("0: "), printed
     profile = SensitivityProfile.load(out)
     profile.check_model(fingerprint(open_checkpoint(MODEL)), 8)
     assert profile.precisions == ("int4", "int3")
     assert profile.calibration.part == (0.0, 0.5)
     assert profile.held_out.part == (0.5, 1.0)
-    assert f"swap to int3 in this order: {', '.join(map(str, profile.order('int3')))}" in told
+    assert f"swap to int3 in this order: {', '.join(map(str, profile.order('int3')))}" in printed
     for precision in profile.precisions:
         curves = profile.curves[precision]
         assert [len(group) for group in curves.values()] == [1, 1, 1, 2]
@@ -244,12 +244,12 @@ def test_profile_command_uses_and_names_prepared_variants(calib, tmp_path):
     ],
 )
 def test_profile_command_refuses_invalid_options_before_computing(calib, args, message):
-    told = run(MODEL, "--calib", calib, *SMALL, *args)
-    assert told.startswith("1: ")
-    assert message in told
+    printed = run(MODEL, "--calib", calib, *SMALL, *args)
+    assert printed.startswith("1: ")
+    assert message in printed
 
 
 def test_profile_command_refuses_held_out_text_equal_to_the_calibration(calib):
-    told = run(MODEL, "--calib", calib, "--held-out", calib, *SMALL)
-    assert told.startswith("1: ")
-    assert "is the calibration text" in told
+    printed = run(MODEL, "--calib", calib, "--held-out", calib, *SMALL)
+    assert printed.startswith("1: ")
+    assert "is the calibration text" in printed

@@ -42,11 +42,11 @@ def odd_numbers(dtype: Any, *shape: int) -> np.ndarray:
 class Sight:
     """The checksums of all pages at a moment between two steps."""
 
-    sums: list[list[Array]]  # by layer and segment
-    moved: Mapping[int, int]  # page -> the page that has taken over from it since the sight before
-    pages: int | None  # that have been there since the sight before, if not all have
-    held: list[tuple[Any, int, int]] | None  # names, where they are, and how many tokens; None: that is changing
-    written: Slots  # what the step that follows writes: of what is held it is still to come
+    sums: list[list[Array]]  # checksums by layer and segment
+    moved: Mapping[int, int]  # page -> its new place, for moves since the previous sight
+    pages: int | None  # number of pages that existed at the previous sight too; None: all
+    held: list[tuple[Any, int, int]] | None  # name, page and number of tokens of each holder; None: in change
+    written: Slots  # what the following step writes; held tokens in these slots do not exist yet
 
 
 @dataclass(eq=False)
@@ -55,11 +55,11 @@ class Canary:
 
     steps: StepLoop
     aside: Sequence[int] = ()
-    _sights: list[Sight] = field(default_factory=list)  # that are still to be looked at
-    _sums: np.ndarray | None = None  # u64[P, S] of the sight before
-    _written: Slots = NOWHERE  # since then
-    _known: dict[Any, np.ndarray] = field(default_factory=dict)  # name -> u64[S], 0: not written yet
-    _named: Counter[bytes] = field(default_factory=Counter)  # hash -> how often it was given to a page
+    _sights: list[Sight] = field(default_factory=list)  # not verified yet
+    _sums: np.ndarray | None = None  # u64[P, S] of the last verified sight
+    _written: Slots = NOWHERE  # slots written since the last verified sight
+    _known: dict[Any, np.ndarray] = field(default_factory=dict)  # name -> u64[S]; 0: not written yet
+    _named: Counter[bytes] = field(default_factory=Counter)  # hash -> number of times that a page got it
 
     def __post_init__(self) -> None:
         self._core, self._executor = self.steps.core, self.steps.executor
@@ -92,7 +92,7 @@ class Canary:
         pages, sequences = self._pages, self._sequences()
         held = Counter(page for sequence in sequences for page in sequence.pages) + Counter(self.aside)
         everything = sorted([*unused_pages(pages), *cached_pages(pages), *held])
-        assert everything == list(range(1, pages.num_pages)), f"lost, or in two places: {everything}"
+        assert everything == list(range(1, pages.num_pages)), f"pages lost, or in two places: {everything}"
         counts = {page: pages.references(page) for page in everything if pages.references(page)}
         assert counts == held
         assert set(cached_pages(pages)) <= set(hashes_of_pages(pages)) == set(pages_of_hashes(pages).values())
@@ -100,14 +100,16 @@ class Canary:
         for sequence in sequences:
             if sequence.status is Status.RUNNING:
                 listed = rows[sequence.slot, : len(sequence.pages)].tolist()
-                assert listed == sequence.pages, f"called something else: {listed} and {sequence.pages}"
+                assert listed == sequence.pages, (
+                    f"page table {listed} differs from the sequence's pages {sequence.pages}"
+                )
 
     # -- what changes pages
 
     def execute(self, work: Work) -> PendingStep:
         self.account()
         self._look(list(self._held()), written=self._slots(work))
-        while len(self._sights) > 1:  # but not the one that the device is still to see
+        while len(self._sights) > 1:  # the device has not computed the newest one yet
             self._verify(self._sights.pop(0))
         return self._execute(work)
 
@@ -161,7 +163,7 @@ class Canary:
             pages.append(np.array(sequence.pages)[positions // self._size])
             tokens.append(positions % self._size)
         slots = np.concatenate(pages), np.concatenate(tokens)
-        assert len(set(zip(*slots, strict=True))) == len(slots[0]), "two tokens in one place"
+        assert len(set(zip(*slots, strict=True))) == len(slots[0]), "two tokens in one slot"
         return slots
 
     def _verify(self, sight: Sight) -> None:
@@ -180,7 +182,7 @@ class Canary:
         changed = expected[:kept] != now[:kept]
         pages, tokens = (axis[self._written[0] < kept] for axis in self._written)
         changed[pages, tokens] = changed[NULL_PAGE] = False
-        assert not changed.any(), f"pages {np.flatnonzero(changed.any(1))} are not what was written to or moved there"
+        assert not changed.any(), f"pages {np.flatnonzero(changed.any(1))} changed without a write or a move"
 
     def _verify_held(self, sight: Sight, now: np.ndarray) -> None:
         """Check that every holder's tokens are unchanged."""
@@ -195,8 +197,8 @@ class Canary:
         known = np.array([self._known.get(name, none) for name in names])
         changed = (known != 0) & (known != current)
         wrong = [(names[i], pages[i]) for i in np.flatnonzero(changed.any(1))]
-        assert not wrong, f"what these hold, and where, is not what it was: {wrong}"
-        self._known = dict(zip(names, current, strict=True))  # what nobody holds any more is forgotten
+        assert not wrong, f"holders whose tokens changed, with their pages: {wrong}"
+        self._known = dict(zip(names, current, strict=True))  # only what is still held
 
     def _combined(self, sums: list[list[Array]]) -> np.ndarray:
         """Return checksums of all layers and heads together (u64[P, S]), none of which is 0."""
