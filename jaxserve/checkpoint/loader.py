@@ -14,12 +14,13 @@ from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.mapping import Target, layer_number, numpy_dtype, pack_block, stacked_name, tensor_shapes
 from jaxserve.checkpoint.reconcile import settle_vocabulary, tell_of_unused
 from jaxserve.checkpoint.rounded import rounded_block
-from jaxserve.checkpoint.safetensors import SafetensorsStore, StoredTensor, read_json
+from jaxserve.checkpoint.safetensors import SafetensorsStore, StoredTensor
 from jaxserve.checkpoint.values import check_values
 from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore, fitted
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import DType, ModelConfig
 from jaxserve.core.errors import CheckpointError
+from jaxserve.core.files import read_json_object
 from jaxserve.core.precision import BITS
 from jaxserve.models import config_from_hf
 from jaxserve.models.hf import token_ids
@@ -221,7 +222,7 @@ def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict
     """Return config.json, generation_config.json, how the weights are quantised, and whether there is no head."""
     if not directory.is_dir() or not config_path.is_file():
         check_folder(directory)
-    hf = read_json(config_path)
+    hf = read_json_object(config_path)
     try:
         config, headless = config_from_hf(hf), is_headless(hf)
         settings = _quantization(directory, hf)
@@ -231,7 +232,7 @@ def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{config_path}: holds a value of the wrong kind ({error})") from error
     generation_path = directory / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json_object(generation_path, missing_ok=True)
     if generation.get("eos_token_id") is not None:
         try:
             eos = token_ids(generation["eos_token_id"])
@@ -260,7 +261,7 @@ def _quantization(directory: Path, hf: Mapping[str, Any]) -> Mapping[str, Any] |
     for name, method in QUANTIZATION_FILES.items():
         if not (directory / name).is_file():
             continue
-        beside = read_json(directory / name)
+        beside = read_json_object(directory / name)
         if not given:
             return {"quant_method": method, **beside}
         for key in ("bits", "group_size", "sym", "desc_act", "zero_point"):

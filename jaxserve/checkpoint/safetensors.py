@@ -24,6 +24,7 @@ import numpy as np
 from jaxserve.checkpoint.folder import INDEX_NAME, SINGLE_NAME, weight_files
 from jaxserve.core.aligned_arrays import zeros
 from jaxserve.core.errors import CheckpointError
+from jaxserve.core.files import read_json_object
 
 log = logging.getLogger(__name__)
 
@@ -305,7 +306,7 @@ def _joined(files: Sequence[SafetensorsFile]) -> dict[str, SafetensorsFile]:
 
 def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
     """Tensor name -> the shard that holds it. File names that leave the directory are refused."""
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: has no 'weight_map'")
     shards: dict[str, SafetensorsFile] = {}
@@ -336,14 +337,3 @@ def _tell_of_copies(index: Path, weight_map: Mapping[str, str], shards: Mapping[
         )
     if SINGLE_NAME not in shards and (index.parent / SINGLE_NAME).is_file():
         log.warning("%s is not read: %s lists other files", index.parent / SINGLE_NAME, index.name)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `CheckpointError` naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: is not a JSON object")
-    return value

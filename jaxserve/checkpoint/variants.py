@@ -24,10 +24,11 @@ import jax
 import numpy as np
 
 from jaxserve.checkpoint.mapping import numpy_dtype, stacked_name, tensor_shapes
-from jaxserve.checkpoint.safetensors import StoredTensor, read_json
+from jaxserve.checkpoint.safetensors import StoredTensor
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
+from jaxserve.core.files import read_json_object
 from jaxserve.quantization.packing import UNIT
 from jaxserve.quantization.qarray import QArray
 
@@ -70,7 +71,7 @@ class VariantStore:
         path = Path(path)
         if not (path / MANIFEST).is_file():
             raise CheckpointError(f"{path}: has no {MANIFEST}; `jaxserve quantize MODEL` makes a store of variants")
-        manifest = read_json(path / MANIFEST)
+        manifest = read_json_object(path / MANIFEST)
         if manifest.get("format") != FORMAT:
             raise CheckpointError(
                 f"{path / MANIFEST}: format {manifest.get('format')!r} is not {FORMAT}, the one that can be read; "
@@ -161,7 +162,7 @@ class VariantWriter:
             "precisions": {},
         }
         if (self.path / MANIFEST).is_file():
-            found = read_json(self.path / MANIFEST)
+            found = read_json_object(self.path / MANIFEST)
             if (found.get("format"), found.get("model")) == (FORMAT, self._manifest["model"]):
                 self._manifest["precisions"] |= found["precisions"]
         for precision in methods:

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxserve.core.errors import ConfigError
+from jaxserve.core.errors import CheckpointError, ConfigError
 
 
 def read_text(path: str | Path, *, encoding: str = "utf-8") -> str:
@@ -23,6 +23,22 @@ def parse_json(text: str, name: str | Path) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is not valid JSON: {error}") from error
+
+
+def read_json_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file of a model's folder, {} for a missing file if `missing_ok`.
+
+    Raise `CheckpointError` naming the file if it cannot be read or holds anything but a JSON object.
+    """
+    if missing_ok and not path.is_file():
+        return {}
+    try:
+        value = parse_json(read_text(path), path)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return value
 
 
 def parse_yaml(text: str, name: str | Path) -> Any:

@@ -5,7 +5,6 @@ chat_template.jinja, additional_chat_templates/ and generation_config.json. Wher
 line of the log tells which is used.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer as HfTokenizer
 
 from jaxserve.core.errors import CheckpointError, ConfigError
+from jaxserve.core.files import read_json_object
 from jaxserve.core.model_name import model_name
 from jaxserve.engine.builtin_templates import BUILTIN
 from jaxserve.engine.sentencepiece import SentencePieceModel
@@ -47,8 +47,8 @@ class TokenizerFiles:
         """Read a model's folder, or one file of it. Raises `CheckpointError` naming the file that is at fault."""
         file = vocabulary_file(path)
         folder = file.parent
-        config = _read_json(folder / "tokenizer_config.json")
-        special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        config = read_json_object(folder / "tokenizer_config.json", missing_ok=True)
+        special = _special_tokens(config, read_json_object(folder / "special_tokens_map.json", missing_ok=True))
         add_bos, add_eos = (_flag(config, name, folder) for name in ("add_bos_token", "add_eos_token"))
         if file.suffix == ".model":
             model = SentencePieceModel.load(file)
@@ -61,7 +61,7 @@ class TokenizerFiles:
             except Exception as error:  # the library raises a bare Exception
                 raise CheckpointError(f"{file} is not a valid tokenizer: {error}") from error
         _add_tokens(tokenizer, folder, config, special)
-        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+        eos = read_json_object(folder / "generation_config.json", missing_ok=True).get("eos_token_id")
         return cls(
             tokenizer,
             special,
@@ -125,21 +125,8 @@ def choose_template(given: str | None, own: Mapping[str, str], folder: Path) -> 
 
 def _is_vicuna(folder: Path) -> bool:
     """Vicuna's repositories have no template, and nothing but their name says what they are."""
-    names = (model_name(folder), _read_json(folder / "config.json").get("_name_or_path"))
+    names = (model_name(folder), read_json_object(folder / "config.json", missing_ok=True).get("_name_or_path"))
     return any(isinstance(name, str) and "vicuna" in name.lower() for name in names)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a file, {} if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return value
 
 
 def _flag(config: Mapping[str, Any], name: str, folder: Path) -> bool | None:
@@ -226,7 +213,7 @@ def _declared_tokens(folder: Path, config: Mapping[str, Any], special: Mapping[s
         texts = {*special.values(), *_additional(config)}
         return {
             int(id): AddedToken(text, special=text in texts, normalized=text not in texts)
-            for text, id in _read_json(file).items()
+            for text, id in read_json_object(file, missing_ok=True).items()
         }
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file}: its added tokens are not well formed ({error})") from error

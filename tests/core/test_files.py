@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxserve.core.errors import ConfigError
-from jaxserve.core.files import ensure_file, ensure_folder, parse_json, parse_yaml, read_text
+from jaxserve.core.errors import CheckpointError, ConfigError
+from jaxserve.core.files import ensure_file, ensure_folder, parse_json, parse_yaml, read_json_object, read_text
 
 
 @pytest.mark.parametrize("name", ["absent.txt", "binary.txt", ".", "x" * 300])
@@ -39,3 +39,16 @@ def test_unwritable_file_is_refused_before_the_computation(tmp_path):
         ensure_file(type(tmp_path)("/proc/x.json"), "--out")
     ensure_file(tmp_path / "new" / "x.json", "--out")
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_json_object_of_a_model_is_read_or_named(tmp_path):
+    file = tmp_path / "config.json"
+    assert read_json_object(file, missing_ok=True) == {}
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
+        read_json_object(file)
+    for text, message in (("{", "is not valid JSON"), ("[]", "is not a JSON object")):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=rf"config\.json {message}"):
+            read_json_object(file)
+    file.write_text('{"a": 1}')
+    assert read_json_object(file) == {"a": 1}
