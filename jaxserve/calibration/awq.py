@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.calibration.activations import Inputs
 from jaxserve.calibration.awq_search import best_scales, clipped
-from jaxserve.quantization.layer import CONTRACTED, Leaves, flat_inputs
+from jaxserve.quantization.layer import Leaves, flat_inputs, quantize_weights
 from jaxserve.quantization.qarray import QArray
 from jaxserve.quantization.rounding import quantize
 
@@ -39,16 +39,13 @@ def awq_layer(
     layer, scales = scale_layer(
         leaves, inputs, partial(best_scales, bits=bits, group=group, symmetric=symmetric), dtype
     )
-    variant: dict[str, np.ndarray | QArray] = {}
-    for name, value in layer.items():
-        if name not in CONTRACTED:
-            variant[name] = value.astype(dtype)
-            continue
-        flat = flat_inputs(name, value)
+
+    def quantize_weight(name: str, w: np.ndarray) -> QArray:
         if name in inputs:
-            flat = clipped(flat, inputs[name].rows / scales.get(name, 1), bits=bits, group=group, symmetric=symmetric)
-        variant[name] = quantize(flat, bits, group=group, symmetric=symmetric)
-    return variant
+            w = clipped(w, inputs[name].rows / scales.get(name, 1), bits=bits, group=group, symmetric=symmetric)
+        return quantize(w, bits, group=group, symmetric=symmetric)
+
+    return quantize_weights(layer, quantize_weight, dtype)
 
 
 def scale_layer(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.calibration.activations import Inputs
 from jaxserve.calibration.simulate import codes, scales_and_zeros
-from jaxserve.quantization.layer import CONTRACTED, Leaves, flat_inputs
+from jaxserve.quantization.layer import Leaves, quantize_weights
 from jaxserve.quantization.packing import pack
 from jaxserve.quantization.qarray import QArray
 from jaxserve.quantization.rounding import group_size, quantize
@@ -36,16 +36,14 @@ def gptq_layer(
     dtype: np.dtype,
 ) -> Leaves:
     """A layer, given in float32, with its weights quantised; the other parameters in `dtype`."""
-    variant: dict[str, np.ndarray | QArray] = {}
-    for name, value in leaves.items():
-        if name not in CONTRACTED:
-            variant[name] = value.astype(dtype)
-        elif name in inputs:
-            factor = cholesky_of_inverse(np.asarray(inputs[name].gram))
-            variant[name] = compensated(flat_inputs(name, value), factor, bits, group=group, symmetric=symmetric)
-        else:
-            variant[name] = quantize(flat_inputs(name, value), bits, group=group, symmetric=symmetric)
-    return variant
+
+    def quantize_weight(name: str, w: np.ndarray) -> QArray:
+        if name not in inputs:
+            return quantize(w, bits, group=group, symmetric=symmetric)
+        factor = cholesky_of_inverse(np.asarray(inputs[name].gram))
+        return compensated(w, factor, bits, group=group, symmetric=symmetric)
+
+    return quantize_weights(leaves, quantize_weight, dtype)
 
 
 def cholesky_of_inverse(gram: Float[np.ndarray, "C C"]) -> Float[np.ndarray, "C C"]:

@@ -1,6 +1,6 @@
 """A decoder layer's parameters, some of them in fewer bits: which are quantised, and the layer as a whole."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -36,6 +36,19 @@ def bits_of(precision: str) -> int:
 def flat_inputs(name: str, w: np.ndarray) -> np.ndarray:
     """The weight with its contracted axes as one: [out..., C]."""
     return w.reshape(*w.shape[: w.ndim - CONTRACTED[name]], -1)
+
+
+def quantize_weights(
+    leaves: Mapping[str, np.ndarray], quantize_weight: Callable[[str, np.ndarray], QArray], dtype: np.dtype
+) -> dict[str, np.ndarray | QArray]:
+    """Return a layer with each quantised parameter made by `quantize_weight`, and the remaining ones cast to `dtype`.
+
+    `quantize_weight` gets the parameter's name and its weight [out..., C].
+    """
+    return {
+        name: quantize_weight(name, flat_inputs(name, w)) if name in CONTRACTED else w.astype(dtype)
+        for name, w in leaves.items()
+    }
 
 
 def round_layer(
