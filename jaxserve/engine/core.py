@@ -12,9 +12,9 @@ from jaxserve.core.errors import NonFiniteOutput, QueueFull, RequestError
 from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, Status, TokenLogprobs
 from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.client import ModelInfo
+from jaxserve.engine.counters import EngineCounters
 from jaxserve.engine.limits import check_params, check_prompt
 from jaxserve.engine.outputs import RequestState
-from jaxserve.engine.record import Record
 from jaxserve.engine.text import StopStrings, append_text, flush_text
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler import Scheduler
@@ -62,7 +62,7 @@ class EngineCore:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
         self.number = number
-        self._record = Record(scheduler, metrics, static)
+        self._counters = EngineCounters(scheduler, metrics, static)
         metrics.follow(lambda: self.snapshot, number)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
@@ -113,7 +113,7 @@ class EngineCore:
         """The plan has changed between two steps: its name in the prefix cache, and the snapshot's fields that follow
         from it. Requests in flight go on; under another name, what they compute from now on is not shared. Mutates.
         """
-        self.salt, self._record.static = salt, static
+        self.salt, self._counters.static = salt, static
         for state in self._requests.values():
             for sequence in state.sequences:
                 if sequence.status is not Status.FINISHED:
@@ -133,23 +133,23 @@ class EngineCore:
     @property
     def static(self) -> Snapshot:
         """The snapshot's fields that follow from the plan in force."""
-        return self._record.static
+        return self._counters.static
 
     @property
     def snapshot(self) -> Snapshot:
         """The state after the latest step, or what has happened since. From any thread."""
-        return self._record.snapshot
+        return self._counters.snapshot
 
     # -- steps
 
     def begin(self, now: float) -> Work:
         """The next step's work (empty when there is nothing to do). Mutates."""
-        work = self.scheduler.schedule(self._record.steps, now)
+        work = self.scheduler.schedule(self._counters.steps, now)
         for chunk in work.chunks:
             if chunk.sequence.first_scheduled is None:
                 chunk.sequence.first_scheduled = now
         if work:
-            self._record.steps += 1
+            self._counters.steps += 1
         return work
 
     def finish(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
@@ -164,7 +164,7 @@ class EngineCore:
                 self._take_embedding(step, chunk.sequence, index)
             elif chunk.last:
                 self._take_token(step, chunk.sequence, len(work.decodes) + index)
-        self._record.step(step.generated, step.gaps)
+        self._counters.step(step.generated, step.gaps)
         self._take_snapshot(now)
         changed = [self._output(request_id, sequences, now) for request_id, sequences in step.changed.items()]
         return changed + step.failed
@@ -183,10 +183,10 @@ class EngineCore:
             sequence.tokens += tokens
             sequence.last_token = end
             self.scheduler.register_full_pages(sequence)
-        self._record.steady(count, len(running), seconds)
+        self._counters.steady(count, len(running), seconds)
         self._take_snapshot(end)  # as `finish` does, before the next step begins
         self.scheduler.repeat(1)
-        self._record.steps += 1
+        self._counters.steps += 1
 
     # -- admission
 
@@ -271,7 +271,7 @@ class EngineCore:
         sequence.tokens.append(token)
         if sequence.first_token is None:
             sequence.first_token = now
-            self._record.first_token(now - request.arrival)
+            self._counters.first_token(now - request.arrival)
         elif sequence.last_token is not None:
             gap = now - sequence.last_token  # the same for nearly all
             step.gaps[gap] = step.gaps.get(gap, 0) + 1
@@ -377,7 +377,7 @@ class EngineCore:
 
     def _end(self, state: RequestState, reason: FinishReason, now: float) -> None:
         state.finished_at = now
-        self._record.ended(state, reason, now)
+        self._counters.ended(state, reason, now)
 
     def _take_snapshot(self, now: float) -> None:
-        self._record.take(now)
+        self._counters.take(now)

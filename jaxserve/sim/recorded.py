@@ -104,12 +104,12 @@ class _Core(EngineCore):
     @property
     def begun(self) -> int:
         """How many steps have."""
-        return self._record.steps
+        return self._counters.steps
 
     def begin(self, now: float) -> Work:
         step = self._replay.coming()
         if step is None or not self._replay.may_begin(step, now):
-            return Work(self._record.steps)
+            return Work(self._counters.steps)
         self._replay.take_in(step)
         work = super().begin(step.begun)  # not now: what is preempted waits since then
         if not work:

@@ -1,4 +1,4 @@
-"""Record: what an instance has done so far, counted for its metrics and for snapshots."""
+"""EngineCounters: what an instance has done so far, counted for its metrics and for snapshots."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.telemetry import TIME_BOUNDS, EngineMetrics, Snapshot
 
 
-class Record:
+class EngineCounters:
     """Counts what the engine core tells it. All but `snapshot` mutates, and is called between two steps."""
 
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, static: Snapshot):
