@@ -169,10 +169,10 @@ def repeated_step(engine: Jaxserve, batch: int, length: int, max_len: int, *, de
         prompt = tuple(engine.rng.integers(2, VOCAB, length).tolist())
         loop.core.add(Request(request_id, prompt, params, arrival=loop.clock.now()))
     try:
-        work = loop.core.begin(loop.clock.now())
+        work = loop.core.schedule(loop.clock.now())
         while decode and (work.chunks or len(work.decodes) < batch):
             finish(loop, work)
-            work = loop.core.begin(loop.clock.now())
+            work = loop.core.schedule(loop.clock.now())
         seconds = repeated(engine, work)
         finish(loop, work)
     finally:
@@ -197,4 +197,4 @@ def repeated(engine: Jaxserve, work: Work) -> float:
 
 def finish(loop: StepLoop, work: Work) -> None:
     """Executes a step and takes its tokens in. Mutates."""
-    loop.core.finish(work, loop.executor.execute(work).fetch(), loop.clock.now())
+    loop.core.update(work, loop.executor.execute(work).fetch(), loop.clock.now())

@@ -142,7 +142,7 @@ class EngineCore:
 
     # -- steps
 
-    def begin(self, now: float) -> Work:
+    def schedule(self, now: float) -> Work:
         """The next step's work (empty when there is nothing to do). Mutates."""
         work = self.scheduler.schedule(self._counters.steps, now)
         for chunk in work.chunks:
@@ -152,7 +152,7 @@ class EngineCore:
             self._counters.steps += 1
         return work
 
-    def finish(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
+    def update(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
         """Takes the result of a step; returns what is to be told of each request. Mutates."""
         step = _Step(output, output.tokens.tolist(), now)
         for row, sequence in enumerate(work.decodes):
@@ -172,7 +172,7 @@ class EngineCore:
     def repeat(self, count: int, end: float) -> None:
         """Ends `count` steps that decode all running sequences, the last of them at `end`, and begins as many. Mutates.
 
-        The same as `finish` and then `begin`, so often, where no token ends a sequence and `count` is at most
+        The same as `update` and then `schedule`, so often, where no token ends a sequence and `count` is at most
         `scheduler.steady_steps`; tokens are 0, and what is new of requests comes with the step after. For simulations.
         """
         running, tokens, seconds = self.scheduler.running, [0] * count, 0.0
@@ -184,7 +184,7 @@ class EngineCore:
             sequence.last_token = end
             self.scheduler.register_full_pages(sequence)
         self._counters.steady(count, len(running), seconds)
-        self._take_snapshot(end)  # as `finish` does, before the next step begins
+        self._take_snapshot(end)  # as `update` does, before the next step begins
         self.scheduler.repeat(1)
         self._counters.steps += 1
 

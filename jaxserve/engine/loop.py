@@ -97,7 +97,7 @@ class StepLoop:
 
     def _dispatch(self) -> _Dispatched | None:
         now = self.clock.now()
-        work = self.core.begin(now)
+        work = self.core.schedule(now)
         if not work:
             return None
         step = _Dispatched(work, self.executor.execute(work), now)
@@ -113,7 +113,7 @@ class StepLoop:
             function()
         now = self.clock.now()
         self.core.metrics.step(step.work.num_tokens, now - step.started)
-        outputs = self.core.finish(step.work, output, now)
+        outputs = self.core.update(step.work, output, now)
         if self.log is not None:
             self.log.ended(step.work, now, outputs)
         return outputs

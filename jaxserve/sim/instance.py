@@ -151,7 +151,7 @@ class SimInstance:
             yield from self._finish(step, now)
         while True:
             yield from self._take_commands()
-            work = self.core.begin(now)
+            work = self.core.schedule(now)
             self._ahead, self._behind = self._behind, self._dispatch(work, now) if work else None
             if self._ahead is not None or self._behind is None:
                 break
@@ -169,7 +169,7 @@ class SimInstance:
             for sequence in done:
                 self.token_times.setdefault(sequence.request.id, []).append(now)
         tokens = np.zeros(len(work.decodes) + len(work.chunks), np.int32)
-        return self.core.finish(work, StepOutput(tokens), now)
+        return self.core.update(work, StepOutput(tokens), now)
 
     def _take_commands(self) -> Iterator[Refused]:
         while self._calls:  # one may ask for another

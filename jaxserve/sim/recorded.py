@@ -106,12 +106,12 @@ class _Core(EngineCore):
         """How many steps have."""
         return self._counters.steps
 
-    def begin(self, now: float) -> Work:
+    def schedule(self, now: float) -> Work:
         step = self._replay.coming()
         if step is None or not self._replay.may_begin(step, now):
             return Work(self._counters.steps)
         self._replay.take_in(step)
-        work = super().begin(step.begun)  # not now: what is preempted waits since then
+        work = super().schedule(step.begun)  # not now: what is preempted waits since then
         if not work:
             raise Diverged(f"step {step.number} has nothing to do, recorded {step.load}")
         return work

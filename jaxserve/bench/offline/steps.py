@@ -65,22 +65,22 @@ class StepRecord:
 
 
 class _TimedCore:
-    """An `EngineCore` whose `begin` and `finish` are timed; everything else is the core's own."""
+    """An `EngineCore` whose `schedule` and `update` are timed; everything else is the core's own."""
 
     def __init__(self, core: EngineCore, record: StepRecord):
         self._core = core
         self._record = record
 
-    def begin(self, now: float) -> Work:
+    def schedule(self, now: float) -> Work:
         start = self._record.clock.now()
-        work = self._core.begin(now)
+        work = self._core.schedule(now)
         if work:
             self._record.begun(work, self._record.clock.now() - start)
         return work
 
-    def finish(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
+    def update(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
         start = self._record.clock.now()
-        outputs = self._core.finish(work, output, now)
+        outputs = self._core.update(work, output, now)
         self._record.finished(work, self._record.clock.now() - start)
         return outputs
 
