@@ -83,7 +83,7 @@ class Arrival(NamedTuple):
     priority: int
 
 
-class Answer(NamedTuple):
+class AnswerRecord(NamedTuple):
     """A request's end. Of several answers, the one that ended last."""
 
     id: str
@@ -117,10 +117,17 @@ class Decided(NamedTuple):
     outcome: str  # "started", or "rejected: ..."
 
 
-Record = Engine | InForce | Step | Arrival | Answer | Tick | Decided
+Record = Engine | InForce | Step | Arrival | AnswerRecord | Tick | Decided
 KINDS: Mapping[str, type[Any]] = {
-    kind.__name__.lower(): kind for kind in (Engine, InForce, Step, Arrival, Answer, Tick, Decided)
+    "engine": Engine,
+    "inforce": InForce,
+    "step": Step,
+    "arrival": Arrival,
+    "answer": AnswerRecord,
+    "tick": Tick,
+    "decided": Decided,
 }
+_KIND_OF = {record: kind for kind, record in KINDS.items()}
 
 
 # -- writing
@@ -163,7 +170,7 @@ class StepLog:
         waiting = self._waiting
         for _ in range(len(waiting)):
             record = waiting.popleft()
-            self._file.write(json.dumps((type(record).__name__.lower(), *record)) + "\n")
+            self._file.write(json.dumps((_KIND_OF[type(record)], *record)) + "\n")
         self._file.flush()
 
 
@@ -226,10 +233,10 @@ class InstanceLog:
             if output.finished:
                 self._log.write(self._answer(work, output))
 
-    def _answer(self, work: Work, output: RequestOutput) -> Answer:
+    def _answer(self, work: Work, output: RequestOutput) -> AnswerRecord:
         sequences = (*work.decodes, *(chunk.sequence for chunk in work.chunks))
         last = next(sequence for sequence in sequences if sequence.request.id == output.request_id)
-        return Answer(
+        return AnswerRecord(
             output.request_id,
             self._core.number,
             last.first_token,
@@ -252,7 +259,7 @@ class Recording:
     steps: tuple[Step, ...] = ()
     plans: tuple[InForce, ...] = ()
     arrivals: tuple[Arrival, ...] = ()
-    answers: Mapping[str, Answer] = field(default_factory=dict)  # by request
+    answers: Mapping[str, AnswerRecord] = field(default_factory=dict)  # by request
     ticks: tuple[Tick, ...] = ()
     decisions: tuple[Decided, ...] = ()
 
@@ -276,7 +283,7 @@ def read_log(path: str | Path) -> Recording:
         tuple(records[Step]),
         tuple(records[InForce]),
         tuple(records[Arrival]),
-        {answer.id: answer for answer in records[Answer]},
+        {answer.id: answer for answer in records[AnswerRecord]},
         tuple(records[Tick]),
         tuple(decided._replace(transitions=tuple(decided.transitions)) for decided in records[Decided]),
     )

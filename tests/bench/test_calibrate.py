@@ -17,7 +17,7 @@ from jaxserve.bench.record import RequestRecord
 from jaxserve.cli.main import app
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.engine.step_log import Answer, Arrival, Recording, Step
+from jaxserve.engine.step_log import AnswerRecord, Arrival, Recording, Step
 from jaxserve.sim.chunk_cost import ChunkCost
 from jaxserve.sim.fit import Fit
 from jaxserve.sim.hardware import Curve, load_hardware
@@ -103,7 +103,7 @@ def record(sent: float, first: float, prompt: int) -> RequestRecord:
 def test_what_is_not_the_engines_time_is_from_sending_to_its_step_and_from_its_token_to_the_client():
     step = Step(0, 7, 10.004, 10.005, 10.100, 32, 1, 5, 0, 40, 1, 30, 1)
     arrivals = (Arrival("a", 0, 7, 10.003, 30, 8, 1, 0), Arrival("b", 0, 7, 10.003, 31, 8, 1, 0))
-    answers = {name: Answer(name, 0, 10.100, 11.0, 8, 0, 0, "length") for name in "ab"}
+    answers = {name: AnswerRecord(name, 0, 10.100, 11.0, 8, 0, 0, "length") for name in "ab"}
     recording = Recording({}, (step,), (), arrivals, answers)
     sent = [record(10.0, 10.102, 30), record(20.0, 20.1, 30)]  # of the other one nothing is in the log
     ((tokens, streams, seconds),) = outside(sent, recording, idle=True)
@@ -115,7 +115,7 @@ def test_what_is_not_the_engines_time_is_from_sending_to_its_step_and_from_its_t
 def test_requests_of_one_length_are_told_apart_by_their_times():
     steps = tuple(Step(0, n, n + 0.1, n + 0.1, n + 0.5, 32, 1, 0, 0, 40, 1, 30, 1) for n in (1, 2))
     arrivals = tuple(Arrival(f"r{n}", 0, n, n + 0.05, 30, 8, 1, 0) for n in (1, 2))
-    answers = {f"r{n}": Answer(f"r{n}", 0, n + 0.5, n + 0.9, 8, 0, 0, "length") for n in (1, 2)}
+    answers = {f"r{n}": AnswerRecord(f"r{n}", 0, n + 0.5, n + 0.9, 8, 0, 0, "length") for n in (1, 2)}
     found = outside(
         [record(2.0, 2.6, 30), record(1.0, 1.6, 30)], Recording({}, steps, (), arrivals, answers), idle=True
     )
