@@ -6,7 +6,7 @@ the KV pools, and the assignment of its result.
 
 Nothing a caller does needs more than one instruction to take effect, so that it may be interrupted anywhere: it sets a
 flag of its job and puts the job into the thread's inbox. If a caller is interrupted even before it could say that it
-gives up, its `Call` is dropped, and a weak reference puts the job into the inbox.
+gives up, its `OutputIterator` is dropped, and a weak reference puts the job into the inbox.
 """
 
 import queue
@@ -40,13 +40,13 @@ class _Job:
     request_ids: list[str] = field(default_factory=list)  # in the order of the call
     in_flight: set[str] = field(default_factory=set)
     answers: queue.SimpleQueue[list[RequestOutput] | BaseException | None] = field(default_factory=queue.SimpleQueue)
-    caller: "weakref.ref[Call] | None" = None
+    caller: "weakref.ref[OutputIterator] | None" = None
 
 
 Inbox = queue.SimpleQueue["tuple[_Worker, _Job | None] | None"]  # None ends the thread, (worker, None) the engine
 
 
-class Call:
+class OutputIterator:
     """Iterates over the pieces of a call's answers. To be closed, which ends the requests still in flight.
 
     Raises what the engine refuses a request with, or `EngineFailed`, `EngineStopped`. One thread at a time.
@@ -118,12 +118,12 @@ class EngineThread:
         weakref.finalize(self, inbox.put, None)
         self._thread.start()
 
-    def call(self, requests: Iterable[Asked], *, embed: bool = False, stream: bool = False) -> Call:
+    def call(self, requests: Iterable[Asked], *, embed: bool = False, stream: bool = False) -> OutputIterator:
         """Returns a call that runs the requests, as many at a time as the engine's queue has room for.
 
         They start with the first iteration. From any thread.
         """
-        return Call(self._worker, _Job(deque(requests), embed, stream))
+        return OutputIterator(self._worker, _Job(deque(requests), embed, stream))
 
     def close(self) -> None:
         """Ends every call in progress with `EngineStopped`, then frees the device and ends the thread. Idempotent."""

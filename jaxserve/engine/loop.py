@@ -12,7 +12,7 @@ from jaxserve.core.work import Executor, PendingStep, Work
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.step_log import InstanceLog
 
-Call = Callable[[], None]
+Callback = Callable[[], None]
 
 
 @dataclass
@@ -22,7 +22,7 @@ class _Dispatched:
     work: Work
     pending: PendingStep
     started: float
-    afterwards: list[Call] = field(default_factory=list)
+    afterwards: list[Callback] = field(default_factory=list)
 
 
 class StepLoop:
@@ -43,8 +43,8 @@ class StepLoop:
         self.clock = clock
         self.overlap = overlap
         self.log = log
-        self.wake: Call = self.run_calls  # what drives the loop sets it: it has `run_calls` or `step` run soon
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self.wake: Callback = self.run_calls  # what drives the loop sets it: it has `run_calls` or `step` run soon
+        self._calls: queue.SimpleQueue[Callback] = queue.SimpleQueue()
         self._pending: _Dispatched | None = None
 
     def add(self, request: Request) -> None:
@@ -73,7 +73,7 @@ class StepLoop:
 
     # -- between steps
 
-    def call(self, function: Call) -> None:
+    def call(self, function: Callback) -> None:
         """Has a function run between two steps, in the thread that steps, soon. From any thread."""
         self._calls.put(function)
         self.wake()
@@ -88,7 +88,7 @@ class StepLoop:
         while self.has_calls:
             self._calls.get()()
 
-    def after_dispatched(self, function: Call) -> None:
+    def after_dispatched(self, function: Callback) -> None:
         """Runs a function once the steps that have been dispatched are done; between two steps. Mutates."""
         if self._pending is None:
             function()
