@@ -117,7 +117,7 @@ class EngineCore:
         for state in self._requests.values():
             for sequence in state.sequences:
                 if sequence.status is not Status.FINISHED:
-                    self.scheduler.rename(sequence, self._salt_of(state.request))
+                    self.scheduler.set_salt(sequence, self._salt_of(state.request))
         self._take_snapshot(self.snapshot.time)
 
     @property

@@ -32,7 +32,7 @@ class PageTable:
         """Writes `pages` from column `start` on. Mutates."""
         self.rows[slot, start : start + len(pages)] = pages
 
-    def rename(self, moves: Mapping[int, int]) -> None:
+    def replace_pages(self, moves: Mapping[int, int]) -> None:
         """Writes each value of `moves` in place of its key, in all rows. Mutates."""
         names = np.arange(max(self.rows.max(), *moves, NULL_PAGE) + 1, dtype=np.int32)
         names[list(moves)] = list(moves.values())

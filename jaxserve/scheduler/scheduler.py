@@ -110,7 +110,7 @@ class Scheduler:
             if heir.status is Status.WAITING:
                 self._push(heir)
 
-    def rename(self, sequence: Sequence, salt: str) -> None:
+    def set_salt(self, sequence: Sequence, salt: str) -> None:
         """The plan has changed: what the sequence computes from now on goes by another salt, if it is another. Mutates.
 
         Pages that it holds keep their names; those that it adds to them get none, until it starts anew.
@@ -134,7 +134,7 @@ class Scheduler:
         moves = self.pages.shrink(count, move)
         for sequence in (*self.running, *(waiting for _, waiting in self._waiting)):
             sequence.pages = [moves.get(page, page) for page in sequence.pages]
-        self.table.rename(moves)
+        self.table.replace_pages(moves)
 
     def register_full_pages(self, sequence: Sequence) -> None:
         """Names the pages that known and computed tokens have filled, so that others can share them. Mutates."""

@@ -263,7 +263,7 @@ def test_page_table_rename_changes_all_rows() -> None:
     table = PageTable(3, 4)
     table.take_slot([1, 9, 3])
     table.take_slot([9, 2])
-    table.rename({9: 4, 200: 5})
+    table.replace_pages({9: 4, 200: 5})
     assert table.rows.tolist() == [[1, 4, 3, 0], [4, 2, 0, 0], [0, 0, 0, 0]]
-    table.rename({})
+    table.replace_pages({})
     assert table.rows.tolist() == [[1, 4, 3, 0], [4, 2, 0, 0], [0, 0, 0, 0]]

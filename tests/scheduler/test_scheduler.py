@@ -305,7 +305,7 @@ def test_pages_computed_after_a_rename_are_not_shared(checked: CheckedScheduler,
     (sequence,) = checked.add(list(range(20)), 12, salt="a")
     work = checked.scheduler.schedule(0, 0.0)
     checked.check(work), checked.give_tokens(work)
-    checked.scheduler.rename(sequence, renamed)
+    checked.scheduler.set_salt(sequence, renamed)
     checked.run()
     assert len(checked.pages.lookup(page_hashes(sequence.tokens, PAGE, "a"))) == shared
 
