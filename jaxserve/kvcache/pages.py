@@ -25,12 +25,12 @@ class PagePool:
     is used last.
     """
 
-    def __init__(self, num_pages: int, *, caching: bool = True, least: int = 2, most: int | None = None):
+    def __init__(self, num_pages: int, *, caching: bool = True, min_pages: int = 2, max_pages: int | None = None):
         """Numbers of pages include the null page; `least` and `most` are how few and how many there may ever be: as
         many as the longest sequence needs, and as many as the device's pools have room for (by default `num_pages`).
         """
-        self.least, self.most = least, num_pages if most is None else most
-        assert 2 <= self.least <= num_pages <= self.most, (self.least, num_pages, self.most)
+        self.min_pages, self.max_pages = min_pages, num_pages if max_pages is None else max_pages
+        assert 2 <= self.min_pages <= num_pages <= self.max_pages, (self.min_pages, num_pages, self.max_pages)
         self.num_pages = num_pages
         self.caching = caching
         self._fresh = NULL_PAGE + 1  # this page and those after it were never handed out: they are free, and on no list
@@ -125,8 +125,8 @@ class PagePool:
     def grow(self, count: int) -> None:
         """Adds `count` free pages. Raises ValueError where the device's pools have no room. Mutates."""
         size = self.num_pages + count
-        if count < 0 or size > self.most:
-            raise ValueError(f"{self.num_pages} pages cannot grow by {count}, there is room for {self.most}")
+        if count < 0 or size > self.max_pages:
+            raise ValueError(f"{self.num_pages} pages cannot grow by {count}, there is room for {self.max_pages}")
         self.num_pages = size
 
     def shrink(self, count: int, move: Callable[[Mapping[int, int]], None] | None = None) -> dict[int, int]:
@@ -140,8 +140,8 @@ class PagePool:
         whatever `move` raises; then nothing has changed but that some cached pages are gone. Mutates.
         """
         size = self.num_pages - count
-        if count < 0 or size < self.least:
-            raise ValueError(f"{self.num_pages} pages cannot shrink by {count}: at least {self.least} must be left")
+        if count < 0 or size < self.min_pages:
+            raise ValueError(f"{self.num_pages} pages cannot shrink by {count}: at least {self.min_pages} must be left")
         if count > self.available:
             raise PagesInUse(f"{self.num_pages} pages cannot shrink by {count}: {self.available} are not in use")
         self._free.extend(range(self._fresh, self.num_pages))  # larger than all others: it stays a heap

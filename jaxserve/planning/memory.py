@@ -124,8 +124,8 @@ class MemoryPlan:
         pages = PagePool(
             instance.stages[0].kv_pages,
             caching=config.prefix_caching,
-            least=self.min_kv_pages,
-            most=self.reserved_kv_pages,
+            min_pages=self.min_kv_pages,
+            max_pages=self.reserved_kv_pages,
         )
         limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
         return Scheduler(limits, pages, table), table

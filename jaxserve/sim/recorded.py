@@ -256,7 +256,7 @@ class _Replay:
         buckets, longest, size = _buckets(facts), facts["max_model_len"], facts["page_size"]
         width = ceil_div(longest, size)
         least, most = facts["resources"]["min_pages"], facts["reserved_kv_pages"]
-        pages = PagePool(instance.kv_pages, caching=facts["prefix_caching"], least=least, most=most)
+        pages = PagePool(instance.kv_pages, caching=facts["prefix_caching"], min_pages=least, max_pages=most)
         limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, size)
         scheduler = Scheduler(limits, pages, PageTable(buckets.max_num_seqs, max(width, *buckets.widths)))
         most = WITHOUT_LIMIT

@@ -85,7 +85,7 @@ def test_pool_accounting_holds_for_random_histories(history: list[tuple[str, int
 
 
 def test_grow_adds_free_pages_up_to_the_maximum() -> None:
-    pool = PagePool(4, most=6)
+    pool = PagePool(4, max_pages=6)
     held = pool.allocate(3)
     pool.grow(2)
     assert (pool.num_pages, pool.available) == (6, 2)
@@ -160,7 +160,7 @@ class PagePoolMachine:
     """A pool with holders of pages and the contents of the device, followed through random histories."""
 
     def __init__(self, most: int):
-        self.pool = PagePool(most // 2, least=3, most=most)
+        self.pool = PagePool(most // 2, min_pages=3, max_pages=most)
         self.holders: list[list[int]] = []
         self.device: dict[int, int] = {}  # page -> what was last written there
         self.wanted: list[list[int]] = []  # by holder: what its pages must hold
@@ -196,10 +196,10 @@ class PagePoolMachine:
             self.writes += 1
 
     def grow(self, number: int) -> None:
-        self.pool.grow(min(number, self.pool.most - self.pool.num_pages))
+        self.pool.grow(min(number, self.pool.max_pages - self.pool.num_pages))
 
     def shrink(self, number: int) -> None:
-        count = min(number, self.pool.available, self.pool.num_pages - self.pool.least)
+        count = min(number, self.pool.available, self.pool.num_pages - self.pool.min_pages)
         size = self.pool.num_pages - count
         moves = self.pool.shrink(count)
         assert set(moves) <= set(range(size, size + count))
@@ -247,7 +247,7 @@ def test_pages_keep_their_contents_for_random_histories_with_resizes(history: li
 
 
 def test_shrink_below_used_pages_or_the_minimum_is_refused() -> None:
-    pool = PagePool(9, least=4)
+    pool = PagePool(9, min_pages=4)
     pages = pool.allocate(6)
     with pytest.raises(PagesInUse, match="9 pages cannot shrink by 3: 2 are not in use"):
         pool.shrink(3)

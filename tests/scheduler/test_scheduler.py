@@ -34,7 +34,7 @@ class CheckedScheduler:
     ):
         """`overlap`: a step is scheduled before the tokens of the one before it are known."""
         self.overlap = overlap
-        self.pages = PagePool(pages, caching=caching, least=least, most=most)
+        self.pages = PagePool(pages, caching=caching, min_pages=least, max_pages=most)
         limits = SchedulerLimits(seqs, tiles, TILE, PAGE)
         self.scheduler = Scheduler(limits, self.pages, PageTable(seqs, 64))
         self.written: dict[int, list[int]] = {}  # page -> tokens in it, since it was allocated
@@ -103,9 +103,9 @@ class CheckedScheduler:
         """Grow by `change` pages, or shrink as far as possible."""
         pages = self.pages
         if change >= 0:
-            self.scheduler.grow(min(change, pages.most - pages.num_pages))
+            self.scheduler.grow(min(change, pages.max_pages - pages.num_pages))
             return
-        self.scheduler.shrink(min(-change, pages.available, pages.num_pages - pages.least), self.move)
+        self.scheduler.shrink(min(-change, pages.available, pages.num_pages - pages.min_pages), self.move)
         self.written = {page: content for page, content in self.written.items() if page < pages.num_pages}
 
     def move(self, moves: Mapping[int, int]) -> None:

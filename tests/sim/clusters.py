@@ -57,7 +57,7 @@ def cluster(
     buckets = Buckets(seqs, 4, TILE, 1, (LONGEST // PAGE,))
     made = []
     for number, instance in enumerate(plan.instances):
-        pool = PagePool(pages, caching=caching, least=LONGEST // PAGE + 1, most=pages)
+        pool = PagePool(pages, caching=caching, min_pages=LONGEST // PAGE + 1, max_pages=pages)
         scheduler = Scheduler(SchedulerLimits(seqs, 4, TILE, PAGE), pool, PageTable(seqs, LONGEST // PAGE))
         core = EngineCore(
             scheduler, info, None, EngineMetrics("small"), static=Snapshot(kv_pages_total=pages - 1), number=number

@@ -144,7 +144,7 @@ class World:
         self.ended: list[float] = []  # when each outcome was there
 
     def _instance(self, number: int) -> Served:
-        pages = PagePool(PAGES, caching=False, least=self.resources.min_pages, most=self.resources.max_pages)
+        pages = PagePool(PAGES, caching=False, min_pages=self.resources.min_pages, max_pages=self.resources.max_pages)
         scheduler = Scheduler(SchedulerLimits(4, 4, 16, 16), pages, PageTable(4, 64))
         static = self.describe(self.home, number)
         core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), static=static, number=number)

@@ -61,7 +61,7 @@ class World(VirtualClock):
             "resources": asdict(RESOURCES) | {"layer_bytes": [(*k, n) for k, n in RESOURCES.layer_bytes.items()]},
         }
         self.log = StepLog(path, facts)
-        pages = PagePool(PAGES, caching=True, least=LONGEST // PAGE + 1, most=RESOURCES.max_pages)
+        pages = PagePool(PAGES, caching=True, min_pages=LONGEST // PAGE + 1, max_pages=RESOURCES.max_pages)
         self.core = EngineCore(
             Scheduler(SchedulerLimits(SEQS, 4, TILE, PAGE), pages, PageTable(SEQS, LONGEST // PAGE)),
             ModelInfo("small", LONGEST, 2**31 - 1, 8, 0),
