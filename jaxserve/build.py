@@ -132,7 +132,7 @@ def build(
             salt=assignment_id(instance.layer_precisions),
             seed=config.seed + number,
             static=resolved.describe(resolved.plan, number),
-            number=number,
+            index=number,
         )
         if config.warmup:
             executor.warm()

@@ -50,9 +50,9 @@ class EngineCore:
         salt: str = "",
         seed: int = 0,
         static: Snapshot,
-        number: int = 0,
+        index: int = 0,
     ):
-        """`number` tells instances apart, `salt` names the plan in the prefix cache, and `static` holds the snapshot's
+        """`index` tells instances apart, `salt` names the plan in the prefix cache, and `static` holds the snapshot's
         fields that do not change by step.
         """
         self.scheduler = scheduler
@@ -61,9 +61,9 @@ class EngineCore:
         self.metrics = metrics
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
-        self.number = number
+        self.index = index
         self._counters = EngineCounters(scheduler, metrics, static)
-        metrics.follow(lambda: self.snapshot, number)
+        metrics.follow(lambda: self.snapshot, index)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}

@@ -189,7 +189,7 @@ class InstanceLog:
         self._log.write(
             Arrival(
                 request.id,
-                self._core.number,
+                self._core.index,
                 self._next,
                 request.arrival,
                 len(request.prompt_token_ids),
@@ -205,7 +205,7 @@ class InstanceLog:
         if static.plan_version != self._version:
             self._version = static.plan_version
             layers = dict(static.layers_by_precision)
-            self._log.write(InForce(self._core.number, self._version, layers, static.kv_pages_total))
+            self._log.write(InForce(self._core.index, self._version, layers, static.kv_pages_total))
         self._open.append((begun, now, load, self._version))
         self._next = work.step + 1
 
@@ -214,7 +214,7 @@ class InstanceLog:
         begun, dispatched, load, version = self._open.popleft()
         self._log.write(
             Step(
-                self._core.number,
+                self._core.index,
                 work.step,
                 begun,
                 dispatched,
@@ -238,7 +238,7 @@ class InstanceLog:
         last = next(sequence for sequence in sequences if sequence.request.id == output.request_id)
         return AnswerRecord(
             output.request_id,
-            self._core.number,
+            self._core.index,
             last.first_token,
             last.last_token,
             last.num_generated,

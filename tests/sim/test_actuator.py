@@ -147,7 +147,7 @@ class World:
         pages = PagePool(PAGES, caching=False, min_pages=self.resources.min_pages, max_pages=self.resources.max_pages)
         scheduler = Scheduler(SchedulerLimits(4, 4, 16, 16), pages, PageTable(4, 64))
         static = self.describe(self.home, number)
-        core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), static=static, number=number)
+        core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), static=static, index=number)
         return Served(core, Device(self.clock, self.run_until), self.home.instances[number])
 
     def entries(self, plan: Plan) -> dict[str, int]:
