@@ -3,7 +3,8 @@
 A request with n > 1 has n sequences that share the prompt's pages.
 """
 
-from collections.abc import Mapping, Sequence as SequenceOf
+from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any, Protocol
@@ -61,7 +62,7 @@ TokenLogprobs = Mapping[int, Logprob]  # token id -> Logprob, the sampled (or pr
 class Detokenizer(Protocol):
     """Incremental detokenizer of one sequence."""
 
-    def push(self, token_ids: SequenceOf[int]) -> str:
+    def push(self, token_ids: abc.Sequence[int]) -> str:
         """The text that became certain with these tokens ('' while a character is incomplete). Mutates."""
         ...
 

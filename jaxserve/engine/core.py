@@ -3,7 +3,7 @@ come out. No device, no clock, no thread: time is an argument.
 """
 
 import logging
-from collections.abc import Sequence as SequenceOf
+from collections import abc
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,7 +46,7 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         metrics: EngineMetrics,
         *,
-        eos_token_ids: SequenceOf[int] = (),
+        eos_token_ids: abc.Sequence[int] = (),
         salt: str = "",
         seed: int = 0,
         static: Snapshot,
@@ -250,7 +250,7 @@ class EngineCore:
     def _salt_of(self, request: Request) -> str:
         return f"{self.salt}|{request.salt}"
 
-    def _bad_words(self, words: SequenceOf[str]) -> tuple[tuple[int, ...], ...]:
+    def _bad_words(self, words: abc.Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences to avoid: each word as it stands, and as it follows a space."""
         if self.tokenizer is None or not words:
             return ()

@@ -1,6 +1,6 @@
 """Text of a sequence: detokenization token by token, and stop strings."""
 
-from collections.abc import Sequence as SequenceOf
+from collections import abc
 from functools import lru_cache
 
 from jaxserve.core.request import Sequence
@@ -12,7 +12,7 @@ class StopStrings:
     A step of Knuth, Morris and Pratt's search for each character and stop string, however long text and strings are.
     """
 
-    def __init__(self, stops: SequenceOf[str]):
+    def __init__(self, stops: abc.Sequence[str]):
         self._stops = tuple(stops)
         self._matched = [0] * len(self._stops)  # how much of each stop string the end of the text is
 

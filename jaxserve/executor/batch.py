@@ -5,7 +5,8 @@ slot. Their embeddings are zeros and stay so; native products leave out rows of 
 them. So decode rows are the last of theirs, next to the tiles.
 """
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections import abc
+from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def pack(work: Work, shape: StepShape, page_rows: np.ndarray, page_size: int) ->
 
 
 def _pack_decodes(
-    sequences: SequenceOf[Sequence], shape: StepShape, view: View, page_rows: np.ndarray, page_size: int
+    sequences: abc.Sequence[Sequence], shape: StepShape, view: View, page_rows: np.ndarray, page_size: int
 ) -> None:
     """Writes the rows that decode: the last ones of theirs. Of few numbers lists cost less than arrays."""
     count = len(sequences)

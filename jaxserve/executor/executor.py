@@ -4,7 +4,8 @@ A step is a host loop over the block table that only dispatches; nothing waits f
 are fetched, which the engine does one step later.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence as SequenceOf
+from collections import abc
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -48,7 +49,7 @@ class BlockExecutor:
 
     def __init__(
         self,
-        blocks: SequenceOf[LoadedBlock],
+        blocks: abc.Sequence[LoadedBlock],
         pools: Pools,
         builder: BlockBuilder,
         sampler: DeviceSampler,
@@ -168,7 +169,7 @@ class BlockExecutor:
             block, parameters, self.blocks[self._index(block)].placement, precision, memory=memory
         )
 
-    def replace(self, rows: SequenceOf[LoadedBlock]) -> list[LoadedBlock]:
+    def replace(self, rows: abc.Sequence[LoadedBlock]) -> list[LoadedBlock]:
         """Exchanges decoder layers' rows between two steps; returns the old ones, for the caller to free. Mutates.
 
         Steps that were dispatched keep what they need of them. Nothing is compiled if the executables were warmed.
@@ -203,7 +204,7 @@ class BlockExecutor:
             _, self.pools[layer] = run(*inputs, self.pools[layer], *row.leaves)
         jax.block_until_ready(self.pools[layer])
 
-    def fuse_decodes(self, layers: SequenceOf[BlockSignature]) -> None:
+    def fuse_decodes(self, layers: abc.Sequence[BlockSignature]) -> None:
         """Compiles the shapes of steps that only decode for such decoder layers, if the fused tier is to be warmed."""
         if self._fused is None or not self._fused.at_warmup:
             return
@@ -266,7 +267,7 @@ class BlockExecutor:
         self._compiler.compile(self._normalize, hidden.shape[0], hidden)
         return logits
 
-    def _rehearsed(self) -> SequenceOf[StepShape]:
+    def _rehearsed(self) -> abc.Sequence[StepShape]:
         """The shapes to run before serving: all of them, but on CPU, where large ones take long and nothing is made at
         the first run, the smallest that only decodes and the smallest that does not.
         """
@@ -358,7 +359,7 @@ class BlockExecutor:
             self._layers[key] = tuple(row.executable.at((shape, self.pools.segments)) for row in stage.layers)
         return self._layers[key]
 
-    def _fuse(self, number: int, stage: Stage, shape: StepShape, layers: SequenceOf[BlockSignature]) -> None:
+    def _fuse(self, number: int, stage: Stage, shape: StepShape, layers: abc.Sequence[BlockSignature]) -> None:
         """Starts to compile a stage with such decoder layers as one program."""
         assert self._fused is not None
         sharding = stage.placement.sharding()
