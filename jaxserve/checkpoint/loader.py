@@ -11,13 +11,13 @@ import numpy as np
 from jaxserve.checkpoint.dummy import DummyStore
 from jaxserve.checkpoint.folder import check_folder
 from jaxserve.checkpoint.imported import ImportedStore
-from jaxserve.checkpoint.mapping import Target, layer_number, numpy_dtype, pack_block, stacked_name, tensor_shapes
+from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, stacked_name, tensor_shapes
 from jaxserve.checkpoint.reconcile import settle_vocabulary, tell_of_unused
 from jaxserve.checkpoint.rounded import rounded_block
 from jaxserve.checkpoint.safetensors import SafetensorsStore, StoredTensor
 from jaxserve.checkpoint.values import check_values
 from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore, fitted
-from jaxserve.core.block_names import is_layer
+from jaxserve.core.block_names import is_layer, layer_index
 from jaxserve.core.config import DType, ModelConfig
 from jaxserve.core.errors import CheckpointError
 from jaxserve.core.files import read_json_object
@@ -91,7 +91,7 @@ class Checkpoint:
         if isinstance(self.store, ImportedStore) and precision == self.precision(block_id):
             return self.store.block(config, physical, block_id)
         if self.prepared is not None and precision in self.prepared.precisions:
-            variant = fitted(self.prepared.layer(layer_number(block_id), precision), config, physical)
+            variant = fitted(self.prepared.layer(layer_index(block_id), precision), config, physical)
             if variant is not None:
                 return variant
             log.warning(
@@ -114,7 +114,7 @@ class Checkpoint:
     def forget(self, block_id: str, precision: str) -> None:
         """Gives back what is kept of a prepared layer, which is then read again if it is asked for again."""
         if self.prepared is not None and is_layer(block_id):
-            self.prepared.forget(layer_number(block_id), precision)
+            self.prepared.forget(layer_index(block_id), precision)
 
     def is_rounded(self, block_id: str, precision: str) -> bool:
         """Whether `variant` quantises the block itself, where nothing prepared has to be split."""

@@ -39,7 +39,7 @@ def tensor_shapes(config: ModelConfig, block_id: str, *, stacked_experts: bool =
     if block_id == "head":
         return {"model.norm.weight": (config.hidden_size,), head_name(config): vocabulary}
     shapes = _attention_shapes(config)
-    if config.is_sparse(layer_number(block_id)):
+    if config.is_sparse(layer_index(block_id)):
         shapes |= _expert_shapes(config, stacked_experts)
     else:
         shapes |= _mlp_shapes(config)
@@ -49,11 +49,6 @@ def tensor_shapes(config: ModelConfig, block_id: str, *, stacked_experts: bool =
 def head_name(config: ModelConfig) -> str:
     """The tensor that projects to the vocabulary."""
     return "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-
-
-def layer_number(block_id: str) -> int:
-    """The number of a decoder layer's block."""
-    return layer_index(block_id)
 
 
 def stacked_name(block_id: str) -> str:
@@ -116,7 +111,7 @@ def pack_block(target: Target, block_id: str, read: Read, *, stacked_experts: bo
         "post_norm.weight": cast(read_layer("post_attention_layernorm.weight"), dtype),
     }
     block |= _pack_attention(target, read_layer)
-    if not config.is_sparse(layer_number(block_id)):
+    if not config.is_sparse(layer_index(block_id)):
         return block | _pack_mlp(target, read_layer)
     return block | _pack_experts(target, read_layer, stacked_experts)
 
