@@ -9,8 +9,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from jaxserve.core.errors import RequestError
 from jaxserve.core.request import Detokenizer
-from jaxserve.engine.builtin_templates import PLAIN
-from jaxserve.engine.chat_template import ChatTemplate, Message
+from jaxserve.engine.chat_template import PLAIN, ChatTemplate, Message
 from jaxserve.engine.detokenizer import ByteDetokenizer, StreamDetokenizer, byte_table
 from jaxserve.engine.tokenizer_files import TokenizerFiles, choose_template, vocabulary_file
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer as HfTokenizer
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.core.files import read_json_object
 from jaxserve.core.model_name import model_name
-from jaxserve.engine.builtin_templates import BUILTIN
+from jaxserve.engine.chat_template import BUILTIN_TEMPLATES
 from jaxserve.engine.sentencepiece import SentencePieceModel
 
 log = logging.getLogger(__name__)
@@ -109,8 +109,8 @@ def choose_template(given: str | None, own: Mapping[str, str], folder: Path) -> 
         given = "vicuna" if _is_vicuna(folder) else "plain"
     elif given in own:
         return own[given], None
-    if given in BUILTIN:
-        return BUILTIN[given], given
+    if given in BUILTIN_TEMPLATES:
+        return BUILTIN_TEMPLATES[given], given
     try:
         if Path(given).is_file():
             return Path(given).read_text(encoding="utf-8"), None
@@ -119,7 +119,7 @@ def choose_template(given: str | None, own: Mapping[str, str], folder: Path) -> 
             raise ConfigError(f"the chat template {given!r} cannot be read: {error} (--chat-template)") from error
     if "{" in given:
         return given, None
-    names = ", ".join({**BUILTIN, **own})
+    names = ", ".join({**BUILTIN_TEMPLATES, **own})
     raise ConfigError(f"there is no chat template {given!r}: it must be a file or one of {names} (--chat-template)")
 
 
