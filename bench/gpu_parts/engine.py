@@ -20,7 +20,7 @@ from bench.gpu_parts import costs, measure
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.peers.workload import VOCAB, Prompts
 from jaxserve import LLM, SamplingParams
-from jaxserve.checkpoint.dummy import STDDEV
+from jaxserve.checkpoint.loader import DUMMY_STDDEV
 from jaxserve.compilation.cache import FUSED_TIER, CompileCounter
 from jaxserve.core.request import Request
 from jaxserve.core.work import Work
@@ -108,7 +108,7 @@ class Jaxserve:
 def random_weight(key: jax.Array, template: QArray) -> QArray:
     """Codes that are all equally likely, with scales that make weights about as large as those of a dummy."""
     codes = jax.random.bits(key, template.codes.shape, template.codes.dtype)
-    scales = jax.numpy.full(template.scales.shape, STDDEV / 2 ** (template.bits - 1), template.scales.dtype)
+    scales = jax.numpy.full(template.scales.shape, DUMMY_STDDEV / 2 ** (template.bits - 1), template.scales.dtype)
     return QArray(codes, scales, None, template.bits, template.size)
 
 

@@ -1,14 +1,16 @@
 """A checkpoint directory as a configuration and blocks that are read one at a time."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxserve.checkpoint.dummy import DummyStore
+from jaxserve.checkpoint.configs import read_configs
 from jaxserve.checkpoint.folder import check_folder
 from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, stacked_name, tensor_shapes
@@ -19,20 +21,15 @@ from jaxserve.checkpoint.values import check_values
 from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore, fitted
 from jaxserve.core.block_names import is_layer, layer_index
 from jaxserve.core.config import DType, ModelConfig
-from jaxserve.core.errors import CheckpointError
-from jaxserve.core.files import read_json_object
 from jaxserve.core.precision import BITS
-from jaxserve.models import config_from_hf
-from jaxserve.models.hf import token_ids
-from jaxserve.models.registry import is_headless
 from jaxserve.quantization import QArray
-from jaxserve.quantization.formats import Scheme, read_scheme
 
 log = logging.getLogger(__name__)
 
+DUMMY_STDDEV = 0.02
+DUMMY_PERIOD = 1_000_003  # numbers drawn; prime, so that rows of a tensor that repeats them differ
+
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Where AutoGPTQ and AutoAWQ put the settings that config.json may lack, and what they mean."""
 
 
 class TensorStore(Protocol):
@@ -51,6 +48,29 @@ class TensorStore(Protocol):
     def remember(self) -> None:
         """From now on a tensor must be the same at every reading, or reading it raises `CheckpointError`. Mutates."""
         ...
+
+
+class DummyStore:
+    """Every tensor that is asked for: random normal, the same in each run; norms are ones. Experts are not stacked."""
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """float32 of the given shape; depends on the name alone."""
+        if name.endswith("norm.weight"):
+            return np.ones(shape, np.float32)
+        size = math.prod(shape)
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        values = rng.standard_normal(min(size, DUMMY_PERIOD), np.float32) * np.float32(DUMMY_STDDEV)
+        return np.resize(values, shape)
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> list[np.ndarray]:
+        """What there is of a weight: the tensor."""
+        return [self.get(name, shape)]
+
+    def remember(self) -> None:
+        """Does nothing: a tensor is the same each time."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +206,7 @@ def open_checkpoint(
     config_path = path if directory != path else directory / "config.json"
     if load_format != "dummy":
         check_folder(directory)
-    config, generation, scheme, headless = _read_configs(directory, config_path)
+    config, generation, scheme, headless = read_configs(directory, config_path)
     if dtype != "auto":
         config = replace(config, dtype=dtype)
     if load_format == "dummy":
@@ -216,62 +236,3 @@ def check_tensors(store: TensorStore, config: ModelConfig, block_id: str) -> set
     for name, shape in shapes.items():
         store.stored(name, shape)
     return set(shapes)
-
-
-def _read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[str, Any], Scheme | None, bool]:
-    """Return config.json, generation_config.json, how the weights are quantised, and whether there is no head."""
-    if not directory.is_dir() or not config_path.is_file():
-        check_folder(directory)
-    hf = read_json_object(config_path)
-    try:
-        config, headless = config_from_hf(hf), is_headless(hf)
-        settings = _quantization(directory, hf)
-        scheme = read_scheme(settings) if settings else None
-    except CheckpointError as error:
-        raise CheckpointError(f"{config_path}: {error}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{config_path}: holds a value of the wrong kind ({error})") from error
-    generation_path = directory / "generation_config.json"
-    generation = read_json_object(generation_path, missing_ok=True)
-    if generation.get("eos_token_id") is not None:
-        try:
-            eos = token_ids(generation["eos_token_id"])
-        except CheckpointError as error:
-            raise CheckpointError(f"{generation_path}: {error}") from error
-        if set(config.eos_token_ids) - set(eos):
-            log.warning(
-                "%s: eos_token_id is %s in generation_config.json, which is used, and %s in config.json",
-                directory,
-                list(eos),
-                list(config.eos_token_ids),
-            )
-        config = replace(config, eos_token_ids=eos)
-    return config, generation, scheme, headless
-
-
-def _quantization(directory: Path, hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return how the weights are quantised, as config.json or else the file beside it says; None: they are not."""
-    given = hf.get("quantization_config")
-    if given is None and hf.get("compression_config"):  # the older name
-        given = {"quant_method": "compressed-tensors", **hf["compression_config"]}
-    if hf.get("quantization") and not (given or {}).get("quant_method"):
-        raise CheckpointError(
-            "its weights are quantised by MLX, which is not supported: take the model they are made of"
-        )
-    for name, method in QUANTIZATION_FILES.items():
-        if not (directory / name).is_file():
-            continue
-        beside = read_json_object(directory / name)
-        if not given:
-            return {"quant_method": method, **beside}
-        for key in ("bits", "group_size", "sym", "desc_act", "zero_point"):
-            if key in given and key in beside and given[key] != beside[key]:
-                log.warning(
-                    "%s: %s is %r in config.json, which is used, and %r in %s",
-                    directory,
-                    key,
-                    given[key],
-                    beside[key],
-                    name,
-                )
-    return given

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.checkpoint.generation import default_max_new_tokens, sampling_defaults
+from jaxserve.checkpoint.configs import default_max_new_tokens, sampling_defaults
 from jaxserve.checkpoint.layout import stored_layout
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import DType, EngineConfig, KernelBackend, ModelConfig

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.checkpoint.generation import default_max_new_tokens, sampling_defaults
+from jaxserve.checkpoint.configs import default_max_new_tokens, sampling_defaults
 from jaxserve.core.model_name import model_name
 from tests.checkpoint.test_errors import INDEX, SINGLE, edit_config, edit_tensors, refused
 from tests.golden.model import golden

@@ -1,0 +1,116 @@
+"""The JSON files of a model's folder: its configuration, the quantisation of its weights, and sampling defaults."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxserve.checkpoint.folder import check_folder
+from jaxserve.core.config import ModelConfig
+from jaxserve.core.errors import CheckpointError, RequestError
+from jaxserve.core.files import read_json_object
+from jaxserve.core.sampling import SamplingParams
+from jaxserve.models import config_from_hf
+from jaxserve.models.hf import token_ids
+from jaxserve.models.registry import is_headless
+from jaxserve.quantization.formats import Scheme, read_scheme
+
+log = logging.getLogger(__name__)
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where AutoGPTQ and AutoAWQ put the settings that config.json may lack, and what they mean."""
+
+
+def read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[str, Any], Scheme | None, bool]:
+    """Return config.json, generation_config.json, how the weights are quantised, and whether there is no head."""
+    if not directory.is_dir() or not config_path.is_file():
+        check_folder(directory)
+    hf = read_json_object(config_path)
+    try:
+        config, headless = config_from_hf(hf), is_headless(hf)
+        settings = _quantization_settings(directory, hf)
+        scheme = read_scheme(settings) if settings else None
+    except CheckpointError as error:
+        raise CheckpointError(f"{config_path}: {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{config_path}: holds a value of the wrong kind ({error})") from error
+    generation_path = directory / "generation_config.json"
+    generation = read_json_object(generation_path, missing_ok=True)
+    if generation.get("eos_token_id") is not None:
+        try:
+            eos = token_ids(generation["eos_token_id"])
+        except CheckpointError as error:
+            raise CheckpointError(f"{generation_path}: {error}") from error
+        if set(config.eos_token_ids) - set(eos):
+            log.warning(
+                "%s: eos_token_id is %s in generation_config.json, which is used, and %s in config.json",
+                directory,
+                list(eos),
+                list(config.eos_token_ids),
+            )
+        config = replace(config, eos_token_ids=eos)
+    return config, generation, scheme, headless
+
+
+def _quantization_settings(directory: Path, hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return how the weights are quantised, as config.json or else the file beside it says; None: they are not."""
+    given = hf.get("quantization_config")
+    if given is None and hf.get("compression_config"):  # the older name
+        given = {"quant_method": "compressed-tensors", **hf["compression_config"]}
+    if hf.get("quantization") and not (given or {}).get("quant_method"):
+        raise CheckpointError(
+            "its weights are quantised by MLX, which is not supported: take the model they are made of"
+        )
+    for name, method in QUANTIZATION_FILES.items():
+        if not (directory / name).is_file():
+            continue
+        beside = read_json_object(directory / name)
+        if not given:
+            return {"quant_method": method, **beside}
+        for key in ("bits", "group_size", "sym", "desc_act", "zero_point"):
+            if key in given and key in beside and given[key] != beside[key]:
+                log.warning(
+                    "%s: %s is %r in config.json, which is used, and %r in %s",
+                    directory,
+                    key,
+                    given[key],
+                    beside[key],
+                    name,
+                )
+    return given
+
+
+def sampling_defaults(generation: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the sampling parameters that a model's generation_config.json sets.
+
+    With `"do_sample": false` the likeliest token is taken, as in Transformers. A value that no request could have is
+    left out, which one line of the log tells.
+    """
+    defaults = {name: generation[name] for name in SAMPLING_DEFAULTS if _valid(name, generation, directory)}
+    return defaults | {"temperature": 0.0} if generation.get("do_sample") is False else defaults
+
+
+def default_max_new_tokens(generation: Mapping[str, Any], directory: Path) -> int | None:
+    """Return `max_new_tokens`, the most tokens of any answer, as in vLLM; None where there is none."""
+    value = {"max_tokens": generation.get("max_new_tokens")}
+    return value["max_tokens"] if _valid("max_tokens", value, directory, "max_new_tokens") else None
+
+
+def _valid(name: str, values: Mapping[str, Any], directory: Path, shown: str | None = None) -> bool:
+    value = values.get(name)
+    if value is None:
+        return False
+    try:
+        SamplingParams(**{name: value})
+    except RequestError as error:
+        log.warning(
+            "%s: %s is %r, it must be %s: it is ignored",
+            directory / "generation_config.json",
+            shown or name,
+            value,
+            error.limit,
+        )
+        return False
+    return True
