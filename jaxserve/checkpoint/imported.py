@@ -84,8 +84,8 @@ class ImportedStore:
                 raise CheckpointError(f"{self.files.where(name)} is not quantised as the others of its layer are")
         return f"int{self.scheme.bits}"
 
-    def block(self, config: ModelConfig, physical: ModelConfig, block_id: str) -> dict[str, np.ndarray | QArray]:
-        """A quantised layer, its parameters packed for `physical`, the codes as they are stored.
+    def block(self, config: ModelConfig, padded: ModelConfig, block_id: str) -> dict[str, np.ndarray | QArray]:
+        """A quantised layer, its parameters packed for `padded`, the codes as they are stored.
 
         Scales keep bfloat16 if they are, and become float32 if not. Raises `ConfigError` where padding for tensor
         parallelism would cut a group.
@@ -99,7 +99,7 @@ class ImportedStore:
         symmetric = self.scheme.symmetric and not any(np.any(weight.zeros) for weight in weights.values())
 
         def packed(dtype: np.dtype, read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-            return pack_block(Target(config, physical, dtype), block_id, read)
+            return pack_block(Target(config, padded, dtype), block_id, read)
 
         def field(name: str, *, of: str) -> np.ndarray:
             """One field of a weight, as large as the weight, so that it is packed as the weight would be."""

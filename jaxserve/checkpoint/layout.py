@@ -34,7 +34,7 @@ class Layout(NamedTuple):
         return prod(weight.codes.shape) + prod(out) * (size // group) * self.scale_bytes
 
 
-def stored_layout(checkpoint: Checkpoint, physical: ModelConfig, block_id: str, precision: str) -> Layout | None:
+def stored_layout(checkpoint: Checkpoint, padded: ModelConfig, block_id: str, precision: str) -> Layout | None:
     """That of a layer which the checkpoint has in a quantised precision, or which was prepared in it; for imported ones
     an upper limit. None: it is rounded while it is loaded, to what its module has.
     """
@@ -43,9 +43,9 @@ def stored_layout(checkpoint: Checkpoint, physical: ModelConfig, block_id: str, 
     if isinstance(checkpoint.store, ImportedStore) and checkpoint.precision(block_id) == precision:
         return Layout(checkpoint.store.scheme.group, 2 * FLOAT32)
     prepared = checkpoint.prepared
-    if prepared is None or precision not in prepared.precisions or fitted({}, checkpoint.config, physical) is None:
+    if prepared is None or precision not in prepared.precisions or fitted({}, checkpoint.config, padded) is None:
         return None
     method = prepared.method(precision)
-    if method.group == 0 and physical.shards > 1:  # as `fitted` finds when the weights are read
+    if method.group == 0 and padded.shards > 1:  # as `fitted` finds when the weights are read
         return None
     return Layout(method.group, BFLOAT16 if method.symmetric else 2 * BFLOAT16)

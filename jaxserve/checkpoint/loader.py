@@ -14,8 +14,8 @@ from jaxserve.checkpoint.configs import read_configs
 from jaxserve.checkpoint.folder import check_folder
 from jaxserve.checkpoint.imported import ImportedStore
 from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, stacked_name, tensor_shapes
-from jaxserve.checkpoint.reconcile import settle_vocabulary, tell_of_unused
-from jaxserve.checkpoint.rounded import rounded_block
+from jaxserve.checkpoint.reconcile import reconcile_head, warn_of_unused
+from jaxserve.checkpoint.rounding import round_block
 from jaxserve.checkpoint.safetensors import SafetensorsStore, StoredTensor
 from jaxserve.checkpoint.values import check_values
 from jaxserve.checkpoint.variants import FOLDER, MANIFEST, VariantStore, fitted
@@ -94,30 +94,30 @@ class Checkpoint:
         self,
         block_id: str,
         precision: str,
-        physical: ModelConfig | None = None,
+        padded: ModelConfig | None = None,
         between: Callable[[], None] | None = None,
     ) -> dict[str, np.ndarray | QArray]:
         """A block's parameters in a precision, in the layout of `block`; `between` as there, in full precision.
 
         A quantised layer is as the checkpoint stores it, or as it was prepared (`jaxserve quantize`), or rounded to the
-        nearest: the first of these that there is. What was prepared is not used where `physical` pads the weights or
+        nearest: the first of these that there is. What was prepared is not used where `padded` pads the weights or
         cuts their groups. Other blocks are always rounded.
         """
-        config, physical = self.config, physical or self.config
+        config, padded = self.config, padded or self.config
         if precision not in BITS:
-            return {**self.block(block_id, physical, between)}
+            return {**self.block(block_id, padded, between)}
         if not is_layer(block_id):
-            return rounded_block(physical, block_id, self.block(block_id, physical), precision)
+            return round_block(padded, block_id, self.block(block_id, padded), precision)
         if isinstance(self.store, ImportedStore) and precision == self.precision(block_id):
-            return self.store.block(config, physical, block_id)
+            return self.store.block(config, padded, block_id)
         if self.prepared is not None and precision in self.prepared.precisions:
-            variant = fitted(self.prepared.layer(layer_index(block_id), precision), config, physical)
+            variant = fitted(self.prepared.layer(layer_index(block_id), precision), config, padded)
             if variant is not None:
                 return variant
             log.warning(
                 "%s in %s is rounded to the nearest: what was prepared cannot be split (tp)", block_id, precision
             )
-        return rounded_block(physical, block_id, self.block(block_id, physical), precision)
+        return round_block(padded, block_id, self.block(block_id, padded), precision)
 
     def remember(self, block_id: str) -> None:
         """Has a block's tensors be the same whenever they are read again, or reading them raise `CheckpointError`.
@@ -160,9 +160,9 @@ class Checkpoint:
         )
 
     def block(
-        self, block_id: str, physical: ModelConfig | None = None, between: Callable[[], None] | None = None
+        self, block_id: str, padded: ModelConfig | None = None, between: Callable[[], None] | None = None
     ) -> dict[str, np.ndarray]:
-        """A block's parameters by their dotted path in its module, packed for `physical` (by default `config`).
+        """A block's parameters by their dotted path in its module, packed for `padded` (by default `config`).
 
         Reads the block's tensors and nothing else; the arrays are new, in the dtype of the configuration. With tied
         embeddings the head's `weight` is a copy of embed's, for the caller to share. `between` is called before each
@@ -172,7 +172,7 @@ class Checkpoint:
         finite, unless `between` is given.
         """
         config = self.config
-        target = Target(config, physical or config, numpy_dtype(config))
+        target = Target(config, padded or config, numpy_dtype(config))
         stacked = stacked_name(block_id) in self.store
         shapes = tensor_shapes(config, block_id, stacked_experts=stacked)
 
@@ -213,13 +213,13 @@ def open_checkpoint(
         return Checkpoint(directory, config, generation, DummyStore())
     files = SafetensorsStore(directory)
     store = files if scheme is None else ImportedStore(files, scheme)
-    config = settle_vocabulary(config, store, headless=headless)
+    config = reconcile_head(config, store, headless=headless)
     checkpoint = Checkpoint(directory, config, generation, store)
     used = set[str]()
     for block_id in config.block_ids:
         used |= check_tensors(checkpoint.store, config, block_id)
         checkpoint.precision(block_id)
-    tell_of_unused(config, store, used)
+    warn_of_unused(config, store, used)
     if not prepared or not (directory / FOLDER / MANIFEST).is_file():
         return checkpoint
     variants = VariantStore.open(directory / FOLDER)

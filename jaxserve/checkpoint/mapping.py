@@ -19,7 +19,7 @@ class Target(NamedTuple):
     """The configuration that the arrays are packed for, and their dtype."""
 
     config: ModelConfig
-    physical: ModelConfig
+    padded: ModelConfig
     dtype: np.dtype
 
 
@@ -95,8 +95,8 @@ def _expert_shapes(config: ModelConfig, stacked: bool) -> dict[str, Shape]:
 
 def pack_block(target: Target, block_id: str, read: Read, *, stacked_experts: bool = False) -> dict[str, np.ndarray]:
     """The block's parameters by dotted path, fused and padded; `read` gives the tensors that `tensor_shapes` lists."""
-    config, physical, dtype = target
-    rows = (physical.vocab_rows, config.hidden_size)
+    config, padded, dtype = target
+    rows = (padded.vocab_rows, config.hidden_size)
     if block_id == "embed":
         return {"weight": pad(read("model.embed_tokens.weight"), rows, dtype)}
     if block_id == "head":
@@ -117,14 +117,14 @@ def pack_block(target: Target, block_id: str, read: Read, *, stacked_experts: bo
 
 
 def _pack_attention(target: Target, read: Read) -> dict[str, np.ndarray]:
-    config, physical, dtype = target
+    config, padded, dtype = target
 
     def qkv(kind: str) -> np.ndarray:
         q, k, v = (read(f"self_attn.{name}_proj.{kind}") for name in "qkv")
-        return pack_qkv(q, k, v, config, physical, dtype)
+        return pack_qkv(q, k, v, config, padded, dtype)
 
     packed = {"attention.qkv": qkv("weight")}
-    packed["attention.o"] = pack_o(read("self_attn.o_proj.weight"), config, physical, dtype)
+    packed["attention.o"] = pack_o(read("self_attn.o_proj.weight"), config, padded, dtype)
     if config.qkv_bias:
         packed["attention.qkv_bias"] = qkv("bias")
     if config.o_bias:
@@ -136,12 +136,12 @@ def _pack_attention(target: Target, read: Read) -> dict[str, np.ndarray]:
 
 
 def _pack_mlp(target: Target, read: Read) -> dict[str, np.ndarray]:
-    config, physical, dtype = target
-    inner = physical.intermediate_size
+    config, padded, dtype = target
+    inner = padded.intermediate_size
 
     def gate_up(kind: str) -> np.ndarray:
         gates = [read(f"mlp.{name}_proj.{kind}") for name in ("gate", "up")]
-        return pack_gate_up(gates, inner, physical.shards, dtype)
+        return pack_gate_up(gates, inner, padded.shards, dtype)
 
     packed = {"mlp.gate_up": gate_up("weight")}
     packed["mlp.down"] = pad(read("mlp.down_proj.weight"), (config.hidden_size, inner), dtype)
@@ -152,11 +152,11 @@ def _pack_mlp(target: Target, read: Read) -> dict[str, np.ndarray]:
 
 
 def _pack_experts(target: Target, read: Read, stacked: bool) -> dict[str, np.ndarray]:
-    config, physical, dtype = target
+    config, padded, dtype = target
     assert config.moe is not None
-    assert physical.moe is not None
-    experts, hidden, inner = config.moe.num_experts, config.hidden_size, physical.moe.intermediate_size
-    shards = physical.shards
+    assert padded.moe is not None
+    experts, hidden, inner = config.moe.num_experts, config.hidden_size, padded.moe.intermediate_size
+    shards = padded.shards
     gate_up = zeros((experts, shards, 2, inner // shards, hidden), dtype)
     down = zeros((experts, hidden, inner), dtype)
     for expert in range(experts):

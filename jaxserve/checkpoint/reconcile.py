@@ -19,7 +19,7 @@ COMPARED_ROWS = 64  # of the head and the embedding
 NOT_PARAMETERS = ("inv_freq", "masked_bias", "cos_cached", "sin_cached")
 
 
-def settle_vocabulary(
+def reconcile_head(
     config: ModelConfig, store: SafetensorsStore | ImportedStore, *, headless: bool = False
 ) -> ModelConfig:
     """Return the configuration with the head that the checkpoint has.
@@ -60,7 +60,7 @@ def settle_vocabulary(
     return config
 
 
-def tell_of_unused(config: ModelConfig, store: SafetensorsStore | ImportedStore, used: Collection[str]) -> None:
+def warn_of_unused(config: ModelConfig, store: SafetensorsStore | ImportedStore, used: Collection[str]) -> None:
     """Log the tensors that are in the files and not in the model: biases of a model without, layers beyond the last."""
     files = store.files if isinstance(store, ImportedStore) else store
     quantized = (

@@ -318,11 +318,11 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
             if not path.is_file():
                 raise CheckpointError(f"{path}: shard is missing (it holds tensor {tensor}, says {index.name})")
             shards[name] = SafetensorsFile(path)
-    _tell_of_copies(index, weight_map, shards)
+    _warn_of_copies(index, weight_map, shards)
     return {tensor: shards[name] for tensor, name in weight_map.items()}
 
 
-def _tell_of_copies(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, SafetensorsFile]) -> None:
+def _warn_of_copies(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, SafetensorsFile]) -> None:
     """Log what the index leaves aside: a second copy of a tensor, or a single file beside the shards."""
     copies = [(t, name) for name, shard in shards.items() for t in shard.entries if weight_map.get(t, name) != name]
     if copies:

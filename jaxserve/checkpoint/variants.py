@@ -212,18 +212,18 @@ class VariantWriter:
         temporary.replace(self.path / MANIFEST)
 
 
-def fitted(leaves: Variant, config: ModelConfig, physical: ModelConfig) -> Variant | None:
-    """A stored layer of `config` in its dtype and in the layout of `physical`.
+def fitted(leaves: Variant, config: ModelConfig, padded: ModelConfig) -> Variant | None:
+    """A stored layer of `config` in its dtype and in the layout of `padded`.
 
-    None where `physical` pads the weights, or splits their inputs within a group or a packed unit.
+    None where `padded` pads the weights, or splits their inputs within a group or a packed unit.
     """
     sizes = ("num_heads", "num_kv_heads", "intermediate_size")
-    same = all(getattr(config, size) == getattr(physical, size) for size in sizes)
+    same = all(getattr(config, size) == getattr(padded, size) for size in sizes)
     split = (leaf for name, leaf in leaves.items() if name in SPLIT_INPUTS and isinstance(leaf, QArray))
-    whole = all(leaf.size % (physical.shards * math.lcm(leaf.group, UNIT[leaf.bits])) == 0 for leaf in split)
-    if not same or (config.moe and config.moe != physical.moe) or (physical.shards > 1 and not whole):
+    whole = all(leaf.size % (padded.shards * math.lcm(leaf.group, UNIT[leaf.bits])) == 0 for leaf in split)
+    if not same or (config.moe and config.moe != padded.moe) or (padded.shards > 1 and not whole):
         return None
-    dtype, shards = numpy_dtype(config), physical.shards
+    dtype, shards = numpy_dtype(config), padded.shards
 
     def fit(name: str, array: np.ndarray) -> np.ndarray:
         axis = {"mlp.gate_up": 0, "mlp.gate_up_bias": 0, "mlp.experts_gate_up": 1}.get(name)

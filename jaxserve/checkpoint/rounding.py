@@ -15,19 +15,19 @@ CHUNK = 1 << 17  # weights that a thread quantises at once: its temporaries, som
 MAX_THREADS = 16
 
 
-def rounded_block(
-    physical: ModelConfig, block_id: str, arrays: Mapping[str, np.ndarray], precision: str
+def round_block(
+    padded: ModelConfig, block_id: str, arrays: Mapping[str, np.ndarray], precision: str
 ) -> dict[str, np.ndarray | QArray]:
     """The parameters with QArrays in place of those that the block has quantised in this precision."""
-    _, variables = abstract_block(physical, block_id, precision)
+    _, variables = abstract_block(padded, block_id, precision)
     templates = {name: variable.get_value() for name, variable in variables.items()}
     return {
-        name: rounded(array, templates[name]) if isinstance(templates[name], QArray) else array
+        name: round_weight(array, templates[name]) if isinstance(templates[name], QArray) else array
         for name, array in arrays.items()
     }
 
 
-def rounded(w: np.ndarray, template: QArray) -> QArray:
+def round_weight(w: np.ndarray, template: QArray) -> QArray:
     """The weight [out..., c...] as the nearest QArray of the template's shape, bits and group; symmetric."""
     *out, size = template.shape
     rows = w.reshape(-1, size)
