@@ -19,12 +19,15 @@ from jaxserve.quantization.formats import Scheme, read_scheme
 log = logging.getLogger(__name__)
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# The files in which AutoGPTQ and AutoAWQ put settings that config.json may lack, and the method that each one means.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Where AutoGPTQ and AutoAWQ put the settings that config.json may lack, and what they mean."""
 
 
 def read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[str, Any], Scheme | None, bool]:
-    """Return config.json, generation_config.json, how the weights are quantised, and whether there is no head."""
+    """Return the configuration, the contents of generation_config.json, the quantisation, and whether no head exists.
+
+    Raise `CheckpointError` naming the file that is at fault.
+    """
     if not directory.is_dir() or not config_path.is_file():
         check_folder(directory)
     hf = read_json_object(config_path)
@@ -35,7 +38,7 @@ def read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[
     except CheckpointError as error:
         raise CheckpointError(f"{config_path}: {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{config_path}: holds a value of the wrong kind ({error})") from error
+        raise CheckpointError(f"{config_path}: has a value of the wrong type ({error})") from error
     generation_path = directory / "generation_config.json"
     generation = read_json_object(generation_path, missing_ok=True)
     if generation.get("eos_token_id") is not None:
@@ -55,13 +58,13 @@ def read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[
 
 
 def _quantization_settings(directory: Path, hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return how the weights are quantised, as config.json or else the file beside it says; None: they are not."""
+    """Return the quantisation settings of config.json or of a file of its own; None for weights in full precision."""
     given = hf.get("quantization_config")
     if given is None and hf.get("compression_config"):  # the older name
         given = {"quant_method": "compressed-tensors", **hf["compression_config"]}
     if hf.get("quantization") and not (given or {}).get("quant_method"):
         raise CheckpointError(
-            "its weights are quantised by MLX, which is not supported: take the model they are made of"
+            "its weights are quantised by MLX, which is not supported: use the model that they were made from"
         )
     for name, method in QUANTIZATION_FILES.items():
         if not (directory / name).is_file():
@@ -85,15 +88,15 @@ def _quantization_settings(directory: Path, hf: Mapping[str, Any]) -> Mapping[st
 def sampling_defaults(generation: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Return the sampling parameters that a model's generation_config.json sets.
 
-    With `"do_sample": false` the likeliest token is taken, as in Transformers. A value that no request could have is
-    left out, which one line of the log tells.
+    With `"do_sample": false` the temperature is 0, as in Transformers. A value that no request could have is left out
+    with a warning.
     """
     defaults = {name: generation[name] for name in SAMPLING_DEFAULTS if _valid(name, generation, directory)}
     return defaults | {"temperature": 0.0} if generation.get("do_sample") is False else defaults
 
 
 def default_max_new_tokens(generation: Mapping[str, Any], directory: Path) -> int | None:
-    """Return `max_new_tokens`, the most tokens of any answer, as in vLLM; None where there is none."""
+    """Return `max_new_tokens`, which limits every answer as in vLLM; None if generation_config.json has none."""
     value = {"max_tokens": generation.get("max_new_tokens")}
     return value["max_tokens"] if _valid("max_tokens", value, directory, "max_new_tokens") else None
 

@@ -1,4 +1,4 @@
-"""What is in a model's folder: the safetensors files to read, or what to tell of a folder that has none."""
+"""The files of a model's folder: which safetensors to read, and advice for a folder without any."""
 
 import logging
 import re
@@ -12,12 +12,12 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# Prefixes of files whose tensors have other names than the model's.
 OTHER_NAMES = ("consolidated", "adapter_model")
-"""How files begin whose tensors have other names than the model's."""
 
 
 def check_folder(path: Path) -> None:
-    """Raise `CheckpointError` for what is no folder with a config.json, saying what it is instead."""
+    """Raise `CheckpointError` unless `path` is a folder with a config.json, saying what it is instead."""
     if path.suffix == ".gguf" and path.exists():
         raise CheckpointError(f"{path}: GGUF is not supported; a model is a folder with config.json and safetensors")
     if not path.is_dir():
@@ -41,9 +41,9 @@ def check_folder(path: Path) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files to read where there is no index: the single one, or all shards.
+    """Return the safetensors files of a folder without an index: the single one, or all shards.
 
-    Raises `CheckpointError` if there are none, or shards are missing.
+    Raise `CheckpointError` if there is no such file, or a shard is missing.
     """
     if (directory / SINGLE_NAME).is_file():
         return [directory / SINGLE_NAME]
@@ -67,7 +67,7 @@ def _check_complete(directory: Path, shards: dict[Path, re.Match[str]]) -> None:
     if len(sets) > 1:
         names = " and ".join(f"{name}-*-of-{count}" for name, count in sorted(sets))
         raise CheckpointError(
-            f"{directory}: has the shards {names} and no {INDEX_NAME}, so one cannot tell which to read"
+            f"{directory}: has the shards {names} and no {INDEX_NAME}, so it is unknown which to read"
         )
     ((name, count),) = sets
     numbers = {int(match[2]) for match in shards.values()}
@@ -78,14 +78,14 @@ def _check_complete(directory: Path, shards: dict[Path, re.Match[str]]) -> None:
 
 
 def _others(directory: Path) -> str:
-    """Say what weights a folder has instead of those that can be read; "" for none."""
+    """Return a sentence about the weights of a folder in formats that cannot be read, "" if it has none."""
     names = sorted(file.name for file in directory.iterdir())
     if pickles := [name for name in names if name.endswith(PICKLES)]:
         return f"{pickles[0]} is a pickle, which is never loaded: convert it to safetensors"
     if ggufs := [name for name in names if name.endswith(".gguf")]:
-        return f"{ggufs[0]} is GGUF, which is not supported: take the model's safetensors"
+        return f"{ggufs[0]} is GGUF, which is not supported: use the model's safetensors"
     if foreign := [name for name in names if name.startswith("consolidated")]:
-        return f"{foreign[0]} is in the format of the model's authors: take its safetensors in Hugging Face's format"
+        return f"{foreign[0]} is in the format of the model's authors: use its safetensors in Hugging Face's format"
     if adapters := [name for name in names if name.startswith("adapter_")]:
-        return f"{adapters[0]} is of a LoRA adapter: merge it into its base model (merge_and_unload of peft)"
+        return f"{adapters[0]} belongs to a LoRA adapter: merge it into its base model (merge_and_unload of peft)"
     return ""

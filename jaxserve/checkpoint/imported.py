@@ -1,4 +1,4 @@
-"""Checkpoints that others quantised: read as QArrays, or as the numbers that they stand for."""
+"""Checkpoints quantised by other tools, read as QArrays or dequantised to float32."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class _Stored:
-    """The tensors of one weight, unread."""
+    """The unread tensors of one weight."""
 
     files: SafetensorsStore
     name: str
@@ -38,7 +38,7 @@ class _Stored:
 
 
 class ImportedStore:
-    """Tensors by name; a quantised weight is given as the numbers that it stands for, in float32."""
+    """A store of tensors by name, in which quantised weights are dequantised to float32."""
 
     def __init__(self, files: SafetensorsStore, scheme: Scheme):
         self.files, self.scheme = files, scheme
@@ -47,27 +47,26 @@ class ImportedStore:
         return name in self.files or self.is_quantized(name)
 
     def remember(self) -> None:
-        """As `SafetensorsStore.remember`."""
         self.files.remember()
 
     def is_quantized(self, name: str) -> bool:
-        """Whether a weight is, by its name without quantisation."""
+        """Return whether a weight is quantised, given its name in the unquantised model."""
         return name.endswith(WEIGHT) and f"{name.removesuffix(WEIGHT)}.{self.scheme.marker}" in self.files
 
     def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The tensor. Raises `CheckpointError` naming the file and the tensor."""
+        """Return a tensor, dequantised if need be. Raise `CheckpointError` naming the file and the tensor."""
         if not self.is_quantized(name):
             return self.files.get(name, shape)
         return dequantized(self.codes(name, shape), self.scheme.bits)
 
     def stored(self, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
-        """The tensor, or those of a quantised weight, unread. Raises `CheckpointError` as `get` would."""
+        """Return the stored tensors of a weight, unread. Raise `CheckpointError` naming the file and the tensor."""
         if not self.is_quantized(name):
             return self.files.stored(name, shape)
         return list(self._tensors(name, shape).values())
 
     def codes(self, name: str, shape: tuple[int, ...]) -> Codes:
-        """A quantised weight, unpacked. Raises `CheckpointError` naming the file and the tensor."""
+        """Return a quantised weight, unpacked. Raise `CheckpointError` naming the file and the tensor."""
         tensors = {suffix: tensor.read() for suffix, tensor in self._tensors(name, shape).items()}
         return decode(self.scheme, tensors, shape)
 
@@ -75,19 +74,19 @@ class ImportedStore:
         return find_tensors(self.scheme, _Stored(self.files, name.removesuffix(WEIGHT)), shape)
 
     def precision(self, config: ModelConfig, block_id: str) -> str:
-        """What a block is stored in. Raises `CheckpointError` for a layer of which only a part is quantised."""
+        """Return the precision a block is stored in. Raise `CheckpointError` if only part of a layer is quantised."""
         weights = [name for name in tensor_shapes(config, block_id) if _is_large(name)]
         if not is_layer(block_id) or not any(map(self.is_quantized, weights)):
             return config.dtype
         for name in weights:
             if not self.is_quantized(name):
-                raise CheckpointError(f"{self.files.where(name)} is not quantised as the others of its layer are")
+                raise CheckpointError(f"{self.files.where(name)} is not quantised, but other weights of its layer are")
         return f"int{self.scheme.bits}"
 
     def block(self, config: ModelConfig, padded: ModelConfig, block_id: str) -> dict[str, np.ndarray | QArray]:
-        """A quantised layer, its parameters packed for `padded`, the codes as they are stored.
+        """Return the parameters of a quantised layer, packed for `padded`, with the codes that are stored.
 
-        Scales keep bfloat16 if they are, and become float32 if not. Raises `ConfigError` where padding for tensor
+        Scales in bfloat16 keep their dtype, and others become float32. Raise `ConfigError` if padding for tensor
         parallelism would cut a group.
         """
         shapes = tensor_shapes(config, block_id)
@@ -102,7 +101,7 @@ class ImportedStore:
             return pack_block(Target(config, padded, dtype), block_id, read)
 
         def field(name: str, *, of: str) -> np.ndarray:
-            """One field of a weight, as large as the weight, so that it is packed as the weight would be."""
+            """Return one field of a weight, repeated to the weight's shape, so that it is packed like the weight."""
             if name not in weights:
                 return np.zeros(shapes[name], np.uint8)
             values = getattr(weights[name], of)
@@ -132,8 +131,8 @@ class ImportedStore:
             groups = flat_inputs(name, values).reshape(*codes.shape[:-1], -1, group) if size % group == 0 else None
             if groups is None or np.any(groups != groups[..., :1]):
                 raise ConfigError(
-                    f"{block_id}: {name} is quantised in groups of {group} inputs, which the padding for this degree of"
-                    " tensor parallelism cuts (tp)"
+                    f"{block_id}: {name} is quantised in groups of {group} inputs, which are cut by the padding for"
+                    " this degree of tensor parallelism (tp)"
                 )
             return np.ascontiguousarray(groups[..., 0])
 
@@ -142,5 +141,5 @@ class ImportedStore:
 
 
 def _is_large(name: str) -> bool:
-    """Whether a layer's tensor is part of a parameter that is quantised: a projection, not a norm or a router."""
+    # Projections are quantised, norms and routers are not.
     return name.endswith("_proj.weight")

@@ -1,4 +1,4 @@
-"""How the quantised weights of a checkpoint lie in memory, known before they are read."""
+"""Memory layouts of a checkpoint's quantised weights, known before the weights are read."""
 
 from math import prod
 from typing import NamedTuple
@@ -17,13 +17,13 @@ BFLOAT16, FLOAT32 = 2, 4  # bytes
 
 
 class Layout(NamedTuple):
-    """What the size of a quantised weight depends on beside its bits. `group` 0: one for all inputs of an output."""
+    """The layout of a quantised weight, which decides its size together with its bits."""
 
-    group: int
-    scale_bytes: int  # of a group: its scale and its zero
+    group: int  # inputs that share a scale; 0: all inputs of an output
+    scale_bytes: int  # per group, for its scale and its zero
 
     def nbytes(self, weight: QArray, parts: int = 1) -> int:
-        """Bytes of such a weight in this layout. Raises `ConfigError` where `parts` devices would cut a group."""
+        """Return the bytes of a weight in this layout. Raise `ConfigError` if a split into `parts` cuts a group."""
         *out, size = weight.shape
         group = self.group if self.group and size % self.group == 0 else group_size(size, self.group)
         if size // parts % group:
@@ -35,8 +35,10 @@ class Layout(NamedTuple):
 
 
 def stored_layout(checkpoint: Checkpoint, padded: ModelConfig, block_id: str, precision: str) -> Layout | None:
-    """That of a layer which the checkpoint has in a quantised precision, or which was prepared in it; for imported ones
-    an upper limit. None: it is rounded while it is loaded, to what its module has.
+    """Return the layout of a layer that is stored or prepared in a quantised precision.
+
+    For layers quantised by other tools it is an upper limit. None means that the layer is rounded while it is loaded,
+    to the layout that its module has.
     """
     if precision not in BITS or not is_layer(block_id):
         return None
@@ -46,6 +48,6 @@ def stored_layout(checkpoint: Checkpoint, padded: ModelConfig, block_id: str, pr
     if prepared is None or precision not in prepared.precisions or fitted({}, checkpoint.config, padded) is None:
         return None
     method = prepared.method(precision)
-    if method.group == 0 and padded.shards > 1:  # as `fitted` finds when the weights are read
+    if method.group == 0 and padded.shards > 1:  # `fitted` decides the same when the weights are read
         return None
     return Layout(method.group, BFLOAT16 if method.symmetric else 2 * BFLOAT16)

@@ -1,4 +1,4 @@
-"""A checkpoint directory as a configuration and blocks that are read one at a time."""
+"""An open checkpoint: its configuration, and its blocks, which are read one at a time."""
 
 import logging
 import math
@@ -27,37 +27,38 @@ from jaxserve.quantization import QArray
 log = logging.getLogger(__name__)
 
 DUMMY_STDDEV = 0.02
-DUMMY_PERIOD = 1_000_003  # numbers drawn; prime, so that rows of a tensor that repeats them differ
+# Numbers drawn for a tensor, which repeats them. A prime, so that the rows of a tensor differ.
+DUMMY_PERIOD = 1_000_003
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
 class TensorStore(Protocol):
-    """Tensors by their name in the checkpoint."""
+    """A store of tensors by their names in the checkpoint."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The tensor, which must have this shape; raises `CheckpointError` naming the file and the tensor."""
+        """Return a tensor. Raise `CheckpointError` naming file and tensor if it is missing or has another shape."""
         ...
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Sequence[np.ndarray | StoredTensor]:
-        """What is stored of the tensor, unread if it is in a file. Raises `CheckpointError` as `get`."""
+        """Return the stored tensors that make up a tensor, unread if they are in a file. Raise as `get`."""
         ...
 
     def remember(self) -> None:
-        """From now on a tensor must be the same at every reading, or reading it raises `CheckpointError`. Mutates."""
+        """Check from now on that a tensor is unchanged whenever it is read again, or raise `CheckpointError`."""
         ...
 
 
 class DummyStore:
-    """Every tensor that is asked for: random normal, the same in each run; norms are ones. Experts are not stacked."""
+    """A store of random tensors, the same in each run. Norms are ones, and experts are not stacked."""
 
     def __contains__(self, name: str) -> bool:
         return False
 
     def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """float32 of the given shape; depends on the name alone."""
+        """Return a float32 tensor whose values depend on its name and shape alone."""
         if name.endswith("norm.weight"):
             return np.ones(shape, np.float32)
         size = math.prod(shape)
@@ -66,18 +67,19 @@ class DummyStore:
         return np.resize(values, shape)
 
     def stored(self, name: str, shape: tuple[int, ...]) -> list[np.ndarray]:
-        """What there is of a weight: the tensor."""
+        """Return the tensor in a list."""
         return [self.get(name, shape)]
 
     def remember(self) -> None:
-        """Does nothing: a tensor is the same each time."""
+        """Do nothing: a tensor is the same at every reading."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint. `generation` is its generation_config.json, {} where there is none.
+    """An open checkpoint.
 
-    `prepared`: the variants of its layers in the folder's `variants`, if there are any.
+    `generation`: the contents of generation_config.json, {} without that file. `prepared`: the variants of its layers
+    in the folder `variants`, None without that folder.
     """
 
     path: Path
@@ -97,11 +99,12 @@ class Checkpoint:
         padded: ModelConfig | None = None,
         between: Callable[[], None] | None = None,
     ) -> dict[str, np.ndarray | QArray]:
-        """A block's parameters in a precision, in the layout of `block`; `between` as there, in full precision.
+        """Return a block's parameters in a precision, in the layout that `block` describes.
 
-        A quantised layer is as the checkpoint stores it, or as it was prepared (`jaxserve quantize`), or rounded to the
-        nearest: the first of these that there is. What was prepared is not used where `padded` pads the weights or
-        cuts their groups. Other blocks are always rounded.
+        A quantised layer comes from the first of these sources that exists: the checkpoint, the prepared variants
+        (`jaxserve quantize`), rounding to the nearest. A prepared variant is not used where `padded` pads the weights
+        or cuts their groups. The embedding and the head are always rounded. `between` works as in `block`, in full
+        precision only.
         """
         config, padded = self.config, padded or self.config
         if precision not in BITS:
@@ -115,14 +118,14 @@ class Checkpoint:
             if variant is not None:
                 return variant
             log.warning(
-                "%s in %s is rounded to the nearest: what was prepared cannot be split (tp)", block_id, precision
+                "%s in %s is rounded to the nearest: its prepared variant cannot be split (tp)", block_id, precision
             )
         return round_block(padded, block_id, self.block(block_id, padded), precision)
 
     def remember(self, block_id: str) -> None:
-        """Has a block's tensors be the same whenever they are read again, or reading them raise `CheckpointError`.
+        """Check from now on that a block's tensors are unchanged when they are read again, or raise `CheckpointError`.
 
-        Reads those of them that have not been read since `remember` was first called. Mutates.
+        Tensors that have not been read since `remember` was first called are read now, for their checksums.
         """
         self.store.remember()
         shapes = tensor_shapes(self.config, block_id, stacked_experts=stacked_name(block_id) in self.store)
@@ -132,20 +135,20 @@ class Checkpoint:
                     tensor.read()
 
     def forget(self, block_id: str, precision: str) -> None:
-        """Gives back what is kept of a prepared layer, which is then read again if it is asked for again."""
+        """Free the arrays of a prepared layer. They are read again at the next request."""
         if self.prepared is not None and is_layer(block_id):
             self.prepared.forget(layer_index(block_id), precision)
 
     def is_rounded(self, block_id: str, precision: str) -> bool:
-        """Whether `variant` quantises the block itself, where nothing prepared has to be split."""
+        """Return whether `variant` quantises the block itself, assuming that no prepared variant has to be split."""
         if precision not in BITS:
             return False
         return not is_layer(block_id) or self.method(block_id, precision) == "rtn"
 
     def method(self, block_id: str, precision: str) -> str:
-        """How a layer that `variant` gives, without padding, was quantised.
+        """Return how the layer that `variant` returns without padding was quantised.
 
-        The format of the checkpoint, the method of `jaxserve quantize`, or "rtn": rounded to the nearest.
+        This is the format of the checkpoint, the method of `jaxserve quantize`, or "rtn" (rounding to the nearest).
         """
         if isinstance(self.store, ImportedStore) and precision == self.precision(block_id):
             return self.store.scheme.format
@@ -154,7 +157,7 @@ class Checkpoint:
         return "rtn"
 
     def precision(self, block_id: str) -> str:
-        """What the checkpoint has a block in: the configuration's dtype, unless others quantised it."""
+        """Return the precision a block is stored in: the configuration's dtype unless the checkpoint is quantised."""
         return (
             self.store.precision(self.config, block_id) if isinstance(self.store, ImportedStore) else self.config.dtype
         )
@@ -162,14 +165,14 @@ class Checkpoint:
     def block(
         self, block_id: str, padded: ModelConfig | None = None, between: Callable[[], None] | None = None
     ) -> dict[str, np.ndarray]:
-        """A block's parameters by their dotted path in its module, packed for `padded` (by default `config`).
+        """Return a block's parameters by their dotted path in its module, packed for `padded` (by default `config`).
 
-        Reads the block's tensors and nothing else; the arrays are new, in the dtype of the configuration. With tied
-        embeddings the head's `weight` is a copy of embed's, for the caller to share. `between` is called before each
-        tensor is read, and may wait: others may need the cores.
+        Only the block's tensors are read. The arrays are new, in the dtype of the configuration. With tied embeddings
+        the head's `weight` is a copy of the embedding's, for the caller to share. `between` is called before each
+        tensor is read, and may wait until the cores are free.
 
-        Raises `CheckpointError` for a value that the configuration's dtype cannot hold, and warns of those that are not
-        finite, unless `between` is given.
+        Without `between`, raise `CheckpointError` for a value that the configuration's dtype cannot hold, and warn of
+        values that are not finite.
         """
         config = self.config
         target = Target(config, padded or config, numpy_dtype(config))
@@ -180,7 +183,7 @@ class Checkpoint:
             if between is not None:
                 between()
             tensor = self.store.get(name, shapes[name])
-            if between is None:  # else it has been read before, when the model was loaded
+            if between is None:  # with `between`, the values were checked when the model was loaded
                 check_values(f"{self.path}: {name}", tensor, target.dtype)
             return tensor
 
@@ -194,12 +197,13 @@ def open_checkpoint(
     *,
     prepared: bool = True,
 ) -> Checkpoint:
-    """Opens a Hugging Face checkpoint directory: config.json and safetensors, in one file or in shards.
+    """Open a Hugging Face checkpoint directory: config.json and safetensors, in one file or in shards.
 
-    Every tensor's presence, shape and byte range is checked now, none is read. "dummy" needs config.json only (`path`
-    may be that file) and makes random weights. `dtype` overrides the configuration's; tensors are cast to it.
-    `prepared`: use the variants of the layers in the folder's `variants`, if there are any.
-    Raises `CheckpointError` naming the file and, where there is one, the tensor.
+    Every tensor's presence, shape and byte range is checked now, but none is read. `load_format="dummy"` makes random
+    weights from config.json alone; `path` may then be that file. `dtype` overrides the dtype of config.json, and
+    tensors are cast to it. `prepared`: use the variants in the folder `variants`, if it exists.
+
+    Raise `CheckpointError` naming the file, and the tensor if one is at fault.
     """
     path = Path(path)
     directory = path.parent if path.is_file() and path.suffix == ".json" else path
@@ -230,7 +234,7 @@ def open_checkpoint(
 def check_tensors(store: TensorStore, config: ModelConfig, block_id: str) -> set[str]:
     """Return the names of a block's tensors.
 
-    Raises `CheckpointError` for the first of them that is missing, truncated or mis-shaped.
+    Raise `CheckpointError` for the first tensor that is missing, truncated or has another shape.
     """
     shapes = tensor_shapes(config, block_id, stacked_experts=stacked_name(block_id) in store)
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""From the tensors of a Hugging Face checkpoint to the parameters of a block. All families share one naming."""
+"""The mapping from a Hugging Face checkpoint's tensors to a block's parameters. All families share one naming."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 class Target(NamedTuple):
-    """The configuration that the arrays are packed for, and their dtype."""
+    """The target of packing: the model's configuration, its padded configuration, and the dtype of the arrays."""
 
     config: ModelConfig
     padded: ModelConfig
@@ -24,14 +24,14 @@ class Target(NamedTuple):
 
 
 def numpy_dtype(config: ModelConfig) -> np.dtype:
-    """The numpy dtype of a model's parameters."""
+    """Return the numpy dtype of a model's parameters."""
     return np.dtype(ml_dtypes.bfloat16 if config.dtype == "bfloat16" else config.dtype)
 
 
 def tensor_shapes(config: ModelConfig, block_id: str, *, stacked_experts: bool = False) -> dict[str, Shape]:
-    """Names and shapes of a block's tensors in the checkpoint.
+    """Return the names and shapes of a block's tensors in the checkpoint.
 
-    `stacked_experts`: a mixture of experts is one tensor per projection instead of one per expert.
+    `stacked_experts`: a mixture of experts has one tensor per projection instead of one per expert and projection.
     """
     vocabulary = (config.vocab_size, config.hidden_size)
     if block_id == "embed":
@@ -47,12 +47,12 @@ def tensor_shapes(config: ModelConfig, block_id: str, *, stacked_experts: bool =
 
 
 def head_name(config: ModelConfig) -> str:
-    """The tensor that projects to the vocabulary."""
+    """Return the name of the tensor that projects to the vocabulary."""
     return "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
 
 
 def stacked_name(block_id: str) -> str:
-    """The tensor whose presence says that a layer's experts are stacked."""
+    """Return the name of the tensor that is present if and only if a layer's experts are stacked."""
     return f"model.{block_id}.mlp.experts.gate_up_proj"
 
 
@@ -94,7 +94,7 @@ def _expert_shapes(config: ModelConfig, stacked: bool) -> dict[str, Shape]:
 
 
 def pack_block(target: Target, block_id: str, read: Read, *, stacked_experts: bool = False) -> dict[str, np.ndarray]:
-    """The block's parameters by dotted path, fused and padded; `read` gives the tensors that `tensor_shapes` lists."""
+    """Return a block's parameters by dotted path, fused and padded, from the tensors that `read` returns by name."""
     config, padded, dtype = target
     rows = (padded.vocab_rows, config.hidden_size)
     if block_id == "embed":

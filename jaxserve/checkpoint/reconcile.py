@@ -1,4 +1,4 @@
-"""Where a checkpoint's configuration and its tensors contradict each other: what is used, and one line that says so."""
+"""Contradictions between a checkpoint's configuration and its tensors: settled, with one warning each."""
 
 import logging
 import re
@@ -15,27 +15,27 @@ from jaxserve.core.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-COMPARED_ROWS = 64  # of the head and the embedding
+COMPARED_ROWS = 64  # rows of the head and the embedding
 NOT_PARAMETERS = ("inv_freq", "masked_bias", "cos_cached", "sin_cached")
 
 
 def reconcile_head(
     config: ModelConfig, store: SafetensorsStore | ImportedStore, *, headless: bool = False
 ) -> ModelConfig:
-    """Return the configuration with the head that the checkpoint has.
+    """Return the configuration with `tie_embeddings` corrected for the head that the checkpoint has.
 
-    As in Transformers, a head that differs from the embedding is used even if they should be tied, and a tied embedding
-    may be stored as the head. `headless`: the architecture has no head, so that only embeddings are of use. Mutates
-    `store`. Raises `CheckpointError` for a head that is missing.
+    As in Transformers, a head that differs from the embedding is used even if config.json ties them, and a tied
+    embedding may be stored under the head's name, which is then shared in `store`. `headless`: the architecture has no
+    head, so that the model only serves embeddings. Raise `CheckpointError` if the head is missing.
     """
     files = store.files if isinstance(store, ImportedStore) else store
     if config.tie_embeddings and EMBEDDING not in files and HEAD in files:
         files.share(EMBEDDING, HEAD)
-    store.stored(EMBEDDING, (config.vocab_size, config.hidden_size))  # if it is at fault, the head does not matter
+    store.stored(EMBEDDING, (config.vocab_size, config.hidden_size))  # a fault of the embedding is reported first
     rows = files.rows(EMBEDDING)
     if rows > config.vocab_size:
         log.warning(
-            "%s has %d rows, vocab_size in config.json is %d: the rows beyond are not used",
+            "%s has %d rows, vocab_size in config.json is %d: the remaining rows are not used",
             files.where(EMBEDDING),
             rows,
             config.vocab_size,
@@ -50,7 +50,7 @@ def reconcile_head(
             return replace(config, tie_embeddings=False)
         return config
     if headless and not config.tie_embeddings:
-        log.warning("%s: the model has no output head: only embeddings are of use", files.source)
+        log.warning("%s: the model has no output head: it can only serve embeddings", files.source)
         return replace(config, tie_embeddings=True)
     if not config.tie_embeddings:
         raise CheckpointError(
@@ -61,7 +61,7 @@ def reconcile_head(
 
 
 def warn_of_unused(config: ModelConfig, store: SafetensorsStore | ImportedStore, used: Collection[str]) -> None:
-    """Log the tensors that are in the files and not in the model: biases of a model without, layers beyond the last."""
+    """Log the tensors that the model does not use, such as unexpected biases and layers after the last one."""
     files = store.files if isinstance(store, ImportedStore) else store
     quantized = (
         {name.removesuffix(WEIGHT) for name in used if store.is_quantized(name)}
@@ -90,7 +90,7 @@ def warn_of_unused(config: ModelConfig, store: SafetensorsStore | ImportedStore,
 
 
 def _is_embedding(config: ModelConfig, store: SafetensorsStore | ImportedStore) -> bool:
-    """Return whether the head is the embedding, by rows that lie evenly over them."""
+    """Return whether the head equals the embedding in `COMPARED_ROWS` evenly spaced rows."""
     if isinstance(store, ImportedStore) and store.is_quantized(HEAD):
         return False
     shape = (config.vocab_size, config.hidden_size)

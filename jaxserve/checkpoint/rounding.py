@@ -1,4 +1,4 @@
-"""A block's parameters, as they were read, in fewer bits: to the nearest, without data."""
+"""Rounding of a block's parameters to the nearest value in fewer bits, without calibration data."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +11,15 @@ from jaxserve.models import abstract_block
 from jaxserve.quantization import QArray
 from jaxserve.quantization.rounding import quantize
 
-CHUNK = 1 << 17  # weights that a thread quantises at once: its temporaries, some 30 bytes for each, stay in the cache
+# Weights that a thread quantises at once. The temporaries, about 30 bytes per weight, stay in the cache.
+CHUNK = 1 << 17
 MAX_THREADS = 16
 
 
 def round_block(
     padded: ModelConfig, block_id: str, arrays: Mapping[str, np.ndarray], precision: str
 ) -> dict[str, np.ndarray | QArray]:
-    """The parameters with QArrays in place of those that the block has quantised in this precision."""
+    """Return a block's parameters, with a QArray for each one that is quantised in this precision."""
     _, variables = abstract_block(padded, block_id, precision)
     templates = {name: variable.get_value() for name, variable in variables.items()}
     return {
@@ -28,7 +29,7 @@ def round_block(
 
 
 def round_weight(w: np.ndarray, template: QArray) -> QArray:
-    """The weight [out..., c...] as the nearest QArray of the template's shape, bits and group; symmetric."""
+    """Return a weight [out..., c...] as the nearest symmetric QArray of the template's shape, bits and group."""
     *out, size = template.shape
     rows = w.reshape(-1, size)
     codes = np.empty((len(rows), template.codes.shape[-1]), template.codes.dtype)

@@ -1,9 +1,9 @@
-"""Safetensors, read tensor by tensor; every defect names the file and the tensor.
+"""Safetensors files, read tensor by tensor. Every error names the file and the tensor.
 
 The format (huggingface.co/docs/safetensors): a little-endian uint64 n, n bytes of JSON that give each tensor's dtype,
-shape and byte range, then the bytes. It is read here rather than by its library because that does not say which tensor
-a truncated file cuts off, and maps files into memory: if a mapped file is truncated while the server runs, touching it
-kills the process. Reading it reports an error instead.
+shape and byte range, then the bytes. The library of that name is not used, for two reasons. It does not say which
+tensor a truncated file cuts off. And it maps files into memory: if a mapped file is truncated while the server runs,
+touching it kills the process, whereas reading it reports an error.
 """
 
 import contextlib
@@ -34,25 +34,26 @@ DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
+# Further types in quantised checkpoints.
 INTEGERS: Mapping[str, np.dtype] = {
     "I8": np.dtype(np.int8),
     "I32": np.dtype(np.int32),
 }
-"""What quantised checkpoints have beside them."""
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-CHUNK = 1 << 20  # bytes that are read at once, and still in a processor's cache when their checksum is computed
+# Bytes that are read at once. They are still in a processor's cache when their checksum is computed.
+CHUNK = 1 << 20
 
 
 class SafetensorsFile:
-    """One open file. Raises `CheckpointError` where its header is not what the format says, or its bytes change.
+    """An open safetensors file. Raises `CheckpointError` if its header is malformed, or its bytes change.
 
-    It stays open, so that a file that is deleted, or replaced under its name, is read as it was.
+    It stays open, so that a file that is deleted or replaced later is still read as it was.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self._checksums: dict[str, int] | None = None  # of tensors' bytes, by name; None: nobody asked for them
+        self._checksums: dict[str, int] | None = None  # of tensors' bytes, by name; None before `remember`
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._descriptor)
@@ -63,7 +64,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
     def _status(self) -> tuple[int, int]:
-        """What changes when the file is written to, as far as the file system says so."""
+        """Return the size and the time of the last change, which tell whether the file has been written to."""
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
 
@@ -86,7 +87,10 @@ class SafetensorsFile:
         return 8 + length, header
 
     def find(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> "StoredTensor":
-        """The tensor, unread; its header entry is checked against the shape and the dtypes that it may have."""
+        """Return a tensor, unread.
+
+        Raise `CheckpointError` if it is missing, malformed or truncated, or has another shape or dtype.
+        """
         where = f"{self.path}: tensor {name}"
         entry = self.entries.get(name)
         if entry is None:
@@ -99,7 +103,7 @@ class SafetensorsFile:
         if dtype_name not in dtypes:
             raise CheckpointError(f"{where} has dtype {dtype_name}; supported: {', '.join(dtypes)}")
         if found != shape:
-            raise CheckpointError(f"{where} has shape {list(found)}, the model's config.json makes it {list(shape)}")
+            raise CheckpointError(f"{where} has shape {list(found)}, config.json requires {list(shape)}")
         dtype, size = dtypes[dtype_name], self.size - self.start
         if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{where} has byte range [{begin}, {end}) for shape {list(shape)} of {dtype_name}")
@@ -108,16 +112,16 @@ class SafetensorsFile:
         return StoredTensor(self, name, shape, dtype, self.start + begin)
 
     def remember(self) -> None:
-        """From now on each tensor must be the same at every reading: its checksum is kept from the first. Mutates."""
+        """Keep the checksum of each tensor's next reading, and compare all later readings with it."""
         if self._checksums is None:
             self._checksums = {}
 
     def remembers(self, name: str) -> bool:
-        """Whether a checksum of the tensor is kept."""
+        """Return whether a checksum of the tensor is kept."""
         return self._checksums is not None and name in self._checksums
 
     def read(self, name: str, begin: int, into: np.ndarray) -> None:
-        """Fill uint8 [N] with a tensor's bytes. Raises `CheckpointError` if they are not those that were loaded."""
+        """Fill uint8 [N] with a tensor's bytes. Raise `CheckpointError` if they have changed since they were loaded."""
         if not self.remembers(name):
             found = self._read_first(name, begin, into, checksum=self._checksums is not None)
             if self._checksums is not None:
@@ -129,7 +133,7 @@ class SafetensorsFile:
             )
 
     def read_part(self, name: str, begin: int, into: np.ndarray) -> None:
-        """Fill uint8 [N] with some bytes of a tensor. Raises `CheckpointError` if the file has been changed."""
+        """Fill uint8 [N] with some bytes of a tensor. Raise `CheckpointError` if the file has been changed."""
         self._read_first(name, begin, into, checksum=False)
 
     def _read_first(self, name: str, begin: int, into: np.ndarray, *, checksum: bool) -> int:
@@ -146,7 +150,7 @@ class SafetensorsFile:
         return found
 
     def _read_again(self, name: str, begin: int, into: np.ndarray) -> bool:
-        """Return whether the bytes are those of the first reading: of the open file, or of the one at its path now."""
+        """Read from the open file, or else from the file now at its path, and return whether the checksum matches."""
         assert self._checksums is not None
         known = self._checksums[name]
         with contextlib.suppress(OSError):
@@ -158,8 +162,9 @@ class SafetensorsFile:
 
 
 def _read(descriptor: int, begin: int, into: np.ndarray, *, checksum: bool = False) -> int | None:
-    """Fill uint8 [N] from a file's byte `begin` on. Return their checksum (0 unless asked for), or None if the file is
-    too short.
+    """Fill uint8 [N] from a file's byte `begin` on, and return the CRC-32 of the bytes, or 0 without `checksum`.
+
+    Return None if the file is too short.
     """
     found, done, view = 0, 0, memoryview(into)
     while done < len(into):
@@ -175,38 +180,38 @@ def _read(descriptor: int, begin: int, into: np.ndarray, *, checksum: bool = Fal
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in its file, unread."""
+    """An unread tensor in a file."""
 
     file: SafetensorsFile
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    begin: int  # of its bytes in the file
+    begin: int  # offset of its first byte in the file
 
     @property
     def is_remembered(self) -> bool:
-        """Whether it must be the same when it is read again."""
+        """Whether a checksum is kept, so that the tensor must be unchanged when it is read again."""
         return self.file.remembers(self.name)
 
     def read(self) -> np.ndarray:
-        """The tensor, in memory of its own. Raises `CheckpointError` if its bytes are not those that were loaded."""
+        """Return the tensor in new memory. Raise `CheckpointError` if its bytes have changed since they were loaded."""
         array = zeros(self.shape, self.dtype)
         self.file.read(self.name, self.begin, array.reshape(-1).view(np.uint8))
         return array
 
-    def rows(self, numbers: Sequence[int]) -> np.ndarray:
-        """Some rows [n, C] of the tensor seen as a matrix [R, C], without reading the others."""
+    def rows(self, indices: Sequence[int]) -> np.ndarray:
+        """Return some rows [n, C] of the tensor seen as a matrix [R, C], without reading the remaining rows."""
         width = self.shape[-1]
-        rows = np.zeros((len(numbers), width), self.dtype)
-        for row, number in zip(rows, numbers, strict=True):
-            self.file.read_part(self.name, self.begin + number * row.nbytes, row.view(np.uint8))
+        rows = np.zeros((len(indices), width), self.dtype)
+        for row, index in zip(rows, indices, strict=True):
+            self.file.read_part(self.name, self.begin + index * row.nbytes, row.view(np.uint8))
         return rows
 
 
 class SafetensorsStore:
-    """All tensors of a checkpoint directory by name: one file, the shards that its index lists, or all shards.
+    """A store of all tensors in a checkpoint directory: one file, the shards of an index, or all shards.
 
-    Names are those of a causal language model, `model.` and `lm_head.`, whatever the file puts before them.
+    Names begin with `model.` or `lm_head.` as in a causal language model, whatever prefix the files use.
     """
 
     def __init__(self, directory: Path):
@@ -225,9 +230,9 @@ class SafetensorsStore:
         return name in self.files
 
     def find(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> StoredTensor:
-        """Return a tensor, unread. Raises `CheckpointError` naming the file and the tensor.
+        """Return a tensor, unread. Raise `CheckpointError` naming the file and the tensor.
 
-        Of an embedding or a head with more rows than `shape`, the first ones.
+        An embedding or a head with more rows than `shape` is cut to its first rows.
         """
         if name not in self.files:
             raise CheckpointError(f"{self.source}: tensor {name} is missing")
@@ -238,13 +243,13 @@ class SafetensorsStore:
         return file.find(stored, shape, dtypes)
 
     def rows(self, name: str) -> int:
-        """Return the length of a tensor's first axis, 0 where that cannot be told."""
+        """Return the length of a tensor's first axis, 0 if it is unknown."""
         entry = self.files[name].entries.get(self._stored[name]) if name in self.files else None
         shape = entry.get("shape") if isinstance(entry, dict) else None
         return shape[0] if isinstance(shape, list) and shape and isinstance(shape[0], int) else 0
 
     def is_zero(self, name: str) -> bool:
-        """Return whether a tensor has nothing but zeros; False where it cannot be read."""
+        """Return whether all values of a tensor are 0; False if it cannot be read."""
         entry = self.files[name].entries[self._stored[name]]
         try:
             return not np.any(self.get(name, tuple(entry["shape"])))
@@ -252,31 +257,31 @@ class SafetensorsStore:
             return False
 
     def share(self, name: str, source: str) -> None:
-        """Give a tensor that the files lack another one's values."""
+        """Give the missing tensor `name` the values of the tensor `source`."""
         self.files[name], self._stored[name] = self.files[source], self._stored[source]
 
     def get(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, np.dtype] = DTYPES) -> np.ndarray:
-        """A tensor, read into memory of its own. Raises `CheckpointError` naming the file and the tensor."""
+        """Return a tensor, read into new memory. Raise `CheckpointError` naming the file and the tensor."""
         return self.find(name, shape, dtypes).read()
 
     def stored(self, name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
-        """What is stored of a weight, unread: one tensor. Raises `CheckpointError` as `get` would."""
+        """Return a list of one unread tensor. Raise `CheckpointError` naming the file and the tensor."""
         return [self.find(name, shape)]
 
     def remember(self) -> None:
-        """From now on each tensor must be the same at every reading; see `SafetensorsFile.remember`. Mutates."""
+        """Keep the checksum of each tensor's next reading, and compare all later readings with it."""
         for file in set(self.files.values()):
             file.remember()
 
     def where(self, name: str) -> str:
-        """A tensor and its file, for messages about it."""
+        """Return the file and the name of a tensor, for messages about it."""
         return f"{self.files[name].path if name in self.files else self.source}: tensor {name}"
 
 
 def _stored_names(files: Mapping[str, SafetensorsFile]) -> dict[str, str]:
-    """Return the stored name of each tensor by the name that it has in a causal language model.
+    """Return the stored name of each tensor by its name in a causal language model.
 
-    Models saved without their head have no `model.` in front, and wrapped ones have more than that.
+    Models saved without their head lack the prefix `model.`, and wrapped models have a longer one.
     """
     _, _, suffix = EMBEDDING.partition(".")
     found = [name.removesuffix(suffix) for name in files if name == suffix or name.endswith(f".{suffix}")]
@@ -294,7 +299,7 @@ def _stored_names(files: Mapping[str, SafetensorsFile]) -> dict[str, str]:
 
 
 def _joined(files: Sequence[SafetensorsFile]) -> dict[str, SafetensorsFile]:
-    """Return the file of each tensor. Raises `CheckpointError` for a tensor that is in two of them."""
+    """Return the file of each tensor. Raise `CheckpointError` for a tensor that is in two files."""
     tensors: dict[str, SafetensorsFile] = {}
     for file in files:
         for name in file.entries:
@@ -305,14 +310,16 @@ def _joined(files: Sequence[SafetensorsFile]) -> dict[str, SafetensorsFile]:
 
 
 def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
-    """Tensor name -> the shard that holds it. File names that leave the directory are refused."""
+    """Return the shard of each tensor. File names that leave the directory are refused."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: has no 'weight_map'")
     shards: dict[str, SafetensorsFile] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: tensor {tensor} is put in {name!r}, not a .safetensors file beside it")
+            raise CheckpointError(
+                f"{index}: tensor {tensor} is put in {name!r}, which is not a .safetensors file next to the index"
+            )
         if name not in shards:
             path = index.parent / name
             if not path.is_file():
@@ -323,12 +330,12 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
 
 
 def _warn_of_copies(index: Path, weight_map: Mapping[str, str], shards: Mapping[str, SafetensorsFile]) -> None:
-    """Log what the index leaves aside: a second copy of a tensor, or a single file beside the shards."""
+    """Log what the index ignores: a second copy of a tensor, or a single file next to the shards."""
     copies = [(t, name) for name, shard in shards.items() for t in shard.entries if weight_map.get(t, name) != name]
     if copies:
         tensor, name = copies[0]
         log.warning(
-            "%s: %d tensors are in two shards, e.g. %s in %s too; the index says %s, which is read",
+            "%s: %d tensors are in two shards, e.g. %s is also in %s; it is read from %s, as the index says",
             index,
             len(copies),
             tensor,

@@ -1,4 +1,4 @@
-"""Looks at the values of a checkpoint's tensors for those that a model cannot compute with."""
+"""Checks of a checkpoint's tensors for values that a model cannot compute with."""
 
 import logging
 
@@ -10,9 +10,9 @@ log = logging.getLogger(__name__)
 
 
 def check_values(name: str, tensor: np.ndarray, dtype: np.dtype) -> None:
-    """Warns of NaN and infinity in a tensor. Raises CheckpointError if `dtype` would turn a finite value into infinity.
+    """Warn of NaN and infinity in a tensor. Raise `CheckpointError` if a finite value overflows in `dtype`.
 
-    `name` is that of the file and the tensor, for messages.
+    `name` names the file and the tensor in messages.
     """
     largest = largest_magnitude(tensor)
     if not np.isfinite(largest):
@@ -28,9 +28,10 @@ def check_values(name: str, tensor: np.ndarray, dtype: np.dtype) -> None:
 
 
 def largest_magnitude(tensor: np.ndarray) -> np.ndarray:
-    """The largest absolute value of a tensor of floats, as an array without axes; not finite if any value is not.
+    """Return the largest absolute value of a tensor of floats as a scalar array, not finite if any value is not.
 
-    Compares bits as integers, which numpy does as fast as it can read: without their sign, floats sort like these.
+    The bits are compared as integers, which numpy does at the speed of memory. Floats without their sign sort like
+    their bits.
     """
     size = tensor.dtype.itemsize
     signed, unsigned = tensor.view(f"i{size}"), tensor.view(f"u{size}")

@@ -1,12 +1,12 @@
-"""The variant store: every decoder layer in every precision that was prepared, each read on its own.
+"""The variant store: every decoder layer in every prepared precision, each read on its own.
 
-A folder, by default `variants` beside the model's files:
+A folder, by default `variants` next to the model's files:
 
-    variants.json              which precisions there are, how they were made, what each layer's leaves are
+    variants.json              the precisions, how they were made, and the leaves of each layer
     int4/layers.0, ...         one Orbax checkpoint per precision and layer: the complete set of the layer's leaves
 
-A precision is written to `int4.incoming` and takes its name when all its layers are there. Who writes locks the file
-`variants.lock`, which stays.
+A precision is written to `int4.incoming`, which is renamed to `int4` once all layers are complete. A writer locks the
+file `variants.lock`, which is never deleted.
 """
 
 import fcntl
@@ -35,20 +35,26 @@ from jaxserve.quantization.qarray import QArray
 if TYPE_CHECKING:
     from jaxserve.checkpoint.loader import Checkpoint
 
-# Orbax takes a second to import, so only those who read or write variants do.
+# Orbax takes a second to import, so it is imported where variants are read or written.
 
 FOLDER = "variants"
 MANIFEST = "variants.json"
 LOCK = "variants.lock"
-FORMAT = 2  # 1: AWQ divided the values that a layer writes into the KV cache by scales of its own
-FINGERPRINT_ROWS = 16  # of a tensor
-SPLIT_INPUTS = ("attention.o", "mlp.down", "mlp.experts_down")  # by tensor parallelism
+# In format 1, AWQ divided the values that a layer writes into the KV cache by scales of its own.
+FORMAT = 2
+FINGERPRINT_ROWS = 16  # rows of a tensor
+# Weights whose inputs are split by tensor parallelism.
+SPLIT_INPUTS = ("attention.o", "mlp.down", "mlp.experts_down")
 Variant = dict[str, np.ndarray | QArray]
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a precision was made; `calibration` is the SHA-256 of the tokens it was calibrated on."""
+    """The method that made a precision.
+
+    `group`: inputs that share a scale, 0 for all inputs of an output. `calibration`: the SHA-256 of the calibration
+    tokens, None without any.
+    """
 
     name: str
     group: int
@@ -57,24 +63,24 @@ class Method:
 
 
 class VariantStore:
-    """Reads variants when they are asked for, each once, into host memory that all who ask share. Thread-safe."""
+    """A reader of variants, each of which is read once, at first use, into shared host memory. Thread-safe."""
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]):
-        """`open` is the way to get one."""
+        """Use `open` instead."""
         self.path, self._manifest = path, manifest
         self._lock = Lock()
         self._loaded: dict[tuple[int, str], Variant] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> "VariantStore":
-        """Reads the manifest and no weights. Raises `CheckpointError` where there is no store that can be read."""
+        """Open a store, reading only its manifest. Raise `CheckpointError` if it is missing or cannot be read."""
         path = Path(path)
         if not (path / MANIFEST).is_file():
             raise CheckpointError(f"{path}: has no {MANIFEST}; `jaxserve quantize MODEL` makes a store of variants")
         manifest = read_json_object(path / MANIFEST)
         if manifest.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path / MANIFEST}: format {manifest.get('format')!r} is not {FORMAT}, the one that can be read; "
+                f"{path / MANIFEST}: format {manifest.get('format')!r} is not {FORMAT}, the only supported one; "
                 "make the variants again with `jaxserve quantize`"
             )
         if missing := [key for key in ("model", "num_layers", "precisions") if key not in manifest]:
@@ -83,24 +89,27 @@ class VariantStore:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the model."""
+        """Number of decoder layers of the model."""
         return self._manifest["num_layers"]
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The precisions that every layer is there in."""
+        """The precisions in which every layer is stored."""
         return tuple(self._manifest["precisions"])
 
     def method(self, precision: str) -> Method:
-        """How a precision was made."""
+        """Return the method that made a precision. Raise `CheckpointError` for a precision that is not stored."""
         return Method(**self._entry(precision)["method"])
 
     def nbytes(self, index: int, precision: str) -> int:
-        """Bytes of a layer's leaves in a precision."""
+        """Return the bytes of a layer's leaves in a precision."""
         return self._layer(index, precision)["nbytes"]
 
     def layer(self, index: int, precision: str) -> Variant:
-        """A layer's parameters by dotted path: read-only, the same arrays at every call. Do not change the dict."""
+        """Return a layer's parameters by dotted path: the same read-only arrays at every call. Do not change the dict.
+
+        Raise `CheckpointError` if the layer is not stored or cannot be read.
+        """
         described = self._layer(index, precision)
         with self._lock:
             if (index, precision) not in self._loaded:
@@ -108,15 +117,15 @@ class VariantStore:
             return self._loaded[index, precision]
 
     def forget(self, index: int, precision: str) -> None:
-        """Gives a layer's arrays back; it is read again when it is asked for again. Mutates."""
+        """Free a layer's arrays. They are read again at the next use."""
         with self._lock:
             self._loaded.pop((index, precision), None)
 
     def check(self, checkpoint: "Checkpoint") -> None:
-        """Raises `CheckpointError` if the variants were made from another model."""
+        """Raise `CheckpointError` if the variants were made from another model."""
         if self._manifest["model"] != fingerprint(checkpoint):
             raise CheckpointError(
-                f"{self.path}: its variants are those of another model than {checkpoint.path}; "
+                f"{self.path}: its variants were made from another model than {checkpoint.path}; "
                 "make them again with `jaxserve quantize`"
             )
 
@@ -133,22 +142,22 @@ class VariantStore:
 
 
 class VariantWriter:
-    """Writes precisions layer by layer; those that the folder has already stay, unless they are written again.
+    """A writer of precisions, layer by layer. Precisions already in the folder stay unless they are written again.
 
-    Variants of other weights than the checkpoint's do not stay. Until one has finished, no other can write there: each
-    would put its own list of precisions in place.
+    Variants made from other weights than the checkpoint's are dropped. Only one writer at a time can use a folder,
+    because each one replaces the list of precisions.
     """
 
     def __init__(self, path: str | Path, checkpoint: "Checkpoint", methods: Mapping[str, Method]):
-        """`methods`: the precisions that will be written.
+        """Lock the folder for writing the precisions in `methods`.
 
-        Raises `CheckpointError` if the folder cannot be made, or another one is writing there.
+        Raise `CheckpointError` if the folder cannot be made, or another writer uses it.
         """
         self.path = Path(path).resolve()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed or the process ends
         except BlockingIOError as error:
             raise CheckpointError(f"{self.path}: another `jaxserve quantize` is writing there") from error
         except OSError as error:
@@ -169,7 +178,7 @@ class VariantWriter:
             shutil.rmtree(self._incoming(precision), ignore_errors=True)
 
     def add(self, index: int, precision: str, leaves: Mapping[str, np.ndarray | QArray]) -> int:
-        """Writes a layer and returns its bytes."""
+        """Write a layer and return its bytes."""
         import orbax.checkpoint as ocp
 
         tree = {name: _arrays(leaf) for name, leaf in leaves.items()}
@@ -189,11 +198,12 @@ class VariantWriter:
         return size
 
     def finish(self) -> VariantStore:
-        """Puts the new precisions in place of old ones of their names; all layers must have been added."""
+        """Put the new precisions in place of old ones with the same names, once all layers have been added."""
         for precision, layers in self._layers.items():
             assert sorted(layers) == list(range(self._manifest["num_layers"])), (precision, sorted(layers))
             self._manifest["precisions"].pop(precision, None)
-        self._write_manifest()  # a store that is cut short here lacks these precisions, and is whole otherwise
+        # If the process ends below, the store lacks these precisions and is complete otherwise.
+        self._write_manifest()
         for precision, layers in self._layers.items():
             shutil.rmtree(self.path / precision, ignore_errors=True)
             self._incoming(precision).rename(self.path / precision)
@@ -213,9 +223,9 @@ class VariantWriter:
 
 
 def fitted(leaves: Variant, config: ModelConfig, padded: ModelConfig) -> Variant | None:
-    """A stored layer of `config` in its dtype and in the layout of `padded`.
+    """Return a stored layer of `config` in the model's dtype and in the layout of `padded`.
 
-    None where `padded` pads the weights, or splits their inputs within a group or a packed unit.
+    Return None if `padded` pads the weights, or splits their inputs within a group or a packed unit.
     """
     sizes = ("num_heads", "num_kv_heads", "intermediate_size")
     same = all(getattr(config, size) == getattr(padded, size) for size in sizes)
@@ -242,10 +252,10 @@ def fitted(leaves: Variant, config: ModelConfig, padded: ModelConfig) -> Variant
 
 
 def fingerprint(checkpoint: "Checkpoint") -> str:
-    """SHA-256 of the model's shape and of a few rows of each of its layers' tensors, which lie evenly over it.
+    """Return the SHA-256 of the model's shape and of up to 16 evenly spaced rows of each layer's tensors.
 
-    Changes with the weights, unless only other rows do, and reads little of them: those that others quantised are taken
-    as they are stored.
+    It changes with the weights unless only the remaining rows change, and it needs few reads. Quantised tensors are
+    hashed as they are stored.
     """
     config, store = checkpoint.config, checkpoint.store
     shape = (config.architecture, config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim)
@@ -261,11 +271,10 @@ def fingerprint(checkpoint: "Checkpoint") -> str:
     return digest.hexdigest()
 
 
-def _rows(tensor: np.ndarray | StoredTensor, numbers: np.ndarray) -> np.ndarray:
-    """Some rows of a tensor as a matrix."""
+def _rows(tensor: np.ndarray | StoredTensor, indices: np.ndarray) -> np.ndarray:
     if isinstance(tensor, StoredTensor):
-        return tensor.rows(numbers.tolist())
-    return tensor.reshape(-1, tensor.shape[-1])[numbers]
+        return tensor.rows(indices.tolist())
+    return tensor.reshape(-1, tensor.shape[-1])[indices]
 
 
 def _arrays(leaf: np.ndarray | QArray) -> Any:
@@ -278,17 +287,17 @@ def _arrays(leaf: np.ndarray | QArray) -> Any:
 def _check_sizes(folder: Path, files: Mapping[str, int]) -> None:
     """Raise `CheckpointError` naming the first file that an interrupted copy or a full disk has cut off.
 
-    `files` are the sizes when they were written. Orbax would go on reading others, and say less about it.
+    `files` has the sizes at the time of writing. Orbax itself would read further files first, and name none.
     """
     for name, written in files.items():
         file = folder / name
         found = file.stat().st_size if file.is_file() else 0
         if found != written:
-            raise CheckpointError(f"{file}: has {found} of {written} bytes; make it anew with `jaxserve quantize`")
+            raise CheckpointError(f"{file}: has {found} of {written} bytes; make it again with `jaxserve quantize`")
 
 
 def _read(path: Path, described: Mapping[str, Any]) -> Variant:
-    """All leaves of one layer. Orbax reads no other layer's files for it. Raises `CheckpointError`."""
+    """Return all leaves of one layer. Raise `CheckpointError` if a file is cut off or cannot be read."""
     import orbax.checkpoint as ocp
 
     _check_sizes(path, described.get("files", {}))

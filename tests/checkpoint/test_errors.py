@@ -63,9 +63,9 @@ def test_unsupported_architecture_lists_the_supported_ones(single: Path):
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
-        ({"rope_scaling": "linear"}, "wrong kind"),
-        ({"rope_scaling": {"type": "linear", "factor": [2]}}, "wrong kind"),
-        ({"rms_norm_eps": "small"}, "wrong kind"),
+        ({"rope_scaling": "linear"}, "wrong type"),
+        ({"rope_scaling": {"type": "linear", "factor": [2]}}, "wrong type"),
+        ({"rms_norm_eps": "small"}, "wrong type"),
     ],
 )
 def test_error_for_an_unsupported_configuration_names_the_key(single: Path, changes: dict, word: str):

@@ -105,7 +105,7 @@ def test_swap_to_a_prepared_variant_compiles_nothing(prepared: Path) -> None:
 def test_variants_of_another_model_are_refused(prepared: Path, tmp_path: Path) -> None:
     write(tmp_path, TINY, SHAPES, "awq")
     shutil.copytree(prepared / "variants", tmp_path / "variants")
-    with pytest.raises(CheckpointError, match="those of another model"):
+    with pytest.raises(CheckpointError, match="made from another model"):
         LLM(tmp_path, **OPTIONS)
 
 
