@@ -1,4 +1,4 @@
-"""Host bookkeeping of the paged KV cache: pages with reference counts, prefix cache, page tables. No JAX."""
+"""Host bookkeeping of the paged KV cache: pages with reference counts, prefix cache, page tables. Imports no JAX."""
 
 from jaxserve.kvcache.pages import NULL_PAGE, PagePool, PagesInUse, chain_hash, page_hashes
 from jaxserve.kvcache.table import PageTable

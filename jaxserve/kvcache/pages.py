@@ -1,4 +1,4 @@
-"""PagePool: which KV pages are free, shared or cached. A page id is valid in the pools of all layers alike."""
+"""The bookkeeping of KV pages: free, shared or cached. A page id is valid in the pools of all layers."""
 
 import hashlib
 import heapq
@@ -7,33 +7,35 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-NULL_PAGE = 0  # padding rows write here; never handed out
+NULL_PAGE = 0  # padding rows write to it, and it is never handed out
 
 
 class PagesInUse(ValueError):
-    """More pages are to be taken away than are not in use now."""
+    """More pages are to be taken away than are free or cached."""
 
 
 class PagePool:
     """Reference-counted pages with a prefix cache.
 
-    A page is *free* (holds nothing), *live* (reference count > 0) or *cached* (count 0, contents still named by a
-    hash). `allocate` takes free pages first, then evicts the least recently released cached page.
+    A page is *free* (holds nothing), *live* (reference count > 0) or *cached* (count 0, contents known by a hash).
+    `allocate` takes free pages first, then evicts the least recently released cached page.
 
-    Pages are [0, num_pages), and their number changes at that end: `grow` adds free pages, `shrink` takes the tail away
-    and says which contents have to move out of it. The lowest free page is handed out first, so that the tail is what
-    is used last.
+    Page ids are [0, num_pages). `grow` adds free pages at the end. `shrink` takes pages away at the end, and returns
+    which contents have to move. The lowest free page is handed out first, so that the last pages are rarely in use.
     """
 
     def __init__(self, num_pages: int, *, caching: bool = True, min_pages: int = 2, max_pages: int | None = None):
-        """Numbers of pages include the null page; `least` and `most` are how few and how many there may ever be: as
-        many as the longest sequence needs, and as many as the device's pools have room for (by default `num_pages`).
+        """All numbers of pages include the null page.
+
+        `min_pages`: what the longest sequence needs. `max_pages`: what the device's pools have room for, by default
+        `num_pages`.
         """
         self.min_pages, self.max_pages = min_pages, num_pages if max_pages is None else max_pages
         assert 2 <= self.min_pages <= num_pages <= self.max_pages, (self.min_pages, num_pages, self.max_pages)
         self.num_pages = num_pages
         self.caching = caching
-        self._fresh = NULL_PAGE + 1  # this page and those after it were never handed out: they are free, and on no list
+        # Pages from this one on were never handed out. They are free, and not in `_free`.
+        self._fresh = NULL_PAGE + 1
         self._free: list[int] = []  # a heap
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * self._fresh
@@ -42,25 +44,25 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages that sequences can hold."""
+        """Number of pages that sequences can hold."""
         return self.num_pages - 1
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can hand out."""
+        """Number of pages that `allocate` can hand out."""
         return self.num_pages - self._fresh + len(self._free) + len(self._cached)
 
     @property
     def used(self) -> int:
-        """Pages held by sequences."""
+        """Number of pages held by sequences."""
         return self.capacity - self.available
 
     def references(self, page: int) -> int:
-        """How many sequences hold the page."""
+        """Return how many sequences hold the page."""
         return self._references[page] if page < self._fresh else 0
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages with one reference each. The caller has checked `available`. Mutates."""
+        """Take `count` pages, at most `available`, with one reference each."""
         assert count <= self.available, (count, self.available)
         pages = []
         for _ in range(count):
@@ -70,7 +72,7 @@ class PagePool:
         return pages
 
     def _take_fresh(self) -> int | None:
-        """The lowest page that was never handed out, if there is one. Mutates."""
+        """Take the lowest page that was never handed out; return None if all have been."""
         if self._fresh == self.num_pages:
             return None
         self._references.append(0)
@@ -78,16 +80,16 @@ class PagePool:
         return self._fresh - 1
 
     def retain(self, pages: Sequence[int]) -> None:
-        """Adds a reference to each page, reviving cached ones. Mutates."""
+        """Add a reference to each page, reviving cached ones."""
         for page in pages:
             if self._references[page] == 0:
                 del self._cached[page]
             self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives back one reference to each page. Mutates.
+        """Give back one reference to each page.
 
-        Released from the tail, so that eviction shortens a cached prefix instead of beheading it.
+        The last page is released first, so that eviction shortens a cached prefix at its end.
         """
         for page in reversed(pages):
             assert self._references[page] > 0, f"page {page} released twice"
@@ -99,7 +101,7 @@ class PagePool:
                     heapq.heappush(self._free, page)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """The pages of the longest cached prefix; not retained."""
+        """Return the pages of the longest cached prefix. They are not retained."""
         pages = []
         for digest in hashes:
             page = self._page_of.get(digest)
@@ -109,13 +111,13 @@ class PagePool:
         return pages
 
     def register(self, page: int, digest: bytes) -> None:
-        """Names the contents of a full live page. A page whose contents already have a page stays private. Mutates."""
+        """Cache the contents of a full live page under a hash, unless another page is cached under it."""
         if self.caching and digest not in self._page_of:
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
     def clear_cache(self) -> None:
-        """Forgets all hashes: for contents that are no longer valid. Mutates."""
+        """Drop all hashes, because the contents of pages are no longer valid."""
         self._free.extend(self._cached)
         heapq.heapify(self._free)
         self._cached.clear()
@@ -123,28 +125,29 @@ class PagePool:
         self._page_of.clear()
 
     def grow(self, count: int) -> None:
-        """Adds `count` free pages. Raises ValueError where the device's pools have no room. Mutates."""
+        """Add `count` free pages. Raise `ValueError` beyond `max_pages`."""
         size = self.num_pages + count
         if count < 0 or size > self.max_pages:
             raise ValueError(f"{self.num_pages} pages cannot grow by {count}, there is room for {self.max_pages}")
         self.num_pages = size
 
     def shrink(self, count: int, move: Callable[[Mapping[int, int]], None] | None = None) -> dict[int, int]:
-        """Takes the last `count` pages away; returns which pages take over from those of them that hold something.
+        """Take the last `count` pages away, and return a mapping from each page that moves to its new page.
 
-        Cached pages go, the least recently released first, as far as what is left would not hold them all; every other
-        page keeps its references, its hash and its turn. `move` copies the contents of each key to its value on the
-        device; the caller rewrites whatever names the keys, before the next step. No value is a key.
+        If the remaining pages cannot hold all contents, cached pages are evicted, the least recently released first.
+        Every other page keeps its references, its hash and its place in the order of eviction. `move` gets the mapping
+        and copies the contents on the device. Before the next step, the caller replaces old page ids by new ones. No
+        new page is also an old one.
 
-        Raises `PagesInUse` where fewer pages are not in use, ValueError where fewer than the least would be left, and
-        whatever `move` raises; then nothing has changed but that some cached pages are gone. Mutates.
+        Raise `PagesInUse` if fewer than `count` pages are free or cached, `ValueError` if fewer than `min_pages` would
+        remain, and whatever `move` raises. After an error, nothing has changed except that cached pages may be gone.
         """
         size = self.num_pages - count
         if count < 0 or size < self.min_pages:
             raise ValueError(f"{self.num_pages} pages cannot shrink by {count}: at least {self.min_pages} must be left")
         if count > self.available:
             raise PagesInUse(f"{self.num_pages} pages cannot shrink by {count}: {self.available} are not in use")
-        self._free.extend(range(self._fresh, self.num_pages))  # larger than all others: it stays a heap
+        self._free.extend(range(self._fresh, self.num_pages))  # still a heap: these ids are the largest
         self._references.extend([0] * (self.num_pages - self._fresh))
         self._fresh = self.num_pages
         while len(self._free) < count:
@@ -153,7 +156,7 @@ class PagePool:
         moves = dict(zip(sorted(tail.difference(self._free)), sorted(set(self._free) - tail), strict=False))
         if move is not None:
             move(moves)
-        self._free = sorted(set(self._free) - tail - set(moves.values()))  # sorted: a heap
+        self._free = sorted(set(self._free) - tail - set(moves.values()))  # a sorted list is a heap
         self._rename(moves)
         del self._references[size:]
         self.num_pages = self._fresh = size
@@ -173,16 +176,16 @@ class PagePool:
         return page
 
 
-_DIGEST = 16  # bytes: a collision needs about 2**64 pages
+_DIGEST_BYTES = 16  # a collision needs about 2**64 pages
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a page holding `tokens` behind the page named `parent` (or behind the salt)."""
-    return hashlib.blake2b(parent + np.asarray(tokens, np.int32).tobytes(), digest_size=_DIGEST).digest()
+    """Return the hash of a page with `tokens`, given the hash `parent` of the page before it (or of the salt)."""
+    return hashlib.blake2b(parent + np.asarray(tokens, np.int32).tobytes(), digest_size=_DIGEST_BYTES).digest()
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Hashes of all full pages of `tokens`; `known` are the hashes of the first pages, not computed again."""
+    """Return the hashes of all full pages of `tokens`. `known`: the hashes of the first pages, which are reused."""
     hashes = list(known)
     parent = hashes[-1] if hashes else chain_hash(salt.encode(), ())
     for start in range(len(hashes) * page_size, len(tokens) - page_size + 1, page_size):

@@ -1,4 +1,4 @@
-"""PageTable: the pages of every running sequence as one int32 array that a step's inputs are cut from."""
+"""The page table: the KV pages of all running sequences, from which the inputs of steps are cut."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,37 +8,39 @@ from jaxserve.kvcache.pages import NULL_PAGE
 
 
 class PageTable:
-    """int32[slots, width]: row = slot of a running sequence, column = page number within the sequence."""
+    """A table int32 [slots, width] of page ids: one row per running sequence, one column per page of a sequence."""
 
     def __init__(self, slots: int, width: int):
-        self.rows = np.zeros((slots, width), np.int32)  # NULL_PAGE: memory is taken when a row is first used
+        self.rows = np.zeros((slots, width), np.int32)  # NULL_PAGE; a row takes memory at first use
         self._free = list(range(slots - 1, -1, -1))
 
     @property
     def width(self) -> int:
+        """Number of pages that a sequence can have."""
         return self.rows.shape[1]
 
     @property
     def free_slots(self) -> int:
+        """Number of slots without a sequence."""
         return len(self._free)
 
     def take_slot(self, pages: Sequence[int]) -> int:
-        """A free slot whose row starts with `pages`. Mutates."""
+        """Take a free slot, write `pages` to the start of its row, and return it."""
         slot = self._free.pop()
         self.rows[slot, : len(pages)] = pages
         return slot
 
     def append(self, slot: int, start: int, pages: Sequence[int]) -> None:
-        """Writes `pages` from column `start` on. Mutates."""
+        """Write `pages` into a row from column `start` on."""
         self.rows[slot, start : start + len(pages)] = pages
 
     def replace_pages(self, moves: Mapping[int, int]) -> None:
-        """Writes each value of `moves` in place of its key, in all rows. Mutates."""
-        names = np.arange(max(self.rows.max(), *moves, NULL_PAGE) + 1, dtype=np.int32)
-        names[list(moves)] = list(moves.values())
-        self.rows[:] = names[self.rows]
+        """Replace each page id that is a key of `moves` by its value, in all rows."""
+        new_ids = np.arange(max(self.rows.max(), *moves, NULL_PAGE) + 1, dtype=np.int32)
+        new_ids[list(moves)] = list(moves.values())
+        self.rows[:] = new_ids[self.rows]
 
     def give_slot(self, slot: int) -> None:
-        """Frees a slot. Mutates."""
+        """Free a slot and clear its row."""
         self.rows[slot] = NULL_PAGE
         self._free.append(slot)

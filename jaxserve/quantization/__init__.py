@@ -1,6 +1,6 @@
-"""Weights in fewer bits: the format (`qarray`), how weights are brought into it, and how others' formats are read.
+"""Quantised weights: the format (`qarray`), rounding to it, and decoders for the formats of other tools.
 
-`QArray` is loaded when it is asked for, so that the command line can be described without JAX.
+`QArray` is imported at first use, because the help texts of the command line must not load JAX.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,11 +1,11 @@
-"""Weights quantised by others, as their files hold them: AWQ, GPTQ and compressed-tensors.
+"""Decoders for weights quantised by other tools: AWQ, GPTQ and compressed-tensors.
 
-All of them stand for scales * (codes - zeros) with unsigned codes; they differ in how these are packed into words of 32
-bits, lowest bits first, b bits each. O outputs, C inputs, G groups of inputs:
+All formats mean scales * (codes - zeros) with unsigned codes of b bits. They differ in how codes and zeros are packed
+into words of 32 bits, lowest bits first. O outputs, C inputs, G groups of inputs:
 
 - AWQ ("gemm"): qweight [C, O/8], qzeros [G, O/8], scales [G, O]; along O, in the order 0 2 4 6 1 3 5 7.
-- GPTQ: qweight [C/(32/b), O] along C, qzeros [G, O/(32/b)] along O, scales [G, O]; g_idx [C] names each input's group.
-  Zeros are stored less one, unless `checkpoint_format` is "gptq_v2".
+- GPTQ: qweight [C/(32/b), O] along C, qzeros [G, O/(32/b)] along O, scales [G, O]; g_idx [C] holds each input's group.
+  Zeros are stored minus one, unless `checkpoint_format` is "gptq_v2".
 - compressed-tensors, "pack-quantized": weight_packed [O, C/(32/b)] along C, weight_scale [O, G], and if not symmetric
   weight_zero_point [O/(32/b), G] along O. "int-quantized": weight int8 [O, C], weight_zero_point int8 [O, G].
 """
@@ -26,36 +26,36 @@ FORMATS = ("awq", "gptq", "pack-quantized", "int-quantized")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a checkpoint's weights are quantised. `group` 0: one scale for all inputs of an output."""
+    """The quantisation of a checkpoint's weights. `group` 0: one scale for all inputs of an output."""
 
     format: str
     bits: int
     group: int
     symmetric: bool
-    zero_offset: int = 0  # what stored zeros lack
+    zero_offset: int = 0  # to be added to stored zeros
 
     def groups(self, inputs: int) -> int:
-        """Groups of so many inputs."""
+        """Return the number of groups that `inputs` inputs form."""
         return ceil_div(inputs, self.group) if self.group else 1
 
     @property
     def per_word(self) -> int:
-        """Codes in a word of 32 bits."""
+        """Number of codes in a word of 32 bits."""
         return 32 // self.bits
 
     @property
     def packed_axes(self) -> tuple[str, ...]:
-        """The axes of a weight that must be whole words."""
+        """The axes of a weight whose lengths must be multiples of `per_word`."""
         return {"awq": ("outputs",), "gptq": ("outputs", "inputs")}.get(self.format, ())
 
     @property
     def marker(self) -> str:
-        """The tensor of a weight whose presence says that it is quantised."""
+        """The suffix of the tensor that every quantised weight has, and no other."""
         return {"awq": "qweight", "gptq": "qweight", "pack-quantized": "weight_packed"}.get(self.format, "weight_scale")
 
 
 class Codes(NamedTuple):
-    """A weight [O, C]: w = scales * (codes - 2**(b-1) - zeros), as in `QArray`, not packed."""
+    """An unpacked weight [O, C]: w = scales * (codes - 2**(b-1) - zeros), as in `QArray`."""
 
     codes: np.ndarray  # uint8 [O, C]
     scales: np.ndarray  # [O, G], as stored
@@ -63,7 +63,7 @@ class Codes(NamedTuple):
 
 
 class Stored(Protocol):
-    """A tensor in its file, unread."""
+    """An unread tensor in a file."""
 
     def read(self) -> np.ndarray: ...
 
@@ -73,26 +73,25 @@ T_co = TypeVar("T_co", bound=Stored, covariant=True)
 
 
 class Source(Protocol[T_co]):
-    """The tensors of one weight, by what follows its name."""
+    """A source of one weight's tensors by the suffix of their names."""
 
     def has(self, suffix: str) -> bool: ...
 
     def get(self, suffix: str, shape: tuple[int, ...]) -> T_co:
-        """The tensor, unread, which must have this shape; raises `CheckpointError`."""
+        """Return a tensor, unread. Raise `CheckpointError` if it is missing or has another shape."""
         ...
 
     def fail(self, suffix: str, why: str) -> CheckpointError:
-        """An error that names the file and the tensor."""
+        """Return an error that names the file and the tensor."""
         ...
 
 
 Tensors = dict[str, np.ndarray]
-Shape = tuple[int, int]
-"""[O, C]."""
+Shape = tuple[int, int]  # (O, C)
 
 
 def read_scheme(given: Mapping[str, Any]) -> Scheme:
-    """From config.json's `quantization_config`. Raises `CheckpointError` for what is not supported, saying what is."""
+    """Return the scheme that a `quantization_config` describes. Raise `CheckpointError` if it is not supported."""
     method = given.get("quant_method")
     if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
         method = "bitsandbytes"
@@ -107,12 +106,13 @@ def read_scheme(given: Mapping[str, Any]) -> Scheme:
 
 
 def find_tensors(scheme: Scheme, source: Source[T], shape: Shape) -> dict[str, T]:
-    """Find a weight's tensors without reading them, except an order of its inputs (g_idx). Raises `CheckpointError`
-    naming the file and the tensor at fault.
+    """Return a weight's tensors by suffix, unread except for an order of the inputs (g_idx).
+
+    Raise `CheckpointError` naming the file and the tensor that is at fault.
     """
     for axis, size in zip(("outputs", "inputs"), shape, strict=True):
         if axis in scheme.packed_axes and size % scheme.per_word:
-            raise source.fail(scheme.marker, f"has {size} {axis}, which {scheme.per_word} does not divide")
+            raise source.fail(scheme.marker, f"has {size} {axis}, which is not a multiple of {scheme.per_word}")
     inputs, groups = shape[1], scheme.groups(shape[1])
     if groups > 1 and inputs % scheme.group:
         raise source.fail(scheme.marker, f"has {inputs} inputs, which groups of {scheme.group} do not divide")
@@ -125,21 +125,21 @@ def find_tensors(scheme: Scheme, source: Source[T], shape: Shape) -> dict[str, T
         if order is not None and scheme.group and not np.array_equal(order.read(), np.arange(inputs) // scheme.group):
             raise source.fail(
                 suffix,
-                "puts inputs into groups by their activation order (desc_act, actorder), which would need them in"
-                " another order at every step and is not supported; supported: groups of neighbouring inputs",
+                "groups inputs by their activation order (desc_act, actorder), which would reorder them at every"
+                " step and is not supported; supported: groups of neighbouring inputs",
             )
     return tensors
 
 
 def decode(scheme: Scheme, tensors: Tensors, shape: Shape) -> Codes:
-    """The codes of a weight [O, C] from its tensors: those that `find_tensors` gave, read."""
+    """Return the codes of a weight [O, C] from its tensors by suffix, as `find_tensors` lists them."""
     return {"awq": _awq, "gptq": _gptq, "pack-quantized": _packed, "int-quantized": _integers}[scheme.format](
         scheme, tensors, shape
     )
 
 
 def dequantized(weight: Codes, bits: int) -> np.ndarray:
-    """float32 [O, C]."""
+    """Return the weight as float32 [O, C]."""
     outputs, inputs = weight.codes.shape
     values = weight.codes.reshape(outputs, weight.scales.shape[1], -1).astype(np.float32) - (1 << (bits - 1))
     values = (values - weight.zeros[..., None]) * weight.scales.astype(np.float32)[..., None]
@@ -189,7 +189,7 @@ def _compressed_scheme(given: Mapping[str, Any]) -> Scheme:
     if given.get("transform_config"):
         raise CheckpointError(
             "compressed-tensors with a transform_config is not supported: inputs would have to be transformed at every"
-            " step; supported: none"
+            " step"
         )
     sparsity = (given.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
@@ -231,7 +231,7 @@ def _awq(scheme: Scheme, tensors: Tensors, shape: Shape) -> Codes:
 def _gptq(scheme: Scheme, tensors: Tensors, shape: Shape) -> Codes:
     codes = _fields(tensors["qweight"], scheme.bits).transpose(1, 0, 2).reshape(shape)
     zeros = _fields(tensors["qzeros"], scheme.bits).reshape(len(tensors["qzeros"]), -1).T
-    zeros = zeros + scheme.zero_offset & (1 << scheme.bits) - 1  # a zero of 0, less one, was stored as the largest
+    zeros = zeros + scheme.zero_offset & (1 << scheme.bits) - 1  # a zero of 0, minus one, is stored as the largest code
     return _codes(codes, tensors["scales"].T, zeros, scheme.bits)
 
 
@@ -253,11 +253,11 @@ def _integers(scheme: Scheme, tensors: Tensors, shape: Shape) -> Codes:
 
 
 def _codes(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, bits: int) -> Codes:
-    """`zeros` as unsigned as the codes."""
+    """Return `Codes` from zeros that are unsigned like the codes."""
     return Codes(codes, scales, zeros.astype(np.float32) - (1 << (bits - 1)))
 
 
 def _fields(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32 [...] -> uint8 [..., 32 / bits], the lowest bits first."""
+    """Unpack int32 [...] to uint8 [..., 32 / bits], the lowest bits first."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     return (words.view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)).astype(np.uint8)

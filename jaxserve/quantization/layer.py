@@ -1,4 +1,4 @@
-"""A decoder layer's parameters, some of them in fewer bits: which are quantised, and the layer as a whole."""
+"""Quantised decoder layers: which parameters are quantised, and rounding of a whole layer."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,6 +9,8 @@ from jaxserve.core.precision import BITS
 from jaxserve.quantization.qarray import QArray
 from jaxserve.quantization.rounding import GROUP, quantize
 
+# The quantised parameters of a layer, and how many of their last axes are contracted. Norms, biases and the router of
+# a mixture of experts are not quantised.
 CONTRACTED: Mapping[str, int] = {
     "attention.qkv": 1,
     "attention.o": 3,
@@ -17,24 +19,20 @@ CONTRACTED: Mapping[str, int] = {
     "mlp.experts_gate_up": 1,
     "mlp.experts_down": 1,
 }
-"""The parameters of a layer that are quantised, and over how many of their last axes they are contracted.
 
-Norms, biases and the router of a mixture of experts stay as they are.
-"""
-
+# All parameters of a layer, quantised or not, by their dotted path in its module.
 Leaves = Mapping[str, np.ndarray | QArray]
-"""A layer's parameters by their dotted path in its module. A variant of a layer is all of them, quantised or not."""
 
 
 def bits_of(precision: str) -> int:
-    """The bits of a precision's name. Raises `ConfigError` for a name that has none."""
+    """Return the bits of a quantised precision by its name. Raise `ConfigError` for any other name."""
     if precision not in BITS:
-        raise ConfigError(f"precision {precision!r} is none that weights are quantised to: {', '.join(BITS)}")
+        raise ConfigError(f"precision {precision!r} is not quantised: choose from {', '.join(BITS)}")
     return BITS[precision]
 
 
 def flat_inputs(name: str, w: np.ndarray) -> np.ndarray:
-    """The weight with its contracted axes as one: [out..., C]."""
+    """Return a weight [out..., C] with its contracted axes merged into one."""
     return w.reshape(*w.shape[: w.ndim - CONTRACTED[name]], -1)
 
 
@@ -54,7 +52,7 @@ def quantize_weights(
 def round_layer(
     leaves: Mapping[str, np.ndarray], bits: int, *, group: int = GROUP, symmetric: bool = True
 ) -> dict[str, np.ndarray | QArray]:
-    """The layer with its weights rounded to the nearest, without data; the other parameters as they are."""
+    """Return a layer with its weights rounded to the nearest, and the remaining parameters unchanged."""
     return {
         name: quantize(flat_inputs(name, w), bits, group=group, symmetric=symmetric) if name in CONTRACTED else w
         for name, w in leaves.items()
@@ -62,5 +60,5 @@ def round_layer(
 
 
 def nbytes(leaves: Leaves) -> int:
-    """Bytes of all parameters of a layer."""
+    """Return the bytes of all parameters of a layer."""
     return sum(leaf.nbytes for leaf in leaves.values())

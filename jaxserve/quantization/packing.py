@@ -1,6 +1,6 @@
-"""Codes of 3, 4 or 8 bits as bytes: the layout that the kernels read.
+"""Packing of codes of 3, 4 or 8 bits into bytes, in the layout that the kernels read.
 
-Codes are unsigned, and packed along the last axis in units, the last of which is filled up with the code of zero:
+Codes are unsigned. They are packed along the last axis in units, and the last unit is filled with the code of zero:
 
 - 8 bits: one byte each.
 - 4 bits, units of 128 codes in 32 little-endian words of 16 bits: word i holds the codes i, i + 32, i + 64, i + 96,
@@ -16,20 +16,20 @@ import numpy as np
 
 from jaxserve.core.numeric import ceil_div
 
-UNIT = {8: 1, 4: 128, 3: 256}  # codes that are packed together
-UNIT_BYTES = {8: 1, 4: 64, 3: 96}
+UNIT = {8: 1, 4: 128, 3: 256}  # codes of a unit, by bits
+UNIT_BYTES = {8: 1, 4: 64, 3: 96}  # bytes of a unit, by bits
 LANES = 32
 
 assert sys.byteorder == "little"
 
 
 def packed_bytes(bits: int, size: int) -> int:
-    """Bytes of `size` codes."""
+    """Return the bytes that `size` codes take."""
     return ceil_div(size, UNIT[bits]) * UNIT_BYTES[bits]
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 [..., size] with codes below 2**bits -> uint8 [..., packed_bytes]."""
+    """Pack codes below 2**bits, uint8 [..., size], into uint8 [..., packed_bytes]."""
     size, unit = codes.shape[-1], UNIT[bits]
     if bits == 8:
         return np.ascontiguousarray(codes)
@@ -45,7 +45,7 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """The inverse of `pack`: uint8 [..., packed_bytes] -> uint8 [..., size]."""
+    """Unpack uint8 [..., packed_bytes] into codes uint8 [..., size], the inverse of `pack`."""
     if bits == 8:
         return packed
     units = packed.reshape(*packed.shape[:-1], -1, UNIT_BYTES[bits])
@@ -60,8 +60,8 @@ def unpack(packed: np.ndarray, bits: int, size: int) -> np.ndarray:
 
 
 def _in_words(planes: np.ndarray, width: int) -> np.ndarray:
-    """[..., planes, 32] -> words [..., 32] with plane j at bit width * j."""
+    """Pack planes [..., planes, 32] into words [..., 32], with plane j at bit width * j."""
     words = np.zeros((*planes.shape[:-2], LANES), "<u2")
-    for number in range(planes.shape[-2]):
-        words |= planes[..., number, :].astype(np.uint16) << (width * number)
+    for index in range(planes.shape[-2]):
+        words |= planes[..., index, :].astype(np.uint16) << (width * index)
     return words

@@ -16,19 +16,19 @@ Array = jax.Array | np.ndarray
 @partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales", "zeros"], meta_fields=["bits", "size"])
 @dataclass(frozen=True)
 class QArray:
-    """A weight [out..., C] that is contracted over C, its last axis. A pytree of flat arrays.
+    """A quantised weight [out..., C] that is contracted over C, its last axis. A pytree of arrays.
 
-    With u the codes (`packing` says how they lie in bytes), g = i // group and b the bits:
+    With u the codes (packed as in `packing`), g = i // group and b the bits:
 
         w[o, i] = scales[o, g] * (u[o, i] - 2**(b-1) - zeros[o, g])          0 <= u < 2**b
 
-    and zeros absent (symmetric) means 0. Scales may be negative. The numbers u - 2**(b-1) are exact in bfloat16, so
-    that products with them can be summed in float32 and scaled afterwards; zeros cost one term more for each group of
-    inputs x: scales * (sum(q * x) - zeros * sum(x)).
+    `zeros` is None for a symmetric weight, which means 0. Scales may be negative. The numbers q = u - 2**(b-1) are
+    exact in bfloat16, so that products with them can be summed in float32 and scaled afterwards. Zeros cost one more
+    term for each group of inputs x: scales * (sum(q * x) - zeros * sum(x)).
 
     Invariants: codes uint8 [out..., packed_bytes(b, C)]; scales and zeros [out..., C / group], bfloat16 or float32.
-    The axes of `out` are those of the weight, so that a shard of them is a shard of the QArray; a shard of C is one if
-    it is a whole number of units and of groups.
+    The axes of `out` are those of the weight, so that a shard along them is a shard of the QArray. A shard along C must
+    be a whole number of packed units and of groups.
     """
 
     codes: Array
@@ -39,27 +39,27 @@ class QArray:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """Number of inputs that share a scale."""
         return self.size // self.scales.shape[-1]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight: [out..., C]."""
+        """Shape of the weight: [out..., C]."""
         return (*self.codes.shape[:-1], self.size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all leaves."""
+        """Bytes of codes, scales and zeros."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def __getitem__(self, index: Any) -> "QArray":
-        """Only [...], as a module reads a parameter: itself."""
+        """Return the QArray itself for [...], which is how a module reads a parameter. Raise `TypeError` otherwise."""
         if index is not Ellipsis:
-            raise TypeError("a QArray is read as a whole")
+            raise TypeError(f"a QArray has no part {index!r}: only [...] is allowed")
         return self
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
-        """The weight [out..., C] that it stands for. The specification of the format; runs on any backend."""
+        """Return the weight [out..., C]. This is the reference of the format, and runs on any backend."""
         q = unpacked(jnp.asarray(self.codes), self.bits, self.size).astype(jnp.float32) - (1 << (self.bits - 1))
         grouped = q.reshape(*self.scales.shape, self.group)
         if self.zeros is not None:
@@ -69,7 +69,7 @@ class QArray:
 
 
 def unpacked(codes: jax.Array, bits: int, size: int) -> jax.Array:
-    """`packing.unpack` in JAX: uint8 [..., packed_bytes] -> uint8 [..., size]."""
+    """Unpack uint8 [..., packed_bytes] into codes uint8 [..., size] like `packing.unpack`, but in JAX."""
     if bits == 8:
         return codes
     units = codes.reshape(*codes.shape[:-1], -1, packed_bytes(bits, UNIT[bits]))

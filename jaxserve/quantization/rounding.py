@@ -1,4 +1,4 @@
-"""Round to nearest: a weight on its own, without data."""
+"""Rounding of a weight to the nearest QArray, without calibration data."""
 
 import ml_dtypes
 import numpy as np
@@ -12,17 +12,21 @@ GROUPS = (128, 64, 32)
 
 
 def group_size(size: int, wanted: int = GROUP) -> int:
-    """The largest group of inputs up to the wanted one that divides `size`; all of them if none does."""
+    """Return the largest group of `GROUPS`, at most `wanted`, that divides `size`; `size` itself if none does."""
     return next((group for group in GROUPS if group <= wanted and size % group == 0), size)
 
 
 def quantize(
     w: np.ndarray, bits: int, *, group: int = GROUP, symmetric: bool = True, scale_dtype: np.dtype = ml_dtypes.bfloat16
 ) -> QArray:
-    """w [out..., C] -> the nearest QArray, with arrays of numpy. `group` 0: one scale for each output.
+    """Return the QArray of numpy arrays nearest to a weight w [out..., C]. `group` 0: one scale per output.
 
-    Symmetric scales make the largest magnitude of a group -2**(b-1) if it is negative and as near as 2**(b-1) - 1 can
-    come if not; otherwise the range of the group, which includes 0, becomes 0 ... 2**b - 1.
+    With b bits, codes without their offset are in [-2**(b-1), 2**(b-1) - 1]. A symmetric scale of 3 or 4 bits maps the
+    value of largest magnitude to -2**(b-1), and so may be negative. A symmetric scale of 8 bits is positive and maps
+    the largest magnitude to 2**(b-1) - 1. An asymmetric scale and zero map the range of values, which includes 0, to
+    the range of codes.
+
+    Raise `ConfigError` for other bits than 8, 4 or 3.
     """
     if bits not in (3, 4, 8):
         raise ConfigError(f"weights can have 8, 4 or 3 bits, not {bits}")
@@ -37,7 +41,7 @@ def quantize(
     else:
         least, most = np.minimum(grouped.min(-1), 0), np.maximum(grouped.max(-1), 0)
         scales = (most - least) / (high - low)
-    scales = scales.astype(scale_dtype)  # first: what is not 0 may become 0
+    scales = scales.astype(scale_dtype)  # before the comparison: a small scale may become 0
     scales[scales == 0] = 1
     wide = scales.astype(np.float32)
     if not symmetric:

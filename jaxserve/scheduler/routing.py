@@ -1,20 +1,20 @@
-"""Which instance gets a request."""
+"""Routing of requests to instances."""
 
 import numpy as np
 
 
 class LeastLoaded:
-    """Requests go to the instance with the fewest prompt tokens outstanding, the first of equals. For one thread."""
+    """A router to the instance with the fewest outstanding prompt tokens, the first of equals. For one thread."""
 
     def __init__(self, instances: int):
-        self.outstanding = np.zeros(instances, np.int64)  # prompt tokens of requests that were sent and have not ended
+        self.outstanding = np.zeros(instances, np.int64)  # prompt tokens of unfinished requests, by instance
 
     def take(self, prompt_tokens: int) -> int:
-        """The instance for a request of so many tokens, which counts from now on. Mutates."""
+        """Return the instance for a request, and count its prompt tokens there until `ended`."""
         instance = int(self.outstanding.argmin())
         self.outstanding[instance] += prompt_tokens
         return instance
 
     def ended(self, instance: int, prompt_tokens: int) -> None:
-        """A request that `take` has sent there is over. Mutates."""
+        """Stop counting a request that `take` sent to the instance."""
         self.outstanding[instance] -= prompt_tokens

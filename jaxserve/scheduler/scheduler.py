@@ -1,8 +1,8 @@
-"""Scheduler: which tokens are computed in the next step.
+"""The scheduler, which decides the tokens to be computed in the next step.
 
-A step decodes one token of every running sequence that can go on, and spends the rest of its token budget on prefill
-chunks, cut into tiles of `tile` tokens. When pages run out, the newest sequence of the least priority gives all of its
-pages back and is computed again later (preemption by recomputation).
+A step decodes one token of every running sequence that is ready, and spends the rest of its token budget on prefill
+chunks, which are padded to tiles of `tile` tokens. When pages run out, the newest sequence of the lowest priority gives
+all its pages back and is computed again later (preemption by recomputation).
 """
 
 import heapq
@@ -22,7 +22,7 @@ _order = attrgetter("order")
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """The shape of a step."""
+    """Limits on the shape of a step."""
 
     max_num_seqs: int  # sequences running at once
     max_tiles: int  # prefill tiles in a step
@@ -31,25 +31,27 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Holds the waiting and the running sequences and turns them into `Work`, step by step."""
+    """A scheduler that holds all waiting and running sequences and turns them into `Work`, step by step."""
 
     def __init__(self, limits: SchedulerLimits, pages: PagePool, table: PageTable):
         self.limits = limits
         self.pages = pages
         self.table = table
-        self.running: list[Sequence] = []  # in the order in which they go
-        self._waiting: list[tuple[tuple, Sequence]] = []  # a heap; finished entries are skipped when they surface
-        self._queued: OrderedDict[Sequence, None] = OrderedDict()  # those of the heap that wait, as they were queued
+        self.running: list[Sequence] = []  # by priority, then by arrival
+        # A heap by priority, then by arrival. Finished sequences stay in it until they reach its top.
+        self._waiting: list[tuple[tuple, Sequence]] = []
+        # The waiting sequences of the heap, in the order in which they were queued.
+        self._queued: OrderedDict[Sequence, None] = OrderedDict()
         self.num_waiting = 0
         self.waiting_tokens = 0  # prompt tokens of waiting sequences
         self.num_preemptions = 0
-        self.prefix_queries = 0  # tokens looked up and found in the prefix cache
-        self.prefix_hits = 0
+        self.prefix_queries = 0  # tokens looked up in the prefix cache
+        self.prefix_hits = 0  # tokens found in the prefix cache
 
     # -- what the engine core calls
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence; siblings of a request with n > 1 wait with the first one. Mutates."""
+        """Queue a new sequence. The siblings of a request with n > 1 wait for the first one."""
         if sequence.parent is None:
             self._push(sequence)
         else:
@@ -57,7 +59,7 @@ class Scheduler:
             self._count_waiting(sequence, +1)
 
     def schedule(self, step: int, now: float) -> Work:
-        """The work of the next step; its effects on the sequences are already accounted. Mutates."""
+        """Return the work of the next step, and update the sequences as if the step had been dispatched."""
         decodes = self._schedule_decodes(now)
         chunks: list[Chunk] = []
         tiles = self._continue_prefills(chunks, self.limits.max_tiles)
@@ -65,43 +67,43 @@ class Scheduler:
         return Work(step, tuple(decodes), tuple(chunks))
 
     def steady_steps(self) -> int:
-        """How many of the next steps decode just the sequences that run now, if none comes or is aborted, no token ends
-        one before its length does, and pages stay as they are: what `repeat` may do at once. 0: there is no telling.
+        """Return how many of the next steps decode exactly the sequences that run now, at least; 0 if unknown.
 
-        To be asked right after a `schedule` that computed no chunk: what waits then waits for pages that are freed by
-        an end alone.
+        It is the limit for `repeat`. The number assumes that no request arrives or is aborted, that sequences end by
+        their length alone, and that the pool keeps its size. Call it right after a `schedule` without prefill chunks:
+        any waiting sequence then waits for pages, which become free only when a running sequence ends.
         """
         if not self.running or (self._waiting and self._waiting[0][1].num_inflight):
             return 0
-        most = self.pages.available // len(self.running) * self.limits.page_size  # so many tokens' pages for each
+        limit = self.pages.available // len(self.running) * self.limits.page_size  # tokens per sequence
         for sequence in self.running:
             if not sequence.decoding or sequence.synchronous:
                 return 0
-            most = min(most, sequence.max_total - sequence.total)
-        return most
+            limit = min(limit, sequence.max_total - sequence.total)
+        return limit
 
     def repeat(self, count: int) -> None:
-        """Schedules `count` further steps that decode all running sequences, while as many before them end. Mutates.
+        """Schedule `count` further steps that decode all running sequences, and count as many earlier steps as ended.
 
-        The same as `count` times `schedule`; `count` is at most `steady_steps`.
+        The result equals `count` calls of `schedule`. `count` is at most `steady_steps`.
         """
         for sequence in self.running:
             sequence.num_computed += count
             self._add_pages(sequence, self._missing_pages(sequence, sequence.num_computed))
 
     def finish(self, sequence: Sequence) -> None:
-        """Ends a sequence wherever it is and gives its pages back. Mutates."""
+        """End a waiting or running sequence and give its pages back."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
         elif sequence.status is Status.WAITING:
-            self._queued.pop(sequence, None)  # one that waits with a sibling is not there
+            self._queued.pop(sequence, None)  # a sequence that waits for a sibling is not in it
             self._count_waiting(sequence, -1)
-            self.pages.release(sequence.pages)  # pages shared by a sibling
+            self.pages.release(sequence.pages)  # shared with a sibling
             sequence.pages = []
         sequence.status = Status.FINISHED
         orphans, sequence.children = sequence.children, []
-        if orphans:  # the first answer ended before its prompt was computed: the next sibling takes its place
+        if orphans:  # it ended before its prompt was computed, so the next sibling takes its place
             heir, *others = orphans
             self._count_waiting(heir, -1)
             heir.parent, heir.children = None, others
@@ -111,9 +113,10 @@ class Scheduler:
                 self._push(heir)
 
     def set_salt(self, sequence: Sequence, salt: str) -> None:
-        """The plan has changed: what the sequence computes from now on goes by another salt, if it is another. Mutates.
+        """Set the salt of the pages that a sequence computes from now on, because the plan has changed.
 
-        Pages that it holds keep their names; those that it adds to them get none, until it starts anew.
+        Its present pages stay in the prefix cache. The pages that it adds to them are not cached until it starts again
+        after a preemption, because they depend on pages of the old plan.
         """
         if salt == sequence.salt:
             return
@@ -121,15 +124,15 @@ class Scheduler:
         sequence.private = bool(sequence.pages) or sequence.parent is not None
 
     def grow(self, count: int) -> None:
-        """Adds `count` pages to those that sequences can hold. Raises ValueError as `PagePool.grow`. Mutates."""
+        """Add `count` free pages. Raise `ValueError` if the device's pools have no room for them."""
         self.pages.grow(count)
 
     def shrink(self, count: int, move: Callable[[Mapping[int, int]], None]) -> None:
-        """Takes `count` pages away; sequences keep what they hold, in other pages if need be.
+        """Take `count` pages away. Sequences keep their contents, in other pages if need be.
 
-        `move` gets page -> the page that takes over from it: it has the device's pools make these moves after the steps
-        that are dispatched and before the next one. Raises as `PagePool.shrink`, and then sequences have what they
-        had. Mutates.
+        `move` gets a mapping from old pages to new pages. It must copy their contents in the device's pools after the
+        dispatched steps and before the next one. Raise `PagesInUse` or `ValueError` as `PagePool.shrink`; the sequences
+        are then unchanged.
         """
         moves = self.pages.shrink(count, move)
         for sequence in (*self.running, *(waiting for _, waiting in self._waiting)):
@@ -137,10 +140,10 @@ class Scheduler:
         self.table.replace_pages(moves)
 
     def register_full_pages(self, sequence: Sequence) -> None:
-        """Names the pages that known and computed tokens have filled, so that others can share them. Mutates."""
+        """Put the full pages of a running sequence into the prefix cache, so that other sequences can share them."""
         size, known = self.limits.page_size, len(sequence.page_hashes)
         full = min(sequence.num_computed, len(sequence.tokens)) // size
-        if full <= sequence.num_registered:  # as after nearly every token
+        if full <= sequence.num_registered:  # most tokens do not fill a page
             return
         if not self.pages.caching or sequence.private or sequence.status is not Status.RUNNING:
             return
@@ -153,19 +156,19 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no sequence waits or runs."""
         return not self.running and self.num_waiting == 0
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when the sequence that was queued first has waited: its arrival or its preemption. None: none waits."""
+        """The time at which the first waiting sequence was queued (its arrival or preemption), None if none waits."""
         return next((sequence.queued_at for sequence in self._queued), None)
 
     # -- decode
 
     def _schedule_decodes(self, now: float) -> list[Sequence]:
         decodes, size = [], self.limits.page_size
-        for sequence in tuple(self.running):  # a victim of preemption is always one that comes later
+        for sequence in tuple(self.running):  # a copy: preemption removes later sequences
             computed, total = sequence.num_computed, len(sequence.tokens) + sequence.num_inflight
             if computed != total - 1 or not sequence.num_prompt < total < sequence.max_total:
                 continue  # still in prefill, preempted a moment ago, or its last token is in flight
@@ -179,7 +182,7 @@ class Scheduler:
         return decodes
 
     def _make_room(self, sequence: Sequence, tokens: int, now: float) -> bool:
-        """Makes room for `tokens` tokens, preempting others if need be; False when the sequence itself had to go."""
+        """Give a sequence pages for `tokens` tokens, preempting if need be; return False if it was preempted itself."""
         missing = self._missing_pages(sequence, tokens)
         while missing > self.pages.available:
             victim = self.running[-1]
@@ -226,7 +229,7 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             if sequence.num_inflight:
-                return  # preempted with a token in flight: known after this step
+                return  # it was preempted, and its last token is still in flight
             if not self._take_pages(sequence) and not self._take_back_shared_pages(sequence):
                 return
             heapq.heappop(self._waiting)
@@ -238,7 +241,7 @@ class Scheduler:
             tiles -= self._add_chunk(chunks, sequence, tiles)
 
     def _take_pages(self, sequence: Sequence) -> bool:
-        """Pages for all known tokens of a waiting sequence: shared ones first. False when there are too few."""
+        """Take pages, cached ones first, for all tokens of a waiting sequence. Return whether enough were free."""
         size = self.limits.page_size
         shared: list[int] = []
         if not sequence.pages:
@@ -260,9 +263,9 @@ class Scheduler:
         return True
 
     def _take_back_shared_pages(self, sequence: Sequence) -> bool:
-        """When nothing runs that could free pages, waiting siblings give up those they hold of their shared prompt.
+        """Let waiting siblings release the pages of their shared prompt if no running sequence can free any.
 
-        Returns whether `sequence` has its pages now.
+        Return whether `sequence` has its pages now.
         """
         if self.running:
             return False
@@ -277,11 +280,11 @@ class Scheduler:
             return []
         size, tokens = self.limits.page_size, sequence.tokens
         sequence.page_hashes = page_hashes(tokens, size, sequence.salt, sequence.page_hashes)
-        usable = (len(tokens) - 1) // size  # the newest token is always computed: its logits are needed
+        usable = (len(tokens) - 1) // size  # the newest token is always computed, for its logits
         return self.pages.lookup(sequence.page_hashes[:usable])
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, tiles: int) -> int:
-        """Adds as much of the sequence's prefill as fits into `tiles`; returns how many tiles it takes."""
+        """Add a chunk with as much of a sequence's prefill as fits into `tiles`. Return the number of tiles used."""
         start, left = sequence.num_computed, len(sequence.tokens) - sequence.num_computed
         length = min(left, tiles * self.limits.tile)
         last = length == left
@@ -294,7 +297,7 @@ class Scheduler:
         return ceil_div(length, self.limits.tile)
 
     def _release_children(self, sequence: Sequence) -> None:
-        """The prompt is (about to be) computed: siblings share its full pages and may be admitted."""
+        """Queue the siblings of a sequence whose prompt this step completes, sharing its full pages."""
         full = (sequence.num_prompt - 1) // self.limits.page_size
         children, sequence.children = sequence.children, []
         for child in children:
