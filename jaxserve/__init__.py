@@ -1,6 +1,6 @@
 """jaxserve: LLM serving on JAX/XLA.
 
-Names are resolved on first use, so that `import jaxserve` is fast and loads neither JAX nor a web framework.
+Names are imported on first use, so that `import jaxserve` is fast and loads neither JAX nor a web framework.
 """
 
 from importlib import import_module
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
     value = getattr(import_module(_HOMES.get(name, "jaxserve.core.errors")), name)
-    globals()[name] = value  # the next use finds it without coming here
+    globals()[name] = value  # later uses do not call this function
     return value
 
 

@@ -1,4 +1,4 @@
-"""`python -m jaxserve`: the command line."""
+"""The command line as `python -m jaxserve`."""
 
 from jaxserve.cli.main import main
 

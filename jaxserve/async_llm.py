@@ -1,4 +1,4 @@
-"""AsyncLLM: the library for asyncio programs. The engine steps in a thread of its own."""
+"""The library for asyncio programs. Its engine steps in threads of its own."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
@@ -19,41 +19,46 @@ from jaxserve.engine.prompts import PromptLike, as_prompt
 
 
 class AsyncLLM:
-    """A model that many tasks may ask at once. Use it as an asynchronous context manager, or await `close`."""
+    """A model that many tasks may use at once. Use it as an asynchronous context manager, or await `close`."""
 
     def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]):
-        """As `LLM`: `model` is a directory in Hugging Face layout, `options` are the fields of `EngineConfig`."""
+        """`model`: a directory in Hugging Face layout (default: the bundled model).
+
+        `options`: the fields of `EngineConfig`, described in docs/options.md. Raise `ConfigError`, `CheckpointError` or
+        `MemoryBudgetError` if the engine cannot start.
+        """
         self._engine = build_async_engine(EngineConfig(model=model, **options))
 
     @property
     def engine(self) -> AsyncEngine:
-        """The engine behind it: metrics, health, draining."""
+        """The engine, which has methods for metrics, health and draining."""
         return self._engine
 
     def stream(
         self, prompt: PromptLike, params: SamplingParams | None = None, **request: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields what is new of the prompt's answers; closing the generator aborts the request.
+        """Yield the new parts of a prompt's answers. Closing the generator aborts the request.
 
-        `request` may hold request_id, priority (smaller goes first) and salt (of the prefix cache).
+        `request`: any of request_id, priority (smaller is served first) and salt (of the prefix cache). Raise
+        `RequestError`, `QueueFull`, `EngineStopped` or `EngineFailed`.
         """
         return self._engine.generate(as_prompt(prompt), params or SamplingParams(), **request)
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **request: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `stream`, for a conversation written out by the model's chat template."""
+        """Yield the new parts of the answers to a conversation, as `stream` does for a prompt."""
         text = self._engine.tokenizer.apply_chat_template(list(messages))
         prompt = TextPrompt(text, add_special_tokens=False)
         return self._engine.generate(prompt, params or SamplingParams(), **request)
 
     async def embed(self, prompt: PromptLike) -> np.ndarray:
-        """The pooled last hidden state of a prompt, float32[hidden_size], of unit length."""
+        """Return the pooled last hidden state of a prompt, float32 [hidden_size], of unit length."""
         output = await self._engine.embed(as_prompt(prompt))
         return np.asarray(output.embedding)
 
     async def close(self) -> None:
-        """Ends what is running and frees everything. Idempotent."""
+        """End all requests and free everything. Idempotent."""
         await self._engine.shutdown()
 
     async def __aenter__(self) -> "AsyncLLM":

@@ -1,4 +1,4 @@
-"""LLM: the library for scripts and notebooks. Callers wait for an engine that steps in a thread of its own."""
+"""The library for scripts and notebooks. Its callers wait for an engine that steps in a thread of its own."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -29,8 +29,8 @@ Message = Mapping[str, Any]
 class LLM:
     """A model, loaded and ready to generate.
 
-    Use it as a context manager, or call `close`, to free everything it holds. Several threads may use it at once. An
-    exception in one of its methods, such as Ctrl-C's KeyboardInterrupt, ends that call's requests and nothing else.
+    Use it as a context manager, or call `close`, to free its memory and its thread. Several threads may use it at once.
+    An exception in one of its methods, such as the KeyboardInterrupt of Ctrl-C, ends the requests of that call only.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class LLM:
     ):
         """`model`: a directory in Hugging Face layout (default: the bundled model).
 
-        `options` are the fields of `EngineConfig`, described in docs/options.md. `progress` is called while the engine
-        starts. Raises `ConfigError`, `CheckpointError` or `MemoryBudgetError`.
+        `options`: the fields of `EngineConfig`, described in docs/options.md. `progress`: called while the engine
+        starts. Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot start.
         """
         self._engine = build_engine(EngineConfig(model=model, **options), progress)
         self._thread = EngineThread(self._engine)
@@ -53,11 +53,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generates for one or many prompts and returns their outputs in order.
+        """Generate answers for one or many prompts, and return their outputs in order.
 
-        A prompt is a text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}. `params` is one for
-        all prompts or one for each. Raises `RequestError` naming what is wrong, or `EngineFailed`, after which the LLM
-        has to be opened anew. Whatever is raised, nothing of this call keeps running.
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. `params`: one object for
+        all prompts, or one for each prompt.
+
+        Raise `RequestError` naming the parameter that is wrong, or `EngineFailed`, after which the LLM must be opened
+        again. After any exception, no request of this call keeps running.
         """
         requests = self._pair(as_prompts(prompts), params)
         return self._run(requests, use_tqdm)
@@ -69,27 +71,31 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several, written out by the model's chat template."""
+        """Generate answers for one or many conversations, and return their outputs in order.
+
+        `template`: further variables of the model's chat template, e.g. enable_thinking. Raise the errors of
+        `generate`.
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self._chat_prompt(conversation, template) for conversation in conversations]
         return self._run(self._pair(prompts, params), use_tqdm)
 
     def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
-        """Yields what is new of one prompt's answers, token by token. Leaving the loop early aborts the request.
+        """Yield the new parts of one prompt's answers, token by token. Leaving the loop early aborts the request.
 
-        Several streams may be read in turns, and `generate` called between two pieces. Tokens are computed when they
-        are asked for.
+        Several streams may be read in turn, and `generate` may be called between two outputs. Tokens are computed when
+        the next output is requested. Raise the errors of `generate`.
         """
         return self._stream(as_prompt(prompt), params or SamplingParams())
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> Generator[RequestOutput, None, None]:
-        """As `stream`, for a conversation."""
+        """Yield the new parts of the answers to a conversation, as `stream` does for a prompt."""
         return self._stream(self._chat_prompt(messages, template), params or SamplingParams())
 
     def embed(self, prompts: PromptLike | Sequence[PromptLike], use_tqdm: bool = True) -> list[np.ndarray]:
-        """The pooled last hidden state of each prompt, float32[hidden_size], of unit length."""
+        """Return the pooled last hidden state of each prompt, float32 [hidden_size], of unit length."""
         params = SamplingParams(max_tokens=1, detokenize=False)
         requests = [(prompt, params) for prompt in as_prompts(prompts)]
         return [output.embedding for output in self._run(requests, use_tqdm, embed=True)]
@@ -98,25 +104,25 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises `NoTokenizer` where the model has none."""
+        """The model's tokenizer. Raises `NoTokenizer` if the model has none."""
         if self._engine.tokenizer is None:
             raise NoTokenizer
         return self._engine.tokenizer
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and answer together."""
+        """The maximum number of tokens of prompt and answer together."""
         return self._engine.info.max_model_len
 
     # -- lifetime
 
     def settle(self) -> None:
-        """Waits for executables that are being compiled in the background; what is measured next has them."""
+        """Wait for executables that are being compiled in the background, so that later measurements use them."""
         self._check_open()
         self._engine.settle()
 
     def close(self) -> None:
-        """Frees the model, the KV cache and everything else on the device. Idempotent.
+        """Free the model, the KV cache and everything else on the device. Idempotent.
 
         Calls in progress in other threads raise `EngineStopped`.
         """
@@ -135,7 +141,7 @@ class LLM:
 
     def _chat_prompt(self, messages: Sequence[Message], template: Mapping[str, Any]) -> Prompt:
         text = self.tokenizer.apply_chat_template(list(messages), **template)
-        return TextPrompt(text, add_special_tokens=False)  # the template writes them itself
+        return TextPrompt(text, add_special_tokens=False)  # the template writes special tokens itself
 
     def _pair(
         self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -143,7 +149,9 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [(prompt, params or SamplingParams()) for prompt in prompts]
         if not (isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params)):
-            raise RequestError("params are SamplingParams, for all prompts or each", field="params", value=params)
+            raise RequestError(
+                "params must be SamplingParams, for all prompts or for each prompt", field="params", value=params
+            )
         if len(params) != len(prompts):
             raise RequestError(f"there are {len(prompts)} prompts and {len(params)} params", field="params")
         return list(zip(prompts, params, strict=True))

@@ -1,1 +1,1 @@
-"""The engine: the pure core, the loop that drives it, and its asynchronous front."""
+"""The engine: its core, the loops that drive it, tokenizer, chat templates, request limits and the step log."""

@@ -1,4 +1,4 @@
-"""AsyncEngine: an EngineClient over step loops that run in threads of their own, one per instance of the plan."""
+"""The asynchronous engine: an `EngineClient` whose instances each step in a thread of their own."""
 
 import asyncio
 import itertools
@@ -22,22 +22,22 @@ from jaxserve.telemetry import EngineMetrics, Snapshot, combine
 
 log = logging.getLogger(__name__)
 
-STALL_SECONDS = 120.0  # without a finished step although there is work: the engine is not healthy
-LONG_TEXT = 20_000  # characters: longer prompts are tokenized in a thread
+STALL_SECONDS = 120.0  # an engine with work but without a finished step for this long is unhealthy
+LONG_TEXT = 20_000  # characters; longer prompts are tokenized in a thread
 
 Item = RequestOutput | BaseException
 
 
 @dataclass(eq=False)
 class Stream:
-    """One request's way back to the asyncio loop that asked for it."""
+    """A queue of one request's outputs for the asyncio loop that sent the request."""
 
     loop: asyncio.AbstractEventLoop
     items: asyncio.Queue[Item]
     admitted: asyncio.Future[None]
 
     async def next(self) -> RequestOutput:
-        """The next piece; raises what ended the request before its time."""
+        """Return the next output, or raise the error that ended the request early."""
         item = await self.items.get()
         error = item if isinstance(item, BaseException) else item.error
         if error is not None:
@@ -47,39 +47,41 @@ class Stream:
 
 
 class InstanceThread:
-    """A thread that steps one instance, takes commands between steps and sends outputs back in one call per step."""
+    """A thread that steps one instance, takes commands between steps, and sends outputs back once per step."""
 
     def __init__(self, steps: StepLoop, name: str):
         self.steps = steps
         self.failure: BaseException | None = None
-        self.streams: dict[str, Stream] = {}  # changed by this thread only
-        self.progress = steps.clock.now()  # when the latest step ended, or the thread was last idle
+        self.streams: dict[str, Stream] = {}  # by request id; changed by this thread only
+        self.progress = steps.clock.now()  # time at which the latest step ended, or the thread was last idle
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
-        self._over = False  # commands that come from now on may be seen by nobody
-        steps.wake = lambda: self._commands.put(lambda: None)  # a thread that waits for commands goes on to a step
+        self._over = False  # whether the thread may never look at its commands again
+        steps.wake = lambda: self._commands.put(lambda: None)  # wakes a thread that waits for commands
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def submit(self, request: Request, stream: Stream) -> None:
-        """Queues a request; `stream.admitted` tells whether it was accepted. From any thread."""
+        """Queue a request. `stream.admitted` completes when it is accepted or refused. Call from any thread."""
         self._commands.put(lambda: self._add(request, stream))
         if self._over:
             self._send(stream, stream.admitted, self._ending())
 
     def abort(self, request_id: str, stream: Stream) -> None:
-        """Ends the request behind a stream, if it is still in flight, before the next step. From any thread."""
+        """End the request of a stream before the next step, if it is still in flight. Call from any thread."""
         self._commands.put(lambda: self._abort(request_id, stream))
 
     def stop(self) -> None:
-        """Ends the thread after the step in progress; requests in flight end with EngineStopped. From any thread."""
+        """End the thread after the present step, and requests in flight with `EngineStopped`. Call from any thread."""
         self._commands.put(self._stop)
 
     def join(self) -> None:
+        """Wait for the thread to end."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -95,7 +97,7 @@ class InstanceThread:
         self._over = True
         for request_id, stream in self.streams.items():
             self._put(stream, self._ending())
-            if self.failure is None:  # what is looked at later holds nothing any more
+            if self.failure is None:  # give back the pages of an intact core
                 self.steps.core.abort(request_id, now=self.steps.clock.now())
         self._take_commands()
 
@@ -105,7 +107,7 @@ class InstanceThread:
         return EngineStopped("the engine has stopped")
 
     def _take_commands(self) -> None:
-        """Carries out the commands that wait; when there is nothing else to do, waits for one."""
+        """Run the waiting commands; wait for one if there is nothing else to do."""
         block = self.steps.idle and not self._stopping and self.failure is None
         while True:
             try:
@@ -132,7 +134,7 @@ class InstanceThread:
             self._send(stream, stream.admitted, None)
 
     def _abort(self, request_id: str, stream: Stream) -> None:
-        if self.streams.get(request_id) is stream:  # not another request of that id, beside which this one was refused
+        if self.streams.get(request_id) is stream:  # else this one was refused, because the id was in use
             del self.streams[request_id]
             self.steps.core.abort(request_id, now=self.steps.clock.now())
 
@@ -169,11 +171,11 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) 
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:
-        log.debug("a client's event loop closed before its request ended")
+        log.debug("a client's event loop was closed before its request ended")
 
 
 class AsyncEngine:
-    """The engine for servers and asyncio programs; see `EngineClient` for its methods' contracts."""
+    """The engine for servers and asyncio programs. `EngineClient` describes its methods."""
 
     def __init__(
         self,
@@ -186,15 +188,16 @@ class AsyncEngine:
         control: ControlClient | None = None,
         on_close: Callable[[], None] = lambda: None,
     ):
-        """`control`: what changes the plan, if anything does. `on_close` runs once, when the loops have ended: it frees
-        the device.
+        """`control`: the control plane, None for a plan that never changes.
+
+        `on_close` runs once, after the loops have ended, and frees the device.
         """
         self.info = info
         self.metrics = metrics
         self._tokenizer = tokenizer
         self._clock = clock
         self._threads = [InstanceThread(steps, f"jaxserve-{i}") for i, steps in enumerate(instances)]
-        self._router = LeastLoaded(len(self._threads))  # the clients' loop alone uses it
+        self._router = LeastLoaded(len(self._threads))  # used by the clients' loop alone
         self._ids = itertools.count()
         self.control = control
         self._on_close = on_close
@@ -221,7 +224,7 @@ class AsyncEngine:
         salt: str = "",
         stream: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields what is new of the request's answers; see `EngineClient.generate`."""
+        """Yield the new parts of a request's answers, as `EngineClient.generate`."""
         request = await self._request(prompt, params, request_id, priority, salt, stream=stream)
         async with self._admitted(request) as answers:
             while True:
@@ -233,18 +236,18 @@ class AsyncEngine:
     async def embed(
         self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0, salt: str = ""
     ) -> RequestOutput:
-        """The pooled last hidden state; see `EngineClient.embed`."""
+        """Return an output with the pooled last hidden state, as `EngineClient.embed`."""
         params = SamplingParams(max_tokens=1, detokenize=False)
         request = await self._request(prompt, params, request_id, priority, salt, embed=True)
         async with self._admitted(request) as stream:
             return await stream.next()
 
     def snapshot(self) -> Snapshot:
-        """The instances' states after their latest steps, added up."""
+        """Return the sum of the instances' states after their latest steps."""
         return combine([thread.steps.core.snapshot for thread in self._threads])
 
     def check_health(self) -> None:
-        """Raises EngineFailed when a loop has died or makes no progress although it has work."""
+        """Raise `EngineFailed` if a loop has died, or has work and makes no progress."""
         now = self._clock.now()
         for thread in self._threads:
             if thread.failure is not None or (not thread.alive and not self._closed):
@@ -259,7 +262,7 @@ class AsyncEngine:
         return self.metrics.render()
 
     async def drain(self, timeout: float) -> bool:
-        """Refuses new requests and waits up to `timeout` seconds for those in flight. Mutates."""
+        """Refuse new requests, and return whether those in flight end within `timeout` seconds."""
         self._draining = True
         end = self._clock.now() + timeout
         while any(t.alive and t.failure is None and (t.streams or not t.steps.idle) for t in self._threads):
@@ -269,7 +272,7 @@ class AsyncEngine:
         return True
 
     async def shutdown(self) -> None:
-        """Ends everything. Idempotent. Mutates."""
+        """End requests and threads, and free the device. Idempotent."""
         if self._closed:
             return
         self._draining = self._closed = True
@@ -314,12 +317,12 @@ class AsyncEngine:
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncGenerator[Stream, None]:
-        """The stream of a request accepted by the least loaded instance; leaving early aborts the request."""
+        """Yield the stream of a request that the least loaded instance accepts. Leaving early aborts the request."""
         if self._draining or self._closed:
             raise EngineStopped("the engine is shutting down and takes no new requests")
         prompt_tokens = len(request.prompt_token_ids)
-        number = self._router.take(prompt_tokens)
-        thread = self._threads[number]
+        index = self._router.take(prompt_tokens)
+        thread = self._threads[index]
         loop = asyncio.get_running_loop()
         stream = Stream(loop, asyncio.Queue(), loop.create_future())
         thread.submit(request, stream)
@@ -327,5 +330,5 @@ class AsyncEngine:
             await stream.admitted
             yield stream
         finally:
-            self._router.ended(number, prompt_tokens)
-            thread.abort(request.id, stream)  # ignored if it has ended
+            self._router.ended(index, prompt_tokens)
+            thread.abort(request.id, stream)  # no effect on an ended request

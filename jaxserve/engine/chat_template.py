@@ -1,4 +1,4 @@
-"""A model's chat template: sandboxed Jinja with the names that Hugging Face gives to templates."""
+"""Chat templates: sandboxed Jinja with the names that Hugging Face defines for templates."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -45,11 +45,12 @@ CHATML = """\
 
 BUILTIN_TEMPLATES: Mapping[str, str] = {"plain": PLAIN, "vicuna": VICUNA, "chatml": CHATML}
 
-MARKER = "CONTINUE_FINAL_MESSAGE_TAG "  # the space tells whether the template trims what a message holds
+# Marks the end of a message. The space shows whether the template trims the content of messages.
+MARKER = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
-    """Renders a conversation into a prompt. `special_tokens`: names such as "bos_token" that the template may use."""
+    """A template that renders a conversation into a prompt."""
 
     def __init__(
         self,
@@ -57,7 +58,10 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         now: Callable[[], datetime] = datetime.now,
     ):
-        """Compile the template. Raises `CheckpointError` if it is not valid Jinja."""
+        """Compile the template. Raise `CheckpointError` if it is not valid Jinja.
+
+        `special_tokens`: texts of special tokens by names such as "bos_token", which the template may use.
+        """
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._now = now
@@ -75,10 +79,11 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt of a conversation.
 
-        `continue_final_message`: the prompt ends inside the last message, so that the model goes on with it.
-        `variables` are the template's own, e.g. enable_thinking. A `developer` message is rendered as a `system`
-        message, unless the template itself mentions developers. Raises `RequestError` if the template refuses the
-        messages or leaves one of them out.
+        `continue_final_message`: the prompt ends inside the last message, which the model continues. `variables`:
+        further variables that the template defines, e.g. enable_thinking. A `developer` message is rendered as a
+        `system` message unless the template itself mentions developers.
+
+        Raise `RequestError` if the template refuses the messages or leaves one out.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -94,7 +99,7 @@ class ChatTemplate:
         context = {**self._special_tokens, "tools": None, "documents": None, **variables}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **context)
-        except TemplateError as error:  # also what the template itself raises, and what the sandbox refuses
+        except TemplateError as error:  # raised by the template itself, or by the sandbox
             raise RequestError(f"the chat template refuses these messages: {error}", field="messages") from error
         except (TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
             reason = f"the chat template fails on these messages: {type(error).__name__}: {error}"
@@ -103,7 +108,7 @@ class ChatTemplate:
     def _render_open(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """Return the prompt up to the end of the last message's content, as Transformers does.
 
-        The content is marked at its end, because its own text may occur anywhere else in the prompt.
+        The end is found by a marker, because the content itself may occur elsewhere in the prompt.
         """
         content = messages[-1].get("content") if messages else None
         if not isinstance(content, str):
@@ -114,7 +119,7 @@ class ChatTemplate:
         end = text.rfind(MARKER.rstrip())
         if end < 0 or content.strip() not in text:
             raise RequestError(
-                "the chat template does not show the last message as it stands, so it cannot be continued",
+                "the chat template changes the text of the last message, so it cannot be continued",
                 field="continue_final_message",
             )
         return text[:end] if text.startswith(MARKER, end) else text[:end].rstrip()
@@ -125,7 +130,7 @@ class ChatTemplate:
         return message
 
     def _check_roles(self, roles: tuple[str, ...]) -> None:
-        """Raise `RequestError` if the template silently leaves out a message of such a conversation."""
+        """Raise `RequestError` if the template silently leaves out a message of a conversation with these roles."""
         position = self._dropped(roles)
         if position is not None:
             raise RequestError(
@@ -136,17 +141,18 @@ class ChatTemplate:
             )
 
     def _find_dropped(self, roles: tuple[str, ...]) -> int | None:
-        """Return the position of the first message that the template leaves out, None if there is none.
+        """Return the position of the first message that the template leaves out, None if it shows all messages.
 
-        What a template shows depends on the roles and their order, so it is tried with contents that are easy to find.
+        The messages that a template shows depend on the roles and their order, so it is rendered with contents that are
+        easy to find.
         """
-        if "messages" not in self.source:  # a fixed text is meant as it is
+        if "messages" not in self.source:  # a template without messages is a fixed text on purpose
             return None
         marks = [f"MESSAGE{position}TEXT" for position in range(len(roles))]
         messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
         try:
             text = self._render(messages, True, {})
-        except RequestError:  # the conversation itself is refused too, or needs variables that are not known here
+        except RequestError:  # the real conversation is refused as well, or needs variables that are unknown here
             return None
         return next((position for position, mark in enumerate(marks) if mark not in text), None)
 
@@ -164,7 +170,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks the assistant's tokens for training: renders its body."""
+    """The tag `{% generation %}...{% endgeneration %}`, which marks text for training. It renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration is a plain set
 
@@ -174,7 +180,7 @@ class _Generation(Extension):
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """A message's content, which may be a list of text parts. Raises RequestError for images, audio and the like."""
+    """Return a message's content as text, joining text parts. Raise `RequestError` for parts of another type."""
     if isinstance(content, str):
         return content
     texts = []
@@ -203,7 +209,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it stands in a prompt: Jinja's own filter would escape it for HTML."""
+    """Return a value as JSON that is not escaped for HTML, unlike the result of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

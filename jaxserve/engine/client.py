@@ -1,4 +1,4 @@
-"""EngineClient: all that the server (or any other front) sees of an engine. Imports no JAX."""
+"""The client interface of an engine: everything that the server or another front end may use."""
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
@@ -11,69 +11,74 @@ from jaxserve.telemetry.snapshot import Snapshot
 
 
 class ControlClient(Protocol):
-    """Shows and steers the plan of a running engine. Called from the asyncio loop: no method blocks.
+    """The interface that shows and changes the plan of a running engine.
 
-    What it returns is plain data, ready for JSON, with bytes and seconds as numbers. Times are seconds of one clock:
-    that of `status()["time"]`.
+    It is called from the asyncio loop, so no method blocks. Results are plain data for JSON, with bytes and seconds as
+    numbers. All times are seconds of the clock that `status()["time"]` shows.
     """
 
     def plan_yaml(self) -> str:
-        """The plan in force as YAML; `set_plan` takes what this gives."""
+        """Return the plan in force as YAML that `set_plan` accepts."""
         ...
 
     def plan_dict(self) -> dict[str, Any]:
-        """The plan in force with the keys of its YAML: `version` and `instances`."""
+        """Return the plan in force as a dict with the keys of its YAML: `version` and `instances`."""
         ...
 
     def status(self) -> dict[str, Any]:
-        """The engine now:
+        """Return the present state of the engine as a dict.
 
-        `time`; `policy` (name), `policies` (the names that `set_policy` takes); `plan_version`; `target_version`,
-        None without a target; `busy`: whether a transition is being carried out; `note`: what the policy waits for, ""
-        if for nothing; `budget` (bytes) and `ledger` ({name: bytes}, among them "weights" and "kv"); `layers`: per
-        instance [{"block", "precision"}, ...]; `kv_pages`: {"used", "total", "most"} over all instances; `snapshot`:
-        the numbers of the latest one; `slo_ttft` (s), None if the policy has none.
+        - `time`: seconds
+        - `policy`: the name of the policy; `policies`: the names that `set_policy` accepts
+        - `plan_version`; `target_version`: None without a target
+        - `busy`: whether a transition is in progress
+        - `note`: the condition that the policy waits for, "" for none
+        - `budget`: bytes; `ledger`: {name: bytes}, with "weights" and "kv" among its names
+        - `layers`: for each instance [{"block", "precision"}, ...]
+        - `kv_pages`: {"used", "total", "most"} over all instances
+        - `snapshot`: the numbers of the latest snapshot
+        - `slo_ttft`: seconds, None for a policy without this objective
         """
         ...
 
     def decisions(self, limit: int) -> list[dict[str, Any]]:
-        """The last `limit` decisions, newest last.
+        """Return the last `limit` decisions, newest last.
 
         Each has `time`, `policy`, `reason`, `before_version`, `target_version`, `transitions` (lines of text) and
-        `outcome`: "started", "done", "failed: ..." or "rejected: ...". What operators change is among them, "done" and
-        without transitions, with the policy that decides since then.
+        `outcome`: "started", "done", "failed: ..." or "rejected: ...". A change by an operator has the outcome "done",
+        no transitions, and the policy that decides from then on.
         """
         ...
 
     def history(self, since: float = float("-inf")) -> list[dict[str, Any]]:
-        """The last 15 minutes, one sample a second, newest last; only those after the time `since`.
+        """Return one sample per second of the last 15 minutes after the time `since`, newest last.
 
         Each has `time`, `precisions` ({precision: decoder layers}), `weight_bytes`, `kv_used_bytes`, `kv_free_bytes`,
-        `kv_rounding_bytes` (what pools take beyond their pages), `other_bytes`, `budget`, `waiting`, `running`,
-        `ttft_p95` (s, or None), `tpot` (s, or None) and `kv_usage` (0 to 1). Bytes are the sum over all devices; the
-        first five are, where there is one, all that its ledger has.
+        `kv_rounding_bytes` (bytes of the pools without a page), `other_bytes`, `budget`, `waiting`, `running`,
+        `ttft_p95` (s, or None), `tpot` (s, or None) and `kv_usage` (0 to 1). Bytes are sums over all devices. On one
+        device, the fields whose names end in `_bytes` add up to its ledger.
         """
         ...
 
     def set_policy(self, name: str) -> None:
-        """Lets another policy decide from the next tick on. Mutates.
+        """Let another policy decide from the next tick on.
 
-        Raises RequestError for a name that `status()["policies"]` does not have. `name` may be anything that a client
-        has sent: nothing is read or run because of it.
+        `name` may come from a client, because it is only looked up. Raise `RequestError` if it is not in
+        `status()["policies"]`.
         """
         ...
 
     def set_plan(self, yaml_text: str) -> None:
-        """Makes a plan the manual policy's target and that policy the one that decides. Mutates.
+        """Switch to the policy `manual` with a plan as its target.
 
-        Raises RequestError or PlanError for one that cannot be read, reached or held within the budget.
+        Raise `RequestError` or `PlanError` if the plan is malformed, cannot be reached, or exceeds the budget.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A prompt to be tokenized by the engine. `add_special_tokens`: e.g. the beginning-of-sequence token."""
+    """A prompt to be tokenized by the engine, with special tokens such as bos if `add_special_tokens`."""
 
     text: str
     add_special_tokens: bool = True
@@ -81,7 +86,7 @@ class TextPrompt:
 
 @dataclass(frozen=True)
 class TokensPrompt:
-    """A prompt as token ids. `text`, if known, is only handed through to `RequestOutput.prompt`."""
+    """A prompt as token ids. `text`, if known, is only copied to `RequestOutput.prompt`."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -92,7 +97,7 @@ Prompt = TextPrompt | TokensPrompt
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a client may know of the served model, and the limits on one request."""
+    """Facts about the served model, and the limits on one request."""
 
     name: str
     max_model_len: int  # tokens of prompt and answer together
@@ -104,12 +109,12 @@ class ModelInfo:
     max_stop_strings: int = 16
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
-    default_sampling: Mapping[str, Any] = field(default_factory=dict)  # of generation_config.json
-    max_new_tokens: int | None = None  # of generation_config.json: no answer over HTTP is longer
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
+    max_new_tokens: int | None = None  # from generation_config.json; limits every answer over HTTP
 
 
 class EngineClient(Protocol):
-    """An engine that serves one model. Its methods are called from one asyncio loop."""
+    """The interface of an engine that serves one model. Its methods are called from one asyncio loop."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -119,12 +124,12 @@ class EngineClient(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether requests are accepted: loaded, warm, and neither draining nor stopped."""
+        """Whether requests are accepted: the engine is loaded, warm, and neither draining nor stopped."""
         ...
 
     @property
     def control(self) -> ControlClient | None:
-        """What shows and steers the plan; None for an engine whose plan cannot change."""
+        """The interface to the plan; None for an engine whose plan cannot change."""
         ...
 
     def generate(
@@ -137,47 +142,49 @@ class EngineClient(Protocol):
         salt: str = "",
         stream: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields what is new for one or more of the request's n answers, until `finished`; unless `stream`, an answer
-        is told of when it has ended. The last item has `prompt_logprobs`, if asked for.
+        """Yield the new parts of a request's n answers, until an output is `finished`.
 
-        Closing the generator, or cancelling the task that waits for it, aborts the request and frees its pages.
-        Raises, before the first item: RequestError (a limit is broken), QueueFull, EngineStopped (draining or
-        stopped). Raises, at any time: EngineFailed, EngineStopped (shut down before the end).
+        Without `stream`, each answer is yielded once, when it has ended. The last output has `prompt_logprobs` if they
+        were requested. Closing the generator, or cancelling the task that waits for it, aborts the request and frees
+        its pages.
+
+        Before the first output, raise `RequestError` (a limit is exceeded), `QueueFull` or `EngineStopped` (draining or
+        stopped). At any time, raise `EngineFailed` or `EngineStopped` (shut down before the end).
         """
         ...
 
     async def embed(
         self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0, salt: str = ""
     ) -> RequestOutput:
-        """Returns an output whose `embedding` is the pooled last hidden state, float32[hidden_size], of unit length.
+        """Return an output whose `embedding` is the pooled last hidden state, float32 [hidden_size], of unit length.
 
-        Raises as `generate`; cancelling the task aborts the request.
+        Cancelling the task aborts the request. Raise the errors of `generate`.
         """
         ...
 
     def snapshot(self) -> Snapshot:
-        """The engine's state after its latest step."""
+        """Return the engine's state after its latest step."""
         ...
 
     def check_health(self) -> None:
-        """Raises EngineFailed if the step loop is dead, or has work and made no progress for too long."""
+        """Raise `EngineFailed` if the step loop is dead, or has work and made no progress for too long."""
         ...
 
     def count_rejection(self, reason: str) -> None:
-        """Counts in the metrics a request that was refused on the way here, e.g. as "invalid". Mutates."""
+        """Count a request in the metrics that was refused before it reached the engine, e.g. as "invalid"."""
         ...
 
     def metrics_text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         ...
 
     async def drain(self, timeout: float) -> bool:
-        """Refuses new requests and waits for those in flight, at most `timeout` seconds. Returns whether all ended.
+        """Refuse new requests, and wait at most `timeout` seconds for those in flight. Return whether all ended.
 
-        Mutates; `ready` is False from the call on.
+        `ready` is False from the call on.
         """
         ...
 
     async def shutdown(self) -> None:
-        """Ends every request in flight with EngineStopped, stops the loop and frees everything. Idempotent. Mutates."""
+        """End every request in flight with `EngineStopped`, stop the loop and free everything. Idempotent."""
         ...

@@ -1,5 +1,6 @@
-"""EngineCore: the pure half of the engine. Requests go in, each step's work comes out, sampled tokens go in, outputs
-come out. No device, no clock, no thread: time is an argument.
+"""The engine core: requests go in, each step's work comes out, sampled tokens go in, outputs come out.
+
+It has no device, no clock and no thread. Time is an argument.
 """
 
 import logging
@@ -25,19 +26,19 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Step:
-    """A step's result while it is taken in."""
+    """A step's result while `EngineCore.update` processes it."""
 
     output: StepOutput
     tokens: list[int]
     now: float
     generated: int = 0
-    gaps: dict[float, int] = field(default_factory=dict)  # seconds between two tokens of a sequence -> how many
+    gaps: dict[float, int] = field(default_factory=dict)  # seconds between two tokens of a sequence -> count
     changed: dict[str, list[Sequence]] = field(default_factory=dict)  # by request id
     failed: list[RequestOutput] = field(default_factory=list)
 
 
 class EngineCore:
-    """One instance's requests, from admission to the last token."""
+    """The core of one instance, which follows its requests from admission to the last token."""
 
     def __init__(
         self,
@@ -52,8 +53,9 @@ class EngineCore:
         static: Snapshot,
         index: int = 0,
     ):
-        """`index` tells instances apart, `salt` names the plan in the prefix cache, and `static` holds the snapshot's
-        fields that do not change by step.
+        """`index`: the index of the instance. `salt`: the plan's name in the prefix cache.
+
+        `static`: the fields of the snapshot that follow from the plan.
         """
         self.scheduler = scheduler
         self.info = info
@@ -71,7 +73,7 @@ class EngineCore:
     # -- requests
 
     def add(self, request: Request) -> None:
-        """Accepts a request. Raises `RequestError` or `QueueFull`, and then nothing has changed. Mutates."""
+        """Accept a request. Raise `RequestError` or `QueueFull`, without any change, if it is refused."""
         try:
             self._check(request)
         except QueueFull:
@@ -86,7 +88,7 @@ class EngineCore:
             self.scheduler.add(sequence)
 
     def has_room(self, request: Request) -> bool:
-        """Whether `add` would not raise `QueueFull`. What is never accepted has room, so that `add` says why."""
+        """Return whether the queue has room. A request that is never accepted counts as fitting: `add` says why."""
         waiting, params = self.scheduler.num_waiting, request.params
         tokens = len(request.prompt_token_ids) * params.n
         return waiting == 0 or (
@@ -95,11 +97,11 @@ class EngineCore:
         )
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, now: float = 0.0) -> None:
-        """Ends a request wherever it is and frees its pages; unknown ids are ignored. Mutates."""
+        """End a request and free its pages. Unknown ids are ignored."""
         state = self._requests.pop(request_id, None)
         if state is not None:
             self._end_early(state, reason, now)
-            self._take_snapshot(now)  # no step may follow
+            self._take_snapshot(now)  # there may be no further step to take it
 
     def _end_early(self, state: RequestState, reason: FinishReason, now: float) -> None:
         for sequence in state.sequences:
@@ -110,8 +112,9 @@ class EngineCore:
         self._end(state, reason, now)
 
     def replan(self, salt: str, static: Snapshot) -> None:
-        """The plan has changed between two steps: its name in the prefix cache, and the snapshot's fields that follow
-        from it. Requests in flight go on; under another name, what they compute from now on is not shared. Mutates.
+        """Set the plan's name in the prefix cache and its fields of the snapshot, after a change between two steps.
+
+        Requests in flight continue. If the name differs, the pages that they compute from now on are not shared.
         """
         self.salt, self._counters.static = salt, static
         for state in self._requests.values():
@@ -127,23 +130,23 @@ class EngineCore:
 
     @property
     def load(self) -> int:
-        """Prompt tokens waiting plus sequences running; routers compare it."""
+        """The number of waiting prompt tokens plus running sequences, by which routers compare instances."""
         return self.scheduler.waiting_tokens + len(self.scheduler.running)
 
     @property
     def static(self) -> Snapshot:
-        """The snapshot's fields that follow from the plan in force."""
+        """The fields of the snapshot that follow from the plan in force."""
         return self._counters.static
 
     @property
     def snapshot(self) -> Snapshot:
-        """The state after the latest step, or what has happened since. From any thread."""
+        """The state after the latest step, abort or change of the plan. Read from any thread."""
         return self._counters.snapshot
 
     # -- steps
 
     def schedule(self, now: float) -> Work:
-        """The next step's work (empty when there is nothing to do). Mutates."""
+        """Return the next step's work, which is empty if there is nothing to do."""
         work = self.scheduler.schedule(self._counters.steps, now)
         for chunk in work.chunks:
             if chunk.sequence.first_scheduled is None:
@@ -153,7 +156,7 @@ class EngineCore:
         return work
 
     def update(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
-        """Takes the result of a step; returns what is to be told of each request. Mutates."""
+        """Process the result of a step, and return the new outputs of its requests."""
         step = _Step(output, output.tokens.tolist(), now)
         for row, sequence in enumerate(work.decodes):
             self._take_token(step, sequence, row)
@@ -170,10 +173,11 @@ class EngineCore:
         return changed + step.failed
 
     def repeat(self, count: int, end: float) -> None:
-        """Ends `count` steps that decode all running sequences, the last of them at `end`, and begins as many. Mutates.
+        """Update and schedule `count` steps that decode all running sequences, for simulations.
 
-        The same as `update` and then `schedule`, so often, where no token ends a sequence and `count` is at most
-        `scheduler.steady_steps`; tokens are 0, and what is new of requests comes with the step after. For simulations.
+        The last of these steps ends at time `end`. The result equals `count` calls of `update`, each followed by
+        `schedule`. `count` is at most `scheduler.steady_steps`, and no token may end a sequence. All tokens are 0, and
+        the outputs come with the next `update`.
         """
         running, tokens, seconds = self.scheduler.running, [0] * count, 0.0
         self.scheduler.repeat(count - 1)
@@ -199,7 +203,7 @@ class EngineCore:
             check_params(self.info, params, len(prompt))
             for name, value in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
                 if value and self.tokenizer is None:
-                    raise RequestError(f"{name} is text, and the model has no tokenizer", field=name)
+                    raise RequestError(f"{name} is text, but the model has no tokenizer", field=name)
         scheduler, info = self.scheduler, self.info
         if scheduler.num_waiting + params.n > info.max_queued_requests:
             raise QueueFull(
@@ -211,7 +215,7 @@ class EngineCore:
         tokens = len(prompt) * params.n
         if scheduler.num_waiting and scheduler.waiting_tokens + tokens > info.max_queued_tokens:
             raise QueueFull(
-                f"{scheduler.waiting_tokens} prompt tokens are waiting, {tokens} more exceed the limit of "
+                f"{scheduler.waiting_tokens} prompt tokens are waiting, {tokens} more would exceed the limit of "
                 f"{info.max_queued_tokens} (max_queued_tokens)",
                 value=scheduler.waiting_tokens + tokens,
                 limit=info.max_queued_tokens,
@@ -241,7 +245,9 @@ class EngineCore:
                     stop_ids=stops,
                     length_alone=not stops and detokenizer is None,
                     bad_words=bad_words,
-                    prompt_logprobs=[] if params.prompt_logprobs is None else [None],  # nothing precedes the first
+                    prompt_logprobs=[]
+                    if params.prompt_logprobs is None
+                    else [None],  # nothing precedes the first token
                     salt=self._salt_of(request),
                 )
             )
@@ -251,7 +257,7 @@ class EngineCore:
         return f"{self.salt}|{request.salt}"
 
     def _bad_words(self, words: abc.Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences to avoid: each word as it stands, and as it follows a space."""
+        """Return the token sequences to avoid: each word on its own and after a space."""
         if self.tokenizer is None or not words:
             return ()
         spellings = {f"{space}{word.lstrip()}" for word in words for space in ("", " ")}
@@ -263,7 +269,7 @@ class EngineCore:
     def _take_token(self, step: _Step, sequence: Sequence, row: int) -> None:
         sequence.num_inflight -= 1
         if sequence.status is Status.FINISHED:
-            return  # it ended while this token was on its way
+            return  # it ended while this token was in flight
         request, token, now = sequence.request, step.tokens[row], step.now
         if token < 0:
             self._fail(step, request, "logits")
@@ -273,7 +279,7 @@ class EngineCore:
             sequence.first_token = now
             self._counters.first_token(now - request.arrival)
         elif sequence.last_token is not None:
-            gap = now - sequence.last_token  # the same for nearly all
+            gap = now - sequence.last_token  # equal for nearly all sequences of a step
             step.gaps[gap] = step.gaps.get(gap, 0) + 1
         sequence.last_token = now
         if request.params.logprobs is not None:
@@ -293,7 +299,7 @@ class EngineCore:
             step.changed.setdefault(request.id, []).append(sequence)
 
     def _fail(self, step: _Step, request: Request, what: str) -> None:
-        """Ends a request for which the model computed something that is not finite."""
+        """End a request for which the model computed values that are not finite, and name them in the error."""
         state, error = self._requests.pop(request.id), NonFiniteOutput(what)
         log.error("request %s: %s", request.id, error)
         self.metrics.not_finite()
@@ -341,7 +347,7 @@ class EngineCore:
         count = sequence.params.prompt_logprobs or 0
         for offset, (logprob, rank, ids, values) in enumerate(zip(*arrays, strict=True)):
             position = chunk.start + offset + 1
-            if position == len(sequence.prompt_logprobs):  # computed before a preemption otherwise
+            if position == len(sequence.prompt_logprobs):  # else it is known from before a preemption
                 token = sequence.tokens[position]
                 sequence.prompt_logprobs.append(self._logprobs(token, logprob, rank, ids[:count], values[:count]))
 

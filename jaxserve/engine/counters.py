@@ -1,4 +1,4 @@
-"""EngineCounters: what an instance has done so far, counted for its metrics and for snapshots."""
+"""The counters of one instance, from which its metrics and snapshots are made."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -12,28 +12,28 @@ from jaxserve.telemetry import TIME_BOUNDS, EngineMetrics, Snapshot
 
 
 class EngineCounters:
-    """Counts what the engine core tells it. All but `snapshot` mutates, and is called between two steps."""
+    """Counters that the engine core updates between two steps. `snapshot` may be read from any thread."""
 
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, static: Snapshot):
-        """`static` holds the snapshot's fields that do not change by step."""
+        """`static`: the fields of the snapshot that follow from the plan."""
         self.static = static
-        self.steps = 0  # begun
+        self.steps = 0  # scheduled steps
         self._scheduler = scheduler
         self._metrics = metrics
-        self._latest: tuple[Snapshot, dict[str, Any]] = (static, {})  # what `snapshot` is made of
-        self._reported = (0, 0, 0)  # preemptions, prefix queries and hits already in the metrics
-        self._first_tokens = (0,) * (len(TIME_BOUNDS) + 1)  # by seconds since their arrival
-        self._gaps, self._gap_seconds = 0, 0.0  # between two tokens of a sequence
+        self._latest: tuple[Snapshot, dict[str, Any]] = (static, {})  # the two parts of `snapshot`
+        self._reported = (0, 0, 0)  # preemptions, prefix queries and prefix hits that the metrics already have
+        self._first_tokens = (0,) * (len(TIME_BOUNDS) + 1)  # histogram of seconds from arrival to first token
+        self._gaps, self._gap_seconds = 0, 0.0  # number and sum of the times between two tokens of a sequence
         self._generated = self._finished = 0
 
     @property
     def snapshot(self) -> Snapshot:
-        """The state when it was last taken. From any thread."""
+        """The state at the latest `take`."""
         static, latest = self._latest
         return replace(static, **latest)
 
     def take(self, now: float) -> None:
-        """Keeps the state for `snapshot`."""
+        """Take the state at time `now` for `snapshot`."""
         scheduler, since = self._scheduler, self._scheduler.waiting_since
         latest = {
             "time": now,
@@ -53,14 +53,14 @@ class EngineCounters:
         self._latest = (self.static, latest)
 
     def first_token(self, seconds: float) -> None:
-        """Of a sequence, so long after its request's arrival."""
+        """Count a first token that came `seconds` after its request's arrival."""
         self._metrics.first_token(seconds)
         counts = list(self._first_tokens)
         counts[bisect_left(TIME_BOUNDS, seconds)] += 1
         self._first_tokens = tuple(counts)
 
     def step(self, generated: int, gaps: Mapping[float, int]) -> None:
-        """The end of a step. `gaps`: seconds between two tokens of a sequence -> how many."""
+        """Count the end of a step. `gaps`: seconds between two tokens of a sequence -> number of such gaps."""
         scheduler = self._scheduler
         self._metrics.generated_tokens(generated)
         self._generated += generated
@@ -76,8 +76,9 @@ class EngineCounters:
             self._reported = totals
 
     def steady(self, count: int, running: int, gap_seconds: float) -> None:
-        """The ends of `count` steps that decoded the same sequences, and the beginnings of all but the first.
-        `gap_seconds`: the gaps in all. The metrics, which nobody reads in a simulation, are not told.
+        """Count the ends of `count` steps that decoded `running` sequences each, and the starts of `count - 1` steps.
+
+        `gap_seconds`: the sum of all gaps. Only simulations call this, so the metrics are not updated.
         """
         self.steps += count - 1
         self._generated += count * running
@@ -85,7 +86,7 @@ class EngineCounters:
         self._gap_seconds += gap_seconds
 
     def ended(self, state: RequestState, reason: FinishReason, now: float) -> None:
-        """The end of a request."""
+        """Count the end of a request."""
         first = state.sequences[0]
         lengths = [s.num_generated for s in state.sequences]
         self._finished += len(state.sequences)

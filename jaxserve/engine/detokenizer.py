@@ -1,7 +1,8 @@
-"""Incremental detokenization: tokens to text at a constant cost per token, never half a character.
+"""Incremental detokenization at a constant cost per token, without incomplete characters.
 
-The decoders of the supported families map a token to bytes wherever it stands, so that a stream is a table look-up
-and an incremental UTF-8 decoder. `byte_table` recognizes them; other decoders go through the library's own stream.
+The decoders of the supported families map a token to bytes that do not depend on its position, so that a stream is a
+table look-up and an incremental UTF-8 decoder. `byte_table` recognizes them. For other decoders the stream of the
+tokenizers library is used.
 """
 
 import codecs
@@ -14,12 +15,12 @@ from tokenizers.decoders import Decoder, DecodeStream
 
 TokenBytes = Callable[[str], bytes]
 
-SPACE = "\u2581"  # sentencepiece writes a space as a lower block
+SPACE = "\u2581"  # the character with which sentencepiece replaces a space
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class ByteDetokenizer:
-    """Detokenizer of tokens that are bytes. `strip_space`: the very first space is not part of the text."""
+    """A detokenizer for tokens that are bytes. `strip_space`: the first space is not part of the text."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], *, strip_space: bool = False):
         self._token_bytes = token_bytes
@@ -27,35 +28,35 @@ class ByteDetokenizer:
         self._strip_space = strip_space
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these tokens. Mutates."""
+        """Add tokens, and return the text that is complete now."""
         data = b"".join(map(self._token_bytes, token_ids))
         if self._strip_space and data:
             data, self._strip_space = data.removeprefix(b" "), False
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """What is left at the end: a replacement character for an incomplete one, or nothing. Mutates."""
+        """Return a replacement character if the text ends with an incomplete character, else ""."""
         return self._decoder.decode(b"", final=True)
 
 
 class StreamDetokenizer:
-    """Detokenizer of any other kind of tokens, e.g. WordPiece, through the tokenizers library's own stream."""
+    """A detokenizer for other kinds of tokens, e.g. WordPiece, using the stream of the tokenizers library."""
 
     def __init__(self, tokenizer: HfTokenizer, *, skip_special_tokens: bool):
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these tokens. Mutates."""
+        """Add tokens, and return the text that is complete now."""
         return "".join(self._stream.step(self._tokenizer, token) or "" for token in token_ids)
 
     def flush(self) -> str:
-        """Nothing: such tokens are whole characters."""
+        """Return "", because such tokens are whole characters."""
         return ""
 
 
 def byte_table(decoder: Decoder | None) -> tuple[TokenBytes, bool] | None:
-    """How a decoder maps a token to bytes, and whether it strips a leading space; None if it is of another kind."""
+    """Return a decoder's map from token to bytes, and whether it strips a leading space; None for other decoders."""
     if decoder is None:
         return None
     state = json.loads(decoder.__getstate__())
@@ -86,12 +87,12 @@ def _sentencepiece(token: str) -> bytes:
 def _byte_level(token: str) -> bytes:
     try:
         return bytes(BYTE_OF[character] for character in token)
-    except KeyError:  # an added token that is not written in the alphabet of bytes
+    except KeyError:  # an added token, which is plain text
         return token.encode()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from 256 on."""
+    """Return GPT-2's byte of each character: printable bytes are themselves, other bytes are characters from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

@@ -1,12 +1,12 @@
-"""EngineThread: steps a `SyncEngine` in a thread of its own, for callers in any thread.
+"""A thread that steps a `SyncEngine` for callers in any other thread.
 
-Python raises KeyboardInterrupt, and whatever other signal handlers raise, in the main thread and between any two
+Python raises KeyboardInterrupt, and exceptions of other signal handlers, in the main thread between any two
 instructions. Callers only wait here, so such an exception never comes between the call of an executable, which consumes
 the KV pools, and the assignment of its result.
 
-Nothing a caller does needs more than one instruction to take effect, so that it may be interrupted anywhere: it sets a
-flag of its job and puts the job into the thread's inbox. If a caller is interrupted even before it could say that it
-gives up, its `OutputIterator` is dropped, and a weak reference puts the job into the inbox.
+A caller may be interrupted anywhere, because each of its actions takes effect by a single instruction: it sets a flag
+of its job, or puts the job into the thread's inbox. If it is interrupted before it could close its `OutputIterator`,
+that object is garbage-collected, and a weak reference puts the job into the inbox.
 """
 
 import queue
@@ -28,40 +28,43 @@ Asked = tuple[Prompt, SamplingParams]
 
 @dataclass(eq=False)
 class _Job:
-    """The requests of one call. The caller sets `wanted` and `closed`, the engine's thread everything else."""
+    """The requests of one call. The caller sets `wanted` and `closed`, the engine's thread all other fields."""
 
     waiting: deque[Asked]  # not yet given to the engine
     embed: bool
-    stream: bool  # pieces are given out one by one, and computed when the caller asks for the next one
-    wanted: bool = True  # whether the caller waits for something
+    stream: bool  # outputs are computed one by one, when the caller asks for the next one
+    wanted: bool = True  # whether the caller waits for an output
     closed: bool = False  # whether the caller has given up
-    over: bool = False  # whether all has been put into `answers` but for the last None or exception
-    prepared: Request | None = None  # the first of `waiting`, tokenized
+    over: bool = False  # whether `answers` is complete, except for the final None or exception
+    prepared: Request | None = None  # the first request of `waiting`, tokenized
     request_ids: list[str] = field(default_factory=list)  # in the order of the call
     in_flight: set[str] = field(default_factory=set)
     answers: queue.SimpleQueue[list[RequestOutput] | BaseException | None] = field(default_factory=queue.SimpleQueue)
     caller: "weakref.ref[OutputIterator] | None" = None
 
 
-Inbox = queue.SimpleQueue["tuple[_Worker, _Job | None] | None"]  # None ends the thread, (worker, None) the engine
+Inbox = queue.SimpleQueue[
+    "tuple[_Worker, _Job | None] | None"
+]  # None ends the thread, (worker, None) closes the engine
 
 
 class OutputIterator:
-    """Iterates over the pieces of a call's answers. To be closed, which ends the requests still in flight.
+    """An iterator over the outputs of a call's requests. It must be closed, which ends the requests still in flight.
 
-    Raises what the engine refuses a request with, or `EngineFailed`, `EngineStopped`. One thread at a time.
+    Iteration raises the error with which the engine refuses a request, or `EngineFailed` or `EngineStopped`. One thread
+    at a time may use it.
     """
 
     def __init__(self, worker: "_Worker", job: _Job):
         self._worker = worker
         self._job = job
         self._pieces: deque[RequestOutput] = deque()
-        # Runs no Python code, so that no signal comes in between; `put` ignores the reference, its second argument.
+        # The callback runs no Python code, so that no signal interrupts it. `put` ignores its second argument.
         job.caller = weakref.ref(self, partial(worker.inbox.put, (worker, job)))
 
     @property
     def request_ids(self) -> list[str]:
-        """The ids of the requests, in order: of all of them when the iteration has ended."""
+        """The ids of the accepted requests, in order. They are complete when the iteration has ended."""
         return self._job.request_ids
 
     def __iter__(self) -> Iterator[RequestOutput]:
@@ -81,7 +84,7 @@ class OutputIterator:
         return piece
 
     def close(self) -> None:
-        """Ends the requests still in flight and waits until the engine has freed what they held. Idempotent."""
+        """End the requests still in flight, and wait until the engine has freed their pages. Idempotent."""
         job = self._job
         job.closed = True
         if not job.over:
@@ -90,7 +93,7 @@ class OutputIterator:
             job.answers.get()
 
     def _next_answer(self) -> list[RequestOutput] | BaseException | None:
-        job, over = self._job, self._job.over  # looked up first: nothing but None follows what is found afterwards
+        job, over = self._job, self._job.over  # read first: if it is set, an empty queue means the end
         try:
             return job.answers.get_nowait()
         except queue.Empty:
@@ -98,16 +101,16 @@ class OutputIterator:
                 return None
         job.wanted = True
         self._worker.inbox.put((self._worker, job))
-        if self._worker.stopped:  # set before the thread looks into its inbox for the last time
+        if self._worker.stopped:  # it is set before the thread reads its inbox for the last time
             raise _stopped()
         return job.answers.get()
 
 
 class EngineThread:
-    """Owns a `SyncEngine` and the thread that steps it. The engine computes only while a caller waits for it.
+    """A `SyncEngine` and the thread that steps it. The engine computes only while a caller waits.
 
-    The thread refers to the engine only while it works, so that an engine which nobody refers to is freed, and then the
-    thread ends.
+    An idle thread holds no reference to the engine. When the last other reference is dropped, the engine is freed and
+    the thread ends.
     """
 
     def __init__(self, engine: SyncEngine):
@@ -119,14 +122,14 @@ class EngineThread:
         self._thread.start()
 
     def call(self, requests: Iterable[Asked], *, embed: bool = False, stream: bool = False) -> OutputIterator:
-        """Returns a call that runs the requests, as many at a time as the engine's queue has room for.
+        """Return an iterator that runs the requests, as many at a time as the engine's queue has room for.
 
-        They start with the first iteration. From any thread.
+        They start with the first iteration. Call from any thread.
         """
         return OutputIterator(self._worker, _Job(deque(requests), embed, stream))
 
     def close(self) -> None:
-        """Ends every call in progress with `EngineStopped`, then frees the device and ends the thread. Idempotent."""
+        """End every call in progress with `EngineStopped`, free the device and end the thread. Idempotent."""
         self._inbox.put((self._worker, None))
         self._inbox.put(None)
         self._thread.join()
@@ -135,25 +138,25 @@ class EngineThread:
 
 
 class _Worker:
-    """What the thread does. All methods run in it."""
+    """The work of the thread, which alone calls the methods."""
 
     def __init__(self, engine: SyncEngine, inbox: Inbox):
         self.inbox = inbox
         self.stopped = False
         self.close_error: BaseException | None = None
         self._engine = engine
-        self._jobs: list[_Job] = []  # not over
-        self._owners: dict[str, _Job] = {}  # of requests in flight
+        self._jobs: list[_Job] = []  # jobs that are not over
+        self._owners: dict[str, _Job] = {}  # by id of a request in flight
         self._failure: BaseException | None = None
         self._thread: int | None = None
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller is the engine's thread, as when that collects another thread's garbage."""
+        """Whether the caller is the engine's thread, which may collect another thread's garbage."""
         return threading.get_ident() == self._thread
 
     def run(self, job: _Job | None) -> None:
-        """Looks at a job, then steps as long as a caller waits."""
+        """Process a job's state, then step as long as a caller waits."""
         self._thread = threading.get_ident()
         self.look_at(job)
         while any(job.wanted for job in self._jobs):
@@ -164,7 +167,7 @@ class _Worker:
             self._look_at_all()
 
     def look_at(self, job: _Job | None) -> None:
-        """Does what the state of a job asks for. None: stops."""
+        """Start, end or ignore a job, depending on its state. None closes the engine."""
         if job is None:
             self._stop()
         elif job.over:
@@ -203,7 +206,7 @@ class _Worker:
                 self._end(job)
 
     def _fill(self, job: _Job) -> None:
-        """Gives the engine as many of a job's requests as its queue has room for."""
+        """Give the engine as many of a job's requests as its queue has room for."""
         engine = self._engine
         try:
             while job.waiting:
@@ -219,11 +222,11 @@ class _Worker:
                 job.request_ids.append(request.id)
                 job.waiting.popleft()
                 job.prepared = None
-        except Exception as error:  # of this request alone
+        except Exception as error:  # concerns this request alone
             self._end(job, error)
 
     def _end(self, job: _Job, error: BaseException | None = None) -> None:
-        """Ends a job: nothing of it is left in the engine when its caller learns of it."""
+        """Remove a job's requests from the engine, then tell its caller that the job has ended."""
         if job in self._jobs:
             self._jobs.remove(job)
         if self._failure is None:
@@ -240,11 +243,11 @@ class _Worker:
             self._engine.abort(request_id)
             del self._owners[request_id]
         job.in_flight.clear()
-        while not (self._jobs or self._engine.idle):  # a step that is still on the device
+        while not (self._jobs or self._engine.idle):  # a step is still on the device
             self._engine.step()
 
     def _fail(self, error: BaseException) -> None:
-        """Ends all jobs, now and later: what the device holds may be half changed."""
+        """End all present and future jobs, because the state of the device may be inconsistent."""
         self._failure = self._failure or error
         for job in tuple(self._jobs):
             self._end(job, self._ending())
@@ -252,7 +255,7 @@ class _Worker:
     def _ending(self) -> JaxserveError:
         if self._failure is None:
             return _stopped()
-        text = f"the engine failed and has to be opened anew: {type(self._failure).__name__}: {self._failure}"
+        text = f"the engine failed and must be opened again: {type(self._failure).__name__}: {self._failure}"
         error = EngineFailed(text)
         error.__cause__ = self._failure
         return error
@@ -277,7 +280,7 @@ def _serve(inbox: Inbox) -> None:
     while (message := inbox.get()) is not None:
         worker, job = message
         worker.run(job)
-        del message, worker, job  # an idle thread keeps no engine alive
+        del message, worker, job  # an idle thread must keep no engine alive
     while not inbox.empty():
         if (message := inbox.get()) is not None:
             message[0].look_at(message[1])

@@ -1,4 +1,4 @@
-"""What a model and an engine allow a single request, checked before it is queued. Pure."""
+"""Limits of a model and an engine on a single request, checked before it is queued."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,38 +9,40 @@ from jaxserve.engine.client import ModelInfo
 
 
 def check_prompt(info: ModelInfo, token_ids: Sequence[int], *, embed: bool = False) -> None:
-    """Raises RequestError unless the prompt is non-empty, in the vocabulary, and leaves room for one token.
+    """Raise `RequestError` unless the prompt is non-empty, in the vocabulary, and leaves room for one token.
 
-    `embed`: nothing is generated, so the prompt may fill the model's context.
+    `embed`: no token is generated, so the prompt may fill the model's context.
     """
     if not token_ids:
         raise RequestError("the prompt is empty", field="prompt", value=0, limit="at least one token")
-    most = max_prompt_tokens(info, embed=embed)
-    if len(token_ids) > most:
+    limit = max_prompt_tokens(info, embed=embed)
+    if len(token_ids) > limit:
         raise PromptTooLong(
             f"{context_length(info)} However, the prompt has {len(token_ids)} tokens"
             + ("" if embed else ", and at least one more must be left for the answer"),
             field="prompt",
             value=len(token_ids),
-            limit=most,
+            limit=limit,
         )
     _check_vocabulary(info, "prompt", token_ids)
 
 
 def max_prompt_tokens(info: ModelInfo, *, embed: bool = False) -> int:
-    """Return the most tokens that a prompt may have; an answer needs room for one more."""
+    """Return the maximum number of prompt tokens, which leaves room for one more unless `embed`."""
     return info.max_model_len if embed else info.max_model_len - 1
 
 
 def context_length(info: ModelInfo) -> str:
-    """Return the sentence by which clients recognise that a prompt is too long for the model."""
+    """Return the sentence by which clients recognise a prompt that is too long for the model."""
     return f"This model's maximum context length is {info.max_model_len} tokens (max_model_len)."
 
 
 def check_params(info: ModelInfo, params: SamplingParams, prompt_tokens: int) -> None:
-    """Raises RequestError if the parameters ask for more than the engine gives to one request."""
+    """Raise `RequestError` if a parameter exceeds the engine's limits on one request."""
     _check_most("n", params.n, info.max_n, " (max_n)")
-    _check_most("n", params.n, info.max_queued_requests, " (max_queued_requests)")  # more would never fit the queue
+    _check_most(
+        "n", params.n, info.max_queued_requests, " (max_queued_requests)"
+    )  # more would never fit into the queue
     _check_most("logprobs", params.logprobs, info.max_logprobs)
     _check_most("prompt_logprobs", params.prompt_logprobs, info.max_logprobs)
     _check_most("stop", len(params.stop_strings), info.max_stop_strings, " strings")
@@ -63,7 +65,7 @@ def _check_room(info: ModelInfo, name: str, value: int | None, prompt_tokens: in
 
 
 def capped(info: ModelInfo, max_tokens: int | None, prompt_tokens: int) -> int | None:
-    """Return `max_tokens` of a request, at most what the model's generation_config.json allows."""
+    """Return `max_tokens` of a request, limited to `max_new_tokens` of the model's generation_config.json."""
     if info.max_new_tokens is None:
         return max_tokens
     if max_tokens is None:

@@ -1,5 +1,7 @@
-"""StepLoop: the engine's heartbeat. While the device computes step n, the host prepares step n+1; the tokens of step n
-are fetched after step n+1 has been dispatched.
+"""The step loop of one instance, with one step in flight.
+
+While the device computes step n, the host prepares step n+1. The tokens of step n are fetched after step n+1 has been
+dispatched.
 """
 
 import queue
@@ -17,7 +19,7 @@ Callback = Callable[[], None]
 
 @dataclass
 class _Dispatched:
-    """A step on the device, when it was dispatched, and what is to be done once it has ended."""
+    """A step on the device, the time of its dispatch, and functions to call when it has ended."""
 
     work: Work
     pending: PendingStep
@@ -26,7 +28,7 @@ class _Dispatched:
 
 
 class StepLoop:
-    """Drives one instance. Not thread-safe but for `call`: one thread at a time calls `step`, `add` and so on."""
+    """A loop that drives one instance. Only `call` is thread-safe; one thread at a time may use other methods."""
 
     def __init__(
         self,
@@ -37,24 +39,25 @@ class StepLoop:
         overlap: bool = True,
         log: InstanceLog | None = None,
     ):
-        """`overlap=False` fetches each step's tokens before the next one begins. `log` is told what happens."""
+        """`overlap=False`: fetch each step's tokens before the next step is scheduled. `log`: a log of all steps."""
         self.core = core
         self.executor = executor
         self.clock = clock
         self.overlap = overlap
         self.log = log
-        self.wake: Callback = self.run_calls  # what drives the loop sets it: it has `run_calls` or `step` run soon
+        # Makes the owner of the loop run `run_calls` or `step` soon. The owner sets it.
+        self.wake: Callback = self.run_calls
         self._calls: queue.SimpleQueue[Callback] = queue.SimpleQueue()
         self._pending: _Dispatched | None = None
 
     def add(self, request: Request) -> None:
-        """Accepts a request, or raises as `EngineCore.add`. Mutates."""
+        """Accept a request. Raise `RequestError` or `QueueFull` if it is refused."""
         self.core.add(request)
         if self.log is not None:
             self.log.accepted(request)
 
     def step(self) -> list[RequestOutput]:
-        """Dispatches the next step and returns what is new of the one before. Mutates."""
+        """Dispatch the next step, and return the outputs of the step before it."""
         self.run_calls()
         if not self.overlap:
             return self._collect(self._dispatch())
@@ -63,7 +66,7 @@ class StepLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is queued, running or on the device."""
+        """Whether no request is queued or running and no step is on the device."""
         return self.core.idle and self._pending is None
 
     @property
@@ -74,22 +77,22 @@ class StepLoop:
     # -- between steps
 
     def call(self, function: Callback) -> None:
-        """Has a function run between two steps, in the thread that steps, soon. From any thread."""
+        """Run a function soon, between two steps, in the thread that steps. Call from any thread."""
         self._calls.put(function)
         self.wake()
 
     @property
     def has_calls(self) -> bool:
-        """Whether functions wait to be run."""
+        """Whether functions passed to `call` wait to run."""
         return not self._calls.empty()
 
     def run_calls(self) -> None:
-        """Runs the functions that wait. Between two steps, in the thread that steps."""
+        """Run the waiting functions. Call between two steps, in the thread that steps."""
         while self.has_calls:
             self._calls.get()()
 
     def after_dispatched(self, function: Callback) -> None:
-        """Runs a function once the steps that have been dispatched are done; between two steps. Mutates."""
+        """Run a function once all dispatched steps have ended. Call between two steps."""
         if self._pending is None:
             function()
         else:

@@ -1,4 +1,4 @@
-"""Outputs: what is new of a request after a step, and how such pieces add up."""
+"""The outputs of a request: the new part after each step, and the merging of such parts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from jaxserve.core.request import CompletionOutput, Request, RequestMetrics, Req
 
 @dataclass(eq=False)
 class RequestState:
-    """A request in flight: its sequences, and how much of each has been given out. Mutated by the engine core."""
+    """A request in flight: its sequences, and how much of each has been returned in outputs."""
 
     request: Request
     sequences: list[Sequence]
@@ -24,7 +24,7 @@ class RequestState:
         self.unfinished = len(self.sequences)
 
     def take(self, changed: Iterable[Sequence]) -> RequestOutput:
-        """What is new in these sequences. Mutates: it is not given out again."""
+        """Return the new parts of the changed sequences, and mark them as returned."""
         first = self.sequences[0]
         finished = self.unfinished == 0
         prompt_logprobs = None
@@ -43,7 +43,7 @@ class RequestState:
         )
 
     def failed(self, error: JaxserveError) -> RequestOutput:
-        """What tells of a request that has ended with an error."""
+        """Return the last output of a request that has ended with an error."""
         request = self.request
         return RequestOutput(
             request.id, request.prompt, request.prompt_token_ids, outputs=(), finished=True, error=error
@@ -66,7 +66,7 @@ class RequestState:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Times of the request: the earliest starts and the latest end among its sequences."""
+        """Times of the request: the earliest starts and the latest end of its sequences."""
 
         def earliest(values: Iterable[float | None]) -> float | None:
             return min((v for v in values if v is not None), default=None)
@@ -81,7 +81,7 @@ class RequestState:
 
 
 def merge(whole: RequestOutput | None, piece: RequestOutput) -> RequestOutput:
-    """All of a request so far, from all before and what is new."""
+    """Return the whole output of a request so far, extended by a new part; None means that it is the first."""
     if whole is None:
         return replace(piece, outputs=tuple(sorted(piece.outputs, key=lambda o: o.index)))
     outputs = {output.index: output for output in whole.outputs}

@@ -1,4 +1,4 @@
-"""Prompts as the library's users write them: a text, token ids, or a mapping with either."""
+"""Conversion of prompts as users write them: a text, token ids, or a mapping with either."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
@@ -13,7 +13,7 @@ PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 
 def as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
-    """One prompt or many, as the engine takes them. Raises `RequestError` for what is neither."""
+    """Return one prompt or many as a list of engine prompts. Raise `RequestError` for any other value."""
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
         return [as_prompt(prompts)]
     several = list(prompts)
@@ -22,7 +22,7 @@ def as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
 
 
 def as_prompt(prompt: Any) -> Prompt:
-    """One prompt as the engine takes it. Raises `RequestError` for what is not one."""
+    """Return a prompt as an engine prompt. Raise `RequestError` for any other value."""
     match prompt:
         case str():
             return TextPrompt(prompt)
@@ -38,7 +38,7 @@ def as_prompt(prompt: Any) -> Prompt:
 def _token_ids(value: Any) -> tuple[int, ...]:
     try:
         if isinstance(value, bytes | bytearray):
-            raise TypeError("not numbers but text in some encoding")
+            raise TypeError("bytes are not token ids")
         return tuple(index(token) for token in value)
     except TypeError as error:
         message = "a prompt is a text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"

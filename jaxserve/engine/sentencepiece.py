@@ -1,7 +1,7 @@
-"""SentencePiece models (tokenizer.model) as tokenizers of the `tokenizers` library, without SentencePiece itself.
+"""Conversion of SentencePiece models (tokenizer.model) to tokenizers of the `tokenizers` library.
 
-The file is a protocol buffer, of which a few fields are read (sentencepiece_model.proto in google/sentencepiece):
-pieces with their scores and kinds, the algorithm, and how text is normalized.
+SentencePiece itself is not needed. The file is a protocol buffer (sentencepiece_model.proto in google/sentencepiece).
+Only a few fields are read: pieces with their scores and kinds, the algorithm, and the normalization of text.
 """
 
 import re
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a tokenizer.model says. An id is None where the model has no such token."""
+    """The contents of a tokenizer.model. An id is None if the model has no such token."""
 
     pieces: tuple[Piece, ...]
     algorithm: int
@@ -43,14 +43,14 @@ class SentencePieceModel:
 
     @classmethod
     def load(cls, file: Path) -> "SentencePieceModel":
-        """Read a file. Raises `CheckpointError` if it is not a SentencePiece model, or one of another algorithm."""
+        """Read a file. Raise `CheckpointError` unless it is a SentencePiece model of type BPE or Unigram."""
         try:
             fields = dict(_grouped(file.read_bytes()))
             pieces = tuple(_piece(dict(_fields(data))) for data in fields[1])
             trainer, normalizer = (dict(_fields(fields.get(number, [b""])[-1])) for number in (2, 3))
         except (OSError, KeyError, IndexError, ValueError, TypeError, struct.error) as error:
             raise CheckpointError(
-                f"{file}: is not a SentencePiece model; a tokenizer.json is needed (transformers'"
+                f"{file}: is not a SentencePiece model; use a tokenizer.json instead (transformers'"
                 " AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
             ) from error
         algorithm = trainer.get(3, UNIGRAM)
@@ -73,14 +73,14 @@ class SentencePieceModel:
         )
 
     def special_tokens(self) -> dict[str, str]:
-        """Return the texts of the tokens that begin and end a sequence, and of the unknown one, by name."""
+        """Return the texts of the bos, eos and unknown tokens that exist, by name."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self._unknown()}
         return {name: self.pieces[id].text for name, id in ids.items() if id is not None}
 
     def tokenizer(self, *, legacy: bool = True) -> Tokenizer:
-        """Return a tokenizer that encodes as SentencePiece does, and knows control tokens when it sees them in a text.
+        """Return a tokenizer that encodes like SentencePiece, and also recognizes control tokens in a text.
 
-        `legacy`: a text gets its leading space anew after each of those, and not only at its beginning.
+        `legacy`: a leading space is added after each control token, not only at the beginning of a text.
         """
         tokenizer = Tokenizer(self._unigram() if self.algorithm == UNIGRAM else self._bpe())
         tokenizer.normalizer = normalizers.Sequence(self._normalizers(legacy))
@@ -115,11 +115,11 @@ class SentencePieceModel:
             unk_token=None if unknown is None else self.pieces[unknown].text,
             fuse_unk=True,
             byte_fallback=self._has_bytes(),
-            ignore_merges=bool(self._user_defined()),  # those are whole, and no merge makes them
+            ignore_merges=bool(self._user_defined()),  # no merge makes user-defined pieces
         )
 
     def _merges(self) -> list[tuple[str, str]]:
-        """Return the merges that make the pieces, the highest score first."""
+        """Return the merges that produce the pieces, the highest score first."""
         normal = {piece.text: (-piece.score, id) for id, piece in enumerate(self.pieces) if piece.kind == NORMAL}
         ranked = [
             (rank, text[:cut], text[cut:])
@@ -161,7 +161,7 @@ def _piece(fields: dict[int, int | bytes]) -> Piece:
 
 
 def _grouped(data: bytes) -> dict[int, list[bytes]]:
-    """Return the messages inside a message by their field's number."""
+    """Return the nested messages of a message by their field number."""
     groups: dict[int, list[bytes]] = {}
     for number, value in _fields(data):
         if not isinstance(value, bytes):
@@ -171,7 +171,7 @@ def _grouped(data: bytes) -> dict[int, list[bytes]]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a protocol buffer's message: integers, or the bytes of anything else."""
+    """Yield the fields of a protocol buffer message by number: integers, or the bytes of any other type."""
     position = 0
 
     def varint() -> int:

@@ -1,6 +1,6 @@
-"""The step log: what an engine did and when, one record a line, for fitting and replaying it in the simulator.
+"""The step log: a file of an engine's steps, requests and decisions, which the simulator fits and replays.
 
-Times are seconds of the engine's clock. A line is a JSON list: the kind of the record, then its fields in order.
+Times are seconds of the engine's clock. Each line is a JSON list: the kind of a record, then its fields in order.
 """
 
 import json
@@ -28,18 +28,19 @@ from jaxserve.telemetry import Snapshot
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-INTERVAL = 0.1  # s between two looks for what is to be written: short, so that a look holds the interpreter shortly
+# Seconds between two writes. It is short, so that each write holds the interpreter's lock for a short time.
+INTERVAL = 0.1
 
 
 class Engine(NamedTuple):
-    """The first record: what a simulator has to know to be the same engine."""
+    """The first record: the facts from which a simulator builds the same engine."""
 
     format: int
     facts: Mapping[str, Any]
 
 
 class InForce(NamedTuple):
-    """An instance's plan, from its next step on."""
+    """The plan of an instance from its next step on."""
 
     instance: int
     version: int
@@ -48,25 +49,25 @@ class InForce(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step, when its tokens were there."""
+    """A step that has ended."""
 
     instance: int
     number: int
-    begun: float  # when the scheduler was asked for it
-    dispatched: float  # when the device had it
-    ended: float  # when the host had its tokens
-    tokens: int  # of `StepLoad`, as the next four
-    rows: int
-    sequences: int
-    context: int
-    prefill: int
+    begun: float  # time at which it was scheduled
+    dispatched: float  # time at which the device had it
+    ended: float  # time at which the host had its tokens
+    tokens: int  # field of `StepLoad`
+    rows: int  # field of `StepLoad`
+    sequences: int  # field of `StepLoad`
+    context: int  # field of `StepLoad`
+    prefill: int  # field of `StepLoad`
     chunks: int
-    prompt_tokens: int  # of the chunks, not padded
-    version: int  # of the plan
+    prompt_tokens: int  # tokens of the chunks without padding
+    version: int  # version of the plan
 
     @property
     def load(self) -> StepLoad:
-        """What it had to compute."""
+        """The load that the step computed."""
         return StepLoad(self.tokens, self.rows, self.sequences, self.context, self.prefill)
 
 
@@ -75,38 +76,38 @@ class Arrival(NamedTuple):
 
     id: str
     instance: int
-    step: int  # the first one to begin after it came
+    step: int  # number of the first step scheduled after its arrival
     time: float
     prompt_tokens: int
     max_tokens: int | None
-    answers: int  # 0: an embedding
+    answers: int  # 0 for an embedding request
     priority: int
 
 
 class AnswerRecord(NamedTuple):
-    """A request's end. Of several answers, the one that ended last."""
+    """The end of a request. With several answers, the one that ended last."""
 
     id: str
     instance: int
     first_token: float | None
     last_token: float | None
-    tokens: int  # generated
-    cached_tokens: int  # of the prompt, found in the prefix cache
+    tokens: int  # generated tokens
+    cached_tokens: int  # prompt tokens found in the prefix cache
     preemptions: int
     reason: str | None
 
 
 class Tick(NamedTuple):
-    """What the controller saw when it looked."""
+    """The controller's observations at a tick."""
 
     time: float
-    busy: bool  # whether transitions were under way
+    busy: bool  # whether transitions were in progress
     seen: Sequence[Sequence[Any]]  # (time, plan version) of each instance's latest snapshot
-    outcomes: Sequence[Sequence[Any]]  # (error or None, seconds) of each transition that had ended since
+    outcomes: Sequence[Sequence[Any]]  # (error or None, seconds) of each transition ended since the last tick
 
 
 class Decided(NamedTuple):
-    """What the controller decided at a tick."""
+    """The controller's decision at a tick."""
 
     time: float
     policy: str
@@ -134,10 +135,10 @@ _KIND_OF = {record: kind for kind, record in KINDS.items()}
 
 
 class StepLog:
-    """A file that records go to, from any thread; a thread of its own writes them."""
+    """A log that takes records from any thread and writes them to a file in a thread of its own."""
 
     def __init__(self, path: str | Path, facts: Mapping[str, Any]):
-        """Overwrites the file. Raises `ConfigError` if it cannot be written."""
+        """Overwrite the file. Raise `ConfigError` if it cannot be written."""
         self._waiting: deque[Record] = deque([Engine(FORMAT, facts)])
         try:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  the thread closes it
@@ -148,11 +149,11 @@ class StepLog:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Takes a record, and returns at once."""
+        """Queue a record and return at once."""
         self._waiting.append(record)
 
     def close(self) -> None:
-        """Writes what is left and ends the thread. Idempotent."""
+        """Write the queued records and end the thread. Idempotent."""
         self._closing.set()
         self._thread.join()
 
@@ -175,16 +176,16 @@ class StepLog:
 
 
 class InstanceLog:
-    """What a step loop tells the log. For the thread that steps."""
+    """The part of the log that one step loop writes, in the thread that steps."""
 
     def __init__(self, log: StepLog, core: EngineCore, buckets: Buckets):
         self._log, self._core, self._loads = log, core, Loads(buckets)
-        self._next = 0  # step to begin
+        self._next = 0  # number of the next step to be scheduled
         self._version = -1
-        self._open: deque[tuple[Any, ...]] = deque()  # of the steps that are dispatched: what is known of them
+        self._open: deque[tuple[Any, ...]] = deque()  # (begun, dispatched, load, version) of dispatched steps
 
     def accepted(self, request: Request) -> None:
-        """A request has come."""
+        """Log an accepted request."""
         params, answers = request.params, 0 if request.embed else request.params.n
         self._log.write(
             Arrival(
@@ -200,7 +201,7 @@ class InstanceLog:
         )
 
     def dispatched(self, work: Work, begun: float, now: float) -> None:
-        """The device has a step; to be told before the next one begins."""
+        """Note that a step has been dispatched. Call before the next step is scheduled."""
         static, load = self._core.static, self._loads.of(work)
         if static.plan_version != self._version:
             self._version = static.plan_version
@@ -210,7 +211,7 @@ class InstanceLog:
         self._next = work.step + 1
 
     def ended(self, work: Work, now: float, outputs: Sequence[RequestOutput]) -> None:
-        """The oldest step that is dispatched has ended, with what is new of its requests."""
+        """Log the end of the oldest dispatched step, and the requests that it finished."""
         begun, dispatched, load, version = self._open.popleft()
         self._log.write(
             Step(
@@ -253,19 +254,19 @@ class InstanceLog:
 
 @dataclass(frozen=True)
 class Recording:
-    """A step log, read. Everything is in the order in which it was written."""
+    """The contents of a step log, in the order of writing."""
 
     facts: Mapping[str, Any]
     steps: tuple[Step, ...] = ()
     plans: tuple[InForce, ...] = ()
     arrivals: tuple[Arrival, ...] = ()
-    answers: Mapping[str, AnswerRecord] = field(default_factory=dict)  # by request
+    answers: Mapping[str, AnswerRecord] = field(default_factory=dict)  # by request id
     ticks: tuple[Tick, ...] = ()
     decisions: tuple[Decided, ...] = ()
 
 
 def read_log(path: str | Path) -> Recording:
-    """What a step log says; a last line that was cut off is left out. Raises `ConfigError` naming the line."""
+    """Read a step log, ignoring a last line that is cut off. Raise `ConfigError` naming the line that is at fault."""
     records: dict[type, list[Any]] = {kind: [] for kind in KINDS.values()}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -277,7 +278,7 @@ def read_log(path: str | Path) -> Recording:
         record = _parsed(line, f"{path}, line {number}")
         records[type(record)].append(record)
     if not records[Engine] or records[Engine][0].format != FORMAT:
-        raise ConfigError(f"{path} is no step log of format {FORMAT}")
+        raise ConfigError(f"{path} is not a step log of format {FORMAT}")
     return Recording(
         records[Engine][0].facts,
         tuple(records[Step]),
@@ -294,11 +295,11 @@ def _parsed(line: str, where: str) -> Any:
         kind, *fields = json.loads(line)
         return KINDS[kind](*fields)
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: it is no record of a step log: {line[:80].strip()!r}") from error
+        raise ConfigError(f"{where}: {line[:80].strip()!r} is not a record of a step log") from error
 
 
 class LoggedActuator:
-    """An `Actuator` that is another one, and remembers what its controller learnt of it in a tick."""
+    """An `Actuator` that wraps another one, and records what its controller reads from it during a tick."""
 
     def __init__(self, actuator: Actuator):
         self._actuator = actuator
@@ -325,7 +326,7 @@ class LoggedController(Controller):
     def __init__(
         self, log: StepLog, plan: Plan, policy: Policy, resources: Resources, actuator: Actuator, **timing: Any
     ):
-        """As `Controller`, with the log first."""
+        """Make a `Controller` with these arguments that logs to `log`."""
         self._log, self._logged = log, LoggedActuator(actuator)
         super().__init__(plan, policy, resources, self._logged, **timing)
 
@@ -342,9 +343,9 @@ class LoggedController(Controller):
 
 
 def decided_at(controller: Controller, now: float) -> Decided | None:
-    """What a controller has decided at the tick at `now`, which was its latest one.
+    """Return the decision of a controller's latest tick, which was at time `now`; None if it made no decision.
 
-    Nothing if the latest entry is done: that is an operator's, as no decision is within its own tick.
+    A decision that is "done" at the time of its own tick is a change by an operator, and does not count.
     """
     if not controller.decisions or (d := controller.decisions[-1]).time != now or d.outcome == "done":
         return None

@@ -1,4 +1,4 @@
-"""SyncEngine: steps all instances in the caller's thread. `LLM` runs it in an `EngineThread`."""
+"""The synchronous engine, which steps all instances in the caller's thread. `LLM` runs it in an `EngineThread`."""
 
 import itertools
 import threading
@@ -14,7 +14,10 @@ from jaxserve.engine.tokenizer import Tokenizer
 
 
 class SyncEngine:
-    """Requests are added, `step` is called until `idle`. One thread at a time, but for `StepLoop.call`."""
+    """An engine whose caller adds requests, and calls `step` until it is `idle`.
+
+    One thread at a time may use it. Only `StepLoop.call` is thread-safe.
+    """
 
     def __init__(
         self,
@@ -32,18 +35,18 @@ class SyncEngine:
         self._on_close = on_close
         self._ids = itertools.count()
         self._owners: dict[str, StepLoop] = {}
-        self._turn = threading.Lock()  # held by whoever changes the instances
+        self._turn = threading.Lock()  # held while instances change
         for steps in self.instances:
             steps.wake = self._run_calls
 
     def add(self, prompt: Prompt, params: SamplingParams, *, embed: bool = False, stream: bool = True) -> str:
-        """Accepts a request and returns its id. Raises `RequestError` or `QueueFull`. Mutates."""
+        """Accept a request and return its id. Raise `RequestError` or `QueueFull`."""
         request = self.request(prompt, params, embed=embed, stream=stream)
         self.accept(request)
         return request.id
 
     def request(self, prompt: Prompt, params: SamplingParams, *, embed: bool = False, stream: bool = True) -> Request:
-        """Return a request for `accept`, its prompt tokenized."""
+        """Return a request for `accept` with its prompt tokenized. Raise `NoTokenizer` for text without a tokenizer."""
         if isinstance(prompt, TextPrompt):
             if self.tokenizer is None:
                 raise NoTokenizer
@@ -56,11 +59,11 @@ class SyncEngine:
         return Request(request_id, token_ids, params, arrival, prompt=text, embed=embed, stream=stream)
 
     def has_room(self, request: Request) -> bool:
-        """Whether `accept` would not refuse the request because the queue is full."""
+        """Return whether the queue has room for a request, as `EngineCore.has_room`."""
         return self._least_loaded.core.has_room(request)
 
     def accept(self, request: Request) -> None:
-        """Takes a request in. Raises `RequestError` or `QueueFull`. Mutates."""
+        """Accept a request. Raise `RequestError` or `QueueFull`."""
         with self._turn:
             owner = self._least_loaded
             owner.add(request)
@@ -68,7 +71,7 @@ class SyncEngine:
         self._run_calls()
 
     def abort(self, request_id: str) -> None:
-        """Ends a request and frees its pages. Mutates."""
+        """End a request and free its pages. Unknown ids are ignored."""
         with self._turn:
             owner = self._owners.pop(request_id, None)
             if owner is not None:
@@ -76,7 +79,7 @@ class SyncEngine:
         self._run_calls()
 
     def step(self) -> list[RequestOutput]:
-        """One step of every instance that has work; returns what is new. Mutates."""
+        """Step every instance that has work, and return the new outputs."""
         outputs: list[RequestOutput] = []
         with self._turn:
             for steps in self.instances:
@@ -89,17 +92,17 @@ class SyncEngine:
         return outputs
 
     def settle(self) -> None:
-        """Waits for what the executors prepare in the background."""
+        """Wait until the executors have compiled everything that they prepare in the background."""
         for steps in self.instances:
             steps.executor.settle()
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no instance has a request or a step in flight."""
         return all(steps.idle for steps in self.instances)
 
     def close(self) -> None:
-        """Frees the device."""
+        """Free the device."""
         self._on_close()
 
     @property
@@ -107,8 +110,9 @@ class SyncEngine:
         return min(self.instances, key=lambda steps: steps.core.load)
 
     def _run_calls(self) -> None:
-        """Runs what waits to be run between two steps, unless a step is in progress: that ends with this, since there
-        may be no step to wait for.
+        """Run the functions that wait to run between two steps, unless a step is in progress.
+
+        A step ends with a call of this method, because no further step may follow it.
         """
         while any(steps.has_calls for steps in self.instances) and self._turn.acquire(blocking=False):
             try:

@@ -1,4 +1,4 @@
-"""Text of a sequence: detokenization token by token, and stop strings."""
+"""The text of a sequence: detokenization token by token, and stop strings."""
 
 from collections import abc
 from functools import lru_cache
@@ -7,27 +7,28 @@ from jaxserve.core.request import Sequence
 
 
 class StopStrings:
-    """Looks for stop strings in a text that grows.
+    """A search for stop strings in a growing text.
 
-    A step of Knuth, Morris and Pratt's search for each character and stop string, however long text and strings are.
+    Each character and stop string costs one step of Knuth, Morris and Pratt's search (amortized), whatever the lengths.
     """
 
     def __init__(self, stops: abc.Sequence[str]):
         self._stops = tuple(stops)
-        self._matched = [0] * len(self._stops)  # how much of each stop string the end of the text is
+        self._matched = [0] * len(self._stops)  # characters of each stop string that the text ends with
 
     @property
     def begun(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string, but not all of it."""
+        """The number of characters at the end of the text that may become a stop string."""
         return max(self._matched)
 
     def push(self, new: str) -> tuple[int, str] | None:
-        """Adds to the text. Return the stop string that this completes and that begins first, and where it begins
-        relative to the new text: below 0 in the text before. Mutates.
+        """Add to the text, and return the start and the value of the first stop string that this completes, or None.
+
+        The start is relative to the new text, and negative if the stop string begins in the text before it.
         """
         found: list[tuple[int, str]] = []
-        for number, stop in enumerate(self._stops):
-            borders, matched, begin = _borders(stop), self._matched[number], None
+        for index, stop in enumerate(self._stops):
+            borders, matched, begin = _borders(stop), self._matched[index], None
             for end, character in enumerate(new, start=1):
                 while matched and stop[matched] != character:
                     matched = borders[matched]
@@ -36,7 +37,7 @@ class StopStrings:
                 if matched == len(stop):
                     begin = end - matched if begin is None else begin
                     matched = borders[matched]
-            self._matched[number] = matched
+            self._matched[index] = matched
             if begin is not None:
                 found.append((begin, stop))
         return min(found, default=None)
@@ -44,7 +45,7 @@ class StopStrings:
 
 @lru_cache(maxsize=256)
 def _borders(text: str) -> tuple[int, ...]:
-    """For each length of a beginning of the text: how much of its end is also its beginning, but not all of it."""
+    """Return, for each prefix of the text, the length of its longest proper prefix that is also its suffix."""
     borders = [0, 0]
     for character in text[1:]:
         length = borders[-1]
@@ -55,11 +56,11 @@ def _borders(text: str) -> tuple[int, ...]:
 
 
 def append_text(sequence: Sequence, token: int, *, may_stop: bool = False) -> str | None:
-    """Adds a token's text. Return the stop string that ends the sequence with it, if any. Mutates.
+    """Add a token's text to a sequence. Return the stop string that ends the sequence with this token, or None.
 
-    With a stop string found, the text is cut before it (or after it, as the request asks). One that is complete before
-    the sequence may stop is text like any other. `sequence.held` is how much of the text's end could still become a
-    stop string and is not to be shown yet.
+    The text is cut before the stop string, or after it if the request includes stop strings in its output. A stop
+    string that is complete before the sequence may stop is ordinary text. `sequence.held` becomes the number of
+    characters at the end of the text that may become a stop string and must not be returned yet.
     """
     if sequence.detokenizer is None:
         return None
@@ -79,7 +80,7 @@ def append_text(sequence: Sequence, token: int, *, may_stop: bool = False) -> st
 
 
 def flush_text(sequence: Sequence) -> None:
-    """Adds what the detokenizer still holds and shows everything. Mutates."""
+    """Add the text that the detokenizer still holds to a sequence, and release all held text."""
     if sequence.detokenizer is not None and sequence.stop_reason is None:
         sequence.text += sequence.detokenizer.flush()
     sequence.held = 0

@@ -1,4 +1,4 @@
-"""Tokenizer: a model's vocabulary with its special tokens and its chat template. Imports no JAX."""
+"""The tokenizer: a model's vocabulary with its special tokens and its chat template."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -13,11 +13,11 @@ from jaxserve.engine.chat_template import PLAIN, ChatTemplate, Message
 from jaxserve.engine.detokenizer import ByteDetokenizer, StreamDetokenizer, byte_table
 from jaxserve.engine.tokenizer_files import TokenizerFiles, choose_template, vocabulary_file
 
-PROBE = "a"  # a text that shows which special tokens are put around it
+PROBE = "a"  # a text that is encoded to find the special tokens around it
 
 
 class Tokenizer:
-    """Text to token ids and back. Thread-safe; encoding does not hold the interpreter's lock."""
+    """A conversion of text to token ids and back. Thread-safe; encoding does not hold the interpreter's lock."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class Tokenizer:
     ):
         """`add_bos`, `add_eos`: whether `encode` puts these tokens around a text; None: as tokenizer.json says.
 
-        `builtin_template`: the name of the built-in template that `chat_template` is, if it is one. Raises
-        `CheckpointError` for a chat template that is not valid.
+        `builtin_template`: the name of `chat_template` if it is a built-in template. Raise `CheckpointError` if the
+        chat template is invalid.
         """
         special = dict(special_tokens or {})
         tokenizer.no_truncation()
@@ -60,8 +60,8 @@ class Tokenizer:
     def load(cls, path: str | Path, chat_template: str | Path | None = None) -> "Tokenizer":
         """Read a model's folder, or its tokenizer.json or tokenizer.model.
 
-        `chat_template`: another than the model's own, as `EngineConfig.chat_template`. Raises `CheckpointError` naming
-        the file that is at fault, or `ConfigError` for a chat template that is not there.
+        `chat_template`: used instead of the model's own, as `EngineConfig.chat_template`. Raise `CheckpointError`
+        naming the file at fault, or `ConfigError` if the chat template does not exist.
         """
         path = Path(path)
         files = TokenizerFiles.read(path)
@@ -78,11 +78,11 @@ class Tokenizer:
         )
 
     def save(self, file: str | Path) -> None:
-        """Writes a tokenizer.json; the special tokens' names and the chat template live in other files."""
+        """Write a tokenizer.json, without the special tokens' names and the chat template, which have other files."""
         self._tokenizer.save(str(file))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Raises RequestError for a string that is not valid Unicode."""
+        """Return the token ids of a text. Raise `RequestError` for a string that is not valid Unicode."""
         try:
             ids = self._encode(text, add_special_tokens)
         except (TypeError, UnicodeError) as error:
@@ -90,14 +90,14 @@ class Tokenizer:
         return self._with_edges(ids) if add_special_tokens else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids that begin a text; ids outside the vocabulary are left out."""
+        """Return the text of token ids that begin a text. Ids outside the vocabulary are ignored."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self, skip_special_tokens: bool = True, *, start: bool = False) -> Detokenizer:
-        """A new incremental detokenizer.
+        """Return a new incremental detokenizer.
 
-        `start`: the tokens begin a text, as in `decode`, which drops the space that sentencepiece puts in front of
-        it; otherwise they go on from a prompt, and the space stays.
+        `start`: the tokens begin a text, so that the space that sentencepiece puts before it is dropped as in `decode`.
+        Otherwise they continue a prompt, and the space stays.
         """
         if self._byte_table is None:
             return StreamDetokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
@@ -105,31 +105,31 @@ class Tokenizer:
         return ByteDetokenizer(token_bytes, strip_space=start and self._byte_table[1])
 
     def ordinary_ids(self) -> list[int]:
-        """The ids that stand for text, in order: all but those of tokens added to the vocabulary, special or not."""
+        """Return the sorted ids of the vocabulary without added tokens, special or not."""
         added = self._tokenizer.get_added_tokens_decoder().keys()
         return sorted(set(self._tokenizer.get_vocab(with_added_tokens=False).values()) - added)
 
     def token(self, token_id: int) -> str:
-        """The text of one token as it stands inside a text; an incomplete character shows as U+FFFD."""
+        """Return the text of one token inside a text, with U+FFFD for an incomplete character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def max_characters(self, num_tokens: int) -> int:
-        """A text of more characters than this has more than `num_tokens` tokens."""
+        """Return an upper bound on the characters of a text of `num_tokens` tokens."""
         return num_tokens * max(self._longest_token, 16)
 
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt of a conversation, to be encoded without special tokens. See `ChatTemplate.render`."""
+        """Return the prompt of a conversation as `ChatTemplate.render`. Encode it without special tokens."""
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _with_edges(self, ids: list[int]) -> list[int]:
-        """Add the bos and eos tokens, or take away those that tokenizer.json added, as the configuration says.
+        """Add the bos and eos tokens, or remove those that tokenizer.json added, as the configuration says.
 
-        A bos that the text itself begins with stays, and is not doubled here.
+        A bos with which the text itself begins stays, and no second one is added.
         """
         bos, eos = self._bos, self._eos
         if bos.extra:
@@ -158,11 +158,11 @@ class Tokenizer:
 
 
 class _Edge(NamedTuple):
-    """A special token at one end of every text: whether it is wanted there, and whether tokenizer.json adds it."""
+    """A special token at one end of every text."""
 
     id: int | None
-    asked: bool | None  # None: as tokenizer.json does
-    added: bool
+    asked: bool | None  # whether the configuration wants it; None: as tokenizer.json does
+    added: bool  # whether tokenizer.json adds it
 
     @property
     def wanted(self) -> bool:

@@ -1,8 +1,8 @@
-"""What the tokenizer's files in a model's folder say, read as Transformers reads them.
+"""The tokenizer's files in a model's folder, read as Transformers reads them.
 
-tokenizer.json (or tokenizer.model), tokenizer_config.json, special_tokens_map.json, added_tokens.json,
-chat_template.jinja, additional_chat_templates/ and generation_config.json. Where two of them contradict each other, one
-line of the log tells which is used.
+The files are tokenizer.json (or tokenizer.model), tokenizer_config.json, special_tokens_map.json, added_tokens.json,
+chat_template.jinja, additional_chat_templates/ and generation_config.json. If two files contradict each other, a
+warning says which one is used.
 """
 
 import logging
@@ -22,29 +22,29 @@ from jaxserve.engine.sentencepiece import SentencePieceModel
 log = logging.getLogger(__name__)
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# The supported vocabularies, the preferred one first, and the names of unsupported ones.
 FILES = ("tokenizer.json", "tokenizer.model")
-"""The vocabularies that can be read; the first that is there is taken."""
 OTHERS = ("tekken.json", "vocab.json", "merges.txt", "spiece.model", "tokenizer.model.v3", "qwen.tiktoken")
 ADVICE = (
-    "with transformers, AutoTokenizer.from_pretrained(...).save_pretrained(...) writes a tokenizer.json where it can"
+    "with transformers, AutoTokenizer.from_pretrained(...).save_pretrained(...) writes a tokenizer.json if it can"
     " read the model's own files"
 )
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A vocabulary with its added tokens, and what the other files say about it."""
+    """A vocabulary with its added tokens, and the settings of the remaining files."""
 
     tokenizer: HfTokenizer
     special_tokens: Mapping[str, str]
-    add_bos: bool | None  # None: as the vocabulary's file has it
-    add_eos: bool | None
-    eos_token_ids: tuple[int, ...]  # of generation_config.json
+    add_bos: bool | None  # None: as the vocabulary's file says
+    add_eos: bool | None  # None: as the vocabulary's file says
+    eos_token_ids: tuple[int, ...]  # from generation_config.json
     chat_templates: Mapping[str, str]
 
     @classmethod
     def read(cls, path: Path) -> "TokenizerFiles":
-        """Read a model's folder, or one file of it. Raises `CheckpointError` naming the file that is at fault."""
+        """Read a model's folder, or one vocabulary file. Raise `CheckpointError` naming the file that is at fault."""
         file = vocabulary_file(path)
         folder = file.parent
         config = read_json_object(folder / "tokenizer_config.json", missing_ok=True)
@@ -73,11 +73,11 @@ class TokenizerFiles:
 
 
 def vocabulary_file(path: Path) -> Path:
-    """Return the file with the vocabulary. Raises `CheckpointError` that names what is needed and what is there."""
+    """Return the file with the vocabulary. Raise `CheckpointError` if the folder has no supported file."""
     if not path.is_dir():
         if path.is_file():
             return path
-        raise CheckpointError(f"there is no {path}; a tokenizer is a folder, a tokenizer.json or a tokenizer.model")
+        raise CheckpointError(f"{path} does not exist: a tokenizer is a folder, a tokenizer.json or a tokenizer.model")
     for name in FILES:
         if (path / name).is_file():
             return path / name
@@ -85,23 +85,23 @@ def vocabulary_file(path: Path) -> Path:
 
 
 def missing_vocabulary(folder: Path) -> str:
-    """Return what to tell of a folder without a vocabulary that can be read."""
+    """Return the error message for a folder without a supported vocabulary."""
     others = ", ".join(name for name in OTHERS if (folder / name).is_file())
     found = f"; {others} cannot be read: {ADVICE}" if others else ""
     return f"there is no {' or '.join(FILES)} in {folder}{found}"
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Return whether a model's folder has a tokenizer that can be read."""
+    """Return whether a model's folder has a supported vocabulary."""
     return any((folder / name).is_file() for name in FILES)
 
 
 def choose_template(given: str | None, own: Mapping[str, str], folder: Path) -> tuple[str, str | None]:
-    """Return a chat template, and the name of the built-in one that it is, if it is one.
+    """Return a chat template, and its name if it is a built-in one.
 
-    `given`: the name of one of the model's `own` templates, the name of a built-in one, a file, or the template itself;
-    None: the model's own `default`. A model without that has a built-in one: Vicuna's if it is called so, or `plain`.
-    Raises `ConfigError` for what is none of these.
+    `given`: the name of one of the model's `own` templates, the name of a built-in one, a file, or the template itself.
+    None means the model's own `default`. For a model without it, None means the built-in template `vicuna` if the name
+    of the model contains that word, and `plain` otherwise. Raise `ConfigError` for any other value.
     """
     if given is None:
         if "default" in own:
@@ -114,17 +114,17 @@ def choose_template(given: str | None, own: Mapping[str, str], folder: Path) -> 
     try:
         if Path(given).is_file():
             return Path(given).read_text(encoding="utf-8"), None
-    except (OSError, ValueError) as error:  # also names that are too long for a file, and bytes that are not UTF-8
+    except (OSError, ValueError) as error:  # also too long file names, and bytes that are not UTF-8
         if "{" not in given:
             raise ConfigError(f"the chat template {given!r} cannot be read: {error} (--chat-template)") from error
     if "{" in given:
         return given, None
     names = ", ".join({**BUILTIN_TEMPLATES, **own})
-    raise ConfigError(f"there is no chat template {given!r}: it must be a file or one of {names} (--chat-template)")
+    raise ConfigError(f"unknown chat template {given!r}: give a file or one of {names} (--chat-template)")
 
 
 def _is_vicuna(folder: Path) -> bool:
-    """Vicuna's repositories have no template, and nothing but their name says what they are."""
+    # Vicuna's repositories have no template, and only their name identifies them.
     names = (model_name(folder), read_json_object(folder / "config.json", missing_ok=True).get("_name_or_path"))
     return any(isinstance(name, str) and "vicuna" in name.lower() for name in names)
 
@@ -137,9 +137,9 @@ def _flag(config: Mapping[str, Any], name: str, folder: Path) -> bool | None:
 
 
 def _special_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens by name; special_tokens_map.json, the older file, is `legacy`.
+    """Return the special tokens by name. `legacy`: the contents of special_tokens_map.json, the older file.
 
-    As in Transformers it wins, unless tokenizer_config.json lists the added tokens.
+    As in Transformers, `legacy` takes precedence unless tokenizer_config.json lists the added tokens.
     """
     given, older = ({name: _text(source.get(name)) for name in SPECIAL_NAMES} for source in (config, legacy))
     preferred, other = (given, older) if "added_tokens_decoder" in config else (older, given)
@@ -161,11 +161,11 @@ def _text(value: Any) -> str | None:
 
 
 def _add_tokens(tokenizer: HfTokenizer, folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Add the tokens that only the other files have, if the ids that those give them are free. Mutates `tokenizer`."""
+    """Add the tokens of other files that `tokenizer` lacks, if the ids that those files give them are free."""
     declared = _declared_tokens(folder, config, special)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     absent = any(tokenizer.token_to_id(token.content) is None for token in declared.values())
-    following = max(tokenizer.get_vocab().values(), default=-1) + 1 if absent else 0  # what the library gives next
+    following = max(tokenizer.get_vocab().values(), default=-1) + 1 if absent else 0  # the next id of the library
     new, misplaced = [], []
     for id, token in sorted(declared.items()):
         found = tokenizer.token_to_id(token.content)
@@ -179,14 +179,14 @@ def _add_tokens(tokenizer: HfTokenizer, folder: Path, config: Mapping[str, Any],
     if misplaced:
         log.warning(
             "%s: %d tokens cannot have the ids that tokenizer_config.json or added_tokens.json gives them, and are left"
-            " as they are: %s",
+            " unchanged: %s",
             folder,
             len(misplaced),
             ", ".join(misplaced[:5]),
         )
     known |= {token.content for token in new}
     for text in {*special.values(), *_additional(config)} - known:
-        if tokenizer.token_to_id(text) is not None:  # else the text of a special token would be cut into pieces
+        if tokenizer.token_to_id(text) is not None:  # otherwise a special token would be split into pieces
             new.append(AddedToken(text, special=True, normalized=False))
     if new:
         tokenizer.add_tokens(new)
@@ -198,7 +198,7 @@ def _add_tokens(tokenizer: HfTokenizer, folder: Path, config: Mapping[str, Any],
 
 
 def _declared_tokens(folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> dict[int, AddedToken]:
-    """Return the added tokens by id, of tokenizer_config.json or else of added_tokens.json."""
+    """Return the added tokens by id, from tokenizer_config.json or else from added_tokens.json."""
     listed = config.get("added_tokens_decoder")
     file = folder / ("tokenizer_config.json" if listed is not None else "added_tokens.json")
     try:
@@ -216,18 +216,18 @@ def _declared_tokens(folder: Path, config: Mapping[str, Any], special: Mapping[s
             for text, id in read_json_object(file, missing_ok=True).items()
         }
     except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{file}: its added tokens are not well formed ({error})") from error
+        raise CheckpointError(f"{file}: its added tokens are malformed ({error})") from error
 
 
 def _additional(config: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens that have no name."""
+    """Return the texts of the special tokens without a name."""
     listed = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
     values = listed.values() if isinstance(listed, dict) else listed
     return [text for value in values if (text := _text(value))]
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model's chat templates by name; the usual one is `default`."""
+    """Return the model's chat templates by name. The main one is `default`."""
     given = config.get("chat_template")
     try:
         if isinstance(given, list):

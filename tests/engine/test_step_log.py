@@ -232,10 +232,10 @@ def test_file_that_is_not_a_step_log_is_refused(path):
     with pytest.raises(ConfigError, match="cannot read the step log"):
         read_log(path)
     path.write_text("")
-    with pytest.raises(ConfigError, match="is no step log of format 1"):
+    with pytest.raises(ConfigError, match="is not a step log of format 1"):
         read_log(path)
     path.write_text('["engine", 9, {}]\n')
-    with pytest.raises(ConfigError, match="is no step log of format 1"):
+    with pytest.raises(ConfigError, match="is not a step log of format 1"):
         read_log(path)
 
 

@@ -387,7 +387,7 @@ def test_template_given_by_name_or_file_is_used(folder, tmp_path):
     assert prompt("{% for m in messages %}[{{ m.content }}]{% endfor %}") == "[Hi]"
     assert prompt("chatml") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert prompt(None) == "User: Hi\nAssistant:", "there is no template called default"
-    with pytest.raises(ConfigError, match=r"there is no chat template .nothing.: .*tool_use.*--chat-template"):
+    with pytest.raises(ConfigError, match=r"unknown chat template .nothing.: .*tool_use.*--chat-template"):
         prompt("nothing")
 
 

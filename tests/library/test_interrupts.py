@@ -195,9 +195,9 @@ def test_failed_step_is_reported_by_every_later_call(tiny_model: Path) -> None:
     with LLM(tiny_model, **OPTIONS) as llm:
         (steps,) = instances_of(llm)
         execute, steps.executor.execute = steps.executor.execute, lambda work: [][work.step]
-        with pytest.raises(EngineFailed, match=r"opened anew: IndexError: list index") as caught:
+        with pytest.raises(EngineFailed, match=r"opened again: IndexError: list index") as caught:
             tokens(llm, [prompt(1)])
         assert isinstance(caught.value.__cause__, IndexError)
         steps.executor.execute = execute
-        with pytest.raises(EngineFailed, match="opened anew"):
+        with pytest.raises(EngineFailed, match="opened again"):
             next(llm.stream(prompt(1), GREEDY))
