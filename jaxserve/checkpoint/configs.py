@@ -58,7 +58,7 @@ def read_configs(directory: Path, config_path: Path) -> tuple[ModelConfig, dict[
 
 
 def _quantization_settings(directory: Path, hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantisation settings of config.json or of a file of its own; None for weights in full precision."""
+    """Return the quantisation settings of config.json or of a separate file, or None for full precision."""
     given = hf.get("quantization_config")
     if given is None and hf.get("compression_config"):  # the older name
         given = {"quant_method": "compressed-tensors", **hf["compression_config"]}
@@ -96,7 +96,7 @@ def sampling_defaults(generation: Mapping[str, Any], directory: Path) -> dict[st
 
 
 def default_max_new_tokens(generation: Mapping[str, Any], directory: Path) -> int | None:
-    """Return `max_new_tokens`, which limits every answer as in vLLM; None if generation_config.json has none."""
+    """Return `max_new_tokens`, which limits every answer as in vLLM, or None if generation_config.json lacks it."""
     value = {"max_tokens": generation.get("max_new_tokens")}
     return value["max_tokens"] if _valid("max_tokens", value, directory, "max_new_tokens") else None
 

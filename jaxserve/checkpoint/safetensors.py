@@ -190,7 +190,7 @@ class StoredTensor:
 
     @property
     def is_remembered(self) -> bool:
-        """Whether a checksum is kept, so that the tensor must be unchanged when it is read again."""
+        """True if a checksum is kept, so that the tensor must be unchanged when it is read again."""
         return self.file.remembers(self.name)
 
     def read(self) -> np.ndarray:
@@ -211,7 +211,7 @@ class StoredTensor:
 class SafetensorsStore:
     """A store of all tensors in a checkpoint directory: one file, the shards of an index, or all shards.
 
-    Names begin with `model.` or `lm_head.` as in a causal language model, whatever prefix the files use.
+    Names begin with `model.` or `lm_head.` as in a causal language model, independent of the prefix in the files.
     """
 
     def __init__(self, directory: Path):
@@ -249,7 +249,7 @@ class SafetensorsStore:
         return shape[0] if isinstance(shape, list) and shape and isinstance(shape[0], int) else 0
 
     def is_zero(self, name: str) -> bool:
-        """Return whether all values of a tensor are 0; False if it cannot be read."""
+        """Return whether a tensor can be read and all its values are 0."""
         entry = self.files[name].entries[self._stored[name]]
         try:
             return not np.any(self.get(name, tuple(entry["shape"])))

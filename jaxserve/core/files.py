@@ -1,4 +1,4 @@
-"""Files that a user gives: text, JSON and YAML. Every fault in one is a `ConfigError` of one line that names it."""
+"""Readers of text, JSON and YAML files. Every error is one line that names the file."""
 
 import json
 import tempfile
@@ -18,7 +18,7 @@ def read_text(path: str | Path, *, encoding: str = "utf-8") -> str:
 
 
 def parse_json(text: str, name: str | Path) -> Any:
-    """Return the value of a JSON text; errors call it `name`. Raises `ConfigError`."""
+    """Return the value of a JSON text. Raise `ConfigError`, which calls the text `name`, if it is malformed."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -42,7 +42,7 @@ def read_json_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, name: str | Path) -> Any:
-    """Return the value of a YAML text; errors call it `name`. Raises `ConfigError`."""
+    """Return the value of a YAML text. Raise `ConfigError`, which calls the text `name`, if it is malformed."""
     import yaml  # slow, and commands import this module for --help too
 
     try:

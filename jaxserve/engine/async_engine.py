@@ -63,7 +63,7 @@ class InstanceThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """True if the thread runs."""
         return self._thread.is_alive()
 
     def submit(self, request: Request, stream: Stream) -> None:
@@ -107,7 +107,7 @@ class InstanceThread:
         return EngineStopped("the engine has stopped")
 
     def _take_commands(self) -> None:
-        """Run the waiting commands; wait for one if there is nothing else to do."""
+        """Run the waiting commands, or wait for one if the engine is idle."""
         block = self.steps.idle and not self._stopping and self.failure is None
         while True:
             try:

@@ -124,12 +124,12 @@ class EngineClient(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether requests are accepted: the engine is loaded, warm, and neither draining nor stopped."""
+        """True if requests are accepted: the engine is loaded, warm, and neither draining nor stopped."""
         ...
 
     @property
     def control(self) -> ControlClient | None:
-        """The interface to the plan; None for an engine whose plan cannot change."""
+        """The interface to the plan, or None for an engine whose plan cannot change."""
         ...
 
     def generate(

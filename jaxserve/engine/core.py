@@ -125,7 +125,7 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is in flight."""
+        """True if no request is in flight."""
         return self.scheduler.idle
 
     @property

@@ -56,7 +56,10 @@ class StreamDetokenizer:
 
 
 def byte_table(decoder: Decoder | None) -> tuple[TokenBytes, bool] | None:
-    """Return a decoder's map from token to bytes, and whether it strips a leading space; None for other decoders."""
+    """Return a decoder's map from token to bytes, and whether it strips a leading space.
+
+    Return None for decoders that cannot be described by such a map.
+    """
     if decoder is None:
         return None
     state = json.loads(decoder.__getstate__())

@@ -152,7 +152,7 @@ class _Worker:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller is the engine's thread, which may collect another thread's garbage."""
+        """True if the caller is the engine's thread, which may collect another thread's garbage."""
         return threading.get_ident() == self._thread
 
     def run(self, job: _Job | None) -> None:

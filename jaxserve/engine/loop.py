@@ -28,7 +28,7 @@ class _Dispatched:
 
 
 class StepLoop:
-    """A loop that drives one instance. Only `call` is thread-safe; one thread at a time may use other methods."""
+    """A loop that drives one instance. One thread at a time may use it, but `call` is thread-safe."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class StepLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is queued or running and no step is on the device."""
+        """True if no request is queued or running and no step is on the device."""
         return self.core.idle and self._pending is None
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step is on the device."""
+        """True if a step is on the device."""
         return self._pending is not None
 
     # -- between steps
@@ -83,7 +83,7 @@ class StepLoop:
 
     @property
     def has_calls(self) -> bool:
-        """Whether functions passed to `call` wait to run."""
+        """True if functions passed to `call` wait to run."""
         return not self._calls.empty()
 
     def run_calls(self) -> None:

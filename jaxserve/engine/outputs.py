@@ -81,7 +81,7 @@ class RequestState:
 
 
 def merge(whole: RequestOutput | None, piece: RequestOutput) -> RequestOutput:
-    """Return the whole output of a request so far, extended by a new part; None means that it is the first."""
+    """Return the output of a request so far, extended by a new part. `whole` is None before the first part."""
     if whole is None:
         return replace(piece, outputs=tuple(sorted(piece.outputs, key=lambda o: o.index)))
     outputs = {output.index: output for output in whole.outputs}

@@ -343,7 +343,7 @@ class LoggedController(Controller):
 
 
 def decided_at(controller: Controller, now: float) -> Decided | None:
-    """Return the decision of a controller's latest tick, which was at time `now`; None if it made no decision.
+    """Return the decision of a controller's latest tick, which was at time `now`, or None without a decision.
 
     A decision that is "done" at the time of its own tick is a change by an operator, and does not count.
     """

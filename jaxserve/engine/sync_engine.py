@@ -98,7 +98,7 @@ class SyncEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether no instance has a request or a step in flight."""
+        """True if no instance has a request or a step in flight."""
         return all(steps.idle for steps in self.instances)
 
     def close(self) -> None:

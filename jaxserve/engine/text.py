@@ -9,7 +9,7 @@ from jaxserve.core.request import Sequence
 class StopStrings:
     """A search for stop strings in a growing text.
 
-    Each character and stop string costs one step of Knuth, Morris and Pratt's search (amortized), whatever the lengths.
+    Each character and stop string costs one step of Knuth, Morris and Pratt's search (amortized), for any lengths.
     """
 
     def __init__(self, stops: abc.Sequence[str]):

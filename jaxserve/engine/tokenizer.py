@@ -17,7 +17,7 @@ PROBE = "a"  # a text that is encoded to find the special tokens around it
 
 
 class Tokenizer:
-    """A conversion of text to token ids and back. Thread-safe; encoding does not hold the interpreter's lock."""
+    """A thread-safe conversion of text to token ids and back. Encoding does not hold the interpreter's lock."""
 
     def __init__(
         self,

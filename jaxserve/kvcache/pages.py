@@ -72,7 +72,7 @@ class PagePool:
         return pages
 
     def _take_fresh(self) -> int | None:
-        """Take the lowest page that was never handed out; return None if all have been."""
+        """Take the lowest page that was never handed out, or return None if all have been."""
         if self._fresh == self.num_pages:
             return None
         self._references.append(0)

@@ -12,7 +12,7 @@ GROUPS = (128, 64, 32)
 
 
 def group_size(size: int, wanted: int = GROUP) -> int:
-    """Return the largest group of `GROUPS`, at most `wanted`, that divides `size`; `size` itself if none does."""
+    """Return the largest of `GROUPS` that is at most `wanted` and divides `size`, or `size` if none does."""
     return next((group for group in GROUPS if group <= wanted and size % group == 0), size)
 
 

@@ -67,9 +67,9 @@ class Scheduler:
         return Work(step, tuple(decodes), tuple(chunks))
 
     def steady_steps(self) -> int:
-        """Return how many of the next steps decode exactly the sequences that run now, at least; 0 if unknown.
+        """Return a lower bound on the number of next steps that decode exactly the sequences that run now.
 
-        It is the limit for `repeat`. The number assumes that no request arrives or is aborted, that sequences end by
+        The result is the limit for `repeat`. It assumes that no request arrives or is aborted, that sequences end by
         their length alone, and that the pool keeps its size. Call it right after a `schedule` without prefill chunks:
         any waiting sequence then waits for pages, which become free only when a running sequence ends.
         """
@@ -156,7 +156,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence waits or runs."""
+        """True if no sequence waits or runs."""
         return not self.running and self.num_waiting == 0
 
     @property
@@ -182,7 +182,7 @@ class Scheduler:
         return decodes
 
     def _make_room(self, sequence: Sequence, tokens: int, now: float) -> bool:
-        """Give a sequence pages for `tokens` tokens, preempting if need be; return False if it was preempted itself."""
+        """Give a sequence pages for `tokens` tokens. Return False if it had to be preempted itself."""
         missing = self._missing_pages(sequence, tokens)
         while missing > self.pages.available:
             victim = self.running[-1]
