@@ -100,7 +100,7 @@ class LLM:
         requests = [(prompt, params) for prompt in as_prompts(prompts)]
         return [output.embedding for output in self._run(requests, use_tqdm, embed=True)]
 
-    # -- what it is
+    # -- properties
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -137,7 +137,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    # -- inside
+    # -- helpers
 
     def _chat_prompt(self, messages: Sequence[Message], template: Mapping[str, Any]) -> Prompt:
         text = self.tokenizer.apply_chat_template(list(messages), **template)

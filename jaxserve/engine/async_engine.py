@@ -70,7 +70,7 @@ class InstanceThread:
         """Queue a request. `stream.admitted` completes when it is accepted or refused. Call from any thread."""
         self._commands.put(lambda: self._add(request, stream))
         if self._over:
-            self._send(stream, stream.admitted, self._ending())
+            self._send(stream, stream.admitted, self._end_error())
 
     def abort(self, request_id: str, stream: Stream) -> None:
         """End the request of a stream before the next step, if it is still in flight. Call from any thread."""
@@ -96,12 +96,12 @@ class InstanceThread:
             self.failure = error
         self._over = True
         for request_id, stream in self.streams.items():
-            self._put(stream, self._ending())
+            self._put(stream, self._end_error())
             if self.failure is None:  # give back the pages of an intact core
                 self.steps.core.abort(request_id, now=self.steps.clock.now())
         self._take_commands()
 
-    def _ending(self) -> BaseException:
+    def _end_error(self) -> BaseException:
         if self.failure is not None:
             return EngineFailed(f"the engine failed: {type(self.failure).__name__}: {self.failure}")
         return EngineStopped("the engine has stopped")
@@ -123,7 +123,7 @@ class InstanceThread:
 
     def _add(self, request: Request, stream: Stream) -> None:
         if self._stopping or self.failure is not None:
-            self._send(stream, stream.admitted, self._ending())
+            self._send(stream, stream.admitted, self._end_error())
             return
         try:
             self.steps.add(request)

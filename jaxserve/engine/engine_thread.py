@@ -23,14 +23,14 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import Prompt
 from jaxserve.engine.sync_engine import SyncEngine
 
-Asked = tuple[Prompt, SamplingParams]
+PromptParams = tuple[Prompt, SamplingParams]
 
 
 @dataclass(eq=False)
 class _Job:
     """The requests of one call. The caller sets `wanted` and `closed`, the engine's thread all other fields."""
 
-    waiting: deque[Asked]  # not yet given to the engine
+    waiting: deque[PromptParams]  # not yet given to the engine
     embed: bool
     stream: bool  # outputs are computed one by one, when the caller asks for the next one
     wanted: bool = True  # whether the caller waits for an output
@@ -102,7 +102,7 @@ class OutputIterator:
         job.wanted = True
         self._worker.inbox.put((self._worker, job))
         if self._worker.stopped:  # it is set before the thread reads its inbox for the last time
-            raise _stopped()
+            raise _closed_error()
         return job.answers.get()
 
 
@@ -121,7 +121,7 @@ class EngineThread:
         weakref.finalize(self, inbox.put, None)
         self._thread.start()
 
-    def call(self, requests: Iterable[Asked], *, embed: bool = False, stream: bool = False) -> OutputIterator:
+    def call(self, requests: Iterable[PromptParams], *, embed: bool = False, stream: bool = False) -> OutputIterator:
         """Return an iterator that runs the requests, as many at a time as the engine's queue has room for.
 
         They start with the first iteration. Call from any thread.
@@ -158,22 +158,22 @@ class _Worker:
     def run(self, job: _Job | None) -> None:
         """Process a job's state, then step as long as a caller waits."""
         self._thread = threading.get_ident()
-        self.look_at(job)
+        self.process(job)
         while any(job.wanted for job in self._jobs):
             try:
                 self._step()
             except BaseException as error:
                 self._fail(error)
-            self._look_at_all()
+            self._process_inbox()
 
-    def look_at(self, job: _Job | None) -> None:
+    def process(self, job: _Job | None) -> None:
         """Start, end or ignore a job, depending on its state. None closes the engine."""
         if job is None:
             self._stop()
         elif job.over:
             pass
         elif self.stopped or self._failure is not None:
-            self._end(job, self._ending())
+            self._end(job, self._end_error())
         elif job.closed or job.caller is None or job.caller() is None:
             self._end(job)
         elif job not in self._jobs:
@@ -181,13 +181,13 @@ class _Worker:
             if not job.waiting:
                 self._end(job)
 
-    def _look_at_all(self) -> None:
+    def _process_inbox(self) -> None:
         while not self.inbox.empty():
             message = self.inbox.get()
             if message is None:
                 self.inbox.put(None)
                 return
-            self.look_at(message[1])
+            self.process(message[1])
 
     def _step(self) -> None:
         for job in tuple(self._jobs):
@@ -234,7 +234,7 @@ class _Worker:
                 self._abort(job)
             except BaseException as failure:
                 self._fail(failure)
-                error = error or self._ending()
+                error = error or self._end_error()
         job.over, job.caller = True, None
         job.answers.put(error)
 
@@ -250,11 +250,11 @@ class _Worker:
         """End all present and future jobs, because the state of the device may be inconsistent."""
         self._failure = self._failure or error
         for job in tuple(self._jobs):
-            self._end(job, self._ending())
+            self._end(job, self._end_error())
 
-    def _ending(self) -> JaxserveError:
+    def _end_error(self) -> JaxserveError:
         if self._failure is None:
-            return _stopped()
+            return _closed_error()
         text = f"the engine failed and must be opened again: {type(self._failure).__name__}: {self._failure}"
         error = EngineFailed(text)
         error.__cause__ = self._failure
@@ -265,14 +265,14 @@ class _Worker:
             return
         self.stopped = True
         for job in tuple(self._jobs):
-            self._end(job, _stopped())
+            self._end(job, _closed_error())
         try:
             self._engine.close()
         except BaseException as error:
             self.close_error = error
 
 
-def _stopped() -> EngineStopped:
+def _closed_error() -> EngineStopped:
     return EngineStopped("this LLM has been closed")
 
 
@@ -283,4 +283,4 @@ def _serve(inbox: Inbox) -> None:
         del message, worker, job  # an idle thread must keep no engine alive
     while not inbox.empty():
         if (message := inbox.get()) is not None:
-            message[0].look_at(message[1])
+            message[0].process(message[1])
