@@ -153,7 +153,9 @@ class LLM:
                 "params must be SamplingParams, for all prompts or for each prompt", field="params", value=params
             )
         if len(params) != len(prompts):
-            raise RequestError(f"there are {len(prompts)} prompts and {len(params)} params", field="params")
+            raise RequestError(
+                f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each", field="params"
+            )
         return list(zip(prompts, params, strict=True))
 
     def _run(

@@ -69,17 +69,17 @@ def _quantization_settings(directory: Path, hf: Mapping[str, Any]) -> Mapping[st
     for name, method in QUANTIZATION_FILES.items():
         if not (directory / name).is_file():
             continue
-        beside = read_json_object(directory / name)
+        separate = read_json_object(directory / name)
         if not given:
-            return {"quant_method": method, **beside}
+            return {"quant_method": method, **separate}
         for key in ("bits", "group_size", "sym", "desc_act", "zero_point"):
-            if key in given and key in beside and given[key] != beside[key]:
+            if key in given and key in separate and given[key] != separate[key]:
                 log.warning(
                     "%s: %s is %r in config.json, which is used, and %r in %s",
                     directory,
                     key,
                     given[key],
-                    beside[key],
+                    separate[key],
                     name,
                 )
     return given

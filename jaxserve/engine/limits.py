@@ -39,13 +39,11 @@ def context_length(info: ModelInfo) -> str:
 
 def check_params(info: ModelInfo, params: SamplingParams, prompt_tokens: int) -> None:
     """Raise `RequestError` if a parameter exceeds the engine's limits on one request."""
-    _check_most("n", params.n, info.max_n, " (max_n)")
-    _check_most(
-        "n", params.n, info.max_queued_requests, " (max_queued_requests)"
-    )  # more would never fit into the queue
-    _check_most("logprobs", params.logprobs, info.max_logprobs)
-    _check_most("prompt_logprobs", params.prompt_logprobs, info.max_logprobs)
-    _check_most("stop", len(params.stop_strings), info.max_stop_strings, " strings")
+    _check_max("n", params.n, info.max_n, " (max_n)")
+    _check_max("n", params.n, info.max_queued_requests, " (max_queued_requests)")  # more would never fit into the queue
+    _check_max("logprobs", params.logprobs, info.max_logprobs)
+    _check_max("prompt_logprobs", params.prompt_logprobs, info.max_logprobs)
+    _check_max("stop", len(params.stop_strings), info.max_stop_strings, " strings")
     _check_vocabulary(info, "stop_token_ids", params.stop_token_ids or ())
     _check_vocabulary(info, "logit_bias", tuple(params.logit_bias or ()))
     _check_room(info, "max_tokens", params.max_tokens, prompt_tokens)
@@ -73,7 +71,7 @@ def capped(info: ModelInfo, max_tokens: int | None, prompt_tokens: int) -> int |
     return min(max_tokens, info.max_new_tokens)
 
 
-def _check_most(name: str, value: Any, limit: int, unit: str = "") -> None:
+def _check_max(name: str, value: Any, limit: int, unit: str = "") -> None:
     if value is not None and value > limit:
         raise RequestError(f"{name} is {value}, the limit is {limit}{unit}", field=name, value=value, limit=limit)
 
