@@ -5,27 +5,27 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Answer(BaseModel):
+class AdminResponse(BaseModel):
     """A part of an answer."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class PlannedBlock(Answer):
+class PlannedBlock(AdminResponse):
     """A block ("embed", "layers.0", ..., "head") and the precision in which it runs."""
 
     block: str
     precision: str
 
 
-class PlanDocument(Answer):
+class PlanDocument(AdminResponse):
     """A plan, with the keys of its YAML."""
 
     version: int
     instances: list[dict]
 
 
-class Pages(Answer):
+class Pages(AdminResponse):
     """KV pages over all instances."""
 
     used: int
@@ -33,7 +33,7 @@ class Pages(Answer):
     most: int
 
 
-class Status(Answer):
+class Status(AdminResponse):
     """The engine now. Bytes and seconds."""
 
     time: float  # of the engine's clock, which all times here are of
@@ -51,7 +51,7 @@ class Status(Answer):
     slo_ttft: float | None = None
 
 
-class Ledger(Answer):
+class Ledger(AdminResponse):
     """Every resident byte by name, against the budget."""
 
     budget: int
@@ -60,7 +60,7 @@ class Ledger(Answer):
     entries: dict[str, int]
 
 
-class Decision(Answer):
+class Decision(AdminResponse):
     """What a policy wanted and what became of it; or, without transitions, an operator's change of policy."""
 
     time: float
@@ -72,13 +72,13 @@ class Decision(Answer):
     outcome: str  # "started", "done", "failed: ...", "rejected: ..."
 
 
-class Decisions(Answer):
+class Decisions(AdminResponse):
     """The latest decisions, newest last."""
 
     decisions: list[Decision]
 
 
-class Sample(Answer):
+class Sample(AdminResponse):
     """One second of the history."""
 
     time: float
