@@ -1,21 +1,25 @@
-"""Running a request's prompts side by side, and putting the deltas of their answers together."""
+"""Generation for one HTTP request: run its prompts, collect the answers, and build OpenAI's objects around them."""
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
 
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, ModelInfo, TokensPrompt
+from jaxserve.server.schemas.common import SamplingBody
 
-Delta = tuple[int, RequestOutput]  # which prompt, and what is new for it
+Delta = tuple[int, RequestOutput]  # index of the prompt, and its new output
+BodyT = TypeVar("BodyT", bound=SamplingBody)
 
 
 @dataclass
-class Answer:
-    """One answer in the making. Mutated by `extend`."""
+class GeneratedAnswer:
+    """One of the n answers to a prompt, as far as it has been generated."""
 
     index: int
     text: str = ""
@@ -25,7 +29,7 @@ class Answer:
     stop_reason: int | str | None = None
 
     def extend(self, delta: CompletionOutput) -> None:
-        """Mutates: appends what is new."""
+        """Append newly generated text and tokens."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
@@ -34,38 +38,38 @@ class Answer:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log-probability per token, by which best_of ranks."""
-        chosen = [next(iter(step.values())).logprob for step in self.logprobs]
-        return sum(chosen) / max(len(chosen), 1)
+        """Mean log-probability per token, by which `best_of` ranks answers."""
+        sampled = [next(iter(step.values())).logprob for step in self.logprobs]
+        return sum(sampled) / max(len(sampled), 1)
 
 
 @dataclass
 class Usage:
-    """Tokens of a request. Mutated by `add`."""
+    """Token counts of one HTTP request."""
 
     prompt_tokens: int
     completion_tokens: int = 0
-    cached: dict[int, int] = field(default_factory=dict)  # by prompt
+    cached_tokens: dict[int, int] = field(default_factory=dict)  # by index of the prompt
 
     def add(self, delta: Delta) -> None:
-        """Mutates: counts what is new."""
+        """Count newly generated tokens, and prompt tokens found in the prefix cache."""
         prompt, output = delta
         self.completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
-        self.cached[prompt] = max(self.cached.get(prompt, 0), output.num_cached_tokens)
+        self.cached_tokens[prompt] = max(self.cached_tokens.get(prompt, 0), output.num_cached_tokens)
 
     def as_dict(self) -> dict[str, object]:
-        """OpenAI's usage object."""
+        """Return OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
         }
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one HTTP request asks of the engine: prompts with their parameters."""
+    """The engine's share of one HTTP request: prompts with their sampling parameters."""
 
     id: str
     prompts: Sequence[TokensPrompt]
@@ -74,12 +78,14 @@ class Job:
     salt: str = ""
 
     def usage(self) -> Usage:
-        """The usage before anything was generated."""
+        """Return the token counts before anything has been generated."""
         return Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts))
 
     async def run(self, client: EngineClient, *, stream: bool = True) -> AsyncGenerator[Delta, None]:
-        """Deltas of all prompts as they come, or (not `stream`) at the ends of their answers. Closing the generator
-        aborts them all; one's error ends them all. Prompts that the queue can never hold at once run in batches.
+        """Yield the outputs of all prompts as they arrive, or without `stream` only when an answer ends.
+
+        Closing the generator aborts all prompts. An error of one prompt ends all of them. Prompts that exceed the
+        queue's limits together run in several batches.
         """
         generate = partial(client.generate, priority=self.priority, salt=self.salt, stream=stream)
         if len(self.prompts) == 1:
@@ -93,9 +99,12 @@ class Job:
                 async for delta in merged:
                     yield delta
 
-    async def collect(self, client: EngineClient) -> tuple[list[list[Answer]], list[RequestOutput], Usage]:
-        """Runs to the end: answers by prompt, each prompt's last output (it has the prompt's logprobs), and usage."""
-        answers = [[Answer(i) for i in range(params.n)] for params in self.params]
+    async def collect(self, client: EngineClient) -> tuple[list[list[GeneratedAnswer]], list[RequestOutput], Usage]:
+        """Run all prompts to the end and return (answers per prompt, last output per prompt, usage).
+
+        The last output of a prompt holds the log-probabilities of the prompt itself.
+        """
+        answers = [[GeneratedAnswer(i) for i in range(params.n)] for params in self.params]
         last: dict[int, RequestOutput] = {}
         usage = self.usage()
         async with contextlib.aclosing(self.run(client, stream=False)) as deltas:
@@ -108,8 +117,53 @@ class Job:
         return answers, [last[i] for i in range(len(self.prompts))], usage
 
 
+@dataclass
+class GenerationResponse(ABC, Generic[BodyT]):
+    """The JSON objects that answer one generation request, whole or as a stream.
+
+    `id`, `model` and `created` are repeated in every object.
+    """
+
+    object_type: ClassVar[str]
+    chunk_type: ClassVar[str]
+
+    client: EngineClient
+    job: Job
+    body: BodyT
+    model: str
+    created: int  # seconds since the epoch
+
+    @abstractmethod
+    async def whole(self) -> dict[str, Any]:
+        """Generate everything and return the response of a request that does not stream."""
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the JSON value of each event of a stream, and last the usage if the client asked for it."""
+        usage = self.job.usage()
+        async with contextlib.aclosing(self.job.run(self.client)) as deltas:
+            async for prompt, output in deltas:
+                usage.add((prompt, output))
+                for answer in output.outputs:
+                    for chunk in self._chunks(prompt, answer):
+                        yield self._with_usage(chunk, usage)
+        if self.body.usage_at_end:
+            yield {**self._object(self.chunk_type, []), "usage": usage.as_dict()}
+
+    @abstractmethod
+    def _chunks(self, prompt: int, answer: CompletionOutput) -> Iterator[dict[str, Any]]:
+        """Yield the stream's objects for new output of one answer to the prompt with index `prompt`."""
+
+    def _with_usage(self, chunk: dict[str, Any], usage: Usage) -> dict[str, Any]:
+        if self.body.usage_at_end:
+            chunk["usage"] = usage.as_dict() if self.body.usage_always else None
+        return chunk
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.job.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
 def queue_batches(info: ModelInfo, prompts: Sequence[TokensPrompt], n: int = 1) -> Iterator[range]:
-    """Yield ranges of consecutive prompts that an empty queue takes at once, with n answers each; mostly just one."""
+    """Yield ranges of consecutive prompts, with n answers each, that fit an empty queue: usually just one range."""
     start = tokens = 0
     for i, prompt in enumerate(prompts):
         size = len(prompt.token_ids) * n
@@ -122,7 +176,7 @@ def queue_batches(info: ModelInfo, prompts: Sequence[TokensPrompt], n: int = 1) 
 
 
 async def _merge(streams: Mapping[int, AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[Delta, None]:
-    """The deltas of several prompts, whose streams are given by their numbers, as they come."""
+    """Yield the outputs of several streams, keyed by prompt index, in the order in which they arrive."""
     queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
 
     async def pump(prompt: int, stream: AsyncGenerator[RequestOutput, None]) -> None:

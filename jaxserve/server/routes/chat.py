@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from jaxserve.engine.limits import capped, check_params
-from jaxserve.server.chat import ChatAnswer
+from jaxserve.server.chat import ChatResponse
 from jaxserve.server.errors import json_response, told_as
 from jaxserve.server.generation import Job
 from jaxserve.server.prompts import conversation
@@ -30,8 +30,8 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
         params = body.sampling_params(client.info.default_sampling, max_tokens=limit, logprobs=body.num_logprobs)
         check_params(client.info, params, length)
     job = Job(new_id("chatcmpl"), [prompt], [params], body.priority, body.cache_salt or "")
-    answer = ChatAnswer(client, job, body, model, state.timestamp())
+    response = ChatResponse(client, job, body, model, state.timestamp())
     headers = {"x-request-id": job.id}
     if body.stream:
-        return await EventStream.start(request, answer.events(), headers)
-    return json_response(await while_connected(request, answer.whole()), headers=headers)
+        return await EventStream.start(request, response.events(), headers)
+    return json_response(await while_connected(request, response.whole()), headers=headers)

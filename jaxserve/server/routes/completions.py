@@ -6,7 +6,7 @@ from jaxserve.core.errors import RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import capped, check_params
-from jaxserve.server.completion import CompletionAnswer
+from jaxserve.server.completion import CompletionResponse
 from jaxserve.server.errors import json_response, told_as
 from jaxserve.server.generation import Job
 from jaxserve.server.prompts import tokens_prompts
@@ -33,11 +33,11 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
         prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens, keep=keep)
         params = [_params_for(client, body, prompt, clamp=clamp) for prompt in prompts]
     job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "")
-    answer = CompletionAnswer(client, job, body, model, state.timestamp())
+    response = CompletionResponse(client, job, body, model, state.timestamp())
     headers = {"x-request-id": job.id}
     if body.stream:
-        return await EventStream.start(request, answer.events(), headers)
-    return json_response(await while_connected(request, answer.whole()), headers=headers)
+        return await EventStream.start(request, response.events(), headers)
+    return json_response(await while_connected(request, response.whole()), headers=headers)
 
 
 def _params_for(client: EngineClient, body: CompletionBody, prompt: TokensPrompt, *, clamp: bool) -> SamplingParams:
