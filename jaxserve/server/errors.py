@@ -73,7 +73,7 @@ class ClientGone(Exception):
 
 
 @contextlib.contextmanager
-def told_as(names: Mapping[str, str]) -> Iterator[None]:
+def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Lets `RequestError`s name what the client sent: `names` has that for the engine's fields."""
     try:
         yield

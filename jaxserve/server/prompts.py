@@ -8,7 +8,7 @@ from jaxserve.core.errors import PromptTooLong
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import check_prompt, context_length
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.server.errors import told_as
+from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.offload import off_loop
 from jaxserve.server.schemas.chat import Conversation
 
@@ -96,7 +96,7 @@ async def conversation(
     client: EngineClient, body: Conversation, *, add_special_tokens: bool, keep: int | None = None
 ) -> TokensPrompt:
     """Return the prompt of a conversation, rendered by the model's chat template. Raises RequestError."""
-    with told_as({"prompt": "messages"}):
+    with rename_error_fields({"prompt": "messages"}):
         text = await render(client, body)
         (prompt,) = await tokens_prompts(client, [text], add_special_tokens=add_special_tokens, keep=keep)
     return prompt

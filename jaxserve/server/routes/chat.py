@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from jaxserve.engine.limits import capped, check_params
 from jaxserve.server.chat import ChatResponse
-from jaxserve.server.errors import json_response, told_as
+from jaxserve.server.errors import json_response, rename_error_fields
 from jaxserve.server.generation import Job
 from jaxserve.server.prompts import conversation
 from jaxserve.server.routes.json_route import JsonRoute
@@ -26,7 +26,7 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     length = len(prompt.token_ids)
     limit = answer_tokens(body.token_limit, client.info.max_model_len - length, clamp=state.settings.clamp_max_tokens)
     limit = capped(client.info, limit, length)
-    with told_as(body.names):
+    with rename_error_fields(body.names):
         params = body.sampling_params(client.info.default_sampling, max_tokens=limit, logprobs=body.num_logprobs)
         check_params(client.info, params, length)
     job = Job(new_id("chatcmpl"), [prompt], [params], body.priority, body.cache_salt or "")

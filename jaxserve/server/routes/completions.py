@@ -7,7 +7,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import capped, check_params
 from jaxserve.server.completion import CompletionResponse
-from jaxserve.server.errors import json_response, told_as
+from jaxserve.server.errors import json_response, rename_error_fields
 from jaxserve.server.generation import Job
 from jaxserve.server.prompts import tokens_prompts
 from jaxserve.server.routes.json_route import JsonRoute
@@ -28,7 +28,7 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
     given = parse_prompts(body.prompt, "prompt", state.settings.max_prompts)
     window, clamp = client.info.max_model_len, state.settings.clamp_max_tokens
     keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, window - max(body.max_tokens or 1, 1))
-    with told_as(body.names):
+    with rename_error_fields(body.names):
         _params(client, body, room=window, clamp=clamp)  # refuse these before many prompts are tokenized
         prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens, keep=keep)
         params = [_params_for(client, body, prompt, clamp=clamp) for prompt in prompts]

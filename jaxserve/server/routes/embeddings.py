@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from jaxserve.core.request import RequestOutput
 from jaxserve.engine.client import EngineClient, TokensPrompt
-from jaxserve.server.errors import json_response, told_as
+from jaxserve.server.errors import json_response, rename_error_fields
 from jaxserve.server.generation import queue_batches
 from jaxserve.server.prompts import tokens_prompts
 from jaxserve.server.routes.json_route import JsonRoute
@@ -29,7 +29,7 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
     body.check(client.info.hidden_size)
     given = parse_prompts(body.input, "input", state.settings.max_prompts)
     keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, client.info.max_model_len)
-    with told_as({"prompt": "input"}):
+    with rename_error_fields({"prompt": "input"}):
         prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens, keep=keep, embed=True)
     request_id = new_id("embd")
     outputs = await while_connected(request, _embed_all(client, prompts, request_id, body.priority))

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Response
 
 from jaxserve.core.errors import RequestError
 from jaxserve.engine.client import EngineClient
-from jaxserve.server.errors import json_response, told_as
+from jaxserve.server.errors import json_response, rename_error_fields
 from jaxserve.server.prompts import encode, off_loop_if_large, render
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.other import DetokenizeBody, TokenizeBody
@@ -20,7 +20,7 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
     state.check_model(body.model)
     body.check()
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
-    with told_as({"prompt": "messages"} if body.prompt is None else {}):
+    with rename_error_fields({"prompt": "messages"} if body.prompt is None else {}):
         text = await render(client, body) if body.prompt is None else body.prompt
         (tokens,) = await encode(client, [text], add_special_tokens=special)
     return await off_loop_if_large(len(tokens), _tokens_answer, client, tokens, body.return_token_strs)

@@ -6,7 +6,7 @@ from pydantic import FailFast, Field
 
 from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.engine.chat_template import text_of
-from jaxserve.server.errors import told_as
+from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.schemas.common import Body, SamplingBody, described
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES, check_unsupported
 
@@ -35,7 +35,7 @@ class ChatMessage(Body):
     def _text(self, place: str) -> str:
         if not isinstance(self.content, list):
             return self.content or ""
-        with told_as({"messages.content": f"{place}.content"}):
+        with rename_error_fields({"messages.content": f"{place}.content"}):
             return text_of(self.content)
 
 
