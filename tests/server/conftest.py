@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.server import dashboard_stream as feed
+from jaxserve.server.routes import dashboard
 from tests.server.fake import END, FakeClient, byte_tokenizer
 from tests.server.pages import Pages, headless
 from tests.server.serving import serving
@@ -71,7 +71,7 @@ def open_page(browser, monkeypatch) -> Iterator[Pages]:
 
     Servers of this process send more than one event a second, for tests wait for them.
     """
-    monkeypatch.setattr(feed, "INTERVAL", 0.1)
+    monkeypatch.setattr(dashboard, "EVENT_INTERVAL", 0.1)
     pages = Pages(browser)
     yield pages
     pages.close()

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from jaxserve.server.app import create_app
-from jaxserve.server.dashboard_stream import Feed
+from jaxserve.server.routes.dashboard import DashboardStream
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.state import ServerState
 from tests.server.fake import FakeClient
@@ -25,28 +25,28 @@ HOSTILE = "<img src=x onerror='document.title=\"owned\"'><b>bold</b>"
 # -- the events
 
 
-def feed_of(control: FakeControl) -> Feed:
-    return Feed(ServerState(FakeClient(control=control), ServerSettings()))
+def stream_of(control: FakeControl) -> DashboardStream:
+    return DashboardStream(ServerState(FakeClient(control=control), ServerSettings()))
 
 
 def test_first_event_has_the_history_and_later_ones_what_is_new():
     time = Time(1000)
-    feed = feed_of(FakeControl(time))
-    assert [sample["time"] for sample in feed.event()["samples"]] == list(range(101, 1001))
+    stream = stream_of(FakeControl(time))
+    assert [sample["time"] for sample in stream.event()["samples"]] == list(range(101, 1001))
     time.value += 2
-    assert [sample["time"] for sample in feed.event()["samples"]] == [1001, 1002]
-    assert feed.event()["samples"] == []
+    assert [sample["time"] for sample in stream.event()["samples"]] == [1001, 1002]
+    assert stream.event()["samples"] == []
 
 
 def test_decisions_come_when_there_is_a_new_one_or_one_has_ended():
     time = Time(FIRST)
-    feed = feed_of(FakeControl(time))
-    assert [d["outcome"].split(":")[0] for d in feed.event()["decisions"]] == ["failed"]
-    assert "decisions" not in feed.event()
+    stream = stream_of(FakeControl(time))
+    assert [d["outcome"].split(":")[0] for d in stream.event()["decisions"]] == ["failed"]
+    assert "decisions" not in stream.event()
     time.value = FIRST + 1.5
-    assert [d["outcome"] for d in feed.event()["decisions"]][1:] == ["started"]
+    assert [d["outcome"] for d in stream.event()["decisions"]][1:] == ["started"]
     time.value += 1
-    assert [d["outcome"] for d in feed.event()["decisions"]][1:] == ["done"]
+    assert [d["outcome"] for d in stream.event()["decisions"]][1:] == ["done"]
 
 
 def test_events_end_when_the_server_has_drained():
@@ -54,7 +54,7 @@ def test_events_end_when_the_server_has_drained():
     state.start_draining()
 
     async def phases() -> list[str]:
-        return [event["phase"] async for event in Feed(state).events()]
+        return [event["phase"] async for event in DashboardStream(state).events()]
 
     assert asyncio.run(phases()) == ["draining"]
 

@@ -1,6 +1,9 @@
-"""/dashboard: a page that shows the plan and the load, live. The page is open, its data need the admin key."""
+"""/dashboard: a live page about the plan and the load. The page itself is public, its data need the admin key."""
 
+import asyncio
+from collections.abc import AsyncGenerator
 from importlib.resources import files
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
@@ -8,12 +11,13 @@ from starlette.responses import RedirectResponse
 
 from jaxserve.server import dashboard as assets
 from jaxserve.server.auth import DASHBOARD, DASHBOARD_EVENTS
-from jaxserve.server.dashboard_stream import Feed
-from jaxserve.server.state import State
+from jaxserve.server.state import Phase, ServerState, State
 from jaxserve.server.streaming import EventStream
 
 router = APIRouter(include_in_schema=False)
 
+EVENT_INTERVAL = 1.0  # seconds between two events
+MAX_DECISIONS = 100
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 ASSETS = {file.name: file.read_bytes() for file in files(assets).iterdir() if file.name.endswith(tuple(MEDIA_TYPES))}
 HEADERS = {
@@ -23,6 +27,48 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
+
+
+class DashboardStream:
+    """The events for one viewer of the dashboard: the whole history first, then only what is new."""
+
+    def __init__(self, state: ServerState):
+        self._state = state
+        self._control = state.control()
+        client = state.loaded
+        assert client is not None  # it has a control plane
+        self._client = client
+        self._model = (state.settings.served_model_names or (client.info.name,))[0]
+        self._sent_until = float("-inf")  # time of the newest sample sent
+        self._decisions: list[dict[str, Any]] | None = None
+
+    def event(self) -> dict[str, Any]:
+        """Return the state now, the samples since the last event, and the decisions if they have changed."""
+        samples = self._control.history(self._sent_until)
+        if samples:
+            self._sent_until = samples[-1]["time"]
+        event = {
+            "model": self._model,
+            "phase": self._state.phase.value,
+            "status": self._control.status(),
+            "samples": samples,
+        }
+        decisions = self._control.decisions(MAX_DECISIONS)
+        if decisions != self._decisions:
+            event["decisions"] = self._decisions = decisions
+        return event
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield one event a second until the server has drained."""
+        while True:
+            yield self.event()
+            if self._state.phase is Phase.DRAINING and not self._has_requests():
+                return
+            await asyncio.sleep(EVENT_INTERVAL)
+
+    def _has_requests(self) -> bool:
+        now = self._client.snapshot()
+        return now.num_running + now.num_waiting > 0
 
 
 @router.get(DASHBOARD)
@@ -36,7 +82,7 @@ async def page(request: Request) -> Response:
 @router.get(DASHBOARD_EVENTS)
 async def events(request: Request, state: State) -> Response:
     """The engine's state as server-sent events: the history of 15 minutes first, then one a second."""
-    return await EventStream.start(request, Feed(state).events(), {})
+    return await EventStream.start(request, DashboardStream(state).events(), {})
 
 
 @router.get(DASHBOARD + "/{name}")
