@@ -1,1 +1,4 @@
-"""The OpenAI-compatible HTTP server. Sees an engine only through `engine.client.EngineClient`; imports no JAX."""
+"""The OpenAI-compatible HTTP server.
+
+It uses an engine only through `engine.client.EngineClient` and imports no JAX.
+"""

@@ -1,4 +1,4 @@
-"""create_app: the HTTP API over one engine."""
+"""The ASGI application: routes, guards and error handlers of the HTTP API over one engine."""
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -24,16 +24,16 @@ ROUTERS = (chat, completions, embeddings, models, tokenization, operations, admi
 
 
 def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI:
-    """The app; `app.state.server` is its ServerState.
+    """Return the app of an engine, whose `ServerState` is `app.state.server`.
 
-    Without a client it answers probes, and 503 to everything else, until `app.state.server.attach(client)`.
+    Without a client the app answers probes, and everything else with 503, until `app.state.server.attach(client)`.
     """
     app = FastAPI(title="jaxserve", summary="OpenAI-compatible API", redirect_slashes=False)
     app.state.server = ServerState(client, settings)
     install_handlers(app)
     for module in ROUTERS:
         app.include_router(module.router)
-    # The last one added is the outermost.
+    # The middleware added last is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout)
     app.add_middleware(AdminGuard, settings=settings)
     if settings.api_keys:
@@ -44,7 +44,8 @@ def create_app(client: EngineClient | None, settings: ServerSettings) -> FastAPI
             allow_origins=list(settings.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            allow_private_network=True,  # a page of an allowed origin may reach a server on its user's machine
+            # A page from an allowed origin may reach a server on its user's machine.
+            allow_private_network=True,
         )
     app.add_middleware(TidyPath, root_path=settings.root_path)
     app.add_middleware(HeadAsGet)

@@ -1,36 +1,40 @@
-"""Who may come in where: the keys a request carries, and the paths that need one key, the other, or none."""
+"""Authentication: reading the key of a request, and which paths need an API key, the admin key or no key."""
 
 import hmac
 from collections.abc import Iterable
 
 from starlette.types import Scope
 
-PROBES = frozenset({"/health", "/ready", "/metrics"})  # for probes and scrapers
+PROBES = frozenset({"/health", "/ready", "/metrics"})
 ADMIN = "/admin"
 DASHBOARD = "/dashboard"
 DASHBOARD_EVENTS = "/dashboard/events"
-KEY_HEADERS = (b"authorization", b"api-key", b"x-api-key")  # OpenAI's, Azure's and Anthropic's
+# As OpenAI, Azure and Anthropic send keys.
+KEY_HEADERS = (b"authorization", b"api-key", b"x-api-key")
 
 
 def is_for_operators(path: str) -> bool:
-    """Whether a path shows or changes the engine's plan."""
+    """Return whether a path shows or changes the engine's plan, and so needs the admin key."""
     return path in (ADMIN, DASHBOARD_EVENTS) or path.startswith(f"{ADMIN}/")
 
 
-def is_open(path: str) -> bool:
-    """Whether a path tells nothing that is worth a key: probes, and the dashboard's page without its data."""
+def is_public(path: str) -> bool:
+    """Return whether a path needs no key: probes, and the page of the dashboard without its data."""
     return path in PROBES or path == DASHBOARD or (path.startswith(f"{DASHBOARD}/") and path != DASHBOARD_EVENTS)
 
 
-def carries(scope: Scope, keys: Iterable[bytes]) -> bool:
-    """Whether a request has one of the keys in one of the headers for it; compared in constant time."""
+def has_key(scope: Scope, keys: Iterable[bytes]) -> bool:
+    """Return whether one of the key headers holds one of `keys`, compared in constant time."""
     tokens = _tokens(scope)
     matches = [hmac.compare_digest(token, key) for token in tokens for key in keys]
     return any(matches)
 
 
 def _tokens(scope: Scope) -> list[bytes]:
-    """What a request gives as its keys: nothing if a header is there twice, since a proxy may have seen the other."""
+    """Return the keys that a request sends, or none if a header is repeated.
+
+    A proxy may have checked another of the repeated values.
+    """
     tokens = []
     for header in KEY_HEADERS:
         given = [value for name, value in scope["headers"] if name == header]

@@ -1,8 +1,8 @@
-"""From the bytes of a JSON body to Python values, in time that no client can stretch.
+"""Parsing of JSON bodies in a bounded time.
 
-What a body costs is the number of its items (list entries, fields, objects), far more than its bytes. So they are
-counted first, without parsing, and only as many are parsed and validated as a request can need: a bounded number, and
-beside them the entries of the fields that hold prompts, of which there may be as many as the queue takes tokens.
+The cost of a body depends on the number of its items (list entries, fields, objects), far more than on its bytes.
+Items are therefore counted first, without parsing. A body is parsed only if it has at most `MAX_ITEMS` items, besides
+the entries of the fields that hold prompts, which may be as many as the queue takes tokens.
 """
 
 import json
@@ -15,23 +15,25 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.core.errors import RequestError
 
-MAX_ITEMS = 50_000  # outside of the fields below; a chat message, or one of its parts, takes three or four
+# Items outside PROMPT_FIELDS. A chat message, or one of its parts, takes three or four.
+MAX_ITEMS = 50_000
 PROMPT_FIELDS = ("prompt", "input", "tokens")
 ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
-MAX_DIGITS = 400  # a float has at most 309 before its point
+MAX_DIGITS = 400  # a float has at most 309 digits before its point
 DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
-HEAD = 64 * 1024  # bytes that are parsed to name the field of a body that is too large to parse
+# Of a body with too many items only the beginning is parsed, to name the field in the error.
+HEAD_BYTES = 64 * 1024
 
 
 def parse_body(body: bytes, max_prompt_items: int) -> Any:
     """Return the value of a strict JSON body: UTF-8, no NaN, no lone surrogates, bounded nesting.
 
-    Raises HTTPException for a body that is not JSON, RequestError for one of too many items.
+    Raise HTTPException if the body is not JSON, and RequestError if it has too many items.
     """
     body = _utf8(body)
     limit = MAX_ITEMS + max_prompt_items
     if (count := count_items(body, limit)) > limit:
-        raise _too_many(_head(body), count, limit)
+        raise _too_many(_parse_beginning(body), count, limit)
     value = strict_json(body)
     if count > MAX_ITEMS and (others := count - _prompt_items(value)) > MAX_ITEMS:
         raise _too_many(value, others, MAX_ITEMS)
@@ -39,7 +41,7 @@ def parse_body(body: bytes, max_prompt_items: int) -> Any:
 
 
 def strict_json(body: bytes) -> Any:
-    """Return the value of JSON text. Raises HTTPException unless it is JSON by the letter of its standard."""
+    """Return the value of JSON text. Raise HTTPException unless the text is strict JSON (RFC 8259)."""
     try:
         return from_json(_utf8(body), allow_inf_nan=False)
     except ValueError as error:
@@ -47,9 +49,11 @@ def strict_json(body: bytes) -> Any:
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return a compressed body as it was. Raises HTTPException for more than `limit` bytes, or for what is damaged."""
-    raw = encoding == "deflate" and body[0] & 0x0F != 8  # without zlib's header, as some clients send it
-    decompressor = zlib.decompressobj(-zlib.MAX_WBITS if raw else zlib.MAX_WBITS | 32)  # 32: of either header
+    """Return a body decompressed. Raise HTTPException if it is damaged or larger than `limit` bytes decompressed."""
+    # Some clients send deflate without zlib's header.
+    raw = encoding == "deflate" and body[0] & 0x0F != 8
+    # 32 accepts the header of gzip or of zlib.
+    decompressor = zlib.decompressobj(-zlib.MAX_WBITS if raw else zlib.MAX_WBITS | 32)
     try:
         whole = decompressor.decompress(body, limit + 1)
     except zlib.error as error:
@@ -57,7 +61,7 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     if len(whole) > limit:
         raise body_too_large(limit)
     if not decompressor.eof or decompressor.unused_data:
-        state = "has more after its end" if decompressor.eof else "is cut off"
+        state = "has data after its end" if decompressor.eof else "is cut off"
         raise HTTPException(400, f"the body is {encoding} (header content-encoding) that {state}")
     return whole
 
@@ -68,53 +72,53 @@ def body_too_large(limit: int, headers: dict[str, str] | None = None) -> HTTPExc
 
 
 def count_items(body: bytes, limit: int) -> int:
-    """Return how many items a JSON text has, or some number above the limit if there are more.
+    """Return the number of items in a JSON text, or any number above `limit` if it has more.
 
-    Lists and objects count as one more than their entries. Every step is a pass in C over the text, and the one that
-    makes a list of strings comes after their number is known to be bounded. Raises HTTPException for a number of very
-    many digits, whose value would take time that grows with their square.
+    A list or object counts as one more than its entries. Every step is a pass in C over the text. The step that makes
+    a list of strings comes after their number is known to be bounded. Raise HTTPException if a number has more than
+    `MAX_DIGITS` digits, since parsing it would take time that grows with their square.
     """
-    if (count := _structure(body)) <= MAX_ITEMS and len(body) <= HEAD:  # also counts what stands in strings
+    # For a small body the upper bound, which also counts delimiters in strings, is enough.
+    if (count := _count_delimiters(body)) <= MAX_ITEMS and len(body) <= HEAD_BYTES:
         return count
-    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quote begins or ends a string
+    # Without escapes every quote begins or ends a string.
+    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if (fields := body.count(b'"') // 4) > limit:
         return fields
     outside = b"".join(body.split(b'"')[::2])
     if b"0" * (MAX_DIGITS + 1) in outside.translate(DIGITS_TO_ZERO):
-        raise HTTPException(400, f"the body has a number of more than {MAX_DIGITS} digits")
-    return _structure(outside)
+        raise HTTPException(400, f"the body has a number with more than {MAX_DIGITS} digits")
+    return _count_delimiters(outside)
 
 
-def _structure(text: bytes) -> int:
+def _count_delimiters(text: bytes) -> int:
     return text.count(b",") + text.count(b"{") + text.count(b"[")
 
 
 def _utf8(body: bytes) -> bytes:
-    """Return the body without a byte order mark. Raises HTTPException for other encodings than UTF-8."""
+    """Return the body without a byte order mark. Raise HTTPException if its encoding is not UTF-8."""
     encoding = json.detect_encoding(body[:4])
     if not encoding.startswith("utf-8"):
-        raise HTTPException(400, f"the body is in {encoding.upper()}, JSON must be sent in UTF-8")
+        raise HTTPException(400, f"the body is encoded in {encoding.upper()}: JSON must be sent in UTF-8")
     return body.removeprefix(b"\xef\xbb\xbf")
 
 
 def _prompt_items(value: Any) -> int:
-    """Return how many items the fields that hold prompts have."""
     if not isinstance(value, dict):
         return 0
     lists = [value[name] for name in PROMPT_FIELDS if isinstance(value.get(name), list)]
     return sum(len(given) + sum(len(entry) for entry in given if isinstance(entry, list)) for given in lists)
 
 
-def _head(body: bytes) -> Any:
-    """Return what the beginning of a body holds, or None."""
+def _parse_beginning(body: bytes) -> Any:
     try:
-        return from_json(body[:HEAD], allow_partial=True)
+        return from_json(body[:HEAD_BYTES], allow_partial=True)
     except ValueError:
         return None
 
 
 def _too_many(value: Any, count: int, limit: int) -> RequestError:
-    """Return the error for a body of too many items, with the field that has the most of them."""
+    """Return the error for a body with too many items, which names the field with the most items."""
     field, sizes = None, {}
     if isinstance(value, dict):
         sizes = {name: sum(1 for _ in _walk(entry)) for name, entry in value.items()}
@@ -129,7 +133,6 @@ def _too_many(value: Any, count: int, limit: int) -> RequestError:
 
 
 def _walk(value: Any) -> Iterator[Any]:
-    """Yield everything inside a value."""
     entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for entry in entries:
         yield entry

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxserve.core.request import CompletionOutput, TokenLogprobs
 from jaxserve.server.generation import GeneratedAnswer, GenerationResponse
-from jaxserve.server.logprobs import for_chat, for_prompt
+from jaxserve.server.logprobs import format_chat_logprobs, format_prompt_logprobs
 from jaxserve.server.schemas.chat import ChatBody
 
 
@@ -27,7 +27,7 @@ class ChatResponse(GenerationResponse[ChatBody]):
         if self.body.return_token_ids:
             response["prompt_token_ids"] = self.job.prompts[0].token_ids
         if last.prompt_logprobs is not None:
-            response["prompt_logprobs"] = for_prompt(last.prompt_logprobs, self.client.tokenizer)
+            response["prompt_logprobs"] = format_prompt_logprobs(last.prompt_logprobs, self.client.tokenizer)
         return response
 
     def _choice(self, answer: GeneratedAnswer) -> dict[str, Any]:
@@ -71,4 +71,6 @@ class ChatResponse(GenerationResponse[ChatBody]):
         alternatives = self.body.num_logprobs
         if alternatives is None:
             return None
-        return for_chat(steps, self.client.tokenizer, alternatives, ids=self.body.return_tokens_as_token_ids)
+        return format_chat_logprobs(
+            steps, self.client.tokenizer, alternatives, ids=self.body.return_tokens_as_token_ids
+        )

@@ -6,7 +6,13 @@ from typing import Any
 
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
 from jaxserve.server.generation import GeneratedAnswer, GenerationResponse
-from jaxserve.server.logprobs import Offsets, as_id, as_text, for_completion, for_prompt
+from jaxserve.server.logprobs import (
+    Offsets,
+    format_completion_logprobs,
+    format_prompt_logprobs,
+    token_as_id,
+    token_writer,
+)
 from jaxserve.server.schemas.completions import CompletionBody
 
 NO_TEXT = ""
@@ -53,7 +59,7 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
             choice["prompt_token_ids"] = self.job.prompts[prompt].token_ids
             choice["token_ids"] = answer.token_ids
         if self.body.prompt_logprobs is not None and last.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = for_prompt(last.prompt_logprobs, self.client.tokenizer)
+            choice["prompt_logprobs"] = format_prompt_logprobs(last.prompt_logprobs, self.client.tokenizer)
         return choice
 
     def _chunks(self, prompt: int, answer: CompletionOutput) -> Iterator[dict[str, Any]]:
@@ -100,5 +106,5 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
     ) -> dict[str, Any] | None:
         if self.body.logprobs is None or offsets is None:
             return None
-        text = as_id if self.body.return_tokens_as_token_ids else as_text(self.client.tokenizer)
-        return for_completion(steps, token_ids, text, self.body.logprobs, offsets)
+        text = token_as_id if self.body.return_tokens_as_token_ids else token_writer(self.client.tokenizer)
+        return format_completion_logprobs(steps, token_ids, text, self.body.logprobs, offsets)

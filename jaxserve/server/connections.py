@@ -1,8 +1,9 @@
-"""HTTP connections: how they are accepted, how many there may be, how long they may stay silent, how they are closed.
+"""HTTP connections: accepting them, limiting their number and their silence, and closing them without losing answers.
 
-uvicorn's own protocol lets a client keep a connection without ever sending a request, works on whatever has arrived
-without a pause, and closes a connection while the client is still sending, whereupon the client's system throws the
-answer away. uvloop accepts as many connections as it finds and resets those for which there is no file left.
+This replaces three behaviours of uvicorn. It lets a client keep a connection without ever sending a request. It parses
+everything that has arrived without a pause for other connections. It closes a connection while the client is still
+sending, whereupon the client's system discards the answer. uvloop, besides, accepts as many connections as it finds
+and resets those for which no file descriptor is left.
 """
 
 import asyncio
@@ -24,31 +25,31 @@ from jaxserve.server.errors import describe, error_response
 
 logger = logging.getLogger(__name__)
 
-LINGER_SECONDS = 10.0  # for which a closing connection is read after the answer
+# How long, and how many bytes, a closing connection is still read after the answer.
+LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * 1024 * 1024
-IDLE_SECONDS = 1.0  # after which a connection without a request may be closed to make room
-LOG_INTERVAL = 60.0  # seconds
-SLICE = 32 * 1024  # bytes of one connection that are worked on before others have their turn
-ACCEPTED_AT_ONCE = 16  # connections
+# After this time a connection without a request may be closed to make room for another.
+IDLE_SECONDS = 1.0
+LOG_INTERVAL = 60.0  # seconds between two warnings
+# Bytes of one connection that are parsed before other connections have their turn.
+SLICE_BYTES = 32 * 1024
+ACCEPTED_AT_ONCE = 16  # connections per event of the loop
 ACCEPT_PAUSE = 0.1  # seconds after a connection could not be accepted
 
 
 class Connections:
-    """The connections that wait for a request, oldest first, and the limits that all connections share.
-
-    Mutated by `HttpProtocol`.
-    """
+    """The limits that all connections share, and the idle connections, oldest first."""
 
     def __init__(self, header_timeout: float, limit: int):
         self.header_timeout = header_timeout  # seconds
-        self.idle: dict[HttpProtocol, float] = {}  # since when
+        self.idle: dict[HttpProtocol, float] = {}  # time since when each waits for a request
         self._limit = limit
         self._next_log = 0.0
 
     def admit(self, count: int, now: float) -> bool:
-        """Return whether one more connection, with which there are `count`, may send a request.
+        """Return whether a new connection, the `count`-th open one, may send requests.
 
-        Beyond the limit, one that has been idle for a while makes room.
+        Above the limit, close the connection that has been idle longest, if it has been so for `IDLE_SECONDS`.
         """
         if count <= self._limit:
             return True
@@ -56,7 +57,7 @@ class Connections:
         room = oldest is not None and now - self.idle[oldest] >= IDLE_SECONDS
         if now >= self._next_log:
             self._next_log = now + LOG_INTERVAL
-            action = "closing the idle ones first" if room else "answering new ones with 503"
+            action = "closing idle connections" if room else "answering new connections with 503"
             logger.warning("%d connections are open, the limit is %d (ulimit -n): %s", count, self._limit, action)
         if room and oldest is not None:
             oldest.timeout_keep_alive_handler()
@@ -65,20 +66,22 @@ class Connections:
 
 
 class LingeringTransport:
-    """A transport that goes on reading for a moment when it is closed while the client still sends.
+    """A transport that goes on reading for a moment when it is closed while the client is still sending.
 
-    Closing at once would make the system answer the rest with a reset, and the client would lose what it was told.
+    If it closed at once, the system would answer the remaining bytes with a reset, and the client would lose the
+    response.
     """
 
     def __init__(self, transport: asyncio.Transport, conn: h11.Connection):
         self.lingering = False
-        self.unread = False  # whether there is more to come although no body is being received
+        # Set when more data may arrive although h11 is not receiving a body.
+        self.unread = False
         self.write = transport.write
         self._transport = transport
         self._conn = conn
         self._paused = self._held = False
         self._reading = True
-        self._dropped = 0
+        self._discarded = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +97,7 @@ class LingeringTransport:
         self._read(paused=False, held=self._held)
 
     def hold(self, held: bool) -> None:
-        """Read nothing, whatever uvicorn wants, or no longer so. Mutates."""
+        """Stop reading, whatever uvicorn wants, while `held` is true."""
         self._read(paused=self._paused, held=held)
 
     def _read(self, *, paused: bool, held: bool) -> None:
@@ -105,7 +108,7 @@ class LingeringTransport:
             (self._transport.resume_reading if reading else self._transport.pause_reading)()
 
     def close(self) -> None:
-        """Close the connection: at once when nothing more is expected or at the second call. Mutates."""
+        """Close the connection, at once if the client is not sending or this is the second call."""
         unread = self.unread or self._conn.their_state in (h11.SEND_BODY, h11.ERROR)
         if not unread or self.is_closing() or not self._transport.can_write_eof():
             self._transport.close()
@@ -115,20 +118,20 @@ class LingeringTransport:
         self._read(paused=False, held=False)
         self._timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.close)
 
-    def drop(self, data: bytes) -> None:
-        """Pass over what still comes. Mutates."""
-        self._dropped += len(data)
-        if self._dropped > LINGER_BYTES:
+    def discard(self, data: bytes) -> None:
+        """Ignore data that arrives while lingering, and close after `LINGER_BYTES`."""
+        self._discarded += len(data)
+        if self._discarded > LINGER_BYTES:
             self._transport.close()
 
-    def lost(self) -> None:
-        """Forget the timer of a connection that has ended. Mutates."""
+    def cancel_timer(self) -> None:
+        """Cancel the timer that ends lingering."""
         if self._timer is not None:
             self._timer.cancel()
 
 
 class HttpProtocol(H11Protocol):
-    """One connection. The head of a request must come within a time, which no byte of it prolongs."""
+    """One HTTP/1.1 connection, which must deliver the head of each request within `header_timeout` seconds."""
 
     transport: LingeringTransport  # type: ignore[assignment]
 
@@ -136,82 +139,82 @@ class HttpProtocol(H11Protocol):
         super().__init__(*args, **options)
         self._shared = shared
         self._deadline: asyncio.TimerHandle | None = None
-        self._backlog = bytearray()  # what has arrived and waits for its turn
-        self._turn: asyncio.Handle | None = None
+        self._backlog = bytearray()  # received and not yet parsed
+        self._next_slice: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(LingeringTransport(transport, self.conn))  # type: ignore[arg-type]
         if not self._shared.admit(len(self.connections), self.loop.time()):
-            self.app = _refused(self.app)
-        self._expect_head()
+            self.app = _refuse_requests(self.app)
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._has_head()
+        self._stop_head_timer()
         self._backlog.clear()
-        self.transport.lost()
+        self.transport.cancel_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.lingering:
-            self.transport.drop(data)
-        elif not self._backlog and len(data) <= SLICE and not self._is_ahead():
-            self._take(data)
+            self.transport.discard(data)
+        elif not self._backlog and len(data) <= SLICE_BYTES and not self._has_pipelined_requests():
+            self._parse(data)
         else:
             self._backlog += data
             self.transport.hold(True)
-            self._wait_for_turn()
+            self._schedule_slice()
 
-    def _take(self, data: bytes) -> None:
+    def _parse(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._has_head()
+            self._stop_head_timer()
         elif self._deadline is None:
-            self._expect_head()
+            self._start_head_timer()
 
-    def _take_slice(self) -> None:
-        self._turn = None
-        if self._is_ahead():
-            return  # until the response is complete
-        data = bytes(self._backlog[:SLICE])
-        del self._backlog[:SLICE]
+    def _parse_slice(self) -> None:
+        self._next_slice = None
+        if self._has_pipelined_requests():
+            return  # on_response_complete schedules the next slice
+        data = bytes(self._backlog[:SLICE_BYTES])
+        del self._backlog[:SLICE_BYTES]
         if data and not self.transport.is_closing():
-            self._take(data)
+            self._parse(data)
         if self.transport.is_closing():
             self._backlog.clear()
         if self._backlog:
-            self._wait_for_turn()
+            self._schedule_slice()
         else:
             self.transport.hold(False)
 
-    def _wait_for_turn(self) -> None:
-        if self._turn is None:
-            self._turn = self.loop.call_soon(self._take_slice)
+    def _schedule_slice(self) -> None:
+        if self._next_slice is None:
+            self._next_slice = self.loop.call_soon(self._parse_slice)
 
-    def _is_ahead(self) -> bool:
-        """Whether the client has sent many requests while one is being answered."""
-        return self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > SLICE
+    def _has_pipelined_requests(self) -> bool:
+        """Return whether the client has sent many requests while one is being answered."""
+        return self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > SLICE_BYTES
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             self._shared.idle[self] = self.loop.time()
         if self._backlog:
-            self._wait_for_turn()
+            self._schedule_slice()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(HTTPException(400, f"this is not a valid HTTP request: {msg}"))
+        self._refuse(HTTPException(400, f"not a valid HTTP request: {msg}"))
 
-    def _expect_head(self) -> None:
+    def _start_head_timer(self) -> None:
         self._shared.idle.setdefault(self, self.loop.time())
-        self._deadline = self.loop.call_later(self._shared.header_timeout, self._head_is_late)
+        self._deadline = self.loop.call_later(self._shared.header_timeout, self._on_head_timeout)
 
-    def _has_head(self) -> None:
+    def _stop_head_timer(self) -> None:
         self._shared.idle.pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _head_is_late(self) -> None:
+    def _on_head_timeout(self) -> None:
         if self.transport.is_closing():
             return
         if self.conn.trailing_data[0]:
@@ -221,7 +224,7 @@ class HttpProtocol(H11Protocol):
             self.timeout_keep_alive_handler()
 
     def _refuse(self, error: HTTPException) -> None:
-        """Answer what is no request, or not yet, and close. Mutates."""
+        """Answer a malformed or incomplete request with an error, and close."""
         status, body, _ = describe(error)
         data = to_json(body)
         headers = [("content-type", "application/json"), ("content-length", str(len(data))), ("connection", "close")]
@@ -231,8 +234,8 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
 
-def _refused(app: Any) -> Any:
-    """Return an app that answers probes, and everything else with 503."""
+def _refuse_requests(app: Any) -> Any:
+    """Return an app that passes probes on to `app` and answers everything else with 503."""
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in PROBES:
@@ -246,10 +249,10 @@ def _refused(app: Any) -> Any:
 
 
 class Acceptor:
-    """Takes connections from a listening socket, a few at a time, so that those which are refused end in between.
+    """Accepts connections of a listening socket, a few at a time, so that refused ones can end in between.
 
-    When there is no file left for one, the others wait in the system's queue. Has the methods of `asyncio.Server` that
-    uvicorn calls.
+    When no file descriptor is left, connections wait in the system's queue. This class has the methods of
+    `asyncio.Server` that uvicorn calls.
     """
 
     def __init__(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]):
@@ -263,13 +266,13 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Accept no more. Mutates."""
+        """Stop accepting connections."""
         self._loop.remove_reader(self._listener)
         if self._pause is not None:
             self._pause.cancel()
 
     async def wait_closed(self) -> None:
-        """Return when everything that was accepted is a connection."""
+        """Wait until every accepted socket has become a connection."""
         await asyncio.gather(*self._tasks)
 
     def _resume(self) -> None:
@@ -281,18 +284,19 @@ class Acceptor:
                 connection, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no file or no memory is left
-                self._wait_for_room(error)
+            except OSError as error:  # no file descriptor or no memory is left
+                self._pause_accepting(error)
                 return
             task = self._loop.create_task(self._serve(connection))
-            self._tasks.add(task)  # the loop itself keeps only a weak reference
+            # The event loop itself keeps only a weak reference.
+            self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _wait_for_room(self, error: OSError) -> None:
+    def _pause_accepting(self, error: OSError) -> None:
         now = self._loop.time()
         if now >= self._next_log:
             self._next_log = now + LOG_INTERVAL
-            logger.error("cannot accept connections, they wait: %s", error)
+            logger.error("cannot accept connections, which wait meanwhile: %s", error)
         self._loop.remove_reader(self._listener)
         self._pause = self._loop.call_later(ACCEPT_PAUSE, self._resume)
 
@@ -300,13 +304,13 @@ class Acceptor:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(self._protocol, connection)
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the connection has ended meanwhile
             with contextlib.suppress(OSError):
                 connection.close()
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that accepts connections as `Acceptor` does."""
+    """A uvicorn server that accepts connections with `Acceptor`."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's envelope: {"error": {"message", "type", "param", "code", "value", "limit"}}."""
+"""Error responses in OpenAI's envelope: {"error": {"message", "type", "param", "code", "value", "limit"}}."""
 
 import contextlib
 import logging
@@ -28,8 +28,10 @@ logger = logging.getLogger(__name__)
 
 MAX_VALUE_LENGTH = 200  # characters of an offending value that an error repeats
 MAX_MESSAGE_LENGTH = 2000  # characters
-CLIENT_CLOSED = 499  # nginx's status for a client that went away; nobody sees it but the access log
-RETRY_AFTER_STOP = 5.0  # seconds; another replica, or this one after a restart
+# nginx's status for a client that has gone away. Only the access log shows it.
+CLIENT_CLOSED = 499
+# After this time another replica, or this one after a restart, may answer.
+RETRY_AFTER_STOP = 5.0  # seconds
 CODES = {
     401: "invalid_api_key",
     403: "forbidden",
@@ -42,13 +44,13 @@ CODES = {
     500: "internal_error",
     503: "unavailable",
 }
-VALIDATION_CODES = {"missing": "missing_required_parameter"}  # pydantic's name for an error: OpenAI's
-
+# OpenAI's code for an error by pydantic's type of it.
+VALIDATION_CODES = {"missing": "missing_required_parameter"}
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_VALUE_LENGTH
 
-# What is served, and what clients of other servers and of other APIs ask for.
+# Served endpoints, and the APIs of other servers that clients ask for, by path.
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/models")
 OTHER_APIS = {
     "/v1/responses": "OpenAI's Responses API",
@@ -69,12 +71,12 @@ OTHER_APIS = {
 
 
 class ClientGone(Exception):
-    """The client disconnected before its answer was ready."""
+    """Raised when a client disconnects before its response is ready."""
 
 
 @contextlib.contextmanager
 def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Lets `RequestError`s name what the client sent: `names` has that for the engine's fields."""
+    """Replace field names in `RequestError`s that leave the block: `names` maps the engine's names to the client's."""
     try:
         yield
     except RequestError as error:
@@ -95,7 +97,7 @@ def envelope(
     value: Any = None,
     limit: Any = None,
 ) -> dict[str, Any]:
-    """The body of an error response, and the data of an error event in a stream."""
+    """Return the body of an error response, which is also the data of an error event in a stream."""
     error: dict[str, Any] = {
         "message": message[:MAX_MESSAGE_LENGTH],
         "type": "invalid_request_error" if status < 500 else "server_error",
@@ -103,20 +105,20 @@ def envelope(
         "code": code or CODES.get(status, "invalid_value" if param else "invalid_request"),
     }
     if value is not None:
-        error["value"] = _short(value)
+        error["value"] = _shortened(value)
     if limit is not None:
-        error["limit"] = _short(limit)
+        error["limit"] = _shortened(limit)
     return {"error": error}
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers for an error; what is not ours is told to the operator's log only."""
+    """Return (status, body, headers) for an error. The message of an unexpected exception is not included."""
     match error:
         case QueueFull():
             headers = {"retry-after": str(max(1, math.ceil(error.retry_after)))}
-            return 503, _of_request(error), headers
+            return 503, _request_envelope(error), headers
         case RequestError():
-            return error.status, _of_request(error), {}
+            return error.status, _request_envelope(error), {}
         case PlanError():
             return error.status, envelope(str(error), error.status, param="plan"), {}
         case EngineStopped():
@@ -129,26 +131,27 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
             return error.status_code, envelope(str(error.detail), error.status_code), dict(error.headers or {})
         case JaxserveError():
             return 500, envelope(str(error), 500), {}
-    body = envelope("internal error; the server's log has the details", 500)
-    return 500, body, {"connection": "close"}  # uvicorn cuts it after a bug; a client that is told does not reuse it
+    body = envelope("internal error: see the server's log for details", 500)
+    # uvicorn cuts the connection after a bug: the header keeps clients from using it again.
+    return 500, body, {"connection": "close"}
 
 
 def error_response(error: Exception) -> Response:
-    """The response that tells a client of an error."""
+    """Return the HTTP response for an error."""
     status, body, headers = describe(error)
     return json_response(body, status, headers)
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON response; faster than going through a model."""
+    """Return a JSON response, faster than FastAPI's way through a model."""
     return Response(to_json(body), status, headers, media_type="application/json")
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Every error that leaves a route becomes an envelope. Mutates the app."""
+    """Make the app answer every error that leaves a route with an envelope."""
 
     async def on_error(request: Request, error: Exception) -> Response:
-        response = error_response(_explained(error, request))
+        response = error_response(_with_hint(error, request))
         client = request.app.state.server.loaded
         if response.status_code == 400 and client is not None and not is_for_operators(request.scope["path"]):
             client.count_rejection("invalid")
@@ -156,7 +159,7 @@ def install_handlers(app: FastAPI) -> None:
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return await on_error(request, _of_validation(error))
+        return await on_error(request, _first_validation_error(error))
 
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)
@@ -167,16 +170,16 @@ def install_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, on_error)
 
 
-def _explained(error: Exception, request: Request) -> Exception:
-    """Return an error of the router's with the path, and what can be asked instead; others as they are."""
+def _with_hint(error: Exception, request: Request) -> Exception:
+    """Add the path and the alternatives to a 404 or 405 of the router. Return other errors unchanged."""
     path = request.scope["path"][:MAX_VALUE_LENGTH]
     match error:
         case HTTPException(status_code=404, detail="Not Found"):
-            return HTTPException(404, f"there is nothing at {path!r}: {_hint(path)}")
+            return HTTPException(404, f"unknown path {path!r}: {_hint(path)}")
         case HTTPException(status_code=405):
             methods = {method.strip() for method in (error.headers or {}).get("Allow", "").split(",")}
             allowed = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
-            message = f"{request.method} is not possible at {path!r}, only {allowed}"
+            message = f"method {request.method} is not allowed at {path!r}: choose from {allowed}"
             return HTTPException(405, message, {"allow": allowed})
     return error
 
@@ -184,29 +187,29 @@ def _explained(error: Exception, request: Request) -> Exception:
 def _hint(path: str) -> str:
     for prefix, name in OTHER_APIS.items():
         if f"{path}/".startswith(f"{prefix}/"):
-            return f"{name} is not served; endpoints are {', '.join(ENDPOINTS)}"
+            return f"{name} is not served: endpoints are {', '.join(ENDPOINTS)}"
     meant = [endpoint for endpoint in ENDPOINTS if path.endswith(endpoint.removeprefix("/v1"))]
     question = f"did you mean {meant[0]}? " if meant else ""
-    return f"{question}endpoints are {', '.join(ENDPOINTS)}; /docs describes all"
+    return f"{question}endpoints are {', '.join(ENDPOINTS)}; /docs describes all of them"
 
 
-def _of_request(error: RequestError) -> dict[str, Any]:
+def _request_envelope(error: RequestError) -> dict[str, Any]:
     return envelope(str(error), error.status, param=error.field, code=error.code, value=error.value, limit=error.limit)
 
 
-def _of_validation(error: RequestValidationError) -> RequestError:
-    """The first complaint about a body's types, with the path of the field."""
+def _first_validation_error(error: RequestValidationError) -> RequestError:
+    """Return the first validation error of a body, with the path of its field."""
     first = error.errors()[0]
     place, *path = first["loc"]
     field = ".".join(str(part) for part in (path if place in ("body", "query") else first["loc"])) or None
     message = f"{field}: {first['msg']}" if field else f"the body: {first['msg']}"
-    error = RequestError(message, field=field, value=_short(first.get("input")))
+    error = RequestError(message, field=field, value=_shortened(first.get("input")))
     error.code = VALIDATION_CODES.get(first["type"])
     return error
 
 
-def _short(value: Any) -> Any:
-    """A value that is safe to repeat: JSON, and not long."""
+def _shortened(value: Any) -> Any:
+    """Return a value as short JSON that is safe to repeat in an error."""
     if value is None or (isinstance(value, int) and abs(value) < 2**53):
         return value
     if isinstance(value, float):

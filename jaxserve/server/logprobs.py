@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI's two endpoints."""
+"""Log-probabilities in the JSON forms of OpenAI's chat and text completions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,35 +8,37 @@ from typing import Any
 from jaxserve.core.request import Detokenizer, Logprob, TokenLogprobs
 from jaxserve.engine.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # JSON has no minus infinity; what other servers send for it
+# Sent for minus infinity, which JSON lacks, as other servers do.
+MIN_LOGPROB = -9999.0
 
-TokenText = Callable[[int], str]  # how a token is written in the log-probabilities
+TokenText = Callable[[int], str]  # from a token id to the form in which responses write it
 
 
 @dataclass
 class Offsets:
-    """Where the tokens of one choice begin in its text. Mutated by `take`.
+    """The positions at which the tokens of one choice begin in its text, in characters.
 
-    Special tokens that the text does not show take no room in it; a token that ends a character begins where it does.
+    Special tokens that the text does not show have no length. A token that completes a character begins where the
+    character begins.
     """
 
     detokenizer: Detokenizer
     length: int = 0  # characters of the tokens taken
 
     def take(self, token_id: int) -> int:
-        """Where the next token begins. Mutates."""
+        """Append the next token and return the position at which it begins."""
         start = self.length
         self.length += len(self.detokenizer.push((token_id,)))
         return start
 
 
-def as_id(token: int) -> str:
-    """Return how a token is written where clients ask for ids (return_tokens_as_token_ids)."""
+def token_as_id(token: int) -> str:
+    """Return the form of a token for clients that ask for ids (`return_tokens_as_token_ids`)."""
     return f"token_id:{token}"
 
 
-def as_text(tokenizer: Tokenizer) -> TokenText:
-    """Return a function from a token to its text, or to its bytes, as OpenAI writes them, if they are no text."""
+def token_writer(tokenizer: Tokenizer) -> TokenText:
+    """Return a function from a token to its text, or to OpenAI's form of its bytes if they are not UTF-8."""
 
     def text(token: int) -> str:
         data = tokenizer.token_bytes(token)
@@ -48,34 +50,40 @@ def as_text(tokenizer: Tokenizer) -> TokenText:
     return text
 
 
-def for_chat(
+def format_chat_logprobs(
     steps: Sequence[TokenLogprobs], tokenizer: Tokenizer, alternatives: int, *, ids: bool = False
 ) -> dict[str, Any]:
-    """The `logprobs` of a chat choice. Each step has the sampled token first. `ids`: tokens are written as ids."""
-    text = as_id if ids else tokenizer.token
+    """Return the `logprobs` of a chat choice. With `ids`, tokens are written as ids.
+
+    The first token of each step must be the sampled one.
+    """
+    text = token_as_id if ids else tokenizer.token
     content = []
     for step in steps:
         sampled = next(iter(step))
         top = sorted(step, key=lambda token: -_finite(step[token]))[:alternatives]
-        entry = _entry(sampled, step[sampled], tokenizer, text)
-        content.append({**entry, "top_logprobs": [_entry(token, step[token], tokenizer, text) for token in top]})
+        entry = _token_entry(sampled, step[sampled], tokenizer, text)
+        content.append({**entry, "top_logprobs": [_token_entry(token, step[token], tokenizer, text) for token in top]})
     return {"content": content, "refusal": None}
 
 
-def for_completion(
+def format_completion_logprobs(
     steps: Sequence[TokenLogprobs | None],
     token_ids: Sequence[int],
     text: TokenText,
     alternatives: int,
     offsets: Offsets,
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion choice; a prompt's first step is None. Mutates `offsets`."""
+    """Return the `logprobs` of a completion choice, and advance `offsets` by its tokens.
+
+    The step of a prompt's first token is None.
+    """
     tokens, chosen, tops, starts = [], [], [], []
     for token_id, step in zip(token_ids, steps, strict=True):
         tokens.append(text(token_id))
         starts.append(offsets.take(token_id))
         chosen.append(None if step is None else _finite(step[token_id]))
-        tops.append(None if step is None else _tops(step, text, alternatives))
+        tops.append(None if step is None else _top_logprobs(step, text, alternatives))
     return {
         "tokens": tokens,
         "token_logprobs": chosen,
@@ -84,8 +92,8 @@ def for_completion(
     }
 
 
-def for_prompt(steps: Sequence[TokenLogprobs | None], tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` as in vLLM: per prompt token, its alternatives by id; None for the first."""
+def format_prompt_logprobs(steps: Sequence[TokenLogprobs | None], tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: for each prompt token its alternatives by id, and None for the first token."""
     return [
         None
         if step is None
@@ -97,23 +105,24 @@ def for_prompt(steps: Sequence[TokenLogprobs | None], tokenizer: Tokenizer) -> l
     ]
 
 
-def _tops(step: TokenLogprobs, text: TokenText, alternatives: int) -> dict[str, float]:
-    """The most likely tokens by text, with the sampled one.
+def _top_logprobs(step: TokenLogprobs, text: TokenText, alternatives: int) -> dict[str, float]:
+    """Return the log-probabilities of the most likely tokens and the sampled token, by text.
 
-    Tokens may have the same text: it stands for the sampled one, or else the likeliest, and the others go by their ids.
+    If several tokens have equal text, it stands for the sampled or else the likeliest one. The others are written as
+    ids.
     """
     sampled = next(iter(step))
     best = sorted(step, key=lambda token: -_finite(step[token]))[:alternatives]
     owners = {text(token): token for token in reversed([sampled, *best])}
     return {
-        name if owners[name := text(token)] == token else as_id(token): _finite(step[token])
+        name if owners[name := text(token)] == token else token_as_id(token): _finite(step[token])
         for token in dict.fromkeys([*best, sampled])
     }
 
 
-def _entry(token: int, value: Logprob, tokenizer: Tokenizer, text: TokenText) -> dict[str, Any]:
+def _token_entry(token: int, value: Logprob, tokenizer: Tokenizer, text: TokenText) -> dict[str, Any]:
     return {"token": text(token), "logprob": _finite(value), "bytes": list(tokenizer.token_bytes(token))}
 
 
 def _finite(value: Logprob) -> float:
-    return value.logprob if math.isfinite(value.logprob) else LOWEST
+    return value.logprob if math.isfinite(value.logprob) else MIN_LOGPROB

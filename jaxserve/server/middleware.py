@@ -1,4 +1,4 @@
-"""Guards in front of every route, as plain ASGI: the keys, and the size and the time of a request's body."""
+"""ASGI middleware that guards every route: keys, and the size and arrival time of a request's body."""
 
 import asyncio
 from collections.abc import Iterable
@@ -7,19 +7,20 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.auth import carries, is_for_operators, is_open
+from jaxserve.server.auth import has_key, is_for_operators, is_public
 from jaxserve.server.body import ENCODINGS, body_too_large, decompress
 from jaxserve.server.errors import envelope, error_response, json_response
 from jaxserve.server.offload import off_loop
 from jaxserve.server.settings import ServerSettings, is_loopback
 
-CLOSE = {"connection": "close"}  # the body is not read
+# For responses that are sent before the body has been read.
+CLOSE = {"connection": "close"}
 
 
 class ApiKeyGuard:
-    """Lets requests pass that carry one of the keys, as `Authorization: Bearer <key>`, `api-key` or `x-api-key`.
+    """Middleware that requires an API key, as `Authorization: Bearer <key>`, `api-key` or `x-api-key`.
 
-    Operators' paths have a guard of their own.
+    Public paths need no key. `AdminGuard` guards the operators' paths.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]):
@@ -31,21 +32,22 @@ class ApiKeyGuard:
             await self.app(scope, receive, send)
             return
         headers = {"www-authenticate": "Bearer", **CLOSE}
-        message = "a valid API key is needed: Authorization: Bearer <key> (or the header api-key or x-api-key)"
+        message = "a valid API key is required: Authorization: Bearer <key> (or the header api-key or x-api-key)"
         error = HTTPException(401, message, headers)
         await error_response(error)(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
-        path = scope["path"]  # scope's: one put together from the Host header could be forged
-        return is_open(path) or is_for_operators(path) or carries(scope, self._keys)
+        # request.url is built from the Host header, which can be forged.
+        path = scope["path"]
+        return is_public(path) or is_for_operators(path) or has_key(scope, self._keys)
 
 
 class AdminGuard:
-    """Lets requests to the operators' paths pass that carry the admin key.
+    """Middleware that requires the admin key at the operators' paths.
 
-    Without an admin key they pass only when nobody else could come in: no API key is set either, the server listens
-    on this machine alone, and the headers Host and Origin name this machine (a web page elsewhere may have given its
-    own name this machine's address, or be one that `cors_origins` lets in).
+    If no admin key is set, a request passes only if nobody else could have sent it: no API key is set either, the
+    server listens on this machine alone, and the headers Host and Origin name this machine. A foreign web page may
+    have pointed its own name at this machine's address (DNS rebinding), or be one that `cors_origins` allows.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings):
@@ -57,24 +59,22 @@ class AdminGuard:
         if scope["type"] != "http" or not is_for_operators(scope["path"]):
             await self.app(scope, receive, send)
         elif self._key is not None:
-            await (self.app if carries(scope, (self._key,)) else _wrong_admin_key)(scope, receive, send)
+            await (self.app if has_key(scope, (self._key,)) else _wrong_admin_key)(scope, receive, send)
         elif not self._trusted:
             message = (
-                "operators are let in without an admin key only where no API key is set and the server listens on "
-                "this machine alone: start it with an admin key (--admin-key or JAXSERVE_ADMIN_KEY)"
+                "without an admin key this path is open only if no API key is set and the server listens on this "
+                "machine alone: start it with an admin key (--admin-key or JAXSERVE_ADMIN_KEY)"
             )
             await error_response(HTTPException(403, message, CLOSE))(scope, receive, send)
         elif not _names_this_machine(scope):
-            message = (
-                "without an admin key operators must use this machine's own name or address (headers host, origin)"
-            )
+            message = "without an admin key the headers host and origin must name this machine"
             await error_response(HTTPException(403, message, CLOSE))(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
 
 class BodyLimit:
-    """Receives a request's body before the app does, and decompresses it: at most `max_bytes`, within `timeout`."""
+    """Middleware that receives and decompresses a body of at most `max_bytes` within `timeout` seconds."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout: float):
         self.app = app
@@ -107,7 +107,7 @@ class BodyLimit:
                 raise self._too_large()
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body, or None if the client went away."""
+        """Return the whole body, or None if the client went away."""
         parts, size = [], 0
         while True:
             message = await receive()
@@ -125,19 +125,19 @@ class BodyLimit:
 
 
 def _encoding(scope: Scope) -> str | None:
-    """Return how the body is compressed, None if it is not. Raises HTTPException for what is not known."""
+    """Return the body's compression, or None. Raise HTTPException if it is unknown."""
     given = b",".join(value for name, value in scope["headers"] if name == b"content-encoding")
     encoding = given.decode("latin-1").strip().lower()
     if encoding in ("", "identity"):
         return None
     if encoding in ENCODINGS:
         return encoding
-    message = f"the body is compressed as {encoding[:40]!r} (header content-encoding); known are gzip and deflate"
+    message = f"unknown compression {encoding[:40]!r} (header content-encoding): choose from gzip, deflate"
     raise HTTPException(415, message, {"accept-encoding": "gzip, deflate", **CLOSE})
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A receive that gives the body at once, then what still comes: the disconnect."""
+    """Return a `receive` that gives the whole body first, and then later messages, such as the disconnect."""
     given = False
 
     async def replay() -> Message:
@@ -151,12 +151,12 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _wrong_admin_key(scope: Scope, receive: Receive, send: Send) -> None:
-    body = envelope("the admin key is needed: Authorization: Bearer <key>", 401, code="invalid_admin_key")
+    body = envelope("the admin key is required: Authorization: Bearer <key>", 401, code="invalid_admin_key")
     await json_response(body, 401, {"www-authenticate": "Bearer", **CLOSE})(scope, receive, send)
 
 
 def _names_this_machine(scope: Scope) -> bool:
-    """Whether the one Host header, and an Origin if there is one, are loopback names or addresses."""
+    """Return whether the only Host header, and Origin if present, are loopback names or addresses."""
     hosts = [b"//" + value for name, value in scope["headers"] if name == b"host"]
     origins = [value for name, value in scope["headers"] if name == b"origin"]
     return len(hosts) == 1 and all(_is_local(url) for url in (*hosts, *origins))
@@ -166,5 +166,5 @@ def _is_local(url: bytes) -> bool:
     try:
         host = urlsplit(url).hostname
         return host is not None and is_loopback(host.decode("ascii"))
-    except ValueError:  # none, or not one
+    except ValueError:
         return False

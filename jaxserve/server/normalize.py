@@ -1,4 +1,4 @@
-"""What clients and proxies write in several ways, brought into one form before any guard or route looks at it."""
+"""ASGI middleware that normalizes requests before any guard or route sees them."""
 
 import re
 
@@ -9,9 +9,10 @@ PRINTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class TidyPath:
-    """Takes the proxy's prefix, doubled slashes and a slash at the end from paths, where a redirect might lead astray.
+    """Middleware that removes the proxy's prefix, doubled slashes and a trailing slash from paths.
 
-    The prefix is taken as often as it is there, since the router takes it away, too: what the guards see is final.
+    A redirect might lead to a wrong address behind a proxy. The prefix is removed as often as it occurs: the router
+    would remove it again, and would then see another path than the guards.
     """
 
     def __init__(self, app: ASGIApp, root_path: str):
@@ -31,7 +32,7 @@ class TidyPath:
 
 
 class HeadAsGet:
-    """Answers HEAD as GET without the body, also where that is a stream without end."""
+    """Middleware that answers HEAD like GET without the body, and also ends endless streams."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -47,14 +48,15 @@ class HeadAsGet:
             if message["type"] == "http.response.start":
                 await send(message)
             elif not ended:
-                ended = True  # to the app it is as if the client had gone
+                # The end of the response reaches the app as a disconnect, which ends its stream.
+                ended = True
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await self.app({**scope, "method": "GET"}, receive, send_head)
 
 
 class RequestId:
-    """Gives a client's own X-Request-Id back in the answer, in place of the one that the server makes."""
+    """Middleware that returns the client's X-Request-Id, if it sent one, instead of the server's."""
 
     def __init__(self, app: ASGIApp):
         self.app = app

@@ -1,15 +1,16 @@
-"""The limit of open files, of which every connection is one."""
+"""The process's limit of open files, which also limits the number of connections."""
 
 import logging
 import sys
 
 logger = logging.getLogger(__name__)
 
-RESERVED = 128  # files that are not connections: checkpoints, logs, caches
+# File descriptors for other purposes than connections: checkpoints, logs, caches.
+RESERVED = 128
 
 
 def raise_limit() -> None:
-    """Raise the process's limit of open files as far as its owner may."""
+    """Raise the soft limit of open files to the hard limit."""
     if sys.platform == "win32":
         return
     import resource
@@ -18,12 +19,12 @@ def raise_limit() -> None:
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError) as error:  # macOS has a lower limit of its own
+        except (ValueError, OSError) as error:  # macOS has a lower system-wide limit
             logger.info("the limit of open files stays at %d: %s", soft, error)
 
 
 def max_connections() -> int:
-    """Return how many connections the limit of open files leaves room for."""
+    """Return the number of connections that the limit of open files allows."""
     if sys.platform == "win32":
         return sys.maxsize
     import resource
@@ -33,10 +34,10 @@ def max_connections() -> int:
 
 
 def warn_if_few(needed: int) -> None:
-    """Log a warning if fewer connections can be open than requests may wait."""
+    """Log a warning if the limit of open files allows fewer than `needed` connections."""
     if (possible := max_connections()) < needed:
         logger.warning(
-            "the limit of open files leaves room for %d connections, fewer than the %d requests that may wait "
+            "the limit of open files allows %d connections, fewer than the %d requests that may be queued "
             "(--max-queued-requests): raise it with ulimit -n",
             possible,
             needed,

@@ -1,4 +1,4 @@
-"""From a YAML file and the command line to an `EngineConfig` and a `ServerSettings`."""
+"""Resolution of a YAML file and command-line options to an `EngineConfig` and a `ServerSettings`."""
 
 import difflib
 from collections.abc import Mapping
@@ -26,14 +26,14 @@ SERVER_KEYS = frozenset(field.name for field in fields(ServerSettings))
 
 
 def read_config(path_or_name: str | Path) -> dict[str, Any]:
-    """Return the options, with underscores, of a YAML file or of the one of configs/serve with that name.
+    """Return the options (names with underscores) in a YAML file, given by path or by its name in configs/serve.
 
-    Raises ConfigError for a file that cannot be read or is not a mapping of options.
+    Raise ConfigError if the file cannot be read or is not a mapping of options.
     """
     file = config_path("serve", path_or_name)
     if file is None:
         known = ", ".join(config_names("serve"))
-        raise ConfigError(f"cannot read {path_or_name}: no such file; give a YAML file or one of {known} (--config)")
+        raise ConfigError(f"no file {str(path_or_name)!r}: give a YAML file or one of {known} (--config)")
     value = parse_yaml(read_text(file), file)
     if value is None:
         return {}
@@ -43,9 +43,9 @@ def read_config(path_or_name: str | Path) -> dict[str, Any]:
 
 
 def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
-    """The two configurations; what is `given` on the command line (not None) overrides the file.
+    """Return both configurations. Options `given` on the command line (not None) override the file.
 
-    Raises ConfigError naming an option of the wrong type.
+    Raise ConfigError, naming the option, if an option is unknown or has the wrong type.
     """
     chosen = {**from_file, **{_known(key): value for key, value in given.items() if value is not None}}
     for key in RENAMED.values():
@@ -61,7 +61,7 @@ def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Eng
 
 
 def _known(key: str, file: Path | None = None) -> str:
-    """The field's name for an option's. Raises ConfigError, with the nearest option, if there is none."""
+    """Return the field name of an option. Raise ConfigError, with the most similar option, if it is unknown."""
     name = key.replace("-", "_")
     name = RENAMED.get(name, name)
     if name in ENGINE_KEYS | SERVER_KEYS:
@@ -69,14 +69,14 @@ def _known(key: str, file: Path | None = None) -> str:
     nearest = difflib.get_close_matches(name, sorted(ENGINE_KEYS | SERVER_KEYS | RENAMED.keys()), n=1)
     hint = f"; did you mean {nearest[0].replace('_', '-')!r}?" if nearest else ""
     where = f" in {file}" if file else ""
-    raise ConfigError(f"there is no option {key!r}{where}{hint}")
+    raise ConfigError(f"unknown option {key!r}{where}{hint}")
 
 
 def _validated(kind: type, values: dict[str, Any]) -> Any:
-    """A dataclass with its types checked; Path and float take what YAML writes for them."""
+    """Return a dataclass with checked types. Fields of type Path or float accept what YAML writes for them."""
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         option = str(first["loc"][0]).replace("_", "-")
-        raise ConfigError(f"the option {option!r}: {first['msg']}") from error
+        raise ConfigError(f"option {option!r}: {first['msg']}") from error

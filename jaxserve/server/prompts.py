@@ -1,4 +1,4 @@
-"""From a request's texts and messages to token ids; large inputs are rendered and tokenized off the event loop."""
+"""Rendering and tokenizing of a request's texts and messages, off the event loop if they are large."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,13 +14,14 @@ from jaxserve.server.schemas.chat import Conversation
 
 T = TypeVar("T")
 TokenIds = Sequence[int]
-MUCH_TEXT = 4096  # characters or tokens; fewer cost less than the way to another thread
-MANY_MESSAGES = 32
+# Up to these sizes the work costs less than handing it to another thread.
+MAX_INLINE_TEXT = 4096  # characters or tokens
+MAX_INLINE_MESSAGES = 32
 
 
 async def off_loop_if_large(size: int, work: Callable[..., T], *args: object) -> T:
-    """Return `work(*args)`, computed in another thread if its input has many characters or tokens."""
-    return await off_loop(work, *args) if size > MUCH_TEXT else work(*args)
+    """Return `work(*args)`, computed in another thread if its input has more than `MAX_INLINE_TEXT` units."""
+    return await off_loop(work, *args) if size > MAX_INLINE_TEXT else work(*args)
 
 
 async def encode(
@@ -31,35 +32,35 @@ async def encode(
     keep: int | None = None,
     check: Callable[[TokenIds], None] = lambda token_ids: None,
 ) -> list[list[int]]:
-    """Return the token ids of texts: the last `keep` of each, or all.
+    """Return the token ids of texts: the last `keep` of each text, or all of them.
 
-    `check` raises for token ids that are refused, before the next text is tokenized. Raises PromptTooLong, without
-    tokenizing, for a text that cannot fit as a whole.
+    `check` is called with each text's token ids before the next text is tokenized, and may raise. Raise PromptTooLong
+    without tokenizing if a text has too many characters to fit the context.
     """
     if keep is None:
-        check_characters(client, texts)
+        _check_characters(client, texts)
 
     def encode_all() -> list[list[int]]:
         encoded = []
         for text in texts:
-            encoded.append(_last(client.tokenizer, text, add_special_tokens, keep))
+            encoded.append(_encode_last(client.tokenizer, text, add_special_tokens, keep))
             check(encoded[-1])
         return encoded
 
     return await off_loop_if_large(sum(map(len, texts)), encode_all)
 
 
-def check_characters(client: EngineClient, texts: Sequence[str]) -> None:
-    """Raise PromptTooLong for a text of more characters than the tokens of the model's context can have."""
-    most = client.tokenizer.max_characters(client.info.max_model_len)
+def _check_characters(client: EngineClient, texts: Sequence[str]) -> None:
+    """Raise PromptTooLong if a text has more characters than a context full of tokens can have."""
+    limit = client.tokenizer.max_characters(client.info.max_model_len)
     for text in texts:
-        if len(text) > most:
+        if len(text) > limit:
             raise PromptTooLong(
                 f"{context_length(client.info)} However, the prompt has {len(text)} characters, "
-                f"and so many tokens have at most {most}",
+                f"and a context of this length holds at most {limit}",
                 field="prompt",
                 value=len(text),
-                limit=most,
+                limit=limit,
             )
 
 
@@ -71,9 +72,9 @@ async def tokens_prompts(
     keep: int | None = None,
     embed: bool = False,
 ) -> list[TokensPrompt]:
-    """Return prompts for the engine, within the model's limits: the last `keep` tokens of each, or all.
+    """Return prompts for the engine: the last `keep` tokens of each prompt, or all of them.
 
-    `embed`: nothing is to be generated. Raises RequestError.
+    With `embed`, no room for generated tokens is required. Raise RequestError if a prompt breaks the model's limits.
     """
     check = partial(check_prompt, client.info, embed=embed)
     cut = [prompt if isinstance(prompt, str) or keep is None else prompt[-keep:] for prompt in prompts]
@@ -92,10 +93,13 @@ async def tokens_prompts(
     ]
 
 
-async def conversation(
+async def conversation_prompt(
     client: EngineClient, body: Conversation, *, add_special_tokens: bool, keep: int | None = None
 ) -> TokensPrompt:
-    """Return the prompt of a conversation, rendered by the model's chat template. Raises RequestError."""
+    """Return the prompt of a conversation, rendered with the model's chat template.
+
+    Raise RequestError if the prompt breaks the model's limits.
+    """
     with rename_error_fields({"prompt": "messages"}):
         text = await render(client, body)
         (prompt,) = await tokens_prompts(client, [text], add_special_tokens=add_special_tokens, keep=keep)
@@ -103,26 +107,28 @@ async def conversation(
 
 
 async def render(client: EngineClient, body: Conversation) -> str:
-    """Return the text of a conversation. Raises RequestError for what the template or the model cannot take."""
-    contents = [message.content or "" for message in body.messages[:MANY_MESSAGES]]
-    size = MUCH_TEXT + 1 if len(body.messages) > MANY_MESSAGES else sum(map(_weight, contents))
-    return await off_loop_if_large(size, _render, client, body)
+    """Return the text of a conversation. Raise RequestError if the template or the model cannot take a message."""
+    contents = [message.content or "" for message in body.messages[:MAX_INLINE_MESSAGES]]
+    size = MAX_INLINE_TEXT + 1 if len(body.messages) > MAX_INLINE_MESSAGES else sum(map(_content_size, contents))
+    return await off_loop_if_large(size, _apply_template, client, body)
 
 
-def _render(client: EngineClient, body: Conversation) -> str:
+def _apply_template(client: EngineClient, body: Conversation) -> str:
     messages = [message.as_dict(f"messages.{index}") for index, message in enumerate(body.messages)]
     return client.tokenizer.apply_chat_template(messages, **body.template_variables())
 
 
-def _weight(content: str | list[dict[str, Any]]) -> int:
-    """Return roughly the characters of a message's content; many parts count as much text."""
+def _content_size(content: str | list[dict[str, Any]]) -> int:
+    """Return roughly the characters of a message's content. Many parts count as large."""
     if isinstance(content, str):
         return len(content)
-    return MUCH_TEXT + 1 if len(content) > MANY_MESSAGES else sum(len(str(part.get("text"))) for part in content)
+    if len(content) > MAX_INLINE_MESSAGES:
+        return MAX_INLINE_TEXT + 1
+    return sum(len(str(part.get("text"))) for part in content)
 
 
-def _last(tokenizer: Tokenizer, text: str, add_special_tokens: bool, keep: int | None) -> list[int]:
-    """Return the last `keep` token ids of a text; what lies far before them is not tokenized."""
+def _encode_last(tokenizer: Tokenizer, text: str, add_special_tokens: bool, keep: int | None) -> list[int]:
+    """Return the last `keep` token ids of a text, without tokenizing what lies far before them."""
     if keep is None:
         return tokenizer.encode(text, add_special_tokens)
     return tokenizer.encode(text[-tokenizer.max_characters(2 * keep + 1) :], add_special_tokens)[-keep:]

@@ -1,7 +1,7 @@
 """Running the server: bind first, load the engine while probes are answered, drain on the first signal.
 
-The first SIGTERM or SIGINT refuses new requests and lets those in flight end, for at most `shutdown_timeout` seconds;
-the second one, or one while the model is loading, ends the process at once.
+After the first SIGTERM or SIGINT, new requests are refused and requests in flight have `shutdown_timeout` seconds to
+end. A second signal, or a signal while the model is loading, ends the process at once.
 """
 
 import asyncio
@@ -30,19 +30,21 @@ from jaxserve.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-LAST_WRITES = 2  # seconds for what is still to be written to clients when every request has ended
+# Seconds for the last bytes to reach clients after every request has ended.
+FLUSH_TIMEOUT = 2
 MAX_HEADER_BYTES = 64 * 1024
 
 Load = Callable[[], EngineClient]
 
 
 def run_server(load: Load, settings: ServerSettings, on_ready: Callable[[str, EngineClient], None]) -> None:
-    """Serves until a signal. `load` builds the engine in a thread; `on_ready(url, client)` is called once.
+    """Serve until a signal. `load` builds the engine in a thread, and `on_ready(url, client)` is then called once.
 
-    Raises ConfigError if the address cannot be bound, and what `load` raises.
+    Raise ConfigError if the address cannot be bound, and any exception that `load` raises.
     """
     open_files.raise_limit()
-    anyio.run(anyio.sleep, 0)  # imports what the first request would, which fails when no file can be opened
+    # Imports modules that the first request would import, when perhaps no file can be opened any more.
+    anyio.run(anyio.sleep, 0)
     listener = bind(settings.host, settings.port)
     app = create_app(None, settings)
     config = server_config(app, settings)
@@ -54,7 +56,7 @@ def run_server(load: Load, settings: ServerSettings, on_ready: Callable[[str, En
 
 
 def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
-    """How uvicorn serves the app; its loggers are left to the caller."""
+    """Return uvicorn's configuration for the app. The caller configures the loggers."""
     shared = Connections(settings.header_timeout, open_files.max_connections())
     return uvicorn.Config(
         app,
@@ -67,12 +69,12 @@ def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type] # a number for call_later
         headers=[("keep-alive", f"timeout={math.floor(settings.keep_alive_timeout)}")],
-        timeout_graceful_shutdown=LAST_WRITES,
+        timeout_graceful_shutdown=FLUSH_TIMEOUT,
     )
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError naming the address."""
+    """Return a listening socket. Raise ConfigError if the address cannot be bound."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -81,14 +83,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url(listener: socket.socket) -> str:
-    """Where a client on this machine reaches the socket."""
+    """Return the URL at which a client on this machine reaches a listening socket."""
     bound, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, str(bound))
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class DrainingServer(HttpServer):
-    """A server that loads its engine beside serving and drains it before it closes."""
+    """A server that loads its engine while it answers probes, and drains the engine before it closes."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, load: Load, shutdown_timeout: float):
         super().__init__(config)
@@ -101,13 +103,13 @@ class DrainingServer(HttpServer):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to listen, and to load the engine."""
+        """Start to listen, and to load the engine in a thread."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         threading.Thread(target=self._load_engine, name="jaxserve-load", daemon=True).start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second ends the process. Called in the main thread between two instructions."""
+        """Drain at the first signal, and end the process at the second. Runs in the main thread as a signal handler."""
         self._signals += 1
         if self._signals > 1 or self._state.loaded is None:
             os._exit(128 + sig)
@@ -121,7 +123,8 @@ class DrainingServer(HttpServer):
             self.should_exit = True
             return
         gc.collect()
-        gc.freeze()  # what is there now stays: to look through it again and again would take 0.1 s each time
+        # The loaded objects stay: without this, each full collection would take 0.1 s to visit them.
+        gc.freeze()
         self._loop.call_soon_threadsafe(self._attach, client)
 
     def _attach(self, client: EngineClient) -> None:
@@ -132,20 +135,23 @@ class DrainingServer(HttpServer):
     def _start_draining(self, signal_name: str) -> None:
         self._state.start_draining()
         task = asyncio.ensure_future(self._drain(signal_name))
-        self._tasks.add(task)  # the loop itself keeps only a weak reference
+        # The event loop itself keeps only a weak reference.
+        self._tasks.add(task)
 
     async def _drain(self, signal_name: str) -> None:
         client = self._state.loaded
-        assert client is not None  # a signal before that has ended the process
+        assert client is not None  # a signal while loading ends the process
         try:
             logger.warning(
-                "%s: refusing new requests, %d in flight have %g s; again to stop at once",
+                "%s: refusing new requests, %d in flight have %g s to end; repeat the signal to stop at once",
                 signal_name,
                 client.snapshot().num_running + client.snapshot().num_waiting,
                 self._shutdown_timeout,
             )
             if not await client.drain(self._shutdown_timeout):
-                logger.warning("requests in flight are ended after %g s (shutdown_timeout)", self._shutdown_timeout)
+                logger.warning(
+                    "aborting the requests still in flight after %g s (--shutdown-timeout)", self._shutdown_timeout
+                )
             await client.shutdown()
         finally:
             self.should_exit = True

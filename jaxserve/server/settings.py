@@ -1,4 +1,4 @@
-"""ServerSettings: what an operator may set for the HTTP server."""
+"""The options of the HTTP server."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MEBIBYTE = 1024 * 1024
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Frozen. No key ever appears in logs: they are left out of the representation."""
+    """The options of the HTTP server. Keys are left out of the representation, so that no log shows them."""
 
     host: Annotated[str, Option("HTTP server", "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option("HTTP server", "Port to listen on; 0: any free port.", minimum=0, maximum=65535)] = 8000
@@ -92,16 +92,22 @@ class ServerSettings:
     ] = "info"
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` naming the option that is wrong."""
+        """Raise ConfigError, naming the option, if a value is not allowed."""
         check_ranges(self)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ConfigError(f"root_path is {self.root_path!r}, it must be like '/prefix' (--root-path)")
+            raise ConfigError(
+                f"root_path is {self.root_path!r}: it must begin and not end with a slash, like '/prefix' (--root-path)"
+            )
         if not all(key.strip() for key in self.api_keys):
-            raise ConfigError("an API key is empty (--api-key or JAXSERVE_API_KEY)")
+            raise ConfigError("an API key is empty: it must have visible characters (--api-key or JAXSERVE_API_KEY)")
         if self.admin_key is not None and not self.admin_key.strip():
-            raise ConfigError("the admin key is empty (--admin-key or JAXSERVE_ADMIN_KEY)")
+            raise ConfigError(
+                "the admin key is empty: it must have visible characters (--admin-key or JAXSERVE_ADMIN_KEY)"
+            )
         if self.admin_key in self.api_keys:
-            raise ConfigError("the admin key is an API key too: every client would be an operator (--admin-key)")
+            raise ConfigError(
+                "the admin key must differ from the API keys: otherwise every client is an operator (--admin-key)"
+            )
 
     def __repr__(self) -> str:
         admin = "set" if self.admin_key else "none"
@@ -109,16 +115,17 @@ class ServerSettings:
 
     @property
     def local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """True if the server listens on this machine's loopback address alone."""
         return is_loopback(self.host)
 
     @property
     def max_body_bytes(self) -> int:
+        """Maximum size of a request's body in bytes."""
         return int(self.max_body_mb * MEBIBYTE)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, by name or address, is this machine as only itself sees it."""
+    """Return whether a host name or address is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

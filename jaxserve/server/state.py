@@ -1,4 +1,4 @@
-"""ServerState: what the routes of one app share: the engine once it is loaded, the settings and the wall clock."""
+"""The state that all routes of one app share: the engine once it is loaded, the settings and the wall clock."""
 
 import time
 import uuid
@@ -14,7 +14,7 @@ from jaxserve.server.settings import ServerSettings
 
 
 class Phase(StrEnum):
-    """Where the server is in its life; the values are what /ready says."""
+    """The phases of a server's life. /ready answers with their values."""
 
     LOADING = "loading"
     SERVING = "serving"
@@ -22,20 +22,20 @@ class Phase(StrEnum):
 
 
 class ModelNotFound(RequestError):
-    """The request names a model that is not served here."""
+    """Raised when a request names a model that is not served here."""
 
     status = 404
     code = "model_not_found"
 
 
 class NoControlPlane(RequestError):
-    """The engine has no plan that could be shown or changed."""
+    """Raised when the engine has no plan that could be shown or changed."""
 
     status = 409
 
 
 class ServerState:
-    """Mutated by `attach` (the engine is loaded) and `start_draining` only."""
+    """The state of one server. Only `attach` and `start_draining` change it."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class ServerState:
             self.attach(client)
 
     def attach(self, client: EngineClient) -> None:
-        """Mutates: requests are served from now on."""
+        """Set the loaded engine, and begin to serve requests."""
         self._client = client
         if self.phase is Phase.LOADING:
             self.phase = Phase.SERVING
 
     def start_draining(self) -> None:
-        """Mutates: new requests are refused from now on."""
+        """Refuse new requests from now on."""
         self.phase = Phase.DRAINING
 
     @property
@@ -68,11 +68,11 @@ class ServerState:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are accepted."""
+        """True if requests are accepted."""
         return self.phase is Phase.SERVING and self._client is not None and self._client.ready
 
     def client(self) -> EngineClient:
-        """The engine for a new request. Raises EngineStopped while loading or draining."""
+        """Return the engine for a new request. Raise EngineStopped while loading or draining."""
         if self._client is None or self.phase is Phase.LOADING:
             raise EngineStopped("the model is still loading")
         if self.phase is Phase.DRAINING:
@@ -80,7 +80,10 @@ class ServerState:
         return self._client
 
     def control(self) -> ControlClient:
-        """The engine's control plane, also while draining. Raises EngineStopped while loading, or NoControlPlane."""
+        """Return the engine's control plane, also while draining.
+
+        Raise EngineStopped while loading, and NoControlPlane if the engine has none.
+        """
         if self._client is None:
             raise EngineStopped("the model is still loading")
         control = self._client.control
@@ -89,25 +92,29 @@ class ServerState:
         return control
 
     def model_names(self) -> tuple[str, ...]:
-        """The names under which the model is served, the one to show first."""
+        """Return the names under which the model is served. Responses show the first one."""
         return self.settings.served_model_names or (self.client().info.name,)
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with. Raises ModelNotFound if `name` is not served; None stands for the default."""
+        """Return the name to answer with: `name`, or the default for None. Raise ModelNotFound if it is not served."""
         names = self.model_names()
         if name is None or name in names:
             return name or names[0]
         raise ModelNotFound(
-            f"the model {name[:200]!r} is not served here", field="model", value=name[:200], limit=", ".join(names)
+            f"the model {name[:200]!r} is not served here: choose from {', '.join(names)}",
+            field="model",
+            value=name[:200],
+            limit=", ".join(names),
         )
 
     def timestamp(self) -> int:
-        """Seconds since the epoch."""
+        """Return the wall-clock time in whole seconds since the epoch."""
         return int(self.wall_clock())
 
 
-async def get_state(request: Request) -> ServerState:  # async: FastAPI sends others through a thread
-    """FastAPI dependency: the app's state."""
+# Async, since FastAPI calls other dependencies in a thread.
+async def get_state(request: Request) -> ServerState:
+    """Return the app's state, as a FastAPI dependency."""
     state: ServerState = request.app.state.server
     return state
 
@@ -116,5 +123,5 @@ State = Annotated[ServerState, Depends(get_state)]
 
 
 def new_id(prefix: str) -> str:
-    """A unique id of a response, e.g. "chatcmpl-..."."""
+    """Return a unique id for a response, such as "chatcmpl-..."."""
     return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""Answers that end when the client goes away: server-sent events, and waiting with an eye on the connection."""
+"""Responses that are cancelled when the client disconnects: server-sent events and awaited results."""
 
 import asyncio
 import contextlib
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"  # a comment, which clients pass over
+PING = b": ping\n\n"  # a comment, which clients ignore
 
-# Not line ends to the standard of server-sent events, but to the line iterators of some clients.
+# The standard of server-sent events does not treat these as line ends, but the line iterators of some clients do.
 LINE_ENDS = {"\u0085": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
 
 
 def event(data: Any) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event with `data` as JSON."""
     text = to_json(data)
     if b"\xe2\x80" in text or b"\xc2\x85" in text:
         for character, escaped in LINE_ENDS.items():
@@ -34,13 +34,13 @@ def event(data: Any) -> bytes:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away. Raises ClientGone then."""
+    """Return the result of `work`. If the client disconnects, cancel it and raise ClientGone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(disconnected(request.receive))
     try:
@@ -61,11 +61,11 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from a generator of JSON values, then `data: [DONE]`, also after an error.
+    """A response of server-sent events from a generator of JSON values, ended by `data: [DONE]` even after an error.
 
-    The first value is awaited by `start` for a while, so that a refused request has its proper status. Whenever nothing
-    has been sent for as long, a comment is, lest proxies and clients take the connection for dead; an error that comes
-    after one is an event. When the client goes away the generator is closed, wherever it is.
+    `start` waits at most one ping interval for the first value, so that a request refused by then gets its proper
+    status. A later error becomes an event. After each interval without an event a comment is sent, since proxies and
+    clients might otherwise take the connection for dead. The generator is closed when the client disconnects.
     """
 
     media_type = "text/event-stream"
@@ -81,13 +81,16 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first, self._rest = first, rest
         self._ping_interval = ping_interval  # seconds
-        self._silent = True  # since the last look of `_ping`
+        self._silent = True  # no event since the last check of `_ping`
 
     @classmethod
     async def start(
         cls, request: Request, values: AsyncGenerator[Any, None], headers: Mapping[str, str]
     ) -> "EventStream":
-        """Waits for the first value. Raises what the generator raises soon instead of it, or ClientGone."""
+        """Return the stream once the first value has arrived, or after one ping interval.
+
+        Raise an error of the generator that occurs by then, or ClientGone if the client disconnects.
+        """
         interval = request.app.state.server.settings.sse_ping_interval
         first = asyncio.ensure_future(_next(values))
         try:
@@ -135,7 +138,6 @@ class EventStream(Response):
         await _send_part(send, event(value))
 
     async def _ping(self, send: Send) -> None:
-        """Sends a comment for each interval without an event."""
         while True:
             await asyncio.sleep(self._ping_interval)
             if self._silent:

@@ -14,7 +14,7 @@ from jaxserve.server.app import create_app
 from jaxserve.server.body import MAX_ITEMS, count_items, parse_body
 from jaxserve.server.offload import off_loop
 from jaxserve.server.routes import json_route
-from jaxserve.server.routes.json_route import SMALL_BODY
+from jaxserve.server.routes.json_route import MAX_INLINE_BODY
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 from tests.server.fake_control import FakeControl
@@ -140,7 +140,7 @@ def test_large_bodies_are_read_off_the_event_loop(http, monkeypatch, path):
     monkeypatch.setattr(json_route, "parse_body", read)
     body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "input": "a", "tokens": [1]}
     body = {name: value for name, value in body.items() if path != "/tokenize" or name != "messages"}
-    for padding in ("", "x" * SMALL_BODY):
+    for padding in ("", "x" * MAX_INLINE_BODY):
         assert http.post(path, json=body | {"user": padding}).status_code == 200
     assert [thread.name.startswith("jaxserve-request") for thread in threads] == [False, True]
 

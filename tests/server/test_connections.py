@@ -261,9 +261,9 @@ def test_connections_wait_while_there_is_no_file_for_them(monkeypatch, caplog):
 
 def test_large_and_chunked_bodies_are_taken_in_slices(monkeypatch):
     slices = []
-    take = connections.HttpProtocol._take
+    take = connections.HttpProtocol._parse
     monkeypatch.setattr(
-        connections.HttpProtocol, "_take", lambda protocol, data: slices.append(len(data)) or take(protocol, data)
+        connections.HttpProtocol, "_parse", lambda protocol, data: slices.append(len(data)) or take(protocol, data)
     )
     body = json.dumps({"prompt": "a", "user": "x" * 1_000_000}).encode()
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[i : i + 7] for i in range(0, len(body), 7)))
@@ -272,19 +272,19 @@ def test_large_and_chunked_bodies_are_taken_in_slices(monkeypatch):
         assert raw_request(address, head + b"Content-Length: %d" % len(body), body).startswith(b"HTTP/1.1 200 ")
         answer = raw_request(address, head + b"Transfer-Encoding: chunked", chunks + b"0\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200 ")
-    assert max(slices) <= connections.SLICE
+    assert max(slices) <= connections.SLICE_BYTES
     assert sum(slices) > len(body) + len(chunks)
 
 
 def test_many_requests_at_once_are_answered_one_by_one_and_wait_outside_of_the_parser(monkeypatch):
     ahead = []
-    take = connections.HttpProtocol._take
+    take = connections.HttpProtocol._parse
 
     def watched(protocol, data):
         take(protocol, data)
         ahead.append(len(protocol.conn.trailing_data[0]))
 
-    monkeypatch.setattr(connections.HttpProtocol, "_take", watched)
+    monkeypatch.setattr(connections.HttpProtocol, "_parse", watched)
     count = 5000
     requests = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * count
     answers = b""
@@ -295,7 +295,7 @@ def test_many_requests_at_once_are_answered_one_by_one_and_wait_outside_of_the_p
             answers += client.recv(1_000_000)
         sender.join()
     assert answers.count(b"HTTP/1.1 ") == count
-    assert max(ahead) <= 2 * connections.SLICE
+    assert max(ahead) <= 2 * connections.SLICE_BYTES
 
 
 def test_address_of_the_client_is_logged(caplog):

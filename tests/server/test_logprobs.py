@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.core.request import Logprob
-from jaxserve.server.logprobs import Offsets, as_text, for_completion
+from jaxserve.server.logprobs import Offsets, format_completion_logprobs, token_writer
 from tests.server.fake import byte_tokenizer
 
 TEXTS = {1: "a", 2: "a", 3: "b", 4: "a"}
@@ -20,7 +20,7 @@ TEXTS = {1: "a", 2: "a", 3: "b", 4: "a"}
 )
 def test_every_token_of_one_text_is_told(step, top):
     sampled, *_ = step
-    logprobs = for_completion(
+    logprobs = format_completion_logprobs(
         [{token: Logprob(value) for token, value in step.items()}],
         [sampled],
         TEXTS.__getitem__,
@@ -35,6 +35,6 @@ def test_every_token_of_one_text_is_told(step, top):
 def test_bytes_that_are_no_text_are_written_as_openai_does():
     tokenizer = byte_tokenizer()
     (first, *_), (space,) = tokenizer.encode("🦊"), tokenizer.encode(" ")
-    text = as_text(tokenizer)
+    text = token_writer(tokenizer)
     assert text(first) == "bytes:\\xf0"
     assert text(space) == " "

@@ -83,7 +83,7 @@ def test_unknown_key_is_named_with_the_nearest(tmp_path):
         ("a: [", "YAML"),
         ("5: 6", "mapping"),
         ("!!python/object/apply:os.getcwd []", "YAML"),
-        ("extra: {}", "no option 'extra'"),
+        ("extra: {}", "unknown option 'extra'"),
     ],
 )
 def test_file_that_is_no_options(tmp_path, text, message):

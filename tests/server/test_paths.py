@@ -59,7 +59,7 @@ def test_wrong_method_names_the_right_ones(http):
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     answer = http.post("/health")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
-    assert answer.json()["error"]["message"] == "POST is not possible at '/health', only GET, HEAD"
+    assert answer.json()["error"]["message"] == "method POST is not allowed at '/health': choose from GET, HEAD"
 
 
 # slashes

@@ -1,1 +1,1 @@
-"""The dashboard's page: HTML, CSS and JavaScript modules, served as they lie here."""
+"""The dashboard's page: HTML, CSS and JavaScript modules, served without a build step."""

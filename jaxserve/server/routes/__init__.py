@@ -1,1 +1,1 @@
-"""The endpoints, one module per resource."""
+"""The endpoints of the API, one module per resource."""

@@ -1,4 +1,4 @@
-"""/admin: the plan in force, what led to it, and other plans and policies, for those with the admin key."""
+"""/admin: reading and changing the plan and the policy, with the admin key."""
 
 import asyncio
 from typing import Annotated, Any, Literal
@@ -19,14 +19,14 @@ from jaxserve.server.state import State
 JSON, YAML = "application/json", "application/yaml"
 YAML_TYPES = frozenset({YAML, "application/x-yaml", "text/yaml", "text/x-yaml"})
 MAX_DECISIONS = 1000
-MAX_PLAN_BYTES = 64 * 1024  # bytes; an instance takes a few hundred
+MAX_PLAN_BYTES = 64 * 1024  # an instance takes a few hundred bytes
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 json_router = APIRouter(route_class=JsonRoute)
 
 
 def documented(model: type[BaseModel], status: int = 200) -> dict[int | str, dict[str, Any]]:
-    """The description of an answer that is sent as the engine gave it."""
+    """Return the OpenAPI description of a response that is sent without going through `model`."""
     return {status: {"model": model}}
 
 
@@ -39,7 +39,7 @@ PLAN_ANSWER = {
 
 @router.get("/plan", response_model=None, responses=PLAN_ANSWER)
 async def get_plan(request: Request, state: State, format: Literal["json", "yaml"] | None = None) -> Response:
-    """The plan in force, as YAML if `format` or else the header Accept asks for it."""
+    """Return the plan in force, as YAML if `format` or otherwise the header Accept asks for it."""
     control = state.control()
     headers = {"vary": "accept"}
     if (format or _accepted(request)) == "yaml":
@@ -49,11 +49,14 @@ async def get_plan(request: Request, state: State, format: Literal["json", "yaml
 
 @router.put("/plan", status_code=202, response_model=None, responses=documented(Status, 202), openapi_extra=PLAN_BODY)
 async def put_plan(request: Request, state: State) -> Response:
-    """Makes a plan, in YAML or JSON, the manual policy's target; it is reached while requests go on."""
+    """Make a plan (YAML or JSON) the target of the policy `manual`.
+
+    The engine changes to the plan while it serves requests.
+    """
     control = _changeable(state)
     body = await request.body()
     if len(body) > MAX_PLAN_BYTES:
-        raise HTTPException(413, f"the plan has {len(body)} bytes, the limit is {MAX_PLAN_BYTES}")
+        raise HTTPException(413, f"the plan has {len(body)} bytes: the limit is {MAX_PLAN_BYTES}")
     text = await asyncio.to_thread(_plan_text, request.headers.get("content-type", ""), body)
     try:
         await asyncio.to_thread(control.set_plan, text)
@@ -64,7 +67,7 @@ async def put_plan(request: Request, state: State) -> Response:
 
 @json_router.put("/policy", status_code=202, response_model=None, responses=documented(Status, 202))
 async def put_policy(body: PolicyBody, state: State) -> Response:
-    """Lets another policy decide from now on."""
+    """Let another policy decide from now on."""
     control = _changeable(state)
     control.set_policy(body.policy)
     return json_response(control.status(), 202)
@@ -72,19 +75,19 @@ async def put_policy(body: PolicyBody, state: State) -> Response:
 
 @router.get("/status", response_model=None, responses=documented(Status))
 async def status(state: State) -> Response:
-    """The policy, the plan's version, memory, layers, KV pages and load, now."""
+    """Return the current policy, plan version, memory, layers, KV pages and load."""
     return json_response(state.control().status())
 
 
 @router.get("/decisions", response_model=None, responses=documented(Decisions))
 async def decisions(state: State, limit: Annotated[int, Query(ge=1, le=MAX_DECISIONS)] = 100) -> Response:
-    """The latest decisions with their reasons and outcomes, newest last."""
+    """Return the latest decisions with their reasons and outcomes, newest last."""
     return json_response({"decisions": state.control().decisions(limit)})
 
 
 @router.get("/ledger", response_model=None, responses=documented(Ledger))
 async def ledger(state: State) -> Response:
-    """Every resident byte by name, and the budget."""
+    """Return the bytes of every ledger entry, and the budget."""
     now = state.control().status()
     entries, budget = now["ledger"], now["budget"]
     used = sum(entries.values())
@@ -95,13 +98,13 @@ router.include_router(json_router)
 
 
 def _changeable(state: State) -> ControlClient:
-    """The control plane of an engine that goes on serving. Raises EngineStopped when it does not."""
+    """Return the control plane. Raise EngineStopped while the server is loading or draining."""
     state.client()
     return state.control()
 
 
 def _accepted(request: Request) -> str:
-    """The first of the two forms that the header Accept names."""
+    """Return the first of "yaml" and "json" that the header Accept names, or "json"."""
     for entry in request.headers.get("accept", "").split(","):
         media_type = entry.partition(";")[0].strip().lower()
         if media_type in YAML_TYPES:
@@ -112,16 +115,16 @@ def _accepted(request: Request) -> str:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML without aliases, which a plan does not need and which can stand for far more than there is."""
+    """A YAML loader that refuses aliases, which can expand a short text to an enormous value."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("a plan has no aliases")
+            raise yaml.YAMLError("aliases are not allowed in a plan")
         return super().compose_node(parent, index)
 
 
 def _plan_text(content_type: str, body: bytes) -> str:
-    """A plan's text as YAML that is safe to read. Raises HTTPException or RequestError for a body that is no plan."""
+    """Return a plan as YAML that is safe to load. Raise HTTPException or RequestError if the body is not a plan."""
     media_type = content_type.partition(";")[0].strip().lower()
     try:
         if media_type == JSON:
@@ -129,13 +132,13 @@ def _plan_text(content_type: str, body: bytes) -> str:
         elif media_type in YAML_TYPES:
             plan = yaml.load(body.decode(), PlainLoader)
         else:
-            raise HTTPException(415, f"the body must be of type {YAML} or {JSON} (header content-type)")
+            raise HTTPException(415, f"the body must have the type {YAML} or {JSON} (header content-type)")
         if isinstance(plan, dict):
             return yaml.safe_dump(plan, sort_keys=False)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise RequestError(f"the plan cannot be read: {error.problem}{where}", field="plan") from error
+        raise RequestError(f"the plan is not valid: {error.problem}{where}", field="plan") from error
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"the plan cannot be read: {error}", field="plan") from error
+        raise RequestError(f"the plan is not valid: {error}", field="plan") from error
     raise RequestError("the plan must be a mapping with the key 'instances'", field="plan", value=plan)

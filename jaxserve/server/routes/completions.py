@@ -22,14 +22,15 @@ router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
 @router.post("/v1/completions", response_model=None)
 async def completions(body: CompletionBody, request: Request, state: State) -> Response:
-    """Continues one or more prompts."""
+    """Continue one or more prompts."""
     client, model = state.client(), state.check_model(body.model)
     body.check()
     given = parse_prompts(body.prompt, "prompt", state.settings.max_prompts)
     window, clamp = client.info.max_model_len, state.settings.clamp_max_tokens
     keep = prompt_tokens_to_keep(body.truncate_prompt_tokens, window - max(body.max_tokens or 1, 1))
-    with rename_error_fields(body.names):
-        _params(client, body, room=window, clamp=clamp)  # refuse these before many prompts are tokenized
+    with rename_error_fields(body.client_names):
+        # Refuse bad parameters before many prompts are tokenized.
+        _params(client, body, room=window, clamp=clamp)
         prompts = await tokens_prompts(client, given, add_special_tokens=body.add_special_tokens, keep=keep)
         params = [_params_for(client, body, prompt, clamp=clamp) for prompt in prompts]
     job = Job(new_id("cmpl"), prompts, params, body.priority, body.cache_salt or "")
@@ -41,7 +42,7 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
 
 
 def _params_for(client: EngineClient, body: CompletionBody, prompt: TokensPrompt, *, clamp: bool) -> SamplingParams:
-    """The parameters for one prompt. Raises RequestError if they break a limit."""
+    """Return the parameters for one prompt. Raise RequestError if they break a limit."""
     length = len(prompt.token_ids)
     params = _params(client, body, room=client.info.max_model_len - length, clamp=clamp)
     check_params(client.info, params, length)
@@ -49,8 +50,9 @@ def _params_for(client: EngineClient, body: CompletionBody, prompt: TokensPrompt
 
 
 def _params(client: EngineClient, body: CompletionBody, room: int, *, clamp: bool) -> SamplingParams:
-    """The parameters, where `room` tokens fit after the prompt: the default of max_tokens does not exceed it, and
-    with `clamp` nor does what the client sent.
+    """Return the parameters for a prompt after which `room` tokens fit.
+
+    The default of max_tokens is limited to `room`, and with `clamp` the client's max_tokens is too.
     """
     if body.scores_only and body.stream:
         raise RequestError("max_tokens 0 cannot be streamed", field="max_tokens", value=0, limit=1)

@@ -73,7 +73,7 @@ class DashboardStream:
 
 @router.get(DASHBOARD)
 async def page(request: Request) -> Response:
-    """The page, at the address to which its links are relative."""
+    """Return the page. With a trailing slash, redirect to the address to which its links are relative."""
     if request.scope.get("raw_path", b"").endswith(b"/"):
         return RedirectResponse(".." + DASHBOARD)
     return _asset("index.html")
@@ -81,13 +81,13 @@ async def page(request: Request) -> Response:
 
 @router.get(DASHBOARD_EVENTS)
 async def events(request: Request, state: State) -> Response:
-    """The engine's state as server-sent events: the history of 15 minutes first, then one a second."""
+    """Stream the engine's state: first the history of 15 minutes, then one event a second."""
     return await EventStream.start(request, DashboardStream(state).events(), {})
 
 
 @router.get(DASHBOARD + "/{name}")
 async def asset(name: str) -> Response:
-    """What the page is made of."""
+    """Return a file of the page."""
     if name not in ASSETS:
         raise HTTPException(404)
     return _asset(name)

@@ -24,7 +24,7 @@ router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
 @router.post("/v1/embeddings", response_model=None)
 async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Response:
-    """The pooled last hidden state of each input."""
+    """Return the pooled last hidden state of each input."""
     client, model = state.client(), state.check_model(body.model)
     body.check(client.info.hidden_size)
     given = parse_prompts(body.input, "input", state.settings.max_prompts)
@@ -49,7 +49,7 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
 async def _embed_all(
     client: EngineClient, prompts: list[TokensPrompt], request_id: str, priority: int
 ) -> list[RequestOutput]:
-    """All embeddings, or the first error after the others were aborted."""
+    """Return all embeddings. At the first error, abort the remaining inputs and raise it."""
     tasks: list[asyncio.Task[RequestOutput]] = []
     try:
         for batch in queue_batches(client.info, prompts):

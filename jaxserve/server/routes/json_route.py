@@ -1,4 +1,4 @@
-"""A FastAPI route whose bodies are strict JSON, read at a cost that is bounded and, where it is large, off the loop."""
+"""A FastAPI route that parses strict JSON bodies at a bounded cost, and large ones off the event loop."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -11,48 +11,54 @@ from pydantic import BaseModel, ValidationError
 from jaxserve.server.body import parse_body
 from jaxserve.server.offload import off_loop
 
-SMALL_BODY = 16 * 1024  # bytes; one that is not larger costs less than the way to another thread
-MAX_COMPLAINTS = 20  # of a body's fields; the answer tells of one
+# Parsing up to this many bytes costs less than handing them to another thread.
+MAX_INLINE_BODY = 16 * 1024
+MAX_VALIDATION_ERRORS = 20  # per body; the response names the first
 
 
 class ParsedRequest(Request):
-    """A request whose body has been read: FastAPI gets the model instead of JSON."""
+    """A request that gives FastAPI an already validated model instead of JSON."""
 
     parsed: Any = None
 
     async def json(self) -> Any:
+        """Return the validated model."""
         return self.parsed
 
 
 class JsonRoute(APIRoute):
-    """Refuses bodies of other media types, so that a web page of elsewhere cannot post a form here.
+    """A route that refuses other media types than JSON, so that a foreign web page cannot post a form here.
 
-    Parses and validates bodies itself, since FastAPI does so on the event loop.
+    It parses and validates bodies itself, since FastAPI does so on the event loop.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return a handler that parses the body before FastAPI's own handler runs."""
         handler = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
             media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if request.method in ("POST", "PUT") and media_type != "application/json":
-                raise HTTPException(415, "the body must be of type application/json (header content-type)")
+                raise HTTPException(415, "the body must have the type application/json (header content-type)")
             info = request.app.state.server.client().info
-            most = max(info.max_model_len, info.max_queued_tokens)
+            max_prompt_items = max(info.max_model_len, info.max_queued_tokens)
             request = ParsedRequest(request.scope, request.receive)
             if (body := await request.body()) and self.body_field is not None:
-                model, large = self.body_field.field_info.annotation, len(body) > SMALL_BODY
-                request.parsed = await off_loop(_read, model, body, most) if large else _read(model, body, most)
+                model, large = self.body_field.field_info.annotation, len(body) > MAX_INLINE_BODY
+                if large:
+                    request.parsed = await off_loop(_read, model, body, max_prompt_items)
+                else:
+                    request.parsed = _read(model, body, max_prompt_items)
             return await handler(request)
 
         return strict
 
 
 def _read(model: type[BaseModel], body: bytes, max_prompt_items: int) -> BaseModel:
-    """Return the model of a body. Raises HTTPException, RequestError or RequestValidationError."""
+    """Return the validated model of a body. Raise HTTPException, RequestError or RequestValidationError."""
     value = parse_body(body, max_prompt_items)
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        complaints = error.errors(include_url=False)[:MAX_COMPLAINTS]
+        complaints = error.errors(include_url=False)[:MAX_VALIDATION_ERRORS]
         raise RequestValidationError([{**first, "loc": ("body", *first["loc"])} for first in complaints]) from None

@@ -11,14 +11,15 @@ router = APIRouter(tags=["models"])
 
 @router.get("/v1/models")
 async def list_models(state: State) -> dict[str, Any]:
-    """The served model under each of its names."""
+    """Return the served model under each of its names."""
     return {"object": "list", "data": [_card(state, name) for name in state.model_names()]}
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, state: State) -> dict[str, Any]:
-    """One model by name."""
-    served = {known.strip("/"): known for known in state.model_names()}  # a path has lost the slashes at the ends
+    """Return one model by name."""
+    # The path has lost slashes at its ends.
+    served = {known.strip("/"): known for known in state.model_names()}
     return _card(state, state.check_model(served.get(name, name)))
 
 

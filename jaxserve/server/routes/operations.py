@@ -13,7 +13,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/health")
 async def health(state: State) -> Response:
-    """200 while the engine makes progress (or is still loading), 503 when it is dead or stuck."""
+    """Answer 200 while the engine makes progress or is still loading, and 503 when it has failed or is stuck."""
     client = state.loaded
     if client is None:
         return json_response({"status": "loading"})
@@ -27,7 +27,7 @@ async def health(state: State) -> Response:
 
 @router.get("/ready")
 async def ready(state: State) -> Response:
-    """200 if requests are accepted, 503 while loading, draining or stopped."""
+    """Answer 200 if requests are accepted, and 503 while loading, draining or stopped."""
     if state.ready:
         return json_response({"status": state.phase.value})
     status = "stopped" if state.phase.value == "serving" else state.phase.value
@@ -36,12 +36,12 @@ async def ready(state: State) -> Response:
 
 @router.get("/metrics")
 async def metrics(state: State) -> Response:
-    """Prometheus metrics; empty while the model is loading."""
+    """Return Prometheus metrics, which are empty while the model is loading."""
     client = state.loaded
     return Response(b"" if client is None else client.metrics_text(), media_type=CONTENT_TYPE)
 
 
 @router.get("/version")
 async def get_version() -> dict[str, str]:
-    """The version of jaxserve."""
+    """Return the version of jaxserve."""
     return {"version": __version__}

@@ -15,7 +15,7 @@ router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
 @router.post("/tokenize", response_model=None)
 async def tokenize(body: TokenizeBody, state: State) -> Response:
-    """The token ids of a prompt or a conversation."""
+    """Return the token ids of a prompt or a conversation."""
     client = state.client()
     state.check_model(body.model)
     body.check()
@@ -28,7 +28,7 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeBody, state: State) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     client = state.client()
     state.check_model(body.model)
     return await off_loop_if_large(len(body.tokens), _text_answer, client, body.tokens)
@@ -45,6 +45,6 @@ def _text_answer(client: EngineClient, tokens: list[int]) -> Response:
     size = client.info.vocab_size
     wrong = next((token for token in tokens if not 0 <= token < size), None)
     if wrong is not None:
-        message = f"tokens has the token id {wrong}, the vocabulary goes from 0 to {size - 1}"
+        message = f"tokens has the token id {wrong}: token ids go from 0 to {size - 1}"
         raise RequestError(message, field="tokens", value=wrong, limit=size - 1)
     return json_response({"prompt": client.tokenizer.decode(tokens, skip_special_tokens=False)})

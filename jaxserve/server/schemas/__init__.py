@@ -1,1 +1,1 @@
-"""What the routes accept: types only. Ranges are checked by `SamplingParams` and `engine.limits`."""
+"""Request bodies as pydantic models, which check types. `SamplingParams` and `engine.limits` check ranges."""

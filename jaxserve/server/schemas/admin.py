@@ -1,4 +1,4 @@
-"""What the operators' routes take and give. Engines may tell more of themselves than is named here."""
+"""Bodies and responses of the operators' routes. Engines may add fields that are not declared here."""
 
 from typing import Annotated
 
@@ -6,27 +6,27 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class AdminResponse(BaseModel):
-    """A part of an answer."""
+    """The base of responses that engines may extend with fields of their own."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class PlannedBlock(AdminResponse):
-    """A block ("embed", "layers.0", ..., "head") and the precision in which it runs."""
+    """A block of the model ("embed", "layers.0", ..., "head") and the precision in which it runs."""
 
     block: str
     precision: str
 
 
 class PlanDocument(AdminResponse):
-    """A plan, with the keys of its YAML."""
+    """A plan with the keys of its YAML form."""
 
     version: int
     instances: list[dict]
 
 
 class Pages(AdminResponse):
-    """KV pages over all instances."""
+    """Numbers of KV pages over all instances."""
 
     used: int
     total: int
@@ -34,15 +34,15 @@ class Pages(AdminResponse):
 
 
 class Status(AdminResponse):
-    """The engine now. Bytes and seconds."""
+    """The current state of the engine, in bytes and in seconds of the engine's clock."""
 
-    time: float  # of the engine's clock, which all times here are of
+    time: float
     policy: str
-    policies: list[str] = []  # what `PUT /admin/policy` takes
+    policies: list[str] = []  # allowed in `PUT /admin/policy`
     plan_version: int
-    target_version: int | None = None  # of the plan that is being reached
+    target_version: int | None = None  # of the plan that the engine is changing to
     busy: bool
-    note: str = ""  # what the policy waits for
+    note: str = ""  # why the policy waits
     budget: int
     ledger: dict[str, int]
     layers: list[list[PlannedBlock]]  # per instance
@@ -52,7 +52,7 @@ class Status(AdminResponse):
 
 
 class Ledger(AdminResponse):
-    """Every resident byte by name, against the budget."""
+    """The bytes of every ledger entry, and the budget."""
 
     budget: int
     used: int
@@ -61,7 +61,7 @@ class Ledger(AdminResponse):
 
 
 class Decision(AdminResponse):
-    """What a policy wanted and what became of it; or, without transitions, an operator's change of policy."""
+    """A decision of a policy and its outcome. Without transitions it is an operator's change of policy."""
 
     time: float
     policy: str
@@ -79,15 +79,15 @@ class Decisions(AdminResponse):
 
 
 class Sample(AdminResponse):
-    """One second of the history."""
+    """The state of the engine in one second of the history."""
 
     time: float
     precisions: dict[str, int]  # decoder layers by precision, over all instances
     weight_bytes: int
     kv_used_bytes: int
     kv_free_bytes: int
-    kv_rounding_bytes: int = 0  # what pools take beyond their pages
-    other_bytes: int = 0  # all else that the ledger has
+    kv_rounding_bytes: int = 0  # of pools beyond their pages
+    other_bytes: int = 0  # of all other ledger entries
     budget: int
     waiting: int
     running: int
@@ -97,9 +97,9 @@ class Sample(AdminResponse):
 
 
 class PolicyBody(BaseModel):
-    """The policy that is to decide from now on."""
+    """The policy that decides from now on."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
-    # One of `Status.policies`, letter for letter: a file is there if the server was started with it, and no other is.
+    # Must equal an entry of `Status.policies`, so that clients cannot make the server load other policy files.
     policy: Annotated[str, Field(min_length=1, max_length=4096)]

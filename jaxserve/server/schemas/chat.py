@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions."""
+"""The request body of /v1/chat/completions."""
 
 from typing import Annotated, Any
 
@@ -7,7 +7,7 @@ from pydantic import FailFast, Field
 from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.engine.chat_template import text_of
 from jaxserve.server.errors import rename_error_fields
-from jaxserve.server.schemas.common import Body, SamplingBody, described
+from jaxserve.server.schemas.common import Body, SamplingBody, expecting
 from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_MESSAGES, check_unsupported
 
 RESERVED_VARIABLES = frozenset(
@@ -16,16 +16,16 @@ RESERVED_VARIABLES = frozenset(
 
 
 class ChatMessage(Body):
-    """One message of a conversation; its content is text, or a list of text parts."""
+    """One message of a conversation. Its content is a text or a list of text parts."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Annotated[str | list[dict[str, Any]] | None, described("a string or a list of content parts")] = None
+    content: Annotated[str | list[dict[str, Any]] | None, expecting("a string or a list of content parts")] = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # another name for it
+    reasoning: str | None = None  # alias of reasoning_content
 
     def as_dict(self, place: str = "messages") -> dict[str, Any]:
-        """The message for the chat template. Raises RequestError, which names the `place`, for images and tools."""
+        """Return the message for the chat template. Raise RequestError, naming `place`, if it has images or tools."""
         if self.role in ("tool", "function"):
             raise UnsupportedParameter("tools are not supported yet", field=f"{place}.role", value=self.role)
         check_unsupported(self.model_extra or {}, UNSUPPORTED_IN_MESSAGES, f"{place}.")
@@ -40,17 +40,21 @@ class ChatMessage(Body):
 
 
 class Conversation(Body):
-    """Messages and how the model's chat template renders them."""
+    """Messages, and options of the chat template that renders them."""
 
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None  # this and the next as in chat_template_kwargs, which go first
+    # Variables of the chat template, which chat_template_kwargs overrides.
+    enable_thinking: bool | None = None
     reasoning_effort: str | None = None
 
     def template_variables(self) -> dict[str, Any]:
-        """Keyword arguments of `Tokenizer.apply_chat_template`. Raises RequestError for what a client may not set."""
+        """Return the keyword arguments of `Tokenizer.apply_chat_template`.
+
+        Raise RequestError if the client sets a variable that it may not set.
+        """
         asked = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
         variables = {name: value for name, value in asked.items() if value is not None}
         variables |= self.chat_template_kwargs or {}
@@ -67,31 +71,32 @@ class Conversation(Body):
 
 
 class ChatBody(Conversation, SamplingBody):
-    """See OpenAI's reference of chat completions; sampling parameters beyond it as in vLLM."""
+    """A chat completion as in OpenAI's API reference, with vLLM's additional sampling parameters."""
 
-    add_special_tokens: bool = False  # the template writes them itself
+    add_special_tokens: bool = False  # the chat template writes them
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
     def check(self) -> None:
-        """Raises RequestError for what does not fit together or is not served."""
+        """Raise RequestError if fields contradict each other or are not supported."""
         self.check_stream()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", field="top_logprobs", value=self.top_logprobs)
 
     @property
-    def names(self) -> dict[str, str]:
+    def client_names(self) -> dict[str, str]:
+        """Names that the client uses for parameters of the engine, where they differ."""
         names = {"logprobs": "top_logprobs"}
         return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives per token to return, None for no log-probabilities."""
+        """Number of alternatives to return per token, or None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens to generate; the newer name wins."""
+        """Maximum number of tokens to generate. max_completion_tokens overrides max_tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

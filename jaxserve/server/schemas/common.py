@@ -1,4 +1,4 @@
-"""What all request bodies share: strict types, unknown fields ignored, and the sampling parameters."""
+"""The base classes of request bodies: strict types, ignored unknown fields, and sampling parameters."""
 
 import logging
 from collections.abc import Mapping
@@ -23,12 +23,13 @@ from jaxserve.server.schemas.unsupported import UNSUPPORTED, Unsupported, check_
 logger = logging.getLogger(__name__)
 
 PRIORITY_BOUND = 2**31
-ALL_THAT_FITS = -1  # of max_tokens and truncate_prompt_tokens
+# In max_tokens and truncate_prompt_tokens: as many tokens as fit.
+ALL_THAT_FITS = -1
 SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
 
-def described(what: str) -> WrapValidator:
-    """Return a validator for a union that names the field and `what` it may be, and no branch of the union."""
+def expecting(what: str) -> WrapValidator:
+    """Return a validator for a union, whose error says that the field must be `what` instead of naming each branch."""
 
     def check(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -40,7 +41,7 @@ def described(what: str) -> WrapValidator:
 
 
 class Body(BaseModel):
-    """A request body. Numbers must be numbers and strings strings; fields that nobody knows are ignored and logged."""
+    """A request body without type conversions. Unknown fields are ignored and their names logged."""
 
     model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
 
@@ -50,7 +51,7 @@ class Body(BaseModel):
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
     def check_extra(self, table: Mapping[str, Unsupported] = UNSUPPORTED) -> None:
-        """Raises RequestError for fields that the table knows to matter; logs the names of the other unknown ones."""
+        """Raise RequestError if an unknown field is in `table`. Log the names of other unknown fields."""
         extra = self.model_extra or {}
         check_unsupported(extra, table)
         if extra:
@@ -60,14 +61,17 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last event with the usage; `continuous_usage_stats`: the usage so far in every event."""
+    """Options of a stream.
+
+    With `include_usage` the last event has the usage. With `continuous_usage_stats` every event has the usage so far.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class SamplingBody(Body):
-    """The sampling parameters that chat and completions share; None stands for the model's default."""
+    """The sampling parameters of chat and text completions. None means the model's default."""
 
     model: str | None = None
     n: int | None = None
@@ -77,7 +81,7 @@ class SamplingBody(Body):
     min_p: float | None = None
     seed: int | None = None
     min_tokens: int | None = None
-    stop: Annotated[str | list[str] | None, described("a string or a list of strings")] = None
+    stop: Annotated[str | list[str] | None, expecting("a string or a list of strings")] = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -99,19 +103,19 @@ class SamplingBody(Body):
     response_format: dict[str, Any] | None = None
 
     def sampling_params(self, defaults: Mapping[str, Any], **override: Any) -> SamplingParams:
-        """The parameters for the engine: `defaults` of the model, then the body's, then `override`."""
+        """Return the engine's parameters: `defaults` of the model, overridden by the body, overridden by `override`."""
         asked = {name: getattr(self, name) for name in SAMPLING_FIELDS & self.__class__.model_fields.keys()}
         asked["logit_bias"] = _int_keys(self.logit_bias)
         given = {name: value for name, value in (asked | override).items() if value is not None}
         return SamplingParams(**{**defaults, "max_tokens": None, **given})
 
     @property
-    def names(self) -> dict[str, str]:
-        """What the client calls the engine's parameters where it sent another name."""
+    def client_names(self) -> dict[str, str]:
+        """Names that the client uses for parameters of the engine, where they differ."""
         return {}
 
     def check_stream(self) -> None:
-        """Raises RequestError for combinations with `stream` and formats that are not served."""
+        """Raise RequestError if an unsupported field, response format or combination with `stream` is given."""
         self.check_extra()
         check_text_format(self.response_format or {})
         if self.stream_options is not None and not self.stream:
@@ -121,17 +125,17 @@ class SamplingBody(Body):
 
     @property
     def usage_at_end(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if the last event of a stream has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def usage_always(self) -> bool:
-        """Whether every event of a stream has the usage so far."""
+        """True if every event of a stream has the usage so far."""
         return self.usage_at_end and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 def check_text_format(response_format: Mapping[str, Any]) -> None:
-    """Raises RequestError for a response_format that asks for anything but free text."""
+    """Raise RequestError if a response_format asks for anything but free text."""
     asked = {name: value for name, value in response_format.items() if value is not None}
     if asked.pop("type", "text") != "text" or asked:
         raise UnsupportedParameter(
@@ -142,17 +146,17 @@ def check_text_format(response_format: Mapping[str, Any]) -> None:
         )
 
 
-def prompt_tokens_to_keep(truncate: int | None, most: int) -> int | None:
-    """Return how many of a prompt's last tokens to keep, None for all. `most`: what -1 stands for.
+def prompt_tokens_to_keep(truncate: int | None, room: int) -> int | None:
+    """Return the number of a prompt's last tokens to keep: None for all, and `room` (at least 1) if `truncate` is -1.
 
-    Raises RequestError for a number that is neither -1 nor at least 1.
+    Raise RequestError if `truncate` is neither -1 nor at least 1.
     """
     if truncate is None or truncate >= 1:
         return truncate
     if truncate == ALL_THAT_FITS:
-        return max(most, 1)
+        return max(room, 1)
     raise RequestError(
-        f"truncate_prompt_tokens is {truncate}, it must be at least 1, or -1 for as many as fit",
+        f"truncate_prompt_tokens is {truncate}: it must be at least 1, or -1 for as many as fit",
         field="truncate_prompt_tokens",
         value=truncate,
         limit=1,
@@ -160,19 +164,19 @@ def prompt_tokens_to_keep(truncate: int | None, most: int) -> int | None:
 
 
 def answer_tokens(asked: int | None, room: int, *, clamp: bool) -> int | None:
-    """Return the engine's max_tokens: None for as many as fit, which -1 stands for. `clamp`: at most `room`."""
+    """Return the engine's max_tokens: None for as many as fit (-1 or None), and with `clamp` at most `room`."""
     if asked is None or asked == ALL_THAT_FITS:
         return None
     return min(asked, room) if clamp and room >= 1 else asked
 
 
 def _int_keys(bias: dict[str, float] | None) -> dict[int, float] | None:
-    """`logit_bias` with token ids as keys; JSON can only write them as strings."""
+    """Return `logit_bias` with integer token ids as keys, which JSON can only write as strings."""
     if bias is None:
         return None
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise RequestError(
-                f"logit_bias has the key {key[:40]!r}, it must be a token id", field="logit_bias", value=key
+                f"logit_bias has the key {key[:40]!r}: keys must be token ids", field="logit_bias", value=key
             )
     return {int(key): value for key, value in bias.items()}

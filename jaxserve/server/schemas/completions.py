@@ -1,4 +1,4 @@
-"""The body of /v1/completions."""
+"""The request body of /v1/completions."""
 
 from typing import Annotated, Any
 
@@ -8,11 +8,11 @@ from jaxserve.core.errors import RequestError, UnsupportedParameter
 from jaxserve.server.schemas.common import SamplingBody
 from jaxserve.server.schemas.prompts import PROMPT_SCHEMA
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 class CompletionBody(SamplingBody):
-    """See OpenAI's reference of completions; sampling parameters beyond it as in vLLM."""
+    """A text completion as in OpenAI's API reference, with vLLM's additional sampling parameters."""
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
     max_tokens: int | None = None
@@ -23,11 +23,11 @@ class CompletionBody(SamplingBody):
     add_special_tokens: bool = True
 
     def check(self) -> None:
-        """Raises RequestError for what does not fit together or is not served."""
+        """Raise RequestError if fields contradict each other or are not supported."""
         self.check_stream()
         if self.suffix:
             raise UnsupportedParameter(
-                "suffix is not supported: to fill in the middle, write the prompt with the model's own FIM tokens",
+                "suffix is not supported: to fill in the middle, write the model's FIM tokens into the prompt",
                 field="suffix",
             )
         if self.stream and self.echo and self.logprobs is not None:
@@ -36,7 +36,7 @@ class CompletionBody(SamplingBody):
             return
         if self.best_of < self.answers:
             raise RequestError(
-                f"best_of is {self.best_of}, it must be at least n ({self.answers})",
+                f"best_of is {self.best_of}: it must be at least n ({self.answers})",
                 field="best_of",
                 value=self.best_of,
                 limit=self.answers,
@@ -45,25 +45,26 @@ class CompletionBody(SamplingBody):
             raise RequestError("best_of above n cannot be streamed", field="best_of", value=self.best_of)
 
     @property
-    def names(self) -> dict[str, str]:
+    def client_names(self) -> dict[str, str]:
+        """Names that the client uses for parameters of the engine, where they differ."""
         return {"n": "best_of"} if self.ranked else {}
 
     @property
     def answers(self) -> int:
-        """Answers to return per prompt."""
+        """Number of answers to return per prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def candidates(self) -> int:
-        """Answers to generate per prompt, of which the best are returned."""
+        """Number of answers to generate per prompt, of which the best are returned."""
         return self.answers if self.best_of is None else self.best_of
 
     @property
     def ranked(self) -> bool:
-        """Whether more answers are generated than returned."""
+        """True if more answers are generated than returned."""
         return self.candidates > self.answers
 
     @property
     def scores_only(self) -> bool:
-        """max_tokens 0 with echo: the prompt and its log-probabilities, and nothing generated."""
+        """True if only the prompt and its log-probabilities are returned: echo with max_tokens 0."""
         return self.echo and self.max_tokens == 0

@@ -1,4 +1,4 @@
-"""The bodies of /v1/embeddings, /tokenize and /detokenize."""
+"""The request bodies of /v1/embeddings, /tokenize and /detokenize."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ from jaxserve.server.schemas.unsupported import UNSUPPORTED_IN_PROMPTS
 
 
 class EmbeddingBody(Body):
-    """See OpenAI's reference of embeddings."""
+    """Inputs to embed, as in OpenAI's API reference."""
 
     model: str | None = None
     input: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
@@ -24,11 +24,11 @@ class EmbeddingBody(Body):
     truncate_prompt_tokens: int | None = None
 
     def check(self, hidden_size: int) -> None:
-        """Raises RequestError for what is not served; `hidden_size` is the length of the model's embeddings."""
+        """Raise RequestError if a field is not supported, or `dimensions` is not the model's `hidden_size`."""
         self.check_extra()
         if self.dimensions not in (None, hidden_size):
             raise RequestError(
-                f"dimensions is {self.dimensions}, the model's embeddings have {hidden_size} and cannot be cut",
+                f"dimensions is {self.dimensions}: it must be {hidden_size}, the length of the model's embeddings",
                 field="dimensions",
                 value=self.dimensions,
                 limit=hidden_size,
@@ -36,7 +36,7 @@ class EmbeddingBody(Body):
 
 
 class TokenizeBody(Conversation):
-    """Either a prompt or messages."""
+    """A prompt or messages to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -45,14 +45,14 @@ class TokenizeBody(Conversation):
     return_token_strs: bool = False
 
     def check(self) -> None:
-        """Raises RequestError unless exactly one of the two is given."""
+        """Raise RequestError unless exactly one of prompt and messages is given."""
         self.check_extra(UNSUPPORTED_IN_PROMPTS)
         if (self.prompt is None) == (not self.messages):
-            raise RequestError("give either prompt or messages", field="prompt")
+            raise RequestError("give either prompt or messages, not both or none", field="prompt")
 
 
 class DetokenizeBody(Body):
-    """Token ids to be turned into text."""
+    """Token ids to turn into text."""
 
     model: str | None = None
     tokens: Annotated[list[int], FailFast()]

@@ -1,4 +1,4 @@
-"""The four ways to write prompts: a string, strings, token ids, lists of token ids."""
+"""The four forms of prompts: a string, a list of strings, a list of token ids, a list of lists of token ids."""
 
 from typing import Any
 
@@ -15,7 +15,10 @@ PROMPT_SCHEMA = {
 
 
 def parse_prompts(value: Any, field: str, limit: int) -> list[str | tuple[int, ...]]:
-    """The prompts, each a text or token ids. Raises RequestError for anything else, for none, and for too many."""
+    """Return the prompts, each a text or token ids.
+
+    Raise RequestError if `value` has another form, or not between 1 and `limit` prompts.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -23,7 +26,7 @@ def parse_prompts(value: Any, field: str, limit: int) -> list[str | tuple[int, .
     if value and _is_integer(value[0]):
         return [_token_ids(value, field)]
     if not 1 <= len(value) <= limit:
-        message = f"{field} has {len(value)} prompts, it must have from 1 to {limit} (--max-prompts)"
+        message = f"{field} has {len(value)} prompts: it must have from 1 to {limit} (--max-prompts)"
         raise RequestError(message, field=field, value=len(value), limit=limit)
     return [entry if isinstance(entry, str) else _token_ids(entry, field) for entry in value]
 
@@ -35,7 +38,7 @@ def _token_ids(value: Any, field: str) -> tuple[int, ...]:
 
 
 def _is_integer(value: Any) -> bool:
-    return type(value) is int  # not bool
+    return type(value) is int  # excludes bool
 
 
 def _wrong(field: str, value: Any) -> RequestError:

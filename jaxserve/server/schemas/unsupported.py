@@ -1,7 +1,7 @@
-"""Fields of other servers' APIs that would change the answer here if they were served.
+"""Fields of other servers' APIs that would change the answer if they were supported.
 
-To ignore one of them would be a wrong answer with status 200, so each is refused by name, with what to send instead
-where there is something. Fields that are in neither this table nor a body's own fields change no answer: they pass.
+Ignoring such a field would give a wrong answer with status 200. Each is refused by name, with the field to send
+instead if one exists. Unknown fields that are not in these tables change no answer and are ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,14 +16,17 @@ OFF = (0, False)
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Why a field is refused. With a value in `neutral` it asks for nothing that differs, and passes."""
+    """The reason why a field is refused, and the `neutral` values with which it changes nothing and is accepted."""
 
     reason: str
     neutral: tuple[Any, ...] = EMPTY
 
 
 def check_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported], place: str = "") -> None:
-    """Raise UnsupportedParameter for the first given field that is in the table. `place`: its parent, with a dot."""
+    """Raise UnsupportedParameter if a given field is in the table.
+
+    `place` is the prefix of the field in the error: its parent and a dot.
+    """
     for name, value in given.items():
         unsupported = table.get(name)
         if unsupported is not None and value is not None and not _is_one_of(value, unsupported.neutral):
@@ -31,7 +34,7 @@ def check_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]
 
 
 def _is_one_of(value: Any, neutral: Iterable[Any]) -> bool:
-    """Whether a value is among the neutral ones; to Python, True is 1 and False is 0, to JSON they are not."""
+    """Return whether a value is neutral. Python compares True equal to 1 and False to 0, JSON does not."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
 
 
@@ -78,7 +81,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_not_yet("tool_choice", "function_call", neutral=("none", "auto")),
     **_not_yet("structured_outputs", "structural_tag", "guided_choice", "guided_regex", "guided_grammar"),
     **_not_yet("grammar", "regex", "ebnf", "json_schema", "guided_json", "format", "response_schema", neutral=("",)),
-    # lengths and stops under another name
+    # lengths and stops under other names
     **_use("max_tokens", "n_predict", "num_predict", "max_new_tokens", "max_length", "max_gen_len", neutral=()),
     **_use("max_tokens", "max_output_tokens", "max_tokens_to_sample", "max_completion_tokens", neutral=()),
     **_use("min_tokens", "min_new_tokens", "min_length", neutral=(0,)),
@@ -88,7 +91,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_use("ignore_eos", "ban_eos_token", neutral=(False,)),
     **_use("include_stop_str_in_output", "no_stop_trim", neutral=(False,)),
     **_unknown("t_max_predict_ms", "n_indent", neutral=(0, -1)),
-    # sampling under another name
+    # sampling under other names
     **_use("seed", "random_seed", "sampling_seed", neutral=()),
     **_use("n", "num_return_sequences", neutral=(1,)),
     **_use("repetition_penalty", "repeat_penalty", "rep_pen", neutral=(1,)),
@@ -96,7 +99,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_use("logit_bias", "allowed_token_ids", neutral=()),
     **_use("logit_bias", "logits_bias", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
     **_use("bad_words", "bad_words_ids", "banned_strings", "banned_tokens", "custom_token_bans"),
-    # sampling that is not done here
+    # unsupported sampling
     **_unknown("use_beam_search", "logits_processors", "logits_processor", "custom_logit_processor", "custom_params"),
     **_unknown("vllm_xargs", "samplers", "sampler_priority", "sampler_order", "temperature_last", "watermark"),
     **_unknown("dynamic_temperature", "force_words_ids", "repetition_detection", "exponential_decay_length_penalty"),
@@ -115,7 +118,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     **_because("reasoning stays in the text", "include_reasoning", neutral=(True,)),
     **_because("reasoning stays in the text", "separate_reasoning", neutral=(False,)),
     **_because("reasoning stays in the text", "reasoning_format", neutral=("none",)),
-    # what the answer holds
+    # contents of the answer
     **_unknown(
         "echo", "suffix", "enable_search", "web_search_options", "enable_code_interpreter", "translation_options"
     ),
