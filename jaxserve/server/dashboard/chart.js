@@ -1,27 +1,30 @@
-// A chart over time in SVG. All charts share their samples, their range and the moment that is pointed at.
+// SVG charts over time. All charts share one timeline: samples, range and cursor.
 
 import { element, shape } from "./dom.js";
 import { axisLabel, clockSeconds, minutes } from "./format.js";
 
 const MARGIN = { top: 10, right: 4, bottom: 24, left: 50 };
 const TICKS = 3;
-const GAP = 4; // seconds between two samples that are not joined
+const GAP = 4; // seconds; samples further apart are not joined
 const X_STEPS = [10, 15, 30, 60, 120, 300, 600, 900];
-const SPACE = 26; // px between two labels of the time axis, at least
-const PADDING = 12; // px beside the chart, which a label may take
+const MIN_SPACE = 26; // px between two labels of the time axis
+const PADDING = 12; // px next to the chart, into which a label may extend
 const SLACK = 1.03;
-const LETTER = 4; // px, half of one in a label
-const JUMP = 30; // samples of a page key
+const HALF_LETTER = 4; // px, half the width of a letter in a label
+const PAGE_STEP = 30; // samples per page key
 let ids = 0;
 
-/** What all charts show: {samples, from, to, offset (engine's clock to the epoch), cursor (a sample or null), marks}. */
+/**
+ * The state that all charts share: `samples`, the range `from` to `to`, the sample at the `cursor` or null, and the
+ * times of `marks`. `offset` turns times of the engine into seconds since the epoch.
+ */
 export class Timeline {
   constructor() {
     Object.assign(this, { samples: [], from: 0, to: 1, offset: 0, cursor: null, marks: [] });
     this.onCursor = () => {};
   }
 
-  /** The sample nearest to a time. */
+  /** Returns the visible sample nearest to a time. */
   nearest(time) {
     let best = null;
     for (const sample of this.samples) {
@@ -31,14 +34,14 @@ export class Timeline {
     return best;
   }
 
-  /** Points at a sample, or at none: at now. */
+  /** Moves the cursor to a sample, or to now if `sample` is null. */
   point(sample) {
     if (sample === this.cursor) return;
     this.cursor = sample;
     this.onCursor();
   }
 
-  /** Moves by so many samples; past the newest one there is now. */
+  /** Moves the cursor by a number of samples. After the newest sample comes now. */
   step(by) {
     const { samples } = this;
     const at = this.cursor ? samples.indexOf(this.cursor) : samples.length;
@@ -49,9 +52,14 @@ export class Timeline {
 }
 
 /**
- * One chart. `series`: [{name, value(sample) -> number or null}]; `stacked`: areas on each other instead of lines.
- * `reference()`: {value, label} of a line to compare with, or null. `kind`: seconds, bytes or count.
- * `floor`: the least that the axis reaches to. `alarm`: what is above the reference is marked. `text(sample)`: in words.
+ * A chart of one or more series. Options:
+ * - `series`: [{name, class, value(sample) -> number or null}]
+ * - `stacked`: draws areas on top of each other instead of lines
+ * - `reference()`: {value, label} of a reference line, or null
+ * - `kind`: seconds, bytes or count
+ * - `floor`: minimum top of the axis
+ * - `alarm`: marks values above the reference
+ * - `text(sample)`: describes a sample in words
  */
 export class Chart {
   constructor(host, timeline, options) {
@@ -84,14 +92,14 @@ export class Chart {
 
   #scale(samples) {
     const reference = this.reference()?.value ?? 0;
-    let most = Math.max(this.floor, reference * (this.stacked ? 1 : 1.15));
-    for (const sample of samples) most = Math.max(most, this.stacked ? this.#total(sample) : this.#most(sample));
-    if (this.stacked && most < reference * SLACK) most = reference; // parts of two moments, added up
-    this.stepY = this.exact ? most : niceStep(most / TICKS);
-    this.top = this.exact ? most : Math.max(this.stepY, Math.ceil(most / this.stepY - 0.5) * this.stepY, most * 1.04);
+    let max = Math.max(this.floor, reference * (this.stacked ? 1 : 1.15));
+    for (const sample of samples) max = Math.max(max, this.stacked ? this.#total(sample) : this.#max(sample));
+    if (this.stacked && max < reference * SLACK) max = reference; // parts of a sample are measured at different moments
+    this.stepY = this.exact ? max : niceStep(max / TICKS);
+    this.top = this.exact ? max : Math.max(this.stepY, Math.ceil(max / this.stepY - 0.5) * this.stepY, max * 1.04);
   }
 
-  #most(sample) {
+  #max(sample) {
     return Math.max(...this.series.map((series) => series.value(sample) ?? 0));
   }
 
@@ -119,15 +127,15 @@ export class Chart {
     }
     const { from, to, offset } = this.timeline;
     const writer = (step) => (step < 60 ? clockSeconds : minutes);
-    const wide = (text) => 2 * LETTER * text.length;
-    const fits = (step) => ((to - from) / step) * (wide(writer(step)(to)) + SPACE) <= right - left;
+    const wide = (text) => 2 * HALF_LETTER * text.length;
+    const fits = (step) => ((to - from) / step) * (wide(writer(step)(to)) + MIN_SPACE) <= right - left;
     const step = X_STEPS.find(fits) ?? X_STEPS.at(-1);
     const write = writer(step);
     for (let wall = Math.ceil((from + offset) / step) * step; wall <= to + offset; wall += step) {
       const x = this.#x(wall - offset);
       found.push(shape("line", { class: "grid", x1: x, x2: x, y1: top, y2: bottom }));
       const label = write(wall);
-      if (x < left || x + wide(label) / 2 > right + PADDING) continue; // it would be cut off
+      if (x < left || x + wide(label) / 2 > right + PADDING) continue; // the label would be cut off
       found.push(shape("text", { class: "tick", x, y: bottom + 18, "text-anchor": "middle" }, label));
     }
     const frame = shape("rect", { x: left, y: top - 2, width: right - left, height: bottom - top + 3 });
@@ -135,7 +143,7 @@ export class Chart {
     return found;
   }
 
-  /** A tick on the axis for each decision. */
+  /** Returns a mark on the time axis for each decision. */
   #marks() {
     const { bottom } = this.box;
     const inside = this.timeline.marks.filter((time) => time >= this.timeline.from && time <= this.timeline.to);
@@ -187,7 +195,7 @@ export class Chart {
     });
   }
 
-  /** A line through a value of the samples, broken where there is none; with a base, the area down to it. */
+  /** Returns the path of a line through the samples, broken at gaps. With `base`, returns the area between both. */
   #path(samples, value, base = null) {
     const points = samples.map((s) => [this.#x(s.time), value(s), s.time]).filter(([, v]) => v != null);
     const runs = split(points, (a, b) => b[2] - a[2] > GAP);
@@ -201,19 +209,19 @@ export class Chart {
       .join("");
   }
 
-  /** Its label is where no line of the chart rises above it, as far to the left as can be. */
+  /** Returns the reference line, with its label at the leftmost place where no line of the chart crosses it. */
   #referenceLine(samples) {
     const reference = this.reference();
     if (!reference) return [];
     const y = this.#y(reference.value);
     const { left, right, top } = this.box;
     const below = y < top + 14; // no room above the line
-    const wide = 2 * LETTER * reference.label.length + 12;
+    const wide = 2 * HALF_LETTER * reference.label.length + 12;
     let x = left;
     for (const sample of this.stacked ? [] : samples) {
       const at = this.#x(sample.time);
       if (at > x + wide) break;
-      if (at > x && this.#most(sample) > reference.value) x = at;
+      if (at > x && this.#max(sample) > reference.value) x = at;
     }
     if (x + wide > right) x = left;
     return [
@@ -228,7 +236,7 @@ export class Chart {
     const x = this.#x(sample.time);
     const { top, bottom } = this.box;
     const when = clockSeconds(sample.time + this.timeline.offset);
-    const half = LETTER * when.length + 4;
+    const half = HALF_LETTER * when.length + 4;
     const middle = Math.min(Math.max(x, half), this.box.right - half + MARGIN.right);
     const found = [
       shape("line", { class: "cursor", x1: x, x2: x, y1: top, y2: bottom }),
@@ -243,7 +251,7 @@ export class Chart {
     return found;
   }
 
-  /** In words, for those who cannot see it: only when it is read, not every second while it has the focus. */
+  /** Describes the chart for screen readers, but not every second while it has the focus. */
   #describe() {
     const { cursor, samples, from, to, offset } = this.timeline;
     const sample = cursor ?? samples.at(-1);
@@ -273,12 +281,12 @@ export class Chart {
     };
     host.addEventListener("pointermove", (event) => this.box && timeline.point(at(event)));
     host.addEventListener("pointerdown", (event) => this.box && timeline.point(at(event)));
-    // A finger points until it touches something else, or turns out to scroll.
+    // Touch keeps the cursor until the finger touches something else or begins to scroll.
     host.addEventListener("pointerleave", (event) => event.pointerType === "touch" || timeline.point(null));
     host.addEventListener("pointercancel", () => timeline.point(null));
     host.addEventListener("blur", (event) => event.relatedTarget?.closest(".plot") || timeline.point(null));
     host.addEventListener("keydown", (event) => {
-      const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -JUMP, PageDown: JUMP, Home: -Infinity };
+      const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -PAGE_STEP, PageDown: PAGE_STEP, Home: -Infinity };
       if (event.altKey || event.ctrlKey || event.metaKey) return;
       if (event.key in moves) timeline.step(moves[event.key]);
       else if (event.key === "Escape" || event.key === "End") timeline.point(null);
@@ -288,18 +296,18 @@ export class Chart {
   }
 }
 
-/** A swatch of a series' colour, for legends. */
+/** Returns a colour swatch of a series for a legend. */
 export const swatch = (name) => element("span", { class: `swatch ${name}`, "aria-hidden": "true" });
 
 const round = (value) => Math.round(value * 10) / 10;
 
-/** 1, 2 or 5 times a power of ten, at least `least`. */
-function niceStep(least) {
-  const power = 10 ** Math.floor(Math.log10(Math.max(least, 1e-9)));
-  return [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= least * 0.999);
+/** Returns the smallest 1, 2 or 5 times a power of ten that is at least `min`. */
+function niceStep(min) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(min, 1e-9)));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= min * 0.999);
 }
 
-/** Runs of neighbours without a break between them. */
+/** Splits items into runs at the places where `isBreak(previous, item)` is true. */
 function split(items, isBreak) {
   const runs = [];
   items.forEach((item, i) => {

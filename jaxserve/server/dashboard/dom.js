@@ -1,20 +1,20 @@
-// Elements without markup: whatever comes from the server is text.
+// DOM elements. Strings of the server always become text, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element with attributes and children; strings become text. */
+/** Returns an HTML element with attributes and children. Strings become text. */
 export function element(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-/** The same in SVG. */
+/** Returns an SVG element with attributes and children. Strings become text. */
 export function shape(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** Sets an element's text if it is another one, so that what is selected or announced is left alone. */
+/** Sets an element's text only if it changes, so that a selection or announcement is not disturbed. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

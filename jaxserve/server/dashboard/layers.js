@@ -1,17 +1,18 @@
-// The model as a strip of layers: a bar as high as a weight has bits, its number and its precision.
+// The strip of layers: for each layer its index, its precision, and a bar whose height is the bits of a weight.
 
 import { element, setText } from "./dom.js";
 import { swatch } from "./chart.js";
 import { bits, shortPrecision } from "./format.js";
 
-const FULL = 16; // bits of a bar of full height; more if a layer has more
-const MANY = 24; // layers of an instance from which on they are drawn smaller
-const ROWS = 8; // of all instances, from which on their precisions are told by height and colour alone
-const LEAST = { large: 32, small: 33, tiny: 19 }; // px that a layer needs
+const FULL_BITS = 16; // at full height, unless a layer has more
+const MAX_LARGE = 24; // layers of an instance; more are drawn smaller
+// Rows of all instances together; with more, only height and colour show the precision.
+const MAX_ROWS = 8;
+const MIN_WIDTH = { large: 32, small: 33, tiny: 19 }; // px of a layer
 const GAP = { large: 5, small: 4, tiny: 3 }; // px, as in style.css
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 
-/** The class that gives a precision its colour: by its bits, whatever its name. */
+/** Returns the CSS class for the colour of a precision, which depends only on its bits. */
 export function tone(precision) {
   const size = bits(precision);
   return size >= 16 ? "full" : size >= 8 ? "int8" : size >= 4 ? "int4" : "int3";
@@ -23,39 +24,39 @@ export class Strip {
     new ResizeObserver(() => this.#arrange()).observe(host);
   }
 
-  /** `instances`: per instance [{block, precision}, ...]. */
+  /** Shows `instances`: for each instance its layers [{block, precision}, ...]. */
   show(instances) {
     const shape = instances.map((layers) => layers.map((layer) => layer.block).join()).join(";");
     if (shape !== this.shape) this.#build(instances);
     this.shape = shape;
     this.#arrange();
     const layers = instances.flat();
-    const most = Math.max(FULL, ...layers.map((layer) => bits(layer.precision)));
-    layers.forEach((layer, i) => this.#fill(this.cells[i], layer.precision, most));
+    const maxBits = Math.max(FULL_BITS, ...layers.map((layer) => bits(layer.precision)));
+    layers.forEach((layer, i) => this.#fill(this.cells[i], layer.precision, maxBits));
     this.#count(layers);
   }
 
   #build(instances) {
     this.cells = [];
     this.strips = [];
-    const rows = instances.map((layers, number) => {
-      const title = instances.length > 1 ? [element("h3", {}, `Instance ${number}`)] : [];
+    const rows = instances.map((layers, index) => {
+      const title = instances.length > 1 ? [element("h3", {}, `Instance ${index}`)] : [];
       const cells = layers.map((layer) => this.#cell(layer.block));
-      const strip = element("ol", { "aria-label": `Layers of instance ${number}` }, ...cells);
+      const strip = element("ol", { "aria-label": `Layers of instance ${index}` }, ...cells);
       this.strips.push(strip);
       return element("div", { class: "instance" }, ...title, strip);
     });
     this.host.replaceChildren(...rows);
   }
 
-  /** Rows of equal length, and layers as large as there is room for. */
+  /** Arranges the layers in rows of equal length, as large as the width allows. */
   #arrange() {
     const { width } = this.host.getBoundingClientRect();
     const rows = (strip, size) =>
-      Math.ceil(strip.children.length / Math.max(1, Math.floor((width + GAP[size]) / (LEAST[size] + GAP[size]))));
-    const many = this.strips.some((strip) => strip.children.length > MANY);
+      Math.ceil(strip.children.length / Math.max(1, Math.floor((width + GAP[size]) / (MIN_WIDTH[size] + GAP[size]))));
+    const many = this.strips.some((strip) => strip.children.length > MAX_LARGE);
     const all = this.strips.reduce((sum, strip) => sum + rows(strip, "small"), 0);
-    const size = !many ? "large" : all > ROWS ? "tiny" : "small";
+    const size = !many ? "large" : all > MAX_ROWS ? "tiny" : "small";
     for (const strip of this.strips) {
       strip.className = `strip ${size}`;
       strip.style.gridTemplateColumns = `repeat(${Math.ceil(strip.children.length / rows(strip, size))}, minmax(0, 1fr))`;
@@ -72,11 +73,11 @@ export class Strip {
     return node;
   }
 
-  #fill(cell, precision, most) {
+  #fill(cell, precision, maxBits) {
     if (cell.shown === precision) return;
     cell.node.classList.remove("full", "int8", "int4", "int3");
     cell.node.classList.add(tone(precision));
-    cell.fill.style.height = `${(bits(precision) / most) * 100}%`;
+    cell.fill.style.height = `${(bits(precision) / maxBits) * 100}%`;
     setText(cell.precision, shortPrecision(precision));
     if (cell.shown !== null) {
       const easing = STILL.matches ? "step-end" : "linear";

@@ -1,25 +1,25 @@
-// The decisions as a log, newest first. Entries stay as they are while others come: open ones stay open.
+// The log of decisions, newest first. New entries leave the existing ones as they are, unfolded or not.
 
 import { element, setText } from "./dom.js";
 import { clock, signs } from "./format.js";
 
 const SIGNS = { started: "◐", done: "✓", failed: "✕", rejected: "⊘" };
-const LONG = 400; // letters from which on a text is folded
+const MAX_UNFOLDED = 400; // characters; longer texts are folded
 
 export class Log {
   constructor({ list, empty, count }) {
     Object.assign(this, { list, empty, count, shown: new Map() });
   }
 
-  /** `decisions`: newest last. `offset`: from the engine's clock to seconds since the epoch. */
+  /** Shows `decisions` (newest last). `offset` turns times of the engine into seconds since the epoch. */
   show(decisions, offset) {
     const kept = new Map();
     const seen = new Map();
     for (const decision of decisions) {
-      const same = `${decision.time} ${decision.policy} ${decision.before_version}`;
-      const number = seen.get(same) ?? 0;
-      seen.set(same, number + 1);
-      const id = `${same} ${number}`;
+      const key = `${decision.time} ${decision.policy} ${decision.before_version}`;
+      const repeats = seen.get(key) ?? 0;
+      seen.set(key, repeats + 1);
+      const id = `${key} ${repeats}`;
       const entry = this.shown.get(id) ?? this.#entry(decision, offset);
       this.#update(entry, decision);
       kept.set(id, entry);
@@ -44,7 +44,7 @@ export class Log {
     const head = element("p", { class: "head" }, time, outcome, element("span", { class: "by" }, decision.policy));
     const reason = element("div", { class: "reason" }, ...readable(decision.reason || "no reason given"));
     const node = element("li", {}, head, reason, detail, this.#transitions(decision, versions));
-    return { node, outcome, detail, told: null };
+    return { node, outcome, detail, shownOutcome: null };
   }
 
   #transitions({ transitions }, versions) {
@@ -56,8 +56,8 @@ export class Log {
 
   #update(entry, decision) {
     const { node, outcome, detail } = entry;
-    if (entry.told === decision.outcome) return;
-    entry.told = decision.outcome;
+    if (entry.shownOutcome === decision.outcome) return;
+    entry.shownOutcome = decision.outcome;
     const [, kind, rest] = /^(\w+)(?:: ([^]*))?$/.exec(decision.outcome) ?? [null, "done", decision.outcome];
     node.className = `decision ${kind in SIGNS ? kind : ""}`;
     setText(outcome, `${SIGNS[kind] ?? "·"} ${kind === "started" ? "in progress" : kind}`);
@@ -65,9 +65,9 @@ export class Log {
   }
 }
 
-/** A line for each instance of which a text speaks; folded where it is long. */
+/** Returns a text as one line for each instance that it mentions, folded if it is long. */
 function readable(text) {
   const lines = signs(text).split(/; (?=instance \d+: )/).map((line) => element("span", { class: "say" }, line));
-  if (text.length <= LONG) return lines;
+  if (text.length <= MAX_UNFOLDED) return lines;
   return [element("details", { class: "long" }, element("summary", {}, element("span", { class: "folded" }, ...lines)))];
 }

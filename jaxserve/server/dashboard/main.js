@@ -1,4 +1,4 @@
-// The dashboard: one stream of events, one set of samples, and the panels that show them.
+// The dashboard: connects the event stream, the samples and the panels that show them.
 
 import { Chart, Timeline, swatch } from "./chart.js";
 import { byId, element, setQuantity, setText } from "./dom.js";
@@ -10,10 +10,11 @@ import { Refused, Stream } from "./stream.js";
 
 const KEY = "jaxserve-admin-key"; // in sessionStorage: gone with the tab
 const KEPT = 15 * 60; // seconds of history
-const LEAST = 60; // seconds shown, when there is less
+const MIN_RANGE = 60; // seconds that the charts show at least
 const TONES = ["full", "int8", "int4", "int3"];
 const NOTHING = "The policy has not had to change anything yet.";
-const JITTER = 1.5; // seconds by which events may come late before the clocks are matched again
+// Seconds by which an event may be late before the offset between the clocks is measured again.
+const JITTER = 1.5;
 
 const timeline = new Timeline();
 const state = { status: null, range: 900, heard: null };
@@ -92,9 +93,9 @@ function late(sample) {
   return slo() !== null && sample.ttft_p95 != null && sample.ttft_p95 > slo();
 }
 
-// -- what is shown
+// -- panels
 
-/** The numbers of the moment that is pointed at, or of now. */
+/** Shows the numbers at the cursor, or the current ones. */
 function showMoment() {
   const sample = timeline.cursor ?? timeline.samples.at(-1);
   if (!sample) return;
@@ -112,7 +113,7 @@ function showMoment() {
 }
 
 function verdict(sample) {
-  if (sample.ttft_p95 == null) return "no first token lately";
+  if (sample.ttft_p95 == null) return "no first token recently";
   if (slo() === null) return "";
   const limit = brief(seconds(slo()));
   return late(sample) ? `▲ above the SLO of ${limit}` : `✓ within the SLO of ${limit}`;
@@ -122,7 +123,7 @@ function showCharts() {
   const { time } = state.status;
   const oldest = timeline.samples[0]?.time ?? time;
   timeline.to = time;
-  timeline.from = time - Math.min(state.range, Math.max(LEAST, time - oldest));
+  timeline.from = time - Math.min(state.range, Math.max(MIN_RANGE, time - oldest));
   charts.forEach((chart) => chart.draw());
 }
 
@@ -135,15 +136,16 @@ function showStatus({ model, phase, status }) {
   const moving = phase === "draining" ? "shutting down" : status.busy ? `◐ changing to ${target ?? "another"}` : "steady";
   setText(byId("moving"), moving);
   byId("moving").className = `badge ${moving === "steady" ? "" : "warn"}`;
-  if (status.note) byId("note").hidden = false; // and stays: what is below it would move
+  // Once shown, the note stays, so that the panels below it do not move.
+  if (status.note) byId("note").hidden = false;
   setText(byId("note"), signs(status.note) || "waiting for nothing");
-  const idle = status.policy === "static" ? "The policy is static: nothing is changed." : NOTHING;
+  const idle = status.policy === "static" ? "The policy is static: the plan does not change." : NOTHING;
   setText(byId("log-empty"), idle);
   strip.show(status.layers);
 }
 
-/** Takes what the server sent; the first event of a connection has all there is. Mutates. */
-function take(event, first) {
+/** Shows an event of the server. The first event of a connection has the whole history. */
+function showEvent(event, first) {
   const { status } = event;
   if (first) {
     timeline.samples = [];
@@ -162,14 +164,14 @@ function take(event, first) {
     log.show(event.decisions, timeline.offset);
     if (!first && event.decisions.length) announce(event.decisions.at(-1));
   }
-  show(true);
+  showPanels(true);
   showStatus(event);
-  if (timeline.samples.length) memory.take(status, timeline.samples);
+  if (timeline.samples.length) memory.update(status, timeline.samples);
   showCharts();
   showMoment();
 }
 
-/** A decision for those who cannot see it come. */
+/** Announces a decision to screen readers. */
 function announce({ policy, outcome, reason }) {
   setText(byId("said"), `${policy}, ${outcome}: ${signs(reason)}`);
 }
@@ -186,8 +188,8 @@ function notice(text) {
   byId("notice").hidden = text === "";
 }
 
-/** The panels and what belongs to them, or an empty page. */
-function show(visible) {
+/** Shows or hides the panels. */
+function showPanels(visible) {
   byId("panels").hidden = !visible;
   document.body.classList.toggle("bare", !visible);
 }
@@ -205,7 +207,7 @@ const stream = new Stream(new URL("events", import.meta.url), {
     byId("key-form").hidden = true;
     byId("forget").hidden = !stream.key;
   },
-  event: take,
+  event: showEvent,
   locked() {
     notice("");
     const wrong = stream.key !== null;
@@ -218,13 +220,13 @@ const stream = new Stream(new URL("events", import.meta.url), {
   },
 });
 
-/** Forgets the key and all that it has shown, and asks for one. */
+/** Forgets the key, hides the data that it gave access to, and asks for a key. */
 function lock(wrong) {
   stream.key = null;
   sessionStorage.removeItem(KEY);
   byId("forget").hidden = true;
   state.status = state.heard = null;
-  show(false);
+  showPanels(false);
   say("Locked", "locked");
   askForKey(wrong);
 }
@@ -248,7 +250,8 @@ byId("range").addEventListener("change", (event) => {
   if (state.status) showCharts();
 });
 document.addEventListener("pointerdown", (event) => {
-  const path = event.composedPath(); // as it was: what was touched may have been drawn anew by now
+  // The path at the time of the event: the touched node may have been redrawn since.
+  const path = event.composedPath();
   if (!path.some((node) => node.classList?.contains("plot"))) timeline.point(null);
 });
 timeline.onCursor = () => {

@@ -1,4 +1,4 @@
-// Memory: all that the ledger has against the budget; and weights and KV pages, which change, in a scale of their own.
+// The memory panel: all ledger entries against the budget, and weights and KV pages, which change, enlarged.
 
 import { element, setQuantity, setText } from "./dom.js";
 import { swatch } from "./chart.js";
@@ -16,13 +16,14 @@ const TOTALS = [
   { name: "Left", value: (sample) => sample.budget - OTHER.value(sample) - held(sample) },
   { name: "Budget", value: (sample) => sample.budget, round: true },
 ];
-const NEAR = 3; // how many times what is held the room for it may be, and be the scale
-const ENOUGH = 0.5; // a share of the budget that needs no scale of its own
+// The room for weights and KV pages is the enlarged scale unless it is more than this multiple of their bytes.
+const MAX_ROOM = 3;
+const MAX_ENLARGED = 0.5; // share of the budget above which nothing is enlarged
 
-/** What weights and KV pools take. */
+/** Returns the bytes of weights and KV pools. */
 const held = (sample) => PARTS.reduce((sum, part) => sum + part.value(sample), 0);
 
-/** What the budget leaves for that: without the runtime, workspace, layers that are kept and the like. */
+/** Returns the bytes that the budget leaves for weights and KV pools, after runtime, workspace, pinned variants etc. */
 const room = (sample) => sample.budget - OTHER.value(sample);
 
 const written = (part, sample) => (part.round ? brief : joined)(bytes(part.value(sample)));
@@ -30,7 +31,7 @@ const written = (part, sample) => (part.round ? brief : joined)(bytes(part.value
 export class Memory {
   constructor(nodes) {
     Object.assign(this, nodes);
-    this.span = 1; // bytes that the closer look is wide
+    this.span = 1; // bytes across the enlarged bar
     this.bars = WHOLE.map((part) => this.#bar(this.whole, part));
     this.close = PARTS.map((part) => this.#bar(this.closer, part));
     this.sizes = [...WHOLE, ...TOTALS].map((part) => {
@@ -46,17 +47,17 @@ export class Memory {
     return { part, node };
   }
 
-  /** The line in the chart to compare with, unless it is far above all there is. */
+  /** Returns the limit as a reference line for the chart, or null if it is far above all samples. */
   reference() {
     return this.limit === null ? null : { value: this.limit, label: "budget less other" };
   }
 
-  /** Takes what the server has sent; `samples` are all that are shown. */
-  take(status, samples) {
+  /** Updates the scale and the ledger table. `samples` are all samples shown. */
+  update(status, samples) {
     const newest = samples.at(-1);
-    const most = samples.reduce((most, sample) => Math.max(most, held(sample)), 1);
-    this.limit = room(newest) <= NEAR * most ? room(newest) : null;
-    this.span = this.limit ?? most;
+    const maxHeld = samples.reduce((bytes, sample) => Math.max(bytes, held(sample)), 1);
+    this.limit = room(newest) <= MAX_ROOM * maxHeld ? room(newest) : null;
+    this.span = this.limit ?? maxHeld;
     const entries = Object.entries(status.ledger).sort((a, b) => b[1] - a[1]);
     const used = entries.reduce((sum, [, size]) => sum + size, 0);
     const rows = [...entries, ["used", used], ["left of the budget", status.budget - used]].map(([name, size]) =>
@@ -70,7 +71,7 @@ export class Memory {
   show(sample) {
     const from = OTHER.value(sample) / sample.budget;
     const share = this.span / sample.budget;
-    const alone = share > ENOUGH;
+    const alone = share > MAX_ENLARGED;
     this.bar.classList.toggle("alone", alone);
     for (const { part, node } of this.bars) node.style.width = `${(part.value(sample) / sample.budget) * 100}%`;
     for (const { part, node } of this.close) node.style.width = `${(part.value(sample) / this.span) * 100}%`;

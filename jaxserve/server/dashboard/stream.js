@@ -1,8 +1,8 @@
-// The server's events over fetch: EventSource cannot send a key.
+// Server-sent events over fetch, because EventSource cannot send a key.
 
-const SILENCE = 6000; // ms without an event: the connection is dead, whatever it says
-const FIRST_DELAY = 1000;
-const LONGEST_DELAY = 15000;
+const MAX_SILENCE = 6000; // ms without an event after which the connection counts as dead
+const MIN_DELAY = 1000; // ms before the first new attempt
+const MAX_DELAY = 15000; // ms
 
 export class Refused extends Error {
   constructor(status, message) {
@@ -12,23 +12,23 @@ export class Refused extends Error {
 }
 
 /**
- * Reads events until told to stop, and connects again whenever the connection ends.
+ * Reads events until `stop`, and connects again whenever the connection ends.
  *
- * on.open(), on.event(event, first), on.lost(error, delay): the next try is in `delay` ms;
- * on.locked(error): the key is missing or wrong, and nothing more is tried.
+ * Calls on.open() and on.event(event, first); on.lost(error, delay) if the next attempt is in `delay` ms; and
+ * on.locked(error) if the key is missing or wrong, after which there is no further attempt.
  */
 export class Stream {
   constructor(url, on) {
     this.url = url;
     this.on = on;
     this.key = null;
-    this.run = 0; // a number per start: what belongs to an older one is over
+    this.run = 0; // counts starts, so that callbacks of an earlier one are ignored
   }
 
-  /** Connects now, in place of whatever was going on. */
+  /** Connects now, and ends the current connection or wait. */
   start() {
     this.stop();
-    this.delay = FIRST_DELAY;
+    this.delay = MIN_DELAY;
     this.#connect(this.run);
   }
 
@@ -47,14 +47,14 @@ export class Stream {
       if (run !== this.run) return;
       if (error.status === 401) return this.on.locked(error);
       const delay = this.delay;
-      this.delay = Math.min(LONGEST_DELAY, delay * 2);
+      this.delay = Math.min(MAX_DELAY, delay * 2);
       this.timer = setTimeout(() => this.#connect(run), delay);
       this.on.lost(error, delay);
     }
   }
 
-  /** A mistake in showing an event is no reason to connect again. */
-  #tell(event, first) {
+  /** Passes an event on. An error in showing it is reported, but does not end the connection. */
+  #dispatch(event, first) {
     try {
       if (first) this.on.open();
       this.on.event(event, first);
@@ -67,7 +67,7 @@ export class Stream {
     let timer;
     const heard = () => {
       clearTimeout(timer);
-      timer = setTimeout(() => abort.abort(new Error("the server has fallen silent")), SILENCE);
+      timer = setTimeout(() => abort.abort(new Error("the server has fallen silent")), MAX_SILENCE);
     };
     heard();
     try {
@@ -82,8 +82,8 @@ export class Stream {
         if (run !== this.run) return;
         heard();
         if (event.error) throw new Refused(0, event.error.message);
-        this.delay = FIRST_DELAY;
-        this.#tell(event, first);
+        this.delay = MIN_DELAY;
+        this.#dispatch(event, first);
         first = false;
       }
     } finally {
@@ -93,7 +93,7 @@ export class Stream {
   }
 }
 
-/** The JSON values of a stream of server-sent events, until "[DONE]". */
+/** Yields the JSON values of a stream of server-sent events until "[DONE]". */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -119,12 +119,12 @@ async function refusal(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // not one of our errors: the status must do
+    // Not an error of jaxserve: the message has only the status.
   }
   return new Refused(response.status, message);
 }
 
-/** Headers hold bytes: those of the text in UTF-8, each as a character. */
+/** Returns a text as a header value: each byte of its UTF-8 form as one character. */
 function utf8(text) {
   return String.fromCharCode(...new TextEncoder().encode(text));
 }
