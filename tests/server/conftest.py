@@ -1,4 +1,4 @@
-"""One server with a fake engine for the tests that leave no trace in it; a model; a browser."""
+"""Fixtures: a shared server with a fake engine (for tests that do not change its state), a tiny model, a browser."""
 
 import json
 from collections.abc import Iterator
@@ -47,19 +47,20 @@ def http(address):
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
-    """A folder with a configuration and a tokenizer, to be loaded with random weights."""
+    """Return the folder of a tiny model without weights, which is loaded with random ones."""
     return write_model(tmp_path_factory.mktemp("tiny"))
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
-    """Writes such a folder, with changes to the configuration, and returns it."""
+    """Write a configuration, with `changes`, and a tokenizer to a folder, and return the folder."""
     byte_tokenizer().save(folder / "tokenizer.json")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     return folder
 
 
-@pytest.fixture(scope="module")  # its event loop is in nobody else's way
+# Per module, since the event loop of Playwright would disturb other tests.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with headless() as browser:
         yield browser
@@ -67,9 +68,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser, monkeypatch) -> Iterator[Pages]:
-    """Opens a server's dashboard; at the end nothing must have failed in the page, nor gone to another server.
+    """Open dashboards, and check at the end that no page had an error or called another server.
 
-    Servers of this process send more than one event a second, for tests wait for them.
+    Servers of this process send ten events a second instead of one, since tests wait for events.
     """
     monkeypatch.setattr(dashboard, "EVENT_INTERVAL", 0.1)
     pages = Pages(browser)

@@ -1,4 +1,4 @@
-"""A small deterministic engine for tests of the protocol: scripted text, a limited queue, and faults on demand."""
+"""A deterministic fake engine for tests of the HTTP protocol: scripted text, a limited queue, faults on demand."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ END = "<|end|>"
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, and an end token."""
+    """Return a tokenizer with one token per byte and an end token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = HfTokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -32,11 +32,12 @@ def byte_tokenizer() -> Tokenizer:
 
 @dataclass(eq=False)
 class FakeClient:
-    """An EngineClient that answers every prompt with `script`, a token per turn of the event loop.
+    """An EngineClient that answers every prompt with `script`, one token per turn of the event loop.
 
-    `gate`: when given, no token comes before it is set. `delay`: seconds before each token from `delay_after` on.
-    `fail_after`: tokens after which `failure` is raised.
     Answer i of n starts i characters later in the script, so that answers differ.
+    - `gate`: if given, no token is generated before it is set
+    - `delay`: seconds before each token from index `delay_after` on
+    - `fail_after`: number of tokens after which `failure` is raised
     """
 
     script: str = "Hello, wörld! 🦊"
@@ -170,8 +171,8 @@ class FakeClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         scripts = [self.tokenizer.encode(self.script[i % 7 :]) for i in range(params.n)]
         streams = [self.tokenizer.stream() for _ in range(params.n)]
-        most = params.max_tokens or self.info.max_model_len - len(prompt.token_ids)
-        longest = min(max(map(len, scripts)), most)
+        limit = params.max_tokens or self.info.max_model_len - len(prompt.token_ids)
+        longest = min(max(map(len, scripts)), limit)
         asked = None
         if params.prompt_logprobs is not None:
             asked = (None, *(self._logprobs(token, params.prompt_logprobs) for token in prompt.token_ids[1:]))
@@ -179,14 +180,14 @@ class FakeClient:
             await self._turn(step)
             outputs = []
             for index, script in enumerate(scripts):
-                last = min(len(script), most) - 1
+                last = min(len(script), limit) - 1
                 if step > last:
                     continue
                 text = streams[index].push([script[step]])
                 reason = None
                 if step == last:
                     text += streams[index].flush()
-                    reason = "length" if step == most - 1 else "stop"
+                    reason = "length" if step == limit - 1 else "stop"
                 logprobs = None if params.logprobs is None else (self._logprobs(script[step], params.logprobs),)
                 outputs.append(CompletionOutput(index, text, (script[step],), logprobs=logprobs, finish_reason=reason))
             yield RequestOutput(
@@ -200,7 +201,7 @@ class FakeClient:
             )
 
     def _logprobs(self, token: int, alternatives: int) -> TokenLogprobs:
-        """The token itself is the most likely one; the next ids follow; bytes from 200 on are impossible."""
+        """Return log-probabilities: the token itself is the likeliest, and ids after it follow by rank."""
         found = {token: Logprob(-0.5 if token % 2 else -1.0, 1)}
         for rank in range(2, alternatives + 1):
             other = (token + rank - 1) % self.info.vocab_size

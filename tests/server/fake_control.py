@@ -1,4 +1,4 @@
-"""A control plane in which time is all there is: every five minutes a burst turns layers to int4 and back."""
+"""A fake control plane that depends on time alone: a burst every five minutes turns layers to int4 and back."""
 
 import math
 from collections import Counter
@@ -11,20 +11,22 @@ from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
 from jaxserve.core.errors import ConfigError, PlanError, RequestError
 
 CYCLE = 300  # seconds from one burst to the next
-FIRST, LAST = 66, 172  # of a cycle: the first layers turn to int4, the last of them begin to come back
-DURING = CYCLE + FIRST + 20  # the second burst, with the first in the history
+# Seconds of a cycle at which the first layers turn to int4, and at which layers begin to return.
+FIRST, LAST = 66, 172
+# A moment in the second burst, when the history has the first.
+DURING = CYCLE + FIRST + 20
 ORDER = (9, 10, 8, 11, 7, 12, 6, 13, 5, 14)  # the layers that may turn to int4
 BFLOAT16, INT4, PAGE = 121_634_816, 34_210_816, 2_097_152  # bytes of a layer, and of a page in all layers
 BUDGET, FIXED, EMBEDDING = 5_000_000_000, 610_000_000, 525_336_576
-ROUNDING = 32 << 20  # what the pools take beyond their pages
+ROUNDING = 32 << 20  # bytes of the pools beyond their pages
 LAYERS = 16
-NOTE = "held after a relapse: 12.0 arrivals/s > 75% of 14.0, for 320 s more"  # while layers are away
+NOTE = "held after a relapse: 12.0 arrivals/s > 75% of 14.0, for 320 s more"  # while layers are in int4
 SLO = 2.0
 POLICIES = ("static", "manual", "morph", "morph-performance")
 
 
 def int4_layers(time: float) -> int:
-    """How many layers are in int4: two more every 1.5 s, and back one by one."""
+    """Return the number of layers in int4, which grows by two every 1.5 s and later falls one by one."""
     moment = time % CYCLE
     if moment < LAST:
         return min(len(ORDER), 2 * max(0, math.ceil((moment - FIRST) / 1.5)))
@@ -32,13 +34,13 @@ def int4_layers(time: float) -> int:
 
 
 def pages(int4: int) -> int:
-    """KV pages that fit beside so many layers in int4."""
+    """Return the number of KV pages that fit with `int4` layers in int4."""
     weights = EMBEDDING + LAYERS * BFLOAT16 - int4 * (BFLOAT16 - INT4)
     return (BUDGET - FIXED - ROUNDING - weights) // PAGE
 
 
 def plan_at(time: float) -> Plan:
-    """The plan in force; each layer that changes is a version, and each change of the pools."""
+    """Return the plan in force. Each change of a layer has its own version."""
     turned = set(ORDER[: int4_layers(time)])
     chain = chain_of("bfloat16", ["int4" if i in turned else "bfloat16" for i in range(LAYERS)], "bfloat16")
     version = 1 + int(time // CYCLE) * 4 * len(ORDER)
@@ -47,11 +49,11 @@ def plan_at(time: float) -> Plan:
 
 
 def sample_at(time: float) -> dict[str, Any]:
-    """What the history has of a moment."""
+    """Return the sample of the history at `time`."""
     moment = time % CYCLE
-    rise = 1 / (1 + math.exp(-(moment - 58) / 4)) * 1 / (1 + math.exp((moment - 158) / 6))  # of the load, 0 to 1
-    wave = 0.5 * math.sin(time * 0.37) + 0.5 * math.sin(time * 0.11 + 1)  # that no curve be too smooth
-    crush = math.exp(-(((moment - 69) / 7) ** 2))  # what has not yet found room
+    rise = 1 / (1 + math.exp(-(moment - 58) / 4)) * 1 / (1 + math.exp((moment - 158) / 6))  # load, 0 to 1
+    wave = 0.5 * math.sin(time * 0.37) + 0.5 * math.sin(time * 0.11 + 1)  # keeps curves from being smooth
+    crush = math.exp(-(((moment - 69) / 7) ** 2))  # load before memory was freed for it
     total = pages(int4_layers(time))
     usage = min(0.995, 0.12 + 0.62 * rise + 0.3 * crush + 0.03 * wave)
     idle = moment > 240
@@ -75,7 +77,7 @@ def sample_at(time: float) -> dict[str, Any]:
 
 
 def decisions_until(time: float) -> list[dict[str, Any]]:
-    """All decisions up to a moment: five that swap, one that gives back, and in the first cycle one that failed."""
+    """Return all decisions until `time`: in each cycle five that swap and one that restores. The first one failed."""
     found = []
     for cycle in range(int(time // CYCLE) + 1):
         start = cycle * CYCLE
@@ -86,7 +88,7 @@ def decisions_until(time: float) -> list[dict[str, Any]]:
             found.append(_decision(when, reason, ORDER[2 * step : 2 * step + 2], "bfloat16", "int4", time))
         reason = "nothing waiting for 5 s, no preemption, KV usage 24 % fits the smaller pool and is falling"
         found.append(_decision(start + LAST, reason, ORDER[::-1], "int4", "bfloat16", time, seconds=8))
-    found[0]["outcome"] = "failed: layers.10 bfloat16 -> int4: no memory for 34.2 MB beside the row in use"
+    found[0]["outcome"] = "failed: layers.10 bfloat16 -> int4: no memory for 34.2 MB next to the layer in use"
     return [decision for decision in found if decision["time"] <= time]
 
 
@@ -109,7 +111,7 @@ def _decision(
 
 @dataclass
 class Time:
-    """A clock that stands until it is set."""
+    """A clock that shows the time to which it has been set."""
 
     value: float
 
@@ -119,7 +121,7 @@ class Time:
 
 @dataclass
 class FakeControl:
-    """A ControlClient that shows the burst at `now()`, until an operator's plan takes its place."""
+    """A ControlClient that shows the burst at `now()`, until an operator sets a plan."""
 
     now: Callable[[], float] = lambda: 80.0
     policy: str = "morph"
@@ -171,9 +173,7 @@ class FakeControl:
     def set_policy(self, name: str) -> None:
         if name not in POLICIES:
             known = ", ".join(POLICIES)
-            raise RequestError(
-                f"there is no policy {name!r}; there are {known}", field="policy", value=name, limit=known
-            )
+            raise RequestError(f"unknown policy {name!r}: choose from {known}", field="policy", value=name, limit=known)
         self.policy, self.plan = name, None
 
     def set_plan(self, yaml_text: str) -> None:
@@ -182,26 +182,26 @@ class FakeControl:
             plan = from_yaml(yaml_text)
         except ConfigError as error:
             raise RequestError(str(error), field="plan") from error
-        most = pages(len(ORDER))
+        limit = pages(len(ORDER))
         asked = max(stage.kv_pages for instance in plan.instances for stage in instance.stages)
-        if asked > most:
-            raise PlanError(f"instance 0 has {asked} KV pages, at most {most} fit")
+        if asked > limit:
+            raise PlanError(f"instance 0 has {asked} KV pages, at most {limit} fit")
         self.policy, self.plan = "manual", replace(plan, version=self._plan().version + 1)
 
     def _plan(self) -> Plan:
         return self.plan or plan_at(self.now())
 
 
-def odd(instances: int = 1, layers: int = 16, **status: Any) -> FakeControl:
-    """A control plane in the middle of a burst, of as many layers as one likes, and of which `status` is told."""
+def control_in_burst(instances: int = 1, layers: int = 16, **status: Any) -> FakeControl:
+    """Return a control plane in the middle of a burst, with layers in all precisions and `status` overridden."""
     control = FakeControl(Time(DURING))
-    told, samples = control.status(), control.history()
+    shown, samples = control.status(), control.history()
     names = ("bfloat16", "int8", "int4", "int3")
-    told["layers"] = [
+    shown["layers"] = [
         [{"block": f"layers.{n}", "precision": names[(n + i) % 4]} for n in range(layers)] for i in range(instances)
     ]
     for sample in samples:
         sample["precisions"] = dict.fromkeys(names, instances * layers // 4)
-    control.status = lambda: told | status
+    control.status = lambda: shown | status
     control.history = lambda since=-1: [sample for sample in samples if sample["time"] > since]
     return control

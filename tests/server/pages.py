@@ -1,4 +1,4 @@
-"""The dashboard in a headless browser, and how a test waits for it."""
+"""Dashboards in a headless browser, and functions that wait for their contents."""
 
 import os
 import shutil
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = (  # no sandbox: tests may run as root; the others keep it from calling home
+# No sandbox, since tests may run as root. The other flags keep Chromium from calling home.
+FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",
@@ -22,12 +23,12 @@ FLAGS = (  # no sandbox: tests may run as root; the others keep it from calling 
 DESK = {"viewport": {"width": 1280, "height": 800}}
 TABLET = {"viewport": {"width": 820, "height": 1180}}
 PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
-PATIENCE = 30_000  # ms; a page that takes so long has failed
+PATIENCE = 30_000  # ms after which a page counts as failed
 
 
 @contextmanager
 def headless() -> Iterator[Any]:
-    """Chromium: the machine's, or what JAXSERVE_TEST_BROWSER names. Skips the test where there is none."""
+    """Run the machine's Chromium, or the one at JAXSERVE_TEST_BROWSER. Skip the test if there is none."""
     path = os.environ.get("JAXSERVE_TEST_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip("there is no Chromium on this machine")
@@ -40,7 +41,7 @@ def headless() -> Iterator[Any]:
 
 
 class Pages:
-    """Opens servers' dashboards; `problems`: what failed in them, or went to another server."""
+    """Opens dashboards, and collects their errors and requests to other servers in `problems`."""
 
     def __init__(self, browser: Any):
         self._browser = browser
@@ -58,18 +59,18 @@ class Pages:
         return page
 
     def close(self) -> None:
-        """Closes all of them. Mutates."""
+        """Close all pages."""
         while self._contexts:
             self._contexts.pop().close()
 
 
 def wait_for_state(page: Any, state: str) -> None:
-    """Until the page says that it is live, locked, lost."""
+    """Wait until the page is in a state: live, locked, lost or connecting."""
     page.wait_for_selector(f"body[data-state={state}]")
 
 
 def wait_for_text(page: Any, selector: str, pattern: str) -> None:
-    """Until an element's text has the pattern."""
+    """Wait until an element's text matches a pattern."""
     page.wait_for_function(
         "([selector, pattern]) => new RegExp(pattern).test(document.querySelector(selector).textContent)",
         arg=[selector, pattern],
@@ -77,11 +78,11 @@ def wait_for_text(page: Any, selector: str, pattern: str) -> None:
 
 
 def precisions(page: Any) -> list[str]:
-    """What the layers of the strip are said to be in."""
+    """Return the precision that the page shows for each layer."""
     return page.locator(".cell .precision").all_text_contents()
 
 
-def shoot(page: Any, name: str) -> None:
-    """Keeps a picture of the page for people to look at, in the folder that JAXSERVE_TEST_SCREENSHOTS names."""
+def save_screenshot(page: Any, name: str) -> None:
+    """Save a screenshot for people to look at, if JAXSERVE_TEST_SCREENSHOTS names a folder."""
     if folder := os.environ.get("JAXSERVE_TEST_SCREENSHOTS"):
         page.screenshot(path=Path(folder) / f"{name}.png", full_page=True, animations="disabled")

@@ -1,4 +1,4 @@
-"""A server in a process of its own, for what only a process has: signals, exit codes, a whole engine."""
+"""A server in a separate process, for tests of signals, exit codes and a whole engine."""
 
 import contextlib
 import re
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 180  # seconds; a test that waits so long has failed
+PATIENCE = 180  # seconds of waiting after which a test fails
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A process that serves at `url`. What it prints goes to files, so that it never waits for a reader."""
+    """A process that serves at `url`. Its output goes to files, so that it never waits for a reader."""
 
     process: subprocess.Popen
     url: str
@@ -29,7 +29,7 @@ class ServerProcess:
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        """The exit status."""
+        """Wait for the process to end and return its exit status."""
         try:
             return self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -38,7 +38,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen]:
-    """`python arguments...`, killed at the end if it still runs; its output is in pipes unless told otherwise."""
+    """Run `python arguments...` and kill it at the end. Its output goes to pipes unless `options` say otherwise."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-X", "faulthandler", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, **(pipes | options))
@@ -51,7 +51,7 @@ def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen]:
 
 @contextlib.contextmanager
 def server_process(*arguments: str) -> Iterator[ServerProcess]:
-    """As `started`, once it has printed the address at which it is ready."""
+    """Run `python arguments...` until the block ends, and yield it once it has printed the address of its server."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
         with output.open("w") as out, errors.open("w") as err, started(*arguments, stdout=out, stderr=err) as process:
@@ -64,7 +64,7 @@ def server_process(*arguments: str) -> Iterator[ServerProcess]:
 
 
 def _stacks(process: subprocess.Popen, errors: Path) -> str:
-    """What a process that does not go on has printed, and last where each of its threads is. It ends of that."""
+    """Abort a stuck process and return its errors, which end with the stack of each thread."""
     process.send_signal(signal.SIGABRT)
     process.wait()
     return f"no end after {PATIENCE} s:\n{errors.read_text()}"

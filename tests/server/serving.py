@@ -1,4 +1,4 @@
-"""A real server on a free port of this machine, in a thread of the test."""
+"""A real HTTP server on a free local port, in a thread of the test process."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ from jaxserve.server.settings import ServerSettings
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens."""
+    """The host and port at which a server listens."""
 
     host: str
     port: int
@@ -27,7 +27,7 @@ class Address:
 
 @contextlib.contextmanager
 def serving(client: EngineClient | None, settings: ServerSettings | None = None, *, port: int = 0) -> Iterator[Address]:
-    """Serves until the block ends."""
+    """Serve until the block ends."""
     settings = settings or ServerSettings()
     app = create_app(client, settings)
     listener = bind("127.0.0.1", port)
@@ -37,14 +37,14 @@ def serving(client: EngineClient | None, settings: ServerSettings | None = None,
     try:
         yield Address("127.0.0.1", listener.getsockname()[1])
     finally:
-        app.state.server.start_draining()  # ends the streams that never end
+        app.state.server.start_draining()  # ends endless streams
         server.should_exit = True
         thread.join()
         listener.close()
 
 
 def raw_request(address: Address, head: bytes, body: bytes = b"") -> bytes:
-    """Everything that the server answers, until it closes the connection, to a request as it stands."""
+    """Send a raw request and return the raw answer until the server closes the connection."""
     with socket.create_connection((address.host, address.port), timeout=30) as connection:
         connection.sendall(head + b"\r\n\r\n" + body)
         received = b""

@@ -1,4 +1,4 @@
-"""/admin: who is let in, what is shown, and what a plan or policy from outside may do."""
+"""/admin: access, responses, and changes of plan and policy."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ YAML = {"content-type": "application/yaml"}
 
 
 def client(settings: ServerSettings | None = None, *, host: str = "127.0.0.1:8000", **fake) -> TestClient:
-    """An app in this process, and its fake control plane unless `fake` says otherwise."""
+    """Return a client of an app in this process, which has a fake control plane unless `fake` overrides it."""
     engine = FakeClient(**{"control": FakeControl(), **fake})
     return TestClient(create_app(engine, settings or ServerSettings()), base_url=f"http://{host}")
 
@@ -32,7 +32,7 @@ def control_of(http: TestClient) -> FakeControl:
     return http.app.state.server.loaded.control
 
 
-# -- who is let in
+# -- access
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def guarded():
 
 
 @pytest.mark.parametrize("path", SHOWN)
-def test_the_admin_key_opens(guarded, path):
+def test_admin_key_opens_operator_paths(guarded, path):
     assert guarded.get(path, headers=ADMIN).status_code == 200
 
 
 @pytest.mark.parametrize("authorization", [None, b"Bearer api-key", b"Bearer", b"Basic admin", b"Bearer admin-schl"])
 @pytest.mark.parametrize("path", [*SHOWN, "/admin", "/admin/", "/admin/nothing", "/dashboard/events"])
-def test_no_other_key_does(guarded, path, authorization):
+def test_other_keys_do_not_open_operator_paths(guarded, path, authorization):
     answer = guarded.get(path, headers={} if authorization is None else {"authorization": authorization})
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_admin_key"
@@ -60,15 +60,15 @@ def test_no_other_key_does(guarded, path, authorization):
 @pytest.mark.parametrize(
     "path", ["//admin/plan", "/v1/../admin/plan", "/admin%2fplan", "/ADMIN/plan", "/dashboard/events/"]
 )
-def test_no_other_spelling_of_a_path_does(guarded, path):
+def test_other_spellings_of_operator_paths_stay_closed(guarded, path):
     assert guarded.get(path, follow_redirects=True).status_code in (401, 404)
 
 
-def test_the_admin_key_is_no_api_key(guarded):
+def test_admin_key_does_not_open_api_paths(guarded):
     assert guarded.get("/v1/models", headers=ADMIN).status_code == 401
 
 
-def test_changes_need_the_key_before_their_body_is_read(guarded):
+def test_change_without_key_is_refused_before_its_body_is_read(guarded):
     answer = guarded.put("/admin/plan", content=b"x" * 5_000_000, headers=YAML)
     assert answer.status_code == 401
 
@@ -84,32 +84,32 @@ def test_changes_need_the_key_before_their_body_is_read(guarded):
     ids=lambda settings: repr(settings),
 )
 @pytest.mark.parametrize("path", [*SHOWN, "/dashboard/events"])
-def test_without_an_admin_key_only_an_unguarded_server_of_this_machine_answers(settings, path):
+def test_without_admin_key_only_a_local_server_without_api_keys_answers(settings, path):
     answer = client(settings).get(path, headers={"authorization": "Bearer api-key"})
     assert answer.status_code == 403
     assert "--admin-key" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.5"])
-def test_on_this_machine_no_key_is_needed(host):
+def test_loopback_host_needs_no_admin_key(host):
     assert client(ServerSettings(host=host)).get("/admin/status").status_code == 200
 
 
 @pytest.mark.parametrize("host", ["rebound.example", "127.0.0.1.example.org:8000", "10.0.0.1", "localhost.example"])
-def test_a_name_of_elsewhere_for_this_machine_is_refused(host):
+def test_foreign_host_name_without_admin_key_is_refused(host):
     answer = client(host=host).get("/admin/status")
     assert answer.status_code == 403
     assert "host" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("host", ["", "[", "[::1", "@", "ü"])
-def test_a_host_that_is_none_is_refused(host):
+def test_malformed_host_header_is_refused(host):
     answer = client().get("/admin/status", headers={"host": host.encode()})
     assert answer.status_code in (400, 403)
 
 
 @pytest.mark.parametrize("origin", ["https://app.example", "null", "", "http://[", "https://127.0.0.1.example"])
-def test_a_web_page_of_elsewhere_is_no_operator_even_if_it_may_call(origin):
+def test_foreign_origin_is_refused_even_if_cors_allows_it(origin):
     http = client(ServerSettings(cors_origins=("*",)))
     for answer in (
         http.get("/admin/status", headers={"origin": origin}),
@@ -121,22 +121,22 @@ def test_a_web_page_of_elsewhere_is_no_operator_even_if_it_may_call(origin):
     assert http.put("/admin/policy", json={"policy": "static"}, headers=local).status_code == 202
 
 
-def test_the_key_is_nowhere_to_be_read():
+def test_admin_key_does_not_appear_in_the_settings_representation():
     settings = ServerSettings(admin_key="very-secret")
     assert "very-secret" not in repr(settings)
     assert "very-secret" not in str(settings)
 
 
 @pytest.mark.parametrize(("key", "keys"), [("", ()), ("  ", ()), ("same", ("other", "same"))])
-def test_a_key_that_guards_nothing_is_refused(key, keys):
+def test_empty_or_shared_admin_key_is_refused(key, keys):
     with pytest.raises(ConfigError, match="admin"):
         ServerSettings(admin_key=key, api_keys=keys)
 
 
-# -- what is shown
+# -- responses
 
 
-def test_answers_are_as_described():
+def test_responses_match_their_openapi_schemas():
     http = client()
     PlanDocument.model_validate(http.get("/admin/plan").json(), strict=True)
     Status.model_validate(http.get("/admin/status").json(), strict=True)
@@ -158,14 +158,14 @@ def test_answers_are_as_described():
         ("application/json", "?format=yaml", "yaml"),
     ],
 )
-def test_a_plan_comes_as_json_or_yaml(accept, query, form):
+def test_plan_is_returned_as_json_or_yaml_as_asked(accept, query, form):
     http = client()
     answer = http.get(f"/admin/plan{query}", headers={} if accept is None else {"accept": accept})
     assert answer.headers["content-type"].startswith(f"application/{form}")
     assert yaml.safe_load(answer.text) == control_of(http).plan_dict()
 
 
-def test_decisions_are_the_latest():
+def test_decisions_with_limit_returns_the_latest():
     http = client()
     everything = http.get("/admin/decisions").json()["decisions"]
     assert len(everything) == 5
@@ -173,41 +173,41 @@ def test_decisions_are_the_latest():
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "1001", "x", "", "1.5", "9" * 5000])
-def test_a_wrong_limit_is_named(limit):
+def test_invalid_decisions_limit_is_named(limit):
     error = client().get(f"/admin/decisions?limit={limit}").json()["error"]
     assert error["param"] == "limit"
     assert error["message"].startswith("limit: ")
 
 
-def test_unknown_format_is_named():
+def test_unknown_plan_format_is_named():
     answer = client().get("/admin/plan?format=xml")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "format"
 
 
 @pytest.mark.parametrize("path", SHOWN)
-def test_an_engine_without_control_plane_says_so(path):
+def test_engine_without_control_plane_returns_409(path):
     answer = client(control=None).get(path)
     assert answer.status_code == 409
     assert "no control plane" in answer.json()["error"]["message"]
 
 
-def test_while_loading_503():
+def test_admin_paths_while_loading_return_503():
     http = TestClient(create_app(None, ServerSettings()), base_url="http://localhost")
     assert http.get("/admin/plan").status_code == 503
 
 
-def test_while_draining_the_plan_is_shown_and_not_changed():
+def test_plan_while_draining_can_be_read_but_not_changed():
     http = client()
     http.app.state.server.start_draining()
     assert http.get("/admin/plan").status_code == 200
     assert http.put("/admin/policy", json={"policy": "static"}).status_code == 503
 
 
-# -- what is changed
+# -- changes
 
 
-def test_a_plan_goes_out_and_comes_back_in_both_forms():
+def test_plan_round_trips_as_json_and_yaml():
     http = client()
     text = http.get("/admin/plan?format=yaml").text.replace("int4", "int8")
     for body in ({"content": text, "headers": YAML}, {"json": yaml.safe_load(text)}):
@@ -218,7 +218,7 @@ def test_a_plan_goes_out_and_comes_back_in_both_forms():
         assert "int8" in http.get("/admin/plan?format=yaml").text
 
 
-def test_a_plan_is_read_beside_the_event_loop():
+def test_plan_is_parsed_off_the_event_loop():
     class Slow(FakeControl):
         def set_plan(self, yaml_text: str) -> None:
             with pytest.raises(RuntimeError, match="no running event loop"):
@@ -230,7 +230,7 @@ def test_a_plan_is_read_beside_the_event_loop():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_takes_over(policy):
+def test_put_policy_changes_the_policy(policy):
     http = client()
     answer = http.put("/admin/policy", json={"policy": policy})
     assert answer.status_code == 202
@@ -242,7 +242,7 @@ def test_a_policy_takes_over(policy):
     [b"", b"[1]", b"5", b"a: [", b"\xff\xfe", b"a: &x [1]\nb: *x", b"!!python/object/apply:os.getcwd []", b"[" * 30_000,
      b"a: 2001-99-99", b"a: " + b"9" * 5000, b"{? {a: 1} : 2}", b"instances: []", b"version: 1", b"a: 1\n--- \nb: 2"],
 )  # fmt: skip
-def test_what_is_no_plan_is_400_and_changes_nothing(body):
+def test_invalid_plan_returns_400_and_changes_nothing(body):
     http = client()
     before = http.get("/admin/plan").json()
     answer = http.put("/admin/plan", content=body, headers=YAML)
@@ -251,7 +251,7 @@ def test_what_is_no_plan_is_400_and_changes_nothing(body):
     assert http.get("/admin/plan").json() == before
 
 
-def test_a_plan_that_does_not_fit_is_400_with_the_limit():
+def test_plan_that_does_not_fit_returns_400_with_the_limit():
     http = client()
     plan = http.get("/admin/plan").json()
     plan["instances"][0]["stages"][0]["kv_pages"] = 10**9
@@ -261,20 +261,20 @@ def test_a_plan_that_does_not_fit_is_400_with_the_limit():
 
 
 @pytest.mark.parametrize("media_type", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
-def test_other_media_types_are_415(media_type):
+def test_plan_of_another_media_type_returns_415(media_type):
     http = client()
     for path in ("/admin/plan", "/admin/policy"):
         assert http.put(path, content=b"{}", headers={"content-type": media_type}).status_code == 415
 
 
-def test_a_plan_without_end_is_413():
+def test_plan_above_the_size_limit_returns_413():
     assert client().put("/admin/plan", content=b"#" * 100_000, headers=YAML).status_code == 413
 
 
 @pytest.mark.parametrize(
     "policy", ["", "nothing", "../../etc/passwd", "/etc/passwd", "x.yaml", "a" * 65, None, 5, ["morph"]]
 )
-def test_a_policy_is_a_known_name_and_no_path(policy):
+def test_unknown_policy_name_or_path_is_refused(policy):
     http = client()
     answer = http.put("/admin/policy", json={"policy": policy})
     assert answer.status_code == 400
@@ -282,7 +282,7 @@ def test_a_policy_is_a_known_name_and_no_path(policy):
     assert control_of(http).policy == "morph"
 
 
-def test_an_operators_mistake_is_no_rejected_request():
+def test_refused_admin_request_is_not_counted_as_rejection():
     http = client()
     http.put("/admin/policy", json={"policy": "nothing"})
     assert 'reason="invalid"' not in http.get("/metrics").text
@@ -310,18 +310,18 @@ values = st.recursive(
 
 @hypothesis_settings(max_examples=150, deadline=None)
 @given(body=values)
-def test_any_plan_is_taken_or_refused(shared, body):
+def test_arbitrary_plan_is_accepted_or_refused_without_500(shared, body):
     answer = shared.put("/admin/plan", content=json.dumps(body), headers={"content-type": "application/json"})
     assert answer.status_code in (202, 400), answer.text
 
 
 @hypothesis_settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=200) | st.text(alphabet="[]{}:,-?!&*#|>'\"% \n\tab1", max_size=60))
-def test_any_text_is_taken_or_refused(shared, text):
+def test_arbitrary_yaml_is_accepted_or_refused_without_500(shared, text):
     assert shared.put("/admin/plan", content=text.encode(), headers=YAML).status_code in (202, 400)
 
 
-def test_the_description_of_the_api_has_the_schemas():
+def test_openapi_has_the_admin_schemas():
     description = client().get("/openapi.json").json()
     paths, schemas = description["paths"], description["components"]["schemas"]
     assert set(paths["/admin/plan"]["put"]["requestBody"]["content"]) == {"application/yaml", "application/json"}

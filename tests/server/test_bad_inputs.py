@@ -32,7 +32,7 @@ def error_of(response, status=400):
     return error
 
 
-# bodies that are not a request
+# bodies that are not requests
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/embeddings", "/tokenize", "/detokenize"])
@@ -55,27 +55,27 @@ def error_of(response, status=400):
     ],
     ids=range(13),
 )
-def test_body_that_is_no_request(http, path, body):
+def test_body_that_is_not_a_request_is_refused(http, path, body):
     error_of(http.post(path, content=body, headers=JSON))
 
 
 @pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
-def test_body_of_another_media_type(http, media_type):
+def test_body_of_another_media_type_is_refused(http, media_type):
     headers = {} if media_type is None else {"content-type": media_type}
     error_of(http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers), 415)
 
 
-def test_media_type_with_a_charset_is_json(http):
+def test_json_media_type_with_charset_is_accepted(http):
     headers = {"content-type": "Application/JSON; charset=utf-8"}
     assert http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers).status_code == 200
 
 
-def test_unknown_paths_and_methods(http):
+def test_unknown_paths_and_methods_return_404_and_405(http):
     error_of(http.get("/v1/nothing"), 404)
     error_of(http.get(CHAT), 405)
 
 
-# sampling parameters, the same for both endpoints
+# sampling parameters of both endpoints
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -141,35 +141,35 @@ def test_unknown_paths_and_methods(http):
     ],
     ids=str,
 )
-def test_parameter_out_of_range(http, path, field, value):
+def test_sampling_parameter_out_of_range_is_named(http, path, field, value):
     prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
     body = json.dumps(prompt | {field: value})
     error = error_of(http.post(path, content=body, headers=JSON))
     assert error["param"].split(".")[0] == field
 
 
-def test_min_tokens_above_max_tokens(http):
+def test_min_tokens_above_max_tokens_is_refused(http):
     error = error_of(http.post(COMPLETIONS, json={"prompt": "a", "min_tokens": 5, "max_tokens": 4}))
     assert (error["param"], error["value"]) == ("min_tokens", 5)
 
 
-def test_infinity_in_disguise(http):
+def test_number_that_overflows_to_infinity_is_refused(http):
     error = error_of(http.post(COMPLETIONS, content=b'{"prompt": "a", "temperature": 1e999}', headers=JSON))
     assert error["param"] == "temperature"
 
 
-def test_unknown_model(http):
+def test_unknown_model_returns_404(http):
     error = error_of(http.post(CHAT, json={"model": "../../etc/passwd", "messages": MESSAGES}), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
-def test_limit_and_value_are_told(http):
+def test_error_has_value_and_limit(http):
     error = error_of(http.post(COMPLETIONS, json={"prompt": "a", "n": 1_000_000}))
     assert (error["value"], error["limit"]) == (1_000_000, 64)
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "told"),
+    ("path", "body", "param", "start"),
     [
         (COMPLETIONS, {"prompt": "a", "best_of": 65}, "best_of", "best_of is 65, the limit is 64 (max_n)"),
         (
@@ -182,10 +182,10 @@ def test_limit_and_value_are_told(http):
         ("/v1/embeddings", {"input": [VOCABULARY]}, "input", "input has the token id"),
     ],
 )
-def test_errors_name_what_the_client_sent(http, path, body, param, told):
+def test_error_names_the_field_that_the_client_sent(http, path, body, param, start):
     error = error_of(http.post(path, json=body))
     assert error["param"] == param
-    assert error["message"].startswith(told)
+    assert error["message"].startswith(start)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_errors_name_what_the_client_sent(http, path, body, param, told):
     ],
     ids=range(12),
 )
-def test_context_overflow_is_recognisable(http, path, body, param):
+def test_context_overflow_has_the_message_that_clients_look_for(http, path, body, param):
     error = error_of(http.post(path, json=body))
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert f"This model's maximum context length is {LENGTH} tokens" in error["message"]
@@ -224,19 +224,19 @@ def test_context_overflow_is_recognisable(http, path, body, param):
     ],
     ids=range(6),
 )
-def test_errors_of_unions_name_the_field_and_what_is_allowed(http, path, body, param):
+def test_error_of_union_names_the_field_and_allowed_types(http, path, body, param):
     error = error_of(http.post(path, json=body))
     assert error["param"] == param
     assert error["message"].startswith(f"{param}: it must be a string or a list of ")
 
 
-def test_errors_name_the_message(http):
+def test_error_names_the_message_of_the_conversation(http):
     messages = [*MESSAGES, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     assert error_of(http.post(CHAT, json={"messages": messages}))["param"] == "messages.1.content"
     assert error_of(http.post(CHAT, json={"messages": [{"role": "tool"}]}))["param"] == "messages.0.role"
 
 
-def test_missing_field_has_a_code_of_its_own(http):
+def test_missing_field_has_its_own_error_code(http):
     error = error_of(http.post(CHAT, json={}))
     assert (error["param"], error["code"]) == ("messages", "missing_required_parameter")
 
@@ -271,16 +271,16 @@ def test_missing_field_has_a_code_of_its_own(http):
     ],
     ids=range(21),
 )
-def test_bad_prompt(http, prompt):
+def test_invalid_prompt_is_refused(http, prompt):
     error = error_of(http.post(COMPLETIONS, json={"prompt": prompt}))
     assert error["param"] == "prompt"
 
 
-def test_prompt_is_required(http):
+def test_completion_without_prompt_is_refused(http):
     assert error_of(http.post(COMPLETIONS, json={}))["param"] == "prompt"
 
 
-def test_longest_prompt_that_fits(http):
+def test_longest_prompt_that_fits_is_answered(http):
     answer = http.post(COMPLETIONS, json={"prompt": "x" * (LENGTH - 1)})
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 1
@@ -304,7 +304,7 @@ def test_longest_prompt_that_fits(http):
     ],
     ids=str,
 )
-def test_bad_completion(http, fields):
+def test_invalid_completion_field_is_refused(http, fields):
     error_of(http.post(COMPLETIONS, json={"prompt": "a", **fields}))
 
 
@@ -333,7 +333,7 @@ def test_bad_completion(http, fields):
     ],
     ids=range(16),
 )
-def test_bad_messages(http, messages):
+def test_invalid_messages_are_refused(http, messages):
     error = error_of(http.post(CHAT, json={"messages": messages}))
     assert error["param"].split(".")[0] in ("messages", "prompt")
 
@@ -358,7 +358,7 @@ def test_bad_messages(http, messages):
     ],
     ids=str,
 )
-def test_bad_chat(http, fields):
+def test_invalid_chat_field_is_refused(http, fields):
     error_of(http.post(CHAT, json={"messages": MESSAGES, **fields}))
 
 
@@ -371,16 +371,16 @@ def test_bad_chat(http, fields):
         {"messages": MESSAGES, "web_search_options": {"search_context_size": "low"}},
     ],
 )
-def test_what_is_not_served_is_refused(http, body):
+def test_unsupported_chat_feature_is_refused(http, body):
     assert "not supported" in error_of(http.post(CHAT, json=body))["message"]
 
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}, {"response_format": {"type": "text"}}])
-def test_harmless_fields_pass(http, fields):
+def test_fields_that_change_nothing_are_accepted(http, fields):
     assert http.post(CHAT, json={"messages": MESSAGES, **fields}).status_code == 200
 
 
-def test_null_stands_for_the_default(http):
+def test_null_field_means_the_default(http):
     nothing = dict.fromkeys(
         ("echo", "suffix", "priority", "add_special_tokens", "best_of", "user", "stream", "n", "stop")
     )
@@ -396,7 +396,7 @@ def test_unknown_fields_are_ignored_and_only_their_names_are_logged(http, caplog
     assert len(caplog.text) < 1000
 
 
-# the other endpoints
+# embeddings and tokens
 
 
 @pytest.mark.parametrize(
@@ -417,31 +417,31 @@ def test_unknown_fields_are_ignored_and_only_their_names_are_logged(http, caplog
     ],
     ids=range(12),
 )
-def test_bad_embeddings(http, body):
+def test_invalid_embedding_body_is_refused(http, body):
     error_of(http.post("/v1/embeddings", json=body))
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": MESSAGES}, {"prompt": 5}, {"prompt": "x" * 10**7}])
-def test_bad_tokenize(http, body):
+def test_invalid_tokenize_body_is_refused(http, body):
     error_of(http.post("/tokenize", json=body))
 
 
 @pytest.mark.parametrize("tokens", [None, "a", [-1], [VOCABULARY], [1.5], ["a"], [True], [10**30], [None] * 50_000])
-def test_bad_detokenize(http, tokens):
+def test_invalid_detokenize_tokens_are_refused(http, tokens):
     error_of(http.post("/detokenize", json={"tokens": tokens}))
 
 
 # the connection
 
 
-def test_announced_body_of_a_gigabyte_is_refused_unread(address):
+def test_content_length_of_a_gigabyte_is_refused_before_the_body_is_read(address):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1073741824"
     answer = raw_request(address, head)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b'"code":"body_too_large"' in answer
 
 
-def test_body_in_chunks_is_refused_at_the_limit():
+def test_chunked_body_is_refused_at_the_size_limit():
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked"
     with serving(FakeClient(), ServerSettings(max_body_mb=1)) as small:
         chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
@@ -449,7 +449,7 @@ def test_body_in_chunks_is_refused_at_the_limit():
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 
-def test_slow_body_is_given_up():
+def test_slow_body_returns_408():
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100"
     with serving(FakeClient(), ServerSettings(body_timeout=0.05)) as impatient:
         answer = raw_request(impatient, head, b'{"prompt"')
@@ -460,9 +460,9 @@ def test_huge_headers_are_refused(address):
     try:
         answer = raw_request(address, b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 200_000)
     except ConnectionError:
-        return  # closed while the headers were still being sent
+        return  # the server closed while the headers were still being sent
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
-def test_garbage_instead_of_http(address):
+def test_garbage_instead_of_http_returns_400(address):
     assert raw_request(address, b"\x16\x03\x01\x02\x00\x01").startswith(b"HTTP/1.1 400 ")

@@ -1,4 +1,4 @@
-"""What a body may cost: many items are refused before they are parsed, and what is large is read off the event loop."""
+"""The cost of bodies: too many items are refused before parsing, and large bodies are parsed off the event loop."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def repeated(before: bytes, entry: bytes, times: int, after: bytes) -> bytes:
 
 
 FIELDS = b",".join(b'"k%d":1' % i for i in range(1_500_000))
-TOO_MANY = {  # path, body, the field that is named
+TOO_MANY = {  # path, body, field named in the error
     "messages": (CHAT, repeated(b'{"messages":[', b'{"role":"user","content":"a"}', 1_000_000, b"]}"), "messages"),
     "fewer messages": (CHAT, repeated(b'{"messages":[', b'{"role":"user","content":"a"}', 100_000, b"]}"), "messages"),
     "parts": (
@@ -67,7 +67,7 @@ TOO_MANY = {  # path, body, the field that is named
 
 
 @pytest.mark.parametrize("name", TOO_MANY)
-def test_many_items_are_refused_with_their_field_before_any_is_validated(http, monkeypatch, name):
+def test_body_with_too_many_items_is_refused_before_validation(http, monkeypatch, name):
     path, body, field = TOO_MANY[name]
     parsed = []
     monkeypatch.setattr(
@@ -81,13 +81,13 @@ def test_many_items_are_refused_with_their_field_before_any_is_validated(http, m
     assert error["value"] > error["limit"]
     assert len(answer.content) < 1000
     whole = len(body) in parsed
-    assert whole == (error["limit"] == MAX_ITEMS)  # beyond what may be a prompt, nothing but the beginning is parsed
+    assert whole == (error["limit"] == MAX_ITEMS)  # above the limit with prompts only the beginning is parsed
 
 
 @pytest.mark.parametrize(
     "entry", [b"9" * 4000, b"1." + b"3" * 4000, b"-" + b"1" * 401], ids=["integer", "float", "401"]
 )
-def test_numbers_of_very_many_digits_are_refused_unparsed(http, monkeypatch, entry):
+def test_number_with_too_many_digits_is_refused_before_parsing(http, monkeypatch, entry):
     monkeypatch.setattr(body_module, "from_json", None)
     body = repeated(b'{"prompt":[', entry, 1000, b"]}")
     answer = http.post(COMPLETIONS, content=body, headers=JSON)
@@ -95,11 +95,11 @@ def test_numbers_of_very_many_digits_are_refused_unparsed(http, monkeypatch, ent
     assert "more than 400 digits" in answer.json()["error"]["message"]
 
 
-def test_digits_in_text_are_text():
+def test_many_digits_in_a_string_are_accepted():
     assert parse_body(json.dumps({"prompt": "9" * 100_000}).encode(), PROMPT_ITEMS) == {"prompt": "9" * 100_000}
 
 
-def test_first_prompt_that_does_not_fit_ends_the_tokenizing(http, fake, monkeypatch):
+def test_prompt_that_does_not_fit_stops_tokenizing(http, fake, monkeypatch):
     encode, texts = fake.tokenizer.encode, []
     monkeypatch.setattr(fake.tokenizer, "encode", lambda text, special: texts.append(text) or encode(text, special))
     answer = http.post(COMPLETIONS, json={"prompt": ["fits", "x" * 5000, "a", "b"]})
@@ -107,14 +107,14 @@ def test_first_prompt_that_does_not_fit_ends_the_tokenizing(http, fake, monkeypa
     assert texts == ["fits", "x" * 5000]
 
 
-def test_items_are_counted_outside_of_strings():
+def test_item_count_ignores_delimiters_in_strings():
     text = json.dumps({"prompt": 'a, {"b": [1, 2]}\\" \\', "stop": [",,,", '\\"', "[{"], "n": 1}).encode()
     many = b"[" + b",".join([text] * MAX_ITEMS) + b"]"  # enough to be counted exactly
     of_text = 1 + 2 + 1 + 2  # object and its commas, list and its commas
     assert count_items(many, 10**7) == 1 + (MAX_ITEMS - 1) + MAX_ITEMS * of_text
 
 
-def test_prompts_may_have_as_many_ids_as_the_queue_takes():
+def test_prompts_with_as_many_ids_as_the_queue_takes_are_accepted():
     ids = [5] * (PROMPT_ITEMS // 2)
     body = json.dumps({"prompt": [ids, ids], "n": 1}).encode()
     assert parse_body(body, PROMPT_ITEMS) == {"prompt": [ids, ids], "n": 1}
@@ -122,14 +122,13 @@ def test_prompts_may_have_as_many_ids_as_the_queue_takes():
         parse_body(json.dumps({"other": [ids, ids]}).encode(), PROMPT_ITEMS)
 
 
-def test_text_that_looks_like_many_items_is_text():
+def test_string_full_of_delimiters_is_accepted():
     text = '[{"a": [1, 2, 3]}, "\\""]' * 100_000
     assert parse_body(json.dumps({"prompt": text}).encode(), PROMPT_ITEMS) == {"prompt": text}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/embeddings", "/tokenize", "/detokenize"])
-def test_large_bodies_are_read_off_the_event_loop(http, monkeypatch, path):
-    """A small body is read on the loop's thread, to which nothing is faster; a large one by another."""
+def test_large_body_is_parsed_off_the_event_loop(http, monkeypatch, path):
     threads = []
 
     def read(*given):
@@ -168,7 +167,7 @@ def test_long_conversations_are_rendered_off_the_event_loop(http, fake, monkeypa
     assert [name.startswith("jaxserve-request") for name in threads] == [True, False]
 
 
-def test_what_runs_off_the_loop_leaves_it_free():
+def test_off_loop_work_does_not_block_the_event_loop():
     async def main() -> None:
         go = threading.Event()
         waiting = asyncio.ensure_future(off_loop(go.wait, 30))
@@ -197,13 +196,13 @@ def test_what_runs_off_the_loop_leaves_it_free():
     ],
     ids=range(11),
 )
-def test_errors_repeat_little_of_a_large_body(http, path, body):
+def test_error_for_large_body_stays_short(http, path, body):
     answer = http.post(path, json=body)
     assert answer.status_code in (200, 400, 404)
     assert len(answer.content) < 5000
 
 
-def test_operators_bodies_are_bounded_too():
+def test_admin_body_with_too_many_items_is_refused():
     http = TestClient(create_app(FakeClient(control=FakeControl()), ServerSettings()), base_url="http://127.0.0.1")
     answer = http.put("/admin/policy", content=b'{"policy":"manual",' + FIELDS + b"}", headers=JSON)
     assert answer.status_code == 400
@@ -213,12 +212,12 @@ def test_operators_bodies_are_bounded_too():
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_other_encodings_are_named(http, encoding):
+def test_body_encoding_other_than_utf8_is_named(http, encoding):
     answer = http.post(COMPLETIONS, content='{"prompt": "a"}'.encode(encoding), headers=JSON)
     assert answer.status_code == 400
     assert "UTF-8" in answer.json()["error"]["message"]
     assert encoding[:6].upper() in answer.json()["error"]["message"]
 
 
-def test_byte_order_mark_is_passed_over(http):
+def test_byte_order_mark_is_ignored(http):
     assert http.post(COMPLETIONS, content='{"prompt": "a"}'.encode("utf-8-sig"), headers=JSON).status_code == 200

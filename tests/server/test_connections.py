@@ -1,4 +1,4 @@
-"""Connections: refusals reach clients that still send, silence ends, and the limit of open files is no silence."""
+"""Connections: early refusals, timeouts, the limit of open files, and bodies in many pieces."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ def connect(address) -> socket.socket:
 
 
 def answer_to_ready(client: socket.socket) -> bytes:
-    """The whole answer to a request for /ready."""
+    """Request /ready and return the whole answer."""
     client.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
     answer = b""
     while not answer.endswith(b"}"):
@@ -72,13 +72,13 @@ def test_early_refusal_reaches_a_client_that_sends_chunks_first():
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 
-def test_long_head_is_refused_with_an_answer(address):
+def test_too_long_head_is_answered_with_an_error(address):
     answer = raw_request(address, b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 2_000_000)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert "not a valid HTTP request" in error_in(answer)["message"]
 
 
-def test_lingering_ends(monkeypatch):
+def test_lingering_ends_after_its_time(monkeypatch):
     monkeypatch.setattr(connections, "LINGER_SECONDS", 0.05)
     with serving(FakeClient(), ServerSettings(api_keys=("key",))) as address, connect(address) as client:
         client.sendall(POST + b"Content-Length: 1000000000\r\n\r\n")
@@ -97,12 +97,12 @@ def test_lingering_reads_a_bounded_number_of_bytes(monkeypatch):
 # silence
 
 
-def test_connection_without_a_request_is_closed():
+def test_connection_without_a_request_is_closed_after_header_timeout():
     with serving(FakeClient(), ServerSettings(header_timeout=0.05)) as address, connect(address) as client:
         assert client.recv(1000) == b""
 
 
-def test_half_a_head_is_answered_with_408_whatever_still_comes():
+def test_incomplete_head_returns_408_even_if_bytes_keep_arriving():
     with serving(FakeClient(), ServerSettings(header_timeout=0.1)) as address, connect(address) as client:
         client.sendall(POST + b"Content-")
         client.setblocking(False)
@@ -116,7 +116,7 @@ def test_half_a_head_is_answered_with_408_whatever_still_comes():
     assert "--header-timeout" in error_in(answer)["message"]
 
 
-def test_half_a_head_after_a_request_is_closed_too():
+def test_incomplete_head_of_a_second_request_closes_the_connection():
     with serving(FakeClient(), ServerSettings(header_timeout=0.1)) as address, connect(address) as client:
         assert answer_to_ready(client).startswith(b"HTTP/1.1 200 ")
         client.sendall(b"GET /ready HT")
@@ -133,8 +133,8 @@ def test_header_timeout_ends_neither_requests_nor_idle_connections():
             time.sleep(0.1)
 
 
-def test_idle_connection_is_kept_for_its_time():
-    assert ServerSettings().keep_alive_timeout > 90  # longer than proxies and clients keep theirs
+def test_idle_connection_stays_open_for_keep_alive_timeout():
+    assert ServerSettings().keep_alive_timeout > 90  # longer than proxies and clients keep connections
     settings = ServerSettings(keep_alive_timeout=0.05)
     with serving(FakeClient(), settings) as address, connect(address) as client:
         assert answer_to_ready(client).startswith(b"HTTP/1.1 200 ")
@@ -152,7 +152,7 @@ class Idle:
         self.closed = True
 
 
-def test_beyond_the_limit_the_oldest_idle_connection_makes_room(caplog):
+def test_connection_above_the_limit_closes_the_oldest_idle_one(caplog):
     shared = Connections(header_timeout=30, limit=2)
     old, new = Idle(), Idle()
     shared.idle = {old: 0.0, new: 0.5}
@@ -164,11 +164,11 @@ def test_beyond_the_limit_the_oldest_idle_connection_makes_room(caplog):
     assert shared.admit(3, now=10.0)
     assert new.closed
     assert not shared.admit(3, now=11.0)  # all have requests in flight
-    assert len(caplog.records) == 1  # of three
+    assert len(caplog.records) == 1  # for three refusals
     assert "the limit is 2" in caplog.text
 
 
-def test_connection_that_has_just_come_makes_no_room():
+def test_new_idle_connection_is_not_closed_for_another():
     shared = Connections(header_timeout=30, limit=1)
     fresh = Idle()
     shared.idle = {fresh: 10.0}
@@ -176,7 +176,7 @@ def test_connection_that_has_just_come_makes_no_room():
     assert not fresh.closed
 
 
-def test_beyond_the_limit_new_requests_are_503_and_probes_are_answered(monkeypatch):
+def test_connection_above_the_limit_gets_503_except_for_probes(monkeypatch):
     monkeypatch.setattr(open_files, "max_connections", lambda: 2)
     client = FakeClient(gate=asyncio.Event())
     body = b'{"prompt": "a"}'
@@ -192,7 +192,7 @@ def test_beyond_the_limit_new_requests_are_503_and_probes_are_answered(monkeypat
         assert httpx.get(f"{address.url}/health").status_code == 200
 
 
-def test_silent_connections_make_room_for_others(monkeypatch):
+def test_silent_connections_are_closed_for_new_ones(monkeypatch):
     monkeypatch.setattr(open_files, "max_connections", lambda: 2)
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0)
     with serving(FakeClient()) as address, contextlib.ExitStack() as stack:
@@ -201,7 +201,7 @@ def test_silent_connections_make_room_for_others(monkeypatch):
         assert silent[0].recv(1000) == b""
 
 
-def test_the_limit_of_open_files_is_raised():
+def test_raise_limit_raises_the_soft_limit_of_open_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard // 2), hard))
@@ -212,7 +212,7 @@ def test_the_limit_of_open_files_is_raised():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_too_low_a_limit_is_told(monkeypatch, caplog):
+def test_too_low_limit_of_open_files_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(open_files, "max_connections", lambda: 896)
     open_files.warn_if_few(896)
     assert not caplog.records
@@ -222,7 +222,7 @@ def test_too_low_a_limit_is_told(monkeypatch, caplog):
 
 
 class Listener:
-    """A listening socket for which there is no file at first."""
+    """A listening socket whose first `failures` calls of accept find no file descriptor."""
 
     def __init__(self, listener: socket.socket, failures: int):
         self._listener = listener
@@ -238,7 +238,7 @@ class Listener:
         return self._listener.accept()
 
 
-def test_connections_wait_while_there_is_no_file_for_them(monkeypatch, caplog):
+def test_connections_wait_while_no_file_descriptor_is_left(monkeypatch, caplog):
     monkeypatch.setattr(connections, "ACCEPT_PAUSE", 0.001)
     accept = connections.Acceptor._accept
     served = []
@@ -259,7 +259,7 @@ def test_connections_wait_while_there_is_no_file_for_them(monkeypatch, caplog):
 # many small pieces
 
 
-def test_large_and_chunked_bodies_are_taken_in_slices(monkeypatch):
+def test_large_and_chunked_bodies_are_parsed_in_slices(monkeypatch):
     slices = []
     take = connections.HttpProtocol._parse
     monkeypatch.setattr(
@@ -276,7 +276,7 @@ def test_large_and_chunked_bodies_are_taken_in_slices(monkeypatch):
     assert sum(slices) > len(body) + len(chunks)
 
 
-def test_many_requests_at_once_are_answered_one_by_one_and_wait_outside_of_the_parser(monkeypatch):
+def test_pipelined_requests_are_answered_in_order_and_wait_outside_the_parser(monkeypatch):
     ahead = []
     take = connections.HttpProtocol._parse
 
@@ -298,7 +298,7 @@ def test_many_requests_at_once_are_answered_one_by_one_and_wait_outside_of_the_p
     assert max(ahead) <= 2 * connections.SLICE_BYTES
 
 
-def test_address_of_the_client_is_logged(caplog):
+def test_access_log_has_the_address_of_the_client(caplog):
     with caplog.at_level("INFO", logger="uvicorn.access"), serving(FakeClient(), ServerSettings(access_log=True)) as at:
         assert httpx.get(f"{at.url}/health").status_code == 200
     assert "127.0.0.1:" in caplog.text

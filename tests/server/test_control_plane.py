@@ -1,4 +1,4 @@
-"""The operators' routes and commands on a real control plane: which policies it takes, and what its log then says."""
+"""Operators' routes and commands on a real control plane: accepted policies, and records in the step log."""
 
 import math
 import re
@@ -30,7 +30,7 @@ OWN_CLASS = (
 
 
 class Server:
-    """A server with a control plane whose policy is from a file; transitions take no time."""
+    """A server with a control plane whose policy comes from a file. Transitions take no time."""
 
     def __init__(self, policy: str):
         load = partial(load_policy, resources=MACHINE, swap_order=range(16))
@@ -78,7 +78,7 @@ def url(server) -> Iterator[str]:
         yield address.url
 
 
-def test_a_policy_of_ones_own_comes_back_after_another_as_it_was(server, url, source):
+def test_own_policy_resumes_unchanged_after_another_policy(server, url, source):
     first = server.controller.policy
     assert httpx.get(f"{url}/admin/status").json()["policies"] == [*POLICY_NAMES, source]
     for name in POLICY_NAMES:
@@ -87,11 +87,11 @@ def test_a_policy_of_ones_own_comes_back_after_another_as_it_was(server, url, so
         Path(source.partition(":")[0]).write_text("nothing that could be read again")
         assert server.put(url, source).status_code == 202
         assert server.controller.policy is first
-    assert server.loaded == list(POLICY_NAMES), "the file is none of them"
+    assert server.loaded == list(POLICY_NAMES), "no policy was loaded from the file"
     assert not isinstance(first, MorphPolicy) or first.settings.queue_delay == 0.7
 
 
-def test_the_log_tells_who_changed_what(server, url, source):
+def test_step_log_records_who_changed_what(server, url, source):
     plan = httpx.get(f"{url}/admin/plan").json()
     assert httpx.put(f"{url}/admin/plan", json=plan).status_code == 202
     server.put(url, "static")
@@ -133,7 +133,7 @@ def test_the_log_tells_who_changed_what(server, url, source):
         "x" * 5000,
     ],
 )
-def test_no_other_name_is_taken_and_no_file_is_opened(server, url, source, name):
+def test_unknown_policy_name_is_refused_without_opening_a_file(server, url, source, name):
     folder = Path(source).parent
     trap = folder / "trap"
     (folder / "other.yaml").write_text("policy: static")
@@ -147,7 +147,7 @@ def test_no_other_name_is_taken_and_no_file_is_opened(server, url, source, name)
     assert not trap.exists()
 
 
-def test_the_command_gives_the_operators_policy_back(server, url, source, tmp_path):
+def test_plan_set_returns_to_the_servers_own_policy(server, url, source, tmp_path):
     def run(*arguments: str) -> str:
         done = CliRunner().invoke(app, ["plan", *arguments], env={"JAXSERVE_URL": url, "COLUMNS": "200"})
         assert done.exit_code == 0, done.stderr
@@ -160,4 +160,4 @@ def test_the_command_gives_the_operators_policy_back(server, url, source, tmp_pa
     assert server.controller.policy is first
     refused = CliRunner().invoke(app, ["plan", "set", "--policy", "other.yaml"], env={"JAXSERVE_URL": url})
     assert refused.exit_code == 1
-    assert source in refused.stderr, "which names there are"
+    assert source in refused.stderr, "the error lists the policies"

@@ -1,4 +1,4 @@
-"""/dashboard: the events it lives on, and the page in a browser while a burst comes and goes."""
+"""/dashboard: its events, its files, and the page in a browser during a burst."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from tests.server.fake_control import FIRST, LAST, NOTE, ORDER, FakeControl, Tim
 from tests.server.pages import precisions, wait_for_state, wait_for_text
 from tests.server.serving import serving
 
-BEFORE, AFTER = FIRST - 6, FIRST + 20  # around the burst's first seconds
+BEFORE, AFTER = FIRST - 6, FIRST + 20  # seconds around the begin of the burst
 HOSTILE = "<img src=x onerror='document.title=\"owned\"'><b>bold</b>"
 
 
@@ -29,7 +29,7 @@ def stream_of(control: FakeControl) -> DashboardStream:
     return DashboardStream(ServerState(FakeClient(control=control), ServerSettings()))
 
 
-def test_first_event_has_the_history_and_later_ones_what_is_new():
+def test_first_event_has_the_history_and_later_events_only_new_samples():
     time = Time(1000)
     stream = stream_of(FakeControl(time))
     assert [sample["time"] for sample in stream.event()["samples"]] == list(range(101, 1001))
@@ -38,7 +38,7 @@ def test_first_event_has_the_history_and_later_ones_what_is_new():
     assert stream.event()["samples"] == []
 
 
-def test_decisions_come_when_there_is_a_new_one_or_one_has_ended():
+def test_events_have_decisions_only_when_they_changed():
     time = Time(FIRST)
     stream = stream_of(FakeControl(time))
     assert [d["outcome"].split(":")[0] for d in stream.event()["decisions"]] == ["failed"]
@@ -59,7 +59,7 @@ def test_events_end_when_the_server_has_drained():
     assert asyncio.run(phases()) == ["draining"]
 
 
-def test_events_are_server_sent():
+def test_dashboard_events_are_server_sent_events():
     with (
         serving(FakeClient(control=FakeControl())) as address,
         httpx.stream("GET", f"{address.url}/dashboard/events") as answer,
@@ -72,7 +72,7 @@ def test_events_are_server_sent():
 # -- the page as it is served
 
 
-def test_the_page_and_its_parts_are_open_and_local():
+def test_page_and_its_files_need_no_key_and_no_other_server():
     settings = ServerSettings(api_keys=("a",), admin_key="b")
     http = TestClient(create_app(FakeClient(control=FakeControl()), settings))
     page = http.get("/dashboard")
@@ -88,12 +88,12 @@ def test_the_page_and_its_parts_are_open_and_local():
 
 
 @pytest.mark.parametrize("name", ["__init__.py", "..%2fapp.py", "%2e%2e/app.py", "nothing.js", ""])
-def test_nothing_else_is_served(name):
+def test_unknown_dashboard_file_returns_404(name):
     http = TestClient(create_app(FakeClient(), ServerSettings()))
     assert http.get(f"/dashboard/{name}", follow_redirects=False).status_code in (307, 404)
 
 
-def test_no_part_names_another_server_or_writes_markup():
+def test_page_files_name_no_other_server_and_write_no_markup():
     http = TestClient(create_app(FakeClient(), ServerSettings()))
     names = ("main", "chart", "dom", "format", "layers", "log", "memory", "stream")
     for text in [http.get("/dashboard").text, *(http.get(f"/dashboard/{name}.js").text for name in names)]:
@@ -104,7 +104,7 @@ def test_no_part_names_another_server_or_writes_markup():
 # -- the page in a browser
 
 
-def test_a_burst_is_seen_to_come_and_go(open_page):
+def test_page_shows_a_burst_begin_and_end(open_page):
     time = Time(BEFORE)
     with serving(FakeClient(control=FakeControl(time))) as address:
         page = open_page(address.url)
@@ -132,7 +132,7 @@ def test_a_burst_is_seen_to_come_and_go(open_page):
         assert int4_layers(time.value) == 0
 
 
-def test_memory_is_told_in_bytes_against_the_budget(open_page):
+def test_memory_panel_shows_bytes_against_the_budget(open_page):
     time = Time(BEFORE)
     with serving(FakeClient(control=FakeControl(time))) as address:
         page = open_page(address.url)
@@ -145,7 +145,7 @@ def test_memory_is_told_in_bytes_against_the_budget(open_page):
         assert page.locator("#ledger").get_by_text("workspace").is_visible()
 
 
-def test_the_key_is_asked_for_and_kept_for_the_tab_alone(open_page):
+def test_page_asks_for_the_key_and_keeps_it_for_the_tab_only(open_page):
     with serving(FakeClient(control=FakeControl()), ServerSettings(admin_key="schlüssel")) as address:
         page = open_page(address.url)
         wait_for_state(page, "locked")
@@ -175,14 +175,14 @@ def test_the_key_is_asked_for_and_kept_for_the_tab_alone(open_page):
     ],
     ids=["no control plane", "no admin key", "loading"],
 )
-def test_why_there_is_nothing_to_see_is_said(open_page, client, settings, message):
+def test_page_without_data_says_why(open_page, client, settings, message):
     with serving(client, settings) as address:
         page = open_page(address.url)
         wait_for_text(page, "#notice", message)
         assert page.locator("#panels").is_hidden()
 
 
-def test_it_says_that_it_is_disconnected_and_comes_back(open_page):
+def test_page_shows_a_lost_connection_and_reconnects(open_page):
     client = partial(FakeClient, control=FakeControl(Time(AFTER)))
     with serving(client()) as address:
         page = open_page(address.url)
@@ -196,7 +196,7 @@ def test_it_says_that_it_is_disconnected_and_comes_back(open_page):
         assert page.locator(".decision").count() == 5
 
 
-def test_text_of_the_server_is_never_markup(open_page):
+def test_page_shows_text_of_the_server_without_markup(open_page):
     control = FakeControl(Time(AFTER), policy=HOSTILE)
     decision = control.decisions(1)[0] | {"reason": HOSTILE, "policy": HOSTILE, "transitions": [HOSTILE]}
     hostile = [decision | {"outcome": f"failed: {HOSTILE}"}]
@@ -212,7 +212,7 @@ def test_text_of_the_server_is_never_markup(open_page):
         assert page.title() == f"{HOSTILE} · jaxserve"
 
 
-def test_what_an_operator_changed_is_an_entry_of_the_log(open_page):
+def test_decision_log_shows_an_operators_change(open_page):
     control = FakeControl(Time(AFTER))
     reason = "by the operator: policy morph -> static"
     change = {"time": AFTER - 1.0, "policy": "static", "reason": reason, "before_version": 11, "target_version": 11}
@@ -227,7 +227,7 @@ def test_what_an_operator_changed_is_an_entry_of_the_log(open_page):
         assert "transition" not in text
 
 
-def test_the_keyboard_reads_the_charts(open_page):
+def test_charts_can_be_read_with_the_keyboard(open_page):
     with serving(FakeClient(control=FakeControl(Time(AFTER)))) as address:
         page = open_page(address.url)
         wait_for_state(page, "live")
@@ -236,8 +236,8 @@ def test_the_keyboard_reads_the_charts(open_page):
         for _ in range(16):
             page.keyboard.press("ArrowLeft")
         assert page.locator("#ttft").text_content() != now
-        told = page.locator("#plot-ttft").get_attribute("aria-valuetext")
-        assert re.fullmatch(r"\d\d:\d\d:\d\d: 3\.\d\d s, above the SLO", told)
+        text = page.locator("#plot-ttft").get_attribute("aria-valuetext")
+        assert re.fullmatch(r"\d\d:\d\d:\d\d: 3\.\d\d s, above the SLO", text)
         assert page.locator("#connection").text_content().startswith("At ")
         page.keyboard.press("Escape")
         assert page.locator("#ttft").text_content() == now
@@ -248,7 +248,7 @@ def test_the_keyboard_reads_the_charts(open_page):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [(1280, 800), (390, 844), (320, 640)], ids=str)
-def test_nothing_sticks_out(open_page, size, scheme):
+def test_page_content_stays_inside_its_panels(open_page, size, scheme):
     viewport = {"width": size[0], "height": size[1]}
     with serving(FakeClient(control=FakeControl(Time(1290)), script="")) as address:
         page = open_page(address.url, viewport=viewport, color_scheme=scheme, has_touch=size[0] < 500)
@@ -261,7 +261,7 @@ def test_nothing_sticks_out(open_page, size, scheme):
         assert page.evaluate(sticking_out) == []
 
 
-def test_an_engine_that_has_just_started_is_shown(open_page):
+def test_page_shows_an_engine_without_samples(open_page):
     control = FakeControl(Time(0.5))
     control.history = lambda since: []
     control.decisions = lambda limit: []

@@ -1,4 +1,4 @@
-"""The dashboard of a real server of the bundled model, in a process of its own, while a burst comes and goes."""
+"""The dashboard of a real server with the bundled model in a separate process, during a burst."""
 
 import threading
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ import pytest
 from bench.morph_parts.measure import MODEL_NAME, started
 from bench.morph_parts.systems import ACCURACY, Setup, envelope, systems
 from jaxserve.core.bundled import bundled_model_path
-from tests.server.pages import PHONE, precisions, shoot, wait_for_state, wait_for_text
+from tests.server.pages import PHONE, precisions, save_screenshot, wait_for_state, wait_for_text
 
-# As in tests/bench/test_morph.py, so that what one of them has compiled the other finds.
+# The options of tests/bench/test_morph.py, so that both share a compilation cache.
 SETUP = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=4, prefill_tokens=64)
 LAYERS = 8
 AT_ONCE = 16  # requests of the burst
@@ -22,14 +22,14 @@ AT_ONCE = 16  # requests of the burst
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """`jaxserve serve --policy morph` in a budget that 56 pages beside full precision fill, as in the demonstration."""
+    """Run `jaxserve serve --policy morph` with a budget for full precision and 56 pages, as in the demonstration."""
     with started(systems(SETUP, envelope(SETUP))[ACCURACY]) as url:
         yield url
 
 
 @contextmanager
 def burst(url: str) -> Iterator[None]:
-    """Keeps requests under way until the block ends; all of them are answered."""
+    """Keep requests in flight until the block ends, and check that all of them were answered."""
     over = threading.Event()
     body = {"model": MODEL_NAME, "max_tokens": 200, "ignore_eos": True}
 
@@ -49,14 +49,14 @@ def burst(url: str) -> Iterator[None]:
 
 
 def parts_of_memory(page: Any) -> dict[str, int]:
-    """What the memory bar's legend has, in bytes."""
+    """Return the bytes of each part in the legend of the memory bar."""
     names = [text.rsplit(" ", 2)[0] for text in page.locator("#memory-legend li").all_text_contents()]
     sizes = page.locator("#memory-legend data").evaluate_all("all => all.map(node => Number(node.value))")
     return dict(zip(names, sizes, strict=True))
 
 
 def as_the_ledger_has_it(page: Any, url: str) -> dict[str, int]:
-    """The bar's parts once they show what `/admin/ledger` says now."""
+    """Wait until the memory bar agrees with `/admin/ledger`, and return the bytes of its parts."""
     ledger = httpx.get(f"{url}/admin/ledger").json()
     left = page.locator("#memory-legend li", has_text="Left").locator("data")
     page.wait_for_function("([node, value]) => node.value === value", arg=[left.element_handle(), str(ledger["free"])])
@@ -68,7 +68,7 @@ def as_the_ledger_has_it(page: Any, url: str) -> dict[str, int]:
     return parts
 
 
-def test_a_burst_is_seen_as_it_comes_and_goes(open_page, url):
+def test_dashboard_of_a_real_server_shows_a_burst_begin_and_end(open_page, url):
     page, phone = open_page(url), open_page(url, **PHONE, color_scheme="dark")
     wait_for_state(page, "live")
     wait_for_state(phone, "live")
@@ -87,7 +87,7 @@ def test_a_burst_is_seen_as_it_comes_and_goes(open_page, url):
             assert {fill.evaluate("node => node.style.height") for fill in swapped.locator(".fill").all()} == {height}
         page.wait_for_function(
             "pages => Number(document.querySelector('#memory-legend .kv-used ~ data').value) > pages",
-            arg=before["KV used"] + before["KV free"],  # more than there were
+            arg=before["KV used"] + before["KV free"],  # more pages than before
         )
         wait_for_text(page, "#ttft", r"\d")
         wait_for_text(page, "#tpot", r"\d")
@@ -95,8 +95,8 @@ def test_a_burst_is_seen_as_it_comes_and_goes(open_page, url):
         wait_for_text(page, "#log", r"✓ done.*morph.*to int4, KV \d+ → \d+ pages")
         assert parts_of_memory(page)["Weights"] < before["Weights"]
         wait_for_text(phone, "#precisions", r"int4 [1-9]")
-        shoot(page, "burst")
-        shoot(phone, "burst-phone")
+        save_screenshot(page, "burst")
+        save_screenshot(phone, "burst-phone")
 
     page.wait_for_function("() => !document.querySelector('.cell.int4, .cell.int8')")
     wait_for_text(page, "#moving", "^steady$")
@@ -107,17 +107,17 @@ def test_a_burst_is_seen_as_it_comes_and_goes(open_page, url):
     assert "to bfloat16" in reasons[0]
     assert "to int4" in reasons[-1]
     assert set(page.locator(".decision .outcome").all_text_contents()) == {"✓ done"}
-    shoot(page, "after")
-    shoot(phone, "after-phone")
+    save_screenshot(page, "after")
+    save_screenshot(phone, "after-phone")
 
     page.reload()
     wait_for_state(page, "live")
     assert page.locator(".decision .reason").all_text_contents() == reasons
     layers = page.get_by_role("slider", name="Layers by precision")
     layers.focus()
-    told = [""]
-    while told[-1] != (text := layers.get_attribute("aria-valuetext")):
-        told.append(text)
+    texts = [""]
+    while texts[-1] != (text := layers.get_attribute("aria-valuetext")):
+        texts.append(text)
         page.keyboard.press("ArrowLeft")
-    assert any("in int4" in text for text in told), "the burst is in the history"
-    assert told[-1].endswith(f" {LAYERS} in bfloat16"), "and what was before it"
+    assert any("in int4" in text for text in texts), "the burst is in the history"
+    assert texts[-1].endswith(f" {LAYERS} in bfloat16"), "and so is the time before it"

@@ -1,4 +1,4 @@
-"""What the dashboard looks like: legible, in light and dark, and with models, names and reasons of any size."""
+"""The dashboard's appearance: legible in light and dark, and with models, names and reasons of any size."""
 
 import re
 
@@ -6,14 +6,14 @@ import pytest
 
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
-from tests.server.fake_control import BUDGET, FIRST, FakeControl, Time, odd
-from tests.server.pages import DESK, PHONE, TABLET, precisions, shoot, wait_for_state, wait_for_text
+from tests.server.fake_control import BUDGET, FIRST, FakeControl, Time, control_in_burst
+from tests.server.pages import DESK, PHONE, TABLET, precisions, save_screenshot, wait_for_state, wait_for_text
 from tests.server.serving import serving
 
 KEY = ServerSettings(admin_key="secret")
 SCHEMES = ("light", "dark")
 
-# Each text on the page that is seen: [letters, px, contrast with what is behind it].
+# Each visible text of the page: [letters, px, contrast with its background].
 TEXTS = """() => {
     const parse = colour => {
         const [r, g, b, alpha] = colour.match(/[\\d.]+/g).map(Number);
@@ -45,12 +45,12 @@ TEXTS = """() => {
 }"""
 
 
-# -- to the eye
+# -- contrast and motion
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("device", [DESK, PHONE], ids=["desk", "phone"])
-def test_all_text_is_legible(open_page, device, scheme):
+def test_dashboard_text_is_legible(open_page, device, scheme):
     control = FakeControl(Time(FIRST + 4))  # above the SLO, and a decision has failed
     status = control.status() | {"busy": True}
     control.status = lambda: status
@@ -77,8 +77,8 @@ def test_all_text_is_legible(open_page, device, scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_layers_stand_out_from_what_is_behind_them(open_page, scheme):
-    with serving(FakeClient(control=odd())) as address:
+def test_layer_bars_contrast_with_their_background(open_page, scheme):
+    with serving(FakeClient(control=control_in_burst())) as address:
         page = open_page(address.url, color_scheme=scheme, reduced_motion="reduce")
         wait_for_state(page, "live")
         shades = page.evaluate(
@@ -94,7 +94,7 @@ def test_layers_stand_out_from_what_is_behind_them(open_page, scheme):
 
 
 def contrast(*colours: str) -> float:
-    """Of two colours, by WCAG."""
+    """Return the contrast ratio of two colours (WCAG 2.1)."""
     lights = []
     for colour in colours:
         parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
@@ -103,7 +103,7 @@ def contrast(*colours: str) -> float:
     return (max(lights) + 0.05) / (min(lights) + 0.05)
 
 
-def test_nothing_moves_for_those_who_want_that(open_page):
+def test_reduced_motion_disables_animations(open_page):
     time = Time(FIRST - 2)
     with serving(FakeClient(control=FakeControl(time))) as address:
         page = open_page(address.url, reduced_motion="reduce")
@@ -112,23 +112,25 @@ def test_nothing_moves_for_those_who_want_that(open_page):
         easings = page.wait_for_function(
             "() => document.getAnimations().length && document.getAnimations().map(a => a.effect.getTiming().easing)"
         ).json_value()
-        assert set(easings) == {"steps(1)"}  # a frame that stands, and is gone
+        assert set(easings) == {"steps(1)"}  # a static frame that then disappears
 
 
-# -- of any size
+# -- layout of any size
 
 
 @pytest.mark.parametrize("device", [PHONE, TABLET, DESK], ids=["phone", "tablet", "desk"])
-def test_nothing_lies_over_anything_else_at_the_top(open_page, device):
+def test_header_elements_do_not_overlap(open_page, device):
     note = "queue delay 1766 ms > 100 ms, KV usage 100.0% > 85%, near the SLO (from 1000 ms): no layer is left"
-    control = odd(policy="/srv/policies/" + "very-long-name-" * 8, note=note, busy=True, target_version=1234)
+    control = control_in_burst(
+        policy="/srv/policies/" + "very-long-name-" * 8, note=note, busy=True, target_version=1234
+    )
     names = ServerSettings(admin_key="secret", served_model_names=("meta-llama/" + "Long-Name-" * 12,))
     with serving(FakeClient(control=control), names) as address:
         page = open_page(address.url, **device)
         wait_for_state(page, "locked")
         page.keyboard.type("secret\n")
         wait_for_state(page, "live")
-        shoot(page, f"names-{device['viewport']['width']}")
+        save_screenshot(page, f"names-{device['viewport']['width']}")
         overlapping = """() => {
             const parts = [...document.querySelectorAll(".brand, .facts, .range, .link, .notice, main")];
             const boxes = parts.map(node => node.getBoundingClientRect()).filter(box => box.width);
@@ -141,11 +143,11 @@ def test_nothing_lies_over_anything_else_at_the_top(open_page, device):
 
 @pytest.mark.parametrize("device", [DESK, PHONE], ids=["desk", "phone"])
 @pytest.mark.parametrize(("instances", "layers"), [(1, 8), (1, 80), (4, 32)])
-def test_many_layers_stand_in_even_rows(open_page, instances, layers, device):
-    with serving(FakeClient(control=odd(instances, layers))) as address:
+def test_many_layers_form_rows_of_equal_length(open_page, instances, layers, device):
+    with serving(FakeClient(control=control_in_burst(instances, layers))) as address:
         page = open_page(address.url, **device)
         wait_for_state(page, "live")
-        shoot(page, f"layers-{instances}x{layers}-{device['viewport']['width']}")
+        save_screenshot(page, f"layers-{instances}x{layers}-{device['viewport']['width']}")
         assert len(precisions(page)) == instances * layers
         rows = page.evaluate(
             """() => [...document.querySelectorAll(".strip")].map(strip => {
@@ -164,8 +166,8 @@ def test_many_layers_stand_in_even_rows(open_page, instances, layers, device):
         assert page.evaluate("document.documentElement.scrollWidth") == device["viewport"]["width"] > width
 
 
-def test_a_long_reason_is_folded_and_opens(open_page):
-    control = odd()
+def test_long_reason_is_folded_and_can_be_opened(open_page):
+    control = control_in_burst()
     parts = [f"instance {n}: queue delay 240 ms > 100 ms: layers 3, 7 to int4, KV 401 -> 461 pages" for n in range(12)]
     decision = control.decisions(1)[0] | {"reason": "; ".join(parts), "outcome": "failed: " + "out of memory " * 60}
     control.decisions = lambda limit: [decision]
@@ -182,8 +184,8 @@ def test_a_long_reason_is_folded_and_opens(open_page):
         assert page.locator(".detail").bounding_box()["height"] < 2 * folded
 
 
-def test_a_server_without_a_policy_says_so_and_has_no_slo(open_page):
-    control = odd(policy="static", note="", slo_ttft=None)
+def test_static_policy_is_shown_without_slo(open_page):
+    control = control_in_burst(policy="static", note="", slo_ttft=None)
     control.decisions = lambda limit: []
     with serving(FakeClient(control=control)) as address:
         page = open_page(address.url)
@@ -194,8 +196,8 @@ def test_a_server_without_a_policy_says_so_and_has_no_slo(open_page):
         assert page.locator("#ttft").text_content() != "–"
 
 
-def test_memory_of_several_devices_is_added_up_and_the_ledger_is_of_one(open_page):
-    control = odd(budget=BUDGET // 2)
+def test_memory_panel_sums_devices_and_ledger_table_shows_one(open_page):
+    control = control_in_burst(budget=BUDGET // 2)
     with serving(FakeClient(control=control)) as address:
         page = open_page(address.url)
         wait_for_state(page, "live")
@@ -203,15 +205,15 @@ def test_memory_of_several_devices_is_added_up_and_the_ledger_is_of_one(open_pag
         assert page.locator("#memory-legend li").last.text_content() == "Budget 5 GB"
 
 
-def test_a_budget_far_above_what_is_held_does_not_flatten_the_chart(open_page):
-    control = odd(budget=BUDGET * 40)
+def test_large_budget_does_not_flatten_the_memory_chart(open_page):
+    control = control_in_burst(budget=BUDGET * 40)
     samples = control.history()
     for sample in samples:
         sample["budget"] = BUDGET * 40
     with serving(FakeClient(control=control)) as address:
         page = open_page(address.url)
         wait_for_state(page, "live")
-        shoot(page, "large-budget")
+        save_screenshot(page, "large-budget")
         parts = {
             name: page.locator(f"#memory-{name} .part").evaluate_all(
                 "nodes => nodes.map(n => parseFloat(n.style.width))"

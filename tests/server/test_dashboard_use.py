@@ -1,4 +1,4 @@
-"""The dashboard in use: by touch on a phone, by the keyboard, read aloud, reloaded, and with a key that changes."""
+"""Use of the dashboard: touch, keyboard, screen reader, reload, and a changed key."""
 
 import re
 
@@ -37,7 +37,7 @@ def in_burst() -> FakeClient:
 # -- by touch
 
 
-def test_all_that_can_be_tapped_is_large_enough(open_page):
+def test_touch_targets_are_large_enough(open_page):
     with serving(in_burst(), KEY) as address:
         page = open_page(address.url, **PHONE)
         wait_for_state(page, "locked")
@@ -53,7 +53,7 @@ def test_all_that_can_be_tapped_is_large_enough(open_page):
     assert page.evaluate(SMALL, ACTIONABLE) == []
 
 
-def test_a_finger_can_do_all_that_there_is_to_do(open_page):
+def test_dashboard_can_be_used_by_touch(open_page):
     with serving(in_burst(), KEY) as address:
         page = open_page(address.url, **PHONE)
         wait_for_state(page, "locked")
@@ -73,9 +73,9 @@ def test_a_finger_can_do_all_that_there_is_to_do(open_page):
         page.locator("#plot-ttft").tap(position={"x": 60, "y": 40})
         page.wait_for_function("() => document.body.classList.contains('past')")
         assert page.locator("#ttft").text_content() != now
-        told = page.locator("#connection").text_content()
-        assert told.startswith("At ")
-        assert page.locator("#plot-memory .cursor-label").text_content() == told.removeprefix("At ")
+        moment = page.locator("#connection").text_content()
+        assert moment.startswith("At ")
+        assert page.locator("#plot-memory .cursor-label").text_content() == moment.removeprefix("At ")
         page.locator("#ttft-title").dispatch_event("pointerdown", {"bubbles": True})  # which need not take the focus
         assert page.locator("#ttft").text_content() == now
         assert page.locator("#connection").text_content() == "Live"
@@ -94,7 +94,7 @@ def test_a_finger_can_do_all_that_there_is_to_do(open_page):
 # -- by the keyboard
 
 
-def test_every_control_is_reached_by_tab_and_seen_to_be(open_page):
+def test_tab_reaches_every_control_with_visible_focus(open_page):
     with serving(in_burst(), KEY) as address:
         page = open_page(address.url)
         wait_for_state(page, "locked")
@@ -118,7 +118,7 @@ def test_every_control_is_reached_by_tab_and_seen_to_be(open_page):
         assert len([name for name in names[10:] if "transition" in name]) == page.locator(".decision").count()
 
 
-def test_keys_work_every_control(open_page):
+def test_every_control_works_with_the_keyboard(open_page):
     with serving(in_burst(), KEY) as address:
         page = open_page(address.url)
         wait_for_state(page, "locked")
@@ -150,7 +150,7 @@ def test_keys_work_every_control(open_page):
         wait_for_state(page, "locked")
 
 
-def test_it_reads_well_aloud(open_page):
+def test_dashboard_has_texts_for_screen_readers(open_page):
     with serving(in_burst()) as address:
         page = open_page(address.url)
         wait_for_state(page, "live")
@@ -171,7 +171,7 @@ def test_it_reads_well_aloud(open_page):
         assert re.search(r'- img "Other 610 MB, Weights 1.60 GB, KV used .*, Left .*, Budget 5 GB"', read)
 
 
-def test_a_decision_that_comes_is_announced_and_older_ones_are_not(open_page):
+def test_only_new_decisions_are_announced(open_page):
     time = Time(FIRST - 2)
     with serving(FakeClient(control=FakeControl(time))) as address:
         page = open_page(address.url)
@@ -188,7 +188,7 @@ def test_a_decision_that_comes_is_announced_and_older_ones_are_not(open_page):
 # -- over time
 
 
-def test_a_quarter_of_an_hour_is_there_after_a_reload(open_page):
+def test_reload_shows_fifteen_minutes_of_history(open_page):
     with serving(FakeClient(control=FakeControl(Time(3 * CYCLE + FIRST + 20)))) as address:
         page = open_page(address.url)
         for _ in range(2):
@@ -199,7 +199,7 @@ def test_a_quarter_of_an_hour_is_there_after_a_reload(open_page):
             page.reload()
 
 
-def test_a_key_that_no_longer_opens_takes_the_page_away(open_page):
+def test_key_that_becomes_invalid_hides_the_panels(open_page):
     with serving(in_burst(), ServerSettings(admin_key="before")) as address:
         page = open_page(address.url)
         wait_for_state(page, "locked")

@@ -1,4 +1,4 @@
-"""A client that goes away takes its requests with it, whatever phase they are in."""
+"""A disconnecting client aborts its requests in every phase."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ BODIES = {
 
 
 class SlowClient(FakeClient):
-    """Lets `free` turns pass, then waits for ever. Turns are counted over all requests."""
+    """A fake engine that generates `free` tokens over all requests and then waits for ever."""
 
     def __init__(self, free: int):
         super().__init__()
@@ -55,7 +55,7 @@ def send(address, path: str, body: dict):
 @pytest.mark.parametrize("kind", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("free", [0, 3])
-def test_disconnect_aborts(kind, stream, free):
+def test_disconnect_aborts_the_request(kind, stream, free):
     path, body = BODIES[kind]
     client = SlowClient(free)
     with serving(client) as address:
@@ -67,7 +67,7 @@ def test_disconnect_aborts(kind, stream, free):
         wait_for(lambda: not client.active, "the request is still in the engine")
 
 
-def test_disconnect_while_the_client_does_not_read():
+def test_disconnect_of_a_client_that_does_not_read_aborts_its_request():
     client = FakeClient(script="x" * 400_000, max_model_len=1_000_000)
     with serving(client) as address:
         connection = send(address, "/v1/completions", {"prompt": "hi", "stream": True, "max_tokens": 400_000})
@@ -78,7 +78,7 @@ def test_disconnect_while_the_client_does_not_read():
         assert client.aborted
 
 
-def test_one_refused_prompt_of_several_ends_the_others():
+def test_refused_prompt_aborts_other_prompts_of_its_request():
     client = FakeClient(capacity=2, gate=asyncio.Event())
     with serving(client) as address:
         connection = send(address, "/v1/completions", {"prompt": ["a", "b", "c"]})

@@ -1,4 +1,4 @@
-"""`jaxserve serve` as a user starts it, with a real engine on a tiny random model, and the official client."""
+"""`jaxserve serve` as a user starts it: a real engine with a tiny random model, and the official OpenAI client."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def arguments(random_model, tmp_path_factory):
-    """The command, for a small machine, with a compile cache that its servers share."""
+    """Return a command for a small machine. All its servers share a compilation cache."""
     options = {
         "port": 0,
         "load-format": "dummy",
@@ -63,7 +63,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_the_printed_curl_works_as_it_stands(server):
+def test_printed_curl_command_works(server):
     wait_for(lambda: server.output.read_text().count("\n") > 1)
     command = server.output.read_text().splitlines()[1]
     body = json.loads(command[command.index("-d '") + 4 : command.rindex("'")])
@@ -72,14 +72,14 @@ def test_the_printed_curl_works_as_it_stands(server):
     assert answer.status_code == 200
 
 
-def test_stream_says_the_same_as_the_whole(client):
+def test_completion_stream_equals_whole_response(client):
     whole = complete(client).choices[0]
     chunks = [chunk.choices[0] for chunk in complete(client, stream=True)]
     assert "".join(chunk.text for chunk in chunks) == whole.text != ""
     assert chunks[-1].finish_reason == whole.finish_reason == "length"
 
 
-def test_chat_stream_says_the_same_as_the_whole(client):
+def test_chat_stream_equals_whole_response(client):
     name = client.models.list().data[0].id
     options = {"model": name, "messages": CHAT, "temperature": 0, "max_tokens": 16}
     whole = client.chat.completions.create(**options).choices[0].message.content
@@ -87,7 +87,7 @@ def test_chat_stream_says_the_same_as_the_whole(client):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole != ""
 
 
-def test_answers_do_not_depend_on_what_else_runs(client):
+def test_answers_do_not_depend_on_concurrent_requests(client):
     prompts = [f"prompt {i}" for i in range(8)]
     alone = [complete(client, prompt, seed=i, temperature=1).choices[0].text for i, prompt in enumerate(prompts)]
     with ThreadPoolExecutor(8) as threads:
@@ -97,7 +97,7 @@ def test_answers_do_not_depend_on_what_else_runs(client):
     assert len(set(alone)) == 8
 
 
-def test_n_answers_differ(client):
+def test_n_sampled_answers_differ(client):
     answer = complete(client, n=3, temperature=1, seed=5)
     assert len({choice.text for choice in answer.choices}) == 3
     assert answer.usage.completion_tokens == 3 * 24
@@ -114,11 +114,11 @@ def test_stop_string_ends_the_answer_before_it(client):
         assert choices[-1].stop_reason == stop
 
 
-def test_logprobs_are_of_the_sampled_tokens(client):
+def test_logprobs_belong_to_the_sampled_tokens(client):
     logprobs = complete(client, logprobs=3, max_tokens=5).choices[0].logprobs
     assert len(logprobs.tokens) == 5
     for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert value == max(top.values()) == top[token] < 0  # greedy: the sampled one is the likeliest
+        assert value == max(top.values()) == top[token] < 0  # greedy: the sampled token is the likeliest
 
 
 def test_echo_scores_the_prompt(client):
@@ -128,13 +128,13 @@ def test_echo_scores_the_prompt(client):
     assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
 
 
-def test_echo_of_a_single_token_has_nothing_to_score(client):
+def test_echo_of_a_single_token_has_no_logprob(client):
     logprobs = complete(client, [65], echo=True, logprobs=1, max_tokens=2).choices[0].logprobs
     assert logprobs.token_logprobs[0] is None
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == 3
 
 
-def test_echo_scores_a_prompt_of_several_chunks(client):
+def test_echo_scores_a_prompt_that_needs_several_chunks(client):
     prompt = "".join(chr(33 + i % 90) for i in range(300))
     for _ in range(2):  # the second time its pages are in the prefix cache
         logprobs = complete(client, prompt, echo=True, logprobs=1, max_tokens=3).choices[0].logprobs
@@ -143,13 +143,13 @@ def test_echo_scores_a_prompt_of_several_chunks(client):
         assert all(value < 0 for value in logprobs.token_logprobs[1:])
 
 
-def test_logit_bias_decides(client):
+def test_logit_bias_forces_a_token(client):
     token = 65
     answer = complete(client, logit_bias={str(token): 100}, max_tokens=4)
     assert len(set(answer.choices[0].text)) == 1
 
 
-def test_second_prompt_comes_from_the_prefix_cache(client):
+def test_repeated_prompt_is_found_in_the_prefix_cache(client):
     prompt = "a prompt that fills several pages of the cache, and then some more " * 4
     first, second = (complete(client, prompt).usage.prompt_tokens_details.cached_tokens for _ in range(2))
     assert first == 0
@@ -158,7 +158,7 @@ def test_second_prompt_comes_from_the_prefix_cache(client):
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_embeddings_are_of_unit_length(client):
+def test_embeddings_have_unit_length(client):
     name = client.models.list().data[0].id
     answer = client.embeddings.create(model=name, input=["a text", "another text"])
     for entry in answer.data:
@@ -167,7 +167,7 @@ def test_embeddings_are_of_unit_length(client):
 
 
 @pytest.mark.parametrize("options", [{"max_tokens": 10**9}, {"n": 65}, {"logprobs": 21}, {"prompt": "x" * 5000}])
-def test_limits_of_the_engine_are_400(client, options):
+def test_request_beyond_engine_limits_returns_400(client, options):
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, **options)
     assert caught.value.param in options
@@ -178,7 +178,7 @@ LONG = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
 
 
 def send(server, body: dict) -> socket.socket:
-    """A request over a connection that can be cut."""
+    """Send a request and return its connection, which can be cut."""
     address = urlsplit(server.url)
     data = json.dumps({"prompt": "abc", **LONG, **body}).encode()
     connection = socket.create_connection((address.hostname, address.port), timeout=60)
@@ -188,7 +188,7 @@ def send(server, body: dict) -> socket.socket:
 
 
 @pytest.mark.parametrize("body", [{}, {"stream": True}, {"n": 3}, {"prompt": ["a", "b"]}], ids=str)
-def test_disconnect_frees_the_pages(server, body):
+def test_disconnect_frees_kv_pages(server, body):
     aborted = metric(server, "request_success_total", finished_reason="abort")
     connection = send(server, body)
     wait_for(lambda: metric(server, "kv_pages_used") > 0)
@@ -198,7 +198,7 @@ def test_disconnect_frees_the_pages(server, body):
     wait_for(lambda: metric(server, "request_success_total", finished_reason="abort") > aborted)
 
 
-def test_disconnect_while_queued_leaves_the_queue(server):
+def test_disconnect_of_a_queued_request_removes_it_from_the_queue(server):
     running = [send(server, {}) for _ in range(4)]  # as many as run at once
     wait_for(lambda: metric(server, "num_requests_running") == 4)
     queued = [send(server, {}) for _ in range(3)]
@@ -227,8 +227,8 @@ def test_sigterm_lets_a_stream_end_and_exits_with_0(arguments):
 
 def test_sigterm_lets_a_stream_end_while_the_plan_keeps_changing(arguments):
     body = {"prompt": "abc", "stream": True, **LONG, "max_tokens": 600}
-    restless = f"{Path(__file__).with_name('restless.py')}:Restless"
-    options = ("--no-warmup", "--policy", restless, "--kv-pages", "400", "--max-kv-pages", "420")
+    policy = f"{Path(__file__).with_name('alternating_policy.py')}:Alternating"
+    options = ("--no-warmup", "--policy", policy, "--kv-pages", "400", "--max-kv-pages", "420")
     with server_process(*arguments, *options) as server:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             lines = (line for line in answer.iter_lines() if line)
@@ -242,7 +242,7 @@ def test_sigterm_lets_a_stream_end_while_the_plan_keeps_changing(arguments):
         assert "Traceback" not in server.errors.read_text()
 
 
-def test_metrics_of_a_request(server, client):
+def test_metrics_count_a_request(server, client):
     names = ("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds")
     sizes = ("request_params_n", "request_params_max_tokens", "request_max_num_generation_tokens")
     before = {name: metric(server, f"{name}_sum") for name in (*names, *sizes)}
@@ -255,7 +255,7 @@ def test_metrics_of_a_request(server, client):
     assert metric(server, "cache_config_info", block_size="16", cache_dtype="float32") == 1
 
 
-def test_prompt_tokens_may_be_cut(client):
+def test_truncate_prompt_tokens_cuts_the_prompt(client):
     text = "def f(x):" * 1000
     cut = complete(client, text, extra_body={"truncate_prompt_tokens": 9, "ignore_eos": True})
     assert cut.usage.prompt_tokens == 9
@@ -267,7 +267,7 @@ def test_top_p_of_zero_is_greedy(client):
     assert drawn.choices[0].text == complete(client).choices[0].text
 
 
-def test_compiles_nothing_while_serving(server):
+def test_serving_compiles_nothing(server):
     before = metric(server, "compilations_total", tier="block")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client, ThreadPoolExecutor(6) as threads:
         for length in (1, 20, 300):

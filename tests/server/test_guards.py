@@ -1,4 +1,4 @@
-"""Who gets in: API keys, and what stays open for probes."""
+"""API keys, and public paths for probes."""
 
 import httpx
 import pytest
@@ -21,7 +21,7 @@ def guarded():
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
-def test_each_key_opens(guarded, key, scheme):
+def test_each_api_key_is_accepted(guarded, key, scheme):
     headers = {"authorization": f"{scheme} {key}".encode()}
     assert guarded.get("/v1/models", headers=headers).status_code == 200
 
@@ -46,7 +46,7 @@ def test_each_key_opens(guarded, key, scheme):
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/v1/chat/completions", "/docs", "/openapi.json", "/version", "/nothing"]
 )
-def test_anything_else_is_401(guarded, authorization, path):
+def test_missing_or_wrong_api_key_returns_401(guarded, authorization, path):
     headers = {} if authorization is None else {"authorization": authorization}
     answer = guarded.get(path, headers=headers)
     assert answer.status_code == 401
@@ -66,23 +66,23 @@ def test_probes_need_no_key(guarded, path):
 
 
 @pytest.mark.parametrize("host", ["x/health?", "x/metrics", "127.0.0.1/health#", "/ready", "?"])
-def test_the_host_header_does_not_open_a_path(guarded, host):
+def test_host_header_does_not_open_a_guarded_path(guarded, host):
     assert guarded.get("/v1/models", headers={"host": host}).status_code in (400, 401)
 
 
 @pytest.mark.parametrize("path", ["/health/../v1/models", "//health/v1/models", "/v1/models?/health", "/health/x"])
-def test_a_path_that_looks_open_is_not(guarded, path):
+def test_path_similar_to_a_public_one_is_guarded(guarded, path):
     assert guarded.get(path, follow_redirects=True).status_code in (401, 404)
 
 
-def test_a_large_body_without_a_key_is_not_read():
+def test_large_body_without_key_is_refused_before_it_is_read():
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1073741824"
     with serving(FakeClient(), ServerSettings(api_keys=KEYS)) as address:
         assert raw_request(address, head).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("header", ["api-key", "x-api-key", "X-Api-Key"])
-def test_key_may_come_in_the_headers_of_other_apis(guarded, header):
+def test_api_key_is_accepted_in_headers_of_other_apis(guarded, header):
     assert guarded.get("/v1/models", headers={header: "first-key"}).status_code == 200
     assert guarded.get("/v1/models", headers={header: "wrong"}).status_code == 401
     assert guarded.get("/v1/models", headers={header: "Bearer first-key"}).status_code == 401
@@ -92,7 +92,7 @@ def test_key_may_come_in_the_headers_of_other_apis(guarded, header):
     assert guarded.get("/v1/models", headers=twice).status_code == 401
 
 
-def test_preflight_of_a_private_network_is_for_allowed_origins(guarded):
+def test_private_network_preflight_is_allowed_for_allowed_origins_only(guarded):
     asked = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
     answer = guarded.options("/v1/chat/completions", headers={"origin": "https://app.example", **asked})
     assert answer.status_code == 200
@@ -109,5 +109,5 @@ def test_preflight_needs_no_key_and_names_the_origin(guarded):
     assert answer.headers["access-control-allow-origin"] == "https://app.example"
 
 
-def test_keys_are_not_in_the_representation():
+def test_keys_are_not_in_the_settings_representation():
     assert not any(key in repr(ServerSettings(api_keys=KEYS)) for key in KEYS)

@@ -1,4 +1,4 @@
-"""The log-probabilities of completions, where tokens have the same text or none."""
+"""Log-probabilities of completions if tokens have equal text or no text."""
 
 import pytest
 
@@ -18,7 +18,7 @@ TEXTS = {1: "a", 2: "a", 3: "b", 4: "a"}
         ({4: -9.0, 2: -1.0, 1: -2.0}, {"token_id:2": -1.0, "token_id:1": -2.0, "a": -9.0}),
     ],
 )
-def test_every_token_of_one_text_is_told(step, top):
+def test_tokens_with_equal_text_all_appear_in_top_logprobs(step, top):
     sampled, *_ = step
     logprobs = format_completion_logprobs(
         [{token: Logprob(value) for token, value in step.items()}],
@@ -32,7 +32,7 @@ def test_every_token_of_one_text_is_told(step, top):
     assert top[logprobs["tokens"][0]] == logprobs["token_logprobs"][0] == step[sampled]
 
 
-def test_bytes_that_are_no_text_are_written_as_openai_does():
+def test_bytes_that_are_not_utf8_are_written_in_openai_form():
     tokenizer = byte_tokenizer()
     (first, *_), (space,) = tokenizer.encode("🦊"), tokenizer.encode(" ")
     text = token_writer(tokenizer)

@@ -1,4 +1,4 @@
-"""The official client works against the server."""
+"""The official OpenAI client against the server with a fake engine."""
 
 import asyncio
 import base64
@@ -27,7 +27,7 @@ def client(address):
         yield client
 
 
-def test_chat(client):
+def test_chat_returns_message_and_usage(client):
     answer = client.chat.completions.create(model="fake", messages=CHAT)
     assert answer.id.startswith("chatcmpl-")
     assert answer.model == "fake"
@@ -39,7 +39,7 @@ def test_chat(client):
     assert answer.usage.prompt_tokens_details.cached_tokens == 1
 
 
-def test_chat_stream(client):
+def test_chat_stream_returns_role_content_and_finish_reason(client):
     chunks = list(client.chat.completions.create(model="fake", messages=CHAT, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
@@ -50,7 +50,7 @@ def test_chat_stream(client):
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_chat_stream_with_usage(client):
+def test_chat_stream_with_include_usage_ends_with_usage(client):
     options = {"include_usage": True}
     *chunks, last = client.chat.completions.create(model="fake", messages=CHAT, stream=True, stream_options=options)
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
@@ -58,7 +58,7 @@ def test_chat_stream_with_usage(client):
     assert last.usage.completion_tokens == len(TEXT.encode())
 
 
-def test_chat_stream_with_continuous_usage(client):
+def test_chat_stream_with_continuous_usage_has_usage_in_every_event(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(client.chat.completions.create(model="fake", messages=CHAT, stream=True, stream_options=options))
     counts = [chunk.usage.completion_tokens for chunk in chunks]
@@ -66,27 +66,27 @@ def test_chat_stream_with_continuous_usage(client):
     assert counts[-1] == len(TEXT.encode())
 
 
-def test_chat_n(client):
+def test_chat_with_n_returns_n_choices(client):
     answer = client.chat.completions.create(model="fake", messages=CHAT, n=3)
     assert [choice.message.content for choice in answer.choices] == [TEXT[i:] for i in range(3)]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
 
 
-def test_chat_n_stream(client):
+def test_chat_stream_with_n_returns_n_choices(client):
     texts = {0: "", 1: "", 2: ""}
     for chunk in client.chat.completions.create(model="fake", messages=CHAT, n=3, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == {i: TEXT[i:] for i in range(3)}
 
 
-def test_chat_max_tokens(client):
+def test_chat_max_tokens_limits_the_answer(client):
     for limit in ({"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 9}):
         answer = client.chat.completions.create(model="fake", messages=CHAT, **limit)
         assert answer.choices[0].message.content == TEXT[:3]
         assert answer.choices[0].finish_reason == "length"
 
 
-def test_chat_logprobs(client):
+def test_chat_logprobs_have_top_alternatives(client):
     answer = client.chat.completions.create(model="fake", messages=CHAT, logprobs=True, top_logprobs=5, max_tokens=8)
     content = answer.choices[0].logprobs.content
     assert b"".join(bytes(entry.bytes) for entry in content) == TEXT.encode()[:8]
@@ -95,14 +95,14 @@ def test_chat_logprobs(client):
     assert math.isfinite(min(top.logprob for entry in content for top in entry.top_logprobs))
 
 
-def test_chat_logprobs_stream(client):
+def test_chat_stream_has_logprobs(client):
     stream = client.chat.completions.create(model="fake", messages=CHAT, logprobs=True, max_tokens=8, stream=True)
     content = [entry for chunk in stream if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
     assert b"".join(bytes(entry.bytes) for entry in content) == TEXT.encode()[:8]
     assert all(entry.top_logprobs == [] for entry in content)
 
 
-def test_chat_content_parts(client, fake):
+def test_chat_content_parts_are_joined(client, fake):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     client.chat.completions.create(model="fake", messages=[{"role": "user", "content": parts}])
     assert fake.seen[-1][0].text == "User: a\nb\nAssistant:"
@@ -148,7 +148,7 @@ def test_every_sampling_parameter_reaches_the_engine(client, fake):
     assert params.max_tokens == 20
 
 
-def test_completion(client):
+def test_completion_returns_text_and_usage(client):
     answer = client.completions.create(model="fake", prompt="def f")
     assert answer.id.startswith("cmpl-")
     assert answer.choices[0].text == TEXT.encode()[:16].decode(errors="replace")  # OpenAI's default of 16 tokens
@@ -156,7 +156,7 @@ def test_completion(client):
     assert answer.usage.prompt_tokens == 5
 
 
-def test_completion_stream(client):
+def test_completion_stream_equals_the_text(client):
     stream = client.completions.create(model="fake", prompt="def f", max_tokens=50, stream=True)
     choices = [chunk.choices[0] for chunk in stream]
     assert "".join(choice.text for choice in choices) == TEXT
@@ -164,7 +164,7 @@ def test_completion_stream(client):
     assert choices[-1].text == ""
 
 
-def test_more_prompts_than_the_queue_holds():
+def test_more_prompts_than_the_queue_holds_are_all_answered():
     prompts = ["ab"] * 7
     with (
         serving(FakeClient(capacity=4, max_queued_requests=4)) as few,
@@ -180,27 +180,27 @@ def test_more_prompts_than_the_queue_holds():
                 assert Counter(chunk.choices[0].index for chunk in stream) == dict.fromkeys(range(7), 2)
 
 
-def test_as_many_embedding_inputs_as_openai_takes():
+def test_maximum_number_of_openai_embedding_inputs_is_answered():
     with serving(FakeClient(capacity=1024)) as address, connect(address) as client:
         assert len(client.embeddings.create(model="fake", input=["a"] * 2048).data) == 2048
         with pytest.raises(openai.BadRequestError, match="2049"):
             client.embeddings.create(model="fake", input=["a"] * 2049)
 
 
-def test_embedding_of_as_many_tokens_as_the_context_has(client):
+def test_embedding_input_may_fill_the_context(client):
     answer = client.embeddings.create(model="fake", input=[65] * FakeClient.max_model_len)
     assert answer.usage.prompt_tokens == FakeClient.max_model_len
 
 
 @pytest.mark.parametrize("prompt", [["a", "bc"], [[65], [66, 67]], ["a", [66, 67]]])
-def test_completion_of_several_prompts(client, prompt):
+def test_completion_of_several_prompts_returns_a_choice_each(client, prompt):
     answer = client.completions.create(model="fake", prompt=prompt, n=2, max_tokens=50)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in answer.choices] == [TEXT, TEXT[1:], TEXT, TEXT[1:]]
     assert answer.usage.prompt_tokens == 3
 
 
-def test_completion_of_token_ids(client, fake):
+def test_completion_accepts_token_ids(client, fake):
     client.completions.create(model="fake", prompt=[1, 2, 3], max_tokens=2)
     assert fake.seen[-1][0].token_ids == (1, 2, 3)
 
@@ -212,7 +212,7 @@ def test_completion_of_several_prompts_streams(client):
     assert texts == {0: TEXT, 1: TEXT[1:], 2: TEXT, 3: TEXT[1:]}
 
 
-def test_completion_echo_with_logprobs(client):
+def test_completion_echo_with_logprobs_scores_the_prompt(client):
     answer = client.completions.create(model="fake", prompt="ab", max_tokens=3, echo=True, logprobs=2)
     choice = answer.choices[0]
     assert choice.text == "ab" + TEXT[:3]
@@ -223,7 +223,7 @@ def test_completion_echo_with_logprobs(client):
     assert all(len(top) == 2 for top in choice.logprobs.top_logprobs[1:])
 
 
-def test_completion_logprobs_stream_as_they_come(client):
+def test_completion_stream_has_logprobs(client):
     stream = client.completions.create(model="fake", prompt="ab", max_tokens=3, logprobs=2, stream=True)
     logprobs = [chunk.choices[0].logprobs for chunk in stream if not chunk.choices[0].finish_reason]
     assert [token for part in logprobs for token in part.tokens] == list(TEXT[:3])
@@ -231,7 +231,7 @@ def test_completion_logprobs_stream_as_they_come(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_offsets_are_places_in_the_text(client, stream):
+def test_text_offsets_are_positions_in_the_text(client, stream):
     options = {"model": "fake", "prompt": [256, 65], "max_tokens": 17, "logprobs": 0, "echo": not stream}
     answer = client.completions.create(**options, stream=stream)
     choices = [chunk.choices[0] for chunk in answer][:-1] if stream else answer.choices
@@ -243,7 +243,7 @@ def test_text_offsets_are_places_in_the_text(client, stream):
         assert token == END or token.startswith("bytes:\\x") or text[offset] == token
 
 
-def test_logprobs_tell_tokens_of_the_same_text_apart(client, fake):
+def test_completion_logprobs_distinguish_tokens_with_equal_text(client, fake):
     answer = client.completions.create(model="fake", prompt="é🦊", max_tokens=17, logprobs=3, echo=True)
     logprobs = answer.choices[0].logprobs
     assert logprobs.tokens[:6] == [rf"bytes:\x{byte:02x}" for byte in "é🦊".encode()]
@@ -251,12 +251,12 @@ def test_logprobs_tell_tokens_of_the_same_text_apart(client, fake):
     for token, value, top in list(zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True))[
         1:
     ]:
-        assert len(top) == 3  # which the sampled token is among
+        assert len(top) == 3  # includes the sampled token
         assert top[token] == value
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_as_ids(client, fake, stream):
+def test_return_tokens_as_token_ids_writes_tokens_as_ids(client, fake, stream):
     ids = fake.tokenizer.encode("é" + TEXT[:3])
     extra = {"return_tokens_as_token_ids": True}
     answer = client.completions.create(
@@ -276,7 +276,7 @@ def test_tokens_as_ids(client, fake, stream):
         assert bytes(entry.bytes) == fake.tokenizer.token_bytes(token)
 
 
-def test_token_ids_are_returned(client, fake):
+def test_completion_returns_token_ids(client, fake):
     extra, ids = {"return_token_ids": True}, fake.tokenizer.encode(TEXT)
     asked = {"model": "fake", "max_tokens": 50, "n": 2, "extra_body": extra}
     answer = client.completions.create(prompt=["ab", [67]], **asked)
@@ -293,22 +293,22 @@ def test_token_ids_are_returned(client, fake):
     assert {tuple(rest) for _, *rest in prompts.values()} <= {(None,) * i for i in range(50)}
 
 
-def test_token_ids_of_a_conversation_are_returned(client, fake):
+def test_chat_returns_token_ids(client, fake):
     extra, ids = {"return_token_ids": True}, fake.tokenizer.encode(TEXT)
     answer = client.chat.completions.create(model="fake", messages=CHAT, n=2, extra_body=extra)
     prompt = list(fake.seen[-1][0].token_ids)
     assert answer.prompt_token_ids == prompt
     assert [choice.token_ids for choice in answer.choices] == [ids, ids[1:]]
     chunks = list(client.chat.completions.create(model="fake", messages=CHAT, n=2, stream=True, extra_body=extra))
-    told = [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")]
-    assert told == [prompt]
+    prompts = [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")]
+    assert prompts == [prompt]
     tokens = {0: [], 1: []}
     for choice in (chunk.choices[0] for chunk in chunks):
         tokens[choice.index] += getattr(choice, "token_ids", [])
     assert tokens == {0: ids, 1: ids[1:]}
 
 
-def test_seed_of_minus_one_is_none(client, fake):
+def test_seed_of_minus_one_means_no_seed(client, fake):
     client.completions.create(model="fake", prompt="a", seed=-1)
     assert fake.seen[-1][1].seed is None
 
@@ -337,27 +337,27 @@ def test_best_of_returns_the_likeliest(client, fake):
     assert answer.choices[0].index == 0
 
 
-def test_embeddings(client):
+def test_embeddings_return_a_vector_per_input(client):
     answer = client.embeddings.create(model="fake", input=["abc", "d"], encoding_format="float")
     assert [entry.embedding for entry in answer.data] == [[3, 1, -0.5, 0.25], [1, 1, -0.5, 0.25]]
     assert answer.usage.prompt_tokens == 4
 
 
-def test_embeddings_as_base64(client, http):
+def test_embeddings_as_base64_decode_to_the_floats(client, http):
     assert client.embeddings.create(model="fake", input="abc").data[0].embedding == [3, 1, -0.5, 0.25]
     raw = http.post("/v1/embeddings", json={"input": "abc", "encoding_format": "base64"}).json()
     data = base64.b64decode(raw["data"][0]["embedding"])
     assert struct.unpack("<4f", data) == (3, 1, -0.5, 0.25)
 
 
-def test_models(client):
+def test_models_list_and_retrieve_the_served_model(client):
     assert [model.id for model in client.models.list()] == ["fake"]
     assert client.models.retrieve("fake").max_model_len == 512
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("../../etc/passwd")
 
 
-def test_errors_name_the_parameter(client):
+def test_client_error_has_parameter_and_code(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="fake", messages=CHAT, temperature=-1)
     assert caught.value.param == "temperature"
@@ -369,7 +369,7 @@ def test_errors_name_the_parameter(client):
 
 
 @pytest.mark.parametrize("create", ["chat", "completions"])
-def test_error_in_a_stream_is_told_and_the_stream_ends(create):
+def test_error_in_a_stream_raises_in_the_client_and_ends_it(create):
     with (
         serving(FakeClient(fail_after=3)) as address,
         openai.OpenAI(base_url=f"{address.url}/v1", api_key="x") as client,
@@ -383,14 +383,14 @@ def test_error_in_a_stream_is_told_and_the_stream_ends(create):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_numbers_that_are_not_finite_are_a_server_error_that_names_the_option(stream):
+def test_non_finite_output_is_a_server_error_that_names_the_option(stream):
     with serving(FakeClient(fail_after=0, failure=NonFiniteOutput("logits"))) as address, connect(address) as client:
         with pytest.raises(openai.InternalServerError, match="--dtype bfloat16") as caught:
             client.chat.completions.create(model="fake", messages=CHAT, stream=stream)
         assert (caught.value.status_code, caught.value.code) == (500, "non_finite_output")
 
 
-def test_full_queue_is_503_with_retry_after():
+def test_full_queue_returns_503_with_retry_after():
     with serving(FakeClient(capacity=0)) as address, connect(address) as client:
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError) as caught:
@@ -400,7 +400,7 @@ def test_full_queue_is_503_with_retry_after():
             assert caught.value.code == "queue_full"
 
 
-def test_async_client(address):
+def test_async_client_gets_an_answer(address):
     async def run() -> str:
         async with openai.AsyncOpenAI(base_url=f"{address.url}/v1", api_key="x") as client:
             stream = await client.chat.completions.create(model="fake", messages=CHAT, stream=True)

@@ -1,4 +1,4 @@
-"""Probes, metrics, tokens, and what the server tells of itself."""
+"""Probes, metrics, tokenization, model defaults, and the API description."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from tests.server.fake import FakeClient, byte_tokenizer
 from tests.server.serving import serving
 
 
-def test_health_tells_of_progress_not_of_life():
+def test_health_fails_when_the_engine_makes_no_progress():
     client = FakeClient()
     app = TestClient(create_app(client, ServerSettings()))
     assert app.get("/health").json()["status"] == "ok"
@@ -28,7 +28,7 @@ def test_health_tells_of_progress_not_of_life():
     assert "no step has ended" in answer.json()["reason"]
 
 
-def test_while_loading_probes_answer_and_requests_are_503():
+def test_probes_while_loading_answer_and_requests_return_503():
     app = create_app(None, ServerSettings())
     http = TestClient(app)
     assert http.get("/health").json() == {"status": "loading"}
@@ -43,7 +43,7 @@ def test_while_loading_probes_answer_and_requests_are_503():
     assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
-def test_ready_follows_the_engine():
+def test_ready_fails_when_the_engine_is_not_ready():
     client = FakeClient()
     http = TestClient(create_app(client, ServerSettings()))
     assert http.get("/ready").json() == {"status": "serving"}
@@ -51,7 +51,7 @@ def test_ready_follows_the_engine():
     assert http.get("/ready").status_code == 503
 
 
-def test_while_draining_new_requests_are_503():
+def test_new_requests_while_draining_return_503():
     app = create_app(FakeClient(), ServerSettings())
     app.state.server.start_draining()
     http = TestClient(app)
@@ -60,18 +60,18 @@ def test_while_draining_new_requests_are_503():
     assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
 
 
-def test_metrics_parse(http):
+def test_metrics_are_valid_prometheus_text(http):
     answer = http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
     assert families["jaxserve_num_requests_running"].samples[0].labels == {"model_name": "fake"}
 
 
-def test_version(http):
+def test_version_endpoint_returns_the_package_version(http):
     assert http.get("/version").json() == {"version": __version__}
 
 
-def test_served_model_names():
+def test_every_served_model_name_is_accepted():
     settings = ServerSettings(served_model_names=("gpt-x", "alias"))
     http = TestClient(create_app(FakeClient(), settings))
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["gpt-x", "alias"]
@@ -80,7 +80,7 @@ def test_served_model_names():
     assert http.post("/v1/completions", json={"prompt": "a", "model": "fake"}).status_code == 404
 
 
-def test_tokenize_and_back(http):
+def test_tokenize_and_detokenize_round_trip(http):
     answer = http.post("/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
     assert answer["count"] == len(answer["tokens"]) == 3
     assert answer["token_strs"] == ["a", "\ufffd", "\ufffd"]
@@ -88,13 +88,13 @@ def test_tokenize_and_back(http):
     assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "aé"}
 
 
-def test_tokenize_messages(http):
+def test_tokenize_renders_messages(http):
     messages = [{"role": "user", "content": "hi"}]
     tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "User: hi\nAssistant:"}
 
 
-def test_defaults_of_the_model_apply_unless_the_request_says_otherwise():
+def test_request_overrides_sampling_defaults_of_the_model():
     client = FakeClient(default_sampling={"temperature": 0.6, "top_k": 20})
     http = TestClient(create_app(client, ServerSettings()))
     http.post("/v1/completions", json={"prompt": "a", "top_k": 5})
@@ -112,7 +112,7 @@ def test_defaults_of_the_model_apply_unless_the_request_says_otherwise():
         ("/v1/completions", {"max_tokens": 50}, 20),
     ],
 )
-def test_no_answer_is_longer_than_the_model_says(path, body, tokens):
+def test_answer_is_at_most_as_long_as_the_model_default(path, body, tokens):
     client = FakeClient()
     client.info = replace(client.info, max_new_tokens=20)
     http = TestClient(create_app(client, ServerSettings()))
@@ -121,7 +121,7 @@ def test_no_answer_is_longer_than_the_model_says(path, body, tokens):
     assert client.seen[0][1].max_tokens == tokens
 
 
-def test_the_cap_leaves_room_for_the_prompt():
+def test_default_answer_length_leaves_room_for_the_prompt():
     client = FakeClient(max_model_len=64)
     client.info = replace(client.info, max_new_tokens=60)
     http = TestClient(create_app(client, ServerSettings()))
@@ -136,7 +136,7 @@ QWEN = (
 )
 
 
-def test_no_message_is_dropped_in_silence():
+def test_message_role_that_the_template_drops_is_refused():
     tokenizer = Tokenizer(byte_tokenizer()._tokenizer, chat_template=QWEN)
     http = TestClient(create_app(FakeClient(tokenizer=tokenizer), ServerSettings()))
 
@@ -151,14 +151,14 @@ def test_no_message_is_dropped_in_silence():
     assert "'critic'" in error["message"]
 
 
-def test_description_of_the_api_has_the_bodies(http):
+def test_openapi_has_the_request_bodies(http):
     paths = http.get("/openapi.json").json()["paths"]
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
         assert "application/json" in paths[path]["post"]["requestBody"]["content"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_stream_ends_with_done_also_after_an_error(path):
+def test_stream_ends_with_done_after_an_error(path):
     body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": True}
     for client in (FakeClient(), FakeClient(fail_after=2), FakeClient(fail_after=2, failure=ValueError("a bug"))):
         with serving(client) as address:
@@ -173,7 +173,7 @@ def test_stream_ends_with_done_also_after_an_error(path):
 
 
 @pytest.mark.parametrize("body", ['{"prompt": "a", "n": 0}', '{"prompt": 5}', '{"prompt": "a", "n": "1"}', "{"])
-def test_a_refused_request_is_counted(body):
+def test_refused_request_is_counted_as_rejection(body):
     with serving(FakeClient()) as address:
         answer = httpx.post(f"{address.url}/v1/completions", content=body, headers={"content-type": "application/json"})
         metrics = httpx.get(f"{address.url}/metrics").text
@@ -182,18 +182,18 @@ def test_a_refused_request_is_counted(body):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_bug_before_the_first_token_is_a_plain_500(stream):
+def test_bug_before_the_first_token_returns_500(stream):
     with serving(FakeClient(fail_after=0, failure=ValueError("secret"))) as address:
         answer = httpx.post(f"{address.url}/v1/completions", json={"prompt": "a", "stream": stream})
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
     assert "secret" not in answer.text
-    assert answer.headers["connection"] == "close"  # it is cut: a client must not reuse it
+    assert answer.headers["connection"] == "close"  # uvicorn cuts it: clients must not reuse it
 
 
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_the_benchmark_counts_the_tokens_of_a_stream(path, usage):
+def test_benchmark_counts_the_tokens_of_a_stream(path, usage):
     script = "plain text"
     body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": True, "max_tokens": 50}
     with serving(FakeClient(script=script)) as address:

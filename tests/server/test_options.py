@@ -1,4 +1,4 @@
-"""Options: YAML and command line resolve to the two configurations, and what is wrong is named."""
+"""Options: YAML and command line resolve to the two configurations, and errors name the option."""
 
 import subprocess
 import sys
@@ -25,24 +25,24 @@ def yaml_file(tmp_path, text: str) -> Path:
     return file
 
 
-def test_nothing_given_is_the_defaults():
+def test_no_options_give_the_defaults():
     assert resolve({}, {"model": None, "port": None}) == (EngineConfig(), ServerSettings())
 
 
-def test_command_line_overrides_file(tmp_path):
+def test_command_line_overrides_the_file(tmp_path):
     file = yaml_file(tmp_path, "max-model-len: 100\nmax_num_seqs: 3\nport: 9\napi-key: [a, b]\nprefix-caching: false\n")
     engine, server = resolve(read_config(file), {"max_model_len": 200, "port": None, "served_model_name": ["x"]})
     assert (engine.max_model_len, engine.max_num_seqs, engine.prefix_caching) == (200, 3, False)
     assert (server.port, server.api_keys, server.served_model_names) == (9, ("a", "b"), ("x",))
 
 
-def test_kv_cache_dtype(tmp_path):
+def test_kv_cache_dtype_is_read_from_file_and_command_line(tmp_path):
     file = yaml_file(tmp_path, "kv-cache-dtype: int8\n")
     assert resolve(read_config(file), {})[0].kv_cache_dtype == "int8"
     assert resolve(read_config(file), {"kv_cache_dtype": "auto"})[0].kv_cache_dtype == "auto"
 
 
-def test_precisions_of_layers(tmp_path):
+def test_layer_precisions_are_resolved(tmp_path):
     file = yaml_file(tmp_path, "layer-precision: 0-3:bf16,4-:int4\nvariant: int8\nprecision: int3\n")
     engine, _ = resolve(read_config(file), {"precision": "int8"})
     assert (engine.precision, engine.layer_precision, engine.variants) == ("int8", "0-3:bf16,4-:int4", ("int8",))
@@ -58,8 +58,8 @@ def test_precisions_of_layers(tmp_path):
         (("--variant", "int4", "--variant", "half"), "variants is 'half'"),
     ],
 )
-def test_precisions_that_make_no_sense_are_one_line(options, message):
-    """In an interpreter of its own: it is the command that loads a model."""
+def test_invalid_precisions_are_reported_in_one_line(options, message):
+    """Run the command in a separate interpreter, since it loads a model."""
     command = [sys.executable, "-m", "jaxserve.cli.main", "serve", "--port", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
@@ -67,11 +67,11 @@ def test_precisions_that_make_no_sense_are_one_line(options, message):
     assert "Traceback" not in done.stderr
 
 
-def test_one_key_needs_no_list(tmp_path):
+def test_single_api_key_needs_no_list(tmp_path):
     assert resolve(read_config(yaml_file(tmp_path, "api-key: secret")), {})[1].api_keys == ("secret",)
 
 
-def test_unknown_key_is_named_with_the_nearest(tmp_path):
+def test_unknown_option_is_named_with_the_most_similar(tmp_path):
     with pytest.raises(ConfigError, match=r"'max-modellen' in .*serve\.yaml; did you mean 'max-model-len'"):
         read_config(yaml_file(tmp_path, "max-modellen: 5"))
 
@@ -86,12 +86,12 @@ def test_unknown_key_is_named_with_the_nearest(tmp_path):
         ("extra: {}", "unknown option 'extra'"),
     ],
 )
-def test_file_that_is_no_options(tmp_path, text, message):
+def test_file_that_is_not_a_mapping_of_options_is_refused(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         read_config(yaml_file(tmp_path, text))
 
 
-def test_missing_file_is_named(tmp_path):
+def test_missing_config_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="absent"):
         read_config(tmp_path / "absent.yaml")
 
@@ -108,27 +108,27 @@ def test_missing_file_is_named(tmp_path):
         "api-key: ''",
     ],
 )
-def test_wrong_value_is_named(tmp_path, text):
+def test_option_of_wrong_type_is_named(tmp_path, text):
     with pytest.raises(ConfigError, match=text.split(":")[0].replace("api-key", "API key")):
         resolve(read_config(yaml_file(tmp_path, text)), {})
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
-def test_examples_resolve(file):
+def test_example_configuration_resolves(file):
     resolve(read_config(file), {})
 
 
-def test_there_are_examples():
+def test_example_configurations_exist():
     assert EXAMPLES
 
 
-def test_every_option_of_the_command_has_a_field():
+def test_every_serve_option_has_a_configuration_field():
     command = get_command(app).commands["serve"]
     options = {parameter.name for parameter in command.params} - {"config"}
     assert {RENAMED.get(option, option) for option in options} <= ENGINE_KEYS | SERVER_KEYS
 
 
-def test_the_two_configurations_share_no_name():
+def test_engine_and_server_configurations_share_no_name():
     assert not {field.name for field in fields(EngineConfig)} & SERVER_KEYS
 
 
@@ -136,22 +136,22 @@ def run(*arguments: str, **environment: str):
     return CliRunner().invoke(app, arguments, env=environment)
 
 
-def test_version():
+def test_version_option_prints_the_version():
     assert run("--version").stdout == f"jaxserve {__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat"])
-def test_help_is_in_groups(command):
+def test_help_groups_the_options(command):
     result = run(command, "--help", COLUMNS="120", NO_COLOR="1")
     assert result.exit_code == 0
     assert all(group in result.stdout for group in ("Model", "Memory", "Parallelism"))
 
 
-def test_unknown_option_is_refused():
+def test_unknown_command_line_option_is_refused():
     assert run("serve", "--max-modellen", "5").exit_code == 2
 
 
-def test_mistake_in_the_file_is_one_line(tmp_path):
+def test_mistake_in_the_file_is_reported_in_one_line(tmp_path):
     result = run("serve", "--config", str(yaml_file(tmp_path, "tpp: 2")))
     assert result.exit_code == 1
     assert "did you mean" in result.stderr
@@ -167,7 +167,7 @@ def test_mistake_in_the_file_is_one_line(tmp_path):
         ([], {"JAXSERVE_ADMIN_KEY": ""}),
     ],
 )
-def test_empty_key_does_not_open_the_server(arguments, environment):
+def test_empty_key_is_refused_at_start(arguments, environment):
     result = run("serve", "no-model", "--port", "0", *arguments, **environment)
     assert result.exit_code == 1
     assert "empty" in result.stderr

@@ -29,14 +29,14 @@ def client(**settings) -> TestClient:
 
 
 @pytest.mark.parametrize("path", [*PAGES, "/dashboard", "/dashboard/main.js"])
-def test_head_is_get_without_the_body(http, path):
+def test_head_equals_get_without_the_body(http, path):
     head, get = http.head(path), http.get(path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-type"] == get.headers["content-type"]
     assert int(head.headers["content-length"]) > 0
 
 
-def test_head_of_operators_pages_and_of_a_stream_without_end():
+def test_head_works_for_operator_paths_and_endless_streams():
     with (
         serving(FakeClient(control=FakeControl())) as address,
         httpx.Client(base_url=address.url, timeout=30) as http,
@@ -47,14 +47,14 @@ def test_head_of_operators_pages_and_of_a_stream_without_end():
         assert http.get("/health").status_code == 200  # on the same connection
 
 
-def test_head_is_guarded_as_get_is():
+def test_head_needs_the_key_like_get():
     http = client(api_keys=("key",), admin_key="admin")
     assert http.head("/v1/models").status_code == 401
     assert http.head("/admin/plan").status_code == 401
     assert http.head("/health").status_code == 200
 
 
-def test_wrong_method_names_the_right_ones(http):
+def test_wrong_method_returns_405_with_the_allowed_methods(http):
     answer = http.head("/v1/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     answer = http.post("/health")
@@ -66,45 +66,45 @@ def test_wrong_method_names_the_right_ones(http):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions/", "//v1/completions", "/v1//completions", "///v1///completions//"])
-def test_slashes_too_many_are_served_without_a_redirect(http, path):
+def test_extra_slashes_are_served_without_a_redirect(http, path):
     answer = http.post(f"http://{http.base_url.netloc.decode()}{path}", content=BODY, headers=JSON)
     assert answer.status_code == 200
     assert answer.json()["object"] == "text_completion"
 
 
 @pytest.mark.parametrize("path", [f"{path}/" for path in PAGES])
-def test_slash_at_the_end_changes_nothing(path):
+def test_trailing_slash_is_ignored(path):
     http = client()
     assert http.get(path).status_code == 200
     assert http.get(path).headers["content-type"] == http.get(path.rstrip("/")).headers["content-type"]
 
 
-def test_models_with_a_slash_at_the_end_is_the_list(http):
+def test_models_with_trailing_slash_returns_the_list(http):
     assert http.get("/v1/models/").json() == http.get("/v1/models").json()
 
 
 @pytest.mark.parametrize("name", ["org/model", "/folder/model", "model/"])
-def test_model_whose_name_has_slashes_is_found(name):
+def test_model_name_with_slashes_is_found(name):
     http = client(served_model_names=(name,))
     for path in (name, name.replace("/", "%2F")):
         assert http.get(f"/v1/models/{path}").json()["id"] == name
 
 
 @pytest.mark.parametrize("path", ["//admin/plan", "/admin//plan", "/admin/plan/", "/%2Fadmin/plan", "/admin%2Fplan"])
-def test_slashes_open_no_guarded_path(path):
+def test_extra_slashes_do_not_open_a_guarded_path(path):
     http = client(admin_key="admin", api_keys=("key",))
     address = f"http://127.0.0.1{path}"
     assert http.get(address, headers={"authorization": "Bearer key"}).status_code == 401
     assert http.get(address, headers={"authorization": "Bearer admin"}).status_code == 200
 
 
-def test_dashboard_with_a_slash_leads_to_where_its_links_work(http):
+def test_dashboard_with_trailing_slash_redirects_to_working_links(http):
     answer = http.get("/dashboard/")
     assert (answer.status_code, answer.headers["location"]) == (307, "../dashboard")
     assert http.get("/dashboard/", follow_redirects=True).url.path == "/dashboard"
 
 
-# what is not there
+# unknown paths
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_dashboard_with_a_slash_leads_to_where_its_links_work(http):
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_unknown_path_is_named_with_what_there_is(http, method, path, hint):
+def test_unknown_path_returns_404_with_the_endpoints(http, method, path, hint):
     answer = http.request(method, path, content=BODY, headers=JSON)
     assert answer.status_code == 404
     error = answer.json()["error"]
@@ -138,7 +138,7 @@ def test_unknown_path_is_named_with_what_there_is(http, method, path, hint):
     assert "/v1/chat/completions" in error["message"]
 
 
-def test_long_unknown_path_is_not_repeated(http):
+def test_long_unknown_path_is_shortened_in_the_error(http):
     assert len(http.get("/" + "x" * 30_000).content) < 1000
 
 
@@ -146,7 +146,7 @@ def test_long_unknown_path_is_not_repeated(http):
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm", "/llm/llm", "/llm/"])
-def test_prefix_may_be_there_or_not(prefix):
+def test_root_path_prefix_is_optional(prefix):
     http = client(root_path="/llm")
     assert http.get(f"{prefix}/v1/models").json()["data"][0]["id"] == "fake"
     assert http.post(f"{prefix}/v1/completions", content=BODY, headers=JSON).status_code == 200
@@ -157,7 +157,7 @@ def test_prefix_may_be_there_or_not(prefix):
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm", "/llm/llm", "/llm//llm"])
-def test_prefix_opens_no_guarded_path(prefix):
+def test_root_path_prefix_does_not_open_a_guarded_path(prefix):
     http = client(root_path="/llm", api_keys=("key",), admin_key="admin")
     assert http.get(f"{prefix}/v1/models").status_code == 401
     assert http.get(f"{prefix}/admin/plan", headers={"authorization": "Bearer key"}).status_code == 401
@@ -165,7 +165,7 @@ def test_prefix_opens_no_guarded_path(prefix):
 
 
 @pytest.mark.parametrize("root_path", ["llm", "/llm/", "/"])
-def test_prefix_must_be_one(root_path):
+def test_malformed_root_path_is_refused(root_path):
     with pytest.raises(ConfigError, match="--root-path"):
         ServerSettings(root_path=root_path)
 
@@ -183,14 +183,14 @@ COMPRESSED = [("gzip", gzip.compress), ("X-GZip", gzip.compress), ("deflate", zl
 
 @pytest.mark.parametrize(("encoding", "compress"), COMPRESSED)
 @pytest.mark.parametrize("size", [1, 500_000])
-def test_compressed_body_is_read(http, encoding, compress, size):
+def test_compressed_body_is_decompressed(http, encoding, compress, size):
     body = json.dumps({"prompt": "a", "user": "x" * size}).encode()
     headers = JSON | {"content-encoding": encoding}
     assert http.post("/v1/completions", content=compress(body), headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(("encoding", "compress"), COMPRESSED)
-def test_compressed_body_is_as_large_as_what_is_in_it(encoding, compress):
+def test_compressed_body_is_limited_by_its_decompressed_size(encoding, compress):
     http = client(max_body_mb=1)
     for size, status in ((2**20 - 15, 400), (2**20, 413), (50 * 2**20, 413)):
         body = compress(b'{"x": "' + b"x" * size + b'"}')
@@ -207,21 +207,21 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("body", DAMAGED.values(), ids=DAMAGED.keys())
-def test_damaged_compressed_body_is_named(http, body):
+def test_damaged_compressed_body_is_refused(http, body):
     answer = http.post("/v1/completions", content=body, headers=JSON | {"content-encoding": "gzip"})
     assert answer.status_code == 400
     assert "gzip (header content-encoding)" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("encoding", ["zstd", "br", "gzip, gzip", "x" * 5000])
-def test_unknown_encoding_is_415(http, encoding):
+def test_unknown_content_encoding_returns_415(http, encoding):
     answer = http.post("/v1/completions", content=BODY, headers=JSON | {"content-encoding": encoding})
     assert answer.status_code == 415
     assert "content-encoding" in answer.json()["error"]["message"]
     assert answer.headers["accept-encoding"] == "gzip, deflate"
 
 
-def test_identity_is_no_encoding(http):
+def test_identity_content_encoding_is_accepted(http):
     headers = JSON | {"content-encoding": "identity"}
     assert http.post("/v1/completions", content=BODY, headers=headers).status_code == 200
 
@@ -230,12 +230,12 @@ def test_identity_is_no_encoding(http):
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/nothing", "/v1/models"])
-def test_id_of_the_client_comes_back(http, path):
+def test_request_id_of_the_client_is_returned(http, path):
     assert http.get(path, headers={"x-request-id": "trace-1"}).headers.get_list("x-request-id") == ["trace-1"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_id_of_the_client_takes_the_place_of_the_servers(http, stream):
+def test_request_id_of_the_client_replaces_the_servers(http, stream):
     body = {"prompt": "a", "stream": stream}
     for _ in range(2):  # it may come twice
         answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": "trace-1"})
@@ -245,7 +245,7 @@ def test_id_of_the_client_takes_the_place_of_the_servers(http, stream):
 
 
 @pytest.mark.parametrize("given", [b"", b"a b", b"x" * 129, b"\xff", b"a\x7f"])
-def test_id_that_is_not_short_and_printable_is_not_repeated(address, given):
+def test_long_or_unprintable_request_id_is_not_returned(address, given):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
     answer = raw_request(address, head + b"X-Request-Id: " + given + b"\r\nContent-Length: 15", BODY)
     assert b"x-request-id: cmpl-" in answer or answer.startswith(b"HTTP/1.1 400 ")

@@ -1,4 +1,4 @@
-"""A server that is killed, or told to end, in the middle of each phase of a transition, with requests under way."""
+"""Killing or terminating a server in the middle of each phase of a transition, with requests in flight."""
 
 import json
 import shutil
@@ -24,9 +24,9 @@ from jaxserve.control.plan_yaml import from_yaml, to_yaml
 from jaxserve.engine.step_log import read_log
 from tests.server.process import PATIENCE, ServerProcess, server_process
 
-PHASES = {  # which change, and what it calls in the middle of which phase
+PHASES = {  # phase: (change, method called in the middle of the phase)
     "copying": ("swap back", "jaxserve.actuator.copying:Throttle.copied"),
-    "exchanging rows": ("swap", "jaxserve.actuator.actuator:PlanActuator._replan"),
+    "exchanging blocks": ("swap", "jaxserve.actuator.actuator:PlanActuator._replan"),
     "freeing what was replaced": ("swap", "jaxserve.actuator.actuator:PlanActuator._end"),
     "growing": ("grow", "jaxserve.executor.pools:Pools.extend"),
     "shrinking": ("shrink", "jaxserve.executor.pools:Pools.shrink"),
@@ -38,7 +38,7 @@ PROMPT = "def f(x):"
 
 @pytest.fixture(scope="module")
 def model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The random model with its weights in a file, and prepared variants beside them."""
+    """Return a folder with the random model's weights in a file, and prepared variants next to it."""
     folder = tmp_path_factory.mktemp("saved") / "model"
     shutil.copytree(random_model, folder)
     dummy = open_checkpoint(folder, "dummy")
@@ -50,7 +50,7 @@ def model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answer(model: Path) -> str:
-    """What full precision says."""
+    """Return the greedy answer in full precision."""
     with LLM(model, warmup=False, max_num_seqs=RUNNING) as llm:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         return llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
@@ -58,7 +58,7 @@ def answer(model: Path) -> str:
 
 @pytest.fixture(scope="module")
 def arguments(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command, with files that all servers of this module use one after the other."""
+    """Return a command whose files all servers of this module use one after the other."""
     folder = tmp_path_factory.mktemp("used")
     options = {
         "port": 0,
@@ -97,15 +97,15 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def ask(url: str, stream: bool) -> str:
-    """How a long answer ends: by a reason of the engine's, an error that the server tells, or cut off."""
+    """Request a long answer and return its finish reason, "an error", or "cut off"."""
     body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": stream}
     try:
-        told = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
     except httpx.TransportError:
         return "cut off"
-    last = told.text
-    if told.headers["content-type"].startswith("text/event-stream"):
-        *_, last, done, _ = told.text.split("\n\n")
+    last = response.text
+    if response.headers["content-type"].startswith("text/event-stream"):
+        *_, last, done, _ = response.text.split("\n\n")
         assert done == "data: [DONE]"
     end = json.loads(last.removeprefix("data: "))
     return "an error" if "error" in end else end["choices"][0]["finish_reason"]
@@ -115,9 +115,9 @@ def ask(url: str, stream: bool) -> str:
 def stopped(
     arguments: list[str], folder: Path, phase: str, answer: str, *more: str
 ) -> Iterator[tuple[ServerProcess, Callable[[], list[str]]]]:
-    """A server that answers as it should, then stands still in a phase; and what becomes of the requests in flight."""
+    """Run a server that stops in a phase. Yield it, and a function that returns how its requests end."""
     change, method = PHASES[phase]
-    command = ("-m", "tests.server.held", method, str(folder), *arguments, *more)
+    command = ("-m", "tests.server.stalled_server", method, str(folder), *arguments, *more)
     with server_process(*command) as server, PlanClient(server.url, None) as control:
         body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
         said = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE).json()
@@ -147,17 +147,17 @@ def wait_until_draining(url: str) -> None:
 
 
 def check_log(arguments: list[str]) -> list[str | None]:
-    """The step log can be read; how requests ended by it."""
+    """Check that the step log can be read, and return how its requests ended."""
     recording = read_log(arguments[-1])
     assert recording.steps
     return [answer.reason for answer in recording.answers.values()]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_after_a_kill_all_is_as_before_and_a_sigterm_lets_requests_end(
+def test_restart_after_kill_in_a_phase_works_and_sigterm_lets_requests_end(
     arguments: list[str], answer: str, tmp_path: Path, phase: str
 ) -> None:
-    """The server that is told to end has the files that the killed one has left."""
+    """Kill one server, then terminate another that uses the files of the first."""
     killed, ended = tmp_path / "killed", tmp_path / "ended"
     killed.mkdir()
     ended.mkdir()
@@ -177,7 +177,7 @@ def test_after_a_kill_all_is_as_before_and_a_sigterm_lets_requests_end(
     assert check_log(arguments) == ["length"] * (1 + RUNNING + WAITING)
 
 
-def test_a_copy_that_outlasts_the_time_to_end_is_given_up(arguments: list[str], answer: str, tmp_path: Path) -> None:
+def test_copy_longer_than_the_shutdown_timeout_is_abandoned(arguments: list[str], answer: str, tmp_path: Path) -> None:
     with stopped(arguments, tmp_path, "copying", answer, "--shutdown-timeout", "0") as (server, outcomes):
         server.signal(signal.SIGTERM)
         wait_until_draining(server.url)

@@ -26,13 +26,13 @@ def control():
 
 @pytest.fixture
 def run(control):
-    """Runs `jaxserve plan ...` with the address and the key of a server in its environment."""
+    """Return a function that runs `jaxserve plan ...` with a server's address and key in the environment."""
     with serving(FakeClient(control=control), ServerSettings(admin_key=KEY)) as address:
         environment = {"JAXSERVE_URL": address.url, "JAXSERVE_ADMIN_KEY": KEY, "COLUMNS": "160", "NO_COLOR": "1"}
         yield lambda *arguments, **more: CliRunner().invoke(app, ["plan", *arguments], env=environment, **more)
 
 
-def test_show_has_plan_ledger_and_decisions(run):
+def test_plan_show_prints_plan_ledger_and_decisions(run):
     shown = run("show", "--decisions", "2").stdout
     assert "policy morph" in shown
     assert "layers.5-14" in shown
@@ -41,7 +41,7 @@ def test_show_has_plan_ledger_and_decisions(run):
     assert shown.count("✓ done") == 2
 
 
-def test_show_gives_what_set_takes(run, control, tmp_path):
+def test_plan_show_output_is_accepted_by_plan_set(run, control, tmp_path):
     file = tmp_path / "plan.yaml"
     file.write_text(run("show", "--format", "yaml").stdout.replace("layers.5-14: int4", "layers.5-14: int8"))
     done = run("set", str(file))
@@ -53,11 +53,11 @@ def test_show_gives_what_set_takes(run, control, tmp_path):
     assert yaml.safe_load(control.asked[-1])["instances"][0]["stages"][0]["blocks"]["layers.5-14"] == "int8"
 
 
-def test_json_is_json(run, control):
+def test_plan_show_json_prints_json(run, control):
     assert json.loads(run("show", "--format", "json").stdout) == control.plan_dict()
 
 
-def test_set_takes_a_policy(run, control):
+def test_plan_set_changes_the_policy(run, control):
     assert run("set", "--policy", "static").exit_code == 0
     assert control.policy == "static"
 
@@ -68,14 +68,14 @@ def test_set_takes_a_policy(run, control):
         (["set"], "either a FILE"),
         (["set", "x.yaml", "--policy", "static"], "either a FILE"),
         (["set", "absent.yaml"], "cannot read absent.yaml: No such file"),
-        (["set", "--policy", "nothing"], "there is no policy 'nothing'; there are static"),
+        (["set", "--policy", "nothing"], "unknown policy 'nothing': choose from static"),
         (["show", "--url", "ftp://x"], "invalid address"),
         (["show", "--url", "http://127.0.0.1:1"], "cannot reach http://127.0.0.1:1"),
         (["show", "--admin-key", "wrong"], "(--admin-key or JAXSERVE_ADMIN_KEY)"),
         (["watch", "--admin-key", "wrong"], "(--admin-key or JAXSERVE_ADMIN_KEY)"),
     ],
 )
-def test_mistakes_are_one_line(run, control, arguments, message):
+def test_plan_command_reports_mistakes_in_one_line(run, control, arguments, message):
     done = run(*arguments)
     assert done.exit_code == 1
     assert message in done.stderr
@@ -85,21 +85,21 @@ def test_mistakes_are_one_line(run, control, arguments, message):
 
 
 @pytest.mark.parametrize("text", ["a: [", "", "instances: []", "x"])
-def test_a_plan_that_is_none_is_told_in_one_line(run, control, text):
+def test_plan_set_with_invalid_plan_reports_one_line(run, control, text):
     done = run("set", "-", input=text)
     assert done.exit_code == 1
     assert len(done.stderr.strip().splitlines()) == 1
     assert control.plan is None
 
 
-def test_watch_writes_a_line_a_second_into_a_pipe(run):
+def test_plan_watch_writes_a_line_a_second_into_a_pipe(run):
     lines = run("watch", "--count", "2").stdout.splitlines()
     assert len(lines) == 2
     for part in ("plan 11", "morph", "bfloat16 6, int4 10", "running 32", "(SLO 2 s)"):
         assert part in lines[0], lines[0]
 
 
-def test_text_of_the_server_is_no_markup(control):
+def test_plan_watch_shows_text_of_the_server_without_markup(control):
     from rich.console import Console
 
     hostile = "[link=http://x]y[/link] [/nothing]"
@@ -122,16 +122,16 @@ def test_watch_of_an_engine_without_samples(control):
     ("size", "text"),
     [(0, "0 B"), (999, "999 B"), (2_471_493_632, "2.47 GB"), (999_600_000, "1000 MB"), (34_210_816, "34.2 MB")],
 )
-def test_sizes(size, text):
+def test_sizes_are_formatted_with_units(size, text):
     assert size_text(size) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(None, "-"), (0.0142, "14.2 ms"), (1.5, "1.50 s"), (0.0, "0.00 ms")])
-def test_seconds(seconds, text):
+def test_seconds_are_formatted_with_units(seconds, text):
     assert seconds_text(seconds) == text
 
 
-def test_help_needs_neither_jax_nor_a_web_framework():
+def test_plan_help_loads_neither_jax_nor_a_web_framework():
     code = (
         "import sys; from typer.testing import CliRunner; from jaxserve.cli.main import app\n"
         "assert CliRunner().invoke(app, ['plan', '--help']).exit_code == 0\n"

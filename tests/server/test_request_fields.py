@@ -1,4 +1,4 @@
-"""A field that would change the answer is served or refused by name; one that changes nothing passes."""
+"""Fields that would change the answer are supported or refused by name. Other fields are ignored."""
 
 import httpx
 import pytest
@@ -12,7 +12,7 @@ CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "hi"}, EMBEDDINGS: {"input": "hi"}}
 GENERATE = (CHAT, COMPLETIONS)
-OWN_FIELDS = {  # that the other endpoints' bodies do not have
+OWN_FIELDS = {  # by endpoint; bodies of other endpoints lack them
     CHAT: {"top_logprobs", "max_completion_tokens", "enable_thinking", "chat_template_kwargs", "continue_final_message"}
     | {"add_generation_prompt"},
     COMPLETIONS: {"echo", "suffix", "best_of"},
@@ -35,7 +35,7 @@ def test_every_unsupported_field_is_refused_by_name(http, path):
 
 
 @pytest.mark.parametrize("path", GENERATE)
-def test_neutral_values_pass(http, path):
+def test_neutral_values_of_unsupported_fields_are_accepted(http, path):
     neutral = {name: field.neutral[0] for name, field in UNSUPPORTED.items() if field.neutral}
     neutral |= {name: None for name, field in UNSUPPORTED.items() if not field.neutral}
     for name in OWN_FIELDS[path] | {TRUNCATED, "return_token_ids", "return_tokens_as_token_ids"}:
@@ -58,7 +58,7 @@ def test_neutral_values_pass(http, path):
     ],
 )
 @pytest.mark.parametrize("path", GENERATE)
-def test_refusal_says_what_to_send_instead(http, path, field, value, instead):
+def test_refusal_names_the_field_to_send_instead(http, path, field, value, instead):
     assert instead in refusal(http.post(path, json=BODIES[path] | {field: value}))["message"]
 
 
@@ -79,7 +79,7 @@ def test_refusal_says_what_to_send_instead(http, path, field, value, instead):
     ids=str,
 )
 @pytest.mark.parametrize("path", GENERATE)
-def test_harmless_fields_pass(http, path, fields):
+def test_fields_that_change_nothing_are_accepted(http, path, fields):
     assert http.post(path, json=BODIES[path] | fields).status_code == 200
 
 
@@ -87,7 +87,7 @@ def test_harmless_fields_pass(http, path, fields):
     ("field", "value"),
     [("mirostat", True), ("num_beams", True), ("typical_p", 0), ("repeat_penalty", 0), ("json_schema", {})],
 )
-def test_what_only_looks_neutral_is_refused(http, field, value):
+def test_value_that_only_looks_neutral_is_refused(http, field, value):
     assert refusal(http.post(COMPLETIONS, json={"prompt": "a", field: value}))["param"] == field
 
 
@@ -101,40 +101,40 @@ def test_what_only_looks_neutral_is_refused(http, field, value):
     ],
     ids=str,
 )
-def test_response_format_is_not_half_honoured(http, response_format):
+def test_response_format_other_than_text_is_refused(http, response_format):
     error = refusal(http.post(CHAT, json=BODIES[CHAT] | {"response_format": response_format}))
     assert (error["param"], error["code"]) == ("response_format", "unsupported_parameter")
 
 
 @pytest.mark.parametrize(("field", "value"), [("echo", True), ("best_of", 2), ("suffix", "end"), ("documents", [{}])])
-def test_chat_refuses_what_only_completions_have(http, field, value):
+def test_chat_refuses_fields_of_completions(http, field, value):
     assert refusal(http.post(CHAT, json=BODIES[CHAT] | {field: value}))["param"] == field
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED_IN_MESSAGES)
-def test_unsupported_fields_of_messages_are_refused(http, name):
+def test_unsupported_message_field_is_refused(http, name):
     messages = [*MESSAGES, {"role": "assistant", "content": "a", name: [{"a": 5}]}]
     assert refusal(http.post(CHAT, json={"messages": messages}))["param"] == f"messages.1.{name}"
 
 
-def test_empty_and_unknown_fields_of_messages_pass(http):
+def test_empty_and_unknown_message_fields_are_accepted(http):
     empty = {name: [] for name in UNSUPPORTED_IN_MESSAGES} | {"annotations": [], "cache_control": {"type": "ephemeral"}}
     messages = [*MESSAGES, {"role": "assistant", "content": "a", **empty}, *MESSAGES]
     assert http.post(CHAT, json={"messages": messages}).status_code == 200
 
 
-def test_tokenize_refuses_only_what_changes_the_tokens(http):
+def test_tokenize_refuses_only_fields_that_change_the_tokens(http):
     body = {"messages": MESSAGES, "max_completion_tokens": 5, "top_logprobs": 2, "grammar": "a", "temperature": 0}
     assert http.post("/tokenize", json=body).status_code == 200
     for name in UNSUPPORTED_IN_PROMPTS.keys() - OWN_FIELDS[CHAT]:
         assert refusal(http.post("/tokenize", json={"messages": MESSAGES, name: [5]}))["param"] == name
 
 
-# fields that are served
+# supported fields
 
 
 @pytest.mark.parametrize("effort", [{"enable_thinking": False}, {"reasoning_effort": "low"}])
-def test_template_variables_at_the_top_level(http, fake, effort, monkeypatch):
+def test_template_variables_at_the_top_level_reach_the_template(http, fake, effort, monkeypatch):
     seen = []
     monkeypatch.setattr(
         fake.tokenizer, "apply_chat_template", lambda messages, **given: seen.append(given) or "a", raising=True
@@ -157,19 +157,19 @@ def test_reasoning_of_earlier_answers_reaches_the_template(http, fake, monkeypat
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(3, [3, 4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])])
-def test_truncated_prompt_of_token_ids(http, fake, asked, kept):
+def test_truncate_prompt_tokens_keeps_the_last_token_ids(http, fake, asked, kept):
     answer = http.post(COMPLETIONS, json={"prompt": [1, 2, 3, 4, 5], TRUNCATED: asked}).json()
     assert list(fake.seen[-1][0].token_ids) == kept
     assert answer["usage"]["prompt_tokens"] == len(kept)
 
 
-def test_truncated_text_and_its_echo(http):
+def test_echo_of_a_truncated_text_is_the_kept_part(http):
     answer = http.post(COMPLETIONS, json={"prompt": "abcdef", TRUNCATED: 2, "echo": True, "max_tokens": 1}).json()
     assert answer["choices"][0]["text"] == "efH"
 
 
 @pytest.mark.parametrize("length", [1000, 100_000])
-def test_truncation_lets_long_prompts_pass(http, fake, length):
+def test_truncation_makes_long_prompts_fit(http, fake, length):
     most = fake.max_model_len
     text = "x" * length + "yz"
     for body, kept in (({}, most - 1), ({"max_tokens": 12}, most - 12)):
@@ -187,17 +187,17 @@ def test_truncation_lets_long_prompts_pass(http, fake, length):
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("value", [0, -2, "all", 1.5])
-def test_bad_truncation(http, path, value):
+def test_invalid_truncate_prompt_tokens_is_refused(http, path, value):
     assert refusal(http.post(path, json=BODIES[path] | {TRUNCATED: value}))["param"] == TRUNCATED
 
 
-def test_max_tokens_of_minus_one_is_as_much_as_fits(http, fake):
+def test_max_tokens_of_minus_one_generates_as_much_as_fits(http, fake):
     for path, body in ((COMPLETIONS, {}), (CHAT, {}), (CHAT, {"max_completion_tokens": -1})):
         assert http.post(path, json=BODIES[path] | {"max_tokens": -1} | body).status_code == 200
         assert fake.seen[-1][1].max_tokens is None
 
 
-def test_max_tokens_is_clamped_only_where_the_server_says_so(http):
+def test_max_tokens_is_clamped_only_with_clamp_max_tokens(http):
     client = FakeClient(max_model_len=64)
     with (
         serving(client, ServerSettings(clamp_max_tokens=True)) as address,
@@ -214,7 +214,7 @@ def test_max_tokens_is_clamped_only_where_the_server_says_so(http):
             assert refusal(clamping.post(path, json=body | {"max_tokens": 0}))["param"] == "max_tokens"
 
 
-def test_embedding_dimensions_of_the_model_pass(http, fake):
+def test_embedding_dimensions_equal_to_the_models_are_accepted(http, fake):
     size = fake.info.hidden_size
     assert http.post(EMBEDDINGS, json={"input": "a", "dimensions": size}).status_code == 200
     error = refusal(http.post(EMBEDDINGS, json={"input": "a", "dimensions": size - 1}))

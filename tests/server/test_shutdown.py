@@ -1,4 +1,4 @@
-"""SIGTERM drains, a second signal ends, and nothing that goes wrong at the start leaves a process behind."""
+"""Shutdown: SIGTERM drains, a second signal ends at once, and a failed start leaves no process."""
 
 import contextlib
 import signal
@@ -29,7 +29,7 @@ def serve(load: str, settings: str = ""):
 
 @contextlib.contextmanager
 def stream(url: str):
-    """The lines of a stream whose first event has come."""
+    """Return the lines of a stream whose first event has arrived."""
     with httpx.Client(timeout=60) as http, http.stream("POST", f"{url}/v1/completions", json=BODY) as answer:
         assert answer.status_code == 200
         lines = (line for line in answer.iter_lines() if line)
@@ -59,7 +59,7 @@ def test_first_signal_lets_streams_end_and_refuses_new_requests(number):
         assert server.wait() == 0
 
 
-def test_streams_that_outlast_the_timeout_end_with_an_error():
+def test_stream_longer_than_the_shutdown_timeout_ends_with_an_error():
     with serve(NEVER_ENDING, "shutdown_timeout=0.1") as server:
         with stream(server.url) as lines:
             server.signal(signal.SIGTERM)
@@ -70,7 +70,7 @@ def test_streams_that_outlast_the_timeout_end_with_an_error():
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_ends_at_once(second):
+def test_second_signal_ends_the_server_at_once(second):
     with serve(NEVER_ENDING, "shutdown_timeout=3600") as server, stream(server.url):
         server.signal(signal.SIGTERM)
         wait_until_draining(server.url)
@@ -84,7 +84,7 @@ def test_idle_server_ends_on_the_first_signal():
         assert server.wait() == 0
 
 
-def test_probes_answer_while_the_model_loads_and_a_signal_ends_it():
+def test_probes_while_loading_answer_and_a_signal_ends_the_server():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     code = SERVE.format(load="threading.Event().wait", settings="").replace("port=0", f"port={port}")
@@ -101,7 +101,7 @@ def test_probes_answer_while_the_model_loads_and_a_signal_ends_it():
         assert process.wait(60) == 128 + signal.SIGTERM
 
 
-def test_failed_load_is_one_line_and_exit_status_1(tmp_path):
+def test_failed_load_prints_one_line_and_exits_with_1(tmp_path):
     with started("-m", "jaxserve.cli.main", "serve", str(tmp_path / "no-model"), "--port", "0") as process:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 1
@@ -110,7 +110,7 @@ def test_failed_load_is_one_line_and_exit_status_1(tmp_path):
     assert out == ""
 
 
-def test_port_in_use_is_one_line_and_exit_status_1():
+def test_port_in_use_prints_one_line_and_exits_with_1():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with started("-m", "jaxserve.cli.main", "serve", "--port", port) as process:

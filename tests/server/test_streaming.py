@@ -1,4 +1,4 @@
-"""Event streams: signs of life while there is nothing to tell, and events that every line iterator keeps whole."""
+"""Event streams: comments during silence, refusals, disconnects, and events on a single line."""
 
 import asyncio
 import json
@@ -14,11 +14,11 @@ from jaxserve.server.streaming import DONE, PING, EventStream, event
 from tests.server.fake import FakeClient
 from tests.server.serving import serving
 
-SHORT, LONG = 0.001, 3600.0  # seconds between signs of life
+SHORT, LONG = 0.001, 3600.0  # seconds between comments
 
 
 class Exchange:
-    """A request and what is sent for it."""
+    """A request, and the messages sent to its client."""
 
     def __init__(self, ping_interval: float):
         settings = ServerSettings(sse_ping_interval=ping_interval)
@@ -37,7 +37,7 @@ class Exchange:
             self.news.notify_all()
 
     async def until(self, count: int, part: bytes) -> None:
-        """Returns when a part has been sent so often."""
+        """Wait until a part has been sent `count` times."""
         async with self.news:
             await self.news.wait_for(lambda: self.parts.count(part) >= count)
 
@@ -47,7 +47,7 @@ class Exchange:
 
 
 class Values:
-    """A generator of values that come when they are let go."""
+    """A generator that yields the values put into its queue."""
 
     def __init__(self):
         self.queue: asyncio.Queue = asyncio.Queue()
@@ -86,7 +86,7 @@ def test_comments_are_sent_before_the_first_value_and_between_values():
     asyncio.run(main())
 
 
-def test_values_that_come_in_time_are_alone():
+def test_values_that_arrive_in_time_need_no_comments():
     async def main():
         exchange, values = Exchange(LONG), Values()
         for value in ({"n": 1}, {"n": 2}, None):
@@ -97,7 +97,7 @@ def test_values_that_come_in_time_are_alone():
     asyncio.run(main())
 
 
-def test_early_refusal_has_its_status():
+def test_early_refusal_has_its_http_status():
     async def main():
         exchange, values = Exchange(LONG), Values()
         values.queue.put_nowait(QueueFull("full"))
@@ -116,15 +116,15 @@ def test_refusal_after_a_comment_is_an_event():
         await exchange.until(1, PING)
         values.queue.put_nowait(EngineStopped("the engine has stopped"))
         await running
-        told, done = [part for part in exchange.parts if part != PING]
-        assert json.loads(told.removeprefix(b"data: "))["error"]["message"] == "the engine has stopped"
+        error, done = [part for part in exchange.parts if part != PING]
+        assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "the engine has stopped"
         assert done == DONE
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("ping_interval", [SHORT, LONG])
-def test_client_that_goes_away_in_silence_ends_the_generator(ping_interval):
+def test_disconnect_during_silence_closes_the_generator(ping_interval):
     async def main():
         exchange, values = Exchange(ping_interval), Values()
         if ping_interval == SHORT:
@@ -142,7 +142,7 @@ def test_client_that_goes_away_in_silence_ends_the_generator(ping_interval):
     asyncio.run(main())
 
 
-def test_openai_client_passes_over_comments():
+def test_openai_client_ignores_comments():
     client = FakeClient(script="abc", delay=0.1)
     with serving(client, ServerSettings(sse_ping_interval=0.005)) as address:
         raw = httpx.post(f"{address.url}/v1/completions", json={"prompt": "a", "stream": True}).text
@@ -155,7 +155,7 @@ def test_openai_client_passes_over_comments():
 @pytest.mark.parametrize(
     "character", ["\u0085", "\u2028", "\u2029", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\r", "\n"]
 )
-def test_an_event_is_one_line_to_every_iterator(character):
+def test_event_is_one_line_for_every_line_iterator(character):
     text = f"a{character}b–…\u200b"
     (line,) = event({"text": text}).decode().strip("\n").splitlines()
     assert json.loads(line.removeprefix("data: ")) == {"text": text}

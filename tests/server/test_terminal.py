@@ -20,7 +20,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "6", "--load-format", "dummy")
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """The user's, with a cache that the tests share."""
+    """Return the user's environment, with a compilation cache that the tests share."""
     return os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
 
@@ -40,7 +40,7 @@ def test_generate_prints_the_continuation(environment, random_model):
     assert "Traceback" not in first.stderr
 
 
-def test_chat_answers_each_line(environment, random_model):
+def test_chat_command_answers_each_line(environment, random_model):
     once = run(environment, "chat", "--model", str(random_model), *GREEDY, text="hello\n")
     twice = run(environment, "chat", "--model", str(random_model), *GREEDY, text="hello\n\nhello\n")
     assert once.returncode == twice.returncode == 0, twice.stderr
@@ -49,7 +49,7 @@ def test_chat_answers_each_line(environment, random_model):
 
 
 class TalkativeLLM:
-    """An LLM of which each character is a token, and whose every answer is as long as it may be."""
+    """An LLM in which each character is a token and every answer has the maximum length."""
 
     def __init__(self, max_model_len: int):
         self.max_model_len = max_model_len
@@ -69,12 +69,12 @@ class TalkativeLLM:
         assert len(ids) + params.max_tokens <= self.max_model_len
         self.prompts.append("".join(ids))
         self.room.append(params.max_tokens)
-        for number in range(params.max_tokens):
-            yield RequestOutput("id", None, (), (CompletionOutput(0, "!", ()),), finished=number == params.max_tokens)
+        for index in range(params.max_tokens):
+            yield RequestOutput("id", None, (), (CompletionOutput(0, "!", ()),), finished=index == params.max_tokens)
 
 
 def conversed(monkeypatch, capsys, *lines: str, max_model_len: int, max_tokens: int, system: str | None = None):
-    """The model after a conversation of these lines, and what was printed and told."""
+    """Hold a conversation of `lines`, and return the model and the captured output."""
     llm = TalkativeLLM(max_model_len)
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     converse(llm, SamplingParams(max_tokens=max_tokens), system)
@@ -99,7 +99,7 @@ def test_conversation_leaves_out_its_oldest_turns_when_the_context_is_full(monke
     assert said.err.count("1 of the oldest turns were left out") == 2
 
 
-def test_answer_in_a_small_context_is_as_long_as_it_may_be(monkeypatch, capsys):
+def test_answer_in_a_small_context_fills_the_context(monkeypatch, capsys):
     llm, said = conversed(monkeypatch, capsys, "one", max_model_len=20, max_tokens=512)
     assert llm.room == [20 - len("u:one;")]
     assert said.err == ""
@@ -119,7 +119,7 @@ def test_chat_in_a_context_smaller_than_an_answer_goes_on(environment, random_mo
     assert done.stderr.count("jaxserve: This model's maximum context length is 64 tokens") == 1
 
 
-def test_generate_answers_with_what_the_context_has_left(environment, random_model):
+def test_generate_answers_within_the_remaining_context(environment, random_model):
     options = ("--load-format", "dummy", "--max-model-len", "16", "--max-tokens", "500")
     done = run(environment, "generate", "abc", "--model", str(random_model), *options)
     assert done.returncode == 0, done.stderr
@@ -131,11 +131,11 @@ def test_characters_that_the_terminal_lacks_are_replaced(environment, random_mod
     options = ("--model", str(random_model), "--load-format", "dummy", "--temperature", "0", "--max-tokens", "6")
     done = run(narrow, "generate", "é ∑", *options)
     assert done.returncode == 0, done.stderr
-    assert "?" in done.stdout  # U+FFFD: the bytes of a random model are no text
+    assert "?" in done.stdout  # U+FFFD: the bytes of a random model are not UTF-8
     assert run(narrow, "serve", "--help").returncode == 0
 
 
-def test_model_without_a_tokenizer_is_one_line(environment, random_model, tmp_path):
+def test_model_without_tokenizer_is_reported_in_one_line(environment, random_model, tmp_path):
     shutil.copy(random_model / "config.json", tmp_path)
     done = run(environment, "generate", "abc", "--model", str(tmp_path), "--load-format", "dummy")
     assert done.returncode == 1
@@ -145,7 +145,7 @@ def test_model_without_a_tokenizer_is_one_line(environment, random_model, tmp_pa
 
 @pytest.mark.parametrize("asked", [{"JAX_PLATFORMS": "cuda"}, {"JAX_PLATFORMS": "foo"}, {"JAX_PLATFORM_NAME": "gpu"}])
 @pytest.mark.parametrize("command", [("serve", "--port", "0"), ("quantize", "--method", "rtn")])
-def test_platform_that_is_not_there_is_one_line(environment, tmp_path, asked, command):
+def test_missing_platform_is_reported_in_one_line(environment, tmp_path, asked, command):
     out = ("--out", str(tmp_path)) if command[0] == "quantize" else ()
     chosen = {name: value for name, value in environment.items() if not name.startswith("JAX_PLATFORM")} | asked
     done = run(chosen, *command, *out)
@@ -161,7 +161,7 @@ def test_platform_that_is_not_there_is_one_line(environment, tmp_path, asked, co
     [(KeyboardInterrupt(), 130, "interrupted"), (OSError(2, "No such file", "here.txt"), 1, "here.txt: No such file")],
     ids=["ctrl-c", "file"],
 )
-def test_ctrl_c_and_faults_of_files_are_one_line(monkeypatch, error, status, message):
+def test_ctrl_c_and_file_errors_are_reported_in_one_line(monkeypatch, error, status, message):
     def fail(*_, **__):
         raise error
 
@@ -171,7 +171,7 @@ def test_ctrl_c_and_faults_of_files_are_one_line(monkeypatch, error, status, mes
 
 
 class InterruptedLLM(TalkativeLLM):
-    """An LLM whose user presses Ctrl-C after the first piece of every answer."""
+    """An LLM whose user presses Ctrl-C after the first token of every answer."""
 
     ended = 0
 
@@ -191,7 +191,7 @@ def test_ctrl_c_ends_an_answer_and_its_request(monkeypatch, capsys):
     assert capsys.readouterr().out == "so\nso\n"
 
 
-def test_mistake_is_one_line(environment, random_model):
+def test_command_line_mistake_is_reported_in_one_line(environment, random_model):
     wrong = run(environment, "generate", "abc", "--model", str(random_model), "--temperature", "-1", *GREEDY[4:])
     assert wrong.returncode == 1
     assert "temperature is -1" in wrong.stderr

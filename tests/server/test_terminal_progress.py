@@ -1,4 +1,4 @@
-"""What the commands show while an engine starts."""
+"""The progress that commands show while an engine starts."""
 
 import io
 
@@ -11,7 +11,7 @@ from jaxserve.core.progress import COMPILING, LOADING, QUANTISING, READING
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What is written to an output that is no terminal."""
+    """Return the buffer of a console that is not a terminal."""
     file = io.StringIO()
     monkeypatch.setattr(terminal, "console", Console(file=file, highlight=False))
     return file
@@ -29,7 +29,7 @@ def test_lines_are_few_where_there_is_no_terminal(written: io.StringIO) -> None:
     assert lines[0].endswith(" of 30")
 
 
-def test_what_was_compiled_is_said_at_the_end(written: io.StringIO) -> None:
+def test_progress_ends_with_the_number_of_compilations(written: io.StringIO) -> None:
     now = iter((0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0))
     with terminal.show_progress(lambda: next(now)) as progress:
         progress(COMPILING, 0, 2)
@@ -45,7 +45,7 @@ def test_a_start_that_finds_all_compiled_says_nothing(written: io.StringIO) -> N
     assert written.getvalue() == ""
 
 
-def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_in_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(terminal, "console", Console(file=file, force_terminal=True, width=100))
     with terminal.show_progress() as progress:

@@ -1,4 +1,4 @@
-"""A policy that wants another plan whenever it is asked: all layers in int4 and more pages, or all as it was."""
+"""A policy that changes its plan at every call: all layers to int4 with more pages, or back to the start."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +10,10 @@ from jaxserve.telemetry import Snapshot
 
 
 @dataclass(frozen=True)
-class Restless:
+class Alternating:
     resources: Resources
     swap_order: Sequence[int]
-    name: str = "restless"
+    name: str = "alternating"
 
     def init(self, plan: Plan) -> Plan:
         return plan
