@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.bench.environment import describe
+from jaxserve.bench.environment import describe_environment
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.models import config_from_hf
 
@@ -52,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.devices()  # XLA starts with all of its threads, whichever dtype comes first
     result: dict[str, Any] = {
-        "environment": describe(),
+        "environment": describe_environment(),
         "options": vars(options) | {"out": None},
         "cpu_ms_per_token": {},
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.bench.environment import describe
+from jaxserve.bench.environment import describe_environment
 from jaxserve.core.bundled import bundled_model_path
 
 PROMPT = 64  # tokens
@@ -64,7 +64,7 @@ def main() -> None:
             print(
                 f"  batch {row['batch']:<3} block by block {row['blocks']:6.2f}   fused {row['fused']:6.2f}", flush=True
             )
-    for key, value in describe().items():
+    for key, value in describe_environment().items():
         print(f"- {key}: {value}")
 
 

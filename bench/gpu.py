@@ -24,7 +24,7 @@ from bench.gpu_parts.parts import PARTS, Outcome, Part, default_settings, run_pa
 from bench.gpu_parts.table import table, with_shares
 from bench.gpu_parts.targets import targets, targets_table
 from bench.peers.__main__ import DEFAULT_CACHE
-from jaxserve.bench.environment import describe
+from jaxserve.bench.environment import describe_environment
 
 SCHEMA_VERSION = 1
 
@@ -38,7 +38,7 @@ def main() -> None:
     settings = default_settings(
         "cuda" if args.platform == "gpu" else "cpu", tiny=args.tiny, cache=args.cache_dir, peer_python=args.peer_python
     )
-    environment, outcomes = describe(), {}
+    environment, outcomes = describe_environment(), {}
     start = time.monotonic()
 
     def save(name: str) -> None:

@@ -30,7 +30,7 @@ from bench.morph_parts.systems import FULL, NAMES, Envelope, Setup, System, enve
 from bench.morph_parts.timeline import saturated_throughput
 from bench.morph_parts.traffic import Lengths, Prompts, at_once, peak_demand, with_lengths, with_peak, workload
 from bench.peers.checkpoints import VOCAB, ensure_checkpoint
-from jaxserve.bench import environment
+from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.result import build, load, save
 from jaxserve.bench.traces.formats import load_trace
 from jaxserve.bench.traces.scaling import window
@@ -111,7 +111,7 @@ def _measure(name: str, setup: Setup, options: argparse.Namespace, out: Path) ->
                     _one(system, setup, load_of, {"traffic": label, "round": number, "capacity": capacity}, path)
     if options.exchange_seconds and not (options.resume and (out / EXCHANGES).exists()):
         found = exchanges(setup, seconds=options.exchange_seconds, tokens=PRESETS[name].steady_tokens)
-        facts = {"date": datetime.datetime.now(), "command": sys.argv, "environment": environment.describe()}
+        facts = {"date": datetime.datetime.now(), "command": sys.argv, "environment": describe_environment()}
         save(build("latency", rows=[asdict(exchange) for exchange in found], **facts), out / EXCHANGES)
 
 

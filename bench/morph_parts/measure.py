@@ -13,7 +13,7 @@ import httpx
 
 from bench.morph_parts.systems import Setup, System
 from jaxserve.bench.client import Client, Target
-from jaxserve.bench.environment import describe
+from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.load import Load, run_load
 from jaxserve.bench.metrics import summarize
 from jaxserve.bench.prometheus import Scrape
@@ -154,7 +154,7 @@ def result(system: System, setup: Setup, workload: Workload, seen: Seen, command
         "trace",
         date=datetime.datetime.now(),
         command=command,
-        environment=describe(),
+        environment=describe_environment(),
         target=target,
         workload=workload.description,
         summary=summary | dict(seen.queue),

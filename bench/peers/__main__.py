@@ -20,7 +20,7 @@ from bench.peers.engines import PRECISIONS
 from bench.peers.report import summary, table
 from bench.peers.turns import OURS, PEERS, Outcome, Settings, measure_in_turn
 from bench.peers.workload import Lengths
-from jaxserve.bench.environment import describe
+from jaxserve.bench.environment import describe_environment
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "bench"
 INTERRUPTED = 130  # exit status, as of a program that SIGINT ended
@@ -30,7 +30,12 @@ def main() -> None:
     """Parses options, measures every model and prints the tables."""
     args = parse(sys.argv[1:])
     lengths = Lengths.of(args.context)
-    report: dict = {"machine": describe(), "threads": args.threads, "lengths": asdict(lengths), "models": {}}
+    report: dict = {
+        "machine": describe_environment(),
+        "threads": args.threads,
+        "lengths": asdict(lengths),
+        "models": {},
+    }
     failed = interrupted = False
     for model in args.models:
         outcomes = {precision: Outcome() for precision in args.precisions}

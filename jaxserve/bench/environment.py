@@ -16,7 +16,7 @@ PATIENCE = 10.0  # seconds for git or nvidia-smi, which may hang on a broken dri
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def describe() -> dict[str, str]:
+def describe_environment() -> dict[str, str]:
     """CPU, cores, flags, memory, GPUs, system, versions, commit, load and date; what is not there is left out."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {
@@ -104,5 +104,5 @@ def _output(command: Sequence[str]) -> str | None:
 
 
 if __name__ == "__main__":
-    for key, value in describe().items():
+    for key, value in describe_environment().items():
         print(f"- {key}: {value}")  # noqa: T201

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from jaxserve.bench.client import Client, Target
 from jaxserve.bench.consistency import check_server, check_workload
-from jaxserve.bench.environment import describe
+from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.load import Load, run_load
 from jaxserve.bench.metrics import PERCENTILES, summarize
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, LoadOptions, ServerOptions, TraceOptions
@@ -82,7 +82,7 @@ def run_experiment(experiment: Experiment, kind: Kind, command: Sequence[str]) -
         kind,
         date=datetime.datetime.now(),
         command=command,
-        environment=describe(),
+        environment=describe_environment(),
         seed=experiment.dataset.seed,
         target=asked,
         workload=workload.description,

@@ -246,7 +246,7 @@ def _measure_engine(
 
     from tqdm import tqdm
 
-    from jaxserve.bench.environment import describe
+    from jaxserve.bench.environment import describe_environment
     from jaxserve.bench.result import build
     from jaxserve.cli.publish import check_destination, publish
 
@@ -267,7 +267,7 @@ def _measure_engine(
         kind,
         date=datetime.now(),
         command=_command(),
-        environment=describe(),
+        environment=describe_environment(),
         target={"label": options.label},
         workload=workload,
         rows=rows,

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.bench.environment import describe
+from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.metrics import PERCENTILES, summarize
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, TraceOptions
 from jaxserve.bench.prometheus import parse
@@ -85,7 +85,7 @@ def run_simulation(experiment: SimExperiment, command: Sequence[str]) -> Result:
         "trace" if "trace" in workload.description else "serve",
         date=datetime.datetime.now(),
         command=command,
-        environment=describe(),
+        environment=describe_environment(),
         seed=experiment.dataset.seed,
         target=_target(experiment, cluster, workload, objectives),
         workload=workload.description,

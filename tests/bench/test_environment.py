@@ -9,7 +9,7 @@ from jaxserve.bench import environment
 
 def test_describes_the_machine_and_leaves_out_what_is_not_there(monkeypatch):
     monkeypatch.setattr(environment, "_output", lambda command: None)  # neither git nor nvidia-smi
-    found = environment.describe()
+    found = environment.describe_environment()
     assert found["jaxserve"] == __version__
     assert int(found["cores"]) >= 1
     assert "numpy" in found["packages"]

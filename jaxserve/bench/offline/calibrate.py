@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxserve.bench.client import Client
-from jaxserve.bench.environment import describe
+from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.offline.calibration_load import CalibrationLoad, Given, Limits, Progress
 from jaxserve.bench.offline.options import CalibrationOptions, plain
 from jaxserve.bench.options import ServerOptions
@@ -187,7 +187,7 @@ def outside(records: Sequence[RequestRecord], recording: Recording, *, idle: boo
 
 def _nominal(name: str, precisions: Sequence[str], progress: Progress) -> Hardware:
     """What shares of the roofline are of, on this machine. Raises `ConfigError` for a GPU that is not known."""
-    gpus = describe().get("gpus")
+    gpus = describe_environment().get("gpus")
     if gpus is not None:
         known = load_hardware(_known_gpu(gpus))
         return replace(known, name=name)
@@ -247,7 +247,7 @@ def _seconds(function: Callable[[], object]) -> float:
 
 def _source(options: CalibrationOptions, precisions: Sequence[str]) -> str:
     """Where the numbers are from."""
-    here = describe()
+    here = describe_environment()
     here["cores"] += " cores"
     machine = ", ".join(here[key] for key in ("gpus", "cpu", "cores", "memory", "system") if key in here)
     model = Path(options.engine.model or bundled_model_path()).resolve().name
