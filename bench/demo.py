@@ -21,11 +21,11 @@ from rich.console import Console
 from bench.morph_parts.comparison import table, verdict, write_page
 from bench.morph_parts.live import Screen
 from bench.morph_parts.measure import measure, result, started
-from bench.morph_parts.quality import describe, profile_of
+from bench.morph_parts.quality import adaptation_figures, profile_of
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, LABELS, PERFORMANCE, QUANTISED, Setup, envelope, systems
 from bench.morph_parts.timeline import saturated_throughput
 from bench.morph_parts.traffic import Prompts, at_once, workload
-from jaxserve.bench.interrupts import ended_as_by_ctrl_c
+from jaxserve.bench.interrupts import signals_as_ctrl_c
 from jaxserve.bench.result import per_request, save
 from jaxserve.bench.traces.trace import Trace
 from jaxserve.core.bundled import bundled_model_path
@@ -48,7 +48,7 @@ def main() -> int:
     options = _options()
     console, began = Console(), time.monotonic()
     try:
-        with ended_as_by_ctrl_c():
+        with signals_as_ctrl_c():
             results = _run(console, options.mode)
     except JaxserveError as error:
         console.print(f"error: {error}", style="red", highlight=False)
@@ -90,7 +90,7 @@ def _run(console: Console, mode: str) -> dict[str, dict[str, Any]]:
             with screen.shown():
                 seen = asyncio.run(measure(url, burst, screen.look))
         measured = result(known[name], SETUP, burst, seen, [sys.executable, *sys.argv])
-        results[KEYS[name]] = measured | describe(measured, profile)
+        results[KEYS[name]] = measured | adaptation_figures(measured, profile)
     return results
 
 

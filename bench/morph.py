@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from bench.morph_parts.measure import run
-from bench.morph_parts.quality import describe, profile_of
+from bench.morph_parts.quality import adaptation_figures, profile_of
 from bench.morph_parts.report import EXCHANGES, read, write
 from bench.morph_parts.steady import exchanges
 from bench.morph_parts.summary import LIGHT, SATURATION
@@ -117,7 +117,7 @@ def _measure(name: str, setup: Setup, options: argparse.Namespace, out: Path) ->
 
 def _one(system: System, setup: Setup, load_of: Workload, facts: Mapping[str, Any], path: Path) -> dict[str, Any]:
     measured = run(system, setup, load_of, command=[sys.executable, *sys.argv]) | facts
-    measured |= describe(measured, profile_of(setup.model))
+    measured |= adaptation_figures(measured, profile_of(setup.model))
     save(measured, path)
     ttft, violated = measured["p95_ttft_ms"], measured["slo_violation_rate"]
     print(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.gpu_parts.sizes import REAL, TINY, Model, Sizes
+from bench.peers.checkpoints import ensure_checkpoint, hf_config, write_tokenizer
 
 NEEDS = {
     "ceilings": ("jax",),
@@ -54,8 +55,6 @@ def main() -> None:
 
 def rows(kind: str, name: str, sizes: Sizes, device: str, cache: Path) -> Iterator[dict]:
     """The rows of a part. Only what it needs is imported."""
-    from bench.gpu_parts.models import ensure_model
-
     models: dict[str, Model] = {model.name: model for model in sizes.models}
     match kind:
         case "ceilings":
@@ -85,6 +84,18 @@ def rows(kind: str, name: str, sizes: Sizes, device: str, cache: Path) -> Iterat
             yield from peer.rows(ensure_model(models[name], cache), models[name], sizes, device)
         case _:
             raise ValueError(f"there is no part {kind!r}")
+
+
+def ensure_model(model: Model, cache: Path) -> Path:
+    """The folder of a model under `cache`; written if it is not there yet, or was for other sizes."""
+    name = f"{model.name}-{model.shape.hidden}x{model.shape.layers}"
+    if model.written:
+        return ensure_checkpoint(name, cache, model.shape)
+    path = cache / f"llama-{name}"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(hf_config(model.shape)))
+    write_tokenizer(path, model.shape.vocab)
+    return path
 
 
 if __name__ == "__main__":

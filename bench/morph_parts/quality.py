@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import numpy as np
 
 from bench.morph_parts.systems import mixture
 from bench.morph_parts.timeline import Timeline, step_ratios, tokens_by_swapped, transitions
+from jaxserve import LLM, SamplingParams
 from jaxserve.calibration.sensitivity.profile import FILE_NAME, LIS, SensitivityProfile
 from jaxserve.core.precision import BITS
 
+REQUESTS = 640  # scored of each result
 SWAP = re.compile(r"layers\.(\d+) \S+ -> (\S+) ")
 
 
@@ -22,7 +25,7 @@ def profile_of(model: Path) -> SensitivityProfile | None:
     return SensitivityProfile.load(path) if path.is_file() else None
 
 
-def describe(result: Mapping[str, Any], profile: SensitivityProfile | None) -> dict[str, Any]:
+def adaptation_figures(result: Mapping[str, Any], profile: SensitivityProfile | None) -> dict[str, Any]:
     """What is added to a result: `adaptation`, and `cross_entropy` and `top1` (None without a profile).
 
     Both are those of the mixtures on the profile's held-out text (see `measures`), weighted by the tokens generated
@@ -89,3 +92,45 @@ def in_order(decisions: Sequence[Mapping[str, Any]], swaps: Mapping[int, str]) -
         if swapped != dict(islice(swaps.items(), len(swapped))):
             return False
     return True
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of greedy answers, teacher-forced through the model in full precision."""
+
+    share: float  # of the tokens that are its first choice
+    tokens: int
+    skipped: int  # answers whose text does not encode to as many tokens as were generated
+
+
+def agreements(llm: LLM, results: Sequence[Mapping[str, Any]], *, requests: int = REQUESTS) -> list[Agreement | None]:
+    """One for each result, of `requests` of its answers at most, drawn at random; None without any to score.
+
+    A result has texts and no token ids: they are encoded again, and answers that do not come out at as many tokens as
+    the server counted are left out. What is said of full precision's own answers is the ceiling: steps of other shapes
+    round differently, and near ties then fall otherwise.
+    """
+    return [_agreement(llm, result, requests) for result in results]
+
+
+def _agreement(llm: LLM, result: Mapping[str, Any], requests: int) -> Agreement | None:
+    tokenizer = llm.tokenizer
+    done = [i for i, error in enumerate(result["errors"]) if not error]
+    drawn = np.random.default_rng(0).permutation(done)[:requests].tolist()
+    pairs, skipped = [], 0
+    for index in drawn:
+        answer = tokenizer.encode(result["generated_texts"][index], add_special_tokens=False)
+        if len(answer) == result["output_lens"][index]:
+            pairs.append((result["prompts"][index], answer))
+        else:
+            skipped += 1
+    if not pairs:
+        return None
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate([[*prompt, *answer] for prompt, answer in pairs], params, use_tqdm=False)
+    first = 0
+    for (prompt, answer), output in zip(pairs, outputs, strict=True):
+        steps = output.prompt_logprobs[len(prompt) :]
+        first += sum(step[token].rank == 1 for token, step in zip(answer, steps, strict=True))
+    total = sum(len(answer) for _, answer in pairs)
+    return Agreement(first / total, total, skipped)

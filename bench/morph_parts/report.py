@@ -5,8 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.morph_parts.agreement import agreements
 from bench.morph_parts.plots import draw
+from bench.morph_parts.quality import agreements
 from bench.morph_parts.steady import Exchange, exchange_table
 from bench.morph_parts.summary import (
     LIGHT,

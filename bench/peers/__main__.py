@@ -7,20 +7,22 @@ measured.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.interrupts import ended_by_signals
 from bench.peers.checkpoints import SHAPES, ensure_checkpoint
 from bench.peers.engines import PRECISIONS
 from bench.peers.report import summary, table
 from bench.peers.turns import OURS, PEERS, Outcome, Settings, measure_in_turn
 from bench.peers.workload import Lengths
 from jaxserve.bench.environment import describe_environment
+from jaxserve.bench.interrupts import signals_as_ctrl_c
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "bench"
 INTERRUPTED = 130  # exit status, as of a program that SIGINT ended
@@ -40,7 +42,7 @@ def main() -> None:
     for model in args.models:
         outcomes = {precision: Outcome() for precision in args.precisions}
         try:
-            with ended_by_signals():
+            with keyboard_interrupt_on_signals():
                 measure(args, lengths, model, outcomes, report)
         except KeyboardInterrupt:
             print("interrupted: this is what was measured", file=sys.stderr)
@@ -69,6 +71,21 @@ def measure(args: argparse.Namespace, lengths: Lengths, model: str, outcomes: di
             measure_in_turn(settings, path, precision, outcome, save)
     finally:
         save()
+
+
+@contextlib.contextmanager
+def keyboard_interrupt_on_signals() -> Iterator[None]:
+    """Inside, SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, so that what was measured is kept.
+
+    SIGINT does so even where it is ignored: a shell without job control starts what it puts into the background like
+    that, and whoever sends the signal to this process means it. Only for the main thread.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with signals_as_ctrl_c():
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def summaries(outcomes: Mapping[str, Outcome], lengths: Lengths) -> dict[str, dict]:

@@ -10,10 +10,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-
-from bench.peers.llama_log import errors_only
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = {"bf16": "bf16", "int8": "Q8_0", "int4": "Q4_0"}  # what llama.cpp calls a precision
@@ -32,6 +31,8 @@ NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
 }
+
+LOG_LEVEL_ERROR = 4  # ggml_log_level
 
 
 def main() -> None:
@@ -71,6 +72,23 @@ def step_bytes(path: Path) -> int:
     return sum(sizes.values()) - (sizes[EMBEDDING] if HEAD in sizes else 0)
 
 
+def log_errors_only() -> Any:
+    """Send llama.cpp's errors to standard error and drop its other messages.
+
+    Keep the returned callback alive: C holds only a pointer to it.
+    """
+    import llama_cpp
+
+    callback = llama_cpp.llama_log_callback(_log_error)
+    llama_cpp.llama_log_set(callback, None)
+    return callback
+
+
+def _log_error(level: int, text: bytes, _: object) -> None:
+    if level == LOG_LEVEL_ERROR:
+        sys.stderr.write(text.decode(errors="replace"))
+
+
 def _write(model: Path, precision: str) -> Path:
     path = gguf_path(model, precision)
     if not path.exists():
@@ -87,7 +105,7 @@ def _quantize(source: Path, path: Path, name: str) -> None:
     """As llama.cpp's own program for it does by default."""
     import llama_cpp
 
-    log = errors_only()
+    log = log_errors_only()
     llama_cpp.llama_backend_init()
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.peers.ggufs import ensure_gguf, step_bytes
-from bench.peers.llama_log import errors_only
+from bench.peers.ggufs import ensure_gguf, log_errors_only, step_bytes
 from bench.peers.workload import Prompts
 
 
@@ -23,7 +22,7 @@ class LlamaCpp:
         file = ensure_gguf(model, precision)
         self.weight_bytes = step_bytes(file)
         self._c = llama_cpp
-        self._log = errors_only()
+        self._log = log_errors_only()
         llama_cpp.llama_backend_init()
         weights = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(weights))

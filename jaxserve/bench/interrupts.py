@@ -9,7 +9,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of `timeout`, of a job that is canc
 
 
 @contextlib.contextmanager
-def ended_as_by_ctrl_c() -> Iterator[None]:
+def signals_as_ctrl_c() -> Iterator[None]:
     """Inside, SIGTERM and SIGHUP do what SIGINT does: what was measured is kept, what was started is stopped.
 
     A signal that is ignored or already handled stays so, as SIGHUP under nohup. Only for the main thread.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxserve.bench.interrupts import ended_as_by_ctrl_c
+from jaxserve.bench.interrupts import signals_as_ctrl_c
 from jaxserve.bench.options import (
     ArrivalOptions,
     CalibrateOptions,
@@ -95,7 +95,7 @@ def compare(
     result: ResultOptions,
 ) -> None:
     """Compare results, or run several configurations of the server in turn and compare those."""
-    with ended_as_by_ctrl_c():
+    with signals_as_ctrl_c():
         if not run and len(results or ()) < 2:
             raise ConfigError(
                 "nothing to compare: give at least two results, or --run LABEL=ARGS for each configuration"
@@ -221,7 +221,7 @@ def startup(
 
 def _measure(kind: "Kind", load: LoadOptions, result: ResultOptions, server: ServerOptions, *workload: Any) -> None:
     """Measure a server under a workload (dataset, arrivals and trace options) and publish the result."""
-    with ended_as_by_ctrl_c():
+    with signals_as_ctrl_c():
         load.metrics()  # raises before anything is sent
         from jaxserve.bench.run import Experiment, run_experiment
         from jaxserve.cli.publish import check_destination, publish
@@ -252,7 +252,7 @@ def _measure_engine(
 
     check_destination(options)
     rows, interrupted = [], False
-    with ended_as_by_ctrl_c(), tqdm(total=steps, disable=True if options.quiet else None) as bar:
+    with signals_as_ctrl_c(), tqdm(total=steps, disable=True if options.quiet else None) as bar:
 
         def advance() -> None:
             bar.update()
@@ -279,7 +279,7 @@ def _measure_engine(
 
 def _calibrate(path: Path, calibration: CalibrateOptions, engine: EngineConfig, seed: int) -> None:
     """Measure this machine and write a hardware file for the simulator."""
-    with ended_as_by_ctrl_c():
+    with signals_as_ctrl_c():
         if path.suffix not in (".yaml", ".yml"):
             raise ConfigError(f"--calibrate is {path}: the hardware file must end in .yaml or .yml")
         from rich.console import Console

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxserve.bench.interrupts import ended_as_by_ctrl_c
+from jaxserve.bench.interrupts import signals_as_ctrl_c
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, ResultOptions, TraceOptions
 from jaxserve.cli.options import expand_options
 from jaxserve.cli.terminal import exit_with_status
@@ -20,7 +20,7 @@ def sim(
     result: ResultOptions,
 ) -> None:
     """Simulate a cluster under load: jaxserve's own scheduler and policies on hardware that you do not have."""
-    with ended_as_by_ctrl_c():
+    with signals_as_ctrl_c():
         load = figures.load()
         load.metrics()  # raises before anything runs
         from jaxserve.cli.publish import check_destination, publish

@@ -1,6 +1,6 @@
 """Results of adaptation as they could have been measured."""
 
-from bench.morph_parts.quality import describe, profile_of
+from bench.morph_parts.quality import adaptation_figures, profile_of
 from bench.morph_parts.summary import LIGHT, SATURATION
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, INT8, LABELS, NAMES
 from jaxserve.core.bundled import bundled_model_path
@@ -69,5 +69,5 @@ def made_results():
                 still = {INT4_LAYERS: [8.0 if name == INT4 else 0.0] * 5, "kv_pages_total": [12] * 5}
                 result["server"] = {key: value for key, value in result["server"].items() if key != SWAPS} | still
             result = in_int8(result) if name == INT8 else result
-            results.append(result | describe(result, profile))
+            results.append(result | adaptation_figures(result, profile))
     return results

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from jaxserve.bench.interrupts import ended_as_by_ctrl_c
+from jaxserve.bench.interrupts import signals_as_ctrl_c
 
 
 @pytest.fixture(params=["SIGTERM", "SIGHUP"])
@@ -21,7 +21,7 @@ def test_they_interrupt_also_where_ctrl_c_is_ignored(number, of_ctrl_c):
     signal.signal(number, signal.SIG_DFL)
     before = signal.signal(signal.SIGINT, of_ctrl_c)
     try:
-        with ended_as_by_ctrl_c(), pytest.raises(KeyboardInterrupt):
+        with signals_as_ctrl_c(), pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -30,6 +30,6 @@ def test_they_interrupt_also_where_ctrl_c_is_ignored(number, of_ctrl_c):
 
 def test_what_is_ignored_stays_ignored(number):
     signal.signal(number, signal.SIG_IGN)
-    with ended_as_by_ctrl_c():
+    with signals_as_ctrl_c():
         os.kill(os.getpid(), number)
         assert signal.getsignal(number) is signal.SIG_IGN

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench.morph_parts.measure import Watch
-from bench.morph_parts.quality import describe, in_order, measures, profile_of
+from bench.morph_parts.quality import adaptation_figures, in_order, measures, profile_of
 from bench.morph_parts.systems import INT8
 from bench.morph_parts.timeline import (
     Timeline,
@@ -66,7 +66,7 @@ def test_saturated_throughput_leaves_out_start_and_end():
 
 def test_quality_is_weighted_by_the_tokens_of_each_mixture():
     profile = profile_of(bundled_model_path())
-    told = describe(made_result(), profile)
+    told = adaptation_figures(made_result(), profile)
     losses = profile.curves["int4"]["lis"][0].cross_entropy
     assert told["cross_entropy"] == pytest.approx((losses[0] + losses[2]) / 2)
     assert told["cross_entropy_full"] == losses[0]
@@ -76,7 +76,7 @@ def test_quality_is_weighted_by_the_tokens_of_each_mixture():
 
 def test_layers_in_int8_lose_what_the_profile_says_of_int8():
     profile = profile_of(bundled_model_path())
-    told = describe(in_int8(made_result(system=INT8)), profile)
+    told = adaptation_figures(in_int8(made_result(system=INT8)), profile)
     losses = profile.curves["int8"]["lis"][0].cross_entropy
     assert told["cross_entropy"] == pytest.approx((losses[0] + losses[2]) / 2)
 
@@ -91,7 +91,7 @@ def test_two_precisions_lose_what_each_loses():
 
 def test_a_model_without_a_profile_has_no_cross_entropy(tmp_path):
     assert profile_of(tmp_path) is None
-    assert describe(made_result(), None)["cross_entropy"] is None
+    assert adaptation_figures(made_result(), None)["cross_entropy"] is None
 
 
 def test_the_number_of_layers_says_which_if_all_decisions_keep_the_order():

@@ -8,7 +8,7 @@ import numpy as np
 
 from bench import demo
 from bench.morph_parts.measure import run, started
-from bench.morph_parts.quality import describe, profile_of
+from bench.morph_parts.quality import adaptation_figures, profile_of
 from bench.morph_parts.steady import FEWER, MORE, exchanges
 from bench.morph_parts.systems import FULL, PERFORMANCE, Setup, envelope, systems
 from bench.morph_parts.traffic import Prompts, workload
@@ -24,7 +24,7 @@ def test_a_server_under_load_changes_layers_and_changes_them_back():
     load = workload(trace, Prompts(range(300, 1300), "numbers"), np.random.default_rng(0))
     seen = []
     result = run(known[PERFORMANCE], setup, load, command=["test"], progress=lambda time_s, scrape: seen.append(time_s))
-    told = describe(result, profile_of(setup.model))
+    told = adaptation_figures(result, profile_of(setup.model))
     assert (result["completed"], result["failed"]) == (12, 0)
     assert told["adaptation"]["most_swapped_layers"] > 0
     freed = (room.full_layers - room.fewest_layers) // room.page
