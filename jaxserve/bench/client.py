@@ -12,10 +12,9 @@ from typing import Any, Self
 
 import aiohttp
 
-from jaxserve.bench.answer import Answer, message_of, shortened
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.redaction import without_key
-from jaxserve.bench.sse import EventParser
+from jaxserve.bench.stream import AnswerReader, EventParser, message_of, on_one_line
 from jaxserve.bench.workload import Sample
 
 OK = 200
@@ -108,22 +107,22 @@ class Client:
             record.error = None  # neither failed nor completed
             raise
         if record.error:  # masked before it is cut: also half of a key is a secret
-            record.error = shortened(without_key(record.error, self.target.api_key))
+            record.error = on_one_line(without_key(record.error, self.target.api_key))
         record.end_s = now()
 
 
 async def _read(response: aiohttp.ClientResponse, record: RequestRecord, now: Callable[[], float]) -> None:
     """Mutates the record: the times of its tokens as they come, and in any case what there is at the end."""
-    parser, answer, events = EventParser(), Answer(record), 0
+    parser, answer, events = EventParser(), AnswerReader(record), 0
     try:
         async for chunk in response.content.iter_any():
             time_s = now()  # before any parsing: this is when it came
             for data in parser.feed(chunk):
-                answer.take(data, time_s)
+                answer.feed(data, time_s)
                 events += 1
         time_s = now()
         for data in parser.close():
-            answer.take(data, time_s)
+            answer.feed(data, time_s)
             events += 1
         if not events:
             record.error = f"the answer is no stream of events: {response.headers.get('content-type', 'of no type')}"

@@ -17,7 +17,7 @@ TAKEN = {  # by each dataset, besides those
 ONLY_SYNTHETIC = {"--duration", "--rate"}
 
 
-def given(options: Any) -> list[str]:
+def changed_options(options: Any) -> list[str]:
     """The options of a group that differ from their defaults, as they are written: --input-len."""
     return [f"--{f.name.replace('_', '-')}" for f in fields(options) if getattr(options, f.name) != f.default]
 
@@ -25,19 +25,19 @@ def given(options: Any) -> list[str]:
 def check_workload(dataset: DatasetOptions, arrivals: ArrivalOptions, trace: TraceOptions) -> None:
     """Raises `ConfigError` for an option that the dataset does not take."""
     kind = dataset.dataset
-    refused = [name for name in given(dataset) if name not in TAKEN[kind] | EVERY_DATASET]
+    refused = [name for name in changed_options(dataset) if name not in TAKEN[kind] | EVERY_DATASET]
     if kind == "trace":
-        if refused or given(arrivals):
-            name = [*refused, *given(arrivals)][0]
+        if refused or changed_options(arrivals):
+            name = [*refused, *changed_options(arrivals)][0]
             raise ConfigError(f"{name} is not for a trace, which has requests and times of its own (--window, --thin)")
         if trace.trace is not None and trace.synthetic is not None:
             raise ConfigError("a trace is read (--trace) or generated (--synthetic), not both")
-        if trace.synthetic is None and (generated := ONLY_SYNTHETIC.intersection(given(trace))):
+        if trace.synthetic is None and (generated := ONLY_SYNTHETIC.intersection(changed_options(trace))):
             raise ConfigError(f"{min(generated)} is for a generated trace (--synthetic); a file is cut with --window")
         return
     if refused:
         raise ConfigError(f"{refused[0]} is not for --dataset {kind}")
-    if names := given(trace):
+    if names := changed_options(trace):
         raise ConfigError(f"{names[0]} is for --dataset trace, not for {kind}")
     if arrivals.ramp() is not None and arrivals.request_rate != math.inf:
         raise ConfigError("--ramp-up says the rate: leave out --request-rate")
@@ -51,7 +51,7 @@ def check_server(server: ServerOptions, load: LoadOptions) -> None:
         )
     if not load.metrics_interval >= 0:
         raise ConfigError(f"--metrics-interval is {load.metrics_interval:g} s, but must be 0 (none) or more")
-    names = given(server)
+    names = changed_options(server)
     place = [name for name in ("--base-url", "--host", "--port") if name in names]
     if server.spawn and place:
         raise ConfigError(f"a server is started (--spawn, --run) or found at {place[0]}, not both")

@@ -21,7 +21,7 @@ from jaxserve.bench.sampler import MetricsSampler
 from jaxserve.bench.server import discover, served_vocabulary, serving, target
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.bench.workload import Sample, Workload
-from jaxserve.bench.workloads import build_workload
+from jaxserve.bench.workload_builder import build_workload
 from jaxserve.core.errors import ConfigError
 
 Result = dict[str, Any]

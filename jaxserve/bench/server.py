@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import httpx
 from rich.console import Console
 
-from jaxserve.bench.answer import shortened
 from jaxserve.bench.client import OK, Target, refusal
 from jaxserve.bench.options import ServerOptions
 from jaxserve.bench.redaction import masked_text, without_key
 from jaxserve.bench.spawn import spawned
+from jaxserve.bench.stream import on_one_line
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.core.errors import ConfigError, JaxserveError
 
@@ -58,7 +58,7 @@ def discover(base_url: str, server: ServerOptions) -> ServedModel:
             raise ValueError(refusal(answer.status_code, answer.content))
         models = [ServedModel(m["id"], m.get("root"), m.get("max_model_len")) for m in answer.json()["data"]]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = shortened(without_key(masked_text(str(error)), server.api_key)) or type(error).__name__
+        reason = on_one_line(without_key(masked_text(str(error)), server.api_key)) or type(error).__name__
         hint = " (--api-key)" if reason.startswith(UNAUTHORIZED) else ""
         raise ConfigError(f"{where}/v1/models gave no list of models: {reason}{hint}") from error
     if not models:

@@ -155,7 +155,7 @@ def throughput(
     """Measure the throughput of the engine with many requests at once."""
     from jaxserve.bench.offline.options import ThroughputOptions
     from jaxserve.bench.vocabulary import Vocabulary
-    from jaxserve.bench.workloads import build_workload
+    from jaxserve.bench.workload_builder import build_workload
 
     source = engine.tokenizer or engine.model
     workload = build_workload(dataset, ArrivalOptions(), trace, Vocabulary.load(source), as_text=False)

@@ -10,7 +10,7 @@ from jaxserve.bench.arrivals import arrivals
 from jaxserve.bench.consistency import check_workload
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, TraceOptions
 from jaxserve.bench.traces.trace import HashIds, Trace
-from jaxserve.bench.workloads import INPUT_LEN, OUTPUT_LEN, lengths, ramp_up, scaled_trace
+from jaxserve.bench.workload_builder import INPUT_LEN, OUTPUT_LEN, lengths, ramp_up, scaled_trace
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.numeric import ceil_div
 from jaxserve.sim.cluster import ANY_TOKEN

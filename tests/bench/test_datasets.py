@@ -6,9 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxserve.bench.datasets.generated import prefix_samples, random_samples
 from jaxserve.bench.datasets.lengths import Lengths
-from jaxserve.bench.datasets.prefix import prefix_samples
-from jaxserve.bench.datasets.random import random_samples
 from jaxserve.bench.datasets.sharegpt import sharegpt_samples
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.core.errors import ConfigError

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxserve.bench.traces.profiles import PROFILES, QUANTILES
-from jaxserve.bench.traces.statistics import statistics
 from jaxserve.bench.traces.synthetic import synthetic
 from jaxserve.core.errors import ConfigError
+from tests.bench.trace_statistics import statistics
 
 STATS = Path(__file__).parents[3] / "shared" / "traces" / "stats.json"
 SOURCES = {

@@ -10,10 +10,10 @@ import pytest
 from jaxserve.bench.traces import scaling
 from jaxserve.bench.traces.formats import load_trace
 from jaxserve.bench.traces.prompts import trace_samples
-from jaxserve.bench.traces.statistics import statistics
 from jaxserve.bench.traces.trace import Trace
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.core.errors import ConfigError
+from tests.bench.trace_statistics import statistics
 
 REAL = Path(__file__).parents[3] / "shared" / "traces"
 real_traces = pytest.mark.skipif(not REAL.is_dir(), reason="the published traces are not here")

@@ -8,9 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from jaxserve import __version__
-from jaxserve.bench.answer import Answer
 from jaxserve.bench.record import RequestRecord
-from jaxserve.bench.sse import EventParser
+from jaxserve.bench.stream import EventParser
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.server.app import create_app
 from jaxserve.server.settings import ServerSettings
@@ -201,9 +200,9 @@ def test_benchmark_counts_the_tokens_of_a_stream(path, usage):
             address.url + path, json=body | ({"stream_options": {"include_usage": True}} if usage else {})
         )
     record = RequestRecord(0, 0.0, 0.0, input_tokens=1)
-    seen = Answer(record)
+    seen = AnswerReader(record)
     for time, data in enumerate(EventParser().feed(answer.content)):
-        seen.take(data, float(time))
+        seen.feed(data, float(time))
     seen.close()
     assert (record.error, record.text) == (None, script)
     assert record.output_tokens == len(record.chunk_times_s) == len(script)

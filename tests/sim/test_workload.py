@@ -10,7 +10,7 @@ import pytest
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, TraceOptions
 from jaxserve.bench.traces.trace import Trace
 from jaxserve.bench.vocabulary import Vocabulary
-from jaxserve.bench.workloads import build_workload
+from jaxserve.bench.workload_builder import build_workload
 from jaxserve.core.errors import ConfigError
 from jaxserve.sim.workload import SimWorkload, sim_workload
 

@@ -6,9 +6,8 @@ import numpy as np
 
 from jaxserve.bench.arrivals import RampUp, arrivals
 from jaxserve.bench.consistency import check_workload
+from jaxserve.bench.datasets.generated import prefix_samples, random_samples
 from jaxserve.bench.datasets.lengths import Lengths
-from jaxserve.bench.datasets.prefix import prefix_samples
-from jaxserve.bench.datasets.random import random_samples
 from jaxserve.bench.datasets.sharegpt import sharegpt_samples
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, TraceOptions
 from jaxserve.bench.traces.formats import load_trace

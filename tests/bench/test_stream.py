@@ -1,6 +1,6 @@
 import pytest
 
-from jaxserve.bench.sse import EventParser
+from jaxserve.bench.stream import EventParser
 
 STREAM = (
     '\ufeffdata: {"text": "é"}\n\n: a comment\r\n\r\ndata:two\rdata: lines\r\r'
