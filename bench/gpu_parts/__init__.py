@@ -3,3 +3,7 @@
 Rows are flat dicts. A row that has a floor carries its `bytes`, `flops` and `dtype`; the table divides the floor's time
 by the row's `seconds`.
 """
+
+from typing import Any
+
+Row = dict[str, Any]

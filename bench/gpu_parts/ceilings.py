@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from bench.gpu_parts import Row
 from bench.gpu_parts.sizes import Sizes
 from bench.gpu_parts.timing import seconds_per_call, timed_row
 
 
-def rows(sizes: Sizes) -> Iterator[dict]:
+def rows(sizes: Sizes) -> Iterator[Row]:
     """Copy bandwidth, counting bytes read and written, and products of square matrices of random numbers."""
     device = jax.devices()[0]
     yield {"case": "device", "name": device.device_kind, "platform": device.platform}

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench.gpu_parts import costs, measure
+from bench.gpu_parts import Row, costs, measure
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.peers.workload import VOCAB, Prompts
 from jaxserve import LLM, SamplingParams
@@ -112,7 +112,7 @@ def random_weight(key: jax.Array, template: QArray) -> QArray:
     return QArray(codes, scales, None, template.bits, template.size)
 
 
-def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[dict]:
+def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[Row]:
     """Loading, then every case in both tiers: those that have targets, then the others."""
     start = time.perf_counter()
     engine = Jaxserve(path, model, sizes)
@@ -141,7 +141,7 @@ def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[dict]:
 
 def decode_rows(
     engine: Jaxserve, model: Model, sizes: Sizes, labels: dict[str, str], batches: Sequence[int]
-) -> Iterator[dict]:
+) -> Iterator[Row]:
     """A decode step at each batch."""
     context = sizes.decode_prompt + 1
     for batch in batches:
@@ -151,7 +151,7 @@ def decode_rows(
         yield {"case": case, **labels, "seconds": seconds, "tok_s": batch / seconds, **cost}
 
 
-def prefill_row(engine: Jaxserve, model: Model, sizes: Sizes, labels: dict[str, str]) -> dict:
+def prefill_row(engine: Jaxserve, model: Model, sizes: Sizes, labels: dict[str, str]) -> Row:
     """The largest step of prefill."""
     count, length = max(sizes.prefills)
     seconds, tokens = repeated_step(engine, count, length, sizes.max_len, decode=False)

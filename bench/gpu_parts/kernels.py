@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from bench.gpu_parts import Row
 from bench.gpu_parts.ceilings import random
 from bench.gpu_parts.costs import WORD, Cost, seen
 from bench.gpu_parts.sizes import LARGEST, Model, Sizes
@@ -46,7 +47,7 @@ class Case:
     donate: bool = False
 
 
-def rows(sizes: Sizes) -> Iterator[dict]:
+def rows(sizes: Sizes) -> Iterator[Row]:
     """A row for every case; a case that fails says why, and the next one goes on."""
     for case in cases(sizes):
         labels = {"op": case.op, "case": case.case, **case.cost.fields}

@@ -8,15 +8,14 @@ once more if that has made the engine prepare something in the background, and t
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from bench.gpu_parts import costs
+from bench.gpu_parts import Row, costs
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.peers.workload import VOCAB, Prompts, first_tokens
 
-Row = dict[str, Any]
 UNTOLD = "more tokens took no longer than one: the machine's noise is above the steps' time"
 
 

@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.gpu_parts import Row
+
 ROOT = Path(__file__).resolve().parents[2]
 LEAST = 10.0  # seconds that a part needs at least to be started
 TAIL = 15  # lines of a failed part's output that are kept
@@ -58,7 +60,7 @@ class Outcome:
     status: str = "not started"  # running; then ok, skipped, failed, crashed, out of time or interrupted
     why: str = ""
     seconds: float = 0.0
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu_parts import measure
+from bench.gpu_parts import Row, measure
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.peers.workload import Prompts
 
@@ -112,7 +112,7 @@ def batching(model: Model, sizes: Sizes) -> Any:
     return ContinuousBatchingConfig(**{name: value for name, value in chosen.items() if name in fields})
 
 
-def rows(path: Path, model: Model, sizes: Sizes, device: str) -> Iterator[dict]:
+def rows(path: Path, model: Model, sizes: Sizes, device: str) -> Iterator[Row]:
     """Loading with its warm-up, then every case."""
     import torch
     import transformers

@@ -1,11 +1,10 @@
 """The table: every row beside its floor, and jaxserve beside its peer."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
+from bench.gpu_parts import Row
 from bench.gpu_parts.parts import Outcome
 
-Row = Mapping[str, Any]
 UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 

@@ -6,13 +6,11 @@ so that a tiny run measures none of them.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from bench.gpu_parts import Row
 from bench.gpu_parts.parts import Outcome
 from bench.gpu_parts.sizes import LARGEST
 from bench.gpu_parts.table import ceilings, line
-
-Row = Mapping[str, Any]
 
 FEW_ROWS = (1, 2, 4, 8, 16)
 LAYER_ROWS = (1, 16)

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from bench.gpu_parts import Row
+
 ROUNDS = 5
 MAX_CALLS = 1000
 
@@ -24,7 +26,7 @@ def seconds_per_call(call: Callable[[], Any], min_round_s: float) -> float:
     return statistics.median(_seconds(call, calls) / calls for _ in range(ROUNDS))
 
 
-def timed_row(labels: dict[str, Any], measure: Callable[[], float]) -> dict[str, Any]:
+def timed_row(labels: Row, measure: Callable[[], float]) -> Row:
     """A row with its seconds, or with why there are none: out of memory, or a program that the compiler refuses."""
     try:
         return {**labels, "seconds": measure()}

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.gpu_parts import Row
 from bench.gpu_parts.sizes import REAL, TINY, Model, Sizes
 from bench.peers.checkpoints import ensure_checkpoint, hf_config, write_tokenizer
 
@@ -53,7 +54,7 @@ def main() -> None:
         tell({"end": "failed", "why": f"{type(error).__name__}: {error}"[:1000]})
 
 
-def rows(kind: str, name: str, sizes: Sizes, device: str, cache: Path) -> Iterator[dict]:
+def rows(kind: str, name: str, sizes: Sizes, device: str, cache: Path) -> Iterator[Row]:
     """The rows of a part. Only what it needs is imported."""
     models: dict[str, Model] = {model.name: model for model in sizes.models}
     match kind:

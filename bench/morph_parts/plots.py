@@ -1,6 +1,6 @@
 """One picture per workload: TTFT, precision, KV pages and queue over the same time, system by system."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from bench.morph_parts.systems import ACCURACY, ADAPTING, FULL, INT4, INT8, LABE
 from bench.morph_parts.timeline import FULL_BITS, Timeline
 from jaxserve.bench.report.figure import DPI, FAINT, INK, label_axes, plain_numbers, png
 from jaxserve.bench.report.series import Requests, server_series, server_times
+from jaxserve.bench.result import Result
 
-Result = Mapping[str, Any]
 COLOURS = {FULL: "#333333", INT4: "#e69f00", ACCURACY: "#0072b2", INT8: "#cc79a7", PERFORMANCE: "#009e73"}
 MARKERS = {FULL: "s", INT4: "^", ACCURACY: "o", INT8: "v", PERFORMANCE: "D"}
 SLO = "#cc0000"

@@ -17,10 +17,9 @@ from bench.morph_parts.summary import (
 )
 from bench.morph_parts.systems import FULL, Setup
 from jaxserve import LLM
-from jaxserve.bench.result import load, save
+from jaxserve.bench.result import Result, load, save
 
 EXCHANGES = "exchanges.json"
-Result = dict[str, Any]
 
 
 def read(folder: Path) -> list[Result]:

@@ -8,8 +8,8 @@ import numpy as np
 
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, INT8, LABELS, NAMES, PERFORMANCE
 from bench.morph_parts.timeline import saturated_throughput
+from jaxserve.bench.result import Result
 
-Result = Mapping[str, Any]
 SATURATION, LIGHT = "saturation", "light"
 NOT_TRACES = (SATURATION, LIGHT)
 RESTORED_S = 10.0

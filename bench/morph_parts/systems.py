@@ -51,10 +51,10 @@ class Envelope:
     system takes them to, room to exchange one of them.
     """
 
-    page: int
-    full_layers: int
-    fewest_layers: int
-    exchange: int
+    page_bytes: int
+    full_layers_bytes: int
+    quantized_layers_bytes: int
+    exchange_bytes: int
     full_precision: str  # its name, as the engine and its metrics have it
     num_layers: int
 
@@ -136,12 +136,12 @@ def _system(setup: Setup, name: str, room: Envelope, kv_pages: int, *own: str) -
 
 def _least(setup: Setup, room: Envelope) -> int:
     """Pages that what morphs starts with."""
-    return setup.kv_pages - math.ceil(room.exchange / room.page)
+    return setup.kv_pages - math.ceil(room.exchange_bytes / room.page_bytes)
 
 
 def _most(setup: Setup, room: Envelope) -> int:
     """Pages beside layers in the fewest bits."""
-    return setup.kv_pages + (room.full_layers - room.fewest_layers) // room.page
+    return setup.kv_pages + (room.full_layers_bytes - room.quantized_layers_bytes) // room.page_bytes
 
 
 def _budget(setup: Setup, name: str, room: Envelope) -> int:

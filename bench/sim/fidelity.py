@@ -20,10 +20,9 @@ import csv
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from bench.peers.checkpoints import ensure_checkpoint
 from jaxserve.bench.offline.calibrate import calibrate, save as save_hardware
 from jaxserve.bench.offline.options import CalibrationOptions
 from jaxserve.bench.options import DatasetOptions, TraceOptions
-from jaxserve.bench.result import load, save
+from jaxserve.bench.result import Result, load, save
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.engine.step_log import read_log
@@ -50,7 +49,6 @@ FIGURES = {  # key of a result: name in the table
 }
 TOLERATED = 0.1
 AT_ONCE = 400  # requests
-Result = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from matplotlib import pyplot as plt
 
-from bench.sim.runs import Result, parser, simulated, table, written
+from bench.sim.runs import parser, simulated, table, written
 from jaxserve.bench.options import TraceOptions
+from jaxserve.bench.result import Result
 from jaxserve.sim.hardware import Curve, load_hardware, to_yaml
 from jaxserve.sim.options import ClusterOptions
 

@@ -2,21 +2,19 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 
 from jaxserve.bench.options import DatasetOptions, TraceOptions
+from jaxserve.bench.result import Result
 from jaxserve.sim.options import ClusterOptions, FigureOptions
 from jaxserve.sim.run import SimExperiment, run_simulation
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt  # after the backend is chosen
 from matplotlib.figure import Figure
-
-Result = Mapping[str, Any]
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

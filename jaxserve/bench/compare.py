@@ -30,7 +30,7 @@ TOTALS = (
 )
 SAME_LOAD = ("seed", "num_prompts", "request_rate", "burstiness", "max_concurrency", "ignore_eos")
 SAME_MACHINE = ("cpu", "cores", "memory", "gpus", "system", "packages", "jaxserve", "commit")
-LONGEST = 60  # characters of a value in a note
+MAX_NOTE_CHARACTERS = 60  # characters of a value in a note
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedFigure:
     """One number of all configurations, None where it was not measured."""
 
     name: str
@@ -78,14 +78,14 @@ class Comparison:
 
     labels: tuple[str, ...]
     runs: tuple[int, ...]
-    rows: tuple[Row, ...]
+    figures: tuple[ComparedFigure, ...]
     notes: tuple[str, ...]
 
     def flat(self) -> list[dict[str, Any]]:
         """The rows of a result of kind "compare"."""
-        return [self._flat_row(row) for row in self.rows]
+        return [self._flat_row(figure) for figure in self.figures]
 
-    def _flat_row(self, row: Row) -> dict[str, Any]:
+    def _flat_row(self, row: ComparedFigure) -> dict[str, Any]:
         flat: dict[str, Any] = {"metric": row.name}
         for column, (name, spread) in enumerate(zip(self.labels, row.spreads, strict=True)):
             flat[name] = spread.median if spread else None
@@ -116,7 +116,7 @@ def print_side_by_side(results: Sequence[Mapping[str, Any]], console: Console | 
     columns = [""]
     for number, (name, runs) in enumerate(zip(comparison.labels, comparison.runs, strict=True)):
         columns += [f"{name}, {runs} runs" if runs > 1 else name, *(["ratio"] if number else [])]
-    print_grid(columns, [_cells(row) for row in comparison.rows], console)
+    print_grid(columns, [_cells(figure) for figure in comparison.figures], console)
     if max(comparison.runs) > 1:
         console.print(
             "median (min..max) of the runs; ~: the ranges overlap", style="dim", highlight=False, soft_wrap=True
@@ -126,7 +126,7 @@ def print_side_by_side(results: Sequence[Mapping[str, Any]], console: Console | 
     return comparison
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ComparedFigure) -> list[str]:
     cells = [row.name]
     for column, spread in enumerate(row.spreads):
         cells.append(str(spread) if spread else "-")
@@ -147,17 +147,17 @@ def _grouped(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str
     return groups
 
 
-def _online_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[Row]:
+def _online_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[ComparedFigure]:
     metrics = [
         (f"{name} {short} (ms)", key) for metric, (_, short) in HEADINGS.items() for name, key in statistics(metric)
     ]
     for name, key in (*TOTALS, *metrics):
         spreads = tuple(_spread(result.get(key) for result in repeats) for repeats in groups.values())
         if any(spread is not None for spread in spreads):
-            yield Row(name, spreads)
+            yield ComparedFigure(name, spreads)
 
 
-def _offline_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[Row]:
+def _offline_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[ComparedFigure]:
     """One row per figure of the results' tables; the coordinates say which measurement it is of."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for name, repeats in groups.items():
@@ -167,7 +167,7 @@ def _offline_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable
                 if key not in COORDINATES:
                     found.setdefault((case, key), {}).setdefault(name, []).append(value)
     for (case, key), values in found.items():
-        yield Row(f"{case}: {key}" if case else key, tuple(_spread(values.get(name, ())) for name in groups))
+        yield ComparedFigure(f"{case}: {key}" if case else key, tuple(_spread(values.get(name, ())) for name in groups))
 
 
 def _spread(values: Iterable[Any]) -> Spread | None:
@@ -198,4 +198,4 @@ def _differences(what: str, values: Sequence[Mapping[str, Any]], keys: Iterable[
 
 def _short(value: Any) -> str:
     text = "none" if value is None else str(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return text if len(text) <= MAX_NOTE_CHARACTERS else f"{text[: MAX_NOTE_CHARACTERS - 3]}..."

@@ -25,6 +25,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_json, read_text
 
 SCHEMA_VERSION = 1
+Result = dict[str, Any]  # the keys are described above
 VLLM = {"completed", "duration", "request_throughput", "mean_ttft_ms", "mean_tpot_ms"}  # what its results all have
 Kind = Literal["serve", "trace", "throughput", "latency", "startup", "compare"]
 MICROSECONDS = 6  # decimals of times in seconds: no clock here is better, and files stay small

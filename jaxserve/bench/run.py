@@ -16,15 +16,13 @@ from jaxserve.bench.load import Load, run_load
 from jaxserve.bench.metrics import PERCENTILES, summarize
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, LoadOptions, ServerOptions, TraceOptions
 from jaxserve.bench.record import RequestRecord
-from jaxserve.bench.result import Kind, build
+from jaxserve.bench.result import Kind, Result, build
 from jaxserve.bench.sampler import MetricsSampler
 from jaxserve.bench.server import discover, served_vocabulary, serving, target
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.bench.workload import Sample, Workload
 from jaxserve.bench.workload_builder import build_workload
 from jaxserve.core.errors import ConfigError
-
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def test_repeats_of_a_label_become_a_median_with_its_range():
     comparison = side_by_side([serve("a", 10.0), serve("b", 21.0), serve("a", 12.0), serve("b", 19.0), serve("a", 8.0)])
     assert comparison.labels == ("a", "b")
     assert comparison.runs == (3, 2)
-    (row,) = comparison.rows
+    (row,) = comparison.figures
     assert row.spreads[0] is not None
     assert (row.spreads[0].median, row.spreads[0].low, row.spreads[0].high) == (10.0, 8.0, 12.0)
     assert row.ratio(1) == 2.0
@@ -41,7 +41,7 @@ def test_results_of_one_label_are_compared_with_each_other():
 
 def test_what_only_one_has_is_shown_without_a_ratio():
     comparison = side_by_side([serve("a", 10.0, mean_ttft_ms=None), serve("b", 10.0, mean_ttft_ms=5.0)])
-    ttft = next(row for row in comparison.rows if row.name == "Mean TTFT (ms)")
+    ttft = next(row for row in comparison.figures if row.name == "Mean TTFT (ms)")
     assert ttft.spreads[0] is None
     assert ttft.ratio(1) is None
 
@@ -73,7 +73,7 @@ def test_offline_rows_are_matched_by_what_they_measured():
             offline("b", {"batch": 8, "step_ms": 6.0}, {"batch": 32, "step_ms": 9.0}),
         ]
     )
-    assert [(row.name, row.ratio(1)) for row in comparison.rows] == [
+    assert [(row.name, row.ratio(1)) for row in comparison.figures] == [
         ("batch=1: step_ms", None),
         ("batch=8: step_ms", 1.5),
         ("batch=32: step_ms", None),
@@ -96,7 +96,7 @@ def test_different_kinds_are_not_compared():
 
 
 def test_a_trace_replay_is_compared_with_a_served_dataset():
-    assert side_by_side([serve("a", 1.0), serve("b", 2.0) | {"kind": "trace"}]).rows[0].ratio(1) == 2.0
+    assert side_by_side([serve("a", 1.0), serve("b", 2.0) | {"kind": "trace"}]).figures[0].ratio(1) == 2.0
 
 
 def test_a_terminal_shows_the_same_numbers():

@@ -27,7 +27,7 @@ def test_a_server_under_load_changes_layers_and_changes_them_back():
     told = adaptation_figures(result, profile_of(setup.model))
     assert (result["completed"], result["failed"]) == (12, 0)
     assert told["adaptation"]["most_swapped_layers"] > 0
-    freed = (room.full_layers - room.fewest_layers) // room.page
+    freed = (room.full_layers_bytes - room.quantized_layers_bytes) // room.page_bytes
     assert 0 < told["adaptation"]["peak_kv_pages"] - known[PERFORMANCE].kv_pages <= freed + 1
     assert told["adaptation"]["swapped_in_profile_order"]
     assert told["adaptation"]["transitions"].keys() == {"done"}

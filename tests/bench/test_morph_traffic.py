@@ -69,11 +69,13 @@ def test_every_system_fills_the_same_budget():
     setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=8)
     rooms = {name: envelope(setup, name) for name in (FULL, INT4, *ADAPTING)}
     known = systems(setup, rooms[FULL])
-    budget = rooms[FULL].full_layers + 56 * rooms[FULL].page
+    budget = rooms[FULL].full_layers_bytes + 56 * rooms[FULL].page_bytes
     for name, room in rooms.items():
-        layers = {FULL: room.full_layers, INT4: room.fewest_layers}.get(name, room.full_layers + room.exchange)
-        left = budget - layers - known[name].kv_pages * room.page
-        assert 0 <= left < room.page, name
+        layers = {FULL: room.full_layers_bytes, INT4: room.quantized_layers_bytes}.get(
+            name, room.full_layers_bytes + room.exchange_bytes
+        )
+        left = budget - layers - known[name].kv_pages * room.page_bytes
+        assert 0 <= left < room.page_bytes, name
 
 
 def test_none_ever_has_more_pages_than_a_static_engine_in_its_fewest_bits():
@@ -84,7 +86,7 @@ def test_none_ever_has_more_pages_than_a_static_engine_in_its_fewest_bits():
     }
     for name, pages in most.items():
         room = envelope(setup, name)
-        assert pages == 56 + (room.full_layers - room.fewest_layers) // room.page
+        assert pages == 56 + (room.full_layers_bytes - room.quantized_layers_bytes) // room.page_bytes
     assert most[FULL] == most[INT4] == most[PERFORMANCE] == known[INT4].kv_pages
     assert most[INT8] < most[ACCURACY] < most[PERFORMANCE]
     assert known[ACCURACY].kv_pages <= 56

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from jaxserve import __version__
 from jaxserve.bench.record import RequestRecord
-from jaxserve.bench.stream import EventParser
+from jaxserve.bench.stream import AnswerReader, EventParser
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.server.app import create_app
 from jaxserve.server.settings import ServerSettings

@@ -164,7 +164,7 @@ def test_results_are_compared_and_reported_as_those_of_bench(machines, tmp_path,
         paths.append(tmp_path / f"{rate:g}.json")
         save(result, paths[-1])
     results = [load(path) for path in paths]
-    rows = {row.name for row in side_by_side(results).rows}
+    rows = {figure.name for figure in side_by_side(results).figures}
     assert {"Requests/s", "Mean TTFT (ms)", "P95 TPOT (ms)", "Mean queue (ms)"} <= rows
     page = write_report(results, tmp_path / "report.html").read_text()
     assert "Time to First Token" in page

@@ -15,7 +15,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_json
 
 GZIP_MAGIC = b"\x1f\x8b"
-Row = Mapping[str, Any]
+Entry = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ def load_trace(path: str | Path) -> Trace:
     """
     path = Path(path)
     lines = _lines(path)
-    rows = iter(_json_rows(path, lines) if _first(lines).startswith("{") else _csv_rows(path, lines))
-    first = next(rows, None)
+    entries = iter(_json_entries(path, lines) if _first(lines).startswith("{") else _csv_entries(path, lines))
+    first = next(entries, None)
     if first is None:
         raise ConfigError(f"{path} has no requests")
     form = _recognised(path, first[1])
-    return _Reader(path, form).read([first, *rows])
+    return _Reader(path, form).read([first, *entries])
 
 
 class _Reader:
@@ -80,39 +80,39 @@ class _Reader:
         self._hash_ids: list[tuple[int, ...]] = []
         self._failed = 0
 
-    def read(self, rows: list[tuple[int, Row]]) -> Trace:
+    def read(self, entries: list[tuple[int, Entry]]) -> Trace:
         form = self._form
-        with_ids = "hash_ids" in rows[0][1]
-        for line, row in rows:
-            self._add(line, row, with_ids)
+        with_ids = "hash_ids" in entries[0][1]
+        for line, entry in entries:
+            self._add(line, entry, with_ids)
         if not self._times:
             raise ConfigError(f"{self._path}: all {self._failed} requests failed")
         start = min(self._times) if form.from_zero else 0.0
-        entry: dict[str, Any] = {"operation": "load", "format": form.name, "file": self._path.name}
-        entry |= {"failed_dropped": self._failed} if form.failures_are_zero else {}
+        step: dict[str, Any] = {"operation": "load", "format": form.name, "file": self._path.name}
+        step |= {"failed_dropped": self._failed} if form.failures_are_zero else {}
         return Trace.of(
             self._path.name.split(".")[0],
             [time - start for time in self._times],
             self._inputs,
             self._outputs,
             hash_ids=tuple(self._hash_ids) if with_ids else None,
-            history=({**entry, "requests": len(self._times)},),
+            history=({**step, "requests": len(self._times)},),
         )
 
-    def _add(self, line: int, row: Row, with_ids: bool) -> None:
+    def _add(self, line: int, entry: Entry, with_ids: bool) -> None:
         form = self._form
-        output = self._tokens(line, row, form.output)
+        output = self._tokens(line, entry, form.output)
         if form.failures_are_zero and output == 0:
             self._failed += 1
             return
-        self._times.append(self._time(line, row))
-        self._inputs.append(self._tokens(line, row, form.input))
+        self._times.append(self._time(line, entry))
+        self._inputs.append(self._tokens(line, entry, form.input))
         self._outputs.append(output)
         if with_ids:
-            self._hash_ids.append(self._ids(line, row))
+            self._hash_ids.append(self._ids(line, entry))
 
-    def _time(self, line: int, row: Row) -> float:
-        value = row.get(self._form.time)
+    def _time(self, line: int, entry: Entry) -> float:
+        value = entry.get(self._form.time)
         try:
             seconds = self._form.seconds(value)
         except (ValueError, TypeError) as error:
@@ -121,8 +121,8 @@ class _Reader:
             raise self._fault(line, self._form.time, value, "a time of 0 or more")
         return seconds
 
-    def _tokens(self, line: int, row: Row, field: str) -> int:
-        value = row.get(field)
+    def _tokens(self, line: int, entry: Entry, field: str) -> int:
+        value = entry.get(field)
         try:
             count = int(value) if isinstance(value, int | str) else -1
         except ValueError:
@@ -131,8 +131,8 @@ class _Reader:
             raise self._fault(line, field, value, "a whole number of tokens, 0 or more")
         return count
 
-    def _ids(self, line: int, row: Row) -> tuple[int, ...]:
-        value = row.get("hash_ids")
+    def _ids(self, line: int, entry: Entry) -> tuple[int, ...]:
+        value = entry.get("hash_ids")
         if not isinstance(value, list) or not all(isinstance(id, int) and id >= 0 for id in value):
             raise self._fault(line, "hash_ids", value, "a list of whole numbers, 0 or more")
         return tuple(value)
@@ -153,28 +153,28 @@ def _first(lines: Iterable[str]) -> str:
     return next((line.strip() for line in lines if line.strip()), "")
 
 
-def _csv_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, Row]]:
+def _csv_entries(path: Path, lines: list[str]) -> Iterator[tuple[int, Entry]]:
     blank = next((i for i, line in enumerate(lines) if line.strip()), 0)  # lines before the header
     reader = csv.DictReader(lines[blank:])
     try:
-        for row in reader:
-            yield blank + reader.line_num, row
+        for entry in reader:
+            yield blank + reader.line_num, entry
     except csv.Error as error:
         raise ConfigError(f"{path}, line {blank + reader.line_num} is not valid CSV: {error}") from error
 
 
-def _json_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, Row]]:
+def _json_entries(path: Path, lines: list[str]) -> Iterator[tuple[int, Entry]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            row = parse_json(line, f"{path}, line {number}")
-            if not isinstance(row, dict):
+            entry = parse_json(line, f"{path}, line {number}")
+            if not isinstance(entry, dict):
                 raise ConfigError(f"{path}, line {number} is not a JSON object")
-            yield number, row
+            yield number, entry
 
 
-def _recognised(path: Path, row: Row) -> Format:
+def _recognised(path: Path, entry: Entry) -> Format:
     for form in FORMATS:
-        if form.fields <= row.keys():
+        if form.fields <= entry.keys():
             return form
     known = "; ".join(f"{form.name}: {form.time}, {form.input}, {form.output}" for form in FORMATS)
-    raise ConfigError(f"{path} is no trace that is known: its fields are {', '.join(map(str, row))}, not {known}")
+    raise ConfigError(f"{path} is no trace that is known: its fields are {', '.join(map(str, entry))}, not {known}")
