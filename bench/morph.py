@@ -200,7 +200,8 @@ def _prompts(name: str, setup: Setup) -> Prompts:
 def _told(setup: Setup, room: Envelope, known: Mapping[str, System]) -> str:
     pages = ", ".join(f"{system.label} {system.kv_pages}" for system in known.values())
     return (
-        f"{setup.name}: layers {room.full_layers_bytes / 1e6:.1f} MB, in int4 {room.quantized_layers_bytes / 1e6:.1f} MB; "
+        f"{setup.name}: layers {room.full_layers_bytes / 1e6:.1f} MB, "
+        f"in int4 {room.quantized_layers_bytes / 1e6:.1f} MB; "
         f"a KV page {room.page_bytes / 1e3:.1f} kB; room to exchange a layer {room.exchange_bytes / 1e6:.1f} MB\n"
         f"KV pages at the start: {pages}"
     )

@@ -1,7 +1,7 @@
-"""What is behind `jaxserve bench`: the measuring instrument.
+"""The measuring instrument of `jaxserve bench`.
 
     datasets, traces -> workload -> load (client) -> records -> metrics -> result -> table, compare, report
                                       sampler -> series of the server ------^
 
-Nothing here but `offline` knows the engine: a server, ours or another's, is seen through HTTP alone.
+Only `offline` knows the engine. Everything else sees a server through HTTP alone, whatever engine it runs.
 """

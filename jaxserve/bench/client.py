@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible server, and when each part of its answer came."""
+"""A client that sends one request to an OpenAI-compatible server and records when each part of the answer arrives."""
 
 import asyncio
 import contextlib
@@ -19,41 +19,45 @@ from jaxserve.bench.workload import Sample
 
 OK = 200
 HOURS = 3600.0
-KEEP_ALIVE_S = 2.0  # idle for longer: closed; servers close theirs after 5 s or more, perhaps just as we write
+# Idle connections are closed after this time. Servers close theirs after 5 s or more, which could be while we write.
+KEEP_ALIVE_S = 2.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """The server that is measured, and what every request to it says."""
+    """The server to measure, and the fields that all requests to it share."""
 
     base_url: str
     model: str
-    endpoint: str = "/v1/completions"  # or one that ends in /chat/completions
+    endpoint: str = "/v1/completions"  # chat if it ends in /chat/completions
     api_key: str | None = field(default=None, repr=False)
-    extra_body: Mapping[str, Any] = field(default_factory=dict)  # has the last word
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # overrides all other fields of a body
     ignore_eos: bool = False
     timeout_s: float = 6 * HOURS
 
     @property
     def url(self) -> str:
-        """Where requests are posted to."""
+        """The URL that requests are posted to."""
         return self.base_url.rstrip("/") + self.endpoint
 
     @property
     def is_chat(self) -> bool:
-        """Whether prompts are sent as messages."""
+        """Whether prompts are sent as chat messages."""
         return self.endpoint.endswith("/chat/completions")
 
     def body(self, sample: Sample) -> dict[str, Any]:
-        """The JSON of one request. Raises ValueError for token ids to a chat endpoint, which takes text."""
+        """Return the JSON body of one request.
+
+        Raises ValueError for token ids and a chat endpoint, which takes text.
+        """
         if self.is_chat and not isinstance(sample.prompt, str):
             raise ValueError("a chat endpoint takes text, not token ids")
-        asked: dict[str, Any] = {"messages": [{"role": "user", "content": sample.prompt}]}
+        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": sample.prompt}]}
         if not self.is_chat:
-            asked = {"prompt": sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt)}
+            prompt = {"prompt": sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt)}
         return {
             "model": self.model,
-            **asked,
+            **prompt,
             "max_tokens": sample.output_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -63,7 +67,10 @@ class Target:
 
 
 class Client:
-    """Sends requests to one server on connections that are kept alive. A context manager: open while inside."""
+    """A client of one server, on connections that are kept alive.
+
+    It is a context manager: connections are open inside the `async with` block.
+    """
 
     def __init__(self, target: Target):
         self.target = target
@@ -74,7 +81,7 @@ class Client:
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),  # every request is another user's
+            cookie_jar=aiohttp.DummyCookieJar(),  # requests stand for different users
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
         )
@@ -86,12 +93,13 @@ class Client:
         await self._http.close()
 
     async def send(self, sample: Sample, record: RequestRecord, now: Callable[[], float] = time.monotonic) -> None:
-        """One request to its end. Mutates `record`: every failure is told there, in `error`; nothing is raised.
+        """Send one request and read its answer to the end, filling in `record`.
 
-        `now` gives the seconds since the start of the run. When cancelled, `record.end_s` stays None.
+        Every failure is stored in `record.error`; nothing is raised. `now` returns the seconds since the start of the
+        run. If the call is cancelled, `record.end_s` stays None.
         """
         try:
-            with _told(record, self.target.timeout_s):
+            with _errors_recorded(record, self.target.timeout_s):
                 body = json.dumps(self.target.body(sample)).encode()
                 record.sent_s = now()
                 async with (
@@ -104,19 +112,22 @@ class Client:
                     else:
                         record.error = refusal(response.status, await response.read())
         except asyncio.CancelledError:
-            record.error = None  # neither failed nor completed
+            # A cancelled request has neither failed nor completed.
+            record.error = None
             raise
-        if record.error:  # masked before it is cut: also half of a key is a secret
+        if record.error:
+            # Masked before it is cut, because half a key is a secret too.
             record.error = on_one_line(without_key(record.error, self.target.api_key))
         record.end_s = now()
 
 
 async def _read(response: aiohttp.ClientResponse, record: RequestRecord, now: Callable[[], float]) -> None:
-    """Mutates the record: the times of its tokens as they come, and in any case what there is at the end."""
+    """Record the time of each token as it arrives and, also after a failure, all that has arrived."""
     parser, answer, events = EventParser(), AnswerReader(record), 0
     try:
         async for chunk in response.content.iter_any():
-            time_s = now()  # before any parsing: this is when it came
+            # The time of arrival, so it is taken before any parsing.
+            time_s = now()
             for data in parser.feed(chunk):
                 answer.feed(data, time_s)
                 events += 1
@@ -125,30 +136,29 @@ async def _read(response: aiohttp.ClientResponse, record: RequestRecord, now: Ca
             answer.feed(data, time_s)
             events += 1
         if not events:
-            record.error = f"the answer is no stream of events: {response.headers.get('content-type', 'of no type')}"
+            content_type = response.headers.get("content-type", "no content type")
+            record.error = f"the answer is not a stream of events: {content_type}"
     except aiohttp.ClientError as error:
-        record.error = _broken(error)
+        record.error = _connection_error(error)
     finally:
         answer.close()
 
 
 @contextlib.contextmanager
-def _told(record: RequestRecord, timeout_s: float) -> Iterator[None]:
-    """Turns what can go wrong into the record's `error`."""
+def _errors_recorded(record: RequestRecord, timeout_s: float) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
         record.error = f"timeout after {timeout_s:g} s"
     except aiohttp.ClientConnectionError as error:
-        record.error = _broken(error)
+        record.error = _connection_error(error)
     except aiohttp.ClientResponseError as error:
         record.error = f"the answer is not HTTP: {error.message}"
     except (aiohttp.ClientError, ValueError, TypeError) as error:
         record.error = f"cannot send the request: {error}"
 
 
-def _broken(error: aiohttp.ClientError) -> str:
-    """What happened to the connection, in plain words."""
+def _connection_error(error: aiohttp.ClientError) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.ECONNREFUSED:
         return "connection refused"
@@ -160,7 +170,7 @@ def _broken(error: aiohttp.ClientError) -> str:
 
 
 def refusal(status: int, body: bytes) -> str:
-    """The status, and the message of the body if it has one, whole and as it is."""
+    """Return a response's status with the message of its body, if it has one, uncut and unmasked."""
     text = body.decode(errors="replace")
     with contextlib.suppress(ValueError):
         text = message_of(json.loads(text))

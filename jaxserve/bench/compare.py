@@ -1,7 +1,7 @@
-"""Results side by side: medians and spread of repeated runs, and ratios to the first.
+"""Results side by side: medians and spread of repeated runs, and ratios to the first configuration.
 
-Results of the same label are repeats of one configuration. A ratio is of medians; it is marked with ~ when the ranges
-of repeats overlap, so that noise is not read as a difference.
+Results with the same label are repeats of one configuration. A ratio compares medians. It is marked with ~ if the
+ranges of the repeats overlap, so that noise is not read as a difference.
 """
 
 import statistics as stats
@@ -30,12 +30,12 @@ TOTALS = (
 )
 SAME_LOAD = ("seed", "num_prompts", "request_rate", "burstiness", "max_concurrency", "ignore_eos")
 SAME_MACHINE = ("cpu", "cores", "memory", "gpus", "system", "packages", "jaxserve", "commit")
-MAX_NOTE_CHARACTERS = 60  # characters of a value in a note
+MAX_NOTE_CHARACTERS = 60  # of one value
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of repeated measurements, and the range they lie in."""
+    """The median of repeated measurements, and the range that they lie in."""
 
     median: float
     low: float
@@ -43,7 +43,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Of one value or more."""
+        """Return the spread of one or more values."""
         return cls(stats.median(values), min(values), max(values))
 
     def __str__(self) -> str:
@@ -54,18 +54,21 @@ class Spread:
 
 @dataclass(frozen=True)
 class ComparedFigure:
-    """One number of all configurations, None where it was not measured."""
+    """One figure of every configuration; a spread is None where the figure was not measured."""
 
     name: str
     spreads: tuple[Spread | None, ...]
 
     def ratio(self, column: int) -> float | None:
-        """A configuration's median over the first one's."""
+        """Return the median in this column over the median in the first, or None if either is missing."""
         first, other = self.spreads[0], self.spreads[column]
         return other.median / first.median if first and other and first.median else None
 
     def within_spread(self, column: int) -> bool:
-        """Whether repeats of this configuration and of the first overlap; single runs tell nothing of noise."""
+        """Return whether the repeats in this column and in the first overlap.
+
+        Single runs say nothing about noise, so the answer for two of them is False.
+        """
         first, other = self.spreads[0], self.spreads[column]
         if first is None or other is None or (first.low == first.high and other.low == other.high):
             return False
@@ -74,7 +77,7 @@ class ComparedFigure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Configurations in order of appearance, the number of runs of each, and what makes them hard to compare."""
+    """Configurations in order of appearance, each with its number of runs, and notes on what differs between them."""
 
     labels: tuple[str, ...]
     runs: tuple[int, ...]
@@ -82,62 +85,68 @@ class Comparison:
     notes: tuple[str, ...]
 
     def flat(self) -> list[dict[str, Any]]:
-        """The rows of a result of kind "compare"."""
+        """Return the comparison as rows of a result of kind "compare"."""
         return [self._flat_row(figure) for figure in self.figures]
 
-    def _flat_row(self, row: ComparedFigure) -> dict[str, Any]:
-        flat: dict[str, Any] = {"metric": row.name}
-        for column, (name, spread) in enumerate(zip(self.labels, row.spreads, strict=True)):
+    def _flat_row(self, figure: ComparedFigure) -> dict[str, Any]:
+        flat: dict[str, Any] = {"metric": figure.name}
+        for column, (name, spread) in enumerate(zip(self.labels, figure.spreads, strict=True)):
             flat[name] = spread.median if spread else None
             flat[f"{name} min"] = spread.low if spread else None
             flat[f"{name} max"] = spread.high if spread else None
             if column:
-                flat[f"{name} ratio"] = row.ratio(column)
+                flat[f"{name} ratio"] = figure.ratio(column)
         return flat
 
 
 def side_by_side(results: Sequence[Mapping[str, Any]]) -> Comparison:
-    """Compares results of one kind (`serve` and `trace` are one). Raises ConfigError for others."""
+    """Compare results of one kind; `serve` and `trace` count as one kind.
+
+    Raises ConfigError if the kinds differ, or if a result is itself a comparison.
+    """
     kinds = {"serve" if result["kind"] in ONLINE else result["kind"] for result in results}
     if len(kinds) != 1 or kinds == {"compare"}:
-        told = ", ".join(sorted({result["kind"] for result in results})) or "none"
-        raise ConfigError(f"results of one kind can be compared, not these: {told}")
+        names = ", ".join(sorted({result["kind"] for result in results})) or "none"
+        raise ConfigError(f"cannot compare results of the kinds {names}: all must be of one kind, not compare")
     groups = _grouped(results)
-    rows = _online_rows(groups) if kinds == {"serve"} else _offline_rows(groups)
+    figures = _online_figures(groups) if kinds == {"serve"} else _offline_figures(groups)
     return Comparison(
-        tuple(groups), tuple(len(group) for group in groups.values()), tuple(rows), tuple(_notes(results, groups))
+        tuple(groups), tuple(len(group) for group in groups.values()), tuple(figures), tuple(_notes(results, groups))
     )
 
 
 def print_side_by_side(results: Sequence[Mapping[str, Any]], console: Console | None = None) -> Comparison:
-    """Prints the comparison: a column per configuration and, after the first, its ratio; then the notes."""
+    """Print a column for each configuration, with a ratio after every column but the first, and then the notes.
+
+    Raises ConfigError as `side_by_side`.
+    """
     console = console or Console(highlight=False)
     comparison = side_by_side(results)
     columns = [""]
-    for number, (name, runs) in enumerate(zip(comparison.labels, comparison.runs, strict=True)):
-        columns += [f"{name}, {runs} runs" if runs > 1 else name, *(["ratio"] if number else [])]
+    for index, (name, runs) in enumerate(zip(comparison.labels, comparison.runs, strict=True)):
+        columns += [f"{name}, {runs} runs" if runs > 1 else name, *(["ratio"] if index else [])]
     print_grid(columns, [_cells(figure) for figure in comparison.figures], console)
     if max(comparison.runs) > 1:
         console.print(
-            "median (min..max) of the runs; ~: the ranges overlap", style="dim", highlight=False, soft_wrap=True
+            "median (min..max) of the runs; ~ marks ranges that overlap", style="dim", highlight=False, soft_wrap=True
         )
     for note in comparison.notes:
         console.print(f"Note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     return comparison
 
 
-def _cells(row: ComparedFigure) -> list[str]:
-    cells = [row.name]
-    for column, spread in enumerate(row.spreads):
+def _cells(figure: ComparedFigure) -> list[str]:
+    cells = [figure.name]
+    for column, spread in enumerate(figure.spreads):
         cells.append(str(spread) if spread else "-")
         if column:
-            ratio = row.ratio(column)
-            cells.append("-" if ratio is None else f"{'~' if row.within_spread(column) else ''}{ratio:.2f}x")
+            ratio = figure.ratio(column)
+            cells.append("-" if ratio is None else f"{'~' if figure.within_spread(column) else ''}{ratio:.2f}x")
     return cells
 
 
 def _grouped(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Results by label; if all have the same one, they are compared with each other and numbered."""
+    """Return results by label, or numbered one by one if all have the same label."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         groups.setdefault(label(result), []).append(result)
@@ -147,7 +156,7 @@ def _grouped(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str
     return groups
 
 
-def _online_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[ComparedFigure]:
+def _online_figures(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[ComparedFigure]:
     metrics = [
         (f"{name} {short} (ms)", key) for metric, (_, short) in HEADINGS.items() for name, key in statistics(metric)
     ]
@@ -157,8 +166,8 @@ def _online_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[
             yield ComparedFigure(name, spreads)
 
 
-def _offline_rows(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[ComparedFigure]:
-    """One row per figure of the results' tables; the coordinates say which measurement it is of."""
+def _offline_figures(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[ComparedFigure]:
+    """Yield one figure for each measured column of the results' rows; a row's coordinates become part of the name."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for name, repeats in groups.items():
         for row in (row for result in repeats for row in result.get("rows") or ()):
@@ -176,7 +185,6 @@ def _spread(values: Iterable[Any]) -> Spread | None:
 
 
 def _notes(results: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[str]:
-    """Why the numbers may not be comparable."""
     yield from _differences("the load", results, SAME_LOAD)
     workloads = [result.get("workload") or {} for result in results]
     others = dict.fromkeys(key for workload in workloads for key in workload if key not in SAME_LOAD)
@@ -186,7 +194,7 @@ def _notes(results: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[M
         if any(result.get("interrupted") for result in repeats):
             yield f"{name}: a run was interrupted"
         if any((result.get("client") or {}).get("saturated") for result in repeats):
-            yield f"{name}: the client itself fell behind in a run"
+            yield f"{name}: the client fell behind in a run"
 
 
 def _differences(what: str, values: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""What a measurement ran on: machine, accelerators, versions and commit. Needs the standard library alone."""
+"""A description of the machine that a measurement runs on, made with the standard library alone."""
 
 import datetime
 import os
@@ -12,12 +12,12 @@ from jaxserve._version import __version__
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers", "llama-cpp-python")
-PATIENCE = 10.0  # seconds for git or nvidia-smi, which may hang on a broken driver
+COMMAND_TIMEOUT_S = 10.0  # for git and nvidia-smi, which may hang on a broken driver
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def describe_environment() -> dict[str, str]:
-    """CPU, cores, flags, memory, GPUs, system, versions, commit, load and date; what is not there is left out."""
+    """Return CPU, cores, flags, memory, GPUs, system, versions, commit, load and date; unknown fields are left out."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -36,17 +36,20 @@ def describe_environment() -> dict[str, str]:
 
 
 def packages() -> str:
-    """The versions, in this interpreter, of what the measurements depend on."""
+    """Return the versions, in this interpreter, of the packages that measurements depend on."""
     return ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
 
 
 def gpus() -> str | None:
-    """Names, memory and driver of NVIDIA GPUs, as nvidia-smi tells them: "2 x NVIDIA H200, 143771 MiB, driver 570"."""
-    told = _output(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
-    if not told:
+    """Return names, memory and driver of the NVIDIA GPUs, such as "2 x NVIDIA H200, 143771 MiB, driver 570".
+
+    None if nvidia-smi is missing or fails.
+    """
+    listed = _output(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
+    if not listed:
         return None
     counts: dict[str, int] = {}
-    for line in told.splitlines():
+    for line in listed.splitlines():
         name, memory, driver = (field.strip() for field in line.rsplit(",", 2))
         text = f"{name}, {memory}, driver {driver}"
         counts[text] = counts.get(text, 0) + 1
@@ -54,8 +57,12 @@ def gpus() -> str | None:
 
 
 def commit(checkout: Path) -> str | None:
-    """The commit of a git checkout, and whether tracked files differ from it; None for an installed package."""
-    if not (checkout / ".git").exists():  # a parent's repository is somebody else's
+    """Return the commit of a git checkout, followed by " with changes" if tracked files differ from it.
+
+    None if the folder is not a checkout, as for an installed package.
+    """
+    if not (checkout / ".git").exists():
+        # git would look into parent folders and describe an unrelated repository.
         return None
     git = ["git", "-C", str(checkout)]
     found = _output([*git, "rev-parse", "--short=12", "HEAD"])
@@ -66,7 +73,7 @@ def commit(checkout: Path) -> str | None:
 
 
 def _flags() -> str:
-    """Those of the CPU's flags that decide how fast it multiplies."""
+    """Return the CPU flags that decide how fast it multiplies."""
     flags = (_field("/proc/cpuinfo", "flags") or "").split()
     return " ".join(flag for flag in FLAGS if flag in flags)
 
@@ -84,7 +91,7 @@ def _version(name: str) -> str | None:
 
 
 def _field(path: str, name: str) -> str | None:
-    """The value of the first `name: value` line of a file under /proc."""
+    """Return the value of the first `name: value` line of a file under /proc."""
     if not Path(path).exists():
         return None
     for line in Path(path).read_text().splitlines():
@@ -95,9 +102,9 @@ def _field(path: str, name: str) -> str | None:
 
 
 def _output(command: Sequence[str]) -> str | None:
-    """What a program prints; None if it is not there or fails."""
+    """Return what a program prints, or None if it is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -1,18 +1,18 @@
-"""Ends from outside that are treated as Ctrl-C is."""
+"""Termination signals handled as Ctrl-C."""
 
 import contextlib
 import signal
 from collections.abc import Iterator
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of `timeout`, of a job that is cancelled, of a terminal that is closed
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # sent by `timeout`, by job schedulers, by a closing terminal
 
 
 @contextlib.contextmanager
 def signals_as_ctrl_c() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP do what SIGINT does: what was measured is kept, what was started is stopped.
+    """Handle SIGTERM and SIGHUP as SIGINT inside: keep what was measured and stop what was started.
 
-    A signal that is ignored or already handled stays so, as SIGHUP under nohup. Only for the main thread.
+    Signals that are ignored (as SIGHUP under nohup) or already handled stay as they are. Main thread only.
     """
     taken = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     for number in taken:
@@ -25,6 +25,8 @@ def signals_as_ctrl_c() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a script
+    # SIGINT is ignored in background jobs of a script.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         raise KeyboardInterrupt
-    signal.raise_signal(signal.SIGINT)  # to whoever handles it now: asyncio's loop cancels its main task
+    # The current handler decides what happens: asyncio's loop cancels its main task.
+    signal.raise_signal(signal.SIGINT)

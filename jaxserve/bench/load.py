@@ -1,4 +1,4 @@
-"""Open-loop load: every request is sent when it is due, whatever the server makes of those before it."""
+"""Open-loop load: every request is sent when it is due, however far the server is behind."""
 
 import asyncio
 import contextlib
@@ -13,40 +13,40 @@ import numpy as np
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.workload import BenchRequest, Sample, Workload
 
-LATE_S = 0.010  # sent so long after it was due, a request is late
-LAG_S = 0.010  # woken so long after the time asked for, the client's event loop lags
+LATE_S = 0.010  # a request sent later than this after it was due is late
+LAG_S = 0.010  # a wake-up later than this shows that the client's event loop lags
 LAG_INTERVAL_S = 0.050
-# Beyond one of these shares the client has shaped what it measured.
+# Above either share the client is saturated: it has shaped what it measured.
 TOLERATED_LATE = 0.01  # of requests
-TOLERATED_LAG = 0.05  # of wake-ups; a start of many requests at once costs some
+TOLERATED_LAG = 0.05  # of wake-ups; starting many requests at once delays a few
 
 Clock = Callable[[], float]
 Progress = Callable[[RequestRecord], None]
 
 
 class Sender(Protocol):
-    """What `run_load` needs of a `Client`."""
+    """The part of a `Client` that `run_load` needs."""
 
     async def send(self, sample: Sample, record: RequestRecord, now: Clock = ...) -> None: ...
 
 
 @dataclass(frozen=True)
 class Load:
-    """What came of a run. `origin_s` is the clock's value at second 0 of the records."""
+    """The outcome of a run. `origin_s` is the clock's value at second 0 of the records."""
 
     records: list[RequestRecord]
     duration_s: float  # from the first arrival to the last end, or to the interruption
     interrupted: bool
-    client: dict[str, Any] = field(default_factory=dict)  # whether the client itself kept up
+    client: dict[str, Any] = field(default_factory=dict)  # of `client_health`
     origin_s: float = 0.0
 
     @property
     def warning(self) -> str | None:
-        """What to tell the user if the client could not keep up, so that its numbers are not the server's alone."""
+        """A warning if the client fell behind, because figures then do not describe the server alone."""
         if not self.client.get("saturated"):
             return None
         return (
-            "the client itself fell behind: "
+            "the client fell behind: "
             f"{self.client['late']} of {self.client['sent']} requests sent over {LATE_S * 1e3:g} ms late "
             f"(at most {self.client['max_lateness_ms']:.0f} ms), "
             f"its event loop lagged by up to {self.client['max_loop_lag_ms']:.0f} ms"
@@ -61,18 +61,21 @@ async def run_load(
     clock: Clock = time.monotonic,
     on_progress: Progress | None = None,
 ) -> Load:
-    """Sends a workload and waits for all answers. `clock` must run as the event loop's; progress: per ended request.
+    """Send a workload and wait for all answers. `on_progress` is called for each request that ends.
 
-    A request that cannot be sent in time is sent at once and counted as late. With `max_concurrency` a request is due
-    when it has arrived and others have left room for it. Cancellation (Ctrl-C under `asyncio.run`) ends the run and is
-    not raised: what was measured is returned, and requests without an end stay as they are.
+    `clock` must be the event loop's clock, or run as it does. A request that cannot be sent in time is sent at once and
+    counted as late. With `max_concurrency` a request is due when it has arrived and fewer than `max_concurrency` are in
+    flight.
+
+    Cancellation (Ctrl-C under `asyncio.run`) ends the run and is not raised: what was measured is returned, and the
+    records of unfinished requests have no end.
     """
     origin = clock()
     run = _Run(workload.requests, client, max_concurrency, lambda: clock() - origin, on_progress)
     interrupted = False
     watch = asyncio.create_task(run.watch())
     try:
-        with _old_objects_left_alone():
+        with _garbage_collector_skips_old_objects():
             await run.send_all()
     except asyncio.CancelledError:
         if task := asyncio.current_task():
@@ -86,8 +89,8 @@ async def run_load(
 
 
 @contextlib.contextmanager
-def _old_objects_left_alone() -> Iterator[None]:
-    """What is there already is not looked through for garbage meanwhile: that stops a client for 0.1 to 0.3 s."""
+def _garbage_collector_skips_old_objects() -> Iterator[None]:
+    # Scanning all objects that exist before the run would stop the client for 0.1 to 0.3 s.
     gc.freeze()
     try:
         yield
@@ -96,8 +99,6 @@ def _old_objects_left_alone() -> Iterator[None]:
 
 
 class _Run:
-    """The state of a run. Mutable: its records fill up."""
-
     def __init__(
         self,
         requests: Sequence[BenchRequest],
@@ -118,7 +119,7 @@ class _Run:
         self._on_progress = on_progress
 
     async def send_all(self) -> None:
-        """Starts every request at its arrival and waits for all of them."""
+        """Start every request at its arrival and wait for all of them."""
         async with asyncio.TaskGroup() as group:
             for request, record in zip(self._requests, self.records, strict=True):
                 if (wait := request.arrival_s - self.now()) > 0:
@@ -143,7 +144,7 @@ class _Run:
             yield
 
     async def watch(self) -> None:
-        """Notes how late the event loop wakes one who sleeps: that late it also sees tokens."""
+        """Record how late the event loop wakes a sleeping task, which is also how late it notices tokens."""
         while True:
             due = self.now() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
@@ -151,10 +152,10 @@ class _Run:
 
 
 def client_health(records: Sequence[RequestRecord], lags_s: Sequence[float]) -> dict[str, Any]:
-    """Whether the client kept up: requests sent late, and the event loop's lag; in milliseconds.
+    """Return whether the client kept up: requests sent late, and the lag of its event loop, in milliseconds.
 
-    Of requests that were all due at once, as with an infinite rate, only the first can be on time: their lateness is
-    told, but the lag alone decides whether the client was saturated.
+    If all requests are due at once, as with an infinite rate, only the first can be on time. Their lateness is
+    reported, but the lag alone decides whether the client was saturated.
     """
     lateness = np.array([record.lateness_s for record in records if record.sent_s is not None])
     lags = np.array(lags_s)
@@ -170,6 +171,6 @@ def client_health(records: Sequence[RequestRecord], lags_s: Sequence[float]) -> 
         "mean_loop_lag_ms": 1e3 * float(lags.mean()) if len(lags) else 0.0,
         "max_loop_lag_ms": 1e3 * float(lags.max()) if len(lags) else 0.0,
         "late_share": late_share,
-        "loop_lag_share": lag_share,  # of wake-ups more than LAG_S late
+        "loop_lag_share": lag_share,
         "saturated": (paced and late_share > TOLERATED_LATE) or lag_share > TOLERATED_LAG,
     }

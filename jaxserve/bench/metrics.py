@@ -1,4 +1,4 @@
-"""From what was seen of each request to the figures that `vllm bench serve` reports, under the same names."""
+"""Figures of a run, computed from its request records and named as in `vllm bench serve`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,10 +18,11 @@ def summarize(
     goodput: Mapping[str, float] | None = None,
     percentiles: Sequence[float] = PERCENTILES,
 ) -> dict[str, Any]:
-    """The figures of one run. `goodput`: objectives in ms for any of ttft, tpot and e2el; a good request meets all.
+    """Return the figures of one run.
 
-    A figure of which there is nothing to tell is None, never NaN. Latencies and tokens are those of completed requests.
-    Requests that were still running when the run was interrupted are neither completed nor failed, but `unfinished`.
+    `goodput` maps any of ttft, tpot and e2el to an objective in ms; a good request meets all objectives. A figure that
+    cannot be computed is None, never NaN. Latencies and token counts are those of completed requests. Requests that
+    were still running when the run was interrupted are neither completed nor failed, but `unfinished`.
     """
     done = [record for record in records if record.ok]
     failed = sum(record.error is not None for record in records)
@@ -49,7 +50,7 @@ def summarize(
 def statistics(
     name: str, values_s: Iterable[float | None], percentiles: Sequence[float] = PERCENTILES
 ) -> dict[str, float | None]:
-    """mean_, median_, std_, pXX_ and max_{name}_ms of values in seconds; None among them are left out."""
+    """Return mean_, median_, std_, max_ and pXX_{name}_ms of values in seconds, ignoring those that are None."""
     values = np.array([value for value in values_s if value is not None], float) * MS
     words = ["mean", "median", "std", "max", *(f"p{percentile:g}" for percentile in percentiles)]
     if not len(values):
@@ -59,7 +60,10 @@ def statistics(
 
 
 def is_good(record: RequestRecord, goodput: Mapping[str, float]) -> bool:
-    """Whether a request completed within all objectives (ms). Like in vLLM, an answer of one token has a TPOT of 0."""
+    """Return whether a request completed within all objectives (ms).
+
+    As in vLLM, an answer of one token has a TPOT of 0.
+    """
     seen = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
     return record.ok and all(
         (value := seen[name]) is not None and value * MS <= limit for name, limit in goodput.items()
@@ -67,9 +71,9 @@ def is_good(record: RequestRecord, goodput: Mapping[str, float]) -> bool:
 
 
 def peak_tokens_per_s(done: Sequence[RequestRecord]) -> float | None:
-    """Most output tokens in one second, in seconds counted from the first sending.
+    """Return the most output tokens in any second, counting whole seconds from the first sending.
 
-    A server may send several tokens in one chunk: an answer's tokens are spread evenly over its chunks.
+    A server may send several tokens in one chunk, so an answer's tokens are spread evenly over its chunks.
     """
     if not done:
         return None
@@ -80,28 +84,33 @@ def peak_tokens_per_s(done: Sequence[RequestRecord]) -> float | None:
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """Most requests in flight at one moment, from sending to the end; without an end, to that of the run."""
+    """Return the most requests in flight at any moment, from sending to the end.
+
+    A request without an end counts until the end of the run.
+    """
     sent = [(record.sent_s, record.end_s) for record in records if record.sent_s is not None]
     changes = [(start, 1) for start, _ in sent] + [(end, -1) for _, end in sent if end is not None]
-    steps = [step for _, step in sorted(changes)]  # at equal times ends come first
+    # At equal times sorting puts ends (-1) before starts (+1).
+    steps = [step for _, step in sorted(changes)]
     return int(np.cumsum(steps).max()) if steps else 0
 
 
 def _goodput(
     done: Sequence[RequestRecord], failed: int, duration_s: float, goodput: Mapping[str, float]
 ) -> dict[str, float | None]:
-    """A failed request violates every objective: users had no answer. All None without objectives."""
+    """Return the figures of goodput, all None without objectives; a failed request violates every objective."""
     if not goodput:
         return dict.fromkeys(("request_goodput", "goodput", "slo_attainment", "slo_violation_rate"))
     return goodput_figures(sum(is_good(record, goodput) for record in done), len(done) + failed, duration_s)
 
 
 def goodput_figures(good: int, count: int, duration_s: float) -> dict[str, float | None]:
-    """Of `count` requests in so many seconds, of which `good` met all objectives."""
+    """Return the goodput and the SLO attainment of `count` requests, of which `good` met all objectives."""
     attainment = good / count if count else None
     throughput = per_second(good, duration_s)
     return {
-        "request_goodput": throughput,  # good requests per second: vLLM's name, and the shorter one
+        # Good requests per second, under vLLM's name and under a shorter one.
+        "request_goodput": throughput,
         "goodput": throughput,
         "slo_attainment": attainment,
         "slo_violation_rate": None if attainment is None else 1 - attainment,
@@ -109,5 +118,5 @@ def goodput_figures(good: int, count: int, duration_s: float) -> dict[str, float
 
 
 def per_second(count: float, duration_s: float) -> float | None:
-    """A rate; None over no time."""
+    """Return `count` per second, or None if the duration is 0."""
     return count / duration_s if duration_s > 0 else None

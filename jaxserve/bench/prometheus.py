@@ -1,8 +1,8 @@
-"""Prometheus' text format, reduced to what a measurement wants: one number per series, whatever the engine's prefix.
+"""A reader of Prometheus' text format that keeps one number per series, whatever the engine.
 
-Names lose the prefixes `jaxserve_` and `vllm:`, so that series of both compare. Labels that tell instances of a server
-apart are dropped, and what they told apart is added up; shares (`..._perc`, `..._ratio`) are averaged, and of
-`plan_version` the highest counts.
+Names lose the prefixes `jaxserve_` and `vllm:`, so that series of both engines compare. Labels that distinguish
+instances of a server are dropped. Values of instances are added; shares (`..._perc`, `..._ratio`) are averaged, and of
+`plan_version` the highest is kept.
 """
 
 import math
@@ -18,24 +18,25 @@ PREFIXES = ("jaxserve_", "vllm:")
 INSTANCE_LABELS = frozenset({"model_name", "engine", "instance"})
 SHARES = ("_perc", "_ratio")
 HIGHEST = frozenset({"plan_version"})
-MEANS = frozenset({"iteration_seconds", "time_to_first_token_seconds"})  # sum and count are values: means in between
+# Histograms whose sum and count become values too, so that means between two scrapes can be computed.
+WITH_SUM_AND_COUNT = frozenset({"iteration_seconds", "time_to_first_token_seconds"})
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Cumulative buckets {upper bound: observations up to it}, and the sum of all observations."""
+    """A histogram: cumulative buckets {upper bound: observations up to it}, and the sum of all observations."""
 
     buckets: Mapping[float, float]
     total: float
 
     @property
     def count(self) -> float:
-        """How many observations."""
+        """The number of observations."""
         return self.buckets.get(math.inf, 0.0)
 
     @property
     def mean(self) -> float | None:
-        """Exact; None without observations."""
+        """The exact mean, or None without observations."""
         return self.total / self.count if self.count else None
 
     def __add__(self, other: Self) -> "Histogram":
@@ -45,7 +46,10 @@ class Histogram:
         return self._combined(other, -1)
 
     def quantile(self, q: float) -> float | None:
-        """As Prometheus' `histogram_quantile`: linear within a bucket; beyond the last bound, that bound."""
+        """Return a quantile as Prometheus' `histogram_quantile`: linear within a bucket.
+
+        The last finite bound is the largest value returned. None without observations.
+        """
         if not self.count:
             return None
         rank, lower, below = q * self.count, 0.0, 0.0
@@ -63,17 +67,18 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Scrape:
-    """One look at a server: gauges and counters by `name{label="value"}`, histograms by name."""
+    """One sample of a server's metrics: values by `name{label="value"}`, and histograms by name."""
 
     values: Mapping[str, float]
     histograms: Mapping[str, Histogram]
 
 
 def parse(text: str, *, histograms: bool = True) -> Scrape:
-    """Reads a page of metrics. `histograms=False` skips their many lines, which take most of the time.
+    """Read a page of metrics. `histograms=False` skips histograms, whose many lines take most of the time.
 
-    Of a page that has one of the known prefixes the rest is left out: figures of the process and of its web server.
-    Raises ValueError if it is no such page.
+    If any name has a known prefix, all other names are left out: they describe the process and its web server.
+
+    Raises ValueError if the text is not a page of metrics.
     """
     if not histograms:
         text = "\n".join(line for line in text.splitlines() if "_bucket{" not in line) + "\n"
@@ -85,15 +90,15 @@ def parse(text: str, *, histograms: bool = True) -> Scrape:
         if family.type in ("gauge", "counter", "unknown"):
             _add_values(values, family.samples)
         elif family.type == "histogram":
-            if _short(family.name) in MEANS:
+            if _short(family.name) in WITH_SUM_AND_COUNT:
                 _add_values(values, [s for s in family.samples if s.name.endswith(("_sum", "_count"))])
             if histograms:
                 found[_short(family.name)] = _histogram(family)
-    return Scrape({key: _together(key, parts) for key, parts in values.items()}, found)
+    return Scrape({key: _combined(key, parts) for key, parts in values.items()}, found)
 
 
 def _add_values(values: dict[str, list[float]], samples: Iterable[Sample]) -> None:
-    """Mutates `values`: adds a family's samples, several to a key where instances were told apart."""
+    """Add a family's samples to `values`: several to a key if there are several instances."""
     for sample in samples:
         if sample.name.endswith(("_created", "_info")) or not math.isfinite(sample.value):
             continue
@@ -103,7 +108,7 @@ def _add_values(values: dict[str, list[float]], samples: Iterable[Sample]) -> No
 
 
 def _histogram(family: Metric) -> Histogram:
-    """All series of a family together."""
+    """Return the sum of all series of a family."""
     buckets: dict[float, float] = {}
     total = 0.0
     for sample in family.samples:
@@ -115,7 +120,7 @@ def _histogram(family: Metric) -> Histogram:
     return Histogram(buckets, total)
 
 
-def _together(key: str, parts: Iterable[float]) -> float:
+def _combined(key: str, parts: Iterable[float]) -> float:
     parts, name = list(parts), key.partition("{")[0]
     if name in HIGHEST:
         return max(parts)

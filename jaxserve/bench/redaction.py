@@ -1,4 +1,4 @@
-"""Keys, tokens and passwords never reach a result: what is saved of a command or a configuration is masked here."""
+"""Masking of keys, tokens and passwords in the commands and configurations that results contain."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _INSIDE = (
 
 
 def masked_command(command: Sequence[str]) -> list[str]:
-    """The arguments with the values of options like --api-key replaced by ***, also within quoted arguments."""
+    """Return the arguments with the values of options like --api-key masked, also inside quoted arguments."""
     masked: list[str] = []
     secret_follows = False
     for argument in command:
@@ -29,7 +29,7 @@ def masked_command(command: Sequence[str]) -> list[str]:
 
 
 def masked(value: Any) -> Any:
-    """A configuration of mappings, lists and text, masked by the names of its keys and by what its text looks like."""
+    """Return a configuration of mappings, lists and text, masked by the names of keys and by patterns in text."""
     if isinstance(value, Mapping):
         return {key: MASK if item and _KEY.fullmatch(str(key)) else masked(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -38,12 +38,12 @@ def masked(value: Any) -> Any:
 
 
 def masked_text(text: str) -> str:
-    """Text with *** in place of what follows `--api-key`, `API_KEY=`, `"api_key":`, `Bearer` or `//user:`."""
+    """Return text with *** in place of what follows `--api-key`, `API_KEY=`, `"api_key":`, `Bearer` or `//user:`."""
     for pattern in _INSIDE:
         text = pattern.sub(rf"\g<1>{MASK}", text)
     return text
 
 
 def without_key(text: str, key: str | None) -> str:
-    """Text with *** in place of a key that is known, which a server may repeat in an error."""
+    """Return text with *** in place of a known key, which a server may repeat in an error."""
     return text.replace(key, MASK) if key else text

@@ -1,4 +1,4 @@
-"""One measured run: a server, a workload, the load, and the result."""
+"""One measured run: server, workload, load, result."""
 
 import asyncio
 import datetime
@@ -18,7 +18,7 @@ from jaxserve.bench.options import ArrivalOptions, DatasetOptions, LoadOptions, 
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.result import Kind, Result, build
 from jaxserve.bench.sampler import MetricsSampler
-from jaxserve.bench.server import discover, served_vocabulary, serving, target
+from jaxserve.bench.server import discover, request_target, served_vocabulary, serving
 from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.bench.workload import Sample, Workload
 from jaxserve.bench.workload_builder import build_workload
@@ -27,7 +27,7 @@ from jaxserve.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Experiment:
-    """All that a run depends on, so that it can be run again."""
+    """All options that a run depends on, so that it can be repeated."""
 
     server: ServerOptions
     load: LoadOptions
@@ -39,30 +39,31 @@ class Experiment:
 
 
 def run_experiment(experiment: Experiment, kind: Kind, command: Sequence[str]) -> Result:
-    """Measures, and returns the result; after Ctrl-C, what there is until then. Raises `JaxserveError`.
+    """Measure a server and return the result; after Ctrl-C, a result of what was measured until then.
 
-    Raises `ConfigError` before any load is given if the options contradict each other or the server refuses a warm-up.
+    Raises ConfigError, before any load is sent, if options contradict each other or the server refuses a warm-up
+    request. Raises SpawnError if a spawned server does not start.
     """
     server, options = experiment.server, experiment.load
     check_server(server, options)
-    check_workload(experiment.dataset, experiment.arrivals, experiment.trace)  # before a server is started for it
+    check_workload(experiment.dataset, experiment.arrivals, experiment.trace)  # before any server is started
     objectives, percentiles = options.objectives(), _percentiles(options)
     as_text = (server.prompt_format or ("text" if server.is_chat else "tokens")) == "text"
     if server.is_chat and not as_text:
-        raise ConfigError("--prompt-format tokens: a chat endpoint takes text")
+        raise ConfigError("--prompt-format is tokens: a chat endpoint takes text alone")
     if server.ignore_eos is None:
         server = replace(server, ignore_eos=experiment.dataset.dataset == "trace")
     with serving(server) as base_url:
         model = discover(base_url, server)
         vocabulary = served_vocabulary(model, server)
-        to = target(base_url, model, server)
+        target = request_target(base_url, model, server)
         workload = build_workload(
             experiment.dataset, experiment.arrivals, experiment.trace, vocabulary, as_text=as_text
         )
         warmups = list(_warmups(workload, vocabulary, options.num_warmups, as_text))
-        load, series, queue = asyncio.run(_measure(to, workload, warmups, options, experiment.progress))
-    asked = {
-        "backend": "openai-chat" if to.is_chat else "openai",
+        load, series, queue = asyncio.run(_measure(target, workload, warmups, options, experiment.progress))
+    settings = {
+        "backend": "openai-chat" if target.is_chat else "openai",
         "label": experiment.label,
         "base_url": base_url,
         "model_id": model.name,
@@ -82,7 +83,7 @@ def run_experiment(experiment: Experiment, kind: Kind, command: Sequence[str]) -
         command=command,
         environment=describe_environment(),
         seed=experiment.dataset.seed,
-        target=asked,
+        target=settings,
         workload=workload.description,
         summary=summary | queue,
         records=load.records,
@@ -100,16 +101,16 @@ def run_in_turn(
     memory_gb: float | None,
     command: Sequence[str],
 ) -> Iterable[Result]:
-    """Measures servers of several configurations, label: arguments, one after the other and again, `rounds` times.
+    """Measure servers of several configurations (label: arguments) one after the other, `rounds` times.
 
-    All get the same load and the same memory. Every other round goes backwards, so that a drift of the machine meets
-    all of them alike. Yields results until the last, or until one was interrupted.
+    All get the same load and the same memory. Every other round runs in reverse order, so that a drift of the machine
+    affects all configurations alike. Yields each result, and stops after one that was interrupted.
     """
     kind: Kind = "trace" if experiment.dataset.dataset == "trace" else "serve"
     memory = "" if memory_gb is None else f" --memory-gb {memory_gb:g}"
-    for number in range(rounds):
+    for index in range(rounds):
         order = list(configurations.items())
-        for label, args in order if number % 2 == 0 else reversed(order):
+        for label, args in order if index % 2 == 0 else reversed(order):
             server = replace(experiment.server, spawn=True, serve_args=args + memory)
             labelled = replace(experiment, server=server, label=label)
             result = run_experiment(labelled, kind, command)
@@ -119,28 +120,28 @@ def run_in_turn(
 
 
 def _percentiles(options: LoadOptions) -> list[float]:
-    """Those that scripts look for, and those that were asked for. Raises `ConfigError`."""
+    """Return the percentiles that scripts look for and those that the options add."""
     return sorted({*PERCENTILES, *options.percentiles()})
 
 
 async def _measure(
-    to: Target, workload: Workload, warmups: Sequence[Sample], options: LoadOptions, progress: bool
+    target: Target, workload: Workload, warmups: Sequence[Sample], options: LoadOptions, progress: bool
 ) -> tuple[Load, dict[str, Any], dict[str, Any]]:
-    """The load, the server's series and the figures of its queue."""
-    async with Client(to) as client:
+    """Return the load, the server's series and the figures of its queue."""
+    async with Client(target) as client:
         await asyncio.gather(*(_warm_up(client, sample) for sample in warmups))
         with tqdm(total=len(workload.requests), unit="req", disable=None if progress else True) as bar:
 
             def advance(record: RequestRecord) -> None:
                 bar.update()
 
-            async def loaded() -> Load:
+            async def send_load() -> Load:
                 return await run_load(workload, client, max_concurrency=options.max_concurrency, on_progress=advance)
 
             if options.metrics_interval <= 0:
-                return await loaded(), {}, {}
-            async with MetricsSampler(to.base_url, options.metrics_interval, to.api_key) as sampler:
-                load = await loaded()
+                return await send_load(), {}, {}
+            async with MetricsSampler(target.base_url, options.metrics_interval, target.api_key) as sampler:
+                load = await send_load()
             return load, sampler.series(load.origin_s), sampler.queue_time(_percentiles(options))
 
 
@@ -148,11 +149,11 @@ async def _warm_up(client: Client, sample: Sample) -> None:
     record = RequestRecord(index=0, due_s=0.0, arrival_s=0.0, input_tokens=sample.input_tokens)
     await client.send(sample, record)
     if record.error:
-        raise ConfigError(f"the server did not answer a request for warming up: {record.error}")
+        raise ConfigError(f"the server did not answer a warm-up request: {record.error}")
 
 
 def _warmups(workload: Workload, vocabulary: Vocabulary, count: int, as_text: bool) -> Iterable[Sample]:
-    """Requests as long as the first ones, of other tokens: the prefix cache must not know what is measured."""
+    """Yield requests as long as the first ones but of other tokens, so that the prefix cache cannot help the run."""
     rng = np.random.default_rng([workload.description["seed"], 1])
     for request in workload.requests[:count]:
         n = request.sample.input_tokens
@@ -161,7 +162,7 @@ def _warmups(workload: Workload, vocabulary: Vocabulary, count: int, as_text: bo
 
 
 def _rate(experiment: Experiment, workload: Workload) -> float:
-    """Requests per second that are offered: what was asked for, or a trace's or a ramp's mean."""
+    """Return the offered requests per second: the configured rate, or the mean rate of a trace or ramp."""
     if experiment.dataset.dataset != "trace" and experiment.arrivals.ramp() is None:
         return experiment.arrivals.request_rate
     last = workload.requests[-1].arrival_s

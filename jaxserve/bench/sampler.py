@@ -1,4 +1,4 @@
-"""The server's own view of a run: its metrics, looked at now and then."""
+"""The server's own view of a run: its metrics, sampled at fixed intervals."""
 
 import asyncio
 import contextlib
@@ -11,15 +11,16 @@ import httpx
 
 from jaxserve.bench.prometheus import Scrape, parse
 
-PATIENCE_S = 10.0  # for one page; a server may be busy
+TIMEOUT_S = 10.0  # for one page, as a server may be busy
 QUEUE_TIME = "request_queue_time_seconds"
 MS = 1e3
 
 
 class MetricsSampler:
-    """Scrapes `base_url`/metrics every `interval_s` seconds. A context manager: samples while inside.
+    """A sampler that scrapes `base_url`/metrics every `interval_s` seconds.
 
-    A server without metrics, or one that does not answer in time, is no error: there is less to tell, or nothing.
+    It is a context manager and samples while inside. A server without metrics, or one that does not answer in time, is
+    not an error: its samples are missing.
     """
 
     def __init__(
@@ -31,10 +32,10 @@ class MetricsSampler:
         clock: Callable[[], float] = time.monotonic,
         on_scrape: Callable[[float, Scrape], None] | None = None,
     ):
-        """`on_scrape` gets every scrape as it comes, with its time on the clock."""
+        """`on_scrape` is called with the clock's time and the scrape, for each scrape as it arrives."""
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._url = f"{base_url.rstrip('/')}/metrics"
-        self._http = httpx.AsyncClient(headers=headers, timeout=PATIENCE_S, trust_env=False)
+        self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, trust_env=False)
         self._interval_s = interval_s
         self._clock = clock
         self._on_scrape = on_scrape
@@ -45,7 +46,7 @@ class MetricsSampler:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._first = await self._look(histograms=True)
+        self._first = await self._scrape(histograms=True)
         if self._first is not None:
             self._task = asyncio.create_task(self._sample())
         return self
@@ -55,12 +56,15 @@ class MetricsSampler:
     ) -> None:
         if self._task is not None:
             self._stop.set()
-            await self._task  # a scrape under way is not lost
-            self._last = await self._look(histograms=True)
+            await self._task  # which completes a scrape under way
+            self._last = await self._scrape(histograms=True)
         await self._http.aclose()
 
     def series(self, origin_s: float = 0.0) -> dict[str, list[float | None]]:
-        """{"t": seconds since `origin_s` on the clock, name: a value for each t, None where it was not there yet}."""
+        """Return {"t": times, name: values}, with times in seconds since `origin_s` on the clock.
+
+        Each list of values has one entry per time, None where the series did not exist yet.
+        """
         if not self._scrapes:
             return {}
         names = dict.fromkeys(name for _, scrape in self._scrapes for name in scrape.values)
@@ -68,10 +72,10 @@ class MetricsSampler:
         return series | {name: [scrape.values.get(name) for _, scrape in self._scrapes] for name in names}
 
     def queue_time(self, percentiles: Sequence[float] = (90.0, 95.0, 99.0)) -> dict[str, Any]:
-        """mean_, median_ and pXX_queue_ms of the requests that ended between the first scrape and the last.
+        """Return mean_, median_ and pXX_queue_ms of the requests that ended between the first and the last scrape.
 
-        The mean is exact, the others are interpolated within the server's buckets. Empty if the server has no such
-        histogram.
+        The mean is exact; the other figures are interpolated within the server's buckets. Empty if the server has no
+        such histogram.
         """
         if self._first is None or self._last is None or QUEUE_TIME not in self._last.histograms:
             return {}
@@ -90,10 +94,10 @@ class MetricsSampler:
                 await asyncio.wait_for(self._stop.wait(), due - self._clock())
             if self._stop.is_set():
                 return
-            await self._look(histograms=False)
+            await self._scrape(histograms=False)
 
-    async def _look(self, *, histograms: bool) -> Scrape | None:
-        """One scrape, kept with the middle of the time it took."""
+    async def _scrape(self, *, histograms: bool) -> Scrape | None:
+        """Scrape once and keep the result with the middle of the time that the scrape took."""
         start = self._clock()
         try:
             answer = await self._http.get(self._url)

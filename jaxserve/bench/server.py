@@ -1,4 +1,4 @@
-"""The server that is measured: started if asked to, and what it says of itself."""
+"""The measured server: starting it if the options say so, and what it reports about its model."""
 
 import contextlib
 import json
@@ -18,13 +18,13 @@ from jaxserve.bench.vocabulary import Vocabulary
 from jaxserve.core.errors import ConfigError, JaxserveError
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-NO_LIST = (404, 405, 501)  # statuses of a server that does not know /v1/models
+NO_MODEL_LIST = (404, 405, 501)  # statuses of servers without /v1/models
 UNAUTHORIZED = ("HTTP 401", "HTTP 403")
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a server says of the model it serves; `root` is where the model came from, if it tells."""
+    """A served model as the server describes it; `root` (if known) is where it was loaded from."""
 
     name: str
     root: str | None
@@ -33,7 +33,7 @@ class ServedModel:
 
 @contextlib.contextmanager
 def serving(server: ServerOptions) -> Iterator[str]:
-    """The base URL of the server to measure; one that was spawned is stopped at the end."""
+    """Yield the base URL of the server to measure, and stop the server at the end if it was spawned."""
     if not server.spawn:
         yield server.url.rstrip("/").removesuffix("/v1")
         return
@@ -44,15 +44,16 @@ def serving(server: ServerOptions) -> Iterator[str]:
 
 
 def discover(base_url: str, server: ServerOptions) -> ServedModel:
-    """Asks the server for its model. Raises `ConfigError` if there is no answer, or not the model asked for.
+    """Ask the server for its model and return it.
 
-    A server that has no list is believed to serve the model asked for.
+    A server without a list of models is assumed to serve the requested model. Raises ConfigError if there is no answer,
+    or if the requested model is not served.
     """
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     where = masked_text(base_url)
     try:
         answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30, trust_env=False)
-        if answer.status_code in NO_LIST and server.model:
+        if answer.status_code in NO_MODEL_LIST and server.model:
             return ServedModel(server.model, None, None)
         if answer.status_code != OK:
             raise ValueError(refusal(answer.status_code, answer.content))
@@ -60,18 +61,21 @@ def discover(base_url: str, server: ServerOptions) -> ServedModel:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = on_one_line(without_key(masked_text(str(error)), server.api_key)) or type(error).__name__
         hint = " (--api-key)" if reason.startswith(UNAUTHORIZED) else ""
-        raise ConfigError(f"{where}/v1/models gave no list of models: {reason}{hint}") from error
+        raise ConfigError(f"{where}/v1/models returned no list of models: {reason}{hint}") from error
     if not models:
-        raise ConfigError(f"{where} serves no model")
+        raise ConfigError(f"{where} serves no models")
     for model in models:
         if server.model in (None, model.name):
             return model
     names = ", ".join(model.name for model in models)
-    raise ConfigError(f"{where} does not serve {server.model!r} (--model); it serves: {names}")
+    raise ConfigError(f"{where} does not serve model {server.model!r}: choose from {names} (--model)")
 
 
-def target(base_url: str, model: ServedModel, server: ServerOptions) -> Target:
-    """What every request of the run says. Raises `ConfigError` when --extra-body is no JSON object."""
+def request_target(base_url: str, model: ServedModel, server: ServerOptions) -> Target:
+    """Return the target of all requests of a run.
+
+    Raises ConfigError if --extra-body is not a JSON object.
+    """
     try:
         extra = json.loads(server.extra_body)
     except ValueError as error:
@@ -90,10 +94,14 @@ def target(base_url: str, model: ServedModel, server: ServerOptions) -> Target:
 
 
 def served_vocabulary(model: ServedModel, server: ServerOptions) -> Vocabulary:
-    """The tokenizer that prompts are made with. Raises `ConfigError` when nothing says which."""
+    """Return the tokenizer to make prompts with: --tokenizer, or what the server says its model is.
+
+    Raises ConfigError if no tokenizer is found.
+    """
     candidates = [server.tokenizer] if server.tokenizer else [model.name, model.root]
     if server.spawn and not server.tokenizer:
-        candidates = [*shlex.split(server.serve_args)[:1], *candidates]  # MODEL, if the arguments begin with it
+        # The arguments may begin with MODEL.
+        candidates = [*shlex.split(server.serve_args)[:1], *candidates]
     problems = []
     for candidate in dict.fromkeys(candidates):
         if candidate and not candidate.startswith("-"):
@@ -101,4 +109,4 @@ def served_vocabulary(model: ServedModel, server: ServerOptions) -> Vocabulary:
                 return Vocabulary.load(candidate)
             except JaxserveError as error:
                 problems.append(str(error))
-    raise ConfigError(f"no tokenizer to make prompts with (--tokenizer): {'; '.join(problems)}")
+    raise ConfigError(f"found no tokenizer to make prompts with: {'; '.join(problems)} (--tokenizer)")

@@ -1,4 +1,4 @@
-"""A server in a process of its own, for the time of a measurement."""
+"""A server in its own process, for the duration of a measurement."""
 
 import contextlib
 import re
@@ -16,28 +16,29 @@ from jaxserve.core.errors import JaxserveError
 SERVE = (sys.executable, "-m", "jaxserve.cli.main", "serve")
 READY = re.compile(r"is ready: .* at (https?://\S+)\s")
 POLL_S = 0.05
-GRACE_S = 20.0  # to end after SIGTERM; then SIGKILL
+GRACE_S = 20.0  # between SIGTERM and SIGKILL
 TAIL_LINES = 20
 
 
 class SpawnError(JaxserveError):
-    """The server ended, or was not ready in time; the message holds the end of its log."""
+    """The server ended, or was not ready in time. The message holds the end of its log."""
 
 
 @contextlib.contextmanager
 def spawned(
     args: Sequence[str], *, timeout_s: float, log_path: Path | None = None, command: Sequence[str] = SERVE
 ) -> Iterator[str]:
-    """The base URL of a `jaxserve serve args...` on a free port, which ends with the context.
+    """Start `jaxserve serve args...` on a free port, yield its base URL, and stop it at the end.
 
-    Its output goes to `log_path`, or to a file that is removed. Raises SpawnError if it is not ready in `timeout_s`.
+    Its output goes to `log_path`, by default to a temporary file. Raises SpawnError if the server is not ready within
+    `timeout_s`.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_sigterm_is_an_exit())
+        stack.enter_context(_sigterm_raises_system_exit())
         if log_path is None:
             log_path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxserve-"))) / "server.log"
         log = stack.enter_context(log_path.open("wb"))
-        # A session of its own: Ctrl-C is for the client, which then ends the server after its last look at it.
+        # In its own session, so that Ctrl-C reaches only the client, which samples the server once more and stops it.
         process = subprocess.Popen(
             [*command, *args, "--port", "0"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
@@ -46,8 +47,8 @@ def spawned(
 
 
 @contextlib.contextmanager
-def _sigterm_is_an_exit() -> Iterator[None]:
-    """Has SIGTERM end the program by an exception, so that the server ends too; but for a program that handles it."""
+def _sigterm_raises_system_exit() -> Iterator[None]:
+    # By an exception, so that the server is stopped too. A program that handles SIGTERM itself keeps its handler.
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -63,10 +64,11 @@ def _sigterm_is_an_exit() -> Iterator[None]:
 
 
 def _when_ready(process: subprocess.Popen[bytes], log_path: Path, timeout_s: float) -> str:
-    """Waits for the line in which the server says where it is. Raises SpawnError."""
+    """Wait for the log line that contains the server's address, and return the address. Raises SpawnError."""
     deadline = time.monotonic() + timeout_s
     while True:
-        status = process.poll()  # before the log is read: what is there then is all there will be
+        # Before the log is read: a process that has ended writes nothing more.
+        status = process.poll()
         if ready := READY.search(_text(log_path)):
             return ready[1]
         if status is not None:
@@ -77,9 +79,9 @@ def _when_ready(process: subprocess.Popen[bytes], log_path: Path, timeout_s: flo
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL if that does not help, or if a second Ctrl-C ends the wait."""
     try:
-        process.terminate()  # in here already: the second Ctrl-C may come before the wait has begun
+        # Inside the try: a second Ctrl-C may arrive before the wait begins, and then the process is killed.
+        process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
     finally:
@@ -92,4 +94,4 @@ def _text(log_path: Path) -> str:
 
 
 def _tail(log_path: Path) -> str:
-    return "\n".join(_text(log_path).splitlines()[-TAIL_LINES:]) or "(it printed nothing)"
+    return "\n".join(_text(log_path).splitlines()[-TAIL_LINES:]) or "(its log is empty)"

@@ -1,6 +1,6 @@
-"""The table at the end of a run, as users of `vllm bench serve` know it; an offline measurement's rows as they are.
+"""The table at the end of a run, in the form of `vllm bench serve`, and tables of offline measurements.
 
-In a terminal it is a rich table; into a file or a pipe goes plain text with the same labels, one value per line.
+A terminal gets a rich table. A file or pipe gets plain text with the same labels, one value per line.
 """
 
 from collections import Counter
@@ -52,7 +52,7 @@ class Section:
 def sections(
     result: Mapping[str, Any], metrics: Sequence[str] = METRICS, percentiles: Sequence[float] = PERCENTILES
 ) -> list[Section]:
-    """Totals, then one section per metric; what the result has no value for is left out."""
+    """Return the totals and one section per metric, leaving out what the result has no value for."""
     totals = tuple((name, _number(result[key], digits)) for name, key, digits in TOTALS if _is_number(result.get(key)))
     found = [Section("Serving Benchmark Result", totals)]
     for metric in metrics:
@@ -68,27 +68,27 @@ def sections(
 
 
 def statistics(metric: str, percentiles: Iterable[float] = PERCENTILES) -> list[tuple[str, str]]:
-    """Name and key of a metric's statistics: ("Mean", "mean_ttft_ms"), ..., ("P99", "p99_ttft_ms"), ..."""
+    """Return name and key of a metric's statistics: ("Mean", "mean_ttft_ms"), ..., ("P99", "p99_ttft_ms"), ..."""
     pairs = [("Mean", "mean"), ("Median", "median")]
     pairs += [(f"P{percentile:g}", f"p{percentile:g}") for percentile in percentiles]
     return [(name, f"{key}_{metric}_ms") for name, key in [*pairs, ("Max", "max")]]
 
 
 def remarks(result: Mapping[str, Any]) -> list[str]:
-    """What one must know to trust the numbers: failures by reason, an interrupted run, a client that fell behind."""
-    said = []
+    """Return remarks on how far to trust the numbers: failures by reason, interruption, a client that fell behind."""
+    lines = []
     reasons = Counter(error for error in result.get("errors") or () if error)
     for reason, count in reasons.most_common(MAX_REASONS):
-        said.append(f"{count} failed: {reason}")
+        lines.append(f"{count} failed: {reason}")
     if len(reasons) > MAX_REASONS:
-        said.append(f"and {len(reasons) - MAX_REASONS} other reasons")
+        lines.append(f"and {len(reasons) - MAX_REASONS} other reasons")
     if result.get("interrupted"):
-        unfinished = f"{result.get('unfinished') or 0} requests had not ended and are in no number"
-        said.append(f"interrupted: {'there are no further rows' if 'rows' in result else unfinished}")
+        unfinished = f"{result.get('unfinished') or 0} unfinished requests are not counted"
+        lines.append(f"interrupted: {'the remaining rows are missing' if 'rows' in result else unfinished}")
     client = result.get("client") or {}
     if client.get("saturated"):
-        said.append(client.get("warning") or "the client itself fell behind")
-    return said
+        lines.append(client.get("warning") or "the client fell behind")
+    return lines
 
 
 def print_result(
@@ -98,7 +98,7 @@ def print_result(
     percentiles: Sequence[float] = PERCENTILES,
     console: Console | None = None,
 ) -> None:
-    """Prints a result: its rows if it has some, else totals and latencies; then the remarks."""
+    """Print a result's rows if it has any, else its totals and latencies, and then the remarks."""
     console = console or Console(highlight=False)
     if "rows" in result:
         print_rows(result["rows"], console)
@@ -109,18 +109,18 @@ def print_result(
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Prints flat dicts as a table: a column for every key, in the order in which keys appear; nothing if empty."""
+    """Print flat dicts as a table, with a column for each key in order of appearance; print nothing if empty."""
     columns = columns_of(rows)
     if columns:
         print_grid(columns, [[cell(row.get(column)) for column in columns] for row in rows], console)
 
 
 def print_grid(columns: Sequence[str], lines: Sequence[Sequence[str]], console: Console) -> None:
-    """Prints cells in columns, all but the first to the right; plain text is never cut or wrapped."""
+    """Print cells in columns, all but the first aligned to the right. Plain text is never cut or wrapped."""
     if console.is_terminal:
         table = Table(box=box.SIMPLE_HEAD)
-        for number, column in enumerate(columns):
-            table.add_column(column, justify="right" if number else "left", overflow="fold")
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="right" if index else "left", overflow="fold")
         for line in lines:
             table.add_row(*line)
         console.print(table, markup=False)
@@ -128,19 +128,19 @@ def print_grid(columns: Sequence[str], lines: Sequence[Sequence[str]], console: 
     widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
     for line in (columns, *lines):
         first, *others = (
-            text.rjust(width) if number else text.ljust(width)
-            for number, (text, width) in enumerate(zip(line, widths, strict=True))
+            text.rjust(width) if index else text.ljust(width)
+            for index, (text, width) in enumerate(zip(line, widths, strict=True))
         )
         _write("  ".join([first, *others]).rstrip(), console)
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Every key of any row, in the order in which they appear."""
+    """Return all keys of the rows, in order of appearance."""
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
 def cell(value: Any) -> str:
-    """A value as it stands in a table: floats to 2 decimals, small ones to 3 digits, nothing as "-"."""
+    """Return a value as a table shows it: floats with 2 decimals, small floats with 3 digits, and "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, float):

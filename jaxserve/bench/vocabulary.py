@@ -1,4 +1,4 @@
-"""Prompts of a wanted length for any model, from its tokenizer alone. Imports no JAX."""
+"""Random prompts of a chosen length for any model, made from its tokenizer alone."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,13 +12,13 @@ from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import CheckpointError, ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 
-MAX_PROMPT_TOKENS = 100_000_000  # of a prompt: no model takes more, and no memory
-TOKENIZER = "tokenizer.json"  # a model's, on the hub
-ROUNDS = 10  # of adjusting a text's length; more than three are rare
+MAX_PROMPT_TOKENS = 100_000_000  # more fit neither a model nor memory
+TOKENIZER = "tokenizer.json"  # file name on the hub
+MAX_ADJUSTMENTS = 10  # of a text's length; more than three are rare
 
 
 class Vocabulary:
-    """A tokenizer seen as a source of random prompts."""
+    """A tokenizer as a source of random prompts."""
 
     def __init__(self, tokenizer: Tokenizer, name: str):
         self.name = name
@@ -27,9 +27,9 @@ class Vocabulary:
 
     @classmethod
     def load(cls, source: str | Path | None = None) -> "Vocabulary":
-        """From a folder, a tokenizer.json, the bundled model's name (the default) or a name on Hugging Face's hub.
+        """Load from a folder, a tokenizer.json, the bundled model's name (the default) or a name on Hugging Face's hub.
 
-        Raises ConfigError when `source` is none of them, or the hub cannot be reached.
+        Raises ConfigError if `source` is none of these, or if the hub cannot be reached.
         """
         if source is None:
             source = bundled_model_path()
@@ -42,46 +42,47 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Tokens that a random prompt is drawn from."""
+        """The number of tokens that random prompts are drawn from."""
         return len(self._ids)
 
     def random_ids(self, rng: np.random.Generator, n: int) -> tuple[int, ...]:
-        """`n` token ids, each drawn from all that stand for text: no special and no added token."""
+        """Return `n` random token ids, drawn from all that stand for text: neither special nor added tokens."""
         return _drawn(self._ids, rng, n)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return self._tokenizer.decode(token_ids)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The token ids of a text, with those that a server puts around a prompt unless `special` is False."""
+        """Return the token ids of a text, with those that a server adds to a prompt unless `special` is False."""
         return self._tokenizer.encode(text, add_special_tokens=special)
 
     def text_of_length(
         self, rng: np.random.Generator, n: int, *, head: str = "", head_tokens: int | None = None
     ) -> tuple[str, int]:
-        """Random text that encodes to `n` tokens, special ones included, and the number that it really encodes to.
+        """Return random text of `n` tokens, special tokens included, and the number of tokens it really encodes to.
 
-        The text begins with `head`, of about `head_tokens` tokens if that is known. Tokens put side by side as text
-        are often not the ones that it encodes to, so the end is cut or made longer until the number is right; with
-        some tokenizers it never is.
+        The text begins with `head`, which has about `head_tokens` tokens if that is known. The text of tokens joined
+        together often encodes to other tokens, so the end is cut or extended until the number is right. With some
+        tokenizers it never is.
         """
         if not head:
             return self._adjusted(rng, "", self._more(rng, max(n - self.num_special, 0)), n)
         missing = n - (len(self.encode(head)) if head_tokens is None else head_tokens)
         if missing <= 0:
             return head, len(self.encode(head))
-        tail = self.continuation(rng, missing).removeprefix(" ")  # to begin with what is right but for where they meet
+        # The tail has the right length but for tokens where head and tail meet.
+        tail = self.continuation(rng, missing).removeprefix(" ")
         body, count = self._adjusted(rng, f"{head} ", self.encode(tail, special=False), n)
         return f"{head} {body}", count
 
     def continuation(self, rng: np.random.Generator, n: int) -> str:
-        """Random text that adds about `n` tokens to a text. It begins with a space, so that words do not meld."""
+        """Return random text that adds about `n` tokens to a text. It begins with a space, so that words stay apart."""
         return f" {self._adjusted(rng, ' ', self._more(rng, n), n + self.num_special)[0]}"
 
     def _adjusted(self, rng: np.random.Generator, front: str, ids: Sequence[int], n: int) -> tuple[str, int]:
-        """Text that begins with that of `ids` and makes `front` one of `n` tokens, and the number it really makes."""
-        for left in range(ROUNDS, -1, -1):
+        """Return text made from `ids` with which `front` has `n` tokens, and the number it really has."""
+        for left in range(MAX_ADJUSTMENTS, -1, -1):
             text = self.text(ids)
             count = len(self.encode(front + text))
             if count == n or not left or (count > n and not ids):
@@ -99,16 +100,16 @@ class Vocabulary:
 
     @cached_property
     def _textual_ids(self) -> NDArray[np.object_]:
-        """Ids whose text is whole characters that can be seen: the rest rarely survives being encoded again."""
+        """Ids whose text is whole, printable characters; the text of other ids rarely encodes to the same ids again."""
         textual = [id for id in self._ids if (text := self._tokenizer.token(id)).isprintable() and "\ufffd" not in text]
         return np.array(textual, dtype=object) if textual else self._ids
 
 
 def _drawn(ids: NDArray[np.object_], rng: np.random.Generator, n: int) -> tuple[int, ...]:
-    """From an array of Python's own integers, so that millions of tokens in prompts share them."""
+    """Draw from an array of Python integers, which millions of prompt tokens then share."""
     if not 0 <= n <= MAX_PROMPT_TOKENS:
         raise ConfigError(
-            f"a prompt of {n} tokens cannot be made: the limit is {MAX_PROMPT_TOKENS} (--input-len, --clip-lengths)"
+            f"a prompt of {n} tokens is too long: the limit is {MAX_PROMPT_TOKENS} (--input-len, --clip-lengths)"
         )
     return tuple(ids[rng.integers(len(ids), size=n)])
 
@@ -116,26 +117,28 @@ def _drawn(ids: NDArray[np.object_], rng: np.random.Generator, n: int) -> tuple[
 def _bundled() -> Path | None:
     try:
         return bundled_model_path()
-    except CheckpointError:  # an installation without one
+    except CheckpointError:
+        # Some installations have no bundled model.
         return None
 
 
 def _from_hub(name: str, bundled: Path | None) -> Tokenizer:
-    also = f", nor the bundled model ({bundled.name})" if bundled else ""
-    missing = f"there is no tokenizer {name!r}: it is no folder and no file{also}"
+    also = f" or {bundled.name} (the bundled model)" if bundled else ""
+    missing = f"unknown tokenizer {name!r}: give a folder, a tokenizer.json, a name on Hugging Face's hub{also}"
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"{missing} (--tokenizer)")
     try:
         return Tokenizer(HfTokenizer.from_file(_hub_file(name)))
-    except Exception as error:  # whatever the hub's client raises
+    except Exception as error:
+        # The hub's client raises many types of error.
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{missing}, and Hugging Face's hub did not give it: {reason} (--tokenizer)") from error
+        raise ConfigError(f"{missing}; the hub did not provide it: {reason} (--tokenizer)") from error
 
 
 def _hub_file(name: str) -> str:
-    """The path of a model's tokenizer.json, from the hub or, where the hub does not give it, from its client's cache.
+    """Return the path of a model's tokenizer.json, from the hub or else from the cache of the hub's client.
 
-    The hub is asked once first: the download itself would try to reach it for half a minute.
+    The hub is asked once first, because a download would try to reach it for half a minute.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 

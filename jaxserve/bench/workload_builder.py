@@ -1,4 +1,4 @@
-"""From options to a workload: which dataset or trace, how long, and when."""
+"""Building a workload from options: which dataset or trace, how long the prompts, and when they arrive."""
 
 from typing import Any
 
@@ -32,25 +32,31 @@ INPUT_LEN, OUTPUT_LEN, PREFIX_LEN = 512, 128, 256
 
 
 def build_workload(
-    dataset: DatasetOptions, when: ArrivalOptions, trace: TraceOptions, vocabulary: Vocabulary, *, as_text: bool
+    dataset: DatasetOptions, arrival: ArrivalOptions, trace: TraceOptions, vocabulary: Vocabulary, *, as_text: bool
 ) -> Workload:
-    """The requests that the options ask for; the same options and seed give the same ones. Raises `ConfigError`."""
-    check_workload(dataset, when, trace)
+    """Return the requests that the options describe; equal options and seeds give equal requests.
+
+    Raises ConfigError if the options do not make sense together.
+    """
+    check_workload(dataset, arrival, trace)
     rng = np.random.default_rng(dataset.seed)
-    about = {"dataset": dataset.dataset, "seed": dataset.seed, "as_text": as_text}
+    summary = {"dataset": dataset.dataset, "seed": dataset.seed, "as_text": as_text}
     if dataset.dataset == "trace":
         scaled = scaled_trace(trace, rng)
         samples = trace_samples(scaled, vocabulary, rng, as_text=as_text)
-        return Workload.of(samples, scaled.arrival_s, about | scaled.description())
+        return Workload.of(samples, scaled.arrival_s, summary | scaled.description())
     samples, description = _samples(dataset, vocabulary, rng, as_text)
-    times = arrivals(len(samples), when.request_rate, when.burstiness, rng, ramp_up(when.ramp()))
-    return Workload.of(samples, times, about | description | {"ramp_up": when.ramp()})
+    times = arrivals(len(samples), arrival.request_rate, arrival.burstiness, rng, ramp_up(arrival.ramp()))
+    return Workload.of(samples, times, summary | description | {"ramp_up": arrival.ramp()})
 
 
 def scaled_trace(options: TraceOptions, rng: np.random.Generator) -> Trace:
-    """The trace that is asked for, read or generated, after every scaling in the order of the options."""
+    """Return the trace that the options name, read or generated, after all scalings in the order of the options.
+
+    Raises ConfigError if a trace cannot be read or a scaling is out of range.
+    """
     if (options.trace is None) == (options.synthetic is None):
-        raise ConfigError("which trace: give a file (--trace), or the profile of a generated one (--synthetic)")
+        raise ConfigError("give the file of a trace (--trace), or the profile of a generated one (--synthetic)")
     if options.trace is not None:
         trace = load_trace(options.trace)
     else:
@@ -75,13 +81,13 @@ def scaled_trace(options: TraceOptions, rng: np.random.Generator) -> Trace:
 def _samples(
     options: DatasetOptions, vocabulary: Vocabulary, rng: np.random.Generator, as_text: bool
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """The samples of a dataset, and what the result says of them."""
+    """Return the samples of a dataset, and what the result says about them."""
     n = options.num_prompts
     if n < 1:
-        raise ConfigError(f"the number of prompts is {n}, but must be at least 1 (--num-prompts)")
+        raise ConfigError(f"the number of prompts is {n}: it must be at least 1 (--num-prompts)")
     if options.dataset == "sharegpt":
         if options.dataset_path is None:
-            raise ConfigError("which conversations: give a JSON or JSONL file (--dataset-path)")
+            raise ConfigError("sharegpt needs conversations: give a JSON or JSONL file (--dataset-path)")
         length = None if options.output_len is None else _fixed(options.output_len, "--output-len")
         facts = {"dataset_path": str(options.dataset_path), "output_len": length}
         path = options.dataset_path
@@ -104,18 +110,21 @@ def _samples(
 
 
 def lengths(text: str | None, default: int, range_ratio: float) -> Lengths:
-    """From an option's text. A number takes the range ratio, a distribution says it all itself. Raises ConfigError."""
+    """Return the lengths that an option's text describes; `range_ratio` applies to a plain number alone.
+
+    Raises ConfigError.
+    """
     text = str(default) if text is None else text
     if text.isdecimal():
         return Lengths.around(int(text), range_ratio)
     if range_ratio:
-        raise ConfigError(f"--range-ratio is for a plain number of tokens, not for {text!r}")
+        raise ConfigError(f"--range-ratio applies to a plain number of tokens, not to {text!r}")
     return Lengths.parse(text)
 
 
 def _fixed(text: str, option: str) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"{option} {text!r}: this dataset takes one number of tokens")
+        raise ConfigError(f"{option} is {text!r}: this dataset takes one number of tokens")
     return int(text)
 
 
@@ -126,11 +135,14 @@ def _pair(text: str, separator: str, kind: type, form: str) -> tuple[Any, Any]:
             return kind(first), kind(second)
     except ValueError:
         pass
-    raise ConfigError(f"{text!r} is not of the form {form}")
+    raise ConfigError(f"{text!r} does not have the form {form}")
 
 
 def ramp_up(text: str | None) -> RampUp | None:
-    """From "linear:1:10" or "exponential:1:10", in requests per second. Raises ConfigError."""
+    """Return the ramp-up in text such as "linear:1:10" or "exponential:1:10" (requests per second).
+
+    Raises ConfigError if the text has another form.
+    """
     if text is None:
         return None
     strategy, _, rates = text.partition(":")

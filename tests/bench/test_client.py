@@ -117,7 +117,7 @@ def test_no_tokens_are_no_tokens_if_the_server_says_so(text):
 
     (record,), _ = ask(script)
     assert (record.output_tokens, record.chunk_times_s) == (0, [])
-    assert record.error == "the stream brought no tokens"
+    assert record.error == "the stream contained no tokens"
 
 
 def test_a_finish_reason_ends_an_answer_too():
@@ -317,7 +317,7 @@ async def _no_tokens(exchange):
         (_malformed, 'malformed event: {"choices": [{"te'),
         (_odd_json, 'malformed event: {"choices": "none"}'),
         (_no_end, "the stream ended without [DONE] or a finish_reason"),
-        (_no_tokens, "the stream brought no tokens"),
+        (_no_tokens, "the stream contained no tokens"),
         (_close_midway, "connection closed before the answer was complete"),
     ],
 )
@@ -439,7 +439,7 @@ def test_an_answer_in_one_piece_is_told_as_that():
     async def whole(exchange: Exchange) -> None:
         await exchange.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
 
-    assert error_of(whole) == "the answer is no stream of events: application/json"
+    assert error_of(whole) == "the answer is not a stream of events: application/json"
 
 
 @pytest.mark.parametrize("usage", ["many", [1], {"prompt_tokens": -5, "completion_tokens": "many"}, {"x": 1}])

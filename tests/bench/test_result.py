@@ -100,7 +100,7 @@ def test_an_unlabelled_result_is_called_after_its_file(tmp_path: Path):
         ("", "not valid JSON"),
         ("[1, 2]", "not a result"),
         ('{"completed": 3}', "no schema_version"),
-        ('{"schema_version": 99}', "schema version 99; this jaxserve reads 1"),
+        ('{"schema_version": 99}', "schema version 99: this jaxserve reads 1"),
     ],
 )
 def test_other_files_are_refused_by_name(tmp_path: Path, content: str, complaint: str):

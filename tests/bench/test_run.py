@@ -316,8 +316,8 @@ def listing(status: int, body: bytes) -> Script:
     [
         (401, b'{"error": {"message": "no such key: s3cret"}}', "HTTP 401: no such key: *** (--api-key)"),
         (200, b'{"data": []}', "serves no model"),
-        (200, b'{"data": [{"name": "x"}]}', "gave no list of models"),
-        (200, b"<html>", "gave no list of models"),
+        (200, b'{"data": [{"name": "x"}]}', "returned no list of models"),
+        (200, b"<html>", "returned no list of models"),
         (404, b"", "HTTP 404"),
     ],
 )

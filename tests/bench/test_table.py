@@ -52,9 +52,9 @@ def test_failures_are_told_by_reason_with_the_commonest_first():
 
 
 def test_an_interrupted_run_and_a_saturated_client_are_told():
-    client = {"saturated": True, "warning": "the client itself fell behind: 7 of 10 requests sent late"}
+    client = {"saturated": True, "warning": "the client fell behind: 7 of 10 requests sent late"}
     text = printed({"interrupted": True, "unfinished": 3, "client": client})
-    assert "interrupted: 3 requests had not ended" in text
+    assert "interrupted: 3 unfinished requests are not counted" in text
     assert "7 of 10 requests sent late" in text
     assert remarks({"interrupted": False, "client": {"saturated": False, "warning": None}}) == []
 
@@ -76,4 +76,4 @@ def test_brackets_in_a_result_are_text_and_no_markup():
 
 def test_an_offline_measurement_that_was_interrupted_before_its_first_row_says_only_that():
     text = printed({"kind": "startup", "rows": [], "interrupted": True})
-    assert text == "interrupted: there are no further rows\n"
+    assert text == "interrupted: the remaining rows are missing\n"

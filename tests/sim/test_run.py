@@ -230,7 +230,7 @@ def test_after_ctrl_c_there_is_what_had_ended(machines, monkeypatch) -> None:
         ({"kv_pages": -3}, "kv_pages is -3"),
         ({"precision": "int5"}, "precision is 'int5'"),
         ({"figures": {"metrics_interval": -1.0}}, "--metrics-interval is -1 s"),
-        ({"figures": {"goodput": ["ttft"]}}, "--goodput 'ttft'"),
+        ({"figures": {"goodput": ["ttft"]}}, "--goodput has 'ttft'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(machines, options, message) -> None:

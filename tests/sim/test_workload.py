@@ -103,8 +103,8 @@ def test_requests_never_lie_in_memory_together() -> None:
     [
         ({"dataset": "sharegpt"}, {}, "--dataset sharegpt is of prompts"),
         ({"num_prompts": 0}, {}, "number of prompts is 0"),
-        ({"num_prompts": 5}, {"synthetic": "azure-conv"}, "--num-prompts is not for a trace"),
-        ({"dataset": "trace"}, {}, "which trace"),
+        ({"num_prompts": 5}, {"synthetic": "azure-conv"}, "--num-prompts does not apply to a trace"),
+        ({"dataset": "trace"}, {}, "give the file of a trace"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(dataset, trace, message) -> None:

@@ -27,7 +27,7 @@ from jaxserve.bench.offline.calibration_load import CalibrationLoad, Given, Limi
 from jaxserve.bench.offline.options import CalibrationOptions, plain
 from jaxserve.bench.options import ServerOptions
 from jaxserve.bench.record import RequestRecord
-from jaxserve.bench.server import discover, target
+from jaxserve.bench.server import discover, request_target
 from jaxserve.bench.spawn import spawned
 from jaxserve.bench.table import print_grid
 from jaxserve.core.bundled import bundled_model_path, config_names
@@ -155,7 +155,7 @@ async def _load(
         (stage["kv_pages"] - 1) * facts["page_size"],
         shape.vocab_size,
     )
-    async with Client(target(url, discover(url, server), server)) as client:
+    async with Client(request_target(url, discover(url, server), server)) as client:
         return await CalibrationLoad(client, limits, options.seconds, options.seed).run(progress)
 
 
