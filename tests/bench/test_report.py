@@ -215,7 +215,7 @@ def test_every_configuration_of_a_sweep_has_its_own_curve():
 
 
 def test_a_caption_tells_what_is_drawn(tmp_path: Path):
-    for count, told in ((1, "Dots are requests"), (4, "Medians of stretches")):
+    for count, told in ((1, "Dots are requests"), (4, "Medians within intervals")):
         results = [simulated.result(label=f"run {number}", n=20, seed=number) for number in range(count)]
         page = Page(write_report(results, tmp_path / "report.html").read_text())
         assert ("Dots are requests" in page.text) == (count == 1)

@@ -110,5 +110,5 @@ def test_duration_and_rate_must_be_positive(duration, rate):
 
 
 def test_unknown_profile_names_those_there_are():
-    with pytest.raises(ConfigError, match=r"'nope'; there are azure-conv, azure-code"):
+    with pytest.raises(ConfigError, match=r"'nope': choose from azure-conv, azure-code"):
         synthetic("nope", 60, None, rng())

@@ -123,7 +123,7 @@ def test_requests_are_put_in_order_of_arrival(loaded):
         (MOONCAKE.replace("700", "7.5"), r"line 1: input_length is 7.5"),
         (MOONCAKE + "{oops\n", r"line 3 is not valid JSON"),
         (MOONCAKE + "[]\n", r"line 3 is not a JSON object"),
-        ("a,b\n1,2\n", r"no trace that is known: its fields are a, b"),
+        ("a,b\n1,2\n", r"not a trace of a known format: its fields are a, b"),
         ("", r"has no requests"),
         ("arrival_s,input_tokens,output_tokens\n", r"has no requests"),
         (BURSTGPT.replace(",338,", ",0,").replace(",126,", ",0,"), r"all 3 requests failed"),
@@ -157,7 +157,6 @@ def trace() -> Trace:
 SCALINGS = {
     "window": lambda t, g: scaling.window(t, 2, 5),
     "thin": lambda t, g: scaling.thin(t, 0.5, g),
-    "every": lambda t, g: scaling.every(t, 3),
     "stretch": lambda t, g: scaling.stretch(t, 2),
     "replicate": lambda t, g: scaling.replicate(t, 3, g),
     "fixed_lengths": lambda t, g: scaling.fixed_lengths(t, 8, 5),
@@ -187,8 +186,8 @@ def test_scaling_depends_on_the_seed_alone(trace, name):
 
 
 def test_history_holds_scalings_in_order(trace):
-    scaled = scaling.stretch(scaling.every(trace, 2), 0.5)
-    assert [entry["operation"] for entry in scaled.history] == ["every", "stretch"]
+    scaled = scaling.stretch(scaling.window(trace, 1, 5), 0.5)
+    assert [entry["operation"] for entry in scaled.history] == ["window", "stretch"]
     assert scaled.history[1]["factor"] == 0.5
 
 
@@ -216,10 +215,6 @@ def test_thin_keeps_a_share_of_whole_requests(trace):
     assert rows >= set(zip(thinned.arrival_s, thinned.input_tokens, thinned.output_tokens, strict=True))
     assert len(scaling.thin(trace, 0.001, rng())) == 1
     assert len(scaling.thin(trace, 1, rng())) == 10
-
-
-def test_every_third(trace):
-    assert scaling.every(trace, 3).arrival_s.tolist() == [1, 4, 7, 10]
 
 
 def test_stretch_multiplies_times(trace):
@@ -268,7 +263,6 @@ def test_scale_lengths_scales_blocks_too(trace):
     [
         (lambda t: scaling.thin(t, 0, rng()), "--thin"),
         (lambda t: scaling.thin(t, 1.5, rng()), "--thin"),
-        (lambda t: scaling.every(t, 0), "--thin"),
         (lambda t: scaling.stretch(t, 0), "--stretch"),
         (lambda t: scaling.stretch(t, float("nan")), "--stretch"),
         (lambda t: scaling.replicate(t, 0, rng()), "--replicate"),

@@ -1,1 +1,1 @@
-"""What requests ask: functions from a vocabulary, a number and a random generator to samples."""
+"""Datasets: functions that make samples from a vocabulary, a number of requests and a random generator."""

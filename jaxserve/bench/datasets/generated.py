@@ -18,7 +18,10 @@ def random_samples(
     prefix_len: int = 0,
     as_text: bool = False,
 ) -> list[Sample]:
-    """`n` prompts of random tokens; the same `prefix_len` tokens, on top of `input_len`, begin all of them."""
+    """Return `n` prompts of random tokens, all of which begin with the same `prefix_len` tokens.
+
+    The prefix comes on top of `input_len`.
+    """
     inputs, outputs = input_len.sample(rng, n).tolist(), output_len.sample(rng, n).tolist()
     if as_text:
         head = vocabulary.text_of_length(rng, prefix_len)[0] if prefix_len else ""
@@ -40,19 +43,19 @@ def prefix_samples(
     output_len: int = 128,
     as_text: bool = False,
 ) -> list[Sample]:
-    """`n` prompts in random order: each of `num_prefixes` random prefixes equally often, each suffix once.
+    """Return `n` prompts in random order, with `num_prefixes` random prefixes used equally often.
 
-    Raises ConfigError if a number is below 1.
+    Every suffix is used once. Raises ConfigError if a number is below 1.
     """
     numbers = {"prefixes": num_prefixes, "prefix": prefix_len, "suffix": suffix_len, "output": output_len}
     for what, number in numbers.items():
         if number < 1:
-            raise ConfigError(f"prefix repetition: {what} is {number}, but must be at least 1")
-    which = rng.permutation(np.arange(n) % num_prefixes).tolist()
+            raise ConfigError(f"prefix repetition has {what} {number}: it must be at least 1")
+    choices = rng.permutation(np.arange(n) % num_prefixes).tolist()
     total = prefix_len + suffix_len
     if as_text:
         heads = [vocabulary.text_of_length(rng, prefix_len)[0] for _ in range(num_prefixes)]
-        texts = [vocabulary.text_of_length(rng, total, head=heads[i]) for i in which]
+        texts = [vocabulary.text_of_length(rng, total, head=heads[i]) for i in choices]
         return [Sample(text, count, output_len) for text, count in texts]
     prefixes = [vocabulary.random_ids(rng, prefix_len) for _ in range(num_prefixes)]
-    return [Sample(prefixes[i] + vocabulary.random_ids(rng, suffix_len), total, output_len) for i in which]
+    return [Sample(prefixes[i] + vocabulary.random_ids(rng, suffix_len), total, output_len) for i in choices]

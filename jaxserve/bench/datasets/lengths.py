@@ -1,4 +1,4 @@
-"""How many tokens: fixed, or drawn from a distribution."""
+"""Lengths in tokens: fixed, or drawn from a distribution."""
 
 import math
 from dataclasses import dataclass
@@ -16,16 +16,17 @@ FORMS = "N, fixed:N, uniform:LOW,HIGH, normal:MEAN,STD or lognormal:MEAN,STD"
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of token counts; `kind` and the parameters are those of `parse`."""
+    """A distribution of token counts, with the kinds and parameters that `parse` reads."""
 
     kind: str
     parameters: tuple[float, ...]
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """From "128", "fixed:128", "uniform:64,256" (both ends included), "normal:512,100" or "lognormal:512,400".
+        """Read lengths from text: "128", "fixed:128", "uniform:64,256", "normal:512,100" or "lognormal:512,400".
 
-        Mean and standard deviation are those of the lengths themselves, also for lognormal. Raises ConfigError.
+        Uniform lengths include both ends. Mean and standard deviation are those of the lengths, also for lognormal.
+        Raises ConfigError if the text has another form or a length is out of range.
         """
         kind, colon, rest = text.strip().partition(":")
         kind, rest = (kind, rest) if colon else ("fixed", kind)
@@ -39,15 +40,18 @@ class Lengths:
 
     @classmethod
     def around(cls, length: int, range_ratio: float = 0.0) -> "Lengths":
-        """Uniform from length * (1 - range_ratio) to length * (1 + range_ratio), as in vLLM. Raises ConfigError."""
+        """Return uniform lengths from length * (1 - range_ratio) to length * (1 + range_ratio), as in vLLM.
+
+        Raises ConfigError if the ratio is not in [0, 1).
+        """
         if not 0 <= range_ratio < 1:
-            raise ConfigError(f"the range ratio is {range_ratio:g}, but must be from 0 to below 1 (--range-ratio)")
+            raise ConfigError(f"the range ratio is {range_ratio:g}: it must be at least 0 and below 1 (--range-ratio)")
         low, high = math.floor(length * (1 - range_ratio)), math.ceil(length * (1 + range_ratio))
         lengths = cls("uniform", (max(low, 1), high)) if range_ratio else cls("fixed", (length,))
         return lengths._checked(str(length))
 
     def sample(self, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
-        """Token counts [n], each at least 1."""
+        """Return random token counts [n], each at least 1."""
         tokens: NDArray[np.int64] = np.maximum(np.rint(self._drawn(rng, n)), 1).astype(np.int64)
         return tokens
 
@@ -64,11 +68,13 @@ class Lengths:
             case "normal":
                 return rng.normal(first, second, n)
             case _:
-                variance = math.log1p((second / first) ** 2)  # of the logarithm
+                # Of the logarithm, which is normally distributed.
+                variance = math.log1p((second / first) ** 2)
                 return rng.lognormal(math.log(first) - variance / 2, math.sqrt(variance), n)
 
     def _checked(self, text: str) -> "Lengths":
-        """Itself, if it makes sense; whole numbers where tokens are counted one by one."""
+        """Return these lengths if their parameters are valid, and raise ConfigError otherwise."""
+        # Fixed and uniform lengths are token counts, so they must be whole numbers.
         first, second = self.parameters[0], self.parameters[-1]
         whole = self.kind not in ("fixed", "uniform") or all(
             value.is_integer() for value in map(float, self.parameters)
@@ -76,6 +82,6 @@ class Lengths:
         ordered = second >= first if self.kind in ("fixed", "uniform") else second >= 0
         if first < 1 or not whole or not ordered or max(self.parameters) > MAX_PROMPT_TOKENS:
             raise ConfigError(
-                f"{text!r} is not a length in tokens: lengths are whole, from 1 to {MAX_PROMPT_TOKENS}, and LOW <= HIGH"
+                f"{text!r} is not a length in tokens: give whole numbers from 1 to {MAX_PROMPT_TOKENS}, LOW <= HIGH"
             )
         return self

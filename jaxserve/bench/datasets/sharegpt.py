@@ -1,4 +1,4 @@
-"""Real conversations from a file: the first question, and as many tokens as its answer had."""
+"""Conversations from a file: the first question, and the length of its answer."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -12,7 +12,7 @@ from jaxserve.bench.workload import Sample
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_json, read_text
 
-# The limits that `vllm bench serve` puts on conversations: the numbers published for ShareGPT were taken with them.
+# The limits of `vllm bench serve`, with which published figures for ShareGPT were measured.
 MIN_TOKENS, MAX_INPUT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
 FORMS = (
     '{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]} or {"prompt", "completion"}'
@@ -31,12 +31,13 @@ def sharegpt_samples(
     max_total_tokens: int = MAX_TOTAL_TOKENS,
     as_text: bool = True,
 ) -> list[Sample]:
-    """`n` samples from a JSON list or JSON lines of conversations, in random order.
+    """Return `n` samples, in random order, from a JSON list or JSON lines of conversations.
 
-    `output_len` replaces the lengths of the answers. Very short and, by the two limits, long conversations are left
-    out, as in vLLM. A file with too few gives some of them more than once, which a prefix cache will notice.
+    `output_len` replaces the lengths of the answers. As in vLLM, very short conversations and those beyond the two
+    limits are left out. If the file has fewer than `n` conversations, some are repeated, which a prefix cache will
+    notice.
 
-    Raises ConfigError naming the file and the entry that is at fault, or if no conversation is left.
+    Raises ConfigError, naming the file and the faulty entry, or if no conversation is within the limits.
     """
     pairs = list(_pairs(Path(path)))
     samples: list[Sample] = []
@@ -52,26 +53,26 @@ def sharegpt_samples(
         samples.append(Sample(question if as_text else tuple(ids), len(ids), output))
     if not samples:
         limits = f"prompts of {MIN_TOKENS} to {max_input_tokens} tokens, {max_total_tokens} with the answer"
-        raise ConfigError(f"{path}: none of its {len(pairs)} conversations is within the limits ({limits})")
+        raise ConfigError(f"{path}: none of its {len(pairs)} conversations are within the limits ({limits})")
     repeated = rng.integers(len(samples), size=n - len(samples)).tolist()
     return samples + [samples[i] for i in repeated]
 
 
 def _pairs(path: Path) -> Iterator[tuple[str, str]]:
-    """Question and answer of every entry that has both."""
+    """Yield the question and answer of every entry that has both."""
     for place, entry in _entries(path):
         if not isinstance(entry, Mapping) or not ("conversations" in entry or {"prompt", "completion"} <= entry.keys()):
-            raise ConfigError(f"{path}, {place}: not a conversation; expected {FORMS}")
+            raise ConfigError(f"{path}, {place} is not a conversation: expected {FORMS}")
         try:
             pair = _first_exchange(entry["conversations"]) if "conversations" in entry else _prompt(entry)
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, {place}: not a conversation ({error!r}); expected {FORMS}") from error
+            raise ConfigError(f"{path}, {place} is not a conversation ({error!r}): expected {FORMS}") from error
         if pair is not None:
             yield pair
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """The entries of a JSON list, or of JSON lines, with the place of each."""
+    """Yield the entries of a JSON list or JSON lines, each with its place in the file."""
     text = read_text(path, encoding="utf-8-sig")
     if text.lstrip().startswith("["):
         yield from ((f"entry {i}", entry) for i, entry in enumerate(parse_json(text, path)))
@@ -82,7 +83,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _first_exchange(turns: list[Mapping[str, str]]) -> tuple[str, str] | None:
-    """The first turn of the user that the assistant answered, with the answer."""
+    """Return the user's first turn that the assistant answered, and the answer, or None."""
     for question, answer in pairwise(turns):
         if question["from"] in HUMAN and answer["from"] in ASSISTANT:
             return _texts(question["value"], answer["value"])

@@ -1,6 +1,6 @@
-"""One HTML page and its plots from results: `series` computes, `plots` draws, `page` writes.
+"""Reports: one HTML page with plots of results. `series` computes, `plots` draws, `page` writes.
 
-matplotlib is loaded by this package alone, and through its `Figure` class: no state of pyplot is touched.
+Only this package loads matplotlib, and only through its `Figure` class, so pyplot's global state stays untouched.
 """
 
 from jaxserve.bench.report.page import write_report

@@ -1,4 +1,4 @@
-"""Writes the report: one HTML page that holds everything it shows, and the same plots as PNG files beside it."""
+"""The report: one self-contained HTML page, and the same plots as PNG files next to it."""
 
 import base64
 import json
@@ -18,22 +18,22 @@ from jaxserve.bench.table import cell, columns_of, remarks, sections
 from jaxserve.core.errors import ConfigError
 
 RATES = "throughput-against-rate"
-MAX_DRAWN = 8  # results that overlay in one plot: there are as many colours
+MAX_DRAWN = 8  # results in one plot, as many as there are colours
 CAPTIONS = {
-    RATES: "Left: output tokens per second the server keeps up with, and asked for. A server "
-    "saturates at the rate from which on it keeps up with less than 95 % of what arrives: the middle 90 % of the "
+    RATES: "Left: output tokens per second that the server keeps up with, and that arrive. A server is saturated "
+    "above the rate at which it keeps up with less than 95 % of what arrives: the middle 90 % of the "
     "requests take longer to complete than they took to arrive. Right: median and P99 of TTFT.",
-    "ttft-over-time": "Dots are requests; lines are the median and the 95th percentile of stretches of time.",
-    "tpot-over-time": "Dots are requests; lines are the median and the 95th percentile of stretches of time.",
-    "latency-cdf": "Share of the requests that took no longer.",
+    "ttft-over-time": "Dots are requests; lines are the median and the 95th percentile within intervals of time.",
+    "tpot-over-time": "Dots are requests; lines are the median and the 95th percentile within intervals of time.",
+    "latency-cdf": "Share of the requests that took at most this long.",
     "kv-usage": "Dashed: the size of the pool.",
 }
-OF_MANY = dict.fromkeys(("ttft-over-time", "tpot-over-time"), "Medians of stretches of time.")
+CAPTIONS_OF_MANY = dict.fromkeys(("ttft-over-time", "tpot-over-time"), "Medians within intervals of time.")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of the page: the first column names what the others hold."""
+    """A table of the page; the first column names what the other columns hold."""
 
     title: str
     head: tuple[str, ...]
@@ -41,9 +41,9 @@ class Grid:
 
 
 def write_report(results: Sequence[Mapping[str, Any]], path: Path, *, title: str | None = None) -> Path:
-    """Writes the page to `path` and the plots to the folder `<stem>-plots` beside it; returns `path`.
+    """Write the page to `path` and the plots to the folder `<stem>-plots` next to it; return `path`.
 
-    Plots without anything to show are left out. Raises ConfigError if there is no result or nothing can be written.
+    Plots with nothing to show are left out. Raises ConfigError if there are no results or a file cannot be written.
     """
     if not results:
         raise ConfigError("a report needs a result")
@@ -53,7 +53,8 @@ def write_report(results: Sequence[Mapping[str, Any]], path: Path, *, title: str
     folder = path.with_name(f"{path.stem}-plots")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in PLOTS:  # what an earlier report left and this one does not show would belong to no page
+        # Plots that an earlier report left and this one does not have would belong to no page.
+        for name in PLOTS:
             (folder / f"{name}.png").unlink(missing_ok=True)
         for name, image in images.items():
             (folder / f"{name}.png").write_bytes(image)
@@ -64,13 +65,13 @@ def write_report(results: Sequence[Mapping[str, Any]], path: Path, *, title: str
 
 
 def draw(runs: Sequence[Run]) -> dict[str, bytes]:
-    """PNG files by the names of the plots. Only the curve over rates takes more than `MAX_DRAWN` results."""
+    """Return PNG files by plot name. All plots but the curve over rates take at most `MAX_DRAWN` results."""
     figures = {name: plot(runs if name == RATES else runs[:MAX_DRAWN]) for name, plot in PLOTS.items()}
     return {name: png(figure) for name, figure in figures.items() if figure is not None}
 
 
 def render(results: Sequence[Mapping[str, Any]], names: Sequence[str], images: Mapping[str, bytes], title: str) -> str:
-    """The page, with the images inside."""
+    """Return the HTML page with the images embedded."""
     environment = Environment(
         loader=PackageLoader("jaxserve.bench.report", "."),
         autoescape=True,
@@ -99,12 +100,12 @@ def render(results: Sequence[Mapping[str, Any]], names: Sequence[str], images: M
 
 def _caption(plot: str, count: int) -> str:
     left_out = f"The first {MAX_DRAWN} of {count} results." if count > MAX_DRAWN and plot != RATES else ""
-    captions = CAPTIONS if count <= DETAILED else CAPTIONS | OF_MANY
+    captions = CAPTIONS if count <= DETAILED else CAPTIONS | CAPTIONS_OF_MANY
     return " ".join(filter(None, (captions.get(plot), left_out)))
 
 
 def _names(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Labels; those that occur more than once are told apart by their rates, and then numbered."""
+    """Return labels, with rates and then numbers added to labels that occur more than once."""
     names = [label(result) for result in results]
     rates = [result.get("request_rate") for result in results]
     names = [
@@ -124,7 +125,7 @@ def _title(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _subtitle(results: Sequence[Mapping[str, Any]]) -> str:
-    """The kinds and the days of the measurements."""
+    """Return the kinds and days of the measurements."""
     kinds = dict.fromkeys(f"bench {result['kind']}" for result in results)
     dates = sorted({_day(result.get("date")) for result in results} - {""})
     days = dates[:1] if len(dates) < 2 else [f"{dates[0]} to {dates[-1]}"]
@@ -140,7 +141,7 @@ def _data_uri(image: bytes) -> str:
 
 
 def _numbers(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterable[Grid]:
-    """The numbers of the terminal's table: totals with a column per result, then latencies."""
+    """Yield the tables of the terminal, totals and latencies, with a column for each result."""
     tables = [{section.title: dict(section.lines) for section in sections(result)} for result in results]
     for title in dict.fromkeys(title for table in tables for title in table):
         rows = dict.fromkeys(name for table in tables for name in table.get(title, {}))
@@ -150,7 +151,7 @@ def _numbers(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iter
 
 
 def _offline(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterable[Grid]:
-    """The rows of offline measurements and comparisons, as they are."""
+    """Yield the rows of offline measurements and comparisons as tables."""
     for name, result in zip(names, results, strict=True):
         if rows := result.get("rows"):
             columns = tuple(columns_of(rows))
@@ -158,13 +159,13 @@ def _offline(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iter
 
 
 def _load(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What says which load it was."""
+    """Return the fields that describe the load."""
     keys = ("backend", "model_id", "tokenizer_id", "request_rate", "burstiness", "max_concurrency", "seed", "slo")
     return {key: result[key] for key in keys if result.get(key) is not None} | dict(result.get("workload") or {})
 
 
 def _facts(title: str, facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Grid:
-    """One column per result; a single one if they all say the same."""
+    """Return a table with one column per result, or with a single column if all results agree."""
     texts = [{key: _text(value) for key, value in mapping.items()} for mapping in facts]
     if all(mapping == texts[0] for mapping in texts):
         texts, names = texts[:1], [""]

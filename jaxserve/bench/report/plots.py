@@ -1,4 +1,4 @@
-"""The plots of a report: each takes all results and overlays them, or is None where there is nothing to show."""
+"""The plots of a report. Each overlays all results, or is None if there is nothing to show."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ from jaxserve.bench.report.rates import throughput_against_rate
 from jaxserve.bench.report.series import Requests
 
 TIME = "time after the start of the run, s"
-DETAILED = 3  # results whose single requests can be told apart; of more, only medians are drawn
-PER_POINT = 10  # requests of a stretch of time whose percentiles are a point
-FAR = 1.5  # times the largest latency: an objective beyond is not drawn
+DETAILED = 3  # results for which single requests are drawn; for more, only medians are
+PER_POINT = 10  # requests per interval whose percentiles make a point
+FAR = 1.5  # objectives beyond this factor of the largest latency are not drawn
 GREY, FAILURE = "#bbbbbb", "#cc0000"
 STATISTICS = ((50, "-", "median"), (95, ":", "P95"))
 LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "e2el": "end-to-end latency"}
@@ -37,7 +37,7 @@ LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "e2
 
 @dataclass(frozen=True)
 class Run:
-    """One result as the plots take it."""
+    """One result with the name and the requests that plots need."""
 
     name: str
     result: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def end_s(self) -> float:
-        """When the last request ended."""
+        """The time at which the last request ended."""
         ends = self.requests.end_s[np.isfinite(self.requests.end_s)]
         return float(ends.max()) if len(ends) else 0.0
 
@@ -54,25 +54,26 @@ Plot = Callable[[Sequence[Run]], Figure | None]
 
 
 def latency_over_time(metric: str) -> Plot:
-    """TTFT or TPOT of every request at its arrival, with the median and the 95th percentile of stretches of time."""
+    """Return a plot of TTFT or TPOT at each request's arrival, with median and 95th percentile per interval."""
 
     def draw(runs: Sequence[Run]) -> Figure | None:
         values = [run.requests.metric(metric) for run in runs]
         if not any(np.isfinite(v).any() for v in values):
             return None
         unit, detailed = unit_of(values), len(runs) <= DETAILED
-        told = LATENCIES[metric] if detailed else f"median {LATENCIES[metric]}"
-        figure, axes = one_axes(f"{metric.upper()} over time", "arrival of the request, s", f"{told}, {unit.name}")
+        quantity = LATENCIES[metric] if detailed else f"median {LATENCIES[metric]}"
+        figure, axes = one_axes(f"{metric.upper()} over time", "arrival of the request, s", f"{quantity}, {unit.name}")
         last = max(run.requests.arrival_s.max(initial=0) for run in runs)
         width = series.bin_width(last, max(map(len, values)), PER_POINT)
-        for number, (run, found) in enumerate(zip(runs, values, strict=True)):
-            arrival, shade = run.requests.arrival_s, colour(number)
+        for index, (run, found) in enumerate(zip(runs, values, strict=True)):
+            arrival, shade = run.requests.arrival_s, colour(index)
             if detailed:
                 axes.scatter(arrival, found * unit.factor, s=6, color=shade, alpha=0.35, linewidths=0)
             for percentile, style, name in STATISTICS if detailed else STATISTICS[:1]:
                 times, points = series.binned(arrival, found, width, percentile)
                 label = run.name if not detailed else name if len(runs) == 1 else f"{run.name}: {name}"
-                dot = "o" if np.isfinite(points).sum() == 1 else None  # a line of one point is none
+                # A line through a single point would be invisible.
+                dot = "o" if np.isfinite(points).sum() == 1 else None
                 axes.plot(
                     times,
                     points * unit.factor,
@@ -91,7 +92,7 @@ def latency_over_time(metric: str) -> Plot:
 
 
 def latency_cdfs(runs: Sequence[Run]) -> Figure | None:
-    """Share of requests within a latency: TTFT, TPOT and E2EL side by side, with the objectives if there were some."""
+    """Draw the share of requests within a latency: TTFT, TPOT and E2EL side by side, with any objectives."""
     metrics = [name for name in LATENCIES if any(np.isfinite(run.requests.metric(name)).any() for run in runs)]
     if not metrics:
         return None
@@ -99,9 +100,9 @@ def latency_cdfs(runs: Sequence[Run]) -> Figure | None:
     for metric, axes in zip(metrics, all_axes, strict=True):
         values = [run.requests.metric(metric) for run in runs]
         unit = unit_of(values)
-        for number, (run, found) in enumerate(zip(runs, values, strict=True)):
+        for index, (run, found) in enumerate(zip(runs, values, strict=True)):
             ordered, shares = series.cdf(found)
-            axes.step(ordered * unit.factor, shares, where="post", color=colour(number), linewidth=1.6, label=run.name)
+            axes.step(ordered * unit.factor, shares, where="post", color=colour(index), linewidth=1.6, label=run.name)
         _mark_objectives(axes, runs, metric, unit, max(np.nanmax(v, initial=0.0) for v in values))
         label_axes(axes, f"{metric.upper()}, {unit.name}", "share of requests" if axes is all_axes[0] else "")
         axes.set_ylim(0, 1.02)
@@ -115,7 +116,7 @@ def latency_cdfs(runs: Sequence[Run]) -> Figure | None:
 
 
 def _mark_objectives(axes: Axes, runs: Sequence[Run], metric: str, unit: Unit, largest_s: float) -> None:
-    """Dashed lines at the objectives; one that is far beyond all requests would only squeeze them."""
+    """Draw dashed lines at the objectives, except those so far off that they would squeeze the requests."""
     for limit in {slo[metric] / 1e3 for run in runs if metric in (slo := run.result.get("slo") or {})}:
         if limit <= FAR * largest_s:
             at = limit * unit.factor
@@ -124,16 +125,16 @@ def _mark_objectives(axes: Axes, runs: Sequence[Run], metric: str, unit: Unit, l
 
 
 def arrivals_and_completions(runs: Sequence[Run]) -> Figure | None:
-    """Requests per second that arrived, completed and failed."""
+    """Draw requests per second that arrived, completed and failed."""
     if not any(len(run.requests.arrival_s) for run in runs):
         return None
     figure, axes = one_axes("Arrivals and completions", TIME, "requests per second")
     width = series.bin_width(max(run.end_s for run in runs), max(len(run.requests.end_s) for run in runs))
     _draw_arrivals(axes, runs, width)
-    for number, run in enumerate(runs):
+    for index, run in enumerate(runs):
         requests, prefix = run.requests, f"{run.name}: " if len(runs) > 1 else ""
         edges, completed = series.rate(requests.end_s[~requests.failed], width, run.end_s)
-        axes.stairs(completed, edges, color=colour(number), linewidth=1.6, baseline=None, label=f"{prefix}completions")
+        axes.stairs(completed, edges, color=colour(index), linewidth=1.6, baseline=None, label=f"{prefix}completions")
         if requests.failed.any():
             edges, failed = series.rate(requests.end_s[requests.failed], width, run.end_s)
             axes.stairs(
@@ -145,40 +146,40 @@ def arrivals_and_completions(runs: Sequence[Run]) -> Figure | None:
 
 
 def _draw_arrivals(axes: Axes, runs: Sequence[Run], width_s: float) -> None:
-    """Grey once if all results had the same, else in each result's colour; of many different ones none."""
+    """Draw arrivals once in grey if all results share them, else in each result's colour if there are few results."""
     same = all(np.array_equal(run.requests.arrival_s, runs[0].requests.arrival_s) for run in runs)
-    for number, run in enumerate(runs[:1] if same else runs if len(runs) <= DETAILED else ()):
+    for index, run in enumerate(runs[:1] if same else runs if len(runs) <= DETAILED else ()):
         edges, arrived = series.rate(run.requests.arrival_s, width_s, run.end_s)
-        shade, alpha, told = (GREY, 0.7, "arrivals") if same else (colour(number), 0.2, f"{run.name}: arrivals")
-        axes.stairs(arrived, edges, fill=True, color=shade, alpha=alpha, label=told)
+        shade, alpha, label = (GREY, 0.7, "arrivals") if same else (colour(index), 0.2, f"{run.name}: arrivals")
+        axes.stairs(arrived, edges, fill=True, color=shade, alpha=alpha, label=label)
 
 
 def requests_in_flight(runs: Sequence[Run]) -> Figure | None:
-    """Requests that were sent and have not ended, as the client sees them."""
+    """Draw the requests that were sent and have not ended, as the client sees them."""
     if not any(len(run.requests.arrival_s) for run in runs):
         return None
     figure, axes = one_axes("Requests in flight, seen by the client", TIME, "requests")
-    for number, run in enumerate(runs):
+    for index, run in enumerate(runs):
         times, counts = series.in_flight(run.requests)
-        axes.step(times, counts, where="post", color=colour(number), linewidth=1.2, label=run.name)
+        axes.step(times, counts, where="post", color=colour(index), linewidth=1.2, label=run.name)
     count_y(axes)
     _finish_time(figure, axes, runs)
     return figure
 
 
 def server_gauge(name: str, title: str, y: str) -> Plot:
-    """One gauge of the server over time."""
+    """Return a plot of one of the server's gauges over time."""
 
     def draw(runs: Sequence[Run]) -> Figure | None:
         found = [series.server_series(run.result, name) for run in runs]
         if all(values is None for values in found):
             return None
         figure, axes = one_axes(title, TIME, y)
-        for number, (run, values) in enumerate(zip(runs, found, strict=True)):
+        for index, (run, values) in enumerate(zip(runs, found, strict=True)):
             if values is not None:
                 times = series.server_times(run.result)
                 axes.step(
-                    times, values, where="post", clip_on=False, color=colour(number), linewidth=1.4, label=run.name
+                    times, values, where="post", clip_on=False, color=colour(index), linewidth=1.4, label=run.name
                 )
         count_y(axes)
         _finish_time(figure, axes, runs)
@@ -188,15 +189,15 @@ def server_gauge(name: str, title: str, y: str) -> Plot:
 
 
 def kv_usage(runs: Sequence[Run]) -> Figure | None:
-    """KV pages in use and in the pool; percent of the pool where a server tells no pages."""
+    """Draw KV pages in use and in the pool, or the share of the pool if a server does not report pages."""
     used = [series.server_series(run.result, "kv_pages_used") for run in runs]
     total = [series.server_series(run.result, "kv_pages_total") for run in runs]
     pages = [(run, u, t) for run, u, t in zip(runs, used, total, strict=True) if u is not None and t is not None]
     if len(pages) < len(runs):
         return _kv_share(runs)
     figure, axes = one_axes("KV pages", TIME, "pages")
-    for number, (run, in_use, capacity) in enumerate(pages):
-        times, shade, prefix = series.server_times(run.result), colour(number), f"{run.name}: " if len(runs) > 1 else ""
+    for index, (run, in_use, capacity) in enumerate(pages):
+        times, shade, prefix = series.server_times(run.result), colour(index), f"{run.name}: " if len(runs) > 1 else ""
         axes.step(times, in_use, where="post", clip_on=False, color=shade, linewidth=1.4, label=f"{prefix}in use")
         axes.step(times, capacity, "--", where="post", color=shade, linewidth=1.2, label=f"{prefix}capacity")
     count_y(axes)
@@ -209,11 +210,11 @@ def _kv_share(runs: Sequence[Run]) -> Figure | None:
     if all(share is None for share in shares):
         return None
     figure, axes = one_axes("KV cache in use", TIME, "percent")
-    for number, (run, share) in enumerate(zip(runs, shares, strict=True)):
+    for index, (run, share) in enumerate(zip(runs, shares, strict=True)):
         if share is not None:
             times = series.server_times(run.result)
             axes.step(
-                times, 100 * share, where="post", clip_on=False, color=colour(number), linewidth=1.4, label=run.name
+                times, 100 * share, where="post", clip_on=False, color=colour(index), linewidth=1.4, label=run.name
             )
     axes.set_ylim(0, 102)
     _finish_time(figure, axes, runs)
@@ -221,33 +222,33 @@ def _kv_share(runs: Sequence[Run]) -> Figure | None:
 
 
 def layers_by_precision(runs: Sequence[Run]) -> Figure | None:
-    """Decoder layers of each precision, stacked; one plot per result that tells them."""
-    telling = [
+    """Draw the decoder layers of each precision, stacked, in one plot for each result that has them."""
+    adapting = [
         (run, layers)
         for run in runs
         if (layers := series.server_series_by(run.result, "layers_by_precision", "precision"))
     ]
-    if not telling:
+    if not adapting:
         return None
-    names = sorted({name for _, layers in telling for name in layers})
-    figure, all_axes = row_of_axes("Layers by precision", len(telling))
-    for axes, (run, layers) in zip(all_axes, telling, strict=True):
+    names = sorted({name for _, layers in adapting for name in layers})
+    figure, all_axes = row_of_axes("Layers by precision", len(adapting))
+    for axes, (run, layers) in zip(all_axes, adapting, strict=True):
         times = series.server_times(run.result)
         stacks = [np.nan_to_num(layers.get(name, np.zeros_like(times))) for name in names]
-        shades = [colour(number) for number in range(len(names))]
+        shades = [colour(index) for index in range(len(names))]
         axes.stackplot(times, stacks, labels=names, colors=shades, step="post", alpha=0.75, linewidth=0)
-        label_axes(axes, TIME if len(telling) == 1 else "time, s", "layers" if axes is all_axes[0] else "")
-        if len(telling) > 1:
+        label_axes(axes, TIME if len(adapting) == 1 else "time, s", "layers" if axes is all_axes[0] else "")
+        if len(adapting) > 1:
             axes.set_title(run.name, fontsize=9, color=INK)
         _mark_plans(axes, [run])
         axes.set_xlim(0, max(run.end_s, times.max(initial=0)))
         count_y(axes)
-    legend(figure, all_axes[0], fewest=1)
+    legend(figure, all_axes[0], min_entries=1)
     return figure
 
 
 def _finish_time(figure: Figure, axes: Axes, runs: Sequence[Run]) -> None:
-    """What all plots over time share: the same extent, the plan's versions as marks, the legend."""
+    """Finish a plot over time: its extent, marks where the plan changed, and the legend."""
     ends = [run.end_s for run in runs] + [series.server_times(run.result).max(initial=0) for run in runs]
     axes.set_xlim(0, max(*ends, 1e-3))
     _mark_plans(axes, runs)
@@ -255,9 +256,9 @@ def _finish_time(figure: Figure, axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _mark_plans(axes: Axes, runs: Sequence[Run]) -> None:
-    """A vertical line where a new version of the plan came into force, in the result's colour."""
-    for number, run in enumerate(runs):
-        shade = colour(number) if len(runs) > 1 else INK
+    """Draw a vertical line where a new plan came into force, in the result's colour."""
+    for index, run in enumerate(runs):
+        shade = colour(index) if len(runs) > 1 else INK
         for time, version in series.plan_changes(run.result):
             axes.axvline(time, color=shade, linestyle=(0, (2, 2)), linewidth=1)
             axes.annotate(
@@ -278,15 +279,16 @@ def _rates(runs: Sequence[Run]) -> Figure | None:
     return throughput_against_rate([(run.name, run.result) for run in runs])
 
 
-PLOTS: dict[str, Plot] = {  # by the name of the PNG, in the order of the page
+# By the name of the PNG file, in the order of the page.
+PLOTS: dict[str, Plot] = {
     "throughput-against-rate": _rates,
     "ttft-over-time": latency_over_time("ttft"),
     "tpot-over-time": latency_over_time("tpot"),
     "latency-cdf": latency_cdfs,
     "arrivals-and-completions": arrivals_and_completions,
     "requests-in-flight": requests_in_flight,
-    "running-requests": server_gauge("num_requests_running", "Running requests, told by the server", "requests"),
-    "queue-length": server_gauge("num_requests_waiting", "Queue length, told by the server", "requests waiting"),
+    "running-requests": server_gauge("num_requests_running", "Running requests, reported by the server", "requests"),
+    "queue-length": server_gauge("num_requests_waiting", "Queue length, reported by the server", "requests waiting"),
     "kv-usage": kv_usage,
     "layers-by-precision": layers_by_precision,
 }

@@ -1,1 +1,1 @@
-"""Request traces: when requests came and how long they were, from real services or made to resemble them."""
+"""Request traces, recorded from services or generated: when requests arrived and how long they were."""

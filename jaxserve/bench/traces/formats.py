@@ -1,4 +1,4 @@
-"""Reading traces: our own CSV, and the files that Azure, BurstGPT and Mooncake publish, told apart by their fields."""
+"""Readers of traces: jaxserve's CSV, and the files of Azure, BurstGPT and Mooncake, recognised by their fields."""
 
 import csv
 import gzip
@@ -15,20 +15,20 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_json
 
 GZIP_MAGIC = b"\x1f\x8b"
-Entry = Mapping[str, Any]
+Entry = Mapping[str, Any]  # one request, as fields of a file
 
 
 @dataclass(frozen=True)
 class Format:
-    """Names of the three fields that every trace has, and how its times are read."""
+    """The names of the three fields that every trace has, and how its times are read."""
 
     name: str
     time: str
     input: str
     output: str
-    seconds: Callable[[Any], float]  # raises ValueError or TypeError
-    from_zero: bool = True  # times are on another clock: the first request comes at 0
-    failures_are_zero: bool = False  # a request without any answer failed
+    seconds: Callable[[Any], float]  # reads a time; raises ValueError or TypeError
+    from_zero: bool = True  # shift times so that the first request arrives at 0
+    failures_are_zero: bool = False  # 0 output tokens mark a failed request
 
     @property
     def fields(self) -> set[str]:
@@ -36,7 +36,7 @@ class Format:
 
 
 def _wall_clock(value: str) -> float:
-    """Seconds of "2023-11-16 18:15:46.6805900", in UTC unless it says otherwise."""
+    """Return the seconds of a time such as "2023-11-16 18:15:46.6805900", which is UTC without a time zone."""
     moment = datetime.fromisoformat(value.strip())
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
@@ -50,28 +50,26 @@ FORMATS = (
 
 
 def load_trace(path: str | Path) -> Trace:
-    """The trace in a CSV file or in JSON lines, either of them gzipped or not.
+    """Read a trace from a CSV file or JSON lines, gzipped or not.
 
-    - ours: arrival_s, input_tokens, output_tokens and, in JSON lines, hash_ids; times are kept as they are;
+    - jaxserve: arrival_s, input_tokens, output_tokens and, in JSON lines, hash_ids; times are not shifted;
     - Azure LLM inference traces: TIMESTAMP, ContextTokens, GeneratedTokens;
-    - BurstGPT: Timestamp, Request tokens, Response tokens; failed requests are dropped, and counted in the history;
+    - BurstGPT: Timestamp, Request tokens, Response tokens; failed requests are dropped, and the history counts them;
     - Mooncake: timestamp in ms, input_length, output_length, hash_ids of blocks of 512 tokens.
 
-    Further fields are ignored. Raises ConfigError naming the file, the line and the field that is at fault.
+    Other fields are ignored. Raises ConfigError, naming the file, the line and the faulty field.
     """
     path = Path(path)
     lines = _lines(path)
-    entries = iter(_json_entries(path, lines) if _first(lines).startswith("{") else _csv_entries(path, lines))
+    entries = iter(_json_entries(path, lines) if _first_line(lines).startswith("{") else _csv_entries(path, lines))
     first = next(entries, None)
     if first is None:
         raise ConfigError(f"{path} has no requests")
-    form = _recognised(path, first[1])
+    form = _format_of(path, first[1])
     return _Reader(path, form).read([first, *entries])
 
 
 class _Reader:
-    """Collects the columns of one file."""
-
     def __init__(self, path: Path, form: Format):
         self._path, self._form = path, form
         self._times: list[float] = []
@@ -116,9 +114,9 @@ class _Reader:
         try:
             seconds = self._form.seconds(value)
         except (ValueError, TypeError) as error:
-            raise self._fault(line, self._form.time, value, "a time") from error
+            raise self._error(line, self._form.time, value, "a time") from error
         if not math.isfinite(seconds) or (seconds < 0 and not self._form.from_zero):
-            raise self._fault(line, self._form.time, value, "a time of 0 or more")
+            raise self._error(line, self._form.time, value, "a time of 0 or more")
         return seconds
 
     def _tokens(self, line: int, entry: Entry, field: str) -> int:
@@ -128,17 +126,17 @@ class _Reader:
         except ValueError:
             count = -1
         if count < 0:
-            raise self._fault(line, field, value, "a whole number of tokens, 0 or more")
+            raise self._error(line, field, value, "a whole number of tokens, 0 or more")
         return count
 
     def _ids(self, line: int, entry: Entry) -> tuple[int, ...]:
         value = entry.get("hash_ids")
         if not isinstance(value, list) or not all(isinstance(id, int) and id >= 0 for id in value):
-            raise self._fault(line, "hash_ids", value, "a list of whole numbers, 0 or more")
+            raise self._error(line, "hash_ids", value, "a list of whole numbers, 0 or more")
         return tuple(value)
 
-    def _fault(self, line: int, field: str, value: Any, wanted: str) -> ConfigError:
-        return ConfigError(f"{self._path}, line {line}: {field} is {value!r}, but must be {wanted}")
+    def _error(self, line: int, field: str, value: Any, wanted: str) -> ConfigError:
+        return ConfigError(f"{self._path}, line {line}: {field} is {value!r}: it must be {wanted}")
 
 
 def _lines(path: Path) -> list[str]:
@@ -149,12 +147,13 @@ def _lines(path: Path) -> list[str]:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
 
 
-def _first(lines: Iterable[str]) -> str:
+def _first_line(lines: Iterable[str]) -> str:
     return next((line.strip() for line in lines if line.strip()), "")
 
 
 def _csv_entries(path: Path, lines: list[str]) -> Iterator[tuple[int, Entry]]:
-    blank = next((i for i, line in enumerate(lines) if line.strip()), 0)  # lines before the header
+    # Blank lines before the header.
+    blank = next((i for i, line in enumerate(lines) if line.strip()), 0)
     reader = csv.DictReader(lines[blank:])
     try:
         for entry in reader:
@@ -172,9 +171,10 @@ def _json_entries(path: Path, lines: list[str]) -> Iterator[tuple[int, Entry]]:
             yield number, entry
 
 
-def _recognised(path: Path, entry: Entry) -> Format:
+def _format_of(path: Path, entry: Entry) -> Format:
     for form in FORMATS:
         if form.fields <= entry.keys():
             return form
     known = "; ".join(f"{form.name}: {form.time}, {form.input}, {form.output}" for form in FORMATS)
-    raise ConfigError(f"{path} is no trace that is known: its fields are {', '.join(map(str, entry))}, not {known}")
+    fields = ", ".join(map(str, entry))
+    raise ConfigError(f"{path} is not a trace of a known format: its fields are {fields}, expected {known}")

@@ -1,10 +1,10 @@
-"""The kinds of traffic that can be generated. Sources are published under CC-BY 4.0:
+"""Profiles of the traffic that can be generated, from sources published under CC-BY 4.0.
 
 - Azure LLM inference traces of 2023, github.com/Azure/AzurePublicDataset (Patel et al., "Splitwise", ISCA 2024);
 - BurstGPT, github.com/HPMLL/BurstGPT (Wang et al., KDD 2025).
 
-Published numbers and quantiles are those of the source; bursts and shape were searched for until the generator, at the
-source's rate and length and over many seeds, has the same variation of intervals and the same peaks.
+Published figures and quantiles are those of the source. Bursts and shape were fitted until generated traffic, at the
+source's rate and length and over many seeds, had the same variation of intervals and the same peaks.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,19 @@ QUANTILES = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 
 
 @dataclass(frozen=True)
 class Profile:
-    """A kind of traffic: the statistics of its source, and the parameters with which a generator has them too."""
+    """A kind of traffic: statistics of its source, and generator parameters that reproduce them."""
 
     name: str
     source: str
-    seconds: float  # of the source; a shorter run has the same cycles, or one of them squeezed
-    published: Mapping[str, float]  # of the source, named as in `traces.statistics`
-    cycle_s: float
-    idle_s: float  # of a cycle
-    burst_s: float  # of a cycle
+    seconds: float  # length of the source
+    # Figures of the source: rate in requests/s, cv_interarrival (standard deviation over mean of the intervals),
+    # peak_to_mean_10s (requests in the busiest 10 s over the mean), and prompt (in_) and answer (out_) tokens.
+    published: Mapping[str, float]
+    cycle_s: float  # a run shorter than this has one cycle, compressed
+    idle_s: float  # per cycle
+    burst_s: float  # per cycle
     height: float  # rate in the highest burst over the mean rate
-    shape: float  # of the gamma distribution of intervals: 1 is Poisson, less is burstier
+    shape: float  # of the gamma distribution of intervals: 1 is Poisson, smaller values are burstier
     input_tokens: tuple[float, ...]  # at QUANTILES
     output_tokens: tuple[float, ...]
 
@@ -72,7 +74,7 @@ AZURE_CODE = Profile(
 )
 AZURE_BURST = Profile(
     name="azure-burst",
-    source="both of 2023 on one clock, seconds 881 to 953: little load, then a steep burst",
+    source="both Azure traces of 2023 on one clock, seconds 881 to 953: little load, then a steep burst",
     seconds=72,
     published={
         "rate": 12.167,
@@ -113,7 +115,7 @@ PROFILES = {profile.name: profile for profile in (AZURE_CONV, AZURE_CODE, AZURE_
 
 
 def profile_named(name: str) -> Profile:
-    """The profile of that name. Raises ConfigError naming all there are."""
+    """Return the profile with this name. Raises ConfigError, naming all profiles, if it is unknown."""
     if name not in PROFILES:
-        raise ConfigError(f"there is no traffic profile {name!r}; there are {', '.join(PROFILES)}")
+        raise ConfigError(f"unknown traffic profile {name!r}: choose from {', '.join(PROFILES)}")
     return PROFILES[name]

@@ -1,4 +1,4 @@
-"""From a trace to requests: prompts of random tokens that share what the trace says they shared."""
+"""Prompts for a trace: random tokens that share prefixes as the trace says."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,11 @@ SEEDS = 2**63
 def trace_samples(
     trace: Trace, vocabulary: Vocabulary, rng: np.random.Generator, *, as_text: bool = False
 ) -> list[Sample]:
-    """One sample for each request, in the trace's order; where it says 0 tokens, 1 is asked for.
+    """Return one sample for each request, in the trace's order; lengths of 0 tokens become 1.
 
-    A hash id always gives the same block, drawn with a seed of its own, and a prompt that ends within a block has the
-    block's beginning: prompts with the same first ids share that prefix, token by token. As text the number of tokens
-    is that of the whole prompt, and the last block is adjusted to reach it.
+    A hash id always stands for the same block, drawn with its own seed. A prompt that ends within a block has the
+    beginning of that block. Prompts with the same first ids therefore share that prefix, token by token. For text, the
+    number of tokens is that of the whole prompt, and the last block is adjusted to reach it.
     """
     blocks = _Blocks(vocabulary, trace.block_tokens, int(rng.integers(SEEDS)))
     samples = []
@@ -32,7 +32,7 @@ def trace_samples(
 
 
 class _Blocks:
-    """The blocks of a trace's prompts, each made when it is first needed and kept. Mutates itself only so."""
+    """The blocks of a trace's prompts, made when first needed and then kept."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, seed: int):
         self._vocabulary, self._size, self._seed = vocabulary, size, seed
@@ -40,14 +40,15 @@ class _Blocks:
         self._texts: dict[int, str] = {}
 
     def tokens(self, hash_ids: Sequence[int], length: int, rng: np.random.Generator) -> tuple[tuple[int, ...], int]:
-        """A prompt of `length` tokens from its blocks; `rng` draws what no block covers."""
+        """Return a prompt of `length` tokens, cut from its blocks; `rng` draws tokens that no block covers."""
         needed = hash_ids[: ceil_div(length, self._size)]
         prompt = tuple(token for id in needed for token in self._block(id))[:length]
         return prompt + self._vocabulary.random_ids(rng, length - len(prompt)), length
 
     def text(self, hash_ids: Sequence[int], length: int, rng: np.random.Generator) -> tuple[str, int]:
-        """A prompt of about `length` tokens as text, and their number."""
-        full = (length - 1) // self._size  # one block at least is left to adjust
+        """Return a prompt of about `length` tokens as text, and its number of tokens."""
+        # At least one token of the last block remains to be adjusted.
+        full = (length - 1) // self._size
         head = "".join(self._text(id) for id in hash_ids[:full])
         rest = self._generator(hash_ids[full]) if full < len(hash_ids) else rng
         known = self._vocabulary.num_special + full * self._size if full <= len(hash_ids) else None

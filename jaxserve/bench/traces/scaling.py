@@ -1,4 +1,4 @@
-"""Changes to a trace, each explicit: pure functions from trace to trace, which write themselves into its history."""
+"""Scalings of a trace: pure functions from trace to trace, each of which adds an entry to the trace's history."""
 
 import math
 from typing import Any
@@ -10,9 +10,9 @@ from jaxserve.core.errors import ConfigError
 
 
 def window(trace: Trace, start_s: float, length_s: float) -> Trace:
-    """The requests that arrive in [start_s, start_s + length_s); `start_s` becomes 0, idle time after it is kept.
+    """Keep the requests that arrive in [start_s, start_s + length_s), with `start_s` as the new time 0.
 
-    Raises ConfigError if there are none.
+    Idle time at the start of the window is kept. Raises ConfigError if the window has no requests.
     """
     first, last = np.searchsorted(trace.arrival_s, [start_s, start_s + length_s], side="left").tolist()
     if not (start_s >= 0 and length_s > 0 and first < last):
@@ -26,40 +26,33 @@ def window(trace: Trace, start_s: float, length_s: float) -> Trace:
 
 
 def thin(trace: Trace, share: float, rng: np.random.Generator) -> Trace:
-    """A random share of the requests, at the times they have: the rate falls, the bursts stay.
+    """Keep a random share of the requests at their times: the rate falls, the bursts stay.
 
     Raises ConfigError if `share` is not in (0, 1].
     """
     if not 0 < share <= 1:
-        raise ConfigError(f"the share to keep is {share:g}, but must be above 0 and at most 1 (--thin)")
+        raise ConfigError(f"the share to keep is {share:g}: it must be above 0 and at most 1 (--thin)")
     kept = rng.choice(len(trace), max(round(len(trace) * share), 1), replace=False)
     return trace.changed("thin", {"share": share}, **trace.taken(np.sort(kept)))
 
 
-def every(trace: Trace, k: int) -> Trace:
-    """Every k-th request, beginning with the first. Raises ConfigError if `k` is below 1."""
-    if k < 1:
-        raise ConfigError(f"every {k}-th request cannot be kept: the number must be at least 1 (--thin)")
-    return trace.changed("every", {"k": k}, **trace.taken(range(0, len(trace), k)))
-
-
 def stretch(trace: Trace, factor: float) -> Trace:
-    """Times multiplied by `factor`: 2 halves the rate, and makes bursts twice as long.
+    """Multiply times by `factor`: 2 halves the rate and doubles the length of bursts.
 
     Raises ConfigError if `factor` is not above 0.
     """
     if not 0 < factor < math.inf:
-        raise ConfigError(f"the factor on time is {factor:g}, but must be above 0 (--stretch)")
+        raise ConfigError(f"the factor on time is {factor:g}: it must be finite and above 0 (--stretch)")
     return trace.changed("stretch", {"factor": factor}, arrival_s=trace.arrival_s * factor)
 
 
 def replicate(trace: Trace, copies: int, rng: np.random.Generator, *, jitter_s: float = 1.0) -> Trace:
-    """Every request `copies` times: once at its own time, the others up to `jitter_s` seconds later, at random.
+    """Repeat every request `copies` times: once at its own time, and up to `jitter_s` seconds later, at random.
 
-    The rate grows by `copies` and bursts longer than the jitter keep their shape. Each copy has hash ids of its own:
-    the users it stands for share prefixes among themselves as the real ones did, but not with those of other copies.
+    The rate grows by the factor `copies`, and bursts longer than the jitter keep their shape. Each copy has its own
+    hash ids: requests share prefixes within a copy as in the trace, but not between copies.
 
-    Raises ConfigError if `copies` is below 1 or `jitter_s` is below 0.
+    Raises ConfigError if `copies` is below 1, `jitter_s` is below 0, or there would be too many requests.
     """
     if copies < 1 or not 0 <= jitter_s < math.inf:
         raise ConfigError(f"cannot replicate {copies} times with a jitter of {jitter_s:g} s (--replicate)")
@@ -75,7 +68,7 @@ def replicate(trace: Trace, copies: int, rng: np.random.Generator, *, jitter_s: 
 
 
 def fixed_lengths(trace: Trace, input_tokens: int | None = None, output_tokens: int | None = None) -> Trace:
-    """All prompts, all answers or both of one length; None leaves the trace's. Raises ConfigError below 1."""
+    """Give all prompts or answers one length in tokens; None keeps the trace's. Raises ConfigError below 1."""
     _check(input_tokens, output_tokens, "--fixed-lengths")
     inputs = trace.input_tokens if input_tokens is None else np.full(len(trace), input_tokens)
     outputs = trace.output_tokens if output_tokens is None else np.full(len(trace), output_tokens)
@@ -84,7 +77,7 @@ def fixed_lengths(trace: Trace, input_tokens: int | None = None, output_tokens: 
 
 
 def clip_lengths(trace: Trace, max_input: int | None = None, max_output: int | None = None) -> Trace:
-    """No prompt and no answer longer than this; None is no limit. Raises ConfigError below 1."""
+    """Limit the tokens of prompts and answers; None means no limit. Raises ConfigError for limits below 1."""
     _check(max_input, max_output, "--clip-lengths")
     inputs = trace.input_tokens if max_input is None else np.minimum(trace.input_tokens, max_input)
     outputs = trace.output_tokens if max_output is None else np.minimum(trace.output_tokens, max_output)
@@ -93,12 +86,12 @@ def clip_lengths(trace: Trace, max_input: int | None = None, max_output: int | N
 
 
 def scale_lengths(trace: Trace, factor: float) -> Trace:
-    """Prompts, answers and shared blocks `factor` times as long, so that the shared part of a prompt stays the same.
+    """Multiply prompts, answers and shared blocks by `factor`, so that the shared part of a prompt stays the same.
 
     Raises ConfigError if `factor` is not above 0.
     """
     if not 0 < factor < math.inf:
-        raise ConfigError(f"the factor on lengths is {factor:g}, but must be above 0 (--scale-lengths)")
+        raise ConfigError(f"the factor on lengths is {factor:g}: it must be finite and above 0 (--scale-lengths)")
     inputs, outputs = (np.rint(tokens * factor) for tokens in (trace.input_tokens, trace.output_tokens))
     block = max(round(trace.block_tokens * factor), 1)
     return _with_lengths(trace, "scale_lengths", {"factor": factor}, inputs, outputs, block)
@@ -107,13 +100,13 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
 def _check(input_tokens: int | None, output_tokens: int | None, option: str) -> None:
     for what, tokens in (("input", input_tokens), ("output", output_tokens)):
         if tokens is not None and tokens < 1:
-            raise ConfigError(f"the {what} length is {tokens}, but must be at least 1 ({option})")
+            raise ConfigError(f"the {what} length is {tokens}: it must be at least 1 ({option})")
 
 
 def _with_lengths(
     trace: Trace, operation: str, facts: dict[str, Any], inputs: Any, outputs: Any, block_tokens: int
 ) -> Trace:
-    """Other lengths; blocks beyond the end of a shorter prompt are cut off."""
+    """Return the trace with other lengths, without the blocks beyond the ends of shorter prompts."""
     inputs = np.asarray(inputs, np.int64)
     ids = None if trace.hash_ids is None else _cut(trace.hash_ids, -(-inputs // block_tokens))
     columns = {"input_tokens": inputs, "output_tokens": outputs, "hash_ids": ids, "block_tokens": block_tokens}
@@ -125,6 +118,6 @@ def _cut(hash_ids: HashIds, blocks: Ints) -> HashIds:
 
 
 def _distinct(hash_ids: HashIds, copies: int) -> HashIds:
-    """The ids of all copies, one copy after the other, without any id that two copies have."""
+    """Return the ids of all copies, copy by copy, such that no two copies have an id in common."""
     step = 1 + max((id for ids in hash_ids for id in ids), default=0)
     return tuple(tuple(id + copy * step for id in ids) for copy in range(copies) for ids in hash_ids)

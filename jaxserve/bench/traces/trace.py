@@ -1,4 +1,4 @@
-"""The trace: what is known of the requests of a service, without their text."""
+"""A trace: arrival times and lengths of a service's requests, without their text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,21 +9,21 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-MAX_REQUESTS = 10_000_000  # of a trace: more do not fit, and take weeks
+MAX_REQUESTS = 10_000_000  # per trace: more do not fit into memory and would take weeks
 HashIds = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """n requests in order of arrival. The arrays are read-only; `Trace.of` makes a trace from any.
+    """n requests in order of arrival, as read-only arrays. `Trace.of` makes a trace from columns in any order.
 
-    `hash_ids` names the blocks of `block_tokens` tokens that a prompt consists of: equal ids are equal text, so that
-    prompts share prefixes as they did in the service. A prompt may be longer than its blocks; the rest is its own.
-    `history` says how the trace was read and every change since, in order.
+    `hash_ids` names the blocks of `block_tokens` tokens at the start of each prompt. Equal ids stand for equal text, so
+    that prompts share prefixes as they did in the service. A prompt may be longer than its blocks; the remainder is not
+    shared. `history` describes how the trace was read and every change since, in order.
     """
 
     name: str
-    arrival_s: Floats  # [n], not decreasing, seconds after the start of the trace; the first may be later than 0
+    arrival_s: Floats  # [n], not decreasing; seconds after the start of the trace, which may begin with idle time
     input_tokens: Ints  # [n]; 0 where the service failed
     output_tokens: Ints  # [n]
     hash_ids: HashIds | None = None
@@ -48,7 +48,7 @@ class Trace:
         block_tokens: int = 512,
         history: tuple[Mapping[str, Any], ...] = (),
     ) -> "Trace":
-        """A trace from columns in any order of arrival; requests of equal arrival keep theirs."""
+        """Return a trace from columns in any order; requests with equal arrival keep their order."""
         times = np.asarray(arrival_s, np.float64)
         order = np.argsort(times, kind="stable")
         return cls(
@@ -66,19 +66,19 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """Arrival of the last request."""
+        """The arrival time of the last request."""
         return float(self.arrival_s[-1]) if len(self) else 0.0
 
     def changed(self, operation: str, facts: Mapping[str, Any], **columns: Any) -> "Trace":
-        """With other columns, put in order of arrival, and the operation with its facts added to the history."""
+        """Return the trace with other columns, in order of arrival, and with the operation added to its history."""
         values = {name: columns.get(name, getattr(self, name)) for name in COLUMNS}
         trace = Trace.of(self.name, **values, block_tokens=columns.get("block_tokens", self.block_tokens))
         entry = {"operation": operation, **facts, "requests": len(trace)}
         return replace(trace, history=(*self.history, entry))
 
-    def taken(self, rows: ArrayLike) -> dict[str, Any]:
-        """The columns of some rows, by index, for `changed`."""
-        index = np.asarray(rows, np.int64)
+    def taken(self, indices: ArrayLike) -> dict[str, Any]:
+        """Return the columns of the requests with these indices, as arguments for `changed`."""
+        index = np.asarray(indices, np.int64)
         ids = None if self.hash_ids is None else tuple(self.hash_ids[i] for i in index.tolist())
         return {
             "arrival_s": self.arrival_s[index],
@@ -88,7 +88,7 @@ class Trace:
         }
 
     def description(self) -> dict[str, Any]:
-        """What a result says about it."""
+        """Return the description of the trace for a result."""
         return {
             "trace": self.name,
             "requests": len(self),
