@@ -1,8 +1,8 @@
-"""Block sizes of the GPU kernels, tried one by one: `python -m bench.autotune` on a Hopper GPU.
+"""Search for the fastest block sizes of the GPU kernels: `python -m bench.autotune` on a Hopper GPU.
 
-Prints, for every kernel, the time of each choice at the sizes of an 8B Llama and then the entry for
-`pallas_kernels/blocks.py`. A choice that the compiler refuses is left out. `--compile-only` compiles all of them for an
-H200 on a machine without a GPU, and so says which ones fit.
+For every kernel, prints the time of each choice at the sizes of an 8B Llama, and finally the entry for
+`pallas_kernels/blocks.py`. A choice that the compiler refuses is skipped. `--compile-only` compiles all choices for an
+H200 on a machine without a GPU, which shows the choices that fit.
 """
 
 import argparse
@@ -41,20 +41,20 @@ MODEL = next(model for model in REAL.models if model.name == "8b")
 
 
 def searches() -> Iterator[tuple[Case, Callable[..., Array], list[Tuned]]]:
-    """A case, the kernel, and the choices between which it decides."""
+    """Yield a case, its kernel, and the choices to decide between."""
     attention = partial(paged_attention.paged_attention, scale=MODEL.shape.head_dim**-0.5)
     splits = [{"programs": p, "split_keys": k} for p, k in product((1, 2, 4), (64, 128, 256))]
     yield decode_attention(MODEL, 64, 4096, "auto"), attention, [{"decode": sizes} for sizes in ATTENTION]
     yield decode_attention(MODEL, 1, 8192, "auto"), attention, splits
     yield prefill_attention(MODEL, 2048, 64, "auto"), attention, [{"prefill": sizes} for sizes in ATTENTION]
     for field, rows, choices in (("few_rows", 8, FEW), ("many_rows", 128, MANY)):
-        for name, out in (("o", 4096), ("gate_up", 28672)):  # the last one decides
+        for name, out in (("o", 4096), ("gate_up", 28672)):  # the later search overrides the earlier one
             case = quantised_product(f"{name} in int4, {rows} rows", rows, out, 4096, 4, "auto")
             yield case, quantized_matmul.quantized_matmul, [{field: sizes} for sizes in choices]
 
 
 def main() -> None:
-    """Tries all choices and prints the best of each search."""
+    """Try all choices and print the best of each search."""
     parser = argparse.ArgumentParser(prog="python -m bench.autotune", description=__doc__.splitlines()[0])
     parser.add_argument("--compile-only", action="store_true", help="no GPU: compile every choice for an H200")
     args = parser.parse_args()
@@ -66,12 +66,12 @@ def main() -> None:
         tried = [replace(case, call=partial(kernel, blocks=replace(blocks, **choice))) for choice in choices]
         programs = compile_all(tried, inputs, args.compile_only)
         times = {}
-        for number, (choice, found) in enumerate(zip(choices, programs, strict=True)):
+        for index, (choice, found) in enumerate(zip(choices, programs, strict=True)):
             if isinstance(found, Exception):
                 print(f"{'refused':>12}  {choice}: {str(found).splitlines()[0][:100]}")
             else:
-                times[number] = 0.0 if args.compile_only else seconds_of(found, *inputs, REAL)
-                print(f"{'fits' if args.compile_only else f'{times[number] * 1e6:.1f} µs':>12}  {choice}", flush=True)
+                times[index] = 0.0 if args.compile_only else seconds_of(found, *inputs, REAL)
+                print(f"{'fits' if args.compile_only else f'{times[index] * 1e6:.1f} µs':>12}  {choice}", flush=True)
         if not times:
             sys.exit("nothing compiles")
         if not args.compile_only:
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def compile_all(cases: list[Case], inputs: Any, for_h200: bool) -> list[jax.stages.Compiled | Exception]:
-    """Each case's program, compiled side by side, or why it cannot be."""
+    """Return each case's program, compiled in parallel, or the error that prevented it."""
 
     def compiled(case: Case) -> jax.stages.Compiled | Exception:
         try:
@@ -96,7 +96,7 @@ def compile_all(cases: list[Case], inputs: Any, for_h200: bool) -> list[jax.stag
 
 
 def as_on_gpu(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Where pools of 16-bit floats are not stored as integers."""
+    """Return a shape with the dtype that it has on GPU, where pools of 16-bit floats are not stored as integers."""
     return jax.ShapeDtypeStruct(shape.shape, jnp.bfloat16) if shape.dtype == jnp.uint16 else shape
 
 

@@ -1,17 +1,19 @@
-// Reads memory and does as little else as possible: what bench/bandwidth.py times.
+// Reads memory and does as little else as possible. bench/bandwidth.py times this function.
 
 #include <cstddef>
 #include <cstdint>
 
 namespace {
 
-constexpr std::size_t kStreams = 4;  // places that are read in turn, which keeps more of the prefetchers busy than one
-constexpr std::size_t kBlock = 32;   // words of one stream before the next one's turn: four cache lines
+// Streams that are read in turn. Several streams keep more prefetchers busy than one.
+constexpr std::size_t kStreams = 4;
+// Words that are read from one stream before the next: four cache lines.
+constexpr std::size_t kBlock = 32;
 
 }  // namespace
 
-// The exclusive or of all words but those of an unfinished block at the end of each stream; returned so that the reads
-// cannot be left out.
+// Returns the exclusive or of all words except an incomplete block at the end of each stream. The result keeps the
+// compiler from removing the reads.
 extern "C" std::uint64_t jaxserve_read(const std::uint64_t* data, std::size_t words) {
   const std::size_t length = words / kStreams / kBlock * kBlock;
   std::uint64_t sums[kBlock] = {};

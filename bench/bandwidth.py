@@ -1,8 +1,8 @@
-"""How fast memory can be read: `python -m bench.bandwidth [--threads N]`.
+"""The speed at which memory can be read: `python -m bench.bandwidth [--threads N]`.
 
-The ceiling beside which decode steps and products of few rows are put. Each thread reads memory of its own, too large
-for caches, in several streams by a loop of C++ that does nothing else. It is compiled where it runs; there is no second
-way, because a ceiling that is too low would flatter what stands beside it.
+This is the ceiling for decode steps and for products of few rows. Each thread reads its own memory, too large for
+caches, in several streams, by a loop in C++ that does nothing else. The loop is compiled on the machine where it runs.
+There is no fallback, because a ceiling that is too low would flatter what it is compared with.
 """
 
 import argparse
@@ -19,27 +19,27 @@ from pathlib import Path
 import numpy as np
 
 SOURCE = Path(__file__).with_suffix(".cc")
-SIZE = 256 << 20  # bytes for each thread
-PASSES = 30  # about a second in all
+SIZE = 256 << 20  # bytes per thread
+PASSES = 30  # about one second in total
 Read = Callable[[np.ndarray], int]
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """GB/s at which all threads together read memory: in the median pass, and in the best one."""
+    """The rate (GB/s) at which all threads together read memory: in the median pass, and in the best one."""
 
     median: float
     best: float
 
     def share(self, size: float, seconds: float) -> float:
-        """The part of the median that reading `size` bytes in so many seconds is: 1.0 is as fast as memory."""
+        """Return the rate of reading `size` bytes in `seconds` as a share of the median: 1.0 is as fast as memory."""
         return 1e-9 * size / seconds / self.median
 
 
 def measure(threads: int, size: int = SIZE, passes: int = PASSES, read: Read | None = None) -> Bandwidth:
-    """Reads `size` bytes in each thread, `passes` times, by `compiled()` unless it is given.
+    """Read `size` bytes in each thread, `passes` times, with the function `read` (by default `compiled()`).
 
-    Raises OSError (no compiler) or subprocess.CalledProcessError (it does not compile).
+    Raises OSError without a compiler, or subprocess.CalledProcessError if compilation fails.
     """
     read = read or compiled()
     arrays = [np.ones(size // 8, np.uint64) for _ in range(threads)]
@@ -53,7 +53,10 @@ def measure(threads: int, size: int = SIZE, passes: int = PASSES, read: Read | N
 
 
 def compiled() -> Read:
-    """The loop as a function of an array uint64[N]; it runs without the interpreter's lock. Raises as `measure`."""
+    """Return the compiled loop as a function of an array uint64[N], which releases the interpreter's lock.
+
+    Raises OSError without a compiler, or subprocess.CalledProcessError if compilation fails.
+    """
     from jaxserve.kernels.native.build import FLAGS, compiler  # which loads JAX
 
     with tempfile.TemporaryDirectory(prefix="jaxserve-bandwidth-") as folder:
@@ -65,7 +68,7 @@ def compiled() -> Read:
 
 
 def main() -> None:
-    """Prints a sentence."""
+    """Print the measured bandwidth."""
     from bench.peers.worker import limit_threads
 
     parser = argparse.ArgumentParser(prog="python -m bench.bandwidth", description=__doc__.splitlines()[0])
@@ -76,7 +79,7 @@ def main() -> None:
 
 
 def sentence(found: Bandwidth, threads: int) -> str:
-    """What was measured, for people."""
+    """Return the measured bandwidth in words."""
     return f"memory is read at {found.median:.1f} GB/s by {threads} threads (median pass; the best {found.best:.1f})"
 
 

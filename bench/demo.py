@@ -1,10 +1,10 @@
-"""The demonstration: a burst arrives, layers turn to int4 and int8, their memory becomes KV pages, and all comes back.
+"""The demonstration: in a burst, layers change to fewer bits, their memory becomes KV pages, and later all is restored.
 
     python -m bench.demo [--mode morph|morph-performance] [--out FOLDER]
 
-Three servers of the bundled model, one after the other, in one memory budget: static in full precision, static in int4,
-and one that adapts. The first is saturated for a moment, to see what the machine can do, and the burst asks for more.
-Prints what happens while it happens, then the comparison, and writes report.html and result.json.
+Three servers of the bundled model run one after the other in one memory budget: static in full precision, static in
+int4, and adapting. The first is saturated briefly to measure the machine's capacity, and the burst exceeds it.
+Prints events as they happen, then the comparison, and writes report.html and result.json.
 """
 
 import argparse
@@ -34,17 +34,17 @@ from jaxserve.engine.tokenizer import Tokenizer
 
 KEYS = {FULL: "static", INT4: "int4", ACCURACY: "morph", PERFORMANCE: "morph"}  # of result.json
 SETUP = Setup(bundled_model_path(), kv_pages=56, max_model_len=512, max_num_seqs=4, prefill_tokens=128)
-PROMPT, ANSWER, SPREAD = 288, 96, 0.25  # tokens: means, and the share of them by which lengths differ at most
-AT_ONCE = 64  # requests that saturate
-TRIES = 3  # at saturating it: at first a server is slower, and what else the machine does comes and goes
-CALM, PEAK = 0.15, 1.2  # tokens asked for, over what full precision generates
+PROMPT, ANSWER, SPREAD = 288, 96, 0.25  # mean tokens, and the largest relative deviation from them
+AT_ONCE = 64  # requests that saturate a server
+TRIES = 3  # saturations; a new server is slower, and the machine's other load varies
+CALM, PEAK = 0.15, 1.2  # requested tokens over the capacity of full precision
 PHASES = ((2.0, CALM), (11.0, PEAK), (3.0, CALM))  # seconds each
-MODULES = ("argparse", "ast", "inspect", "tarfile", "typing", "zipfile")  # prompts are pieces of their text
+MODULES = ("argparse", "ast", "inspect", "tarfile", "typing", "zipfile")  # the text that prompts are cut from
 UNSAVED = ("prompts", "generated_texts")
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
+    """Run the demonstration and return the exit status."""
     options = _options()
     console, began = Console(), time.monotonic()
     try:
@@ -68,23 +68,23 @@ def main() -> int:
 
 
 def _run(console: Console, mode: str) -> dict[str, dict[str, Any]]:
-    """Measures the three. Raises `JaxserveError` if a server does not start or answer."""
+    """Measure the three servers. Raises JaxserveError if a server does not start or answer."""
     known, profile = systems(SETUP, envelope(SETUP)), profile_of(SETUP.model)
-    assert profile is not None, "the bundled model has one"
-    most = max(system.kv_pages for system in known.values())
+    assert profile is not None, "the bundled model has a profile"
+    max_pages = max(system.kv_pages for system in known.values())
     prompts, burst = _prompts(), None
     results: dict[str, dict[str, Any]] = {}
     for name in (FULL, INT4, mode):
         title = f"{LABELS[name]}, {known[name].kv_pages} KV pages"
-        screen = Screen(console, title, profile.order(QUANTISED), most, SETUP.slo_ttft)
+        screen = Screen(console, title, profile.order(QUANTISED), max_pages, SETUP.slo_ttft)
         with console.status(f"starting the server: {title}") as status, started(known[name]) as url:
             if burst is None:
-                status.update("saturating it for a moment: how much can this machine do?")
+                status.update("saturating the server to measure its capacity")
                 capacity = _capacity(url, prompts)
-                told = (
-                    f"full precision generates {capacity:.0f} tokens/s here; the burst asks for {PEAK:g} times as many"
+                message = (
+                    f"full precision generates {capacity:.0f} tokens/s here; the burst requests {PEAK:g} times that"
                 )
-                console.print(told, highlight=False)
+                console.print(message, highlight=False)
                 burst = workload(_burst(capacity), prompts, np.random.default_rng(4))
             status.stop()
             with screen.shown():
@@ -95,19 +95,19 @@ def _run(console: Console, mode: str) -> dict[str, dict[str, Any]]:
 
 
 def _capacity(url: str, prompts: Prompts) -> float:
-    """Tokens per second when all requests are there at once: the most of some tries."""
-    rng, most = np.random.default_rng(5), 0.0
+    """Return the tokens per second when all requests arrive at once, the best of several tries."""
+    rng, best = np.random.default_rng(5), 0.0
     for _ in range(TRIES):
         trace = at_once(_lengths(np.zeros(AT_ONCE)), AT_ONCE, rng)
         seen = asyncio.run(measure(url, workload(trace, prompts, rng)))
         found = saturated_throughput(per_request(seen.load.records))
-        assert found is not None, "requests were answered"
-        most = max(most, found)
-    return most
+        assert found is not None, "no request was answered"
+        best = max(best, found)
+    return best
 
 
 def _burst(capacity: float) -> Trace:
-    """Arrivals at the rates of `PHASES`: at random in the burst, evenly before and after."""
+    """Return arrivals at the rates of `PHASES`, random within the burst and evenly spaced before and after it."""
     rng = np.random.default_rng(6)
     arrivals, begin = [], 0.0
     for seconds, share in PHASES:
@@ -126,7 +126,7 @@ def _lengths(arrivals: np.ndarray) -> Trace:
 
 
 def _prompts() -> Prompts:
-    """Pieces of modules of the standard library."""
+    """Return prompts cut from modules of the standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = "\n\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in MODULES)
     return Prompts(Tokenizer.load(SETUP.model).encode(text), "modules of the standard library")
@@ -134,7 +134,9 @@ def _prompts() -> Prompts:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=(ACCURACY, PERFORMANCE), default=ACCURACY, help="of the adapting server")
+    parser.add_argument(
+        "--mode", choices=(ACCURACY, PERFORMANCE), default=ACCURACY, help="policy of the adapting server"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
     return parser.parse_args()
 

@@ -1,8 +1,8 @@
-"""The CPU time of a float16 checkpoint by the dtype that it is computed in: `python -m bench.float16 [--out FILE]`.
+"""The CPU time of float16 checkpoints in each compute dtype: `python -m bench.float16 [--out FILE]`.
 
-Checkpoints of random weights at Qwen2-0.5B's widths, as Llama 2 (plain) and AutoAWQ (int4, groups of 128) write them,
-are served with each dtype by engines in one process, there and back in turn. What is counted is the process's CPU time,
-the least of some rounds: of each token of one sequence, and of each token of a prompt.
+Checkpoints with random weights and Qwen2-0.5B's widths, as written by Llama 2 (plain) and AutoAWQ (int4, groups of
+128), are served in each dtype by engines in one process, which take turns in alternating order. The figure is the
+process's CPU time, the least of several rounds, per generated token of one sequence and per token of a prompt.
 """
 
 import argparse
@@ -41,16 +41,16 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True
 
 
 def main() -> None:
-    """Print a table, and write the numbers to a file."""
+    """Print a table, and write the figures to a file if one is given."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=64, help="generated in a round")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt that is timed")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens generated per round")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of the timed prompt")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    jax.devices()  # XLA starts with all of its threads, whichever dtype comes first
+    jax.devices()  # starts XLA with all of its threads before any dtype is measured
     result: dict[str, Any] = {
         "environment": describe_environment(),
         "options": vars(options) | {"out": None},
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def write(folder: Path, layers: int, vocab: int, *, awq: bool) -> None:
-    """Write a checkpoint of random weights; every word is a valid word of AWQ's codes."""
+    """Write a checkpoint of random weights. Every random word is valid as AWQ codes."""
     rng = np.random.default_rng(0)
     hf = CONFIG | {"num_hidden_layers": layers, "vocab_size": vocab} | ({"quantization_config": AWQ} if awq else {})
     config, tensors = config_from_hf(hf), dict[str, np.ndarray]()
@@ -90,12 +90,17 @@ def words(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
 
 
 def measured(folder: Path, options: argparse.Namespace) -> Mapping[str, dict[str, float]]:
-    """Return CPU milliseconds of a token, by dtype: "decode" of one that is generated, "prefill" of one of a prompt."""
+    """Return CPU milliseconds by dtype: "decode" per generated token, "prefill" per token of a prompt."""
     prompt = np.random.default_rng(1).integers(3, options.vocab, options.prompt).tolist()
     times: dict[str, dict[str, float]] = {dtype: {} for dtype in DTYPES}
     with ExitStack() as stack:
-        given = {"max_num_seqs": 1, "max_num_batched_tokens": 1 + 64, "max_model_len": 512, "prefix_caching": False}
-        llms = {dtype: stack.enter_context(LLM(folder, dtype=dtype, memory_gb=3, **given)) for dtype in DTYPES}
+        options_of_llm = {
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 1 + 64,
+            "max_model_len": 512,
+            "prefix_caching": False,
+        }
+        llms = {dtype: stack.enter_context(LLM(folder, dtype=dtype, memory_gb=3, **options_of_llm)) for dtype in DTYPES}
         for number in range(options.rounds):
             for dtype, llm in list(llms.items())[:: 1 if number % 2 else -1]:
                 first = cpu_ms(llm, prompt, 1)
@@ -106,7 +111,7 @@ def measured(folder: Path, options: argparse.Namespace) -> Mapping[str, dict[str
 
 
 def cpu_ms(llm: LLM, prompt: list[int], tokens: int) -> float:
-    """Return the process's CPU time for a request."""
+    """Return the process's CPU time (ms) for one request."""
     began = time.process_time()
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
     return 1e3 * (time.process_time() - began)

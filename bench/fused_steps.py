@@ -1,7 +1,7 @@
-"""Decode steps block by block and fused: `python -m bench.fused_steps [MODEL ...] [--precision P]`.
+"""Decode steps in the block tier and in the fused tier: `python -m bench.fused_steps [MODEL ...] [--precision P]`.
 
-Each model is loaded twice, with and without the fused tier, and both generate in turn. A step's time is what 128 more
-tokens take, divided by them; medians of `--repeats`. Without a model it is the bundled one.
+Each model (by default the bundled one) is loaded twice, with and without the fused tier, and both generate in turn. A
+step's time is the additional time of 128 more tokens, divided by 128. The table shows medians of `--repeats`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ FEW, MANY = 4, 132  # tokens of an answer
 
 
 def step_ms(llm: LLM, batch: int) -> float:
-    """Milliseconds of a step that decodes so many sequences."""
+    """Return the milliseconds of a step that decodes `batch` sequences."""
 
     def seconds(tokens: int) -> float:
         prompts = [{"prompt_token_ids": list(range(10 + i, 10 + i + PROMPT))} for i in range(batch)]
@@ -37,7 +37,10 @@ def step_ms(llm: LLM, batch: int) -> float:
 def compare(
     model: Path, precision: str, batches: Sequence[int], repeats: int, **options: Any
 ) -> list[dict[str, float]]:
-    """For each batch: ms a step block by block (`blocks`) and `fused`. `options` are those of `LLM`."""
+    """Return ms per step for each batch size, in the block tier (`blocks`) and in the fused tier (`fused`).
+
+    `options` are passed to `LLM`.
+    """
     llm = partial(
         LLM, model, precision=precision, max_model_len=PROMPT + MANY, max_num_seqs=max(batches), memory_gb=4, **options
     )
@@ -45,13 +48,13 @@ def compare(
     with llm(fuse=False) as blocks, llm() as fused:
         for batch in batches:
             times = [(step_ms(blocks, batch), step_ms(fused, batch)) for _ in range(repeats)]
-            one, other = (statistics.median(each) for each in zip(*times, strict=True))
-            found.append({"batch": batch, "blocks": one, "fused": other})
+            blocks_ms, fused_ms = (statistics.median(each) for each in zip(*times, strict=True))
+            found.append({"batch": batch, "blocks": blocks_ms, "fused": fused_ms})
     return found
 
 
 def main() -> None:
-    """Prints a table for each model."""
+    """Print a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--precision", default="auto", help="of the layers; default: the checkpoint's")
@@ -59,7 +62,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     for model in args.models or [bundled_model_path()]:
-        print(f"{model.name}, precision {args.precision}: ms a decode step")
+        print(f"{model.name}, precision {args.precision}: ms per decode step")
         for row in compare(model, args.precision, args.batches, args.repeats):
             print(
                 f"  batch {row['batch']:<3} block by block {row['blocks']:6.2f}   fused {row['fused']:6.2f}", flush=True

@@ -1,13 +1,13 @@
-"""What jaxserve reaches on an NVIDIA GPU, in under 8 minutes: `python -m bench.gpu --out results.json`.
+"""The speed of jaxserve on an NVIDIA GPU, measured in under 8 minutes: `python -m bench.gpu --out results.json`.
 
-First the device's ceilings (copy bandwidth, products of large matrices); then every kernel, decode and prefill of
-random 1B and 8B Llamas at several batches, the throughput of many requests, and the same through Transformers'
-continuous batching. Prints one table with the share of its ceiling that each row reaches: the time of the fewest bytes
-and operations that it needs, over its own; and one of what is to be reached on an H200: met, missed or not measured.
-The parts that have such targets come first, and in each part the cases that have. The JSON is written after every row,
-so that a run that is cut short keeps what it has.
+Measures the device's ceilings (copy bandwidth, products of large matrices), every kernel, decode and prefill of random
+1B and 8B Llamas at several batch sizes, the throughput of many requests, and Transformers' continuous batching on the
+same models. Prints two tables. The first shows the share of its ceiling that each row reaches: the time that the fewest
+necessary bytes and operations would take, over the measured time. The second lists the targets for an H200 as met,
+missed or not measured. Parts and cases with targets run first. The JSON is written after every row, so that an
+interrupted run keeps its rows.
 
-`--platform cpu --tiny` runs all of it with tiny sizes on a CPU, which says nothing but that it works.
+`--platform cpu --tiny` runs everything with tiny sizes on a CPU, which shows only that it works.
 """
 
 import argparse
@@ -30,9 +30,10 @@ SCHEMA_VERSION = 1
 
 
 def main() -> None:
-    """Measures, writes the JSON and prints the table."""
+    """Measure, write the JSON and print the tables."""
     args = _options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended like Ctrl-C: with what was measured
+    # SIGTERM ends the run as Ctrl-C does, keeping what was measured.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     chosen = [part for part in PARTS if not args.parts or {part.name, part.kind} & set(args.parts)]
     parts = scaled(chosen, args.minutes * 60)
     settings = default_settings(
@@ -46,13 +47,13 @@ def main() -> None:
         if args.out:
             write(args.out, environment, args.tiny, time.monotonic() - start, outcomes)
         outcome = outcomes[name]
-        news = outcome.rows[-1]["case"] if outcome.status == "running" else outcome.status
-        print(f"{time.monotonic() - start:5.0f} s  {name}: {news}", file=sys.stderr, flush=True)
+        latest = outcome.rows[-1]["case"] if outcome.status == "running" else outcome.status
+        print(f"{time.monotonic() - start:5.0f} s  {name}: {latest}", file=sys.stderr, flush=True)
 
     try:
         run_parts(parts, settings, outcomes, save)
     except KeyboardInterrupt:
-        print("interrupted: this is what was measured", file=sys.stderr)
+        print("interrupted: the tables show what was measured until then", file=sys.stderr)
     print(table(outcomes))
     print(targets_table(outcomes))
     for key, value in environment.items():
@@ -61,13 +62,13 @@ def main() -> None:
 
 
 def scaled(parts: list[Part], seconds: float) -> list[Part]:
-    """The parts with their shares of so many seconds."""
+    """Return the parts with their times scaled to a total of `seconds`."""
     factor = seconds / sum(part.seconds for part in parts)
     return [replace(part, seconds=part.seconds * factor) for part in parts]
 
 
 def write(out: Path, environment: dict[str, str], tiny: bool, seconds: float, outcomes: dict[str, Outcome]) -> None:
-    """Replaces the file in one step, so that it is whole at every moment."""
+    """Replace the file in one step, so that it is complete at every moment."""
     report = {
         "schema_version": SCHEMA_VERSION,
         "kind": "gpu",
@@ -88,11 +89,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
     names = sorted({name for part in PARTS for name in (part.name, part.kind)})
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, for trying it out")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to check that the script works")
     parser.add_argument("--parts", nargs="+", choices=names, help="default: all")
     parser.add_argument("--minutes", type=float, default=7.75, help="for all parts together")
-    parser.add_argument("--peer-python", help="interpreter that has torch and transformers; default: this one")
-    parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE, help="checkpoints and compiled programs")
+    parser.add_argument("--peer-python", help="Python interpreter with torch and transformers; default: this one")
+    parser.add_argument(
+        "--cache-dir", type=Path, default=DEFAULT_CACHE, help="folder for checkpoints and compiled programs"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     return parser.parse_args()
 

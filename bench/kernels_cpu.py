@@ -1,10 +1,13 @@
 """Times of the CPU kernels, per layer: `python -m bench.kernels_cpu`.
 
-Products with weights first (`--only matmul` stops there), with few rows beside the rate at which memory can be read,
-and for orientation XLA's own, of bfloat16 and of int8 numbers (sums in int32, not scaled). `--group`, `--zero-points`
-choose the format of weights in fewer bits. Then attention with its KV write for decode batches and prefill, for the
-shapes of the 160M and 1.1B models, over the native and the XLA path, with a KV cache in bfloat16 and in int8; then the
-KV write alone at two pool sizes, which cost the same if it is in place.
+Measures three parts, of which `--only` selects one:
+
+- matmul: products with weights. With few rows they are compared with the rate at which memory can be read. XLA's own
+  products of bfloat16 and int8 numbers (int32 sums, unscaled) serve as a reference. `--group` and `--zero-points`
+  choose the format of quantised weights;
+- attention: attention with its KV write, for decode batches and prefill, with the shapes of the 160M and 1.1B models,
+  on the native and the XLA path, with a KV cache in bfloat16 and in int8;
+- kv_write: the KV write alone at two pool sizes, which takes equally long if it happens in place.
 """
 
 import argparse
@@ -41,23 +44,23 @@ HEAD = (32000, 2048)
 SHAPES = [*(shape for shapes in WEIGHTS.values() for shape in shapes), HEAD]
 XLA_INT8 = "xla, int8"
 ROWS = [1, 2, 4, 8, 16, 32, 512]
-MEMORY_BOUND_ROWS = 32  # up to so many, reading the weight is most of the work
+MEMORY_BOUND_ROWS = 32  # up to this number, a product mostly reads its weight
 INT8_ROWS = (32, 512)  # of XLA's int8 product
 THREADS = 2
-WORKING_SET = THREADS * bandwidth.SIZE  # bytes of weights that are multiplied in turn: as many as the bandwidth's
+WORKING_SET = THREADS * bandwidth.SIZE  # bytes of weights multiplied in turn, as many as bench.bandwidth reads
 
 
 @dataclass(frozen=True)
 class Format:
-    """Of a weight: bits of a number, those of one scale (0: all of an output), and whether it has zeros."""
+    """The number format of a weight."""
 
     bits: int
-    group: int = GROUP
+    group: int = GROUP  # inputs that share a scale; 0: all inputs of an output
     zero_points: bool = False
 
 
 def random_weight(out: int, inner: int, form: Format) -> Array | QArray:
-    """A weight whose values do not matter."""
+    """Return a weight with arbitrary values."""
     rng = np.random.default_rng(0)
     if form.bits == 16:
         return jnp.asarray(rng.standard_normal((out, inner), np.float32), jnp.bfloat16)
@@ -70,17 +73,17 @@ def random_weight(out: int, inner: int, form: Format) -> Array | QArray:
 
 
 def random_int8(out: int, inner: int) -> Array:
-    """Of all int8 numbers, as XLA's product takes them."""
+    """Return a random weight of all int8 numbers, as XLA's product takes it."""
     return jnp.asarray(np.random.default_rng(0).integers(-128, 128, (out, inner), np.int8))
 
 
-def in_turn(w: Array | QArray) -> list[Array | QArray]:
-    """Copies of a weight, as many as fill the working set, and the weight."""
+def working_set(w: Array | QArray) -> list[Array | QArray]:
+    """Return a weight and as many copies of it as fill the working set."""
     return [w, *(jax.tree.map(jnp.copy, w) for _ in range(WORKING_SET // w.nbytes))]
 
 
 def time_matmul(product: Callable, rows: int, weights: Sequence[Array | QArray], repeats: int) -> list[float]:
-    """Compiles one product and times it over weights that take turns; seconds."""
+    """Compile a product and return the seconds of its calls, which use the weights in turn."""
     first = weights[0]
     dtype = jnp.int8 if isinstance(first, Array) and first.dtype == jnp.int8 else jnp.bfloat16
     x = jnp.ones((rows, first.shape[1]), dtype)
@@ -95,7 +98,10 @@ def time_matmul(product: Callable, rows: int, weights: Sequence[Array | QArray],
 
 
 def matmul_line(times: Sequence[float], rows: int, w: Array | QArray, memory: Bandwidth | None) -> str:
-    """Minimum and median; rates at the median, with few rows also as a share of the memory's bandwidth."""
+    """Return minimum and median of the times, and rates at the median.
+
+    With few rows the rate is also given as a share of the memory bandwidth.
+    """
     least, median = min(times), statistics.median(times)
     line = (
         f"{1e3 * least:8.3f} {1e3 * median:8.3f} ms {1e-9 * w.nbytes / median:6.1f} GB/s "
@@ -107,22 +113,22 @@ def matmul_line(times: Sequence[float], rows: int, w: Array | QArray, memory: Ba
 
 
 def xla_dot(x: Array, w: Array) -> Array:
-    """XLA's own product, for comparison."""
+    """Return XLA's own product, for comparison."""
     y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return y.astype(x.dtype)
 
 
 def xla_int8_dot(x: Array, w: Array) -> Array:
-    """XLA's product of int8 numbers, int32: what a product by codes would come from, without scales."""
+    """Return XLA's int32 product of int8 numbers, the unscaled part of a product with quantised codes."""
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
 
 
 def read_memory() -> Bandwidth | None:
-    """The bandwidth, printed; None where the loop that measures it cannot be compiled."""
+    """Print and return the memory bandwidth, or None if its loop cannot be compiled."""
     try:
         found = bandwidth.measure(THREADS)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"the memory's bandwidth is not measured: {error}")
+        print(f"the memory bandwidth was not measured: {error}")
         return None
     print(bandwidth.sentence(found, THREADS))
     return found
@@ -135,27 +141,27 @@ def report_matmul(
     shapes: Sequence[tuple[int, int]] = SHAPES,
     row_counts: Sequence[int] = ROWS,
 ) -> None:
-    """Prints the products of every shape, number of rows and precision: minimum and median of the times, rates."""
+    """Print the products of every shape, number of rows and precision: minimum and median of the times, and rates."""
     memory = read_memory()
     size = f"groups of {group}" if group else "one group for each output"
     print(f"weights in 8, 4 and 3 bits: {size}, {'with zeros' if zero_points else 'symmetric'}")
     for out, inner in shapes:
         forms = {f"{bits} bits": Format(bits, group, zero_points) for bits in (16, 8, 4, 3)}
-        weights = {name: in_turn(random_weight(out, inner, form)) for name, form in forms.items()}
+        weights = {name: working_set(random_weight(out, inner, form)) for name, form in forms.items()}
         paths = {name: (matmul, weights[name]) for name in forms} if native.targets() else {}
         paths["xla, 16 bits"] = (xla_dot, weights["16 bits"])
-        paths[XLA_INT8] = (xla_int8_dot, in_turn(random_int8(out, inner)))
+        paths[XLA_INT8] = (xla_int8_dot, working_set(random_int8(out, inner)))
         for rows in row_counts:
             for name, (product, copies) in paths.items():
                 if name != XLA_INT8 or rows in INT8_ROWS:
                     times = time_matmul(product, rows, copies, repeats)
                     line = matmul_line(times, rows, copies[0], memory)
                     print(f"{out:5} x {inner:4} rows={rows:<3} {name:12} {line}", flush=True)
-    read_memory()  # again: a machine that others use too may have changed meanwhile
+    read_memory()  # once more, because the speed of a shared machine changes
 
 
 def decode_meta(rows: int, context: int, pages: int, width: int) -> AttentionMeta:
-    """Rows of equal context on pages scattered over the pool."""
+    """Return the metadata of rows with equal contexts, on pages scattered over the pool."""
     used = -(-context // PAGE_SIZE)
     table = np.zeros((rows, width), np.int32)
     table[:, :used] = 1 + np.random.default_rng(0).permutation(pages - 1)[: rows * used].reshape(rows, used)
@@ -164,7 +170,7 @@ def decode_meta(rows: int, context: int, pages: int, width: int) -> AttentionMet
 
 
 def prefill_meta(tile: int, tokens: int, pages: int, width: int) -> AttentionMeta:
-    """One sequence of `tokens` tokens, from its beginning."""
+    """Return the metadata of one sequence of `tokens` tokens, from its beginning."""
     n, none = tokens // tile, np.zeros(0, np.int32)
     table = np.tile(1 + np.random.default_rng(0).permutation(pages - 1)[:width].astype(np.int32), (n, 1))
     starts = np.arange(n, dtype=np.int32) * tile
@@ -172,7 +178,7 @@ def prefill_meta(tile: int, tokens: int, pages: int, width: int) -> AttentionMet
 
 
 def slots(meta: AttentionMeta) -> np.ndarray:
-    """Where the tokens of the step write."""
+    """Return the pool slots that the tokens of the step are written to."""
     rows = np.arange(len(meta.decode_lengths))
     last = meta.decode_lengths - 1
     decode = meta.decode_pages[rows, last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
@@ -182,7 +188,7 @@ def slots(meta: AttentionMeta) -> np.ndarray:
 
 
 def milliseconds(step: Callable[[Pool], Pool], pool: Pool, repeats: int) -> tuple[float, float]:
-    """Minimum and median of a step that takes the pool and gives it back."""
+    """Return minimum and median (ms) of a step that takes the pool and returns it."""
     pool = jax.block_until_ready(step(pool))
     times = []
     for _ in range(repeats):
@@ -195,7 +201,7 @@ def milliseconds(step: Callable[[Pool], Pool], pool: Pool, repeats: int) -> tupl
 def time_attention(
     attention: Callable, meta: AttentionMeta, kv_dtype: str, groups: int, pages: int, repeats: int
 ) -> tuple[float, float]:
-    """Minimum and median of one layer's KV write and attention, in milliseconds."""
+    """Return minimum and median (ms) of one layer's KV write and attention."""
     where = jnp.asarray(slots(meta))
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(len(where), KV_HEADS, groups, HEAD_DIM)), jnp.bfloat16)
@@ -214,7 +220,7 @@ def time_attention(
 
 
 def report_attention(repeats: int, pages: int, width: int, kv_dtypes: Sequence[str]) -> None:
-    """Prints decode and prefill of every model, path and KV cache; of decode also the rate at which it reads."""
+    """Print decode and prefill for every model, path and KV cache, with the rate at which decode reads."""
     paths = {"native": native.paged_attention} if native.targets() else {}
     paths["xla"] = xla_cpu.paged_attention
     print(f"jax {jax.__version__}, {platform.machine()}; minimum and median of {repeats} in ms, one layer, bfloat16")
@@ -231,7 +237,7 @@ def report_attention(repeats: int, pages: int, width: int, kv_dtypes: Sequence[s
 
 
 def report_kv_write(repeats: int, kv_dtypes: Sequence[str]) -> None:
-    """Prints the write alone, into a small and a large pool. Of floats the native path is XLA's too."""
+    """Print the KV write alone, into a small and a large pool. For floats the native path is XLA's too."""
     for kv, megabytes, path in itertools.product(kv_dtypes, (8, 1024), ("native", "xla")):
         write = jax.jit(partial(kv_write, backend=path), donate_argnums=0)
         pages = (megabytes << 20) // page_bytes(KV_HEADS, PAGE_SIZE, HEAD_DIM, kv, "cpu")
@@ -244,17 +250,17 @@ def report_kv_write(repeats: int, kv_dtypes: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--pages", type=int, default=4608)
-    parser.add_argument("--width", type=int, default=1024, help="pages a page table has room for")
-    parser.add_argument("--only", choices=["matmul", "attention", "kv_write"], help="one part")
-    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, help="one of them")
+    parser.add_argument("--width", type=int, default=1024, help="pages per page table")
+    parser.add_argument("--only", choices=["matmul", "attention", "kv_write"], help="measure one part alone")
+    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, help="measure one KV cache alone")
     parser.add_argument(
-        "--group", type=int, default=GROUP, choices=(0, *GROUPS), help="inputs that share a scale; 0: all of an output"
+        "--group", type=int, default=GROUP, choices=(0, *GROUPS), help="inputs that share a scale; 0: all inputs"
     )
-    parser.add_argument("--zero-points", action="store_true", help="weights in fewer bits have zeros")
+    parser.add_argument("--zero-points", action="store_true", help="quantise with zero points")
     args = parser.parse_args()
     kv_dtypes = [args.kv_cache_dtype] if args.kv_cache_dtype else KV_DTYPES
     if args.only in (None, "matmul"):

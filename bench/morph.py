@@ -1,14 +1,14 @@
-"""Adaptation measured: one engine and one memory budget, in full precision, in int4, and with morph in its modes.
+"""A measurement of adaptation: one memory budget, used in full precision, in int4, and by morph in its modes.
 
     python -m bench.morph [--models bundled,160m] [--traces FOLDER] [--rounds N] [--out FOLDER]
 
-Every workload is run by every system in turn, each with a server of its own, and all of it again, `--rounds` times,
-backwards every other time. Before each of them the static engine in full precision is saturated: how many tokens per
-second it then generates is what the traffic is scaled to, so that its busiest ten seconds ask for `--peak` times as
-many. With `--traces`, 72-second windows of published traces are replayed besides the synthetic burst.
+Every system serves every workload in turn, each on its own server. All of this is repeated `--rounds` times, in reverse
+order every other time. Before each workload the static engine in full precision is saturated, and the traffic is scaled
+to the tokens per second that it generates: the busiest ten seconds request `--peak` times as many. With `--traces`,
+72-second windows of published traces are replayed besides the synthetic burst.
 
-Writes each run as a result of `jaxserve bench` to the folder, and from all that are there report.md and a plot for each
-workload. `--resume` leaves runs alone that are there already; `--report-only` runs nothing.
+Writes each run to the folder as a result of `jaxserve bench`, and from all results there report.md and a plot for each
+workload. `--resume` skips runs that have a result; `--report-only` runs nothing.
 """
 
 import argparse
@@ -48,20 +48,20 @@ WINDOWS = {  # of the folder that --traces names
     "burstgpt": "burstgpt1_72s_744286.csv.gz",
 }
 SECONDS = 72
-LIGHT_SECONDS, LIGHT_SHARE = 20, 0.15  # of what full precision generates when it is saturated
-SPECIAL = 2  # first token ids of the dummy, of no text
+LIGHT_SECONDS, LIGHT_SHARE = 20, 0.15  # the share of full precision's capacity
+SPECIAL = 2  # token ids at the start of the dummy's vocabulary that stand for no text
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What a model is served with: pages of a third of its layers' bytes, and lengths that fill them."""
+    """The sizes a model is served with: pages of a third of its layers' bytes, and lengths that fill them."""
 
     kv_pages: int
     max_model_len: int
     max_num_seqs: int
     lengths: Lengths
-    at_once: int  # requests that saturate
-    steady_tokens: int = 1800  # of an answer while the cost of exchanges is measured
+    at_once: int  # requests that saturate the engine
+    steady_tokens: int = 1800  # per answer while the cost of exchanges is measured
 
 
 PRESETS = {
@@ -71,7 +71,7 @@ PRESETS = {
 
 
 def main() -> None:
-    """Measures what is asked for and reports."""
+    """Measure what the options ask for, and report."""
     options = _options()
     for name in options.models.split(","):
         out = options.out / name
@@ -90,17 +90,18 @@ def _setup(name: str, options: argparse.Namespace) -> Setup:
 
 
 def _measure(name: str, setup: Setup, options: argparse.Namespace, out: Path) -> None:
-    """All runs of one model."""
+    """Make all runs of one model."""
     room = envelope(setup)
     known = systems(setup, room)
     chosen = [known[system] for system in options.systems.split(",")]
-    print(_told(setup, room, known), flush=True)
+    print(_budget(setup, room, known), flush=True)
     traffic = Traffic(PRESETS[name], _prompts(name, setup), options)
     for number in range(options.rounds):
         for label in traffic.names:
             if label == SATURATION:
                 capacity, load_of = None, traffic.saturation(number)
-            else:  # just before: a machine that others use too changes
+            else:
+                # Measured just before the workload, because the speed of a shared machine changes.
                 path = out / f"capacity_{label}_{number}.json"
                 capacity = options.capacity or _capacity(known[FULL], setup, traffic.saturation(number), path, options)
                 print(f"full precision at saturation: {capacity:.0f} tokens/s", flush=True)
@@ -130,7 +131,7 @@ def _one(system: System, setup: Setup, load_of: Workload, facts: Mapping[str, An
 
 
 def _capacity(full: System, setup: Setup, load_of: Workload, path: Path, options: argparse.Namespace) -> float:
-    """Tokens per second of the static engine in full precision, when all requests are there at once."""
+    """Return the tokens per second of the static engine in full precision when all requests arrive at once."""
     if options.resume and path.exists():
         measured = load(path)
     else:
@@ -142,25 +143,25 @@ def _capacity(full: System, setup: Setup, load_of: Workload, path: Path, options
 
 
 class Traffic:
-    """The workloads of a model. The same options give the same ones, round by round other prompts."""
+    """The workloads of a model. Equal options give equal workloads; prompts differ from round to round."""
 
     def __init__(self, preset: Preset, prompts: Prompts, options: argparse.Namespace):
         self._preset, self._prompts, self._options = preset, prompts, options
 
     @property
     def names(self) -> list[str]:
-        """Those that are asked for."""
+        """The names of the workloads that the options ask for."""
         chosen = self._options.workloads.split(",") if self._options.workloads else None
         known = (SATURATION, LIGHT, BURST, *(WINDOWS if self._options.traces else ()))
         return [name for name in known if chosen is None or name in chosen]
 
     def saturation(self, number: int) -> Workload:
-        """Everything at once."""
+        """Return requests that all arrive at once."""
         trace = with_lengths(_burst(SECONDS), self._preset.lengths)
         return self._of(at_once(trace, self._preset.at_once, np.random.default_rng(1)), number)
 
     def scaled(self, name: str, capacity: float, number: int) -> Workload:
-        """Traffic to what full precision generates when it is saturated, in tokens/s."""
+        """Return traffic scaled to `capacity`, the tokens/s of saturated full precision."""
         if name == LIGHT:
             return self._light(capacity, number)
         trace = _burst(SECONDS) if name == BURST else load_trace(self._options.traces / WINDOWS[name])
@@ -168,7 +169,7 @@ class Traffic:
         return self._of(with_peak(trace, self._options.peak * capacity, np.random.default_rng(2)), number)
 
     def _light(self, capacity: float, number: int) -> Workload:
-        """Requests one by one at even distances, so few that no policy has a reason to do anything."""
+        """Return requests at even distances, too few for any policy to have a reason to act."""
         trace = with_lengths(_burst(SECONDS), self._preset.lengths)
         rate = LIGHT_SHARE * capacity / float(trace.output_tokens.mean())
         count = max(2, int(rate * LIGHT_SECONDS))
@@ -186,7 +187,7 @@ def _burst(seconds: float) -> Trace:
 
 
 def _prompts(name: str, setup: Setup) -> Prompts:
-    """Text that the bundled model has not seen; for random weights, random tokens."""
+    """Return text that the bundled model has not seen, or random tokens for random weights."""
     if name != BUNDLED:
         rng = np.random.default_rng(0)
         return Prompts(rng.integers(SPECIAL, VOCAB, 100_000).tolist(), "random token ids")
@@ -194,10 +195,10 @@ def _prompts(name: str, setup: Setup) -> Prompts:
 
     _, held_out = texts()
     tokens = Tokenizer.load(setup.model).encode("\n\n".join(document.text for document in held_out))
-    return Prompts(tokens, "modules of the standard library that were kept from training")
+    return Prompts(tokens, "modules of the standard library that were held out from training")
 
 
-def _told(setup: Setup, room: Envelope, known: Mapping[str, System]) -> str:
+def _budget(setup: Setup, room: Envelope, known: Mapping[str, System]) -> str:
     pages = ", ".join(f"{system.label} {system.kv_pages}" for system in known.values())
     return (
         f"{setup.name}: layers {room.full_layers_bytes / 1e6:.1f} MB, "
@@ -212,18 +213,20 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", default=f"{BUNDLED},{DUMMY}")
     parser.add_argument("--systems", default=",".join(NAMES))
     parser.add_argument("--workloads", help=f"default: {SATURATION},{LIGHT},{BURST} and, with --traces, the windows")
-    parser.add_argument("--traces", type=Path, help=f"folder with {', '.join(WINDOWS.values())}")
+    parser.add_argument("--traces", type=Path, help=f"folder that contains {', '.join(WINDOWS.values())}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each trace, from its start")
     parser.add_argument(
-        "--peak", type=float, default=1.5, help="tokens asked for at the peak, in full precision's most"
+        "--peak", type=float, default=1.5, help="tokens requested at the peak over full precision's capacity"
     )
-    parser.add_argument("--capacity", type=float, help="full precision's most tokens/s; default: it is measured")
+    parser.add_argument("--capacity", type=float, help="tokens/s of saturated full precision; default: measured")
     parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")
     parser.add_argument("--kv-pages", type=int, help="of the static engine in full precision; default: the model's")
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "jaxserve" / "bench")
     parser.add_argument("--out", type=Path, default=Path("bench/out/morph"))
-    parser.add_argument("--exchange-seconds", type=float, default=30, help="for the cost of exchanges; 0: not measured")
+    parser.add_argument(
+        "--exchange-seconds", type=float, default=30, help="for measuring the cost of exchanges; 0: skip"
+    )
     parser.add_argument("--agreement", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--report-only", action="store_true")

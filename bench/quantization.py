@@ -1,14 +1,15 @@
-"""What the bundled model loses in fewer bits, by method: cross-entropy on text it has not seen.
+"""The quality that the bundled model loses in fewer bits, by method: cross-entropy on unseen text.
 
     python -m bench.quantization [--methods rtn,awq,gptq] [--precisions int8,int4,int3] [--zero-points] [--tokens N]
     python -m bench.quantization --kv-cache
     python -m bench.quantization --served
 
-Calibration text: modules of the standard library from the side of the split that the model was trained on. Held-out
-text: the documents that were kept from training and from calibration. Every method is calibrated on the same tokens.
-With --kv-cache it is the KV cache that has fewer bits, and the engine that reads the text, in the model's own dtype.
-With --served the engine reads it with the layers rounded to the nearest, by the fastest products and by XLA's, which
-multiply x as it is: what the kernels lose.
+Calibration text: modules of the standard library on the training side of the split. Held-out text: documents used
+neither for training nor for calibration. Every method is calibrated on the same tokens.
+
+With --kv-cache the engine reads the text in the model's own dtype and with a KV cache in fewer bits. With --served the
+engine reads the text with layers rounded to the nearest, once by the fastest kernels and once by XLA. XLA does not
+round activations, so the difference is what the kernels lose.
 """
 
 import argparse
@@ -37,14 +38,14 @@ from jaxserve.core.config import KVCacheDType, ModelConfig
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.quantization import QArray
 
-HELD_OUT = 0.02  # as in training
+HELD_OUT = 0.02  # share of the documents, as in training
 LENGTH = 512
 CALIBRATION_DOCUMENTS = 200
 BATCH = 8
 
 
 def main() -> None:
-    """Prints a table: nats per token in full precision, and what each method adds to them."""
+    """Print nats per token in full precision, and what each method adds."""
     options = _options()
     model = bundled_model_path()
     calibration, held_out = texts()
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def report_weights(options: argparse.Namespace, model: Path, rows: np.ndarray, calibration: list[Document]) -> None:
-    """Prints what each method and precision of the weights loses."""
+    """Print the loss of each method and precision of the weights."""
     loss = Loss(open_checkpoint(model, dtype="float32"), rows)
     full = loss({})
     print(f"full precision: {full:.4f} nats per token")
@@ -79,7 +80,7 @@ def report_weights(options: argparse.Namespace, model: Path, rows: np.ndarray, c
 
 
 def report_kv_cache(rows: np.ndarray) -> None:
-    """Prints what a KV cache of fewer bits loses."""
+    """Print the loss of KV caches in fewer bits."""
     print("| KV cache | nats per token | lost |")
     print("| --- | ---: | ---: |")
     full = None
@@ -91,7 +92,7 @@ def report_kv_cache(rows: np.ndarray) -> None:
 
 
 def report_served(rows: np.ndarray, precisions: list[str]) -> None:
-    """Prints what the engine loses by its own products, and by XLA's."""
+    """Print the loss of the engine's kernels and that of XLA's products."""
     print("| precision | by the kernels, nats per token | by XLA | difference |")
     print("| --- | ---: | ---: | ---: |")
     for precision in ("auto", *precisions):
@@ -105,7 +106,7 @@ def report_served(rows: np.ndarray, precisions: list[str]) -> None:
 
 
 def served_loss(llm: LLM, rows: np.ndarray) -> float:
-    """Mean negative log likelihood of rows int32 [N, length + 1] as prompts of an engine."""
+    """Return the mean negative log likelihood of rows int32 [N, length + 1], given to an engine as prompts."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate(rows.tolist(), params, use_tqdm=False)
     losses = [
@@ -117,13 +118,13 @@ def served_loss(llm: LLM, rows: np.ndarray) -> float:
 
 
 def texts() -> tuple[list[Document], list[Document]]:
-    """(calibration, held out) documents of this interpreter's standard library."""
+    """Return calibration and held-out documents of this interpreter's standard library."""
     train, held_out = split(collect([default_stdlib()]), HELD_OUT)
     return random.Random(0).sample(train, CALIBRATION_DOCUMENTS), held_out
 
 
 def dequantized(store: VariantStore, precision: str) -> dict[str, np.ndarray]:
-    """All layers' parameters in float32, as the QArrays stand for them, by block and path."""
+    """Return all layers' parameters in float32, dequantised, by block and path."""
     return {
         f"layers.{index}.{name}": np.asarray(leaf.dequantize() if isinstance(leaf, QArray) else leaf, np.float32)
         for index in range(store.num_layers)
@@ -132,7 +133,7 @@ def dequantized(store: VariantStore, precision: str) -> dict[str, np.ndarray]:
 
 
 class Loss:
-    """Mean negative log likelihood of rows int32 [N, length + 1], in float32, with some parameters replaced."""
+    """The mean negative log likelihood of rows int32 [N, length + 1], in float32, with some parameters replaced."""
 
     def __init__(self, checkpoint: Checkpoint, rows: np.ndarray):
         self.rows = rows[: len(rows) // BATCH * BATCH].reshape(-1, BATCH, rows.shape[1])
@@ -156,7 +157,7 @@ def _mean_loss(config: ModelConfig, graph: nnx.GraphDef, params: nnx.State, rows
 
 
 def _rows(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
-    """Sequences of LENGTH tokens and their targets, int32 [N, LENGTH + 1]."""
+    """Return sequences of LENGTH tokens with their targets, int32 [N, LENGTH + 1]."""
     stream = np.concatenate([np.asarray(tokenizer.encode(document.text), np.int32) for document in documents])
     starts = np.arange((len(stream) - 1) // LENGTH)[:, None] * LENGTH
     return stream[starts + np.arange(LENGTH + 1)]
@@ -167,11 +168,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--precisions", default="int8,int4,int3")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--group", type=int, default=128)
-    parser.add_argument("--samples", type=int, default=64, help="pieces of 512 tokens to calibrate on")
-    parser.add_argument("--tokens", type=int, default=131072, help="of held-out text")
+    parser.add_argument("--samples", type=int, default=64, help="calibration pieces of 512 tokens")
+    parser.add_argument("--tokens", type=int, default=131072, help="tokens of held-out text")
     parser.add_argument("--zero-points", action="store_true")
-    parser.add_argument("--kv-cache", action="store_true", help="of the KV cache, not of the weights")
-    parser.add_argument("--served", action="store_true", help="by the engine, with its kernels and without them")
+    parser.add_argument("--kv-cache", action="store_true", help="measure KV caches instead of weights")
+    parser.add_argument("--served", action="store_true", help="measure the engine with its kernels and with XLA's")
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""Which layers of the bundled model are best swapped first, and whether that order beats others on unseen text.
+"""The best order in which to swap the bundled model's layers, compared with other orders on unseen text.
 
     python -m bench.sensitivity [--precisions int8,int4,int3] [--held-out-tokens N] [--out FOLDER]
 
-Calibration text: modules of the standard library from the side of the split that the model was trained on. Held-out
-text: the documents that were kept from training and from calibration. Writes both texts, the profile and its plot to
-the folder and prints tables; `jaxserve profile` on the two texts does the same.
+Calibration text: modules of the standard library on the training side of the split. Held-out text: documents used
+neither for training nor for calibration. Writes both texts, the profile and its plot to the folder and prints tables.
+`jaxserve profile` gives equal results for the two texts.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from jaxserve.core.bundled import bundled_model_path
 
 
 def main() -> None:
-    """Prints tables in Markdown."""
+    """Print tables in Markdown."""
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
     files = []
@@ -56,7 +56,7 @@ def _print(profile: SensitivityProfile) -> None:
         for name, curves in profile.curves[precision].items():
             named = f"LIS: {' '.join(map(str, profile.order(precision)))}" if name == "lis" else name
             print(f"| {precision} | {named} | {' | '.join(mean_and_range(curves, measure) for measure in MEASURES)} |")
-    print("\n| precision | layer | LTS | LRS | MDS | swapped as number |")
+    print("\n| precision | layer | LTS | LRS | MDS | place in the order |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for precision in profile.precisions:
         scores = profile.of(precision)
@@ -70,7 +70,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--precisions", default="int8,int4,int3")
     parser.add_argument("--calib-tokens", type=int, default=4096)
     parser.add_argument("--held-out-tokens", type=int, default=8192)
-    parser.add_argument("--weights", default="0.25,0.25,0.5", help="of LTS, LRS and MDS")
+    parser.add_argument("--weights", default="0.25,0.25,0.5", help="weights of LTS, LRS and MDS")
     parser.add_argument("--positions", choices=("all", "last"), default="all")
     parser.add_argument("--out", type=Path, default=Path("bench/out/sensitivity"))
     return parser.parse_args()

@@ -1,9 +1,10 @@
-"""Where the LIS order stands among all orders of the bundled model's layers, and what other rankings would give.
+"""The rank of the LIS order, and of other rankings, among all orders of the bundled model's layers.
 
     python -m bench.sensitivity_orders --texts bench/out/sensitivity [--precisions int4,int3] [--held-out-tokens N]
 
-`bench.sensitivity` writes the texts. Measures every mixture of full precision and one other, 256 of them for eight
-layers, on the held-out text. An order's cost is its KL to full precision, averaged over the number of swapped layers.
+`bench.sensitivity` writes the texts. Measures every assignment of full precision or one other precision to the layers
+(256 for eight layers) on the held-out text. An order's cost is its KL to full precision, averaged over the number of
+swapped layers.
 """
 
 import argparse
@@ -35,7 +36,7 @@ RANKINGS = {  # (weights, positions, calibration tokens)
 
 
 def main() -> None:
-    """Prints a table in Markdown for each precision."""
+    """Print a table in Markdown for each precision."""
     options = _options()
     folder = bundled_model_path()
     checkpoint, tokenizer = open_checkpoint(folder, dtype="float32"), Tokenizer.load(folder)

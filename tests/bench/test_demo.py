@@ -26,9 +26,9 @@ def demo_results():
 
 
 def test_the_verdict_says_what_came_of_it():
-    told = comparison.verdict(demo_results())
-    assert "0.0% instead of 100.0%" in told
-    assert "16.0 times shorter" in told
+    sentence = comparison.verdict(demo_results())
+    assert "0.0% instead of 100.0%" in sentence
+    assert "16.0 times shorter" in sentence
     worse = demo_results()
     worse["static"], worse["morph"] = worse["morph"], worse["static"]
     assert "16.0 times longer" in comparison.verdict(worse)

@@ -66,19 +66,19 @@ def test_saturated_throughput_leaves_out_start_and_end():
 
 def test_quality_is_weighted_by_the_tokens_of_each_mixture():
     profile = profile_of(bundled_model_path())
-    told = adaptation_figures(made_result(), profile)
+    figures = adaptation_figures(made_result(), profile)
     losses = profile.curves["int4"]["lis"][0].cross_entropy
-    assert told["cross_entropy"] == pytest.approx((losses[0] + losses[2]) / 2)
-    assert told["cross_entropy_full"] == losses[0]
-    assert told["adaptation"]["peak_kv_pages"] == 20
-    assert told["adaptation"]["most_swapped_layers"] == 2
+    assert figures["cross_entropy"] == pytest.approx((losses[0] + losses[2]) / 2)
+    assert figures["cross_entropy_full"] == losses[0]
+    assert figures["adaptation"]["peak_kv_pages"] == 20
+    assert figures["adaptation"]["most_swapped_layers"] == 2
 
 
 def test_layers_in_int8_lose_what_the_profile_says_of_int8():
     profile = profile_of(bundled_model_path())
-    told = adaptation_figures(in_int8(made_result(system=INT8)), profile)
+    figures = adaptation_figures(in_int8(made_result(system=INT8)), profile)
     losses = profile.curves["int8"]["lis"][0].cross_entropy
-    assert told["cross_entropy"] == pytest.approx((losses[0] + losses[2]) / 2)
+    assert figures["cross_entropy"] == pytest.approx((losses[0] + losses[2]) / 2)
 
 
 def test_two_precisions_lose_what_each_loses():

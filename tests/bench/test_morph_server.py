@@ -24,17 +24,17 @@ def test_a_server_under_load_changes_layers_and_changes_them_back():
     load = workload(trace, Prompts(range(300, 1300), "numbers"), np.random.default_rng(0))
     seen = []
     result = run(known[PERFORMANCE], setup, load, command=["test"], progress=lambda time_s, scrape: seen.append(time_s))
-    told = adaptation_figures(result, profile_of(setup.model))
+    figures = adaptation_figures(result, profile_of(setup.model))
     assert (result["completed"], result["failed"]) == (12, 0)
-    assert told["adaptation"]["most_swapped_layers"] > 0
+    assert figures["adaptation"]["most_swapped_layers"] > 0
     freed = (room.full_layers_bytes - room.quantized_layers_bytes) // room.page_bytes
-    assert 0 < told["adaptation"]["peak_kv_pages"] - known[PERFORMANCE].kv_pages <= freed + 1
-    assert told["adaptation"]["swapped_in_profile_order"]
-    assert told["adaptation"]["transitions"].keys() == {"done"}
+    assert 0 < figures["adaptation"]["peak_kv_pages"] - known[PERFORMANCE].kv_pages <= freed + 1
+    assert figures["adaptation"]["swapped_in_profile_order"]
+    assert figures["adaptation"]["transitions"].keys() == {"done"}
     assert result["restored_after_s"] is not None
     assert result["decisions"][-1]["outcome"] == "done"
     assert len(seen) > 5
-    json.dumps(result | told, allow_nan=False)
+    json.dumps(result | figures, allow_nan=False)
 
 
 def test_all_layers_change_to_and_fro_beside_a_steady_decode():

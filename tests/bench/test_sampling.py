@@ -14,13 +14,13 @@ def test_every_case_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("no native kernels")
     sampling.report([300], [2], repeats=1)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(sampling.ASKED)
+    assert len(lines) == len(sampling.PARAMETERS)
     assert all("native" in line and line.endswith("x") for line in lines)
 
 
 def test_rows_ask_for_what_the_case_says() -> None:
     rows = sampler.unpack_rows(
-        jnp.asarray(sampling.parameters({"temperature": 0.5, "top_k": 7, "top_p": 0.25}, 3, 300))
+        jnp.asarray(sampling.packed_parameters({"temperature": 0.5, "top_k": 7, "top_p": 0.25}, 3, 300))
     )
     np.testing.assert_array_equal(rows.slot, [0, 1, 2])
     assert (np.asarray(rows.top_k) == 7).all()

@@ -1,9 +1,9 @@
-"""`jaxserve bench latency --calibrate FILE`: a file of configs/hardware for the machine that it runs on.
+"""Calibration: `jaxserve bench latency --calibrate FILE` writes a file of configs/hardware for this machine.
 
-For each precision a server is started with a step log and loaded over HTTP (`calibration_load`): on a CPU the work of
-server and client beside the engine is part of what its steps take. `sim.fit` turns the steps into shares of the
-roofline. What these are shares of are nominal numbers: on CPU measured with numpy, of a GPU those of its file in
-configs/hardware.
+For each precision a server with a step log is started and loaded over HTTP (`calibration_load`), because on a CPU the
+work of server and client next to the engine is part of the duration of its steps. `sim.fit` turns the steps into shares
+of the roofline. The roofline itself is nominal: measured with numpy on a CPU, and taken from configs/hardware for a
+GPU.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from rich.console import Console
 
 from jaxserve.bench.client import Client
 from jaxserve.bench.environment import describe_environment
-from jaxserve.bench.offline.calibration_load import CalibrationLoad, Given, Limits, Progress
-from jaxserve.bench.offline.options import CalibrationOptions, plain
+from jaxserve.bench.offline.calibration_load import CalibrationLoad, Limits, LoadRecords, Progress
+from jaxserve.bench.offline.options import CalibrationOptions, changed_fields
 from jaxserve.bench.options import ServerOptions
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.server import discover, request_target
@@ -41,30 +41,31 @@ from jaxserve.sim.hardware import Curve, Hardware, Link, load_hardware, to_yaml
 from jaxserve.sim.shape import ModelShape
 
 READY_S = 600.0
-COPIED = 64 << 20  # bytes, more than caches hold
-SQUARE = 1024  # rows and columns of the matrices that are multiplied
+COPIED_BYTES = 64 << 20  # more than caches hold
+MATRIX_SIZE = 1024  # rows and columns
 PASSES = 7
-OUTSIDE = ("request", "prompt_token", "stream")  # overheads outside of the engine
+OUTSIDE = ("request", "prompt_token", "stream")  # overheads outside the engine
 
 
 def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: None) -> Fit:
-    """Measures and fits, with what requests take outside of the engine in the overheads.
+    """Measure this machine and fit a hardware file to it, overheads outside the engine included.
 
-    Raises `ConfigError`, and `SpawnError` if a server does not start.
+    Raises ConfigError for options that cannot be calibrated, and SpawnError if a server does not start.
     """
     engine = options.engine
     if engine.tp * engine.pp * engine.dp > 1:
-        raise ConfigError(f"calibration is of one device; tp is {engine.tp}, pp {engine.pp}, dp {engine.dp}")
+        raise ConfigError(f"calibration measures one device: tp is {engine.tp}, pp {engine.pp}, dp {engine.dp}")
     if (engine.precision, engine.layer_precision, engine.head_precision) != ("auto", None, "auto"):
         raise ConfigError(
-            "calibration takes precisions from --precisions alone, for layers that are alike and the model's own head"
+            "calibration takes precisions from --precisions alone: all layers have one, and the head keeps the model's"
         )
     shape = ModelShape.load(engine.model if engine.model is not None else bundled_model_path())
-    dtype = dtype_beside_quantized(shape.dtype) if engine.dtype == "auto" else engine.dtype  # the same in all runs
+    dtype = dtype_beside_quantized(shape.dtype) if engine.dtype == "auto" else engine.dtype
+    # With an explicit dtype all runs have the same one.
     shape, options = replace(shape, dtype=dtype), replace(options, engine=replace(engine, dtype=dtype))
     precisions = [parse_precision(name, shape.dtype, "precisions") for name in options.precisions]
     nominal = _nominal(options.name, [shape.dtype, *precisions], progress)
-    runs: list[tuple[Recording, Given]] = []
+    runs: list[tuple[Recording, LoadRecords]] = []
     for precision in dict.fromkeys(precisions):
         runs.append(_run(options, shape, precision, lambda phase, name=precision: progress(f"{name}: {phase}")))
     progress("fitting")
@@ -74,8 +75,8 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
     request, token, stream = frontend(
         [
             measured
-            for recording, given in runs
-            for records, idle in ((given.lone, True), (given.open, False))
+            for recording, load in runs
+            for records, idle in ((load.lone, True), (load.open, False))
             for measured in outside(records, recording, idle=idle)
         ]
     )
@@ -93,12 +94,12 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
 
 
 def save(calibration: Fit, path: Path) -> None:
-    """Writes the file."""
+    """Write the hardware file."""
     path.write_text(to_yaml(calibration.hardware), encoding="utf-8")
 
 
 def print_calibration(found: Fit, console: Console) -> None:
-    """Prints the knots, the overheads and how well they predict."""
+    """Print the fitted curves, the overheads and the prediction error."""
     hardware = found.hardware
     lines = [
         [name, f"{size:g}", f"{share:.3f}", str(found.seen.get((name, int(size)), found.seen.get((name, 0), 0)))]
@@ -109,16 +110,15 @@ def print_calibration(found: Fit, console: Console) -> None:
     overheads = [[name, f"{1e6 * getattr(hardware.overheads, name):.2f}"] for name in (*OVERHEADS, *OUTSIDE)]
     print_grid(["overhead", "us"], overheads, console)
     console.print(
-        f"{found.steps} steps; of the {found.held_out} that were held out the error is {found.median_error:.1%} in "
-        f"the median and {found.p90_error:.1%} in the 90th percentile; all together are predicted "
-        f"{found.total - 1:+.1%} off",
+        f"{found.steps} steps; error on {found.held_out} held-out steps: {found.median_error:.1%} (median), "
+        f"{found.p90_error:.1%} (90th percentile), {found.total - 1:+.1%} in total",
         highlight=False,
         soft_wrap=True,
     )
     if found.chunk_cost is not None and found.chunk_error is not None:
         cost = found.chunk_cost
         console.print(
-            f"chunks alone, as KunServe fits them: a {cost.a:.3g}, b {cost.b:.3g}, g {cost.g:.3g} s; "
+            f"chunks alone, fitted as in KunServe: a {cost.a:.3g}, b {cost.b:.3g}, g {cost.g:.3g} s; "
             f"mean error {found.chunk_error:.1%}",
             highlight=False,
             soft_wrap=True,
@@ -128,23 +128,25 @@ def print_calibration(found: Fit, console: Console) -> None:
 # -- a server
 
 
-def _run(options: CalibrationOptions, shape: ModelShape, precision: str, progress: Progress) -> tuple[Recording, Given]:
-    """Loads a server of one precision: what its log says, and what the client saw."""
+def _run(
+    options: CalibrationOptions, shape: ModelShape, precision: str, progress: Progress
+) -> tuple[Recording, LoadRecords]:
+    """Load a server of one precision and return its step log and the client's records."""
     engine = options.engine
     if precision in BITS:
         engine = replace(engine, precision=precision, head_precision=shape.dtype)
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:
         log, file = Path(folder) / "steps.jsonl", Path(folder) / "serve.yaml"
-        file.write_text(json.dumps(plain(replace(engine, step_log=str(log)))))  # JSON is YAML
+        file.write_text(json.dumps(changed_fields(replace(engine, step_log=str(log)))))  # JSON is YAML
         progress("starting a server")
         with spawned(["--config", str(file)], timeout_s=READY_S) as url:
-            given = asyncio.run(_load(url, options, shape, read_log(log), progress))
-        return read_log(log), given
+            records = asyncio.run(_load(url, options, shape, read_log(log), progress))
+        return read_log(log), records
 
 
 async def _load(
     url: str, options: CalibrationOptions, shape: ModelShape, start: Recording, progress: Progress
-) -> Given:
+) -> LoadRecords:
     server = ServerOptions(ignore_eos=True)
     facts, buckets = start.facts, start.facts["buckets"]
     (stage,) = facts["plan"]["instances"][0]["stages"]
@@ -160,10 +162,12 @@ async def _load(
 
 
 def outside(records: Sequence[RequestRecord], recording: Recording, *, idle: bool) -> list[tuple[int, int, float]]:
-    """Each request's prompt tokens, the answers streamed when it came, the seconds to its first token not the engine's.
+    """Return how long each request spent outside the engine before its first token.
 
-    The engine's are from its arrival there, or if the engine was `idle` from the begin of its first step, to the end of
-    the step that gave the token. Client and engine read one clock; requests are told apart by length and time.
+    Each entry holds the request's prompt tokens, the answers streamed when it arrived, and seconds. The engine's time
+    is subtracted: from the request's arrival at the engine (or, if the engine was `idle`, from the start of its first
+    step) to the end of the step that made the token. Client and engine read one clock. Requests are matched by length
+    and time.
     """
     steps = {(step.instance, step.number): step for step in recording.steps}
     arrivals = sorted(recording.arrivals, key=lambda arrival: arrival.time)
@@ -186,7 +190,7 @@ def outside(records: Sequence[RequestRecord], recording: Recording, *, idle: boo
 
 
 def _nominal(name: str, precisions: Sequence[str], progress: Progress) -> Hardware:
-    """What shares of the roofline are of, on this machine. Raises `ConfigError` for a GPU that is not known."""
+    """Return nominal hardware figures of this machine. Raises ConfigError for an unknown GPU."""
     gpus = describe_environment().get("gpus")
     if gpus is not None:
         known = load_hardware(_known_gpu(gpus))
@@ -207,36 +211,37 @@ def _nominal(name: str, precisions: Sequence[str], progress: Progress) -> Hardwa
         prefill_tokens=1,
         max_num_seqs=1,
         min_rows=1,
-        links={"pcie": Link(bandwidth / 2, 0.0)},  # variants of layers are copied within memory
+        # On a CPU variants of layers are copied within memory.
+        links={"pcie": Link(bandwidth / 2, 0.0)},
     )
 
 
 def _known_gpu(gpus: str) -> str:
-    """The file of configs/hardware for what nvidia-smi tells, whose words have all parts of its name."""
+    """Return the file of configs/hardware whose name consists of words that nvidia-smi prints."""
     words = set(re.findall(r"[a-z]+\d\w*|\d+(?=gb)", gpus.lower()))
     names = config_names("hardware")
     for name in names:
         if words.issuperset(name.split("-")):
             return name
-    raise ConfigError(f"{gpus}: configs/hardware has no nominal numbers of it; there are {', '.join(names)}")
+    raise ConfigError(f"unknown GPU {gpus}: configs/hardware has {', '.join(names)}")
 
 
 def _bandwidth() -> float:
-    """Bytes/s that all cores read and write together when they copy."""
+    """Return the bytes/s that all cores together read and write while they copy."""
     cores = processors()
-    pairs = [(np.ones(COPIED // 8), np.ones(COPIED // 8)) for _ in range(cores)]
+    pairs = [(np.ones(COPIED_BYTES // 8), np.ones(COPIED_BYTES // 8)) for _ in range(cores)]
     with ThreadPoolExecutor(cores) as pool:
-        return 2 * COPIED * cores / _seconds(lambda: list(pool.map(lambda pair: np.copyto(*pair), pairs)))
+        return 2 * COPIED_BYTES * cores / _seconds(lambda: list(pool.map(lambda pair: np.copyto(*pair), pairs)))
 
 
 def _rate() -> float:
-    """Operations/s of a product of matrices in float32."""
-    matrix = np.ones((SQUARE, SQUARE), np.float32)
-    return 2 * SQUARE**3 / _seconds(lambda: matrix @ matrix)
+    """Return the operations/s of a product of float32 matrices."""
+    matrix = np.ones((MATRIX_SIZE, MATRIX_SIZE), np.float32)
+    return 2 * MATRIX_SIZE**3 / _seconds(lambda: matrix @ matrix)
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    """Of a call, the median of some."""
+    """Return the median duration of a call."""
     times = []
     for _ in range(PASSES):
         start = time.perf_counter()
@@ -246,14 +251,14 @@ def _seconds(function: Callable[[], object]) -> float:
 
 
 def _source(options: CalibrationOptions, precisions: Sequence[str]) -> str:
-    """Where the numbers are from."""
+    """Return the origin of the figures: machine, model, options and versions."""
     here = describe_environment()
     here["cores"] += " cores"
     machine = ", ".join(here[key] for key in ("gpus", "cpu", "cores", "memory", "system") if key in here)
     model = Path(options.engine.model or bundled_model_path()).resolve().name
-    given = json.dumps({key: value for key, value in plain(options.engine).items() if key != "model"})
+    engine = json.dumps({key: value for key, value in changed_fields(options.engine).items() if key != "model"})
     versions = f"jaxserve {here['jaxserve']} ({here.get('commit', 'no commit')}), {here['packages']}"
     return (
         f"jaxserve bench latency --calibrate on {here['date']}: {machine}; "
-        f"model {model} in {' and '.join(precisions)}, options {given}; {versions}"
+        f"model {model} in {' and '.join(precisions)}, options {engine}; {versions}"
     )

@@ -1,4 +1,4 @@
-"""OfflineEngine: an engine as the library builds it, whose steps are timed and whose compilations are counted."""
+"""OfflineEngine: an engine built like the library's, with timed steps and counted compilations."""
 
 import threading
 from collections import deque
@@ -22,23 +22,23 @@ Job = tuple[Prompt, SamplingParams]
 
 @dataclass(frozen=True)
 class Run:
-    """What happened while requests ran, from the first one's arrival to the last one's end."""
+    """Figures of a set of requests, from the first one's arrival to the last one's end."""
 
     seconds: float
     finished: int  # requests
     input_tokens: int  # of finished requests
-    output_tokens: int  # of all requests
-    steps: tuple[tuple[StepTimes, ...], ...]  # by instance
+    output_tokens: int  # of all requests, finished or not
+    steps: tuple[tuple[StepTimes, ...], ...]  # one inner tuple for each instance
     compilations: int
     preemptions: int
     interrupted: bool = False
 
 
 class OfflineEngine:
-    """A loaded engine that runs batches of requests. A context manager."""
+    """A loaded engine that runs sets of requests. It is a context manager."""
 
     def __init__(self, config: EngineConfig):
-        """Raises `ConfigError`, `CheckpointError` or `MemoryBudgetError`."""
+        """Raises ConfigError, CheckpointError or MemoryBudgetError."""
         self._built = build(config)
         self._loops, self._records = zip(*map(timed, self._built.instances), strict=True)
         self._engine = SyncEngine(self._loops, self._built.info, self._built.tokenizer, self._built.clock)
@@ -49,18 +49,18 @@ class OfflineEngine:
 
     @property
     def instances(self) -> int:
-        """How many copies of the model there are."""
+        """The number of copies of the model."""
         return len(self._loops)
 
     def settle(self) -> None:
-        """Waits for executables that are being compiled in the background: what is measured next has them."""
+        """Wait for executables that are compiled in the background, so that what is measured next uses them."""
         self._engine.settle()
 
     def run(self, jobs: Iterable[Job], on_finished: Callable[[], None] | None = None) -> Run:
-        """Runs all of the requests, as many at a time as the queue has room for.
+        """Run all requests, as many at a time as the queue has room for, and return their figures.
 
-        KeyboardInterrupt ends them; what was done until then is returned as an interrupted run. The steps run in a
-        thread of their own, where no signal interrupts them.
+        KeyboardInterrupt ends the run, which is returned as interrupted. Steps run in their own thread, where no signal
+        interrupts them.
         """
         stop = threading.Event()
         with ThreadPoolExecutor(1, "jaxserve-steps") as thread:
@@ -76,7 +76,7 @@ class OfflineEngine:
                 stop.set()
 
     def close(self) -> None:
-        """Frees everything on the device."""
+        """Free all device memory."""
         self._built.close()
 
     def __enter__(self) -> "OfflineEngine":
@@ -119,7 +119,7 @@ class OfflineEngine:
             in_flight.add(request.id)
 
     def _settle_steps(self, unfinished: Iterable[str]) -> None:
-        """Ends what still runs and takes in the steps that are on the device."""
+        """Abort unfinished requests and complete the steps in flight."""
         for request_id in unfinished:
             self._engine.abort(request_id)
         while not self._engine.idle:
@@ -133,11 +133,11 @@ class OfflineEngine:
 
 
 def random_prompts(rng: np.random.Generator, vocab_size: int, count: int, length: int) -> list[TokensPrompt]:
-    """Prompts of fresh random tokens: no prefix cache helps."""
+    """Return prompts of fresh random tokens, so that no prefix cache helps."""
     return [TokensPrompt(tuple(row)) for row in rng.integers(0, vocab_size, (count, length)).tolist()]
 
 
 def jobs(prompts: Sequence[Prompt], output_len: int, *, detokenize: bool = True) -> list[Job]:
-    """Greedy requests for answers of exactly `output_len` tokens."""
+    """Return greedy requests for answers of exactly `output_len` tokens."""
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_len, detokenize=detokenize)
     return [(prompt, params) for prompt in prompts]

@@ -1,13 +1,15 @@
-"""Latency of a batch: prefill, decode step and the whole answer, by batch size and prompt length.
+"""Latency of a batch: prefill, decode step and whole answer, by batch size and prompt length.
 
-Every case runs once unmeasured, and then `repeats` times over fresh random prompts that arrive all at once:
+Every case runs once unmeasured, and then `repeats` times with fresh random prompts that all arrive at once:
 
-- answers of one token, for the prefill: prefill_ms until the last prompt's token, prefill_tok_s = prompt tokens / that;
-- answers of `output_len` tokens: latency_ms until the last token of the batch. Its steps that decode the whole batch,
-  and do nothing else, give step_ms (from one step's tokens to the next one's), decode_tok_s = batch / their mean, and
-  host_ms, what Python does for such a step, most of it while the device computes the step before.
+- answers of one token, for the prefill: prefill_ms until the last prompt's token, prefill_tok_s = prompt tokens /
+  prefill time;
+- answers of `output_len` tokens: latency_ms until the last token of the batch. The steps that only decode the whole
+  batch give step_ms (from one step's tokens to the next one's), decode_tok_s = batch / mean step time, and host_ms, the
+  time that Python takes per step, most of it while the device computes the step before.
 
-A case whose prompts take more steps than `output_len` never decodes the whole batch: its decode columns are empty.
+If the prompts of a case take more steps than `output_len`, the whole batch is never decoded together, and the decode
+columns are empty.
 """
 
 import statistics
@@ -21,21 +23,24 @@ from jaxserve.bench.offline.options import LatencyOptions, Row
 from jaxserve.bench.offline.steps import decode_steps, periods, quantile, scaled
 from jaxserve.core.errors import ConfigError
 
-Progress = Callable[[], None]  # called after every measured run
+Progress = Callable[[], None]  # called after every run
 
 
 def cases(options: LatencyOptions) -> list[tuple[int, int]]:
-    """Batch and prompt length of each row."""
+    """Return the batch size and prompt length of each row."""
     return [(batch, length) for length in options.input_lens for batch in options.batches]
 
 
 def latency(options: LatencyOptions, on_run: Progress | None = None) -> Iterator[Row]:
-    """Measures every case on one engine. Raises `ConfigError` for data parallelism, and what loading raises."""
+    """Measure every case on one engine and yield its row.
+
+    Raises ConfigError for data parallelism or a batch above max_num_seqs, and the errors of loading an engine.
+    """
     if options.engine.dp > 1:
-        raise ConfigError(f"latency is measured on one instance, dp is {options.engine.dp}; throughput takes several")
+        raise ConfigError(f"latency is measured on one instance, but dp is {options.engine.dp}: use `throughput`")
     seqs = options.engine.max_num_seqs or max(options.batches)
     if seqs < max(options.batches):
-        raise ConfigError(f"max_num_seqs is {seqs}, a batch of {max(options.batches)} does not run at once")
+        raise ConfigError(f"max_num_seqs is {seqs}: it must be at least the largest batch, {max(options.batches)}")
     rng = np.random.default_rng(options.seed)
     with OfflineEngine(replace(options.engine, max_num_seqs=seqs)) as engine:
         for batch, length in cases(options):
@@ -50,7 +55,7 @@ def measure(
     rng: np.random.Generator,
     on_run: Progress | None = None,
 ) -> Row:
-    """One case on an engine whose `max_num_seqs` is at least `batch`."""
+    """Measure one case on an engine whose `max_num_seqs` is at least `batch`, and return its row."""
 
     def run(output_len: int) -> Run:
         prompts = random_prompts(rng, engine.info.vocab_size, batch, length)
@@ -72,7 +77,7 @@ def measure(
 
 
 def row(batch: int, input_len: int, output_len: int, prefills: list[Run], wholes: list[Run]) -> Row:
-    """The figures of one case from its runs."""
+    """Return the figures of one case from its runs."""
     prefill = statistics.median(run.seconds for run in prefills)
     whole = [run.seconds for run in wholes]
     gaps = [gap for run in wholes for gap in periods(run.steps[0], batch)]

@@ -1,12 +1,12 @@
-"""A process that starts an engine and says when it was how far: `python -m jaxserve.bench.offline.phases '{...}'`.
+"""A process that starts an engine and times its phases: `python -m jaxserve.bench.offline.phases '{...}'`.
 
-Its argument holds the fields of an `EngineConfig`; the last line of its output is one JSON object. Marks are times on
-the machine's monotonic clock, which the process that started it shares, at the end of each phase:
+Its argument holds the fields of an `EngineConfig`, and the last line of its output is one JSON object. Marks are times
+on the machine's monotonic clock, which the parent process shares, at the end of each phase:
 
     interpreter   Python runs
     import        jaxserve and JAX are imported
     resolve       JAX has found its devices; sizes, plan and ledger are decided
-    load          that once more, then weights and KV pools are on the device
+    load          resolved once more, then weights and KV pages are on the device
     compile       every executable is compiled, or loaded from the cache, and has run once
     first_token   a request has its first token
 """
@@ -22,7 +22,7 @@ from jaxserve.core.config import EngineConfig
 
 
 def main() -> None:
-    """Prints the marks, with the number of executables and the peak of the process's memory in MB."""
+    """Print the marks, the number of executables and the process's peak memory in MB."""
     clock = SystemClock()
     marks = {"interpreter": clock.now()}
     logging.basicConfig(stream=sys.stderr)
@@ -35,14 +35,14 @@ def main() -> None:
     from jaxserve.planning.resolve import resolve
 
     marks["import"] = clock.now()
-    resolve(config)  # before anything starts JAX: it says how
+    resolve(config)  # first, because it configures JAX before anything initialises it
     marks["resolve"] = clock.now()
     built = build(replace(config, warmup=False))
     marks["load"] = clock.now()
     if config.warmup:
         for loop in built.instances:
             loop.executor.warm()
-            loop.executor.settle()  # the next start finds what was compiled
+            loop.executor.settle()  # saves what was compiled for the next start
     marks["compile"] = clock.now()
     executables = sum(built.compilations.counts.values())
     engine = SyncEngine(built.instances, built.info, built.tokenizer, built.clock)
@@ -51,7 +51,7 @@ def main() -> None:
         engine.step()
     marks["first_token"] = clock.now()
     built.close()
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss in bytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     figures = {"executables": executables, "peak_rss_mb": peak / 1e6}
     sys.stdout.write(json.dumps({"marks": marks, "figures": figures}) + "\n")

@@ -1,8 +1,8 @@
 """Start-up: seconds from the start of a process until it is ready, and until its first token.
 
-Every measurement is a fresh process. With the cache "empty" everything is compiled; "warm" is the same again with the
-cache that the first one has left behind. The library tells its phases (`phases`); the server is ready when it says so,
-and its first token is the first of a streamed completion that is sent at once.
+Every measurement is a fresh process. With the cache "empty" everything is compiled; a "warm" start uses the cache that
+the empty one has filled. The library reports its phases (`phases`). The server is ready when it says so, and its first
+token is that of a streamed completion requested at once.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from jaxserve.bench.offline.options import Row, StartupOptions, plain
+from jaxserve.bench.offline.options import Row, StartupOptions, changed_fields
 from jaxserve.bench.spawn import spawned
 from jaxserve.core.clock import SystemClock
 from jaxserve.core.config import EngineConfig
@@ -28,9 +28,9 @@ Measured = dict[str, float | None]
 
 
 def startup(options: StartupOptions, on_process: Callable[[], None] | None = None) -> Iterator[Row]:
-    """One row for each front (library, server) and state of the cache: medians over the repeats.
+    """Yield a row for each front (library, server) and state of the cache, with medians over the repeats.
 
-    Raises `ConfigError` with the process's last words when one fails.
+    Raises ConfigError with the end of the process's output, or SpawnError, if a process fails.
     """
     fronts: dict[str, Callable[[EngineConfig, float], Measured]] = {"library": library}
     if options.server:
@@ -49,7 +49,7 @@ def startup(options: StartupOptions, on_process: Callable[[], None] | None = Non
 
 
 def medians(measured: list[Measured]) -> Row:
-    """The median of every figure; None where there is none."""
+    """Return the median of every figure, or None where a value is missing."""
     return {
         name: round(statistics.median(values), 2)
         if None not in (values := [found[name] for found in measured])
@@ -59,32 +59,33 @@ def medians(measured: list[Measured]) -> Row:
 
 
 def library(config: EngineConfig, timeout_s: float) -> Measured:
-    """The phases of a process that builds an engine and generates one token. Raises `ConfigError` if it fails."""
+    """Return the phases of a process that builds an engine and generates one token. Raises ConfigError if it fails."""
     started = SystemClock().now()
-    command = [sys.executable, "-m", PHASES, json.dumps(plain(config))]
+    command = [sys.executable, "-m", PHASES, json.dumps(changed_fields(config))]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"the engine was not ready after {timeout_s:g} s") from error
     if done.returncode:
         raise ConfigError(f"the engine did not start:\n{done.stderr.strip()[-2000:]}")
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    marks = {"started": started, **told["marks"]}
-    took = {f"{name}_s": at - before for (name, at), before in zip(told["marks"].items(), marks.values(), strict=False)}
-    # The engine resolves its configuration once more while it is built: that much of `load` is not loading.
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    marks = {"started": started, **report["marks"]}
+    ends_and_starts = zip(report["marks"].items(), marks.values(), strict=False)
+    took = {f"{name}_s": end - start for (name, end), start in ends_and_starts}
+    # The engine resolves its configuration once more while it is built, which `load` should not include.
     again = min(took["resolve_s"], took["load_s"])
     took["load_s"] -= again
     ready = marks["compile"] - started - again
     first = ready + took.pop("first_token_s")
-    return {**took, "ready_s": ready, "first_token_s": first, **told["figures"]}
+    return {**took, "ready_s": ready, "first_token_s": first, **report["figures"]}
 
 
 def server(config: EngineConfig, timeout_s: float) -> Measured:
-    """Until a server says that it is ready, and until the first token that it streams. Raises `SpawnError`."""
+    """Return the seconds until a server is ready and until its first streamed token. Raises SpawnError."""
     clock = SystemClock()
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:
         file = Path(folder) / "serve.yaml"
-        file.write_text(json.dumps(plain(config)))  # JSON is YAML
+        file.write_text(json.dumps(changed_fields(config)))  # JSON is YAML
         started = clock.now()
         with spawned(["--config", str(file)], timeout_s=timeout_s) as url:
             ready = clock.now() - started
@@ -93,11 +94,11 @@ def server(config: EngineConfig, timeout_s: float) -> Measured:
 
 
 def first_token(url: str, timeout_s: float) -> None:
-    """Returns when the first event of a streamed completion has arrived. Raises `ConfigError` if there is none."""
+    """Wait for the first event of a streamed completion. Raises ConfigError if there is none."""
     with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client:
         name = client.get("/v1/models").json()["data"][0]["id"]
         body = {"model": name, "prompt": [3, 4, 5], "max_tokens": 1, "stream": True, "ignore_eos": True}
         with client.stream("POST", "/v1/completions", json=body) as response:
             line = next(response.iter_lines(), "")
             if response.status_code != 200 or not line.startswith("data: {"):
-                raise ConfigError(f"the server gave no first token: {response.status_code} {line!r}")
+                raise ConfigError(f"the server sent no first token: {response.status_code} {line!r}")

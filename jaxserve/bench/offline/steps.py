@@ -1,4 +1,4 @@
-"""The engine's own step loop with a stopwatch in it: what each step is, and where the host's time goes."""
+"""The engine's step loop with timers: the work of each step, and the host's time for it."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,10 @@ from jaxserve.engine.loop import StepLoop
 
 @dataclass
 class StepTimes:
-    """One step: its work, what the host did for it in seconds, and when its tokens were there.
+    """One step: its work, the host's seconds for it, and when its tokens arrived.
 
     begin: admission, batching, paging. dispatch: packing the inputs and calling the executables, without waiting.
-    wait: for the device, with the transfer of the tokens. finish: tokens, stops, text, telemetry, outputs.
+    finish: tokens, stops, text, telemetry, outputs.
     """
 
     step: int
@@ -27,16 +27,16 @@ class StepTimes:
     begin_s: float
     dispatch_s: float = math.nan
     finish_s: float = math.nan
-    done_s: float = math.nan  # on the clock
+    done_s: float = math.nan  # clock time at which the tokens arrived
 
     @property
     def host_s(self) -> float:
-        """What Python adds between two steps."""
+        """The time that Python takes for the step."""
         return self.begin_s + self.dispatch_s + self.finish_s
 
 
 class StepRecord:
-    """The steps of one loop, in order. Filled in by the loop's parts."""
+    """The steps of one loop in order, filled in by the loop's timed parts."""
 
     def __init__(self, clock: Clock):
         self.clock = clock
@@ -44,28 +44,28 @@ class StepRecord:
         self._open: dict[int, StepTimes] = {}
 
     def begun(self, work: Work, seconds: float) -> None:
-        """Mutates: a step has begun."""
+        """Record that a step has begun."""
         prefill = sum(chunk.length for chunk in work.chunks)
         self._open[work.step] = StepTimes(work.step, len(work.decodes), prefill, seconds)
 
     def of(self, work: Work) -> StepTimes:
-        """The times of a step that is not finished."""
+        """Return the times of an unfinished step."""
         return self._open[work.step]
 
     def finished(self, work: Work, seconds: float) -> None:
-        """Mutates: a step's tokens have been taken in."""
+        """Record that a step has finished."""
         times = self._open.pop(work.step)
         times.finish_s = seconds
         self.steps.append(times)
 
     def take(self) -> list[StepTimes]:
-        """The finished steps since the last call. Mutates."""
+        """Return the finished steps since the last call."""
         taken, self.steps = self.steps, []
         return taken
 
 
 class _TimedCore:
-    """An `EngineCore` whose `schedule` and `update` are timed; everything else is the core's own."""
+    """An `EngineCore` with timed `schedule` and `update`; everything else is delegated to the core."""
 
     def __init__(self, core: EngineCore, record: StepRecord):
         self._core = core
@@ -90,8 +90,6 @@ class _TimedCore:
 
 @dataclass(frozen=True)
 class _TimedExecutor:
-    """An `Executor` whose dispatches and fetches are timed."""
-
     executor: Executor
     record: StepRecord
 
@@ -108,8 +106,6 @@ class _TimedExecutor:
 
 @dataclass(frozen=True)
 class _TimedPending:
-    """A `PendingStep` whose fetch is timed."""
-
     pending: PendingStep
     times: StepTimes
     clock: Clock
@@ -121,25 +117,25 @@ class _TimedPending:
 
 
 def timed(loop: StepLoop) -> tuple[StepLoop, StepRecord]:
-    """The same loop over the same core and executor, and the record that it fills."""
+    """Return a loop over the same core and executor with timers, and the record that it fills."""
     record = StepRecord(loop.clock)
     core = cast(EngineCore, _TimedCore(loop.core, record))
     return StepLoop(core, _TimedExecutor(loop.executor, record), loop.clock, overlap=loop.overlap), record
 
 
 def decode_steps(steps: Iterable[StepTimes], batch: int) -> list[StepTimes]:
-    """The steps that did nothing but decode `batch` sequences."""
+    """Return the steps that only decode `batch` sequences."""
     return [step for step in steps if step.decodes == batch and not step.prefill_tokens]
 
 
 def periods(steps: Sequence[StepTimes], batch: int | None = None) -> list[float]:
-    """Seconds from one step's tokens to the next one's; with `batch`, only between two decode steps of that size."""
+    """Return the seconds from each step's tokens to the next one's; with `batch`, only between its decode steps."""
     kept = steps if batch is None else decode_steps(steps, batch)
     return [after.done_s - before.done_s for before, after in pairwise(kept) if after.step == before.step + 1]
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The value below which a share of the values lies, interpolated; None without values."""
+    """Return the value below which a share of the values lies, interpolated, or None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -150,5 +146,5 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def scaled(value: float | None, factor: float, digits: int = 3) -> float | None:
-    """A value in another unit, rounded for a table; None stays None."""
+    """Return a value in another unit, rounded for a table; None stays None."""
     return None if value is None else round(value * factor, digits)

@@ -1,8 +1,8 @@
 """Throughput: all requests at once, until the last one has ended.
 
-Beside requests and tokens per second: the median and 90th percentile of the time from one step's tokens to the next
-one's, the mean number of sequences that a step decodes, what Python does per step, preemptions, and compilations, of
-which there should be none.
+Besides requests and tokens per second, a row holds the median and 90th percentile of the time from one step's tokens to
+the next one's, the mean number of sequences that a step decodes, Python's time per step, preemptions, and compilations,
+of which there should be none.
 """
 
 import statistics
@@ -23,9 +23,9 @@ def throughput(
     samples: Sequence[Sample] | None = None,
     on_finished: Callable[[], None] | None = None,
 ) -> Iterator[Row]:
-    """One row, also after KeyboardInterrupt: it then says that it was interrupted and counts what was done.
+    """Yield one row; after KeyboardInterrupt it is marked as interrupted and counts what was done.
 
-    Raises `RequestError` for a sample that the engine would refuse, and what loading raises.
+    Raises RequestError for a sample that the engine would refuse, and the errors of loading an engine.
     """
     with OfflineEngine(options.engine) as engine:
         rng = np.random.default_rng(options.seed)
@@ -40,7 +40,7 @@ def throughput(
 
 
 def row(run: Run, num_prompts: int) -> Row:
-    """The figures of one run."""
+    """Return the figures of one run."""
     steps = [step for instance in run.steps for step in instance]
     gaps = [gap for instance in run.steps for gap in periods(instance)]
     decodes = [step.decodes for step in steps if step.decodes]
