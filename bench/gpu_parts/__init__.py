@@ -1,7 +1,7 @@
-"""The parts of `python -m bench.gpu`, each run in a process of its own.
+"""The parts of `python -m bench.gpu`, each run in its own process.
 
-Rows are flat dicts. A row that has a floor carries its `bytes`, `flops` and `dtype`; the table divides the floor's time
-by the row's `seconds`.
+Rows are flat dicts. A row with a floor (the least time that it could take) carries its `bytes`, `flops` and `dtype`.
+The table divides the floor by the row's `seconds`.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What this device reaches with the simplest programs: the ceilings that everything else is compared with."""
+"""Ceilings: what this device reaches with the simplest programs, for comparison with everything else."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from bench.gpu_parts.timing import seconds_per_call, timed_row
 
 
 def rows(sizes: Sizes) -> Iterator[Row]:
-    """Copy bandwidth, counting bytes read and written, and products of square matrices of random numbers."""
+    """Yield the copy bandwidth, counting bytes read and written, and products of square random matrices."""
     device = jax.devices()[0]
     yield {"case": "device", "name": device.device_kind, "platform": device.platform}
     yield timed_row({"case": "copy", "bytes": 2 * sizes.copy_bytes}, lambda: copy(sizes))
@@ -23,14 +23,14 @@ def rows(sizes: Sizes) -> Iterator[Row]:
 
 
 def copy(sizes: Sizes) -> float:
-    """Seconds of a large array to another one, through the cores: y = x + 1."""
+    """Return the seconds of y = x + 1 with a large array, a copy through the cores."""
     x = jnp.arange(sizes.copy_bytes // 4, dtype=jnp.float32)
     add = jax.jit(lambda x: x + 1)
     return seconds_per_call(lambda: add(x), sizes.min_round_s)
 
 
 def product(sizes: Sizes, dtype: jnp.dtype) -> float:
-    """Seconds of x @ w.T with sums in float32 or int32; both matrices are random, because zeros are faster."""
+    """Return the seconds of x @ w.T with sums in float32 or int32. Matrices are random, because zeros are faster."""
     n, name = sizes.matmul, jnp.dtype(dtype).name
     x, w = (random(key, (n, n), dtype) for key in jax.random.split(jax.random.key(0)))
     sums = jnp.int32 if name == "int8" else jnp.float32
@@ -44,7 +44,7 @@ def product(sizes: Sizes, dtype: jnp.dtype) -> float:
 
 
 def random(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Numbers as weights and activations have them: normal, or all of int8's."""
+    """Return numbers as weights and activations have them: normal floats, or all int8 values equally likely."""
     if jnp.dtype(dtype) == jnp.int8:
         return jax.random.randint(key, shape, -128, 128, jnp.int8)
     return jax.random.normal(key, shape, dtype)

@@ -1,6 +1,7 @@
-"""The fewest bytes and operations of a computation: what its floor is made of.
+"""The fewest bytes and operations of a computation, from which its floor follows.
 
-Bytes: every input read once and every output written once. Operations: two for each multiplication with its addition.
+Bytes: every input is read once and every output written once. Operations: two for each multiplication with its
+addition.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ WORD = 2  # bytes of a bfloat16
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of device memory moved, and operations of which dtype."""
+    """Bytes of device memory moved, operations, and the dtype of the operations."""
 
     bytes: int
     flops: int
@@ -20,26 +21,26 @@ class Cost:
 
     @property
     def fields(self) -> dict[str, int | str]:
-        """As part of a row."""
+        """The cost as fields of a row."""
         return {"bytes": self.bytes, "flops": self.flops, "dtype": self.dtype}
 
 
 def layer_weights(model: Model) -> int:
-    """Parameters of one decoder layer that take part in products."""
+    """Return the number of parameters in the products of one decoder layer."""
     s = model.shape
     attention = s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads)
     return attention + 3 * s.hidden * s.intermediate
 
 
 def token_bytes(model: Model) -> int:
-    """Bytes of one token's keys and values in one layer."""
+    """Return the bytes of one token's keys and values in one layer."""
     return 2 * model.shape.kv_heads * model.shape.head_dim * WORD
 
 
 def decode(model: Model, batch: int, context: int, layer_bytes: int | None = None) -> Cost:
-    """One decode step of `batch` sequences, each with a context of so many tokens.
+    """Return the cost of one decode step of `batch` sequences with contexts of `context` tokens.
 
-    `layer_bytes`: of the weights of all layers, where they are not in bfloat16.
+    `layer_bytes` is the size of all layers' weights, by default in bfloat16.
     """
     s = model.shape
     layers, head = s.layers * layer_weights(model), s.hidden * s.vocab
@@ -51,15 +52,15 @@ def decode(model: Model, batch: int, context: int, layer_bytes: int | None = Non
 
 
 def prefill(model: Model, prompts: int, length: int) -> Cost:
-    """The prompts of so many sequences, with logits for the last token of each."""
+    """Return the cost of prefilling `prompts` prompts of `length` tokens, with logits for the last token of each."""
     s = model.shape
     layers, head = s.layers * layer_weights(model), s.hidden * s.vocab
-    attention = 4 * s.layers * s.heads * s.head_dim * seen(length)
+    attention = 4 * s.layers * s.heads * s.head_dim * attended_pairs(length)
     kv = 2 * prompts * length * s.layers * token_bytes(model)  # written and read
     flops = prompts * (length * 2 * layers + 2 * head + attention)
     return Cost((layers + head) * WORD + kv, flops)
 
 
-def seen(length: int) -> int:
-    """Pairs of a token and one that it sees, itself included, in a sequence of so many tokens."""
+def attended_pairs(length: int) -> int:
+    """Return the number of pairs of a token and a token that it attends to, itself included, in a sequence."""
     return length * (length + 1) // 2

@@ -1,11 +1,15 @@
 """jaxserve on one model: through its library as a user calls it, and through the executor alone.
 
-The executor alone is given the same step again and again and waited for once: the device's own time, or that of the
-dispatch where this is longer. The executor is measured without the fused tier first, then with it, as time allows: to
-fuse a step's shape can take a minute. So what has a target (`targets.py`) comes before all else, in both tiers.
+The executor alone repeats one step and waits once at the end. This gives the device's own time, or the time of the
+dispatch where that is longer. The executor is measured without the fused tier first and then with it, as time allows,
+because fusing a step's shape can take a minute. Cases with targets (`targets.py`) therefore run before all others, in
+both tiers.
 
-In fewer bits the layers are exchanged for random ones, made on the device: to round 8B weights on the host would take
-longer than everything else.
+For lower precisions the layers are replaced by random ones, made on the device: rounding 8B weights on the host would
+take longer than everything else.
+
+The library has no public access to the executor, and no public way to replace layers by random ones. This module
+therefore uses private attributes: `LLM._engine` and `BlockExecutor._builder`.
 """
 
 import contextlib
@@ -31,7 +35,7 @@ from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.models import abstract_block
 from jaxserve.quantization import QArray
 
-REPEATS = 50  # of a step; more than the fused tier's patience
+REPEATS = 50  # of a step; more than the fused tier waits for before it fuses a shape
 TIERS = ("block", "fused")
 PAGE = 16  # tokens
 
@@ -48,11 +52,12 @@ class Jaxserve:
             max_num_seqs=max(model.batches),
             max_num_batched_tokens=sizes.step_tokens + max(model.batches),
             page_size=PAGE,
-            kv_pages=max(model.batches) * -(-sizes.max_len // PAGE),  # and room for the layers in fewer bits
-            warmup=False,  # only the shapes that are measured
+            # Fewer pages than memory allows, which leaves room for the layers in lower precisions.
+            kv_pages=max(model.batches) * -(-sizes.max_len // PAGE),
+            warmup=False,  # compile only the shapes that are measured
             fuse=False,
         )
-        self.rng = np.random.default_rng(1)  # of prompts: all are fresh, so that the prefix cache cannot help
+        self.rng = np.random.default_rng(1)  # all prompts are fresh, so that the prefix cache cannot help
         self.compilations = CompileCounter()
         (self.loop,) = self.llm._engine.instances
         assert isinstance(self.loop.executor, BlockExecutor)
@@ -70,50 +75,52 @@ class Jaxserve:
         return self.compilations.counts[FUSED_TIER] > before
 
     def use(self, tier: str) -> None:
-        """Mutates: from now on with "fused" shapes that are used often are fused, as is the default on GPU."""
+        """Switch to a tier. In "fused", shapes that are used often are fused, as is the default on GPU."""
         self.executor.fuse(self.fused if tier == "fused" else None)
 
     @contextlib.contextmanager
     def layers_in(self, precision: str) -> Iterator[None]:
-        """With all layers in a precision, of random numbers. Mutates, until it is left."""
-        layers = [row for row in self.executor.blocks if row.block.startswith("layers.")]
-        made = [self.parameters_in(precision, row, jax.random.key(number)) for number, row in enumerate(layers)]
+        """Replace all layers by random ones in a precision inside, and restore them at the end."""
+        layers = [loaded for loaded in self.executor.blocks if loaded.block.startswith("layers.")]
+        made = [self.parameters_in(precision, layer, jax.random.key(index)) for index, layer in enumerate(layers)]
         prepare = self.executor.prepare
-        self.executor.replace([prepare(row.block, some, precision) for row, some in zip(layers, made, strict=True)])
+        self.executor.replace(
+            [prepare(layer.block, parameters, precision) for layer, parameters in zip(layers, made, strict=True)]
+        )
         try:
             yield
         finally:
             self.executor.replace(layers)
 
-    def parameters_in(self, precision: str, row: LoadedBlock, key: jax.Array) -> dict[str, jax.Array | QArray]:
-        """A layer's parameters in a precision, made where they are used; what stays as it is, is the row's own."""
+    def parameters_in(self, precision: str, layer: LoadedBlock, key: jax.Array) -> dict[str, jax.Array | QArray]:
+        """Return a layer's parameters with random quantised weights, on the device; the others are shared with it."""
         config = self.executor._builder.config
-        _, whole = abstract_block(config, row.block, row.precision)
-        parameters: dict[str, jax.Array | QArray] = dict(zip(whole, row.leaves, strict=True))
-        for name, variable in abstract_block(config, row.block, precision)[1].items():
+        _, whole = abstract_block(config, layer.block, layer.precision)
+        parameters: dict[str, jax.Array | QArray] = dict(zip(whole, layer.leaves, strict=True))
+        for name, variable in abstract_block(config, layer.block, precision)[1].items():
             template = variable.get_value()
             if isinstance(template, QArray):
                 key, one = jax.random.split(key)
                 weight = random_weight(one, template)
-                parameters[name] = jax.device_put(weight, row.placement.sharding(variable.axes))
+                parameters[name] = jax.device_put(weight, layer.placement.sharding(variable.axes))
         return parameters
 
     @property
     def layer_bytes(self) -> int:
-        """Of the weights of all layers, as they are now."""
-        return sum(row.nbytes for row in self.executor.blocks if row.block.startswith("layers."))
+        """The size of all layers' current weights."""
+        return sum(loaded.nbytes for loaded in self.executor.blocks if loaded.block.startswith("layers."))
 
 
 @jax.jit
 def random_weight(key: jax.Array, template: QArray) -> QArray:
-    """Codes that are all equally likely, with scales that make weights about as large as those of a dummy."""
+    """Return a weight with equally likely codes, and scales that make it about as large as a dummy's weight."""
     codes = jax.random.bits(key, template.codes.shape, template.codes.dtype)
     scales = jax.numpy.full(template.scales.shape, DUMMY_STDDEV / 2 ** (template.bits - 1), template.scales.dtype)
     return QArray(codes, scales, None, template.bits, template.size)
 
 
 def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[Row]:
-    """Loading, then every case in both tiers: those that have targets, then the others."""
+    """Yield the loading time, then every case in both tiers, those with targets first."""
     start = time.perf_counter()
     engine = Jaxserve(path, model, sizes)
     yield {"case": "load", "model": model.name, "seconds": time.perf_counter() - start}
@@ -127,7 +134,7 @@ def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[Row]:
             with engine.layers_in(precision):
                 yield from decode_rows(engine, model, sizes, {**labels, "precision": precision}, [first])
         yield prefill_row(engine, model, sizes, labels)
-    for tier in reversed(TIERS):  # what serves comes first
+    for tier in reversed(TIERS):  # the tier that serves first
         engine.use(tier)
         labels = {"model": model.name, "through": "LLM", "tier": tier}
         yield from measure.rows(engine, model, sizes, engine.rng, labels)
@@ -142,7 +149,7 @@ def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[Row]:
 def decode_rows(
     engine: Jaxserve, model: Model, sizes: Sizes, labels: dict[str, str], batches: Sequence[int]
 ) -> Iterator[Row]:
-    """A decode step at each batch."""
+    """Yield a decode step for each batch size."""
     context = sizes.decode_prompt + 1
     for batch in batches:
         seconds, _ = repeated_step(engine, batch, sizes.decode_prompt, sizes.max_len, decode=True)
@@ -152,16 +159,16 @@ def decode_rows(
 
 
 def prefill_row(engine: Jaxserve, model: Model, sizes: Sizes, labels: dict[str, str]) -> Row:
-    """The largest step of prefill."""
+    """Return the largest prefill step."""
     count, length = max(sizes.prefills)
     seconds, tokens = repeated_step(engine, count, length, sizes.max_len, decode=False)
-    whole = tokens // length  # sequences that the step takes as a whole
+    whole = tokens // length  # sequences whose whole prompt is in the step
     cost = costs.prefill(model, max(whole, 1), min(tokens, length)).fields
     return {"case": f"prefill step, {tokens} tokens", **labels, "seconds": seconds, "tok_s": tokens / seconds, **cost}
 
 
 def repeated_step(engine: Jaxserve, batch: int, length: int, max_len: int, *, decode: bool) -> tuple[float, int]:
-    """Seconds of the first step that does nothing but prefill, or decode the whole batch, and its tokens."""
+    """Return seconds and tokens of the first step that only prefills, or that decodes the whole batch."""
     loop = engine.loop
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_len - length, detokenize=False)
     ids = [f"step-{number}" for number in range(batch)]
@@ -182,7 +189,7 @@ def repeated_step(engine: Jaxserve, batch: int, length: int, max_len: int, *, de
 
 
 def repeated(engine: Jaxserve, work: Work) -> float:
-    """Seconds of one of many executions of the same step; it writes the same values to the same places each time."""
+    """Return the seconds per execution of a step that is repeated, writing equal values to equal places."""
     for _ in range(REPEATS):
         pending = engine.executor.execute(work)
     pending.fetch()
@@ -196,5 +203,5 @@ def repeated(engine: Jaxserve, work: Work) -> float:
 
 
 def finish(loop: StepLoop, work: Work) -> None:
-    """Executes a step and takes its tokens in. Mutates."""
+    """Execute a step and take in its tokens."""
     loop.core.update(work, loop.executor.execute(work).fetch(), loop.clock.now())

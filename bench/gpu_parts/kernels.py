@@ -1,7 +1,7 @@
-"""Every operation of `jaxserve.kernels` at the sizes of the models, each beside its floor.
+"""Every operation of `jaxserve.kernels` at the sizes of the models, each with its floor.
 
-One program calls an operation on several sets of inputs, so that its time is above that of a dispatch and no cache
-holds what it reads. Pools are donated, as in the engine.
+One program calls an operation on several sets of inputs, so that it takes longer than a dispatch and no cache holds
+what it reads. Pools are donated, as in the engine.
 """
 
 import math
@@ -17,7 +17,7 @@ from jax import Array
 
 from bench.gpu_parts import Row
 from bench.gpu_parts.ceilings import random
-from bench.gpu_parts.costs import WORD, Cost, seen
+from bench.gpu_parts.costs import WORD, Cost, attended_pairs
 from bench.gpu_parts.sizes import LARGEST, Model, Sizes
 from bench.gpu_parts.timing import seconds_per_call, timed_row
 from jaxserve.core.config import KernelBackend
@@ -30,14 +30,15 @@ from jaxserve.quantization.packing import packed_bytes
 PAGE = 16  # tokens
 MAX_SETS = 16
 GROUP = 128  # inputs that share a scale
-XLA_ROWS = (1, 32)  # one, and so many or more: XLA writes the weight in bfloat16 whatever there is to multiply
+# XLA is measured with the first number of rows, and from the second on: it writes the weight in bfloat16 in any case.
+XLA_ROWS = (1, 32)
 
 Inputs = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation at one size. With `donate` its first input is replaced by its result."""
+    """One operation at one size. With `donate`, its first input is replaced by its result."""
 
     op: str
     case: str
@@ -48,28 +49,28 @@ class Case:
 
 
 def rows(sizes: Sizes) -> Iterator[Row]:
-    """A row for every case; a case that fails says why, and the next one goes on."""
+    """Yield a row for every case. A case that fails reports its error, and the next one follows."""
     for case in cases(sizes):
         labels = {"op": case.op, "case": case.case, **case.cost.fields}
         yield timed_row(labels, lambda case=case: measure(case, sizes))
 
 
 def measure(case: Case, sizes: Sizes) -> float:
-    """Seconds of one call of the operation."""
+    """Return the seconds of one call of the operation."""
     first, rest = inputs_of(case, sizes)
     return seconds_of(program(case), first, rest, sizes, donate=case.donate)
 
 
 def inputs_of(case: Case, sizes: Sizes) -> tuple[list[Any], list[Inputs]]:
-    """So many sets of inputs, first ones apart, that no cache holds them."""
+    """Return enough sets of inputs that no cache holds them: first inputs, and the remaining ones."""
     sets = min(max(math.ceil(sizes.rotate_bytes / max(case.cost.bytes, 1)), 1), MAX_SETS)
     inputs = [case.inputs(key) for key in jax.random.split(jax.random.key(1), sets)]
     return [i[0] for i in inputs], [i[1:] for i in inputs]
 
 
 def program(case: Case) -> jax.stages.Wrapped:
-    """Calls the operation on several sets of inputs."""
-    operation = jax.jit(case.call)  # a kernel is traced and lowered once, and not for every set
+    """Return a program that calls the operation on several sets of inputs."""
+    operation = jax.jit(case.call)  # traces and lowers a kernel once instead of for every set
 
     def many(first: list[Any], rest: list[Inputs]) -> list[Array]:
         return [operation(one, *others) for one, others in zip(first, rest, strict=True)]
@@ -80,7 +81,7 @@ def program(case: Case) -> jax.stages.Wrapped:
 def seconds_of(
     many: Callable[..., list[Array]], first: list[Any], rest: list[Inputs], sizes: Sizes, *, donate: bool = False
 ) -> float:
-    """Seconds of one call of the operation that a program calls on all sets."""
+    """Return the seconds per call of the operation that a program calls on all sets."""
 
     def call() -> list[Array]:
         nonlocal first
@@ -93,9 +94,9 @@ def seconds_of(
 
 
 def cases(sizes: Sizes, backends: tuple[KernelBackend, ...] | None = None) -> Iterator[Case]:
-    """All cases: what the engine takes first, the widest model's before others, and what is beside it last.
+    """Yield all cases: the engine's kernels first, the widest model before others, and XLA's kernels last.
 
-    `backends`: by default those of `choices`.
+    `backends` is by default that of `choices`.
     """
     first, *others = backends or choices()
     models = sizes.models[::-1]
@@ -115,7 +116,7 @@ def cases(sizes: Sizes, backends: tuple[KernelBackend, ...] | None = None) -> It
 
 
 def attention(model: Model, sizes: Sizes, gpu: KernelBackend) -> Iterator[Case]:
-    """Decode at every batch, once more from a pool in segments and from one in int8, and prefill."""
+    """Yield decode at every batch size, from a pool in segments, from a pool in int8, and prefill."""
     for n, context in model.decodes:
         yield decode_attention(model, n, context, gpu)
     yield decode_attention(model, *model.decodes[-1], gpu, segments=1 + GROWTH_SEGMENTS)
@@ -124,17 +125,17 @@ def attention(model: Model, sizes: Sizes, gpu: KernelBackend) -> Iterator[Case]:
 
 
 def choices() -> tuple[KernelBackend, ...]:
-    """What the engine takes, and XLA beside it where that is another one."""
+    """Return the engine's own choice of kernels, and XLA if that is different."""
     return ("auto", "xla") if uses_pallas("auto") else ("auto",)
 
 
 def name_of(case: str, gpu: KernelBackend) -> str:
-    """A case with what was forced."""
+    """Return the name of a case, with the backend if it was forced."""
     return f"{case}, by XLA" if gpu == "xla" else case
 
 
 def layer_products(model: Model) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of a layer's weights."""
+    """Return outputs and inputs of a layer's weights."""
     s = model.shape
     return {
         "qkv": ((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden),
@@ -145,7 +146,7 @@ def layer_products(model: Model) -> dict[str, tuple[int, int]]:
 
 
 def matmuls(model: Model) -> Iterator[Case]:
-    """The products of a layer, and of the head for as many rows as are sampled at once."""
+    """Yield the products of a layer, and of the head for as many rows as are sampled at once."""
     weights = {**layer_products(model), "head": (model.shape.vocab, model.shape.hidden)}
     rows = dict.fromkeys(weights, model.kernel_rows)
     rows[LARGEST] = tuple(sorted({*model.kernel_rows, *model.quantised_rows}))
@@ -156,7 +157,7 @@ def matmuls(model: Model) -> Iterator[Case]:
 
 
 def product(name: str, n: int, out: int, inner: int) -> Case:
-    """[n, inner] times [out, inner]."""
+    """Return the product of [n, inner] and [out, inner]."""
 
     def inputs(key: Array) -> Inputs:
         one, other = jax.random.split(key)
@@ -167,7 +168,7 @@ def product(name: str, n: int, out: int, inner: int) -> Case:
 
 
 def quantised(model: Model, gpu: KernelBackend) -> Iterator[Case]:
-    """The layer's largest product with a weight in fewer bits, and all of them in 4."""
+    """Yield the layer's largest product with a quantised weight, and all of its products in 4 bits."""
     weights = layer_products(model)
     few, many = XLA_ROWS
     for bits in (4, 8):
@@ -180,7 +181,7 @@ def quantised(model: Model, gpu: KernelBackend) -> Iterator[Case]:
 
 
 def quantised_product(name: str, n: int, out: int, inner: int, bits: int, gpu: KernelBackend) -> Case:
-    """[n, inner] times [out, inner], all codes being equally likely."""
+    """Return the product of [n, inner] and a quantised [out, inner] whose codes are equally likely."""
     groups = -(-inner // GROUP)
 
     def inputs(key: Array) -> Inputs:
@@ -195,7 +196,7 @@ def quantised_product(name: str, n: int, out: int, inner: int, bits: int, gpu: K
 
 
 def experts(sizes: Sizes, n: int) -> Case:
-    """Rows spread evenly over the experts; each expert that has any reads its weights."""
+    """Return a product of rows that are spread evenly over the experts; each expert with rows reads its weights."""
     count, intermediate, hidden = sizes.experts
     out = 2 * intermediate
     counts = np.full(count, n // count, np.int32)
@@ -214,7 +215,7 @@ def experts(sizes: Sizes, n: int) -> Case:
 def decode_attention(
     model: Model, n: int, context: int, gpu: KernelBackend, segments: int = 1, kv_dtype: str = "bfloat16"
 ) -> Case:
-    """One token of each of n sequences, whose pages lie scattered over the pool, which may be in several segments."""
+    """Return decode attention of n sequences whose pages are scattered over a pool of one or more segments."""
     s = model.shape
     width = -(-context // PAGE)
     none = np.zeros(0, np.int32)
@@ -234,7 +235,7 @@ def decode_attention(
 
 
 def prefill_attention(model: Model, tokens: int, tile: int, gpu: KernelBackend) -> Case:
-    """All tokens of one sequence, tile by tile."""
+    """Return attention of all tokens of one sequence, tile by tile."""
     s = model.shape
     width, tiles = -(-tokens // PAGE), -(-tokens // tile)
     none = np.zeros(0, np.int32)
@@ -246,7 +247,7 @@ def prefill_attention(model: Model, tokens: int, tile: int, gpu: KernelBackend) 
         meta = AttentionMeta(none.reshape(0, width), none, np.tile(pages, (tiles, 1)), starts, full)
         return attention_inputs(key, model, tiles * tile, width, meta)
 
-    flops = 4 * seen(tokens) * s.heads * s.head_dim
+    flops = 4 * attended_pairs(tokens) * s.heads * s.head_dim
     moved = tokens * 2 * s.kv_heads * s.head_dim + 2 * tokens * s.heads * s.head_dim
     call = partial(paged_attention, scale=s.head_dim**-0.5, backend=gpu)
     name = name_of(f"{model.name} prefill, {tokens} tokens", gpu)
@@ -256,7 +257,7 @@ def prefill_attention(model: Model, tokens: int, tile: int, gpu: KernelBackend) 
 def attention_inputs(
     key: Array, model: Model, tokens: int, pages: int, meta: AttentionMeta, kv_dtype: str = "bfloat16"
 ) -> Inputs:
-    """Queries, a pool that is full, and where everything is."""
+    """Return queries, a full pool and the metadata."""
     s = model.shape
     for_q, for_pool = jax.random.split(key)
     q = random(for_q, (tokens, s.kv_heads, s.heads // s.kv_heads, s.head_dim), jnp.bfloat16)
@@ -264,7 +265,7 @@ def attention_inputs(
 
 
 def filled_pool(key: Array, model: Model, pages: int, kv_dtype: str) -> Pool:
-    """A pool of random values, the null page's included."""
+    """Return a pool of random values, null page included."""
     s = model.shape
     pool = kv_pool(pages + 1, s.kv_heads, PAGE, s.head_dim, kv_dtype)
     k, v = (random(k, ((pages + 1) * PAGE, s.kv_heads, s.head_dim), jnp.bfloat16) for k in jax.random.split(key))
@@ -272,7 +273,7 @@ def filled_pool(key: Array, model: Model, pages: int, kv_dtype: str) -> Pool:
 
 
 def write(model: Model, tokens: int) -> Case:
-    """Keys and values of a step into a pool that is a hundred times as large."""
+    """Return the write of a step's keys and values into a pool that is a hundred times as large."""
     s = model.shape
 
     def inputs(key: Array) -> Inputs:

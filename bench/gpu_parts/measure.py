@@ -1,8 +1,8 @@
-"""What is measured of any engine through its `generate`, jaxserve or a peer: neither JAX nor torch is imported here.
+"""Measurements through the `generate` of any engine, jaxserve or a peer, without importing JAX or torch.
 
-Every prompt is of fresh random tokens. With T(n) the time to generate n tokens for a batch: decode step =
-(T(1 + steps) - T(1)) / steps, or an error where that is no time at all, prefill = T(1). Each case runs once unmeasured,
-once more if that has made the engine prepare something in the background, and then `repeats` times; T is the median.
+Every prompt consists of fresh random tokens. With T(n) the time to generate n tokens for a batch: decode step = (T(1 +
+steps) - T(1)) / steps, or an error if that is not positive; prefill = T(1). Each case runs once unmeasured, once more
+if that made the engine prepare something in the background, and then `repeats` times. T is the median.
 """
 
 import statistics
@@ -16,23 +16,23 @@ from bench.gpu_parts import Row, costs
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.peers.workload import VOCAB, Prompts, first_tokens
 
-UNTOLD = "more tokens took no longer than one: the machine's noise is above the steps' time"
+BELOW_NOISE = "more tokens took no longer than one: the machine's noise is above the steps' time"
 
 
 class Engine(Protocol):
-    """One engine with a model loaded."""
+    """An engine with a loaded model."""
 
     def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
-        """The `max_tokens` greedy tokens of each prompt."""
+        """Return `max_tokens` greedy tokens for each prompt."""
         ...
 
     def settle(self) -> bool:
-        """Waits for what is being prepared in the background, and tells whether there was anything."""
+        """Wait for background preparations, and return whether there were any."""
         ...
 
 
 def rows(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, labels: Row) -> Iterator[Row]:
-    """Decode, prefill, throughput, and the first tokens of fixed prompts; `labels` become part of every row."""
+    """Yield decode, prefill, throughput, and the first tokens of fixed prompts. `labels` are part of every row."""
     yield from decode(engine, model, sizes, rng, labels)
     yield from prefill(engine, model, sizes, rng, labels)
     yield throughput(engine, model, sizes, rng, labels)
@@ -40,7 +40,7 @@ def rows(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, l
 
 
 def decode(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, labels: Row) -> Iterator[Row]:
-    """Seconds of one decode step, for each batch; an error where the difference of two times does not tell them."""
+    """Yield the seconds of one decode step for each batch size, or an error if noise hides them."""
     context = sizes.decode_prompt + sizes.steps // 2
     for batch in model.batches:
         lengths = [sizes.decode_prompt] * batch
@@ -51,11 +51,11 @@ def decode(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator,
             seconds = (whole - first) / sizes.steps
             yield {**row, "seconds": seconds, "tok_s": batch / seconds}
         else:
-            yield {**row, "error": UNTOLD}
+            yield {**row, "error": BELOW_NOISE}
 
 
 def prefill(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, labels: Row) -> Iterator[Row]:
-    """Seconds until every prompt has its first token."""
+    """Yield the seconds until every prompt has its first token."""
     for count, length in sizes.prefills:
         seconds = median(engine, [length] * count, 1, model.repeats, rng)
         cost = costs.prefill(model, count, length).fields
@@ -64,7 +64,7 @@ def prefill(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator
 
 
 def throughput(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Generator, labels: Row) -> Row:
-    """Many requests at once, with prompts of different lengths."""
+    """Return the throughput of many simultaneous requests with prompts of different lengths."""
     low, high = sizes.request_lens
     lengths = np.random.default_rng(3).integers(low, high + 1, model.requests).tolist()  # the same for every engine
     seconds = median(engine, lengths, sizes.answer, 1, rng)
@@ -81,7 +81,7 @@ def throughput(engine: Engine, model: Model, sizes: Sizes, rng: np.random.Genera
 
 
 def median(engine: Engine, lengths: list[int], max_tokens: int, repeats: int, rng: np.random.Generator) -> float:
-    """The median time of a batch of prompts of these lengths, after one unmeasured run or two."""
+    """Return the median time of a batch of prompts with these lengths, after one or two unmeasured runs."""
 
     def once() -> float:
         prompts = [rng.integers(2, VOCAB, length).tolist() for length in lengths]
@@ -94,7 +94,10 @@ def median(engine: Engine, lengths: list[int], max_tokens: int, repeats: int, rn
 
 
 def timed(engine: Engine, prompts: Prompts, max_tokens: int) -> float:
-    """Seconds of one generation. Raises RuntimeError if the engine did not produce what it was asked for."""
+    """Return the seconds of one generation.
+
+    Raises RuntimeError if an answer does not have `max_tokens` tokens.
+    """
     start = time.perf_counter()
     answers = engine.generate(prompts, max_tokens)
     seconds = time.perf_counter() - start

@@ -1,7 +1,7 @@
-"""The parts in turn, each in a process of its own with a budget of time.
+"""Running the parts in turn, each in its own process with a time limit.
 
-So a part that crashes, hangs or runs out of memory costs only itself, the device's memory is free for the next one, and
-what was measured until then is kept.
+A part that crashes, hangs or runs out of memory affects no other part. The device's memory is free for the next part,
+and what was measured until then is kept.
 """
 
 import collections
@@ -24,24 +24,25 @@ from typing import Any
 from bench.gpu_parts import Row
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAST = 10.0  # seconds that a part needs at least to be started
+MIN_SECONDS = 10.0  # a part with less time is not started
 TAIL = 15  # lines of a failed part's output that are kept
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part's name, as the worker knows it, and its seconds; what earlier parts leave over is added to them."""
+    """A part's name for the worker, and its seconds; time that earlier parts leave over is added to them."""
 
     name: str
     seconds: float
-    is_peer: bool = False  # runs in the peer's interpreter
+    is_peer: bool = False  # whether it runs in the peer's interpreter
 
     @property
     def kind(self) -> str:
-        """The name without the model's."""
+        """The name without the model's name."""
         return self.name.partition(":")[0]
 
 
+# Parts with targets come first. Together they take 465 seconds.
 PARTS = (
     Part("ceilings", 25),
     Part("kernels", 120),
@@ -50,14 +51,14 @@ PARTS = (
     Part("engine:1b", 50),
     Part("peer:1b", 40, is_peer=True),
     Part("peer:8b", 40, is_peer=True),
-)  # 465 seconds; what has a target first
+)
 
 
 @dataclass
 class Outcome:
-    """What became of a part. Filled in while it runs."""
+    """The outcome of a part, filled in while it runs."""
 
-    status: str = "not started"  # running; then ok, skipped, failed, crashed, out of time or interrupted
+    status: str = "not started"  # then running; finally ok, skipped, failed, crashed, out of time or interrupted
     why: str = ""
     seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
@@ -65,7 +66,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how the workers run."""
+    """The settings of the workers."""
 
     device: str  # cuda or cpu
     tiny: bool
@@ -74,14 +75,14 @@ class Settings:
     peer_python: str
 
     def command(self, part: Part) -> list[str]:
-        """The worker's command line."""
+        """Return the worker's command line."""
         python = self.peer_python if part.is_peer else self.python
         command = [python, "-m", "bench.gpu_parts.worker", part.name, "--device", self.device]
         return [*command, "--cache-dir", str(self.cache), *(["--tiny"] if self.tiny else [])]
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the workers: JAX on the device that was asked for, or not at all; nothing looks for a network."""
+        """Environment variables of the workers: JAX uses the chosen device or fails, and nothing uses the network."""
         compiled = self.cache / "xla"
         compiled.mkdir(parents=True, exist_ok=True)
         return {
@@ -99,16 +100,16 @@ class Settings:
 def run_parts(
     parts: Sequence[Part], settings: Settings, outcomes: dict[str, Outcome], on_change: Callable[[str], None]
 ) -> None:
-    """Runs the parts in order within the sum of their seconds and fills `outcomes` by name. Mutates.
+    """Run the parts in order within the sum of their seconds, filling `outcomes` by name.
 
-    `on_change` is called with a part's name whenever its outcome has changed.
+    `on_change` is called with a part's name whenever its outcome changes.
     """
     deadline = time.monotonic() + sum(part.seconds for part in parts)
-    for number, part in enumerate(parts):
+    for index, part in enumerate(parts):
         outcome = outcomes[part.name] = Outcome()
-        later = sum(other.seconds for other in parts[number + 1 :])
+        later = sum(other.seconds for other in parts[index + 1 :])
         limit = deadline - time.monotonic() - later
-        if limit < LEAST:
+        if limit < MIN_SECONDS:
             outcome.why = "no time was left"
             continue
         start = time.monotonic()
@@ -122,7 +123,7 @@ def run_parts(
 def run_part(
     command: Sequence[str], environment: dict[str, str], limit: float, outcome: Outcome, on_row: Callable[[], None]
 ) -> None:
-    """Runs one worker for at most `limit` seconds. KeyboardInterrupt ends it, and is raised on."""
+    """Run one worker for at most `limit` seconds. KeyboardInterrupt ends it and is raised again."""
     outcome.status = "running"
     with tempfile.TemporaryFile("w+") as log, _worker(command, environment, log) as process:
         messages = _lines(process)
@@ -146,7 +147,7 @@ def run_part(
 
 @contextlib.contextmanager
 def _worker(command: Sequence[str], environment: dict[str, str], log: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own, which is killed with all that it has started, if it has not ended."""
+    """Start a process in its own session, and kill it with all its children if it has not ended."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
         start_new_session=True,
@@ -156,14 +157,14 @@ def _worker(command: Sequence[str], environment: dict[str, str], log: Any) -> It
     finally:
         if process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1)  # it has said its last word and is on its way out
+                process.wait(1)  # after its last message it ends soon
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _lines(process: subprocess.Popen[str]) -> "queue.Queue[str | None]":
-    """The lines of a process's output as they come, then None."""
+    """Return a queue of the process's output lines as they arrive, followed by None."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -182,5 +183,5 @@ def _tail(log: Any) -> str:
 
 
 def default_settings(device: str, *, tiny: bool, cache: Path, peer_python: str | None) -> Settings:
-    """Workers in this interpreter, unless the peer has one of its own."""
+    """Return settings with workers in this interpreter, unless the peer has its own."""
     return Settings(device, tiny, cache, sys.executable, peer_python or sys.executable)

@@ -1,4 +1,4 @@
-"""Transformers' continuous batching on the same model, its scheduler running all the time, as in a server."""
+"""Transformers' continuous batching on the same models, with its scheduler always running, as in a server."""
 
 import dataclasses
 import time
@@ -12,17 +12,17 @@ from bench.gpu_parts import Row, measure
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.peers.workload import Prompts
 
-# What needs no further package, as different releases call it; the first that works is measured. Plain "sdpa" comes
-# after "paged|sdpa", because some releases take it as a wish for faster kernels, which they would have to download.
+# Names that releases have for attention without further packages. The first that works is measured. Plain "sdpa" comes
+# after "paged|sdpa", because some releases take it as a request for faster kernels, which they would have to download.
 ATTENTION = ("paged|sdpa", "sdpa", "paged|eager")
-PATIENCE = 5.0  # seconds
+STOP_TIMEOUT_S = 5.0
 
 
 class ContinuousBatching:
-    """A model in bfloat16 and the manager of its requests. A context manager."""
+    """A model in bfloat16 and the manager of its requests. It is a context manager."""
 
     def __init__(self, path: Path, model: Model, sizes: Sizes, device: str):
-        """Raises RuntimeError naming every attention that was tried, if none works."""
+        """Raises RuntimeError, naming every attention that was tried, if none works."""
         self._model = load(path, model, device)
         self._manager: Any = None
         failures = []
@@ -52,13 +52,13 @@ class ContinuousBatching:
         return [finished[request_id] for request_id in ids]
 
     def settle(self) -> bool:
-        """Nothing is prepared in the background."""
+        """Return False: nothing is prepared in the background."""
         return False
 
     def close(self) -> None:
-        """Ends the generation thread."""
+        """End the generation thread."""
         if self._manager is not None and self._manager.is_running():
-            self._manager.stop(block=True, timeout=PATIENCE)
+            self._manager.stop(block=True, timeout=STOP_TIMEOUT_S)
 
     def __enter__(self) -> "ContinuousBatching":
         return self
@@ -82,7 +82,7 @@ class ContinuousBatching:
 
 
 def load(path: Path, model: Model, device: str) -> Any:
-    """The checkpoint, or random weights made on the device."""
+    """Return the checkpoint, or random weights made on the device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -96,7 +96,10 @@ def load(path: Path, model: Model, device: str) -> Any:
 
 
 def batching(model: Model, sizes: Sizes) -> Any:
-    """As many requests at once as jaxserve runs, with room for the KV of all; no search for other kernels."""
+    """Return a configuration for as many simultaneous requests as jaxserve runs, with KV cache for all of them.
+
+    It does not search for other kernels.
+    """
     from transformers import ContinuousBatchingConfig
 
     fields = {field.name: field.default for field in dataclasses.fields(ContinuousBatchingConfig)}
@@ -113,7 +116,7 @@ def batching(model: Model, sizes: Sizes) -> Any:
 
 
 def rows(path: Path, model: Model, sizes: Sizes, device: str) -> Iterator[Row]:
-    """Loading with its warm-up, then every case."""
+    """Yield loading with its warm-up, then every case."""
     import torch
     import transformers
 

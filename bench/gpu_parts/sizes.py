@@ -1,28 +1,28 @@
-"""What is measured at which sizes: for a GPU of the H100's class, and tiny ones that show on a CPU that it works."""
+"""The sizes of all cases: for a GPU of the H100's class, and tiny ones to check on a CPU that everything works."""
 
 from dataclasses import dataclass
 
 from bench.peers.checkpoints import Shape
 
 GiB = 2**30
-LARGEST = "gate_up"  # of a layer's weights
+LARGEST = "gate_up"  # the largest weight of a layer
 
 
 @dataclass(frozen=True)
 class Model:
-    """One Llama with random weights, and how much of it is measured."""
+    """A Llama with random weights, and the sizes at which it is measured."""
 
     name: str
     shape: Shape
-    written: bool  # as a checkpoint to disk; else the weights are made while it is loaded
-    kernel_rows: tuple[int, ...]  # of the products
-    quantised_rows: tuple[int, ...]  # of the largest one, in bfloat16 and in fewer bits
-    layer_rows: tuple[int, ...]  # of all a layer's products in 4 bits
+    written: bool  # whether a checkpoint is on disk; otherwise weights are made while the model is loaded
+    kernel_rows: tuple[int, ...]  # of the products in bfloat16
+    quantised_rows: tuple[int, ...]  # of the largest product, in bfloat16 and quantised
+    layer_rows: tuple[int, ...]  # of all products of a layer in 4 bits
     decodes: tuple[tuple[int, int], ...]  # (rows, context) of the attention kernel
     batches: tuple[int, ...]
     requests: int  # of the throughput run
     repeats: int
-    precisions: tuple[str, ...] = ()  # of the layers, beside bfloat16
+    precisions: tuple[str, ...] = ()  # of the layers, besides bfloat16
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,24 @@ class Changing:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything else that differs between a real run and a tiny one."""
+    """All other sizes that differ between a real run and a tiny one."""
 
     models: tuple[Model, ...]
-    copy_bytes: int  # of the array that is copied
-    matmul: int  # edge of the square matrices
-    rotate_bytes: int  # inputs that the calls of a kernel go round, more than a cache holds
-    min_round_s: float  # of one round of a timing
-    prefill_tokens: int  # of the attention kernel: one sequence
+    copy_bytes: int  # size of the copied array
+    matmul: int  # rows and columns of the square matrices
+    rotate_bytes: int  # total size of the inputs that a kernel's calls use in turn, more than a cache holds
+    min_round_s: float  # seconds of one round of a timing
+    prefill_tokens: int  # of one sequence, for the attention kernel
     tile: int
     write_tokens: tuple[int, ...]
-    experts: tuple[int, int, int]  # how many, their intermediate size, the hidden size
+    experts: tuple[int, int, int]  # (number, intermediate size, hidden size)
     expert_rows: tuple[int, ...]
-    step_tokens: int  # of prompts in one step
+    step_tokens: int  # prompt tokens in one step
     decode_prompt: int  # tokens
     steps: int
     prefills: tuple[tuple[int, int], ...]  # (prompts, tokens of each)
-    request_lens: tuple[int, int]  # prompt tokens of the throughput run, uniform
-    answer: int  # tokens of each of its answers
+    request_lens: tuple[int, int]  # range of the prompt tokens in the throughput run
+    answer: int  # tokens of each answer in the throughput run
     max_len: int
     changing: Changing
 

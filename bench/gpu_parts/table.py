@@ -1,4 +1,4 @@
-"""The table: every row beside its floor, and jaxserve beside its peer."""
+"""The table of all rows with their floors, and jaxserve compared with its peer."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -9,7 +9,7 @@ UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def ceilings(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
-    """What was reached by the simplest programs: "copy" in bytes/s, and operations/s by dtype."""
+    """Return what the simplest programs reached: "copy" in bytes/s, and operations/s by dtype."""
     found: dict[str, float] = {}
     for row in outcomes["ceilings"].rows if "ceilings" in outcomes else ():
         if row["case"] == "copy" and "seconds" in row:
@@ -20,20 +20,20 @@ def ceilings(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
 
 
 def floor(row: Row, limits: Mapping[str, float]) -> tuple[float, str] | None:
-    """The least seconds that a row could take, and what bounds it; None if that is not known."""
+    """Return the least seconds that a row could take and what bounds it, or None if that is unknown."""
     if "copy" not in limits or row.get("dtype") not in limits or "bytes" not in row:
         return None
     return max((row["bytes"] / limits["copy"], "memory"), (row["flops"] / limits[row["dtype"]], "arithmetic"))
 
 
 def reached(row: Row, limits: Mapping[str, float]) -> float | None:
-    """The share of its ceiling that a row reaches."""
+    """Return the share of its ceiling that a row reaches."""
     least = floor(row, limits)
     return least[0] / row["seconds"] if least and row.get("seconds") else None
 
 
 def with_shares(outcomes: Mapping[str, Outcome]) -> None:
-    """Adds `of_ceiling` and `bound` to every row that has a floor. Mutates."""
+    """Add `of_ceiling` and `bound` to every row that has a floor."""
     limits = ceilings(outcomes)
     for outcome in outcomes.values():
         for row in outcome.rows:
@@ -43,19 +43,20 @@ def with_shares(outcomes: Mapping[str, Outcome]) -> None:
 
 
 def table(outcomes: Mapping[str, Outcome]) -> str:
-    """Markdown: one line for each row, then what failed, then the peer."""
+    """Return Markdown: one line for each row, then what failed, then the comparison with the peer."""
     head = ["part", "case", "through", "time", "GB/s", "TFLOP/s", "tokens/s", "bound", "of its ceiling"]
     lines = [line(head), line(["---"] * 3 + ["---:"] * 4 + ["---", "---:"])]
     for name, outcome in outcomes.items():
         lines += [line(_cells(name, row)) for row in outcome.rows if row["case"] != "first_tokens"]
     troubles = [f"- {name}: {o.status}: {o.why.strip()}" for name, o in outcomes.items() if o.status != "ok"]
-    lines += ["", *troubles, "", *beside_peer(outcomes), "", *agreement(outcomes)]
+    lines += ["", *troubles, "", *peer_comparison(outcomes), "", *agreement(outcomes)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def beside_peer(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
-    """jaxserve through its library, fused where it got so far, and Transformers, where both have a case."""
-    ours = dict(_by_case(outcomes, "LLM"))  # fused comes after block
+def peer_comparison(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+    """Yield a comparison with Transformers where both have a case, with jaxserve's fused tier if it was measured."""
+    # Rows of the fused tier come after those of the block tier and replace them.
+    ours = dict(_by_case(outcomes, "LLM"))
     theirs = dict(_by_case(outcomes, "transformers"))
     both = [key for key in theirs if key in ours]
     if both:
@@ -67,7 +68,7 @@ def beside_peer(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
 
 
 def agreement(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
-    """How many first tokens of fixed prompts are equal, where both had the same weights."""
+    """Yield how many first tokens of fixed prompts are equal, where both engines had the same weights."""
     tokens = {
         (row["model"], row["through"]): row["tokens"]
         for outcome in outcomes.values()
@@ -82,13 +83,13 @@ def agreement(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
 
 
 def time(seconds: float) -> str:
-    """A time in the unit that suits it."""
+    """Return a time in a suitable unit."""
     factor, unit = next((u for u in UNITS if seconds >= u[0]), UNITS[-1])
     return f"{seconds / factor:.3g} {unit}"
 
 
 def _same_weights(outcomes: Mapping[str, Outcome], model: str) -> bool:
-    """Whether a checkpoint was written, rather than weights made by each engine."""
+    """Return whether a checkpoint was written, rather than weights made by each engine."""
     rows = outcomes["checkpoint"].rows if "checkpoint" in outcomes else []
     return any(row["model"] == model and row["case"] == "written" for row in rows)
 
@@ -120,5 +121,5 @@ def _rate(row: Row, what: str, unit: float) -> str:
 
 
 def line(cells: Iterable[str]) -> str:
-    """A line of a table in Markdown."""
+    """Return a line of a table in Markdown."""
     return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"

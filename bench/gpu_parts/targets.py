@@ -1,7 +1,7 @@
-"""What is to be reached on an H200, and whether it was: shares of what the device does in the same run, and ratios.
+"""Targets for an H200: shares of what the device reaches in the same run, and ratios; met, missed or not measured.
 
-Rates count the fewest bytes or operations (`costs.py`), as the table of all rows does. Cases are those of `REAL` sizes,
-so that a tiny run measures none of them.
+Rates count the fewest bytes or operations (`costs.py`), as in the table of all rows. Cases are those of the `REAL`
+sizes, so a tiny run measures none of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,34 +22,34 @@ KERNELS, ENGINE = "kernels", "engine:8b"
 
 @dataclass(frozen=True)
 class Target:
-    """A share, or how many times as fast, that is to be reached; `measured` is None where a row is missing."""
+    """A share, or a speed-up, that is to be reached; `measured` is None if a row is missing."""
 
     name: str
     least: float
     unit: str  # "%" or "x"
     measured: float | None
-    tier: str = ""  # of the engine's row: fused if it got so far
+    tier: str = ""  # of the engine's row: fused if that was measured
 
     @property
     def verdict(self) -> str:
-        """As the table says it."""
+        """The verdict: met, missed or not measured."""
         if self.measured is None:
             return "not measured"
         return "met" if self.measured >= self.least else "missed"
 
     def cells(self) -> list[str]:
-        """Name, what is to be reached, what was, and the verdict."""
+        """Return name, target, measured value, tier and verdict for the table."""
         found = "" if self.measured is None else _value(self.measured, self.unit)
         return [self.name, f"at least {_value(self.least, self.unit)}", found, self.tier, self.verdict]
 
 
 def product_case(weight: str, rows: int, bits: int = 16) -> str:
-    """The case of a product in `kernels.py`."""
+    """Return the name of a product's case in `kernels.py`."""
     return f"8b {weight}{f' in int{bits}' if bits < 16 else ''}, {rows} rows"
 
 
 def targets(outcomes: Mapping[str, Outcome]) -> list[Target]:
-    """All of them, computed from the rows."""
+    """Return all targets, computed from the rows."""
     limits = ceilings(outcomes)
     return [
         *kernel_targets(outcomes, limits.get("copy")),
@@ -58,7 +58,7 @@ def targets(outcomes: Mapping[str, Outcome]) -> list[Target]:
 
 
 def kernel_targets(outcomes: Mapping[str, Outcome], copy: float | None) -> Iterator[Target]:
-    """Attention and products."""
+    """Yield the targets of attention and products."""
     yield Target(
         f"paged decode attention, {ATTENTION}, of the copy bandwidth",
         80,
@@ -78,7 +78,7 @@ def kernel_targets(outcomes: Mapping[str, Outcome], copy: float | None) -> Itera
 
 
 def engine_targets(outcomes: Mapping[str, Outcome], copy: float | None, bfloat16: float | None) -> Iterator[Target]:
-    """Decode at batch 1 and prefill of the 8B model, through the executor alone and as a user calls it."""
+    """Yield the targets of the 8B model: decode at batch 1 and prefill, through the executor and through `LLM`."""
     step = "decode, batch 1"
     int8, int4 = (f"{step}, layers in {precision}" for precision in ("int8", "int4"))
     for case, through in ((step, "executor"), (step, "LLM"), (int8, "executor"), (int4, "executor")):
@@ -97,31 +97,31 @@ def engine_targets(outcomes: Mapping[str, Outcome], copy: float | None, bfloat16
 
 
 def share(rows: list[Row], copy: float | None) -> float | None:
-    """Per cent of the copy bandwidth at which rows together move the bytes that they must."""
+    """Return the percentage of the copy bandwidth at which rows together move the bytes that they must."""
     if not rows or not copy:
         return None
     return 100 * sum(row["bytes"] for row in rows) / sum(row["seconds"] for row in rows) / copy
 
 
 def ratio(slow: Row, fast: Row) -> float:
-    """How many times as fast the second is."""
+    """Return how many times as fast as the first row the second is."""
     return slow["seconds"] / fast["seconds"]
 
 
 def targets_table(outcomes: Mapping[str, Outcome]) -> str:
-    """Markdown: a line for each target."""
+    """Return Markdown with a line for each target."""
     head = [line(["target", "to be reached", "measured", "tier", ""]), line(["---", "---:", "---:", "---", "---"])]
     return "\n".join(head + [line(target.cells()) for target in targets(outcomes)]) + "\n"
 
 
 def _kernels(outcomes: Mapping[str, Outcome], *cases: str) -> list[Row]:
-    """The rows of these cases, or none if one is missing."""
+    """Return the rows of these cases, or no rows if one is missing."""
     rows = {row["case"]: row for row in _measured(outcomes, KERNELS)}
     return [rows[case] for case in cases] if all(case in rows for case in cases) else []
 
 
 def _engine(outcomes: Mapping[str, Outcome], case: str, through: str, tier: str | None = None) -> Row | None:
-    """The row of a tier, by default of fused if it is there."""
+    """Return the row of a tier, by default of the fused tier if it was measured."""
     found = [row for row in _measured(outcomes, ENGINE) if (row["case"], row.get("through")) == (case, through)]
     found.sort(key=lambda row: row["tier"] != "fused")
     return next((row for row in found if tier in (None, row["tier"])), None)

@@ -1,4 +1,4 @@
-"""Device time from the host's clock: many calls are dispatched, and only the last one is waited for."""
+"""Device time measured on the host: many calls are dispatched, and only the last one is waited for."""
 
 import math
 import statistics
@@ -15,10 +15,11 @@ MAX_CALLS = 1000
 
 
 def seconds_per_call(call: Callable[[], Any], min_round_s: float) -> float:
-    """The median over rounds of at least `min_round_s` seconds; the first call, which compiles, is not measured.
+    """Return the median seconds per call over rounds of at least `min_round_s` seconds.
 
-    A device carries out calls in the order in which they were dispatched, so that the last one's result ends all of
-    them. A call must take longer than its dispatch, some 20 µs, or the dispatch is what is measured.
+    The first call, which compiles, is not measured. A device executes calls in the order of dispatch, so the last
+    result ends all of them. A call must take longer than its dispatch, about 20 µs, or the dispatch is measured
+    instead.
     """
     jax.block_until_ready(call())
     once = _seconds(call, 1)
@@ -27,7 +28,7 @@ def seconds_per_call(call: Callable[[], Any], min_round_s: float) -> float:
 
 
 def timed_row(labels: Row, measure: Callable[[], float]) -> Row:
-    """A row with its seconds, or with why there are none: out of memory, or a program that the compiler refuses."""
+    """Return a row with its seconds, or with the error: out of memory, or a program that the compiler refuses."""
     try:
         return {**labels, "seconds": measure()}
     except Exception as error:

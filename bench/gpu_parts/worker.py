@@ -1,7 +1,7 @@
-"""One part in a process of its own: `python -m bench.gpu_parts.worker PART ...` writes its messages as lines of JSON.
+"""The process of one part: `python -m bench.gpu_parts.worker PART ...` writes its messages as lines of JSON.
 
-{"row": {...}} for each row as soon as it is measured, and at the end {"end": "ok" | "skipped" | "failed", "why": ...}.
-They go to what was standard output; anything that a library prints there goes to standard error.
+It writes {"row": {...}} for each row as soon as it is measured, and at the end {"end": "ok" | "skipped" | "failed",
+"why": ...}. Messages go to the original standard output. Anything that a library prints there goes to standard error.
 """
 
 import argparse
@@ -26,7 +26,7 @@ NEEDS = {
 
 
 def main() -> None:
-    """Measures the part and exits with 0, whatever happened: the last message tells."""
+    """Measure the part and exit with 0 in any case, because the last message holds the status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part", help="ceilings, kernels, checkpoint, or engine:MODEL, transitions:MODEL, peer:MODEL")
     parser.add_argument("--tiny", action="store_true")
@@ -36,26 +36,26 @@ def main() -> None:
     messages = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def tell(message: dict) -> None:
+    def send(message: dict) -> None:
         messages.write(json.dumps(message) + "\n")
         messages.flush()
 
     kind, _, name = args.part.partition(":")
     missing = [package for package in NEEDS.get(kind, ()) if importlib.util.find_spec(package) is None]
     if missing:
-        tell({"end": "skipped", "why": f"not installed: {', '.join(missing)}"})
+        send({"end": "skipped", "why": f"not installed: {', '.join(missing)}"})
         return
     try:
         for row in rows(kind, name, TINY if args.tiny else REAL, args.device, args.cache_dir):
-            tell({"row": row})
-        tell({"end": "ok"})
+            send({"row": row})
+        send({"end": "ok"})
     except Exception as error:
         traceback.print_exc()
-        tell({"end": "failed", "why": f"{type(error).__name__}: {error}"[:1000]})
+        send({"end": "failed", "why": f"{type(error).__name__}: {error}"[:1000]})
 
 
 def rows(kind: str, name: str, sizes: Sizes, device: str, cache: Path) -> Iterator[Row]:
-    """The rows of a part. Only what it needs is imported."""
+    """Yield the rows of a part, importing only what it needs."""
     models: dict[str, Model] = {model.name: model for model in sizes.models}
     match kind:
         case "ceilings":
@@ -84,11 +84,14 @@ def rows(kind: str, name: str, sizes: Sizes, device: str, cache: Path) -> Iterat
 
             yield from peer.rows(ensure_model(models[name], cache), models[name], sizes, device)
         case _:
-            raise ValueError(f"there is no part {kind!r}")
+            raise ValueError(f"unknown part {kind!r}: choose from ceilings, kernels, checkpoint, engine, peer")
 
 
 def ensure_model(model: Model, cache: Path) -> Path:
-    """The folder of a model under `cache`; written if it is not there yet, or was for other sizes."""
+    """Return the folder of a model under `cache`, written if it is missing or was written for other sizes.
+
+    Depending on `model.written` it holds a whole checkpoint, or the configuration and tokenizer alone.
+    """
     name = f"{model.name}-{model.shape.hidden}x{model.shape.layers}"
     if model.written:
         return ensure_checkpoint(name, cache, model.shape)

@@ -18,7 +18,7 @@ import pytest
 from bench.gpu import write
 from bench.gpu_parts import costs, transitions
 from bench.gpu_parts.kernels import Case, cases
-from bench.gpu_parts.measure import UNTOLD, decode
+from bench.gpu_parts.measure import BELOW_NOISE, decode
 from bench.gpu_parts.models import ensure_model
 from bench.gpu_parts.parts import PARTS, Outcome, Part, Settings, run_part, run_parts
 from bench.gpu_parts.sizes import REAL, TINY
@@ -64,7 +64,7 @@ def test_every_part_runs_and_only_a_peer_may_be_missing(report):
     for part in PARTS:
         assert outcomes[part.name]["status"] in (("ok", "skipped") if part.is_peer else ("ok",)), outcomes[part.name]
     errors = {row["error"] for outcome in outcomes.values() for row in outcome["rows"] if "error" in row}
-    assert errors <= {UNTOLD}, "that, a busy machine may do to the smallest steps"
+    assert errors <= {BELOW_NOISE}, "that, a busy machine may do to the smallest steps"
 
 
 def test_every_row_with_a_floor_says_how_near_it_is(report):
@@ -191,7 +191,7 @@ def test_a_decode_step_is_the_difference_of_two_times_or_an_error(monkeypatch, w
     if whole > 1:
         assert (row["seconds"], row["tok_s"]) == (2 / TINY.steps, TINY.steps)
     else:
-        assert row["error"] == UNTOLD
+        assert row["error"] == BELOW_NOISE
         assert "seconds" not in row
 
 
@@ -293,7 +293,7 @@ def test_a_part_that_fails_costs_only_itself(tmp_path: Path):
     changes: list[str] = []
     run_parts((Part("nonsense", 60), Part("checkpoint", 60)), settings, outcomes, changes.append)
     assert outcomes["nonsense"].status == "failed"
-    assert "no part 'nonsense'" in outcomes["nonsense"].why
+    assert "unknown part 'nonsense'" in outcomes["nonsense"].why
     assert outcomes["checkpoint"].status == "ok"
     assert changes.count("checkpoint") == len(TINY.models) + 1
 
