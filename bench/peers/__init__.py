@@ -1,5 +1,5 @@
-"""jaxserve beside other engines: same checkpoints, same shapes, same threads, one run (`python -m bench.peers`).
+"""jaxserve compared with other engines: same checkpoints, shapes and threads, in one run (`python -m bench.peers`).
 
-Only numpy and the standard library are imported outside the functions that need more, because each engine runs in an
-interpreter of its own, which may have neither JAX nor torch.
+Outside functions only numpy and the standard library are imported, because each engine runs in its own interpreter,
+which may lack JAX or torch.
 """

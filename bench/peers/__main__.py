@@ -1,9 +1,9 @@
-"""Has the engines take turns and prints one table per model; `--out` keeps everything as JSON.
+"""Comparison of engines that take turns: prints one table per model; `--out` saves everything as JSON.
 
     python -m bench.peers --peer-python /path/to/peers/bin/python --models 160m 1.1b --precisions bf16 int8 int4
 
-int8 and int4 are Q8_0 and Q4_0 in llama.cpp; Transformers runs in bf16 alone. Ctrl-C and SIGTERM end it with what was
-measured.
+int8 and int4 are Q8_0 and Q4_0 in llama.cpp. Transformers runs in bf16 alone. After Ctrl-C or SIGTERM the tables show
+what was measured until then.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.interrupts import signals_as_ctrl_c
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "bench"
-INTERRUPTED = 130  # exit status, as of a program that SIGINT ended
+INTERRUPTED = 130  # exit status of a program that SIGINT ended
 
 
 def main() -> None:
-    """Parses options, measures every model and prints the tables."""
+    """Parse the options, measure every model and print the tables."""
     args = parse(sys.argv[1:])
     lengths = Lengths.of(args.context)
     report: dict = {
@@ -45,7 +45,7 @@ def main() -> None:
             with keyboard_interrupt_on_signals():
                 measure(args, lengths, model, outcomes, report)
         except KeyboardInterrupt:
-            print("interrupted: this is what was measured", file=sys.stderr)
+            print("interrupted: the table shows what was measured until then", file=sys.stderr)
             interrupted = True
         print(table(model, summaries(outcomes, lengths), lengths), flush=True)
         failed |= any(outcome.failed for outcome in outcomes.values())
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, lengths: Lengths, model: str, outcomes: dict[str, Outcome], report: dict) -> None:
-    """One model in every precision. Fills the outcomes; the report and its file are up to date after every round."""
+    """Measure one model in every precision, filling the outcomes; the report's file is updated after every round."""
     settings = Settings(args.engines, args.batches, lengths, args.threads, args.rounds, str(args.peer_python))
 
     def save() -> None:
@@ -75,10 +75,10 @@ def measure(args: argparse.Namespace, lengths: Lengths, model: str, outcomes: di
 
 @contextlib.contextmanager
 def keyboard_interrupt_on_signals() -> Iterator[None]:
-    """Inside, SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, so that what was measured is kept.
+    """Raise KeyboardInterrupt on SIGINT, SIGTERM and SIGHUP inside, so that what was measured is kept.
 
-    SIGINT does so even where it is ignored: a shell without job control starts what it puts into the background like
-    that, and whoever sends the signal to this process means it. Only for the main thread.
+    SIGINT does so even if it is ignored: a shell without job control starts background jobs that way, and whoever sends
+    the signal to this process means it. Main thread only.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -89,30 +89,34 @@ def keyboard_interrupt_on_signals() -> Iterator[None]:
 
 
 def summaries(outcomes: Mapping[str, Outcome], lengths: Lengths) -> dict[str, dict]:
-    """By precision, of those that there is something to say about."""
+    """Return a summary by precision, for outcomes that contain anything."""
     return {name: summary(outcome, lengths) for name, outcome in outcomes.items() if outcome.samples or outcome.skipped}
 
 
 def write(out: Path, report: dict) -> None:
-    """Replaces the file in one step, so that it is whole at every moment."""
+    """Replace the file in one step, so that it is complete at every moment."""
     partial = out.with_name(out.name + ".partial")
     partial.write_text(json.dumps(report, indent=2) + "\n")
     os.replace(partial, out)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options. Ends the program with a message if they make no sense."""
+    """Return the options. Ends the program with a message if they are not valid."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__.splitlines()[0])
     known = ", ".join(f"{name} {'/'.join(found)}" for name, found in PRECISIONS.items())
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS[OURS], default=["bf16"], help=known)
-    parser.add_argument("--engines", nargs="+", choices=(OURS, *PEERS), help="default: all that have the precisions")
-    parser.add_argument("--peer-python", type=Path, default=sys.executable, help="interpreter that has the peers")
+    parser.add_argument(
+        "--engines", nargs="+", choices=(OURS, *PEERS), help="default: all that have one of the precisions"
+    )
+    parser.add_argument("--peer-python", type=Path, default=sys.executable, help="Python interpreter with the peers")
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32])
     parser.add_argument("--context", type=positive, help="tokens of all prompts (default: 32, and 512 in prefill)")
     parser.add_argument("--threads", type=positive, default=2)
-    parser.add_argument("--rounds", type=positive, default=5, help="measurements of each case, the engines in turn")
-    parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE, help="where the checkpoints are kept")
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="measurements of each case, with the engines in turn"
+    )
+    parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE, help="folder for checkpoints")
     parser.add_argument("--out", type=Path, help="JSON file for the results, rewritten after every round")
     args = parser.parse_args(arguments)
     for name in ("models", "precisions", "batches"):  # once each, in the order given
@@ -120,7 +124,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     args.engines = tuple(dict.fromkeys(args.engines)) if args.engines else _engines_of(args.precisions)
     for name in args.engines:
         if name not in _engines_of(args.precisions):
-            parser.error(f"--engines has {name}, which runs in {', '.join(PRECISIONS[name])} alone (--precisions)")
+            parser.error(f"--engines has {name}, which supports {', '.join(PRECISIONS[name])} alone (--precisions)")
     return args
 
 
@@ -129,7 +133,7 @@ def _engines_of(precisions: Sequence[str]) -> tuple[str, ...]:
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, for argparse."""
+    """Return a whole number above 0 from an argument."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")

@@ -13,14 +13,14 @@ MAX_POSITION = 4096
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one Llama."""
+    """The sizes of a Llama."""
 
     hidden: int
     layers: int
     heads: int
     kv_heads: int
     intermediate: int
-    vocab: int = VOCAB  # at least VOCAB: prompts are random ids below that
+    vocab: int = VOCAB  # at least VOCAB, because prompts are random ids below it
     tied: bool = False  # whether the head is the embedding
 
     @property
@@ -31,7 +31,7 @@ class Shape:
 SHAPES = {
     "160m": Shape(hidden=768, layers=12, heads=12, kv_heads=4, intermediate=2048),
     "1.1b": Shape(hidden=2048, layers=22, heads=32, kv_heads=4, intermediate=5632),
-    # of published models: SmolLM2, Qwen2.5 (as a Llama) and Llama 3.2
+    # Shapes of published models: SmolLM2, Qwen2.5 (as a Llama) and Llama 3.2.
     "135m": Shape(hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152, tied=True),
     "0.5b": Shape(hidden=896, layers=24, heads=14, kv_heads=2, intermediate=4864, vocab=151936, tied=True),
     "1.2b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, intermediate=8192, vocab=128256, tied=True),
@@ -39,9 +39,9 @@ SHAPES = {
 
 
 def ensure_checkpoint(name: str, cache: Path, shape: Shape | None = None) -> Path:
-    """The directory of the checkpoint `name` under `cache`; writes it if it is not there yet.
+    """Return the folder of the checkpoint `name` under `cache`, written if it is missing.
 
-    `shape`: by default that of `SHAPES`.
+    `shape` is by default that of `SHAPES`.
     """
     path = cache / f"llama-{name}"
     if not (path / "model.safetensors.index.json").exists():
@@ -51,7 +51,7 @@ def ensure_checkpoint(name: str, cache: Path, shape: Shape | None = None) -> Pat
 
 
 def _write(shape: Shape, path: Path) -> None:
-    """The index comes last: a checkpoint without one is incomplete and is written again."""
+    """Write the index last: a checkpoint without an index is incomplete and is written again."""
     from safetensors.numpy import save_file
 
     rng = np.random.default_rng(0)
@@ -68,7 +68,7 @@ def _write(shape: Shape, path: Path) -> None:
 
 
 def _parts(shape: Shape) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
-    """File name and the shapes of its tensors, for each file."""
+    """Yield the name of each file and the shapes of its tensors."""
     e, i, kv = shape.hidden, shape.intermediate, shape.kv_heads * shape.head_dim
     yield "embed.safetensors", {"model.embed_tokens.weight": (shape.vocab, e)}
     for layer in range(shape.layers):
@@ -92,7 +92,7 @@ def _parts(shape: Shape) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
 
 
 def _random(rng: np.random.Generator, dims: tuple[int, ...]) -> np.ndarray:
-    """Norms are ones; everything else is normal with deviation 0.02."""
+    """Return ones for a norm, and normal values with standard deviation 0.02 for other tensors."""
     import ml_dtypes
 
     if len(dims) == 1:
@@ -124,7 +124,10 @@ def hf_config(shape: Shape) -> dict:
 
 
 def write_tokenizer(path: Path, vocab: int) -> None:
-    """Writes a tokenizer of so many tokens, bytes and names for the rest: engines want one though prompts are ids."""
+    """Write a tokenizer of `vocab` tokens: bytes, and names for the rest.
+
+    Engines need one although prompts are token ids.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

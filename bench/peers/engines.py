@@ -1,4 +1,4 @@
-"""The engines behind one interface. Each imports what it needs when it is made, in a process of its own."""
+"""The engines behind one interface. Each imports what it needs when it is created, in its own process."""
 
 from pathlib import Path
 
@@ -12,15 +12,21 @@ PAGE_SIZE = 16
 class Jaxserve:
     """jaxserve through its library, as a user calls it, with as much KV cache as the batch can fill."""
 
-    def __init__(self, model: Path, precision: str, threads: int, max_batch: int, longest: int):
+    def __init__(self, model: Path, precision: str, threads: int, max_batch: int, max_tokens_per_sequence: int):
         from jaxserve import LLM, SamplingParams
 
         self._params = SamplingParams
-        pages = max_batch * -(-longest // PAGE_SIZE) + 1
-        limits = {"max_model_len": longest, "max_num_seqs": max_batch, "kv_pages": pages, "page_size": PAGE_SIZE}
+        pages = max_batch * -(-max_tokens_per_sequence // PAGE_SIZE) + 1
+        limits = {
+            "max_model_len": max_tokens_per_sequence,
+            "max_num_seqs": max_batch,
+            "kv_pages": pages,
+            "page_size": PAGE_SIZE,
+        }
         self._llm = LLM(model, dtype="bfloat16", precision=precision, **limits)
-        rows = [row for steps in self._llm._engine.instances for row in steps.executor.blocks]
-        self.weight_bytes = sum(row.nbytes for row in rows if row.block != "embed")
+        # The library does not report the size of its weights.
+        loaded = [block for loop in self._llm._engine.instances for block in loop.executor.blocks]
+        self.weight_bytes = sum(block.nbytes for block in loaded if block.block != "embed")
 
     def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
         params = self._params(temperature=0, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
@@ -29,9 +35,9 @@ class Jaxserve:
 
 
 class Transformers:
-    """Hugging Face Transformers: one static batch, SDPA attention, bf16 on torch's own threads."""
+    """Hugging Face Transformers: one static batch, SDPA attention, bf16, torch's own threads."""
 
-    def __init__(self, model: Path, precision: str, threads: int, max_batch: int, longest: int):
+    def __init__(self, model: Path, precision: str, threads: int, max_batch: int, max_tokens_per_sequence: int):
         assert precision == "bf16", precision
         import torch
         from transformers import AutoModelForCausalLM

@@ -1,7 +1,7 @@
 """GGUF files of a checkpoint, for llama.cpp: `python -m bench.peers.ggufs MODEL bf16 int8 int4`.
 
-The file in bf16 is the checkpoint in another format; llama.cpp itself quantises that one, by its own rules: in
-Q4_0, for example, the head is in Q6_K.
+The bf16 file is the checkpoint in another format. llama.cpp quantises that file by its own rules: in Q4_0, for example,
+the head is in Q6_K.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-TYPES = {"bf16": "bf16", "int8": "Q8_0", "int4": "Q4_0"}  # what llama.cpp calls a precision
+TYPES = {"bf16": "bf16", "int8": "Q8_0", "int4": "Q4_0"}  # llama.cpp's names of precisions
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 NAMES = {
     "model.embed_tokens.weight": EMBEDDING,
@@ -36,7 +36,7 @@ LOG_LEVEL_ERROR = 4  # ggml_log_level
 
 
 def main() -> None:
-    """Writes the files that are not there yet."""
+    """Write the files that are missing."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers.ggufs", description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="a checkpoint of bench.peers")
     parser.add_argument("precisions", nargs="+", choices=TYPES)
@@ -46,9 +46,9 @@ def main() -> None:
 
 
 def ensure_gguf(model: Path, precision: str) -> Path:
-    """The checkpoint in one GGUF file beside it, written if it is not there yet.
+    """Return the checkpoint's GGUF file, written next to it if it is missing.
 
-    Written by a process of its own, so that this one's memory is that of the engine. Raises CalledProcessError.
+    Another process writes it, so that this process's memory is that of the engine alone. Raises CalledProcessError.
     """
     path = gguf_path(model, precision)
     if not path.exists():
@@ -58,13 +58,14 @@ def ensure_gguf(model: Path, precision: str) -> Path:
 
 
 def gguf_path(model: Path, precision: str) -> Path:
-    """Where the file is or will be."""
+    """Return the path of the file, whether it exists or not."""
     return model / f"model-{TYPES[precision]}.gguf"
 
 
 def step_bytes(path: Path) -> int:
-    """Bytes of the weights that a decode step reads: all but the embedding, of which it reads a row, if it is not the
-    head too.
+    """Return the bytes of the weights that a decode step reads.
+
+    These are all weights but the embedding, of which a step reads one row, unless it is also the head.
     """
     import gguf
 
@@ -102,7 +103,7 @@ def _write(model: Path, precision: str) -> Path:
 
 
 def _quantize(source: Path, path: Path, name: str) -> None:
-    """As llama.cpp's own program for it does by default."""
+    # With the defaults of llama.cpp's own quantisation program.
     import llama_cpp
 
     log = log_errors_only()
@@ -127,7 +128,8 @@ def _convert(model: Path, path: Path) -> None:
     for part in sorted(model.glob("*.safetensors")):
         for name, tensor in deserialize(part.read_bytes()):
             array = np.frombuffer(tensor["data"], np.uint16).reshape(tensor["shape"])
-            if array.ndim == 1:  # norms are float32 in GGUF; bf16 is the upper half of a float32
+            if array.ndim == 1:
+                # Norms are float32 in GGUF, and bf16 is the upper half of a float32.
                 writer.add_tensor(_gguf_name(name), (array.astype(np.uint32) << 16).view(np.float32))
             else:
                 array = np.ascontiguousarray(_rope_order(name, array, config))
@@ -159,7 +161,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _rope_order(name: str, array: np.ndarray, config: dict) -> np.ndarray:
-    """Query and key rows from halves (Hugging Face) to pairs (llama.cpp), within each head."""
+    """Reorder the rows of queries and keys, within each head, from halves (Hugging Face) to pairs (llama.cpp)."""
     if not name.endswith(("q_proj.weight", "k_proj.weight")):
         return array
     head_dim, width = config["head_dim"], array.shape[1]

@@ -1,8 +1,8 @@
-"""llama.cpp through llama-cpp-python's C interface: unlike its Python classes, it decodes many sequences at once.
+"""llama.cpp through the C interface of llama-cpp-python, which can decode many sequences at once.
 
-With AMX, its product with quantised weights ends some builds with SIGSEGV (llama.cpp's issue 20824). Built with
-CMAKE_ARGS="-DCMAKE_CXX_FLAGS='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'", and the same CMAKE_C_FLAGS, it
-multiplies by AVX-512 instead; weights in bf16 do not go through AMX in either.
+Its Python classes cannot. With AMX, the product with quantised weights ends some builds with SIGSEGV (llama.cpp's issue
+20824). Built with CMAKE_ARGS="-DCMAKE_CXX_FLAGS='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'", and the same
+CMAKE_C_FLAGS, llama.cpp multiplies by AVX-512 instead. Products with bf16 weights do not use AMX in either build.
 """
 
 from pathlib import Path
@@ -14,9 +14,9 @@ from bench.peers.workload import Prompts
 
 
 class LlamaCpp:
-    """llama.cpp on a GGUF made from the same checkpoint; greedy sampling by numpy's argmax over its logits."""
+    """llama.cpp on a GGUF file of the checkpoint, with greedy sampling by numpy's argmax over its logits."""
 
-    def __init__(self, model: Path, precision: str, threads: int, max_batch: int, longest: int):
+    def __init__(self, model: Path, precision: str, threads: int, max_batch: int, max_tokens_per_sequence: int):
         import llama_cpp
 
         file = ensure_gguf(model, precision)
@@ -27,9 +27,9 @@ class LlamaCpp:
         weights = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(weights))
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx = options.n_batch = longest * max_batch
+        options.n_ctx = options.n_batch = max_tokens_per_sequence * max_batch
         options.n_seq_max = max_batch
-        options.n_ubatch = 2048  # tokens that it computes at once
+        options.n_ubatch = 2048  # tokens computed at once
         options.n_threads = options.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(weights, options)
         if not self._context:
@@ -50,7 +50,7 @@ class LlamaCpp:
         return answers
 
     def _step(self, tokens: Prompts, position: int) -> list[int]:
-        """Feeds every sequence's tokens, all of one length, and returns each one's most likely next token."""
+        """Feed every sequence's tokens, all of one length, and return the most likely next token of each."""
         batch, last = self._batch, []
         batch.n_tokens = 0
         for sequence, row in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""The table: what was measured here, ratios, and numbers reported elsewhere for orientation."""
+"""The table: measured figures, ratios, and figures from other sources for orientation."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,9 @@ from bench.bandwidth import Bandwidth
 from bench.peers.turns import MEMORY_BOUND, OURS, Outcome
 from bench.peers.workload import PREFILL_BATCH, Lengths
 
-Results = dict[str, float]  # by case: "decode_1", ..., "prefill", "weights", "memory"
+Figures = dict[str, float]  # by case: "decode_1", ..., "prefill", "weights", "memory"
 
-# Quiet 2-core machine with AVX512-BF16, same shapes: (decode_1, decode_8, decode_32 in ms, prefill in tokens/s).
+# On a quiet 2-core machine with AVX512-BF16, same shapes: (decode_1, decode_8, decode_32 in ms, prefill in tokens/s).
 REPORTED: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
     "160m": {
         "vLLM-CPU": {"bf16": (8.1, 12.6, 22.8, 2280)},
@@ -25,13 +25,13 @@ REPORTED: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
 REPORTED_CASES = ("decode_1", "decode_8", "decode_32", "prefill")
 DECIMALS = {"prefill": 0, "weights": 0, "memory": 2}
 LABELS = {
-    "weights": "weights that a step reads, MB",
-    "memory": "most resident memory, GB",
+    "weights": "weights read per step, MB",
+    "memory": "peak resident memory, GB",
 }
 
 
 def summary(outcome: Outcome, lengths: Lengths) -> dict:
-    """The medians over rounds, ratios, and jaxserve's share of the bandwidth, as JSON, with all that they come from."""
+    """Return, as JSON, medians over rounds, ratios and jaxserve's share of the bandwidth, with all samples."""
     ours = outcome.samples.get(OURS, {})
     return {
         "measured": {name: medians(found) | _facts(outcome.engines[name]) for name, found in outcome.samples.items()},
@@ -45,15 +45,15 @@ def summary(outcome: Outcome, lengths: Lengths) -> dict:
     }
 
 
-def medians(samples: Mapping[str, Sequence[float]]) -> Results:
-    """The median over rounds of every case."""
+def medians(samples: Mapping[str, Sequence[float]]) -> Figures:
+    """Return the median over rounds of every case."""
     return {case: statistics.median(found) for case, found in samples.items()}
 
 
-def ratios(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]) -> Results:
-    """By case, the median over rounds of how much of the other's time jaxserve took in the same round.
+def ratios(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]) -> Figures:
+    """Return by case the median over rounds of jaxserve's time over the other engine's time in the same round.
 
-    Both take their turns within seconds, so that it says more than the ratio of two medians.
+    Both take their turns within seconds, so this says more than the ratio of two medians.
     """
     return {
         case: statistics.median(_ratio(case, a, b) for a, b in zip(ours[case], theirs[case], strict=False))
@@ -67,10 +67,10 @@ def share(
     bandwidths: Sequence[Mapping[str, float]],
     lengths: Lengths,
 ) -> float | None:
-    """The part of the memory's bandwidth at which a decode step of one sequence reads weights, keys and values.
+    """Return the share of the memory bandwidth at which a decode step of one sequence reads weights, keys and values.
 
-    `steps` in ms; the bandwidth was measured right before and right after each. The median over rounds;
-    None if one of them is missing.
+    `steps` is in ms. The bandwidth was measured right before and right after each step. The result is the median over
+    rounds, or None if a figure is missing.
     """
     if not engine:
         return None
@@ -80,7 +80,7 @@ def share(
     return statistics.median(shares) if shares else None
 
 
-def _facts(engine: Mapping[str, float]) -> Results:
+def _facts(engine: Mapping[str, float]) -> Figures:
     return {name: engine[name] for name in ("weights", "memory") if name in engine}
 
 
@@ -89,10 +89,10 @@ def _transposed(entries: Sequence[Mapping[str, float]]) -> dict[str, list[float]
 
 
 def table(model: str, summaries: Mapping[str, dict], lengths: Lengths) -> str:
-    """One Markdown table per model: a row per case and precision, a column per engine with jaxserve's ratio to it.
+    """Return one Markdown table for a model, with a row per case and precision and a column per engine.
 
-    `summaries` by precision. The ratio is of time for time, of the same rounds: below 1, jaxserve is the faster one, in
-    decode and prefill alike. A "-" is what was not measured, or does not exist.
+    `summaries` is by precision. In parentheses is the ratio of jaxserve's time to the engine's in the same rounds:
+    below 1, jaxserve is faster, in decode and prefill alike. A "-" stands for what was not measured or does not exist.
     """
     peers = list(dict.fromkeys(name for s in summaries.values() for name in s["measured"] if name != OURS))
     elsewhere = REPORTED.get(model, {}) if lengths == Lengths() else {}
@@ -118,7 +118,10 @@ def table(model: str, summaries: Mapping[str, dict], lengths: Lengths) -> str:
 
 
 def agreement(tokens: Mapping[str, Sequence[int]]) -> list[str]:
-    """How many first tokens each engine shares with the first one: do they compute the same model?"""
+    """Return lines that say how many first tokens each engine shares with the first engine.
+
+    Engines that compute the same model share most of them.
+    """
     (reference, expected), *others = tokens.items() if tokens else [("", [])]
     return [
         f"first tokens equal to {reference}'s: {name} {sum(map(int.__eq__, found, expected))} of {len(expected)}"
@@ -127,7 +130,7 @@ def agreement(tokens: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def _remarks(precision: str, summary: dict) -> list[str]:
-    """What does not fit into the table."""
+    """Return lines about what does not fit into the table."""
     lines = []
     if summary["bandwidth"]:
         lines.append("memory is read at {median:.1f} GB/s (best pass {best:.1f})".format(**summary["bandwidth"]))
@@ -141,14 +144,14 @@ def _reported(values: tuple[float, ...] | None, case: str) -> float | None:
 
 
 def _cell(case: str, peer: float | None, ours: float | None, ratio: float | None = None) -> str:
-    """A peer's number and the ratio to it: that of the rounds if it is known."""
+    """Return a peer's figure and the ratio to it, by default the ratio of the two figures."""
     if peer is None or ours is None:
         return _number(case, peer)
     return f"{_number(case, peer)} ({_ratio(case, ours, peer) if ratio is None else ratio:.2f}x)"
 
 
 def _ratio(case: str, ours: float, theirs: float) -> float:
-    """Of times."""
+    """Return jaxserve's time over the other engine's time."""
     return theirs / ours if case == "prefill" else ours / theirs
 
 

@@ -1,9 +1,9 @@
-"""Seconds from the start of a process to its first token: jaxserve with an empty and a warm cache, beside llama.cpp.
+"""Seconds from the start of a process to its first token: jaxserve with empty and warm cache, and llama.cpp.
 
     python -m bench.peers.startup --peer-python /path/to/peers/bin/python --models 160m 1.1b --precisions bf16 int4
 
-Each row is a fresh process, with the model's files in the page cache. llama.cpp is left out where the peers' Python has
-no llama_cpp.
+Each row is a fresh process, with the model's files in the page cache. llama.cpp is skipped if the peers' Python has no
+llama_cpp.
 """
 
 import argparse
@@ -25,14 +25,14 @@ LLAMA = "llama.cpp"
 
 
 def main() -> None:
-    """Parses options, measures every model in every precision and prints one line of JSON for each row."""
+    """Parse the options, measure every model in every precision, and print one line of JSON per row."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers.startup", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["160m", "1.1b"])
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS["jaxserve"], default=["bf16"])
-    parser.add_argument("--peer-python", type=Path, default=sys.executable, help="interpreter that has llama_cpp")
+    parser.add_argument("--peer-python", type=Path, default=sys.executable, help="Python interpreter with llama_cpp")
     parser.add_argument("--repeats", type=int, default=1, help="starts of each kind")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE, help="where the checkpoints are kept")
+    parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE, help="folder for checkpoints")
     args = parser.parse_args()
     for name in args.models:
         path = ensure_checkpoint(name, args.cache_dir)
@@ -42,14 +42,14 @@ def main() -> None:
 
 
 def rows(path: Path, precision: str, args: argparse.Namespace) -> Iterator[Row]:
-    """Those of one model in one precision."""
+    """Yield the rows of one model in one precision."""
     ours = "bfloat16" if precision == "bf16" else precision
     engine = EngineConfig(model=path, precision=ours)
     for row in startup(StartupOptions(engine, args.repeats, server=False)):
         yield {"engine": "jaxserve", **row}
     command = [str(args.peer_python), "-m", "bench.peers.worker", LLAMA, str(path), precision]
     command += ["--threads", str(args.threads), "--batches", "1", "--longest", "64"]
-    answer, _ = first_answer(command)  # makes the GGUF, and has it in the page cache
+    answer, _ = first_answer(command)  # writes the GGUF file and brings it into the page cache
     if "skipped" in answer:
         print(f"{LLAMA}: {answer['skipped']}", file=sys.stderr)
         return
@@ -58,7 +58,7 @@ def rows(path: Path, precision: str, args: argparse.Namespace) -> Iterator[Row]:
 
 
 def first_answer(command: list[str]) -> tuple[dict, float]:
-    """What a worker says first, when its engine has made its first tokens, and the seconds until then."""
+    """Return a worker's first message, which follows its first tokens, and the seconds until then."""
     clock = SystemClock()
     started = clock.now()
     done = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""The engines in turn, each loaded in a process of its own, and the memory's bandwidth beside them."""
+"""Engines that take turns, each loaded in its own process, and the memory bandwidth measured in between."""
 
 import json
 import os
@@ -18,37 +18,37 @@ from bench.peers.workload import Lengths, cases
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("transformers", "llama.cpp")
 OURS = "jaxserve"
-MEMORY_BOUND = "decode_1"  # the case whose share of the bandwidth is told
+MEMORY_BOUND = "decode_1"  # the case whose share of the bandwidth is reported
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, and how often."""
+    """The engines, cases and number of rounds to measure."""
 
     engines: tuple[str, ...]
     batches: tuple[int, ...]
     lengths: Lengths
     threads: int
     rounds: int
-    peer_python: str  # an interpreter that has the peers
+    peer_python: str  # an interpreter with the peers
 
 
 @dataclass
 class Outcome:
-    """One model in one precision. Filled in meanwhile.
+    """The outcome of one model in one precision, filled in while it is measured.
 
-    `samples` by engine and case, one of each round; `engines`: what each said of itself; `bandwidths`: around each
-    sample of the case that is bound by memory, before and after.
+    `samples` has one entry per round, by engine and case. `engines` holds what each engine said about itself.
+    `bandwidths` were measured before and after each sample of the case that is bound by memory.
     """
 
     samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     bandwidths: list[dict[str, float]] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)  # engine, or "bandwidth": why
+    skipped: dict[str, str] = field(default_factory=dict)  # {engine or "bandwidth": reason}
     failed: bool = False
 
     def record(self, name: str, case: str, sample: Any) -> None:
-        """Adds what was measured in a turn. Mutates."""
+        """Add what was measured in a turn."""
         if name == BANDWIDTH:
             self.bandwidths.append(sample)
         else:
@@ -60,10 +60,10 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """A process that has loaded an engine and answers lines of JSON with lines of JSON; what it prints to its standard
-    error passes through.
+    """A process that has loaded an engine and answers lines of JSON with lines of JSON.
 
-    It has a session of its own: Ctrl-C reaches it only through this process, which ends it with all that it started.
+    What it prints to its standard error passes through. It has its own session, so Ctrl-C reaches only this process,
+    which then kills the worker with all its children.
     """
 
     def __init__(self, command: Sequence[str]):
@@ -73,20 +73,20 @@ class Worker:
         )
 
     def ask(self, question: Any) -> dict[str, Any]:
-        """The answer to a question. Raises `WorkerFailed`."""
-        with suppress(BrokenPipeError):  # there is no answer either
+        """Return the answer to a question. Raises WorkerFailed."""
+        with suppress(BrokenPipeError):  # a worker that is gone gives no answer either
             print(json.dumps(question), file=self._process.stdin, flush=True)
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """The next answer; the first one needs no question. Raises `WorkerFailed`."""
+        """Return the next answer; the first one needs no question. Raises WorkerFailed."""
         line = self._process.stdout.readline()
         if not line:
             raise WorkerFailed(f"its process {_end(self._process.wait())}")
         return json.loads(line)
 
     def kill(self) -> None:
-        """Ends it with all that it started."""
+        """Kill the process with all its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -97,27 +97,27 @@ class Worker:
 def measure_in_turn(
     settings: Settings, model: Path, precision: str, outcome: Outcome, on_round: Callable[[], None]
 ) -> None:
-    """Loads every engine; then each case by each of them, `rounds` times in turn, so that a change of the machine meets
-    all alike. Before the first round each does it once unmeasured.
+    """Load every engine and measure each case by each of them in turn, `rounds` times.
 
-    Fills `outcome`, also when it is interrupted; `on_round` is called after each round. Mutates.
+    Turns make a change of the machine's speed affect all engines alike. Before the first round each engine runs the
+    case once unmeasured. `outcome` is filled also if the call is interrupted. `on_round` is called after each round.
     """
     turns = turns_of(name for name in settings.engines if precision in PRECISIONS[name])
     with ExitStack() as ends:
         workers: dict[str, Worker] = {}
         for name in dict.fromkeys(turns):
-            _say(f"{model.name}, {precision}: loading {name}")
+            _log(f"{model.name}, {precision}: loading {name}")
             workers[name] = Worker(_command(settings, model, precision, name))
             ends.callback(workers[name].kill)
-            with _told(name, outcome):
-                _introduce(name, workers[name].answer(), outcome)
+            with _skipped_on_failure(name, outcome):
+                _record_engine(name, workers[name].answer(), outcome)
         for case, sample in cases(settings.batches, settings.lengths).items():
             for number in range(settings.rounds + 1):
-                _say(f"{model.name}, {precision}: {case}: {f'round {number}/{settings.rounds}' if number else 'once'}")
+                _log(f"{model.name}, {precision}: {case}: {f'round {number}/{settings.rounds}' if number else 'once'}")
                 for name in turns:
                     if name in outcome.skipped or (name == BANDWIDTH and case != MEMORY_BOUND):
                         continue
-                    with _told(name, outcome):
+                    with _skipped_on_failure(name, outcome):
                         found = _sample(name, workers[name], sample, outcome)
                         if number:
                             outcome.record(name, case, found)
@@ -125,15 +125,15 @@ def measure_in_turn(
 
 
 def turns_of(engines: Iterable[str]) -> list[str]:
-    """A round: the engines, with the bandwidth before and after jaxserve, whose share of it is told."""
+    """Return the order of a round: all engines, with the bandwidth measured before and after jaxserve."""
     return [turn for name in engines for turn in ((BANDWIDTH, name, BANDWIDTH) if name == OURS else (name,))]
 
 
-def _introduce(name: str, told: dict[str, Any], outcome: Outcome) -> None:
-    if "skipped" in told:
-        outcome.skipped[name] = told["skipped"]
+def _record_engine(name: str, facts: dict[str, Any], outcome: Outcome) -> None:
+    if "skipped" in facts:
+        outcome.skipped[name] = facts["skipped"]
     elif name != BANDWIDTH:
-        outcome.engines[name] = told
+        outcome.engines[name] = facts
 
 
 def _sample(name: str, worker: Worker, sample: Callable, outcome: Outcome) -> Any:
@@ -141,16 +141,16 @@ def _sample(name: str, worker: Worker, sample: Callable, outcome: Outcome) -> An
         return worker.ask(None)
 
     def seconds(*generation: int) -> float:
-        told = worker.ask(generation)
-        outcome.engines[name]["memory"] = told["memory"]
-        return told["seconds"]
+        answer = worker.ask(generation)
+        outcome.engines[name]["memory"] = answer["memory"]
+        return answer["seconds"]
 
     return sample(seconds)
 
 
 @contextmanager
-def _told(name: str, outcome: Outcome) -> Iterator[None]:
-    """An engine that fails is left out from then on."""
+def _skipped_on_failure(name: str, outcome: Outcome) -> Iterator[None]:
+    """Skip an engine from its first failure on."""
     try:
         yield
     except WorkerFailed as error:
@@ -160,14 +160,14 @@ def _told(name: str, outcome: Outcome) -> Iterator[None]:
 def _command(settings: Settings, model: Path, precision: str, name: str) -> list[str]:
     python = settings.peer_python if name in PEERS else sys.executable
     command = [python, "-m", "bench.peers.worker", name, str(model), precision]
-    limits = ["--threads", settings.threads, "--longest", settings.lengths.longest, "--batches", *settings.batches]
+    limits = ["--threads", settings.threads, "--longest", settings.lengths.max_tokens, "--batches", *settings.batches]
     return [*command, *map(str, limits)]
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def _end(status: int) -> str:
-    """How a process ended; a negative status is a signal's number."""
+    """Describe how a process ended; a negative status is a signal's number."""
     return f"ended with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"

@@ -1,4 +1,4 @@
-"""What is measured, and how times become numbers.
+"""The measured cases, and how their times become figures.
 
 Every generation is greedy, ignores end-of-sequence, and gets prompts of fresh random token ids, so that no prefix cache
 can help. With T(n) the time to generate n tokens for a batch of prompts:
@@ -19,17 +19,17 @@ import numpy as np
 
 VOCAB = 32000
 PREFILL_BATCH = 4
-KV_BYTES = 2  # of a number in all engines' KV caches
-FIRST_PROMPT = 32  # tokens, for `first_tokens`
+KV_BYTES = 2  # per number in all engines' KV caches
+FIRST_PROMPT = 32  # prompt tokens in `first_tokens`
 
 Prompts = list[list[int]]
 Seconds = Callable[[int, int, int], float]
-"""How long an engine takes to generate: sequences, tokens of each prompt, tokens of each answer."""
+"""Measures a generation in seconds, given sequences, tokens of each prompt and tokens of each answer."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of each prompt before decode steps and in prefill, and the steps over which a difference is taken."""
+    """Tokens of each prompt for decode steps and for prefill, and the number of steps that a difference spans."""
 
     decode: int = 32
     prefill: int = 512
@@ -37,30 +37,33 @@ class Lengths:
 
     @classmethod
     def of(cls, context: int | None) -> Self:
-        """All prompts of `context` tokens, and more steps, since longer prefills vary by more; None: the usual."""
+        """Return lengths with prompts of `context` tokens, or the default lengths for None.
+
+        With a context there are more steps, because longer prefills vary by more.
+        """
         return cls() if context is None else cls(decode=context, prefill=context, steps=192)
 
     @property
-    def longest(self) -> int:
-        """Of any sequence, prompt included, and some more."""
+    def max_tokens(self) -> int:
+        """An upper bound of the tokens of any sequence, prompt included."""
         return max(self.decode, self.prefill) + 2 * self.steps
 
 
 class Engine(Protocol):
-    """One engine with a checkpoint loaded.
+    """An engine with a loaded checkpoint.
 
-    `weight_bytes`: what a decode step reads of it, all layers and the head, as the engine keeps them.
+    `weight_bytes` is the size of what a decode step reads, all layers and the head, as the engine stores them.
     """
 
     weight_bytes: int
 
     def generate(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
-        """The `max_tokens` greedy tokens of each prompt."""
+        """Return `max_tokens` greedy tokens for each prompt."""
         ...
 
 
 def cases(batches: Iterable[int], lengths: Lengths) -> dict[str, Callable[[Seconds], float]]:
-    """What a case says, measured once: a decode step in ms by batch size ("decode_1", ...), "prefill" in tokens/s."""
+    """Return a function per case: "decode_1", ... measures a decode step in ms, "prefill" tokens/s."""
     steps = {f"decode_{batch}": partial(_decode_step, batch, lengths) for batch in batches}
     return steps | {"prefill": partial(_prefill, lengths.prefill)}
 
@@ -75,15 +78,16 @@ def _prefill(prompt: int, seconds: Seconds) -> float:
 
 
 def token_bytes(model: Path) -> int:
-    """Keys and values of a token in all layers, which a decode step reads for each token before it."""
+    """Return the bytes of a token's keys and values in all layers, which a decode step reads for each earlier token."""
     config = json.loads((model / "config.json").read_text())
     return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * KV_BYTES
 
 
 def first_tokens(engine: Engine) -> list[int]:
-    """The first greedy token after each of PREFILL_BATCH * 8 fixed prompts: the same model gives mostly the same ones.
+    """Return the first greedy token after each of PREFILL_BATCH * 8 fixed prompts.
 
-    Not all: with random weights the best logits lie close together, and engines round bf16 at different places.
+    Engines that compute the same model give mostly the same tokens. Not all, because with random weights the best
+    logits are close together, and engines round bf16 at different places.
     """
     rng = np.random.default_rng(2)
     prompts = rng.integers(2, VOCAB, (8, PREFILL_BATCH, FIRST_PROMPT)).tolist()
@@ -91,7 +95,7 @@ def first_tokens(engine: Engine) -> list[int]:
 
 
 def generation(engine: Engine, rng: np.random.Generator, batch: int, length: int, max_tokens: int) -> float:
-    """Seconds of one generation; fails if the engine did not produce what it was asked for."""
+    """Return the seconds of one generation. Raises RuntimeError if answers do not have `max_tokens` tokens."""
     prompts = rng.integers(2, VOCAB, (batch, length)).tolist()
     start = time.perf_counter()
     answers = engine.generate(prompts, max_tokens)

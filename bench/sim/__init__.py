@@ -1,1 +1,1 @@
-"""Measurements of the simulator, and the numbers that it starts from."""
+"""Measurements of the simulator, and the fit of its hardware figures."""

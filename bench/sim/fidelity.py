@@ -1,18 +1,18 @@
-"""The simulator beside the real engine: the same traces on this machine and on its calibration.
+"""The simulator compared with the real engine: equal traces on this machine and on its calibration.
 
     python -m bench.sim.fidelity [--models bundled,160m] [--loads below,near,above] [--hardware FILE] [--rounds N]
         [--out FOLDER]
 
-For each model, `--rounds` times: the machine is calibrated (`jaxserve bench latency --calibrate`), unless --hardware
-gives a file; then three traces of random requests, below, near and above what the machine can do, are replayed by
-`jaxserve bench trace --spawn`, backwards every other time, and simulated. What the machine can do is what the simulator
-answers when all requests are there at once.
+In each of `--rounds` rounds per model, the machine is calibrated (`jaxserve bench latency --calibrate`), unless
+--hardware gives a file. Then three traces of random requests, below, near and above the machine's capacity, are
+replayed by `jaxserve bench trace --spawn` and simulated, in reverse order every other round. The capacity is the
+simulated throughput when all requests arrive at once.
 
-A machine that others share is faster in one minute than in the next, and near saturation a tenth of a step's time is
-half of a request's. So each trace is simulated a second time with the machine as it was in that run: the step log of
-the real server is fitted. That leaves what the simulator itself makes wrong.
+The speed of a shared machine changes from minute to minute, and near saturation a tenth of a step's time becomes half
+of a request's. So each trace is simulated once more on the machine as it was in that run, by fitting the real server's
+step log. The remaining error is the simulator's own.
 
-Writes the results of `bench` and `sim` to the folder, and fidelity.md: medians of the rounds, side by side.
+Writes the results of `bench` and `sim` to the folder, and fidelity.md with medians of the rounds side by side.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from jaxserve.sim.options import ClusterOptions
 from jaxserve.sim.run import SimExperiment, run_simulation
 from jaxserve.sim.shape import ModelShape
 
-LOADS = {"below": 0.4, "near": 0.8, "above": 2.0}  # of what the machine can do, in requests/s
+LOADS = {"below": 0.4, "near": 0.8, "above": 2.0}  # share of the machine's capacity in requests/s
 FIGURES = {  # key of a result: name in the table
     "mean_ttft_ms": "mean TTFT, ms",
     "p95_ttft_ms": "P95 TTFT, ms",
@@ -53,7 +53,7 @@ AT_ONCE = 400  # requests
 
 @dataclass(frozen=True)
 class Preset:
-    """Lengths of a model's requests in tokens: medians, and the most."""
+    """The request lengths of a model in tokens, each as (median, maximum)."""
 
     prompt: tuple[int, int]
     answer: tuple[int, int]
@@ -63,7 +63,7 @@ PRESETS = {"bundled": Preset((160, 1000), (48, 256)), "160m": Preset((96, 512), 
 
 
 def main() -> None:
-    """Measures, simulates and reports."""
+    """Measure, simulate and report."""
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
     lines = [f"Medians of {options.rounds} rounds. Errors over {TOLERATED:.0%} are marked.", ""]
@@ -78,10 +78,11 @@ def main() -> None:
 
 
 def _model(name: str, path: Path, preset: Preset, options: argparse.Namespace) -> list[str]:
-    """The lines of one model."""
+    """Return the table's lines of one model."""
     traces: dict[str, Path] = {}
     loads = options.loads.split(",")
-    rounds: dict[str, list[tuple[Result, ...]]] = {label: [] for label in loads}  # real, simulated, by its own steps
+    # Results of each round: real, simulated, and simulated with hardware fitted to the run's own steps.
+    rounds: dict[str, list[tuple[Result, ...]]] = {label: [] for label in loads}
     for number in range(options.rounds):
         hardware = _hardware(name, number, path, options)
         if not traces:
@@ -97,13 +98,14 @@ def _model(name: str, path: Path, preset: Preset, options: argparse.Namespace) -
                 save(dict(result), options.out / f"{stem.name}-{end}.json")
             rounds[label].append((load(file), *simulated))
             print(
-                f"{name} {label} {number}, real / simulated / by its own steps: {_told(rounds[label][-1])}", flush=True
+                f"{name} {label} {number}, real / simulated / by its own steps: {_figures(rounds[label][-1])}",
+                flush=True,
             )
     return [line for label in loads for line in _lines(name, label, rounds[label])]
 
 
 def _hardware(name: str, number: int, path: Path, options: argparse.Namespace) -> Path:
-    """The file of this machine as it is now."""
+    """Return a hardware file of this machine as it is now."""
     if options.hardware is not None:
         return Path(options.hardware)
     file: Path = options.out / f"{name}-{number}.yaml"
@@ -114,10 +116,10 @@ def _hardware(name: str, number: int, path: Path, options: argparse.Namespace) -
 
 
 def _fitted(model: Path, log: Path, result: Result, before: Path) -> Hardware:
-    """The machine as it was in a run: its steps, and the mean of what requests took outside of the engine."""
+    """Return the machine as it was in a run, fitted to its steps and to the mean time outside the engine."""
     recording = read_log(log)
     found = fit(measured(recording), ModelShape.load(model), load_hardware(before)).hardware
-    arrivals = sorted(recording.arrivals, key=lambda arrival: arrival.time)[-len(result["ttfts"]) :]  # not the warm-up
+    arrivals = sorted(recording.arrivals, key=lambda arrival: arrival.time)[-len(result["ttfts"]) :]  # without warm-ups
     inside = statistics.mean((recording.answers[a.id].first_token or a.time) - a.time for a in arrivals)
     sequences = {(step.instance, step.number): step.sequences for step in recording.steps}
     streams = statistics.mean(sequences.get((arrival.instance, arrival.step), 0) for arrival in arrivals)
@@ -132,13 +134,13 @@ def _cluster(model: Path, hardware: Path) -> ClusterOptions:
 
 
 def _traces(name: str, preset: Preset, cluster: ClusterOptions, options: argparse.Namespace) -> dict[str, Path]:
-    """A file for each load, with as many requests as the time needs of what `cluster` can do."""
+    """Write a trace for each load, with as many requests as its duration needs at the capacity of `cluster`."""
     at_once = _trace(options.out / f"{name}-at-once.csv", preset, np.zeros(AT_ONCE))
-    most = _simulated(cluster, at_once, f"{name} at once")["request_throughput"]
-    print(f"{name}: {most:.1f} requests/s at most", flush=True)
+    capacity = _simulated(cluster, at_once, f"{name} at once")["request_throughput"]
+    print(f"{name}: capacity {capacity:.1f} requests/s", flush=True)
     traces = {}
     for label, share in LOADS.items():
-        rate = share * most
+        rate = share * capacity
         count = max(20, int(rate * options.seconds))
         arrivals = np.cumsum(np.random.default_rng(1).exponential(1 / rate, count))
         traces[label] = _trace(options.out / f"{name}-{label}.csv", preset, arrivals)
@@ -146,7 +148,7 @@ def _traces(name: str, preset: Preset, cluster: ClusterOptions, options: argpars
 
 
 def _trace(file: Path, preset: Preset, arrivals: Sequence[float]) -> Path:
-    """Random lengths at these times, as a file; the same ones for the same number of requests."""
+    """Write a trace with these arrivals and random lengths, which depend on the number of requests alone."""
     rng, count = np.random.default_rng(0), len(arrivals)
     columns = [
         np.clip(median * rng.lognormal(0, 0.8, count), 4, most).astype(int)
@@ -167,19 +169,19 @@ def _simulated(cluster: ClusterOptions, trace: Path, label: str) -> Result:
 
 
 def _real(model: Path, trace: Path, result: Path, log: Path) -> None:
-    """A server and a client, each in a process of its own, as a user has them."""
+    """Run a server and a client, each in its own process, as a user does."""
     server = ("--spawn", "--serve-args", f"{model} --step-log {log}")
     command = (sys.executable, "-m", "jaxserve.cli.main", "bench", "trace", "--trace", trace, "--ignore-eos", *server)
     ending = ("--num-warmups", "4", "--quiet", "--save-result", result)
     subprocess.run([*map(str, command), *map(str, ending)], stdout=subprocess.DEVNULL, check=True)
 
 
-def _told(results: Sequence[Result]) -> str:
+def _figures(results: Sequence[Result]) -> str:
     return ", ".join(f"{text} {' / '.join(f'{r[key]:.2f}' for r in results)}" for key, text in FIGURES.items())
 
 
 def _lines(name: str, label: str, rounds: Sequence[Sequence[Result]]) -> list[str]:
-    """A line for each figure: medians of the rounds, and of their errors, each in one state of the machine."""
+    """Return a line for each figure: medians over the rounds, and medians of the errors within a round."""
     lines = []
     for key, text in FIGURES.items():
         real, *others = ([result[key] for result in results] for results in zip(*rounds, strict=True))
@@ -195,13 +197,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="bundled,160m")
     parser.add_argument("--loads", default=",".join(LOADS))
-    parser.add_argument("--hardware", type=Path, help="file of this machine; default: a calibration in each round")
+    parser.add_argument("--hardware", type=Path, help="hardware file of this machine; default: calibrate in each round")
     parser.add_argument("--calibration-seconds", type=float, default=30.0)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each trace")
+    parser.add_argument("--seconds", type=float, default=40.0, help="seconds of each trace")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "jaxserve" / "bench")
     parser.add_argument("--out", type=Path, default=Path("bench/out/fidelity"))
-    parser.add_argument("--resume", action="store_true", help="leave alone what is there already")
+    parser.add_argument("--resume", action="store_true", help="skip what has a result")
     return parser.parse_args()
 
 

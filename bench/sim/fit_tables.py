@@ -1,14 +1,14 @@
 """Efficiencies and links of A100 and H100 from public tables: `python -m bench.sim.fit_tables --traces FOLDER`.
 
-Fits what configs/hardware says of these two, and prints it with its error:
+Fits the figures of these two GPUs in configs/hardware, and prints them with their errors:
 
 - calib_vidur_linear.csv.gz (Vidur, microsoft/vidur, MIT): the products, activations and norms of a decoder layer, in ms
   by tokens. Gives `efficiency.bfloat16` and `overheads.layer`.
-- calib_vidur_network.csv.gz (the same): collectives by bytes. All-reduces give `links.nvlink`, copies between hosts
+- calib_vidur_network.csv.gz (Vidur): collectives by bytes. All-reduces give `links.nvlink`, copies between hosts give
   `links.rdma`.
 - calib_splitwise_perf.csv.gz (Splitwise, Mutinifni/splitwise-sim, MIT): whole prompts and tokens of Llama-2-70B on a
-  serving framework of 2023, which needs some 43 ms (A100) or 29 ms (H100) for a token on any number of GPUs. Nothing is
-  fitted to it; the prediction is printed beside it. Rows with a time below that of half the batch are left out.
+  serving framework of 2023, which needs about 43 ms (A100) or 29 ms (H100) per token on any number of GPUs. Nothing is
+  fitted to it; the prediction is printed for comparison. Rows that are faster than half their batch are left out.
 """
 
 import argparse
@@ -29,37 +29,37 @@ from jaxserve.sim.step_time import StepLoad, StepTime
 
 Floats = NDArray[np.float64]
 
-GPUS = {"a100": "a100-80", "h100": "h100"}  # in the tables -> in configs/hardware
+GPUS = {"a100": "a100-80", "h100": "h100"}  # name in the tables: name in configs/hardware
 MODELS = {
     "Meta-Llama-3-8B": "llama-3-8b",
     "Llama-2-7b-hf": "llama-2-7b",
     "CodeLlama-34b-Instruct-hf": "codellama-34b",
-    "Llama-2-70b-hf": "llama-3-70b",  # its layers are the same
+    "Llama-2-70b-hf": "llama-3-70b",  # with equal layers
 }
 PARTS = ("qkv_ms", "o_ms", "mlp_up_ms", "mlp_down_ms", "act_ms", "norms_add_ms")
 KNOTS = (1, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
-FEW = 64  # tokens of a step that only decodes
+FEW = 64  # most tokens of a step that only decodes
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Times of a decoder layer, all arrays alike."""
+    """Times of a decoder layer, as arrays of equal length."""
 
-    groups: list[tuple[str, int]]  # model and tp of each
+    groups: list[tuple[str, int]]  # (model, tp)
     tokens: Floats
-    rooflines: Floats  # s at full bandwidth and rate
+    rooflines: Floats  # seconds at full bandwidth and rate
     seconds: Floats
 
     def predicted(self, curve: Curve, overhead: float) -> Floats:
-        """Seconds."""
+        """Return the predicted seconds."""
         shares: Floats = np.array([curve(n) for n in self.tokens])
         return np.asarray(self.rooflines / shares + overhead)
 
 
 def main() -> None:
-    """Prints tables and fragments of YAML."""
+    """Print tables and fragments of YAML."""
     parser = argparse.ArgumentParser(prog="python -m bench.sim.fit_tables", description=__doc__.splitlines()[0])
-    parser.add_argument("--traces", type=Path, required=True, help="the folder with the calib_*.csv.gz")
+    parser.add_argument("--traces", type=Path, required=True, help="folder with the calib_*.csv.gz files")
     folder = parser.parse_args().traces
     linear, network, whole = (
         list(read(folder / f"calib_{name}.csv.gz")) for name in ("vidur_linear", "vidur_network", "splitwise_perf")
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def read(path: Path) -> Iterable[dict[str, str]]:
-    """The rows of a gzipped CSV file."""
+    """Yield the rows of a gzipped CSV file."""
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         yield from csv.DictReader(file)
 
@@ -92,7 +92,7 @@ def read(path: Path) -> Iterable[dict[str, str]]:
 
 
 def layers_of(rows: Iterable[dict[str, str]], gpu: str, hardware: Hardware) -> Layers:
-    """Of one GPU. A layer's time is that of all its parts but attention."""
+    """Return the layer times of one GPU. A layer's time is that of all its parts but attention."""
     shapes = {name: ModelShape.load(shape) for name, shape in MODELS.items()}
     groups, tokens, rooflines, seconds = [], [], [], []
     for row in rows:
@@ -109,9 +109,9 @@ def layers_of(rows: Iterable[dict[str, str]], gpu: str, hardware: Hardware) -> L
 
 
 def fit_layers(layers: Layers) -> tuple[Curve, float]:
-    """The curve and the seconds of each layer with the least squares of relative errors.
+    """Return the curve and the seconds per layer with the least squares of relative errors.
 
-    Each octave of tokens counts alike: the tables have most of their rows where there are many.
+    Each octave of tokens has equal weight, because the tables have most of their rows at many tokens.
     """
     knots = np.array([knot for knot in KNOTS if knot <= layers.tokens.max()], float)
     places, logs = np.log(layers.tokens), np.log(knots)
@@ -130,7 +130,7 @@ def fit_layers(layers: Layers) -> tuple[Curve, float]:
 
 
 def least_squares(errors: Callable[[Floats], Floats], x: Floats) -> Floats:
-    """Where the squares of `errors` are least, near x: Levenberg and Marquardt's method with numerical derivatives."""
+    """Minimise the squares of `errors` near x by Levenberg and Marquardt's method with numerical derivatives."""
     now, damping, step = errors(x), 1e-2, 1e-6
     for _ in range(300):
         slopes = np.stack([(errors(x + step * unit) - now) / step for unit in np.eye(len(x))], axis=1)
@@ -149,7 +149,10 @@ def least_squares(errors: Callable[[Floats], Floats], x: Floats) -> Floats:
 
 
 def link_rows(rows: Iterable[dict[str, str]], node: str, collective: str) -> Floats:
-    """[bytes that each device sends, seconds, workers] of all-reduces in a host, or of copies from host to host."""
+    """Return rows [bytes that each device sends, seconds, workers] of a collective.
+
+    Collectives are all-reduces within a host, and copies from host to host.
+    """
     found = []
     for row in rows:
         hosts = 1 if collective == "all_reduce" else 2
@@ -161,7 +164,7 @@ def link_rows(rows: Iterable[dict[str, str]], node: str, collective: str) -> Flo
 
 
 def fit_link(rows: Floats) -> Link:
-    """That with the least mean relative error, by least squares that are weighted anew until they settle."""
+    """Return the link with the least mean relative error, by iteratively reweighted least squares."""
     size, seconds = rows[:, 0], rows[:, 1]
     columns = np.stack([size, np.ones_like(size)], axis=1) / seconds[:, None]
     weights = np.ones_like(seconds)
@@ -175,7 +178,7 @@ def fit_link(rows: Floats) -> Link:
 
 
 def print_layers(name: str, layers: Layers, predicted: Floats) -> None:
-    """Mean errors by model and degree of tensor parallelism."""
+    """Print mean errors by model and degree of tensor parallelism."""
     off = np.abs(predicted / layers.seconds - 1)
     few = layers.tokens <= FEW
     print(f"\n## {name}\n\nA decoder layer without attention: mean relative error, % of {len(off)} times\n")
@@ -187,16 +190,16 @@ def print_layers(name: str, layers: Layers, predicted: Floats) -> None:
 
 
 def print_link(title: str, link: Link, rows: Floats) -> None:
-    """Mean errors by number of workers."""
+    """Print mean errors by number of workers."""
     off = np.abs((rows[:, 0] / link.bandwidth + link.latency) / rows[:, 1] - 1)
     large = rows[:, 0] > 1e6
-    by = ", ".join(f"{int(n)} workers {100 * off[rows[:, 2] == n].mean():.0f} %" for n in np.unique(rows[:, 2]))
+    by_workers = ", ".join(f"{int(n)} workers {100 * off[rows[:, 2] == n].mean():.0f} %" for n in np.unique(rows[:, 2]))
     print(f"\n{title}: {link.bandwidth / 1e9:.1f} GB/s, {link.latency * 1e6:.0f} µs; mean relative error ", end="")
-    print(f"{100 * off.mean():.0f} % ({by}); above 1 MB {100 * off[large].mean():.0f} %")
+    print(f"{100 * off.mean():.0f} % ({by_workers}); above 1 MB {100 * off[large].mean():.0f} %")
 
 
 def print_whole(rows: Iterable[dict[str, str]], gpu: str, hardware: Hardware) -> None:
-    """Splitwise's prompts and tokens of Llama-2-70B beside the prediction."""
+    """Print Splitwise's prompts and tokens of Llama-2-70B with the predictions."""
     print("\nLlama-2-70B, Splitwise's measurements and the prediction, ms\n")
     print("| tp | prompt tokens | batch | prompt | predicted | token | predicted |")
     print("| ---: " * 7 + "|")
@@ -222,7 +225,7 @@ def print_whole(rows: Iterable[dict[str, str]], gpu: str, hardware: Hardware) ->
 
 
 def whole_step(hardware: Hardware, tp: int, tokens: int, batch: int) -> tuple[float, float]:
-    """ms of the step with `batch` whole prompts, and of one that then decodes them."""
+    """Return the ms of a step with `batch` whole prompts, and of a step that then decodes them."""
     shape = replace(ModelShape.load("llama-3-70b"), vocab_size=32000)
     chain = chain_of(shape.dtype, (shape.dtype,) * shape.num_layers, shape.dtype)
     plan = static_plan(chain, kv_pages=2, tp=tp, pp=1, dp=1, devices=tp)
@@ -233,7 +236,7 @@ def whole_step(hardware: Hardware, tp: int, tokens: int, batch: int) -> tuple[fl
 
 
 def print_yaml(curve: Curve, overhead: float, near: Link, far: Link) -> None:
-    """What goes into the file of configs/hardware."""
+    """Print the fragment for the file of configs/hardware."""
     value = {
         "efficiency": {"bfloat16": dict(curve.knots)},
         "overheads": {"layer": overhead},

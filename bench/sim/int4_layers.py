@@ -1,14 +1,14 @@
-"""MorphServe's table of static mixtures, simulated: the first token's P95 and the SLO's violations by layers in int4.
+"""MorphServe's table of static precision assignments, simulated: P95 TTFT and SLO violations by layers in int4.
 
     python -m bench.sim.int4_layers [--traces FOLDER] [--scale 5.1]
 
-Llama-3-8B on an L4, arrivals of a 72-second window of BurstGPT slowed by 1.75, as the paper has it (sec. 4). What the
-lengths of its prompts and answers were is not told for this table: the window's own ones are multiplied by one factor,
-which is chosen so that full precision comes out near the reported time. The other rows follow.
+Llama-3-8B on an L4, with arrivals of a 72-second window of BurstGPT slowed by 1.75, as in the paper (section 4). The
+paper does not report the lengths of prompts and answers for this table. The window's own lengths are multiplied by one
+factor, chosen so that full precision comes out near the reported time; all other rows follow from that.
 
-Prompts are products of many tokens. Whether int4 weights make these slower depends on the kernel, and nobody's numbers
-are of an L4: there are two series, one with what configs/hardware/l4.yaml says (a tenth slower, as MARLIN), and one in
-which they take as long as with 16 bits.
+Prompts are products with many tokens. Whether int4 weights make these slower depends on the kernel, and no published
+figures are of an L4. So there are two series: one with configs/hardware/l4.yaml (a tenth slower, as MARLIN), and one in
+which these products take as long as with 16 bits.
 """
 
 import tempfile
@@ -29,7 +29,7 @@ SLO = 2.0  # s
 
 
 def main() -> None:
-    """Simulates each mixture and reports."""
+    """Simulate each assignment and report."""
     made = parser(__doc__)
     made.add_argument("--scale", type=float, default=5.1, help="factor on the tokens of prompts and answers")
     options = made.parse_args()
@@ -52,12 +52,12 @@ def main() -> None:
     header = ("layers in int4", "P95 TTFT, s", "violations, %", "int4 as 16 bits: P95 TTFT, s", "violations, %",
               "reported: P95 TTFT, s", "violations, %", "TPOT median, ms", "KV pages")  # fmt: skip
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for number, (axis, figure_of, title) in enumerate(
+    for index, (axis, figure_of, title) in enumerate(
         zip(axes, (_ttft, _violated), ("P95 TTFT, s", "SLO violations, %"), strict=True)
     ):
         for label, results in series.items():
             axis.plot(list(results), [figure_of(result) for result in results.values()], "o-", label=label)
-        axis.plot(list(REPORTED), [values[number] for values in REPORTED.values()], "s--", label="reported")
+        axis.plot(list(REPORTED), [values[index] for values in REPORTED.values()], "s--", label="reported")
         axis.set(xlabel="layers in int4", title=title, xticks=list(REPORTED), ylim=(0, None))
         axis.legend()
     where = "the published window" if options.traces is not None else "a generated trace with its profile"
@@ -67,20 +67,20 @@ def main() -> None:
 
 
 def _series(hardware: str, trace: TraceOptions) -> dict[int, Result]:
-    """A result for each number of layers in int4."""
+    """Return a result for each number of layers in int4."""
     results = {}
     for layers in REPORTED:
-        mixture = f"0-{layers - 1}:int4" if layers else None
-        cluster = ClusterOptions(model="llama-3-8b", hardware=hardware, layer_precision=mixture, max_model_len=8192)
+        chosen = f"0-{layers - 1}:int4" if layers else None
+        cluster = ClusterOptions(model="llama-3-8b", hardware=hardware, layer_precision=chosen, max_model_len=8192)
         results[layers] = simulated(cluster, trace, label=f"{layers} layers in int4", slo_s=SLO)
     return results
 
 
 def _int4_as_16_bits() -> str:
-    """The file of an L4 on which products with int4 weights reach the share of the rate that those of 16 bits do."""
+    """Return the hardware file of an L4 whose int4 products reach the efficiency of 16-bit products."""
     known = load_hardware("l4")
-    least = known.curve("bfloat16").knots[-1][1]
-    knots = tuple((tokens, max(share, least)) for tokens, share in known.curve("int4").knots)
+    min_share = known.curve("bfloat16").knots[-1][1]
+    knots = tuple((tokens, max(share, min_share)) for tokens, share in known.curve("int4").knots)
     return to_yaml(replace(known, efficiency={**known.efficiency, "int4": Curve(knots)}))
 
 

@@ -1,4 +1,4 @@
-"""What the figures of the simulator have in common: runs, tables and files."""
+"""Runs, tables and files that the figures of the simulator have in common."""
 
 import argparse
 import sys
@@ -18,24 +18,24 @@ from matplotlib.figure import Figure
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """With what all scripts take."""
+    """Return a parser with the options that all scripts take."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
-        "--traces", type=Path, help="folder of published traces; without it their profiles are drawn from"
+        "--traces", type=Path, help="folder of published traces; default: traces generated with their profiles"
     )
     made.add_argument("--out", type=Path, default=Path("bench/out/sim"), help="folder for the table and the plot")
     return made
 
 
 def simulated(cluster: ClusterOptions, trace: TraceOptions, *, label: str, slo_s: float) -> Result:
-    """One run of a trace."""
+    """Return the result of a simulated trace."""
     figures = FigureOptions(goodput=[f"ttft:{slo_s * 1e3:g}"])
     experiment = SimExperiment(cluster, DatasetOptions(dataset="trace"), trace=trace, figures=figures, label=label)
     return run_simulation(experiment, [sys.executable, *sys.argv])
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Markdown."""
+    """Return a table in Markdown."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 

@@ -1,9 +1,9 @@
-"""What a simulated request costs as the cluster grows, and a million of them.
+"""The cost of a simulated request as the cluster grows, and of a million requests.
 
     python -m bench.sim.scaling [--instances 1,10,100,1000] [--requests 20000] [--million]
 
-Llama-3-8B on A100s, each instance under the same load (6 requests/s of 512 tokens in and 128 out). Seconds are those of
-the process on its core; memory is the most that it had resident. Each size runs in a process of its own.
+Llama-3-8B on A100s, each instance under the same load (6 requests/s with 512 prompt tokens and 128 answer tokens).
+Seconds are the process's CPU time; memory is its peak resident memory. Each size runs in its own process.
 """
 
 import json
@@ -24,7 +24,7 @@ RATE = 6.0  # requests/s for each instance
 
 
 def measured(instances: int, requests: int) -> dict[str, Any]:
-    """One simulation in this process."""
+    """Simulate in this process and return the figures."""
     cluster = ClusterOptions(model="llama-3-8b", hardware="a100-80", cluster=str(instances), max_model_len=4096)
     dataset = DatasetOptions(num_prompts=requests, input_len="512", output_len="128", range_ratio=0.5)
     figures = FigureOptions(detail=False, metrics_interval=0)
@@ -45,12 +45,14 @@ def measured(instances: int, requests: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures each size in a process of its own and reports."""
+    """Measure each size in its own process and report."""
     made = parser(__doc__)
     made.add_argument("--instances", default="1,10,100,1000")
     made.add_argument("--requests", type=int, default=20_000)
     made.add_argument("--million", action="store_true", help="also 1,000,000 requests on 64 instances")
-    made.add_argument("--one", nargs=2, type=int, metavar=("INSTANCES", "REQUESTS"), help="this one, as JSON")
+    made.add_argument(
+        "--one", nargs=2, type=int, metavar=("INSTANCES", "REQUESTS"), help="simulate this size alone and print JSON"
+    )
     options = made.parse_args()
     if options.one:
         print(json.dumps(measured(*options.one)))

@@ -2,8 +2,8 @@
 
     python -m bench.sim.windows [--traces FOLDER]
 
-Full precision, int4, and morph in both modes, in the same memory. Windows are slowed, and lengths multiplied, so that
-full precision saturates in their peaks.
+Full precision, int4, and morph in both modes run in the same memory. Windows are slowed and lengths are multiplied so
+that full precision is saturated at their peaks.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ SLO = 2.0  # s
 
 
 def main() -> None:
-    """Simulates each policy in each window and reports."""
+    """Simulate each policy in each window and report."""
     options = parser(__doc__).parse_args()
     rows, violations = [], {}
     for window, (file, profile, rate, stretch, scale) in WINDOWS.items():
@@ -52,8 +52,8 @@ def main() -> None:
     header = ("window", "policy", "SLO violated, %", "TTFT P50 / P95 / P99, s", "TPOT median, ms", "tokens/s",
               "most KV pages", "decisions", "restored after, s")  # fmt: skip
     figure, axis = plt.subplots(figsize=(8, 3.5), layout="constrained")
-    for number, name in enumerate(SYSTEMS):
-        places = np.arange(len(WINDOWS)) + 0.2 * (number - 1.5)
+    for index, name in enumerate(SYSTEMS):
+        places = np.arange(len(WINDOWS)) + 0.2 * (index - 1.5)
         axis.bar(places, [violations[window, name] for window in WINDOWS], 0.18, label=name)
     axis.set(xticks=range(len(WINDOWS)), xticklabels=list(WINDOWS), ylabel="SLO violations, %")
     axis.legend()

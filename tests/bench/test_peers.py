@@ -56,7 +56,7 @@ def test_all_prompts_may_be_of_one_length():
     for sample in cases([1], Lengths.of(2048)).values():
         sample(lambda *generation: asked.append(generation) or 1.0)
     assert asked == [(1, 2048, 193), (1, 2048, 1), (4, 2048, 1)]
-    assert Lengths.of(2048).longest >= 2048 + 193
+    assert Lengths.of(2048).max_tokens >= 2048 + 193
     assert Lengths.of(None) == Lengths()
 
 
@@ -147,7 +147,7 @@ def test_by_default_every_engine_that_has_one_of_the_precisions_runs():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--precisions", "int8", "--engines", "transformers"], "transformers, which runs in bf16 alone"),
         (["--precisions", "fp4"], "invalid choice: 'fp4'"),
@@ -156,17 +156,17 @@ def test_by_default_every_engine_that_has_one_of_the_precisions_runs():
         (["--models", "70b"], "invalid choice: '70b'"),
     ],
 )
-def test_options_that_make_no_sense_are_errors(arguments, told, capsys):
+def test_options_that_make_no_sense_are_errors(arguments, message, capsys):
     with pytest.raises(SystemExit) as error:
         parse(arguments)
     assert error.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # -- workers
 
 
-def test_the_bandwidth_is_measured_around_the_engine_whose_share_is_told():
+def test_the_bandwidth_is_measured_around_the_engine_whose_share_is_reported():
     assert turns_of(["transformers", "jaxserve"]) == ["transformers", "bandwidth", "jaxserve", "bandwidth"]
     assert turns_of(["transformers", "llama.cpp"]) == ["transformers", "llama.cpp"]
 
@@ -187,10 +187,11 @@ def test_a_worker_answers_each_question_with_a_line():
 
 
 @pytest.mark.parametrize(
-    ("program", "told"), [("raise SystemExit(3)", "with status 3"), ("import os; os.kill(os.getpid(), 11)", "SIGSEGV")]
+    ("program", "message"),
+    [("raise SystemExit(3)", "with status 3"), ("import os; os.kill(os.getpid(), 11)", "SIGSEGV")],
 )
-def test_a_worker_that_fails_says_how(program, told):
-    with worker("-c", program) as failing, pytest.raises(WorkerFailed, match=told):
+def test_a_worker_that_fails_says_how(program, message):
+    with worker("-c", program) as failing, pytest.raises(WorkerFailed, match=message):
         failing.ask(1)
 
 
