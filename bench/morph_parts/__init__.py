@@ -1,1 +1,1 @@
-"""The parts of `python -m bench.morph` and `make demo`: systems, traffic, measuring, quality, tables and plots."""
+"""The parts of `python -m bench.morph` and `make demo`: systems, traffic, measurement, quality, tables and plots."""

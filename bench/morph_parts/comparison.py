@@ -1,4 +1,4 @@
-"""What the demo ends with: a table, a sentence, and a page that holds both, the plot and the decisions."""
+"""The end of the demo: a table, a verdict in words, and a page with both, the plot and the decisions."""
 
 import base64
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from bench.morph_parts.plots import draw
 
 Results = Mapping[str, Mapping[str, Any]]
-"""By the keys of result.json: "static", "int4", "morph"."""
+"""Results by the keys of result.json: "static", "int4", "morph"."""
 
 ROWS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "requests over the SLO": lambda r: f"{_or_zero(r['slo_violation_rate']):.1%} of {r['num_prompts']}",
@@ -45,13 +45,14 @@ def _restored(result: Mapping[str, Any]) -> str:
     seconds = result["restored_after_s"]
     if seconds is None:
         return "never"
-    return "before it" if seconds == 0 else f"{seconds:.1f} s"
+    return "already before" if seconds == 0 else f"{seconds:.1f} s"
 
 
 def table(results: Results) -> Table:
-    """For a terminal."""
+    """Return the comparison as a table for a terminal."""
     cells = {result["label"]: [text(result) for text in ROWS.values()] for result in results.values()}
-    widths = {label: max(map(len, texts)) for label, texts in cells.items()}  # what is narrower cuts no number
+    # Minimum widths, so that a narrow terminal cuts labels rather than figures.
+    widths = {label: max(map(len, texts)) for label, texts in cells.items()}
     drawn = Table(Column(), *(Column(label, justify="right", min_width=width) for label, width in widths.items()))
     for name, text in ROWS.items():
         drawn.add_row(name, *(text(result) for result in results.values()))
@@ -59,22 +60,22 @@ def table(results: Results) -> Table:
 
 
 def verdict(results: Results) -> str:
-    """What came of it, in words, whichever way it went."""
+    """Return the outcome in words, whether adaptation helped or not."""
     static, int4, morph = results["static"], results["int4"], results["morph"]
     limit = morph["slo"]["ttft"] / 1e3
     before, after = _or_zero(static["slo_violation_rate"]), _or_zero(morph["slo_violation_rate"])
     pages = morph["adaptation"]["peak_kv_pages"] / static["adaptation"]["peak_kv_pages"]
-    times = static["p95_ttft_ms"] / morph["p95_ttft_ms"]
-    compared = f"{times:.1f} times shorter" if times >= 1 else f"{1 / times:.1f} times longer"
+    ratio = static["p95_ttft_ms"] / morph["p95_ttft_ms"]
+    compared = f"{ratio:.1f} times shorter" if ratio >= 1 else f"{1 / ratio:.1f} times longer"
     return (
         f"In the same memory, {after:.1%} instead of {before:.1%} of the requests waited longer than {limit:g} s for "
-        f"their first token. P95 of TTFT is {compared}, KV capacity at its peak {pages:.2f} times full precision's. "
-        f"That cost {_loss(morph):.2%} of cross-entropy; int4 for good costs {_loss(int4):.2%}."
+        f"their first token. P95 TTFT is {compared}, and peak KV capacity is {pages:.2f} times that of full precision. "
+        f"Cross-entropy is {_loss(morph):.2%} higher; with static int4 it is {_loss(int4):.2%} higher."
     )
 
 
 def write_page(results: Results, path: Path) -> Path:
-    """Writes the page, which holds everything it shows; returns its path."""
+    """Write the self-contained page and return its path."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )

@@ -1,4 +1,4 @@
-"""What the demo shows while a system is under load: layers, KV pages, queue and time to first token."""
+"""The demo's screen while a system is under load: layers, KV pages, queue and time to first token."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,32 +16,32 @@ PRECISIONS_BY_BITS = sorted(BITS, key=lambda precision: BITS[precision])
 FULL_STYLE = "black on #9ecae1"
 STYLES = {"int8": "black on #f0e442", "int4": "black on #e69f00", "int3": "black on #d55e00"}
 USED, FREE, BEYOND = "#0072b2", "#bdd7e7", "grey30"
-BAR = 60  # characters for the most pages of any system
-PLAIN_EVERY_S = 2.0  # where there is no terminal to draw on
+BAR = 60  # characters for `max_pages`
+PLAIN_EVERY_S = 2.0  # between lines when the output is not a terminal
 SHOWN_EVENTS = 12
 
 
 @dataclass(frozen=True)
 class State:
-    """The server at one look."""
+    """The server's state in one scrape."""
 
     time_s: float
-    swapped: Mapping[str, int]  # layers in fewer bits by precision, the fewest first
-    pages: int
-    used: int
-    running: int
-    waiting: int
-    ttft_s: float | None  # mean of the first tokens since the look before
+    swapped: Mapping[str, int]  # layers by quantised precision, fewest bits first
+    pages: int  # KV pages in the pool
+    used: int  # KV pages in use
+    running: int  # requests
+    waiting: int  # requests
+    ttft_s: float | None  # mean over first tokens since the scrape before
 
     @classmethod
     def of(cls, time_s: float, scrape: Scrape, before: Scrape | None) -> "State":
-        """From a scrape and the one before it."""
+        """Return the state in a scrape; `before` is the scrape before it."""
         values, earlier = scrape.values, before.values if before else {}
 
-        def more(name: str) -> float:
+        def increase(name: str) -> float:
             return values.get(name, 0.0) - earlier.get(name, 0.0)
 
-        first_tokens = more("time_to_first_token_seconds_count") if before else 0
+        first_tokens = increase("time_to_first_token_seconds_count") if before else 0
         return cls(
             time_s,
             {name: int(values.get(f'layers_by_precision{{precision="{name}"}}', 0)) for name in PRECISIONS_BY_BITS},
@@ -49,15 +49,15 @@ class State:
             int(values.get("kv_pages_used", 0)),
             int(values.get("num_requests_running", 0)),
             int(values.get("num_requests_waiting", 0)),
-            more("time_to_first_token_seconds_sum") / first_tokens if first_tokens else None,
+            increase("time_to_first_token_seconds_sum") / first_tokens if first_tokens else None,
         )
 
 
 class Screen:
-    """Draws the state of one system in place, and notes every change. Mutable."""
+    """A screen that draws the state of one system in place, and lists every change."""
 
     def __init__(self, console: Console, title: str, order: Sequence[int], max_pages: int, slo_s: float):
-        """`order`: in which layers are swapped."""
+        """`order` lists the layers in the order in which they are swapped."""
         self._console, self._title, self._order = console, title, order
         self._max_pages, self._slo_s = max_pages, slo_s
         self._live: Live | None = None
@@ -68,7 +68,7 @@ class Screen:
 
     @contextmanager
     def shown(self) -> Iterator["Screen"]:
-        """Inside, every look is drawn; on what is no terminal, lines are printed now and then."""
+        """Draw every scrape inside; if the output is not a terminal, print lines now and then."""
         if not self._console.is_terminal:
             self._console.print(self._title)
             yield self
@@ -77,7 +77,7 @@ class Screen:
             yield self
 
     def look(self, time_s: float, scrape: Scrape) -> None:
-        """Takes what was seen `time_s` seconds after the load's start. Mutates."""
+        """Take in a scrape made `time_s` seconds after the start of the load."""
         state = State.of(time_s, scrape, self._before[0] if self._before else None)
         self._ttft = self._ttft if state.ttft_s is None else state.ttft_s
         change = _change(self._before[1], state) if self._before else ""
@@ -101,7 +101,8 @@ class Screen:
 
     def _layers(self, state: State) -> Text:
         swapped = [STYLES[name] for name, count in state.swapped.items() for _ in range(count)]
-        styles = dict(zip(self._order, swapped, strict=False))  # the first of the order have the fewest bits
+        # The first layers of the order have the fewest bits.
+        styles = dict(zip(self._order, swapped, strict=False))
         text = Text()
         for layer in range(len(self._order)):
             text.append(f" {layer} ", styles.get(layer, FULL_STYLE))
@@ -129,15 +130,15 @@ class Screen:
 
 
 def _precisions(state: State) -> str:
-    """That of the layers, in words: "2 in int4, 6 in int8"."""
+    """Describe the precisions of the layers: "2 in int4, 6 in int8"."""
     return ", ".join(f"{count} in {name}" for name, count in state.swapped.items() if count) or "in full precision"
 
 
 def _change(before: State, after: State) -> str:
-    """What is another than at the last look, in words."""
-    more = {name: count - before.swapped[name] for name, count in after.swapped.items()}
-    parts = [f"{_layers(count)} to {name}" for name, count in more.items() if count > 0]
-    if (back := -sum(more.values())) > 0:
+    """Describe the change since the last scrape, or return ""."""
+    changes = {name: count - before.swapped[name] for name, count in after.swapped.items()}
+    parts = [f"{_layers(count)} to {name}" for name, count in changes.items() if count > 0]
+    if (back := -sum(changes.values())) > 0:
         parts.append(f"{_layers(back)} back to full precision")
     if after.pages != before.pages:
         parts.append(f"KV {before.pages} to {after.pages} pages")

@@ -1,4 +1,4 @@
-"""One run: a server of its own, the load, what its metrics said, and whether full precision came back."""
+"""One run: starting a server, loading it, sampling its metrics, and waiting until the first plan is restored."""
 
 import asyncio
 import datetime
@@ -24,79 +24,79 @@ from jaxserve.bench.spawn import spawned
 from jaxserve.bench.workload import BenchRequest, Sample, Workload
 from jaxserve.core.errors import ConfigError
 
-INTERVAL_S = 0.2  # between two looks at the metrics
-PATIENCE_S = 40.0  # for layers to come back after the load
-SETTLED = ("layers_by_precision", "kv_pages_total")  # what is as at the start when all has come back
+INTERVAL_S = 0.2  # between two scrapes
+RESTORE_TIMEOUT_S = 40.0  # for layers and pages to return after the load
+SETTLED = ("layers_by_precision", "kv_pages_total")  # series that are as at the start after a restore
 READY_S = 300.0
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 WARM_UPS = 4  # requests
 MODEL_NAME = "model"
 
 Progress = Callable[[float, Scrape], None]
-"""Told every look at the server: seconds since the load's start, and what was seen."""
+"""Called for every scrape with the seconds since the start of the load."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What came of a run. Times are seconds after the start of the load."""
+    """The observations of a run, with times in seconds after the start of the load."""
 
     load: Load
     series: Mapping[str, Any]
     queue: Mapping[str, Any]
     decisions: list[dict[str, Any]]
     end_s: float  # of the last answer
-    restored_s: float | None  # when layers and pages were first seen as at the start again, and stayed so
+    restored_s: float | None  # since when layers and pages have been as at the start
 
 
 def run(
     system: System, setup: Setup, workload: Workload, *, command: list[str], progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Measures one system under one workload. The result has the bench's format; see `result` for what is added.
+    """Measure one system under one workload and return a result of the bench with the additions of `result`.
 
-    Raises `JaxserveError` if the server does not start or refuses a request for warming up.
+    Raises JaxserveError if the server does not start or refuses a warm-up request.
     """
     with started(system) as url:
         return result(system, setup, workload, asyncio.run(measure(url, workload, progress)), command)
 
 
 def started(system: System) -> AbstractContextManager[str]:
-    """A server of the system, which ends with the context; gives its URL."""
+    """Start a server of the system, yield its URL, and stop it at the end."""
     return spawned((*system.serve_args, "--served-model-name", MODEL_NAME), timeout_s=READY_S)
 
 
 async def measure(url: str, workload: Workload, progress: Progress | None = None) -> Seen:
-    """Gives the load, and looks on until all that had changed is as before. Raises `ConfigError`."""
+    """Load the server, and sample it until everything that had changed is restored. Raises ConfigError."""
     watch = Watch(progress)
     target = Target(url, MODEL_NAME, extra_body={"temperature": 0}, ignore_eos=True)
     async with Client(target) as client:
         async with MetricsSampler(url, INTERVAL_S, on_scrape=watch.look):  # before anything can change
-            await _until(lambda: watch.settled_since is not None, PATIENCE_S)
+            await _until(lambda: watch.settled_since is not None, RESTORE_TIMEOUT_S)
         await asyncio.gather(*(_warm_up(client, request) for request in workload.requests[:WARM_UPS]))
         async with MetricsSampler(url, INTERVAL_S, on_scrape=watch.look) as sampler:
             watch.origin_s = time.monotonic()
             load = await run_load(workload, client)
             watch.origin_s = load.origin_s
             end = max((record.end_s or 0.0 for record in load.records), default=0.0)
-            ended = time.monotonic()  # what was seen before may be out of date
-            await _until(lambda: watch.looked > ended and watch.settled_since is not None, PATIENCE_S)
+            ended = time.monotonic()  # earlier scrapes may be out of date
+            await _until(lambda: watch.last_scrape_s > ended and watch.settled_since is not None, RESTORE_TIMEOUT_S)
         decisions = await _decisions(url, load.origin_s)
     restored = None if watch.settled_since is None else watch.settled_since - load.origin_s
     return Seen(load, sampler.series(load.origin_s), sampler.queue_time(PERCENTILES), decisions, end, restored)
 
 
 class Watch:
-    """Knows since when layers and pages are as they were at the first look. Mutable."""
+    """A record of since when layers and pages have been as in the first scrape."""
 
     def __init__(self, progress: Progress | None = None):
         self.origin_s = time.monotonic()
         self.settled_since: float | None = None
-        self.looked = -math.inf  # when the latest look was
+        self.last_scrape_s = -math.inf
         self._progress = progress
         self._start: dict[str, float] | None = None
 
     def look(self, time_s: float, scrape: Scrape) -> None:
-        """Takes what was seen at `time_s` of the monotonic clock. Mutates."""
-        self.looked = time_s
+        """Take in a scrape made at `time_s` of the monotonic clock."""
+        self.last_scrape_s = time_s
         state = {name: value for name, value in scrape.values.items() if name.startswith(SETTLED)}
         self._start = state if self._start is None else self._start
         if state != self._start:
@@ -107,25 +107,28 @@ class Watch:
             self._progress(time_s - self.origin_s, scrape)
 
 
-async def _until(condition: Callable[[], bool], patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
+async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         await asyncio.sleep(INTERVAL_S / 4)
 
 
 async def _warm_up(client: Client, request: BenchRequest) -> None:
-    """A request of the same lengths and other tokens: the prefix cache must not know what is measured."""
+    """Send a request with equal lengths and other tokens, so that the prefix cache cannot help the run."""
     prompt = tuple(reversed(request.sample.prompt))
     sample = Sample(prompt, request.sample.input_tokens, min(request.sample.output_tokens, 16))
     record = RequestRecord(0, 0.0, 0.0, sample.input_tokens)
     await client.send(sample, record)
     if record.error:
-        raise ConfigError(f"the server did not answer a request for warming up: {record.error}")
+        raise ConfigError(f"the server did not answer a warm-up request: {record.error}")
 
 
 async def _decisions(url: str, origin_s: float) -> list[dict[str, Any]]:
-    """Those of the controller, with times of the run: server and client read one clock. None of a static engine."""
-    deadline = time.monotonic() + PATIENCE_S
+    """Return the controller's decisions, none for a static engine, with times of the run.
+
+    Server and client read one clock.
+    """
+    deadline = time.monotonic() + RESTORE_TIMEOUT_S
     async with httpx.AsyncClient(trust_env=False) as http:
         while True:
             answer = await http.get(f"{url}/admin/decisions", params={"limit": 1000})
@@ -136,10 +139,10 @@ async def _decisions(url: str, origin_s: float) -> list[dict[str, Any]]:
 
 
 def result(system: System, setup: Setup, workload: Workload, seen: Seen, command: list[str]) -> dict[str, Any]:
-    """The bench's result, with `system`, `kv_pages`, `decisions` and `restored_after_s`.
+    """Return the bench's result with `system`, `kv_pages`, `decisions`, `prompts` and `restored_after_s`.
 
-    `restored_after_s`: from the end of the last answer until layers and pages were as at the start; 0 if they were so
-    already, None if they were not when patience ended.
+    `restored_after_s` is the time from the end of the last answer until layers and pages are as at the start. It is 0
+    if they were so already, and None if they were not before the timeout.
     """
     objectives = {"ttft": setup.slo_ttft * 1e3}
     summary = summarize(seen.load.records, seen.load.duration_s, goodput=objectives, percentiles=PERCENTILES)

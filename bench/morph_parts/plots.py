@@ -1,4 +1,4 @@
-"""One picture per workload: TTFT, precision, KV pages and queue over the same time, system by system."""
+"""One picture per workload: TTFT, precision, KV pages and queue of each system over time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ WIDTH, MIN_TTFT_S = 8.4, 0.01
 
 
 def draw(results: Sequence[Result], title: str) -> bytes:
-    """A PNG of one run of each system under the same workload."""
+    """Return a PNG of one run of each system under one workload."""
     runs = sorted(results, key=lambda result: NAMES.index(result["system"]))
     heights = [3.0, 0.34 * len(runs) + 0.1, 2.0, 1.5]
     figure = Figure(figsize=(WIDTH, sum(heights) + 1.5), dpi=DPI, layout="constrained")
@@ -55,12 +55,12 @@ def _style(axes: Axes) -> None:
 
 
 def _end(run: Result) -> float:
-    """The last answer, and what followed until all was restored."""
+    """Return the time of the last answer, or of the last sample if it is later."""
     return max(float(np.nanmax(Requests.of(run).end_s)), float(server_times(run).max(initial=0)))
 
 
 def _ttft(axes: Axes, runs: Sequence[Result]) -> None:
-    """Each request at its arrival; the objective as a line."""
+    """Draw each request at its arrival, and the objective as a line."""
     for run in runs:
         requests, name = Requests.of(run), run["system"]
         values = np.maximum(requests.ttft_s, MIN_TTFT_S)
@@ -74,7 +74,7 @@ def _ttft(axes: Axes, runs: Sequence[Result]) -> None:
 
 
 def _layers(axes: Axes, runs: Sequence[Result]) -> None:
-    """A strip for each system: how many bits a weight of the layers has."""
+    """Draw a strip for each system: the mean bits per weight of its layers."""
     for row, run in enumerate(runs):
         timeline = Timeline.of(run)
         edges, shades = np.append(timeline.time_s, _end(run)), _shade(timeline.bits)
@@ -87,12 +87,12 @@ def _layers(axes: Axes, runs: Sequence[Result]) -> None:
 
 
 def _shade(bits: Any) -> Any:
-    """From 0, the fewest, to 1: by the logarithm, since memory and speed follow ratios."""
+    """Return a shade from 0 (the fewest bits) to 1, by the logarithm because memory and speed follow ratios."""
     return np.log(bits / MIN_BITS) / np.log(FULL_BITS / MIN_BITS)
 
 
 def _pages(axes: Axes, runs: Sequence[Result]) -> None:
-    """Lines: the pool. Filled: what is in use of it, of the systems that change it."""
+    """Draw the pool as a line and, for systems that change it, the part in use as an area."""
     for run in runs:
         timeline, name = Timeline.of(run), run["system"]
         times, shade = timeline.time_s, COLOURS[name]

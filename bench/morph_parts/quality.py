@@ -1,4 +1,8 @@
-"""What answers lose by the mixtures that they were generated with."""
+"""The quality of answers: cross-entropy of the precisions they were generated with, and agreement with full precision.
+
+An assignment is the precision of every layer. Layers are swapped in a fixed order, so the number of swapped layers
+identifies the assignment.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,27 +13,30 @@ from typing import Any
 
 import numpy as np
 
-from bench.morph_parts.systems import mixture
+from bench.morph_parts.systems import swap_precisions
 from bench.morph_parts.timeline import Timeline, step_ratios, tokens_by_swapped, transitions
 from jaxserve import LLM, SamplingParams
 from jaxserve.calibration.sensitivity.profile import FILE_NAME, LIS, SensitivityProfile
 from jaxserve.core.precision import BITS
 
-REQUESTS = 640  # scored of each result
+MAX_SCORED_REQUESTS = 640  # of each result
 SWAP = re.compile(r"layers\.(\d+) \S+ -> (\S+) ")
 
 
 def profile_of(model: Path) -> SensitivityProfile | None:
-    """The profile beside a checkpoint, if there is one: it has the loss on held-out text of every mixture."""
+    """Return the sensitivity profile next to a checkpoint, or None.
+
+    It holds the loss on held-out text of every assignment.
+    """
     path = model / FILE_NAME
     return SensitivityProfile.load(path) if path.is_file() else None
 
 
 def adaptation_figures(result: Mapping[str, Any], profile: SensitivityProfile | None) -> dict[str, Any]:
-    """What is added to a result: `adaptation`, and `cross_entropy` and `top1` (None without a profile).
+    """Return the additions to a result: `adaptation`, `cross_entropy`, `cross_entropy_full` and `top1`.
 
-    Both are those of the mixtures on the profile's held-out text (see `measures`), weighted by the tokens generated
-    with each.
+    The last three are None without a profile. They are figures of the assignments on the profile's held-out text (see
+    `measures`), weighted by the tokens generated with each.
     """
     timeline, tokens = Timeline.of(result), tokens_by_swapped(result)
     adaptation = {
@@ -42,43 +49,43 @@ def adaptation_figures(result: Mapping[str, Any], profile: SensitivityProfile | 
     }
     quality = {"cross_entropy": None, "cross_entropy_full": None, "top1": None}
     if profile is not None:
-        mixed = mixture(result["system"], profile.num_layers)
-        swaps = dict(zip(profile.order(mixed[0]), mixed, strict=False))
+        precisions = swap_precisions(result["system"], profile.num_layers)
+        swaps = dict(zip(profile.order(precisions[0]), precisions, strict=False))
         adaptation["swapped_in_profile_order"] = in_order(result.get("decisions") or (), swaps)
-        entropies = measures(profile, mixed, "cross_entropy")
+        entropies = measures(profile, precisions, "cross_entropy")
         quality = {
             "cross_entropy": weighted(entropies, tokens),
             "cross_entropy_full": float(entropies[0]),
-            "top1": weighted(measures(profile, mixed, "top1"), tokens),
+            "top1": weighted(measures(profile, precisions, "top1"), tokens),
         }
     return {"adaptation": adaptation, **quality}
 
 
-def measures(profile: SensitivityProfile, mixed: Sequence[str], measure: str) -> np.ndarray:
-    """A measure of the profile's curves with 0, 1, ... layers swapped, in its order, to the precisions of `mixed`.
+def measures(profile: SensitivityProfile, precisions: Sequence[str], measure: str) -> np.ndarray:
+    """Return a measure of the profile's curves with 0, 1, ... layers swapped, in its order, to these precisions.
 
-    Each layer adds what the curve of its precision says of a layer at its place. With one precision that is the curve;
-    with two it takes what layers lose for independent of each other, and both orders for the same.
+    Each layer adds what the curve of its precision says about a layer at its place. With one precision this is the
+    curve. With two it assumes that losses of layers are independent, and that both precisions have one order.
     """
     values = {}
-    for precision in dict.fromkeys(mixed):
+    for precision in dict.fromkeys(precisions):
         curve = profile.curves[precision][LIS][0]
-        values[precision] = np.interp(np.arange(len(mixed) + 1), curve.swapped, getattr(curve, measure))
-    steps = (values[precision][place + 1] - values[precision][place] for place, precision in enumerate(mixed))
-    return np.cumsum([values[mixed[0]][0], *steps])
+        values[precision] = np.interp(np.arange(len(precisions) + 1), curve.swapped, getattr(curve, measure))
+    steps = (values[precision][place + 1] - values[precision][place] for place, precision in enumerate(precisions))
+    return np.cumsum([values[precisions[0]][0], *steps])
 
 
 def weighted(values: np.ndarray, tokens: Mapping[int, float]) -> float | None:
-    """The mean over tokens of a measure by the number of layers swapped; None without any token."""
+    """Return the mean over tokens of a measure by the number of swapped layers, or None without tokens."""
     counts = list(tokens)
     return float(np.average(values[counts], weights=[tokens[count] for count in counts])) if counts else None
 
 
 def in_order(decisions: Sequence[Mapping[str, Any]], swaps: Mapping[int, str]) -> bool:
-    """Whether after every decision the layers swapped were the first ones of `swaps`, which has the order and to what:
-    their number then says which mixture it was.
+    """Return whether the swapped layers were the first ones of `swaps` (layer: precision) after every decision.
 
-    Decisions that failed may have left a part undone: then nothing is known, and it is False.
+    The number of swapped layers then identifies the assignment. After a decision that failed the state is unknown, and
+    the answer is False.
     """
     swapped: dict[int, str] = {}
     for decision in decisions:
@@ -96,19 +103,21 @@ def in_order(decisions: Sequence[Mapping[str, Any]], swaps: Mapping[int, str]) -
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of greedy answers, teacher-forced through the model in full precision."""
+    """The agreement of greedy answers with full precision, which is given the answers token by token."""
 
-    share: float  # of the tokens that are its first choice
+    share: float  # of the tokens that full precision would have chosen too
     tokens: int
-    skipped: int  # answers whose text does not encode to as many tokens as were generated
+    skipped: int  # answers whose text encodes to another number of tokens than was generated
 
 
-def agreements(llm: LLM, results: Sequence[Mapping[str, Any]], *, requests: int = REQUESTS) -> list[Agreement | None]:
-    """One for each result, of `requests` of its answers at most, drawn at random; None without any to score.
+def agreements(
+    llm: LLM, results: Sequence[Mapping[str, Any]], *, requests: int = MAX_SCORED_REQUESTS
+) -> list[Agreement | None]:
+    """Return the agreement of each result, from at most `requests` of its answers drawn at random.
 
-    A result has texts and no token ids: they are encoded again, and answers that do not come out at as many tokens as
-    the server counted are left out. What is said of full precision's own answers is the ceiling: steps of other shapes
-    round differently, and near ties then fall otherwise.
+    None if a result has no answers to score. A result holds texts and no token ids, so texts are encoded again, and
+    answers that do not give as many tokens as the server counted are skipped. The agreement of full precision's own
+    answers is the ceiling: steps of other shapes round differently, and near ties then have another outcome.
     """
     return [_agreement(llm, result, requests) for result in results]
 

@@ -1,4 +1,4 @@
-"""Reads the results of a folder and writes what they say: report.md, and a plot for each workload."""
+"""The report on the results in a folder: report.md, and a plot for each workload."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -23,19 +23,22 @@ EXCHANGES = "exchanges.json"
 
 
 def read(folder: Path) -> list[Result]:
-    """The results of runs in a folder, in the order of their names."""
+    """Return the results of runs in a folder, in the order of their file names."""
     found = [(path, load(path)) for path in sorted(folder.glob("*-[0-9]*.json"))]
     return [result | {"path": path} for path, result in found if result.get("traffic")]
 
 
 def write(results: Sequence[Result], setup: Setup, folder: Path, *, score: bool) -> str:
-    """Writes report.md and the plots into the folder; returns the report. With `score`, agreement is measured first."""
+    """Write report.md and the plots into the folder, and return the report.
+
+    With `score`, agreement with full precision is measured first.
+    """
     if score:
         _score(results, setup)
     found = cells(results)
     parts = [f"# {setup.name}", verdict_table(verdicts(found)), workload_tables(found)]
     if exchanged := [Exchange(**row) for row in _rows(folder / EXCHANGES)]:
-        parts.append(f"Steps beside exchanges, at a steady load:\n\n{exchange_table(exchanged)}")
+        parts.append(f"Steps during exchanges, at a steady load:\n\n{exchange_table(exchanged)}")
     if identical := _identical(results):
         parts.append(identical)
     if warnings := [
@@ -58,7 +61,7 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def _score(results: Sequence[Result], setup: Setup) -> None:
-    """Fills in `agreement` where it is missing, and writes those results anew. Mutates them."""
+    """Add the missing `agreement` to results, and save those results again."""
     missing = [result for result in results if "agreement" not in result]
     if not missing:
         return
@@ -69,7 +72,7 @@ def _score(results: Sequence[Result], setup: Setup) -> None:
 
 
 def _identical(results: Sequence[Result]) -> str:
-    """How many answers under light load are full precision's, to the letter."""
+    """Return a sentence on how many answers under light load are identical to full precision's."""
     light = [result for result in results if result["traffic"] == LIGHT]
     reference = {result["round"]: result["generated_texts"] for result in light if result["system"] == FULL}
     shares: dict[str, list[bool]] = {}
@@ -79,12 +82,12 @@ def _identical(results: Sequence[Result]) -> str:
             shares.setdefault(result["label"], []).extend(mine == theirs for mine, theirs in pairs)
     if not shares:
         return ""
-    told = "; ".join(f"{label} {sum(same)} of {len(same)}" for label, same in shares.items())
-    return f"Answers under light load that are the static engine's in full precision, to the letter: {told}."
+    counts = "; ".join(f"{label} {sum(same)} of {len(same)}" for label, same in shares.items())
+    return f"Answers under light load that are identical to those of static full precision: {counts}."
 
 
 def _scaling(results: Sequence[Result]) -> str:
-    """How each trace was made, from its history."""
+    """Return how each trace was made, from its history."""
     lines = {}
     for result in results:
         steps = [_step(step) for step in result["workload"]["history"]]

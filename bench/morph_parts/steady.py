@@ -1,4 +1,4 @@
-"""What a change of the plan costs the steps beside it: a steady decode, while layers and KV pools change to and fro."""
+"""The cost of plan changes to concurrent steps: a steady decode while layers and KV pools change to and fro."""
 
 import asyncio
 import re
@@ -22,7 +22,7 @@ from jaxserve.engine.step_log import Recording, read_log
 
 SEQUENCES, PROMPT = 4, 32
 BEFORE_S, LOOKS_BEFORE, LOOK_S = 0.4, 6, 0.1
-MAX_GAP_S = 0.5  # between two steps of a decode that goes on
+MAX_GAP_S = 0.5  # between two steps of a continuing decode
 YAML = {"content-type": "application/yaml"}
 MORE, FEWER = "more pages", "fewer pages"
 CHANGE = re.compile(r"(?:KV|layers\.\d+) (\S+) -> (\S+) ")
@@ -30,9 +30,10 @@ CHANGE = re.compile(r"(?:KV|layers\.\d+) (\S+) -> (\S+) ")
 
 @dataclass(frozen=True)
 class Exchange:
-    """All layers have changed to the precision `after`, or the pools to more or fewer pages, from the decision until
-    what was replaced is freed; means of the times between the ends of steps that only decode, before and meanwhile, and
-    the longest of these.
+    """One change of all layers to the precision `after`, or of the pools to more or fewer pages.
+
+    It lasts from the decision until what was replaced is freed. Step times are means of the times between the ends of
+    steps that only decode.
     """
 
     after: str
@@ -40,36 +41,35 @@ class Exchange:
     steps: int
     step_before_s: float
     step_during_s: float
-    max_gap_s: float
+    max_gap_s: float  # longest time between steps during the change
 
     @property
     def ratio(self) -> float:
-        """How much longer a step took meanwhile."""
+        """The step time during the change over the step time before it."""
         return self.step_during_s / self.step_before_s
 
 
 def exchanges(setup: Setup, *, seconds: float, tokens: int) -> list[Exchange]:
-    """Decodes answers of `tokens` tokens for `seconds`. All the while layers change to int4, pools take what that
-    frees, and all comes back.
+    """Decode for `seconds` while layers change to int4, pools take the freed memory, and all is restored, repeatedly.
 
-    The server is one whose policy may want all layers in int4, so that it has the programs for that; the first plan
-    that it is given ends that policy. Raises `JaxserveError` if the server does not start, httpx.HTTPError if it takes
-    no plan.
+    Answers have `tokens` tokens. The server's policy may want all layers in int4, so that it has the programs for that;
+    the first plan sent to it replaces the policy. Raises JaxserveError if the server does not start, and
+    httpx.HTTPError if it refuses a plan.
     """
     length = PROMPT + tokens
     setup = replace(setup, kv_pages=(SEQUENCES + 2) * length // 16 + 64, max_model_len=length, max_num_seqs=SEQUENCES)
     room = envelope(setup)
     known = systems(setup, room)
-    system, most = known[PERFORMANCE], known[INT4].kv_pages
+    system, max_pages = known[PERFORMANCE], known[INT4].kv_pages
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "steps.log"
         with started(replace(system, serve_args=(*system.serve_args, "--step-log", str(log)))) as url:
-            asyncio.run(_to_and_fro(url, most, seconds, tokens))
+            asyncio.run(_to_and_fro(url, max_pages, seconds, tokens))
         return found_in(read_log(log))
 
 
 def found_in(recording: Recording) -> list[Exchange]:
-    """The exchanges of a step log that have steps before and meanwhile."""
+    """Return the exchanges of a step log that have steps before and during them."""
     steps = sorted(recording.steps, key=lambda step: step.ended)
     ends, versions = (np.array([getattr(step, name) for step in steps]) for name in ("ended", "version"))
     gaps = np.diff(ends, prepend=-np.inf)
@@ -80,7 +80,8 @@ def found_in(recording: Recording) -> list[Exchange]:
         new = np.flatnonzero(versions >= decision.target_version)
         if len(afters) != 1 or len(new) < 2:
             continue
-        freed = ends[new[1]]  # what was dispatched before the first step of the new plan has ended
+        # By then, all that was dispatched before the first step of the new plan has ended.
+        freed = ends[new[1]]
         before = gaps[decodes & (ends < decision.time) & (ends > decision.time - BEFORE_S)]
         during = gaps[decodes & (ends > decision.time) & (ends <= freed)]
         if len(before) and len(during):
@@ -90,7 +91,7 @@ def found_in(recording: Recording) -> list[Exchange]:
 
 
 def _after(transition: str) -> str:
-    """What a transition leads to, from the words in which the log has it."""
+    """Return the precision, or the direction of the pool, that a transition in the log leads to."""
     found = CHANGE.search(transition)
     assert found is not None, transition
     before, after = found.groups()
@@ -98,7 +99,7 @@ def _after(transition: str) -> str:
 
 
 def exchange_table(found: Sequence[Exchange]) -> str:
-    """Markdown: a row for each direction."""
+    """Return Markdown with a row for each direction."""
     rows = []
     for after in dict.fromkeys(exchange.after for exchange in found):
         some = [exchange for exchange in found if exchange.after == after]
@@ -111,11 +112,11 @@ def exchange_table(found: Sequence[Exchange]) -> str:
             f"{middle('step_before_s', 1e3):.2f} | {middle('ratio'):.2f}x | "
             f"{max(exchange.ratio for exchange in some):.2f}x | {middle('max_gap_s', 1e3):.1f} |"
         )
-    head = "| to | times | took, ms | steps | before, ms | meanwhile, median | worst | longest step, ms |"
+    head = "| to | times | took, ms | steps | before, ms | during, median | worst | longest step, ms |"
     return "\n".join([head, "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |", *rows])
 
 
-async def _to_and_fro(url: str, most: int, seconds: float, tokens: int) -> None:
+async def _to_and_fro(url: str, max_pages: int, seconds: float, tokens: int) -> None:
     target = Target(url, MODEL_NAME, extra_body={"temperature": 0}, ignore_eos=True)
     end = time.monotonic() + seconds
     async with Client(target) as client, httpx.AsyncClient(base_url=url, trust_env=False) as admin:
@@ -124,8 +125,9 @@ async def _to_and_fro(url: str, most: int, seconds: float, tokens: int) -> None:
         layers = [block.block for block in full.instances[0].blocks if block.block.startswith("layers.")]
         small = full.with_precisions(0, dict.fromkeys(layers, QUANTISED))
         while time.monotonic() < end:
-            for wanted in (small, small.with_kv_pages(0, most + 1), small, full):
-                for _ in range(LOOKS_BEFORE):  # the server answers as many before as meanwhile
+            for wanted in (small, small.with_kv_pages(0, max_pages + 1), small, full):
+                # Also before the change, so that the server answers as many requests before as during it.
+                for _ in range(LOOKS_BEFORE):
                     await _plan(admin)
                     await asyncio.sleep(LOOK_S)
                 (await admin.put("/admin/plan", content=to_yaml(wanted), headers=YAML)).raise_for_status()
@@ -135,12 +137,12 @@ async def _to_and_fro(url: str, most: int, seconds: float, tokens: int) -> None:
 
 
 async def _plan(admin: httpx.AsyncClient) -> Plan:
-    """The one in force."""
+    """Return the plan in force."""
     return from_yaml((await admin.get("/admin/plan", params={"format": "yaml"})).raise_for_status().text)
 
 
 async def _decode(client: Client, number: int, tokens: int, end: float) -> None:
-    """One answer after the other."""
+    """Request one answer after the other."""
     prompt = tuple(range(300 + number, 300 + number + PROMPT))
     while time.monotonic() < end:
         await client.send(Sample(prompt, PROMPT, tokens), RequestRecord(number, 0.0, 0.0, PROMPT))

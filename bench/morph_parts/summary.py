@@ -1,4 +1,4 @@
-"""From the results of all rounds to tables: what each system did under each workload, and the targets beside it."""
+"""Tables from the results of all rounds: the figures of each system under each workload, and the targets."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,26 +17,26 @@ RESTORED_S = 10.0
 
 @dataclass(frozen=True)
 class Cell:
-    """One system under one workload, all rounds together. Latencies of all requests are pooled; None: not measured."""
+    """The figures of one system under one workload, over all rounds; None stands for not measured."""
 
     rounds: int
     requests: int
     failed: int
     violations: float | None  # share of the requests without a first token within the objective
-    ttft_s: tuple[float, float, float] | None  # P50, P95, P99
-    tpot_ms: tuple[float, float] | None  # median, P99
-    throughput: float | None  # tokens/s in the middle of the run; the median of the rounds
+    ttft_s: tuple[float, float, float] | None  # P50, P95, P99 over the requests of all rounds
+    tpot_ms: tuple[float, float] | None  # median, P99 over the requests of all rounds
+    throughput: float | None  # tokens/s in the middle of a run, median of the rounds
     peak_pages: int
     loss: float | None  # relative rise of the cross-entropy
     agreement: float | None
-    restored_s: float | None  # the longest; infinite if it was ever not restored
+    restored_s: float | None  # the longest; infinite if a run was not restored
     transitions: Mapping[str, int]
-    step_ratio: float | None  # the median of all stretches of swaps
-    swapped: float  # layers that were swapped, mean over tokens
+    step_ratio: float | None  # median over all intervals with swaps
+    swapped: float  # swapped layers, mean over tokens
 
 
 def cell(results: Sequence[Result]) -> Cell:
-    """Of the rounds of one system and workload."""
+    """Return the figures of one system and workload from its rounds."""
     errors = np.concatenate([np.array([bool(e) for e in r["errors"]], bool) for r in results])
     ttfts = np.concatenate([np.array(r["ttfts"], float) for r in results])[~errors]
     objective = results[0]["slo"]["ttft"] / 1e3
@@ -84,11 +84,11 @@ def _swapped(result: Result) -> float:
 
 
 Cells = Mapping[str, Mapping[str, Cell]]
-"""By workload and system."""
+"""Cells by workload and system."""
 
 
 def cells(results: Iterable[Result]) -> dict[str, dict[str, Cell]]:
-    """All results of one model."""
+    """Return the cells of all results of one model."""
     grouped: dict[str, dict[str, list[Result]]] = {}
     for result in results:
         grouped.setdefault(result["traffic"], {}).setdefault(result["system"], []).append(result)
@@ -100,7 +100,8 @@ def cells(results: Iterable[Result]) -> dict[str, dict[str, Cell]]:
 
 # -- tables
 
-COLUMNS: dict[str, Callable[[Cell, Cell], str]] = {  # a cell, and full precision's of the same workload
+# Functions of a cell, and of the cell of full precision under that workload.
+COLUMNS: dict[str, Callable[[Cell, Cell], str]] = {
     "requests": lambda c, _: f"{c.requests}" + (f" ({c.failed} failed)" if c.failed else ""),
     "SLO violated": lambda c, _: _text(c.violations, "{:.1%}"),
     "TTFT P50 / P95 / P99, s": lambda c, _: " / ".join(f"{v:.2f}" for v in c.ttft_s) if c.ttft_s else "-",
@@ -116,7 +117,7 @@ COLUMNS: dict[str, Callable[[Cell, Cell], str]] = {  # a cell, and full precisio
 
 
 def workload_tables(found: Cells) -> str:
-    """Markdown: a table for each workload."""
+    """Return Markdown with a table for each workload."""
     parts = []
     for traffic, by_system in found.items():
         if FULL not in by_system:
@@ -147,46 +148,54 @@ def _text(value: float | None, form: str) -> str:
 
 
 Lost = Callable[[Cell, Cell], float | None]
-"""What a system lost in a trace beside full precision, as a share."""
+"""Returns a system's loss in a trace relative to full precision, as a share."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target, what was measured, and whether that meets it (None: nothing was measured)."""
+    """A target, its measured value, and whether that meets it (None: not measured)."""
 
     target: str
     measured: str
     met: bool | None
 
 
-TTFT_BETTER = {ACCURACY: 3.9, INT8: 3.9, PERFORMANCE: 10.0}  # P95
-TPOT_MOST = {ACCURACY: 1.06, INT8: 1.06, PERFORMANCE: 1.0}  # median; that of performance mode below it
-CAREFUL = (ACCURACY, INT8)  # of quality
+MIN_TTFT_RATIO = {ACCURACY: 3.9, INT8: 3.9, PERFORMANCE: 10.0}  # of P95, full precision over the mode
+MAX_TPOT_RATIO = {ACCURACY: 1.06, INT8: 1.06, PERFORMANCE: 1.0}  # of the median, the mode over full precision
+WITH_QUALITY_TARGETS = (ACCURACY, INT8)
 
 
 def verdicts(found: Cells) -> list[Verdict]:
-    """The targets of both modes, and of layers in int8 where that was measured."""
-    modes = [mode for mode in TTFT_BETTER if mode != INT8 or any(mode in cells for cells in found.values())]
+    """Return the verdicts on both modes, and on layers in int8 if that was measured."""
+    modes = [mode for mode in MIN_TTFT_RATIO if mode != INT8 or any(mode in cells for cells in found.values())]
     traces = [name for name in found if name not in NOT_TRACES and {FULL, *modes} <= found[name].keys()]
     listed = []
     for mode in modes:
-        least, most = TTFT_BETTER[mode], TPOT_MOST[mode]
+        min_ttft_ratio, max_tpot_ratio = MIN_TTFT_RATIO[mode], MAX_TPOT_RATIO[mode]
         words = "below" if mode == PERFORMANCE else "at most"
         longest = max((c[mode].restored_s or 0.0 for c in found.values() if mode in c), default=None)
         listed += [
             _fewer_violations(found, traces, mode),
-            _each(found, traces, mode, f"P95 TTFT at least {least:g}x better", _ttft_ratio, least),
+            _each(found, traces, mode, f"P95 TTFT at least {min_ttft_ratio:g}x better", _ttft_ratio, min_ttft_ratio),
             _throughput_verdict(found, mode),
             _each(found, traces, mode, "peak KV capacity at least 1.33x", _pages_ratio, 1.33),
-            _each(found, traces, mode, f"median TPOT {words} {most:g}x", _tpot_ratio, most, at_most=True),
+            _each(
+                found,
+                traces,
+                mode,
+                f"median TPOT {words} {max_tpot_ratio:g}x",
+                _tpot_ratio,
+                max_tpot_ratio,
+                at_most=True,
+            ),
             Verdict(
                 f"{LABELS[mode]}: restored within {RESTORED_S:g} s of the end, every time",
                 _text(longest, "at most {:.1f} s"),
                 None if longest is None else longest <= RESTORED_S,
             ),
-            _nothing(found, mode),
+            _no_transitions(found, mode),
         ]
-        for what, lost in LOSSES.items() if mode in CAREFUL else ():
+        for what, lost in LOSSES.items() if mode in WITH_QUALITY_TARGETS else ():
             listed += [_loss(found, traces, mode, what, lost), _half_loss(found, traces, mode, what, lost)]
     return listed
 
@@ -199,7 +208,7 @@ def _fewer_violations(found: Cells, traces: Sequence[str], mode: str) -> Verdict
     target = f"{LABELS[mode]}: SLO violations at least 92 % lower, all traces together"
     before, after = violated(FULL), violated(mode)
     if not before:
-        return Verdict(target, "full precision violated none", None)
+        return Verdict(target, "full precision violated no SLO", None)
     lower = 1 - after / before
     return Verdict(target, f"{lower:.1%} lower ({before:.1%} to {after:.1%})", lower >= 0.92)
 
@@ -214,12 +223,12 @@ def _each(
     *,
     at_most: bool = False,
 ) -> Verdict:
-    """A ratio to full precision that must hold in every trace."""
+    """Return a verdict on a ratio to full precision that must hold in every trace."""
     ratios = {name: ratio(found[name][mode], found[name][FULL]) for name in traces}
     known = {name: value for name, value in ratios.items() if value is not None}
     met = all(value <= limit if at_most else value >= limit for value in known.values()) if known else None
-    told = ", ".join(f"{name} {value:.2f}x" for name, value in known.items())
-    return Verdict(f"{LABELS[mode]}: {text}, in every trace", told or "-", met)
+    values = ", ".join(f"{name} {value:.2f}x" for name, value in known.items())
+    return Verdict(f"{LABELS[mode]}: {text}, in every trace", values or "-", met)
 
 
 def _ttft_ratio(c: Cell, full: Cell) -> float | None:
@@ -266,12 +275,12 @@ def _half_loss(found: Cells, traces: Sequence[str], mode: str, what: str, lost: 
         and (mine := lost(found[name][mode], found[name][FULL])) is not None
         and (static := lost(found[name][INT4], found[name][FULL]))
     }
-    told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    return Verdict(target, told or "-", max(shares.values()) <= 0.5 if shares else None)
+    values = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return Verdict(target, values or "-", max(shares.values()) <= 0.5 if shares else None)
 
 
-def _nothing(found: Cells, mode: str) -> Verdict:
-    target = f"{LABELS[mode]}: nothing happens under light load"
+def _no_transitions(found: Cells, mode: str) -> Verdict:
+    target = f"{LABELS[mode]}: no transitions under light load"
     c = found.get(LIGHT, {}).get(mode)
     if c is None:
         return Verdict(target, "-", None)
@@ -280,7 +289,7 @@ def _nothing(found: Cells, mode: str) -> Verdict:
 
 
 def verdict_table(listed: Sequence[Verdict]) -> str:
-    """Markdown."""
+    """Return the verdicts as a table in Markdown."""
     words = {True: "met", False: "**missed**", None: "not measured"}
     rows = [f"| {v.target} | {v.measured} | {words[v.met]} |" for v in listed]
     return "\n".join(["| target | measured | |", "| --- | --- | --- |", *rows])

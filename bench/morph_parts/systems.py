@@ -1,4 +1,4 @@
-"""The systems that are compared: one engine in one memory budget, used in several ways."""
+"""The compared systems: one engine and one memory budget, used in several ways."""
 
 import math
 from dataclasses import dataclass
@@ -18,12 +18,13 @@ LABELS = {
     INT8: "morph, int8",
     PERFORMANCE: "morph, performance",
 }
-QUANTISED = "int4"  # of the static engine
-MODES = dict.fromkeys(NAMES, PERFORMANCE) | {ACCURACY: ACCURACY, INT8: INT8}  # whose mixtures a system's layers take
+QUANTISED = "int4"  # of the quantised static engine
+# The mode of morph whose precisions a system's layers take.
+MODES = dict.fromkeys(NAMES, PERFORMANCE) | {ACCURACY: ACCURACY, INT8: INT8}
 
 
-def mixture(name: str, num_layers: int) -> tuple[str, ...]:
-    """The precisions that a system's layers get under pressure at most, or are in, by place in the swap order."""
+def swap_precisions(name: str, num_layers: int) -> tuple[str, ...]:
+    """Return the lowest precisions that a system gives to its layers, by place in the swap order."""
     settings = MORPH_MODES[MODES[name]]
     found = (settings.precision_at(place, num_layers) for place in range(num_layers))
     return tuple(precision for precision in found if precision)
@@ -31,13 +32,13 @@ def mixture(name: str, num_layers: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Setup:
-    """A model and the sizes that it is served with. `kv_pages`: of the static engine in full precision."""
+    """A model and the sizes that it is served with."""
 
     model: Path
-    kv_pages: int
+    kv_pages: int  # of the static engine in full precision
     max_model_len: int
     max_num_seqs: int
-    prefill_tokens: int = 256  # of a step
+    prefill_tokens: int = 256  # per step
     slo_ttft: float = 2.0  # s
 
     @property
@@ -47,15 +48,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Envelope:
-    """Where the budget goes, in bytes: a page of all layers, the layers in full precision and in the fewest bits that a
-    system takes them to, room to exchange one of them.
-    """
+    """The sizes of what the memory budget holds."""
 
-    page_bytes: int
-    full_layers_bytes: int
-    quantized_layers_bytes: int
-    exchange_bytes: int
-    full_precision: str  # its name, as the engine and its metrics have it
+    page_bytes: int  # of one page in all layers
+    full_layers_bytes: int  # all layers in full precision
+    quantized_layers_bytes: int  # all layers in the lowest precisions that the system uses
+    exchange_bytes: int  # room to exchange one layer
+    full_precision: str  # as the engine and its metrics name it
     num_layers: int
 
 
@@ -73,7 +72,10 @@ class System:
 
 
 def envelope(setup: Setup, name: str = INT4) -> Envelope:
-    """A system's, from the checkpoint's headers alone. Raises `ConfigError` for sizes that do not fit together."""
+    """Return the envelope of a system, from the checkpoint's headers alone.
+
+    Raises ConfigError for sizes that do not fit together.
+    """
     resolved = _resolved(setup, name, setup.kv_pages)
     (stage,) = resolved.stages
     full, layers = resolved.physical.dtype, resolved.physical.num_layers
@@ -82,17 +84,17 @@ def envelope(setup: Setup, name: str = INT4) -> Envelope:
         named = enumerate((*precisions, *[full] * (layers - len(precisions))))
         return sum(resolved.layer_bytes[f"layers.{layer}", precision] for layer, precision in named)
 
-    return Envelope(stage.page, layers_in(()), layers_in(mixture(name, layers)), stage.exchange, full, layers)
+    return Envelope(stage.page, layers_in(()), layers_in(swap_precisions(name, layers)), stage.exchange, full, layers)
 
 
-def _resolved(setup: Setup, name: str, kv_pages: int, most: int | None = None) -> Resolved:
-    """As a server that morphs would have it."""
+def _resolved(setup: Setup, name: str, kv_pages: int, max_kv_pages: int | None = None) -> Resolved:
+    """Return what a server with the system's policy would resolve to."""
     return resolve(
         EngineConfig(
             model=setup.model,
             policy=MODES[name],
             kv_pages=kv_pages,
-            max_kv_pages=most,
+            max_kv_pages=max_kv_pages,
             max_model_len=setup.max_model_len,
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_seqs + setup.prefill_tokens,
@@ -101,51 +103,53 @@ def _resolved(setup: Setup, name: str, kv_pages: int, most: int | None = None) -
 
 
 def systems(setup: Setup, room: Envelope) -> dict[str, System]:
-    """All of them, by name, in the budget of `setup.kv_pages` pages beside the layers in full precision. `room` is that
-    of static int4.
+    """Return all systems by name; `room` is the envelope of static int4.
 
-    Where layers are copied, what changes them keeps room for one in fewer bits beside the one in use; the static
-    engines use that room for pages. (It also keeps all layers in fewer bits in memory of the host, in both precisions
-    where it takes them to two, which is none of the budget: where the host is the device, static engines have as much
-    and leave it unused.) All reserve addresses for as many pages as a static engine has whose layers are in the fewest
-    bits that theirs come to, full precision for static int4's, so that none ever has more. The heads stay in full
-    precision.
+    The budget is that of `setup.kv_pages` pages and the layers in full precision. Heads stay in full precision.
+
+    Where layers are copied, an adapting system reserves room for one quantised layer next to the layer in use, and the
+    static engines use that room for pages. An adapting system also keeps all quantised layers in host memory, in each
+    precision that it uses. That memory is not part of the budget. Where the host is the device, static engines have as
+    much memory and leave it unused.
+
+    Every system reserves addresses for as many pages as a static engine would have with its lowest precisions (static
+    full precision: with those of static int4), so that no system ever has more pages than that.
     """
     quantised = ("--precision", QUANTISED, "--head-precision", room.full_precision)
     static = {
         FULL: _system(setup, FULL, room, setup.kv_pages),
-        INT4: _system(setup, INT4, room, _most(setup, room), *quantised),
+        INT4: _system(setup, INT4, room, _max_pages(setup, room), *quantised),
     }
     return static | {name: _adapting(setup, name) for name in ADAPTING}
 
 
 def _adapting(setup: Setup, name: str) -> System:
     room = envelope(setup, name)
-    return _system(setup, name, room, _least(setup, room), "--policy", name, "--slo-ttft", f"{setup.slo_ttft:g}")
+    return _system(setup, name, room, _first_pages(setup, room), "--policy", name, "--slo-ttft", f"{setup.slo_ttft:g}")
 
 
 def _system(setup: Setup, name: str, room: Envelope, kv_pages: int, *own: str) -> System:
-    most = _most(setup, room)
+    max_pages = _max_pages(setup, room)
     common = (
         *(str(setup.model), "--max-model-len", str(setup.max_model_len), "--max-num-seqs", str(setup.max_num_seqs)),
         *("--max-num-batched-tokens", str(setup.max_num_seqs + setup.prefill_tokens)),
-        *("--max-kv-pages", str(most), "--memory-gb", f"{(_budget(setup, name, room) + 1) / 1e9:.9f}"),
+        *("--max-kv-pages", str(max_pages), "--memory-gb", f"{(_budget(setup, name, room) + 1) / 1e9:.9f}"),
     )
     return System(name, kv_pages, (*common, "--kv-pages", str(kv_pages), *own))
 
 
-def _least(setup: Setup, room: Envelope) -> int:
-    """Pages that what morphs starts with."""
+def _first_pages(setup: Setup, room: Envelope) -> int:
+    """Return the pages that an adapting system starts with."""
     return setup.kv_pages - math.ceil(room.exchange_bytes / room.page_bytes)
 
 
-def _most(setup: Setup, room: Envelope) -> int:
-    """Pages beside layers in the fewest bits."""
+def _max_pages(setup: Setup, room: Envelope) -> int:
+    """Return the pages that fit next to layers in the lowest precisions."""
     return setup.kv_pages + (room.full_layers_bytes - room.quantized_layers_bytes) // room.page_bytes
 
 
 def _budget(setup: Setup, name: str, room: Envelope) -> int:
-    """Bytes that a server which morphs needs for the pages that it starts with, and not one more."""
-    resolved = _resolved(setup, name, _least(setup, room), _most(setup, room))
+    """Return the bytes that an adapting server needs exactly for the pages that it starts with."""
+    resolved = _resolved(setup, name, _first_pages(setup, room), _max_pages(setup, room))
     (stage,) = resolved.plan.instances[0].stages
     return resolved.resources(copy_rate=1.0).stage_bytes(0, stage)

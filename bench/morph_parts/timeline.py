@@ -1,4 +1,4 @@
-"""What a result's series say of the adaptation: which mixture was in force when, pages, transitions, and step times."""
+"""The adaptation over time in a result's series: swapped layers, pages, transitions and step times."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,17 +10,14 @@ import numpy as np
 from jaxserve.bench.report.series import Floats, server_series, server_series_by, server_times
 from jaxserve.core.precision import BITS
 
-BEFORE_S = 1.0  # before a swap, with which the time during it is compared
-FULL_BITS = 16  # of a weight in full precision, bfloat16
-MIN_GAPS = 20  # between tokens, for a median to mean anything
+BEFORE_S = 1.0  # of steps before a swap, which those during it are compared with
+FULL_BITS = 16  # per weight in full precision, bfloat16
+MIN_GAPS = 20  # between tokens, for a meaningful median
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Every token that was generated: when the client had it, and how long after the one before (NaN: the first).
-
-    A chunk with several tokens counts as so many at once, with `weight` tokens.
-    """
+    """The chunks of all answers: arrival at the client, time since the chunk before (NaN: first), number of tokens."""
 
     time_s: Floats
     gap_s: Floats
@@ -28,7 +25,7 @@ class Tokens:
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> "Tokens":
-        """Reads the per-request lists of a result."""
+        """Read the per-request lists of a result."""
         times, gaps, weights = [np.zeros(0)], [np.zeros(0)], [np.zeros(0)]
         rows = zip(result["start_times"], result["ttfts"], result["itls"], result["output_lens"], strict=True)
         for start, ttft, between, count in rows:
@@ -42,18 +39,18 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The server as it was sampled."""
+    """The server's state at each sample."""
 
     time_s: Floats
-    swapped: Floats  # decoder layers in fewer bits
-    bits: Floats  # of a weight, the mean of the decoder layers
+    swapped: Floats  # quantised decoder layers
+    bits: Floats  # per weight, mean over the decoder layers
     kv_pages: Floats
     kv_used: Floats
     swaps: Floats  # layers exchanged since the start
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> "Timeline":
-        """Reads the server's series of a result."""
+        """Read the server's series of a result."""
         time_s = server_times(result)
         nothing = np.zeros_like(time_s)
         by_precision = server_series_by(result, "layers_by_precision", "precision")
@@ -72,13 +69,13 @@ class Timeline:
         )
 
     def swapped_at(self, times: Floats) -> Floats:
-        """Layers swapped at each time: the more of the two samples around it."""
+        """Return the swapped layers at each time: the larger number of the two samples around it."""
         after = np.searchsorted(self.time_s, times)
         last = len(self.time_s) - 1
         return np.maximum(self.swapped[np.clip(after, 0, last)], self.swapped[np.clip(after - 1, 0, last)])
 
     def swap_spans(self) -> Iterator[tuple[float, float]]:
-        """From sample to sample, the stretches of time in which layers were exchanged."""
+        """Yield start and end, at samples, of the intervals in which layers were exchanged."""
         begin = None
         for (early, late), more in zip(pairwise(self.time_s), np.diff(self.swaps) > 0, strict=True):
             if more and begin is None:
@@ -92,16 +89,17 @@ class Timeline:
 
 
 def tokens_by_swapped(result: Mapping[str, Any]) -> dict[int, float]:
-    """Tokens that were generated with 0, 1, ... layers swapped."""
+    """Return the tokens that were generated with 0, 1, ... layers swapped."""
     tokens, timeline = Tokens.of(result), Timeline.of(result)
     counts = timeline.swapped_at(tokens.time_s)
     return {int(count): float(tokens.weight[counts == count].sum()) for count in np.unique(counts)}
 
 
 def step_ratios(result: Mapping[str, Any]) -> list[float]:
-    """For each stretch of swaps: the median gap between two tokens in it, over that in the second before it.
+    """Return, for each interval with swaps, the median gap between tokens in it over the median in the second before.
 
-    Stretches before which most tokens reached the client together with another say nothing of steps: they are left out.
+    Intervals are left out if most tokens before them reached the client several at a time, because the gaps then say
+    nothing about steps.
     """
     tokens, ratios = Tokens.of(result), []
     for begin, end in Timeline.of(result).swap_spans():
@@ -117,13 +115,16 @@ def _gaps(tokens: Tokens, begin: float, end: float) -> Floats:
 
 
 def transitions(result: Mapping[str, Any]) -> dict[str, int]:
-    """How many ended, by outcome: "done", "failed"."""
+    """Return the number of transitions by outcome: "done", "failed"."""
     found = server_series_by(result, "transitions_total", "outcome")
     return {outcome: int(np.nanmax(values)) for outcome, values in found.items()}
 
 
 def saturated_throughput(result: Mapping[str, Any]) -> float | None:
-    """Tokens per second from the time when 20 % of all had been generated to that of 90 %: without start and end."""
+    """Return tokens per second while the middle part, from 20 % to 90 % of all tokens, was generated.
+
+    None if the result has too few tokens.
+    """
     tokens = Tokens.of(result)
     order = np.argsort(tokens.time_s)
     times, done = tokens.time_s[order], np.cumsum(tokens.weight[order])

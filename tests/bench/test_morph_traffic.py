@@ -12,7 +12,7 @@ from bench.morph_parts.systems import (
     PERFORMANCE,
     Setup,
     envelope,
-    mixture,
+    swap_precisions,
     systems,
 )
 from bench.morph_parts.traffic import Lengths, Prompts, at_once, peak_demand, with_lengths, with_peak, workload
@@ -92,7 +92,7 @@ def test_none_ever_has_more_pages_than_a_static_engine_in_its_fewest_bits():
     assert known[ACCURACY].kv_pages <= 56
 
 
-def test_a_system_has_the_mixture_of_its_policy():
-    assert mixture(INT4, 4) == mixture(PERFORMANCE, 4) == ("int4",) * 4
-    assert mixture(INT8, 4) == ("int8",) * 4
-    assert mixture(ACCURACY, 8) == ("int4",) * 2 + ("int8",) * 6
+def test_a_system_swaps_to_the_precisions_of_its_policy():
+    assert swap_precisions(INT4, 4) == swap_precisions(PERFORMANCE, 4) == ("int4",) * 4
+    assert swap_precisions(INT8, 4) == ("int8",) * 4
+    assert swap_precisions(ACCURACY, 8) == ("int4",) * 2 + ("int8",) * 6

@@ -105,7 +105,7 @@ def test_the_table_has_a_row_for_each_case_and_precision():
     assert found[step, "int4"] == ["4.0", "125 %", "-", "2.0 (2.00x)", "-", "2.4 (1.67x)", "-"]
     assert found["decode step, batch 8, ms", "int4"][1] == "-", "only a single sequence is bound by the weights"
     assert found["prefill 4 x 512, tokens/s", "bf16"][2] == "2000 (2.00x)", "a ratio of times, also of a rate"
-    assert found["weights that a step reads, MB", "bf16"][2] == "50 (1.00x)"
+    assert found["weights read per step, MB", "bf16"][2] == "50 (1.00x)"
     assert len(found) == 1 + 2 * (len(SAMPLES) + 2)
 
 
@@ -149,7 +149,7 @@ def test_by_default_every_engine_that_has_one_of_the_precisions_runs():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--precisions", "int8", "--engines", "transformers"], "transformers, which runs in bf16 alone"),
+        (["--precisions", "int8", "--engines", "transformers"], "transformers, which supports bf16 alone"),
         (["--precisions", "fp4"], "invalid choice: 'fp4'"),
         (["--rounds", "0"], "0 is not above 0"),
         (["--batches", "1", "x"], "invalid positive value: 'x'"),
