@@ -1,6 +1,6 @@
 """The CPU time of float16 checkpoints in each compute dtype: `python -m bench.float16 [--out FILE]`.
 
-Checkpoints with random weights and Qwen2-0.5B's widths, as written by Llama 2 (plain) and AutoAWQ (int4, groups of
+Checkpoints with random weights and Qwen2-0.5B's widths, in the formats of Llama 2 (plain) and AutoAWQ (int4, groups of
 128), are served in each dtype by engines in one process, which take turns in alternating order. The figure is the
 process's CPU time, the least of several rounds, per generated token of one sequence and per token of a prompt.
 """

@@ -101,7 +101,7 @@ def _random(rng: np.random.Generator, dims: tuple[int, ...]) -> np.ndarray:
 
 
 def hf_config(shape: Shape) -> dict:
-    """The checkpoint's config.json."""
+    """Return the contents of the checkpoint's config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -17,7 +17,7 @@ ENVIRONMENT = {"cpu": "some CPU", "cores": "2", "memory": "24 GiB", "jaxserve": 
 
 
 @dataclass
-class Server:
+class SimulatedServer:
     """Decodes one token of each running sequence per step; what does not fit into its slots or pages waits."""
 
     slots: int = 32
@@ -77,7 +77,7 @@ def simulate(
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, n))
     outputs = 1 + rng.geometric(1 / 100, n)
-    server = Server(slots=slots, slower=slower)
+    server = SimulatedServer(slots=slots, slower=slower)
     server.records = [
         RequestRecord(i, float(time), float(time), int(tokens))
         for i, (time, tokens) in enumerate(zip(arrivals, rng.integers(64, 900, n), strict=True))

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -21,6 +20,7 @@ from jaxserve.engine.step_log import AnswerRecord, Arrival, Recording, Step
 from jaxserve.sim.chunk_cost import ChunkCost
 from jaxserve.sim.fit import Fit
 from jaxserve.sim.hardware import Curve, load_hardware
+from tests.bench.fake_client import FakeClient
 
 CPU = Limits(max_num_seqs=32, max_model_len=2048, prefill_tokens=512, kv_tokens=40_000, vocab_size=4096)
 GPU = Limits(max_num_seqs=256, max_model_len=8192, prefill_tokens=2048, kv_tokens=10**6, vocab_size=128_256)
@@ -52,48 +52,30 @@ def test_the_longest_prompt_takes_several_steps_where_the_model_allows():
     assert prompt_lengths(TIGHT)[-1] == 88
 
 
-class Server:
-    """Answers after a while, so many at once as there are; counts what was asked."""
-
-    def __init__(self, error: str | None = None):
-        self.asked: list[tuple[int, int]] = []
-        self.at_once: Counter[int] = Counter()
-        self.running = 0
-        self.error = error
-
-    async def send(self, sample, record, now=None) -> None:
-        self.asked.append((sample.input_tokens, sample.output_tokens))
-        self.running += 1
-        self.at_once[self.running] += 1
+def test_calibration_load_covers_lone_requests_all_batch_sizes_and_open_load():
+    client, phases = FakeClient(0.001), []
+    records = asyncio.run(CalibrationLoad(client, TIGHT, seconds=1.0).run(phases.append))
+    assert phases == ["lone requests", "batches", "prompts and decodes mixed", "requests at random times"]
+    assert set(client.times_in_flight) >= {1, 2, 3, 4, 5}
+    assert {record.input_tokens for record in records.lone} == set(prompt_lengths(TIGHT))
+    assert records.open
+    for sample in client.samples:
+        assert sample.input_tokens + sample.output_tokens <= TIGHT.max_model_len
         assert len(sample.prompt) == sample.input_tokens
         assert all(0 < token < TIGHT.vocab_size for token in sample.prompt)
-        record.sent_s, record.error = record.due_s, self.error
-        await asyncio.sleep(0.001)
-        record.chunk_times_s = [record.sent_s + 0.001]
-        self.running -= 1
 
 
-def test_a_load_has_lone_requests_all_batches_and_users():
-    server, phases = Server(), []
-    given = asyncio.run(CalibrationLoad(server, TIGHT, seconds=1.0).run(phases.append))
-    assert phases == ["lone requests", "batches", "prompts and decodes mixed", "requests at random times"]
-    assert set(server.at_once) >= {1, 2, 3, 4, 5}
-    assert {record.input_tokens for record in given.lone} == set(prompt_lengths(TIGHT))
-    assert given.open
-    assert all(prompt + answer <= TIGHT.max_model_len for prompt, answer in server.asked)
+def test_calibration_load_without_time_runs_every_case_once():
+    client = FakeClient(0.001)
+    records = asyncio.run(CalibrationLoad(client, TIGHT, seconds=1e-6).run())
+    assert len(records.lone) == len(prompt_lengths(TIGHT))
+    assert len(records.open) == 2
+    assert max(client.times_in_flight) == 5
 
 
-def test_a_load_without_time_has_everything_once():
-    server = Server()
-    given = asyncio.run(CalibrationLoad(server, TIGHT, seconds=1e-6).run())
-    assert len(given.lone) == len(prompt_lengths(TIGHT))
-    assert len(given.open) == 2
-    assert max(server.at_once) == 5
-
-
-def test_a_request_that_is_not_answered_ends_the_calibration():
+def test_calibration_load_with_an_unanswered_request_raises():
     with pytest.raises(ConfigError, match="for 8 tokens after 16 was not answered: HTTP 503"):
-        asyncio.run(CalibrationLoad(Server("HTTP 503"), TIGHT, seconds=1.0).run())
+        asyncio.run(CalibrationLoad(FakeClient(0.001, error="HTTP 503"), TIGHT, seconds=1.0).run())
 
 
 def record(sent: float, first: float, prompt: int) -> RequestRecord:

@@ -10,9 +10,9 @@ import pytest
 from jaxserve.bench.client import Client, Target
 from jaxserve.bench.load import Load, run_load
 from jaxserve.bench.metrics import summarize
-from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.workload import Sample, Workload
 from tests.bench import virtual_loop
+from tests.bench.fake_client import FakeClient
 from tests.bench.fake_server import FakeServer, answer
 
 SAMPLE = Sample((1, 2, 3), input_tokens=3, output_tokens=4)
@@ -21,20 +21,6 @@ SAMPLE = Sample((1, 2, 3), input_tokens=3, output_tokens=4)
 def workload(arrivals_s) -> Workload:
     arrivals_s = list(arrivals_s)
     return Workload.of([SAMPLE] * len(arrivals_s), arrivals_s)
-
-
-class Sleeper:
-    """Answers every request after `seconds`; computes for `busy_s` before it sends one."""
-
-    def __init__(self, seconds: float, busy_s: float = 0.0):
-        self.seconds, self.busy_s = seconds, busy_s
-
-    async def send(self, sample: Sample, record: RequestRecord, now) -> None:
-        if self.busy_s:
-            asyncio.get_running_loop().busy(self.busy_s)
-        record.sent_s = now()
-        await asyncio.sleep(self.seconds)
-        record.chunk_times_s, record.output_tokens, record.end_s = [now()], 1, now()
 
 
 def simulate(arrivals_s, client, **options) -> Load:
@@ -52,20 +38,20 @@ def sent(load: Load) -> list[float]:
 
 def test_requests_are_sent_at_their_arrivals_whatever_the_server_does():
     arrivals = np.random.default_rng(0).exponential(0.01, 300).cumsum()
-    load = simulate(arrivals, Sleeper(1000.0))
+    load = simulate(arrivals, FakeClient(1000.0))
     assert sent(load) == pytest.approx(arrivals, abs=1e-9)
     assert load.client["late"] == 0
     assert load.warning is None
 
 
 def test_duration_is_from_the_first_arrival_to_the_last_end():
-    load = simulate([2.0, 5.0], Sleeper(10.0))
+    load = simulate([2.0, 5.0], FakeClient(10.0))
     assert load.duration_s == pytest.approx(13.0)
     assert not load.interrupted
 
 
 def test_a_concurrency_limit_moves_when_a_request_is_due_to_when_there_is_room():
-    load = simulate([0.0, 1.0, 2.0, 50.0], Sleeper(10.0), max_concurrency=2)
+    load = simulate([0.0, 1.0, 2.0, 50.0], FakeClient(10.0), max_concurrency=2)
     assert [record.arrival_s for record in load.records] == [0.0, 1.0, 2.0, 50.0]
     assert [record.due_s for record in load.records] == pytest.approx([0.0, 1.0, 10.0, 50.0])
     assert sent(load) == pytest.approx([0.0, 1.0, 10.0, 50.0])
@@ -73,7 +59,7 @@ def test_a_concurrency_limit_moves_when_a_request_is_due_to_when_there_is_room()
 
 
 def test_a_client_that_falls_behind_skips_nothing_and_says_so():
-    load = simulate(np.arange(100) * 0.01, Sleeper(0.1, busy_s=0.02))
+    load = simulate(np.arange(100) * 0.01, FakeClient(0.1, busy_s=0.02))
     assert all(record.ok for record in load.records)
     assert sent(load)[-1] == pytest.approx(100 * 0.02)
     assert load.client["sent"] == 100
@@ -84,12 +70,12 @@ def test_a_client_that_falls_behind_skips_nothing_and_says_so():
 
 
 def test_latencies_of_a_late_request_count_from_when_it_was_due():
-    record = simulate([1.0], Sleeper(0.1, busy_s=0.5)).records[0]
+    record = simulate([1.0], FakeClient(0.1, busy_s=0.5)).records[0]
     assert record.ttft_s == pytest.approx(0.6)
 
 
 def test_one_late_request_in_a_thousand_is_counted_but_no_saturation():
-    class OnceBusy(Sleeper):
+    class OnceBusy(FakeClient):
         async def send(self, sample, record, now):
             self.busy_s = 0.03 if record.index == 500 else 0.0
             await super().send(sample, record, now)
@@ -101,7 +87,7 @@ def test_one_late_request_in_a_thousand_is_counted_but_no_saturation():
 
 
 def test_a_loop_that_lags_is_saturation_even_if_few_requests_are_sent():
-    class Blocking(Sleeper):
+    class Blocking(FakeClient):
         async def send(self, sample, record, now):
             record.sent_s = now()
             for _ in range(20):
@@ -116,26 +102,26 @@ def test_a_loop_that_lags_is_saturation_even_if_few_requests_are_sent():
 
 
 def test_a_burst_due_at_once_does_not_count_as_a_saturated_client():
-    load = simulate([0.0] * 200, Sleeper(60.0, busy_s=0.001))
+    load = simulate([0.0] * 200, FakeClient(60.0, busy_s=0.001))
     assert load.client["late"] > 0
     assert not load.client["saturated"]
 
 
 def test_progress_is_told_once_per_request():
     ended = []
-    simulate([0.0, 1.0, 2.0], Sleeper(5.0), on_progress=ended.append)
+    simulate([0.0, 1.0, 2.0], FakeClient(5.0), on_progress=ended.append)
     assert [record.index for record in ended] == [0, 1, 2]
 
 
 def test_no_requests_are_no_error():
-    load = simulate([], Sleeper(1.0))
+    load = simulate([], FakeClient(1.0))
     assert (load.records, load.duration_s, load.warning) == ([], 0.0, None)
 
 
 def test_an_interruption_keeps_what_was_measured():
     async def run():
         loop = asyncio.get_running_loop()
-        task = asyncio.create_task(run_load(workload([0.0, 1.0, 9.0, 20.0]), Sleeper(3.0), clock=loop.time))
+        task = asyncio.create_task(run_load(workload([0.0, 1.0, 9.0, 20.0]), FakeClient(3.0), clock=loop.time))
         await asyncio.sleep(10.0)
         task.cancel()
         return await task

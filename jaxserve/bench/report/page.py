@@ -21,7 +21,7 @@ RATES = "throughput-against-rate"
 MAX_DRAWN = 8  # results in one plot, as many as there are colours
 CAPTIONS = {
     RATES: "Left: output tokens per second that the server keeps up with, and that arrive. A server is saturated "
-    "above the rate at which it keeps up with less than 95 % of what arrives: the middle 90 % of the "
+    "from the rate on at which it keeps up with less than 95 % of what arrives: the middle 90 % of the "
     "requests take longer to complete than they took to arrive. Right: median and P99 of TTFT.",
     "ttft-over-time": "Dots are requests; lines are the median and the 95th percentile within intervals of time.",
     "tpot-over-time": "Dots are requests; lines are the median and the 95th percentile within intervals of time.",
