@@ -13,25 +13,25 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def test_infinite_rate_is_all_at_once():
+def test_arrivals_at_infinite_rate_are_all_at_0():
     assert arrivals(5, math.inf, 1.0, rng()).tolist() == [0.0] * 5
 
 
 @pytest.mark.parametrize("burstiness", [0.2, 1.0, 5.0, math.inf])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_seed_offers_the_same_load(burstiness, seed):
+def test_arrivals_of_every_seed_offer_the_same_load(burstiness, seed):
     times = arrivals(200, 8.0, burstiness, rng(seed))
     assert times[-1] == pytest.approx(200 / 8)
     assert np.all(np.diff(times) >= 0)
     assert times[0] > 0
 
 
-def test_infinite_burstiness_is_even():
+def test_arrivals_with_infinite_burstiness_are_even():
     assert arrivals(4, 2.0, math.inf, rng()).tolist() == [0.5, 1.0, 1.5, 2.0]
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_variation_of_intervals_is_that_of_the_gamma_distribution(burstiness):
+def test_intervals_vary_as_the_gamma_distribution(burstiness):
     gaps = np.diff(arrivals(100_000, 10.0, burstiness, rng()))
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.03)
 
@@ -69,6 +69,6 @@ def test_ramp_up_needs_positive_finite_rates(rates):
         RampUp("linear", *rates)
 
 
-def test_ramp_up_of_another_shape_is_refused():
+def test_ramp_up_with_unknown_strategy_is_refused():
     with pytest.raises(ConfigError, match="'square'"):
         RampUp("square", 1, 2)

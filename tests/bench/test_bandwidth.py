@@ -15,7 +15,7 @@ WORDS = 4 * 32  # that are read together: four streams of four cache lines
 
 
 @needs_compiler
-def test_every_word_is_read():
+def test_bandwidth_loop_reads_every_word():
     read = compiled()
     words = np.zeros(3 * WORDS, np.uint64)
     for position in range(len(words)):
@@ -25,29 +25,29 @@ def test_every_word_is_read():
 
 
 @needs_compiler
-def test_the_words_that_fill_no_block_are_not_read():
+def test_bandwidth_loop_skips_incomplete_blocks():
     words = np.ones(WORDS + 5, np.uint64)
     words[WORDS:] = 2
     assert compiled()(words) == 0, "the exclusive or of an even number of ones"
 
 
 @needs_compiler
-def test_the_median_pass_is_no_faster_than_the_best():
+def test_bandwidth_median_is_at_most_the_best_pass():
     found = measure(threads=2, size=1 << 20, passes=3)
     assert 0 < found.median <= found.best
 
 
-def test_a_compiler_that_is_not_there_is_an_error(monkeypatch):
+def test_bandwidth_without_compiler_raises(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(OSError, match="/nowhere"):
         measure(threads=1, size=1 << 20, passes=1)
 
 
-def test_the_share_is_of_the_median():
+def test_bandwidth_share_is_relative_to_the_median():
     assert Bandwidth(median=20.0, best=25.0).share(200e6, 0.02) == pytest.approx(0.5)
 
 
-def test_a_product_of_few_rows_is_told_as_a_share_of_the_bandwidth():
+def test_product_of_few_rows_shows_its_share_of_the_bandwidth():
     w = jnp.ones((1000, 500), jnp.bfloat16)  # 1 MB
     memory = Bandwidth(median=4.0, best=5.0)
     line = matmul_line([1e-3, 5e-4, 8e-4], 4, w, memory)

@@ -28,7 +28,7 @@ TIGHT = Limits(max_num_seqs=5, max_model_len=96, prefill_tokens=64, kv_tokens=60
 
 
 @pytest.mark.parametrize("limits", [CPU, GPU, TIGHT])
-def test_prompts_and_batches_fit_what_the_server_can_take(limits):
+def test_calibration_prompts_and_batches_fit_the_server_limits(limits):
     lengths = prompt_lengths(limits)
     assert lengths == sorted(lengths)
     assert 1 <= lengths[0] <= 32
@@ -39,7 +39,7 @@ def test_prompts_and_batches_fit_what_the_server_can_take(limits):
         assert clients * prompt <= limits.kv_tokens
 
 
-def test_batches_have_every_size_of_a_step_and_one_between():
+def test_calibration_batches_have_every_step_size_and_one_between():
     sizes = {clients for clients, _ in batches(CPU)}
     assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32}
     assert {clients for clients, _ in batches(replace(CPU, max_num_seqs=5))} == {1, 2, 3, 4, 5}
@@ -47,7 +47,7 @@ def test_batches_have_every_size_of_a_step_and_one_between():
     assert all(clients * prompt > 4000 for clients, prompt in deep.items() if clients > 2)
 
 
-def test_the_longest_prompt_takes_several_steps_where_the_model_allows():
+def test_longest_calibration_prompt_takes_several_steps_if_possible():
     assert prompt_lengths(CPU)[-1] == 2 * CPU.prefill_tokens
     assert prompt_lengths(TIGHT)[-1] == 88
 
@@ -82,7 +82,7 @@ def record(sent: float, first: float, prompt: int) -> RequestRecord:
     return RequestRecord(0, sent, sent, prompt, sent_s=sent, chunk_times_s=[first, first + 1])
 
 
-def test_what_is_not_the_engines_time_is_from_sending_to_its_step_and_from_its_token_to_the_client():
+def test_time_outside_the_engine_is_before_the_step_and_after_its_token():
     step = Step(0, 7, 10.004, 10.005, 10.100, 32, 1, 5, 0, 40, 1, 30, 1)
     arrivals = (Arrival("a", 0, 7, 10.003, 30, 8, 1, 0), Arrival("b", 0, 7, 10.003, 31, 8, 1, 0))
     answers = {name: AnswerRecord(name, 0, 10.100, 11.0, 8, 0, 0, "length") for name in "ab"}
@@ -94,7 +94,7 @@ def test_what_is_not_the_engines_time_is_from_sending_to_its_step_and_from_its_t
     assert seconds == pytest.approx(0.102 - 0.097)
 
 
-def test_requests_of_one_length_are_told_apart_by_their_times():
+def test_requests_of_equal_length_are_matched_by_time():
     steps = tuple(Step(0, n, n + 0.1, n + 0.1, n + 0.5, 32, 1, 0, 0, 40, 1, 30, 1) for n in (1, 2))
     arrivals = tuple(Arrival(f"r{n}", 0, n, n + 0.05, 30, 8, 1, 0) for n in (1, 2))
     answers = {f"r{n}": AnswerRecord(f"r{n}", 0, n + 0.5, n + 0.9, 8, 0, 0, "length") for n in (1, 2)}
@@ -104,7 +104,7 @@ def test_requests_of_one_length_are_told_apart_by_their_times():
     assert [seconds for _, _, seconds in found] == pytest.approx([0.2, 0.2])
 
 
-def test_a_gpu_has_the_nominal_numbers_of_its_file():
+def test_known_gpu_maps_to_its_hardware_file():
     assert calibration._known_gpu("NVIDIA H200, 143771 MiB, driver 570") == "h200"
     assert calibration._known_gpu("NVIDIA A100 80GB PCIe, 81920 MiB, driver 550") == "a100-80"
     assert calibration._known_gpu("8 x NVIDIA A100-SXM4-40GB, 40960 MiB, driver 550") == "a100-40"
@@ -131,7 +131,7 @@ def test_a_calibration_is_saved_as_a_hardware_file(tmp_path):
     assert load_hardware(tmp_path / "here.yaml") == found().hardware
 
 
-def test_what_was_found_is_shown_with_its_error():
+def test_printed_calibration_shows_curves_and_errors():
     console = Console(width=200)
     with console.capture() as shown:
         print_calibration(found(), console)
@@ -143,13 +143,13 @@ def test_what_was_found_is_shown_with_its_error():
     assert "stream" in text
 
 
-def test_the_server_gets_the_options_that_are_no_defaults():
+def test_changed_fields_leave_out_defaults():
     config = EngineConfig(model="m", max_num_seqs=8, step_log="log")
     assert changed_fields(config) == {"model": "m", "max_num_seqs": 8, "step_log": "log"}
     assert json.dumps(changed_fields(config))
 
 
-def test_more_than_one_device_is_refused_before_anything_is_started():
+def test_calibration_of_several_devices_is_refused():
     options = CalibrationOptions("here", EngineConfig(tp=2))
     with pytest.raises(ConfigError, match="measures one device: tp is 2"):
         calibration.calibrate(options)
@@ -158,16 +158,16 @@ def test_more_than_one_device_is_refused_before_anything_is_started():
 @pytest.mark.parametrize(
     "given", [{"precision": "int4"}, {"layer_precision": "0:int8"}, {"head_precision": "int8"}], ids=str
 )
-def test_layers_precisions_come_from_one_option(given: dict[str, str]):
+def test_calibration_takes_precisions_from_one_option_alone(given: dict[str, str]):
     with pytest.raises(ConfigError, match="from --precisions alone"):
         calibration.calibrate(CalibrationOptions("here", EngineConfig(**given)))
 
 
-def test_a_precision_that_there_is_not_is_told_before_anything_is_started():
+def test_calibration_of_unknown_precision_is_refused():
     with pytest.raises(ConfigError, match="precisions is 'int5'"):
         calibration.calibrate(CalibrationOptions("here", precisions=("int5",)))
 
 
-def test_hardware_is_a_yaml_file():
+def test_calibrate_to_a_file_that_is_not_yaml_is_refused():
     done = CliRunner().invoke(app, ["bench", "latency", "--calibrate", "here.json"])
     assert done.exit_code == 1

@@ -46,7 +46,7 @@ def assert_seen(times_s: list[float], written_s: list[float]) -> None:
         assert written <= seen < written + SLACK
 
 
-def test_times_are_those_at_which_the_server_wrote():
+def test_chunk_times_are_when_the_server_wrote():
     (record,), (exchange,) = ask(lambda e: answer(e, tokens=5, first_s=0.06, every_s=0.03))
     assert record.ok
     assert record.status == 200
@@ -57,7 +57,7 @@ def test_times_are_those_at_which_the_server_wrote():
     assert record.due_s <= record.sent_s <= record.chunk_times_s[0] < record.chunk_times_s[-1] <= record.end_s
 
 
-def test_a_stall_is_in_the_gap_where_it_happened():
+def test_stall_is_in_the_gap_where_it_happened():
     async def script(exchange):
         await exchange.head()
         for index in range(4):
@@ -69,7 +69,7 @@ def test_a_stall_is_in_the_gap_where_it_happened():
     assert record.itl_s[1] == max(record.itl_s) >= 0.3 - 0.05
 
 
-def test_usage_has_the_last_word_on_numbers_of_tokens():
+def test_usage_overrides_counted_tokens():
     async def script(exchange):
         await exchange.head()
         await exchange.token("two tokens")
@@ -82,7 +82,7 @@ def test_usage_has_the_last_word_on_numbers_of_tokens():
     assert record.text == "two tokenstwo more"
 
 
-def test_without_usage_every_chunk_is_a_token():
+def test_every_chunk_without_usage_counts_as_a_token():
     async def script(exchange):
         await exchange.head()
         for _ in range(3):
@@ -94,7 +94,7 @@ def test_without_usage_every_chunk_is_a_token():
     assert (record.input_tokens, record.output_tokens) == (3, 3)
 
 
-def test_without_usage_the_chunk_that_only_ends_the_answer_is_no_token():
+def test_final_chunk_without_usage_and_text_is_not_a_token():
     async def script(exchange):
         await exchange.head()
         for _ in range(3):
@@ -107,7 +107,7 @@ def test_without_usage_the_chunk_that_only_ends_the_answer_is_no_token():
 
 
 @pytest.mark.parametrize("text", ["", "x"])
-def test_no_tokens_are_no_tokens_if_the_server_says_so(text):
+def test_zero_completion_tokens_in_usage_leave_no_tokens(text):
     async def script(exchange):
         await exchange.head()
         await exchange.token(text)
@@ -120,7 +120,7 @@ def test_no_tokens_are_no_tokens_if_the_server_says_so(text):
     assert record.error == "the stream contained no tokens"
 
 
-def test_a_finish_reason_ends_an_answer_too():
+def test_finish_reason_ends_an_answer():
     async def script(exchange):
         await exchange.head()
         await exchange.token(finish_reason="stop")
@@ -130,7 +130,7 @@ def test_a_finish_reason_ends_an_answer_too():
     assert record.ok
 
 
-def test_bytes_split_within_a_character_and_comments_between_are_read():
+def test_stream_with_split_characters_and_comments_is_read():
     text = "naïve 日本"
     event = (
         b": ping\r\n\r\ndata: " + json.dumps({"choices": [{"text": text}]}, ensure_ascii=False).encode() + b"\r\n\r\n"
@@ -147,7 +147,7 @@ def test_bytes_split_within_a_character_and_comments_between_are_read():
     assert (record.text, record.output_tokens) == (text, 1)
 
 
-def test_tokens_that_come_together_have_one_time():
+def test_tokens_that_arrive_together_have_one_time():
     async def script(exchange):
         await exchange.head()
         await exchange.part(b'data: {"choices": [{"text": "x"}]}\n\n' * 3)
@@ -157,7 +157,7 @@ def test_tokens_that_come_together_have_one_time():
     assert record.itl_s == [0.0, 0.0]
 
 
-def test_a_chat_counts_what_carries_content():
+def test_chat_counts_chunks_with_content():
     async def script(exchange):
         await exchange.head()
         await exchange.delta(role="assistant", content="")
@@ -175,7 +175,7 @@ def test_a_chat_counts_what_carries_content():
     assert exchange.body["messages"] == [{"role": "user", "content": "Hi"}]
 
 
-def test_the_request_says_what_the_target_says():
+def test_request_body_holds_the_fields_of_the_target():
     _, (exchange,) = ask(answer, api_key="secret", ignore_eos=True, extra_body={"temperature": 0, "max_tokens": 9})
     assert exchange.path == "/v1/completions"
     assert exchange.headers["authorization"] == "Bearer secret"
@@ -190,17 +190,17 @@ def test_the_request_says_what_the_target_says():
     }
 
 
-def test_the_key_is_in_no_representation():
+def test_api_key_is_not_in_the_repr_of_the_target():
     assert "secret" not in repr(Target("http://host", "model", api_key="secret"))
 
 
-def test_a_connection_serves_one_request_after_the_other():
+def test_connection_is_reused_by_consecutive_requests():
     records, exchanges = ask(answer, SAMPLE, SAMPLE, SAMPLE)
     assert all(record.ok for record in records)
     assert {exchange.connection for exchange in exchanges} == {0}
 
 
-def test_requests_at_once_have_connections_of_their_own():
+def test_concurrent_requests_use_separate_connections():
     together = 40
 
     async def run():
@@ -223,7 +223,7 @@ def test_requests_at_once_have_connections_of_their_own():
     assert connections == together
 
 
-def test_a_failure_does_not_touch_the_next_request():
+def test_request_after_a_failure_succeeds():
     async def script(exchange):
         if exchange.index == 0:
             exchange.reset()
@@ -245,7 +245,7 @@ def test_a_failure_does_not_touch_the_next_request():
         (b"", "HTTP 503"),
     ],
 )
-def test_a_refusal_has_its_status_and_message(body, message):
+def test_refused_request_has_status_and_message(body, message):
     (record,), _ = ask(lambda exchange: exchange.whole(503, body))
     assert (record.status, record.error) == (503, message)
     assert record.ttft_s is None
@@ -321,16 +321,16 @@ async def _no_tokens(exchange):
         (_close_midway, "connection closed before the answer was complete"),
     ],
 )
-def test_every_broken_stream_has_its_reason(script, reason):
+def test_broken_stream_has_a_reason(script, reason):
     assert error_of(script) == reason
 
 
-def test_what_is_not_http_is_a_failure():
+def test_answer_that_is_not_http_is_a_failure():
     reason = error_of(lambda exchange: exchange.raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"))
     assert reason.startswith("the answer is not HTTP: ")
 
 
-def test_every_request_is_sent_as_if_by_another_user():
+def test_requests_share_no_cookies():
     async def script(exchange):
         await exchange.raw(b"HTTP/1.1 503 Busy\r\nset-cookie: route=1\r\ncontent-length: 0\r\n\r\n")
 
@@ -338,7 +338,7 @@ def test_every_request_is_sent_as_if_by_another_user():
     assert all("cookie" not in exchange.headers for exchange in exchanges)
 
 
-def test_a_redirection_is_a_refusal():
+def test_redirection_is_a_failure():
     async def script(exchange):
         await exchange.raw(b"HTTP/1.1 307 Elsewhere\r\nlocation: /other\r\ncontent-length: 0\r\n\r\n")
 
@@ -347,12 +347,12 @@ def test_a_redirection_is_a_refusal():
 
 
 @pytest.mark.parametrize("script", [_reset_at_once, _reset_midway])
-def test_a_reset_connection_is_a_failure(script):
+def test_reset_connection_is_a_failure(script):
     assert error_of(script) in ("connection reset", "connection closed before the answer was complete")
 
 
 @pytest.mark.parametrize("script", [_never_answer, _stall_midway])
-def test_a_request_takes_no_longer_than_its_timeout(script):
+def test_request_beyond_its_timeout_fails(script):
     assert error_of(script, timeout_s=0.3) == "timeout after 0.3 s"
 
 
@@ -372,7 +372,7 @@ def send_to(url: str, sample: Sample = SAMPLE, **target) -> RequestRecord:
     return asyncio.run(run())
 
 
-def test_nobody_listening_is_a_failure():
+def test_request_to_a_closed_port_fails():
     async def free_url():
         async with FakeServer(answer) as server:
             return server.url
@@ -380,17 +380,17 @@ def test_nobody_listening_is_a_failure():
     assert send_to(asyncio.run(free_url())).error == "connection refused"
 
 
-def test_a_wrong_address_is_a_failure():
+def test_request_to_a_wrong_address_fails():
     assert send_to("ftp://127.0.0.1").error
     assert send_to("http://127.0.0.1:port").error.startswith("cannot send the request")
 
 
-def test_a_chat_takes_no_token_ids():
+def test_chat_request_with_token_ids_fails():
     record = send_to("http://127.0.0.1:9", endpoint=CHAT)
     assert record.error == "cannot send the request: a chat endpoint takes text, not token ids"
 
 
-def test_a_cancelled_request_has_neither_failed_nor_ended():
+def test_cancelled_request_has_no_error_and_no_end():
     async def run():
         async with FakeServer(_stall_midway) as server, Client(Target(server.url, "fake")) as client:
             record = RequestRecord(0, 0.0, 0.0, 3)
@@ -408,7 +408,7 @@ def test_a_cancelled_request_has_neither_failed_nor_ended():
 
 
 @pytest.mark.parametrize(("tokens", "times"), [(2, 2), (3, 3)])
-def test_a_chunk_that_only_says_why_the_answer_ended_is_no_token(tokens, times):
+def test_chunk_with_only_a_finish_reason_is_not_a_token(tokens, times):
     async def bare_end(exchange: Exchange) -> None:
         await exchange.head()
         await exchange.token("a")
@@ -422,7 +422,7 @@ def test_a_chunk_that_only_says_why_the_answer_ended_is_no_token(tokens, times):
     assert_seen(record.chunk_times_s, exchange.written_s[:times])
 
 
-def test_a_key_that_the_server_repeats_is_not_told():
+def test_api_key_repeated_by_the_server_is_masked():
     async def repeats(exchange: Exchange) -> None:
         await exchange.whole(401, b'{"error": {"message": "no such key: ' + b"x" * 170 + b' my-long-secret-key"}}')
 
@@ -431,11 +431,11 @@ def test_a_key_that_the_server_repeats_is_not_told():
     assert "my-" not in reason
 
 
-def test_an_error_steers_no_terminal():
+def test_error_has_no_terminal_control_characters():
     assert error_of(lambda e: e.whole(500, b"\x1b[31mred\x00\nalert")) == "HTTP 500: \ufffd[31mred\ufffd alert"
 
 
-def test_an_answer_in_one_piece_is_told_as_that():
+def test_unstreamed_answer_is_a_failure():
     async def whole(exchange: Exchange) -> None:
         await exchange.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
 
@@ -443,7 +443,7 @@ def test_an_answer_in_one_piece_is_told_as_that():
 
 
 @pytest.mark.parametrize("usage", ["many", [1], {"prompt_tokens": -5, "completion_tokens": "many"}, {"x": 1}])
-def test_a_usage_that_counts_nothing_is_none(usage):
+def test_usage_without_valid_counts_is_ignored(usage):
     async def script(exchange: Exchange) -> None:
         await exchange.head()
         await exchange.token()
@@ -456,7 +456,7 @@ def test_a_usage_that_counts_nothing_is_none(usage):
     assert (record.input_tokens, record.output_tokens) == (3, 2)
 
 
-def test_text_that_is_none_is_malformed():
+def test_text_of_another_type_is_malformed():
     async def script(exchange: Exchange) -> None:
         await exchange.head()
         await exchange.token(text=5)

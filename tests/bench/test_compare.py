@@ -39,14 +39,14 @@ def test_results_of_one_label_are_compared_with_each_other():
     assert side_by_side([serve(None, 1.0), serve(None, 2.0)]).labels == ("tiny #1", "tiny #2")
 
 
-def test_what_only_one_has_is_shown_without_a_ratio():
+def test_figure_of_one_configuration_alone_has_no_ratio():
     comparison = side_by_side([serve("a", 10.0, mean_ttft_ms=None), serve("b", 10.0, mean_ttft_ms=5.0)])
     ttft = next(row for row in comparison.figures if row.name == "Mean TTFT (ms)")
     assert ttft.spreads[0] is None
     assert ttft.ratio(1) is None
 
 
-def test_differences_of_load_workload_and_machine_are_told():
+def test_differences_of_load_workload_and_machine_are_noted():
     here = {"cpu": "one CPU", "date": "today"}
     there = {"cpu": "another CPU", "date": "tomorrow"}
     comparison = side_by_side(
@@ -88,7 +88,7 @@ def test_a_comparison_is_saved_as_flat_rows():
     ]
 
 
-def test_different_kinds_are_not_compared():
+def test_comparison_of_different_kinds_is_refused():
     with pytest.raises(ConfigError, match="latency, serve"):
         side_by_side([serve("a", 1.0), {"kind": "latency", "rows": []}])
     with pytest.raises(ConfigError, match="none"):
@@ -99,7 +99,7 @@ def test_a_trace_replay_is_compared_with_a_served_dataset():
     assert side_by_side([serve("a", 1.0), serve("b", 2.0) | {"kind": "trace"}]).figures[0].ratio(1) == 2.0
 
 
-def test_a_terminal_shows_the_same_numbers():
+def test_comparison_in_a_terminal_shows_the_same_numbers():
     results = [serve("a", 10.0), serve("b", 25.0)]
     for text in (printed(results), printed(results, terminal=True)):
         assert "25.00" in text

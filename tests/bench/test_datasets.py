@@ -35,7 +35,7 @@ def rng(seed: int = 0) -> np.random.Generator:
         ("lognormal:500,400", 500, 400),
     ],
 )
-def test_lengths_have_the_moments_they_name(text, mean, std):
+def test_lengths_have_the_mean_and_deviation_in_their_text(text, mean, std):
     values = Lengths.parse(text).sample(rng(), 100_000)
     assert values.mean() == pytest.approx(mean, rel=0.02)
     assert values.std() == pytest.approx(std, rel=0.05)
@@ -79,14 +79,14 @@ def test_lengths_are_written_as_they_are_read(text):
         "normal:inf,1",
     ],
 )
-def test_what_is_no_length_is_refused_by_name(text):
+def test_text_that_is_not_a_length_is_refused_and_named(text):
     with pytest.raises(ConfigError, match="is not a length") as caught:
         Lengths.parse(text)
     assert repr(text) in str(caught.value)
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1, 2, float("nan")])
-def test_range_ratio_has_limits(ratio):
+def test_range_ratio_out_of_range_is_refused(ratio):
     with pytest.raises(ConfigError, match="range ratio"):
         Lengths.around(10, ratio)
 
@@ -137,7 +137,7 @@ def make_prefix(vocabulary, n, **options):
     return prefix_samples(vocabulary, n, rng(), **options)
 
 
-def test_prefixes_are_equally_often(vocabulary):
+def test_prefixes_are_used_equally_often(vocabulary):
     samples = make_prefix(vocabulary, 30)
     assert Counter(Counter(sample.prompt[:12] for sample in samples).values()) == {10: 3}
     assert len({sample.prompt for sample in samples}) == 30
@@ -149,11 +149,11 @@ def test_prefixes_come_in_random_order(vocabulary):
     assert len(set(first)) > 1
 
 
-def test_fewer_requests_than_prefixes(vocabulary):
+def test_prefix_samples_may_be_fewer_than_prefixes(vocabulary):
     assert len({sample.prompt[:12] for sample in make_prefix(vocabulary, 2)}) == 2
 
 
-def test_prefixes_as_text(vocabulary):
+def test_prefix_samples_as_text_share_their_prefixes(vocabulary):
     samples = make_prefix(vocabulary, 9, as_text=True)
     heads = Counter(tuple(vocabulary.encode(sample.prompt)[:11]) for sample in samples)
     assert Counter(heads.values()) == {3: 3}
@@ -161,7 +161,7 @@ def test_prefixes_as_text(vocabulary):
 
 
 @pytest.mark.parametrize("option", ["num_prefixes", "prefix_len", "suffix_len", "output_len"])
-def test_numbers_below_one_are_refused(vocabulary, option):
+def test_prefix_samples_with_numbers_below_one_are_refused(vocabulary, option):
     with pytest.raises(ConfigError, match="must be at least 1"):
         make_prefix(vocabulary, 3, **{option: 0})
 
@@ -205,18 +205,18 @@ def test_conversations_are_a_random_choice(vocabulary, dataset):
     assert len(set(prompts(0))) == 4
 
 
-def test_conversations_as_token_ids(vocabulary, dataset):
+def test_conversations_as_token_ids_have_their_lengths(vocabulary, dataset):
     (sample,) = sharegpt_samples(vocabulary, 1, rng(), path=dataset, as_text=False)
     assert sample.prompt == tuple(vocabulary.encode(vocabulary.text(sample.prompt)))
 
 
-def test_too_few_conversations_come_again(vocabulary, dataset):
+def test_too_few_conversations_are_repeated(vocabulary, dataset):
     samples = sharegpt_samples(vocabulary, 30, rng(), path=dataset)
     assert len(samples) == 30
     assert {sample.prompt for sample in samples} == set(ASKED)
 
 
-def test_prompt_and_completion_in_json_lines(vocabulary, tmp_path):
+def test_prompt_and_completion_in_json_lines_are_read(vocabulary, tmp_path):
     entry = {"prompt": "one long line\u2028of a question", "completion": ANSWER}
     path = written(tmp_path, "\n".join(["", json.dumps(entry, ensure_ascii=False), ""]))
     (sample,) = sharegpt_samples(vocabulary, 1, rng(), path=path)
@@ -238,7 +238,7 @@ def test_conversations_beyond_the_limits_are_left_out(vocabulary, tmp_path):
         sharegpt_samples(vocabulary, 5, rng(), path=path, max_total_tokens=5)
 
 
-def test_conversations_without_an_answer_are_passed_over(vocabulary, tmp_path):
+def test_conversations_without_an_answer_are_skipped(vocabulary, tmp_path):
     unanswered = {"conversations": [{"from": "human", "value": "is anybody there, or am I alone?"}]}
     path = written(tmp_path, json.dumps([unanswered, conversation(ASKED[0], ANSWER)]))
     assert [sample.prompt for sample in sharegpt_samples(vocabulary, 1, rng(), path=path)] == [ASKED[0]]
@@ -256,7 +256,7 @@ def test_conversations_without_an_answer_are_passed_over(vocabulary, tmp_path):
         ('"text"', "line 1"),
     ],
 )
-def test_mistake_in_a_dataset_is_told_with_its_place(vocabulary, tmp_path, text, place):
+def test_mistake_in_a_dataset_is_reported_with_its_place(vocabulary, tmp_path, text, place):
     path = written(tmp_path, text)
     with pytest.raises(ConfigError, match=place) as caught:
         sharegpt_samples(vocabulary, 1, rng(), path=path)

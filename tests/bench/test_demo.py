@@ -25,7 +25,7 @@ def demo_results():
     return found
 
 
-def test_the_verdict_says_what_came_of_it():
+def test_demo_verdict_states_the_figures():
     sentence = comparison.verdict(demo_results())
     assert "0.0% instead of 100.0%" in sentence
     assert "16.0 times shorter" in sentence
@@ -34,7 +34,7 @@ def test_the_verdict_says_what_came_of_it():
     assert "16.0 times longer" in comparison.verdict(worse)
 
 
-def test_the_page_holds_all_it_shows(tmp_path):
+def test_demo_page_is_self_contained(tmp_path):
     page = comparison.write_page(demo_results(), tmp_path / "demo" / "report.html").read_text()
     assert "queue &lt; 1" in page
     assert "data:image/png;base64," in page
@@ -49,7 +49,7 @@ def scrape(swapped=0, pages=10, tokens=0):
     return Scrape(values | first, {})
 
 
-def test_the_screen_tells_every_change_where_there_is_no_terminal():
+def test_screen_without_a_terminal_prints_every_change():
     output = io.StringIO()
     screen = Screen(Console(file=output, width=200), "a system", order=(1, 0), max_pages=20, slo_s=2)
     with screen.shown():
@@ -63,7 +63,7 @@ def test_the_screen_tells_every_change_where_there_is_no_terminal():
     assert lines[4].endswith("KV 20 to 10 pages")
 
 
-def test_the_screen_tells_precisions_apart():
+def test_screen_shows_each_precision():
     output = io.StringIO()
     screen = Screen(Console(file=output, width=200), "a system", order=(1, 0, 2), max_pages=20, slo_s=2)
     with screen.shown():
@@ -79,7 +79,7 @@ def test_the_screen_tells_precisions_apart():
     assert "layers 1 in int4, 2 in int8; " in output.getvalue()
 
 
-def test_the_screen_draws_in_a_terminal():
+def test_screen_draws_in_a_terminal():
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=120)
     with Screen(console, "a system", order=(1, 0), max_pages=20, slo_s=2).shown() as screen:

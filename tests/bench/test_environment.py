@@ -7,7 +7,7 @@ from jaxserve._version import __version__
 from jaxserve.bench import environment
 
 
-def test_describes_the_machine_and_leaves_out_what_is_not_there(monkeypatch):
+def test_environment_leaves_out_unknown_fields(monkeypatch):
     monkeypatch.setattr(environment, "_output", lambda command: None)  # neither git nor nvidia-smi
     found = environment.describe_environment()
     assert found["jaxserve"] == __version__
@@ -37,7 +37,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_checkout_tells_its_commit_and_whether_files_differ_from_it(checkout: Path):
+def test_commit_of_a_checkout_says_whether_tracked_files_changed(checkout: Path):
     clean = environment.commit(checkout)
     assert clean is not None
     assert len(clean) == 12
@@ -47,12 +47,12 @@ def test_a_checkout_tells_its_commit_and_whether_files_differ_from_it(checkout: 
     assert environment.commit(checkout) == f"{clean} with changes"
 
 
-def test_a_package_inside_of_another_repository_has_no_commit(checkout: Path):
+def test_package_inside_another_repository_has_no_commit(checkout: Path):
     installed = checkout / "site-packages"
     installed.mkdir()
     assert environment.commit(installed) is None
 
 
-def test_a_program_that_fails_tells_nothing(tmp_path: Path):
+def test_output_of_a_failing_program_is_none(tmp_path: Path):
     assert environment._output(["git", "-C", str(tmp_path), "rev-parse", "HEAD"]) is None
     assert environment._output(["no-such-program-anywhere"]) is None

@@ -9,7 +9,9 @@ from jaxserve.core.bundled import bundled_model_path
 
 
 @pytest.mark.parametrize("precision", ["auto", "int4"])
-def test_both_ways_are_timed_for_every_batch(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+def test_fused_steps_times_both_tiers_for_every_batch(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
     monkeypatch.setattr(fused_steps, "MANY", 8)
     small = {"load_format": "dummy", "max_num_batched_tokens": 2 + 32}
     rows = fused_steps.compare(tiny_model, precision, [1, 2], repeats=1, **small)
@@ -17,7 +19,7 @@ def test_both_ways_are_timed_for_every_batch(tiny_model: Path, monkeypatch: pyte
     assert all(row.keys() == {"batch", "blocks", "fused"} for row in rows)
 
 
-def test_without_options_it_is_the_bundled_model_as_it_is(
+def test_fused_steps_by_default_measures_the_bundled_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compared = []

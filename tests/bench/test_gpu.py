@@ -58,7 +58,7 @@ def rows(report: tuple[dict, str], part: str) -> list[dict]:
     return report[0]["parts"][part]["rows"]
 
 
-def test_every_part_runs_and_only_a_peer_may_be_missing(report):
+def test_gpu_run_has_every_part_except_missing_peers(report):
     outcomes = report[0]["parts"]
     assert list(outcomes) == [part.name for part in PARTS]
     for part in PARTS:
@@ -67,7 +67,7 @@ def test_every_part_runs_and_only_a_peer_may_be_missing(report):
     assert errors <= {BELOW_NOISE}, "that, a busy machine may do to the smallest steps"
 
 
-def test_every_row_with_a_floor_says_how_near_it_is(report):
+def test_gpu_rows_with_a_floor_have_their_share_of_it(report):
     for part in ("kernels", "engine:1b", "engine:8b"):
         with_floor = [row for row in rows(report, part) if "bytes" in row and "seconds" in row]
         assert with_floor
@@ -75,7 +75,7 @@ def test_every_row_with_a_floor_says_how_near_it_is(report):
 
 
 @pytest.mark.parametrize("model", TINY.models, ids=lambda model: model.name)
-def test_a_model_is_measured_through_library_and_executor_in_both_tiers(report, model):
+def test_gpu_model_is_measured_through_library_and_executor_in_both_tiers(report, model):
     found = {(row.get("through"), row.get("tier")) for row in rows(report, f"engine:{model.name}") if "tok_s" in row}
     assert found == {(through, tier) for through in ("LLM", "executor") for tier in ("block", "fused")}
     cases = [row["case"] for row in rows(report, f"engine:{model.name}") if row.get("through") == "LLM"]
@@ -84,20 +84,20 @@ def test_a_model_is_measured_through_library_and_executor_in_both_tiers(report, 
     assert fused[0] > 0, "the fused tier was really there"
 
 
-def test_the_table_has_every_row(report):
+def test_gpu_table_has_every_row(report):
     measured = [row for o in report[0]["parts"].values() for row in o["rows"] if row["case"] != "first_tokens"]
     for row in measured:
         assert f"| {row['case']}" in report[1]
     assert report[0]["environment"]["cpu"] in report[1]
 
 
-def test_the_report_ends_with_every_target(report):
+def test_gpu_report_lists_every_target(report):
     assert {target["verdict"] for target in report[0]["targets"]} <= {"met", "missed", "not measured"}
     for target in report[0]["targets"]:
         assert f"| {target['name']} |" in report[1]
 
 
-def test_layers_in_fewer_bits_read_fewer_bytes(report):
+def test_gpu_layers_in_fewer_bits_read_fewer_bytes(report):
     for tier in ("block", "fused"):
         whole, int8, int4 = (
             next(r for r in rows(report, "engine:8b") if (r["case"], r.get("tier")) == (f"decode, batch 2{form}", tier))
@@ -107,7 +107,7 @@ def test_layers_in_fewer_bits_read_fewer_bytes(report):
         assert whole["flops"] == int4["flops"]
 
 
-def test_every_operation_of_the_kernels_is_timed():
+def test_gpu_cases_cover_every_kernel_operation():
     assert {case.op for case in cases(REAL)} == set(kernels.__all__) - NO_OPERATIONS
     assert {case.op for case in cases(TINY)} == {case.op for case in cases(REAL)}
 
@@ -128,7 +128,7 @@ def is_for_pallas(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("backend", ["pallas", "xla"])
-def test_every_case_lowers_for_cuda_at_its_real_size(backend):
+def test_gpu_cases_lower_for_cuda_at_real_sizes(backend):
     """As on a Hopper GPU, where Pallas kernels run what they can, and by XLA alone."""
     for case in cases(REAL, (backend,)):
         inputs = jax.tree.map(as_on_gpu, jax.eval_shape(case.inputs, jax.random.key(0)))
@@ -139,7 +139,7 @@ def test_every_case_lowers_for_cuda_at_its_real_size(backend):
             assert jax.tree.leaves(result) == jax.tree.leaves(inputs[0]), "goes round"
 
 
-def test_what_the_engine_takes_is_measured_before_what_is_beside_it():
+def test_gpu_cases_of_the_engines_kernels_come_before_xla():
     both = [case.case for case in cases(REAL, ("pallas", "xla"))]
     assert len(both) == len(set(both)), "no two cases are called alike"
     beside = [case.endswith(", by XLA") for case in both]
@@ -148,7 +148,7 @@ def test_what_the_engine_takes_is_measured_before_what_is_beside_it():
 
 
 @pytest.mark.parametrize("model", [*REAL.models, *TINY.models], ids=lambda model: model.name)
-def test_a_decode_step_reads_every_weight_but_the_embedding(model):
+def test_decode_cost_reads_every_weight_but_the_embedding(model):
     tensors = {name: prod(dims) for _, part in _parts(model.shape) for name, dims in part.items() if len(dims) == 2}
     embedding = tensors.pop("model.embed_tokens.weight")
     weights = sum(tensors.values())
@@ -160,7 +160,7 @@ def test_a_decode_step_reads_every_weight_but_the_embedding(model):
     assert two.bytes - one.bytes == new_token
 
 
-def test_prefill_costs_what_its_tokens_cost_one_by_one_but_for_the_weights():
+def test_prefill_operations_equal_those_of_single_tokens():
     model = REAL.models[0]
     decoded = sum(costs.decode(model, 1, context).flops for context in range(1, 65))
     head = 2 * model.shape.hidden * model.shape.vocab
@@ -182,7 +182,7 @@ class Answers:
 
 
 @pytest.mark.parametrize("whole", [3.0, 1.0, 0.5])
-def test_a_decode_step_is_the_difference_of_two_times_or_an_error(monkeypatch, whole):
+def test_decode_step_is_a_difference_of_times_or_an_error(monkeypatch, whole):
     engine = Answers([9.0, 1.0, 9.0, whole])  # an unmeasured run before each
     monkeypatch.setattr(time, "perf_counter", lambda: engine.now)
     model = replace(TINY.models[0], batches=(2,))
@@ -219,7 +219,7 @@ OUTCOMES = {
 }  # fmt: skip
 
 
-def test_shares_are_of_the_ceilings_that_were_measured():
+def test_shares_are_relative_to_the_measured_ceilings():
     limits = ceilings(OUTCOMES)
     assert limits == {"copy": 400, "bfloat16": 2000}
     memory, arithmetic, failed = OUTCOMES["kernels"].rows
@@ -230,7 +230,7 @@ def test_shares_are_of_the_ceilings_that_were_measured():
     assert (memory["bound"], arithmetic["bound"]) == ("memory", "arithmetic")
 
 
-def test_the_table_tells_failures_the_peer_and_agreement():
+def test_gpu_table_shows_failures_peer_and_agreement():
     text = table(OUTCOMES)
     assert "c, out of memory" in text
     assert "- engine:1b: out of time: ended after 5 s" in text
@@ -248,19 +248,19 @@ def run_script(code: str, limit: float = 60) -> Outcome:
 ROW = 'print(\'{"row": {"case": "first"}}\', flush=True)\n'
 
 
-def test_a_part_that_hangs_is_ended_and_keeps_its_rows():
+def test_gpu_part_that_hangs_is_killed_and_keeps_its_rows():
     outcome = run_script(ROW + "import time; time.sleep(600)", limit=3)
     assert (outcome.status, outcome.rows) == ("out of time", [{"case": "first"}])
 
 
-def test_a_part_that_crashes_is_told_and_keeps_its_rows():
+def test_gpu_part_that_crashes_keeps_its_rows_and_log():
     outcome = run_script(ROW + "import os, sys; sys.stderr.write('no device'); sys.stderr.flush(); os.abort()")
     assert (outcome.status, outcome.rows) == ("crashed", [{"case": "first"}])
     assert f"exit status {-signal.SIGABRT}" in outcome.why
     assert "no device" in outcome.why
 
 
-def test_an_interrupt_ends_a_part_and_all_that_it_has_started(tmp_path: Path):
+def test_interrupt_kills_a_gpu_part_and_its_children(tmp_path: Path):
     file = tmp_path / "pid"
     child = f"import os, time; print(os.getpid(), file=open({str(file)!r}, 'w'), flush=True); time.sleep(600)"
     code = f"""
@@ -287,7 +287,7 @@ time.sleep(600)
     pytest.fail("what the part has started is still there")
 
 
-def test_a_part_that_fails_costs_only_itself(tmp_path: Path):
+def test_gpu_part_that_fails_does_not_affect_others(tmp_path: Path):
     settings = Settings("cpu", tiny=True, cache=tmp_path, python=sys.executable, peer_python=sys.executable)
     outcomes: dict[str, Outcome] = {}
     changes: list[str] = []
@@ -298,7 +298,7 @@ def test_a_part_that_fails_costs_only_itself(tmp_path: Path):
     assert changes.count("checkpoint") == len(TINY.models) + 1
 
 
-def test_a_part_without_time_left_is_not_started(tmp_path: Path):
+def test_gpu_part_without_time_is_not_started(tmp_path: Path):
     settings = Settings("cpu", tiny=True, cache=tmp_path, python=sys.executable, peer_python=sys.executable)
     outcomes: dict[str, Outcome] = {}
     run_parts((Part("checkpoint", 1),), settings, outcomes, lambda name: None)
@@ -348,7 +348,7 @@ def test_targets_are_met_missed_or_not_measured():
     assert {t.verdict for t in targets({})} == {"not measured"}
 
 
-def test_every_target_has_its_cases():
+def test_every_target_is_measured_by_a_complete_run():
     """With every case of a run at 1 second, and every row of the engine's, nothing is left unmeasured."""
     kernel = [{"op": case.op, "case": case.case, **case.cost.fields, "seconds": 1.0} for case in cases(REAL)]
     model = REAL.models[-1]
@@ -367,11 +367,11 @@ def test_every_target_has_its_cases():
     assert [t.name for t in targets(whole) if t.measured is None] == []
 
 
-def test_the_parts_take_less_than_eight_minutes():
+def test_gpu_parts_take_less_than_eight_minutes():
     assert sum(part.seconds for part in PARTS) < 8 * 60
 
 
-def test_a_report_is_replaced_as_a_whole(tmp_path: Path):
+def test_gpu_report_is_replaced_atomically(tmp_path: Path):
     out = tmp_path / "deep" / "gpu.json"
     for seconds in (1.0, 2.0):
         write(out, {"cpu": "one"}, True, seconds, OUTCOMES)

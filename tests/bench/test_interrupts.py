@@ -17,7 +17,7 @@ def number(request):
 
 
 @pytest.mark.parametrize("of_ctrl_c", [signal.default_int_handler, signal.SIG_IGN])
-def test_they_interrupt_also_where_ctrl_c_is_ignored(number, of_ctrl_c):
+def test_termination_signal_interrupts_even_if_ctrl_c_is_ignored(number, of_ctrl_c):
     signal.signal(number, signal.SIG_DFL)
     before = signal.signal(signal.SIGINT, of_ctrl_c)
     try:
@@ -28,7 +28,7 @@ def test_they_interrupt_also_where_ctrl_c_is_ignored(number, of_ctrl_c):
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_what_is_ignored_stays_ignored(number):
+def test_ignored_termination_signal_stays_ignored(number):
     signal.signal(number, signal.SIG_IGN)
     with signals_as_ctrl_c():
         os.kill(os.getpid(), number)

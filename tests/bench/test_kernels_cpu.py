@@ -15,7 +15,7 @@ def tiny(monkeypatch):
 
 
 @pytest.mark.parametrize(("group", "zero_points"), [(128, False), (32, True), (0, True)])
-def test_every_product_has_a_line(tiny, capsys, group, zero_points):
+def test_matmul_report_has_a_line_for_every_product(tiny, capsys, group, zero_points):
     report_matmul(1, group, zero_points, shapes=[(64, 256)], row_counts=[1, 32])
     first, *lines = capsys.readouterr().out.splitlines()
     assert ("with zeros" in first) == zero_points
@@ -25,7 +25,7 @@ def test_every_product_has_a_line(tiny, capsys, group, zero_points):
     assert named == [*(("1", name) for name in one), *(("32", name) for name in many)]
 
 
-def test_a_weight_has_the_format_that_is_asked_for():
+def test_random_weight_has_the_requested_format():
     w = random_weight(8, 256, Format(4, 32, zero_points=True))
     assert (w.bits, w.group, w.zeros.shape) == (4, 32, (8, 8))
     assert random_weight(8, 256, Format(8, 0)).group == 256

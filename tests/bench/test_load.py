@@ -50,7 +50,7 @@ def test_duration_is_from_the_first_arrival_to_the_last_end():
     assert not load.interrupted
 
 
-def test_a_concurrency_limit_moves_when_a_request_is_due_to_when_there_is_room():
+def test_concurrency_limit_delays_due_times():
     load = simulate([0.0, 1.0, 2.0, 50.0], FakeClient(10.0), max_concurrency=2)
     assert [record.arrival_s for record in load.records] == [0.0, 1.0, 2.0, 50.0]
     assert [record.due_s for record in load.records] == pytest.approx([0.0, 1.0, 10.0, 50.0])
@@ -58,7 +58,7 @@ def test_a_concurrency_limit_moves_when_a_request_is_due_to_when_there_is_room()
     assert load.client["max_lateness_ms"] == pytest.approx(0.0)
 
 
-def test_a_client_that_falls_behind_skips_nothing_and_says_so():
+def test_client_that_falls_behind_sends_everything_and_warns():
     load = simulate(np.arange(100) * 0.01, FakeClient(0.1, busy_s=0.02))
     assert all(record.ok for record in load.records)
     assert sent(load)[-1] == pytest.approx(100 * 0.02)
@@ -69,12 +69,12 @@ def test_a_client_that_falls_behind_skips_nothing_and_says_so():
     assert "100 of 100 requests" in load.warning
 
 
-def test_latencies_of_a_late_request_count_from_when_it_was_due():
+def test_latency_of_a_late_request_counts_from_its_due_time():
     record = simulate([1.0], FakeClient(0.1, busy_s=0.5)).records[0]
     assert record.ttft_s == pytest.approx(0.6)
 
 
-def test_one_late_request_in_a_thousand_is_counted_but_no_saturation():
+def test_one_late_request_in_a_thousand_is_not_saturation():
     class OnceBusy(FakeClient):
         async def send(self, sample, record, now):
             self.busy_s = 0.03 if record.index == 500 else 0.0
@@ -86,7 +86,7 @@ def test_one_late_request_in_a_thousand_is_counted_but_no_saturation():
     assert not load.client["saturated"]
 
 
-def test_a_loop_that_lags_is_saturation_even_if_few_requests_are_sent():
+def test_lagging_event_loop_is_saturation_even_with_few_requests():
     class Blocking(FakeClient):
         async def send(self, sample, record, now):
             record.sent_s = now()
@@ -107,18 +107,18 @@ def test_a_burst_due_at_once_does_not_count_as_a_saturated_client():
     assert not load.client["saturated"]
 
 
-def test_progress_is_told_once_per_request():
+def test_progress_is_called_once_per_request():
     ended = []
     simulate([0.0, 1.0, 2.0], FakeClient(5.0), on_progress=ended.append)
     assert [record.index for record in ended] == [0, 1, 2]
 
 
-def test_no_requests_are_no_error():
+def test_load_without_requests_is_empty():
     load = simulate([], FakeClient(1.0))
     assert (load.records, load.duration_s, load.warning) == ([], 0.0, None)
 
 
-def test_an_interruption_keeps_what_was_measured():
+def test_interrupted_load_keeps_its_records():
     async def run():
         loop = asyncio.get_running_loop()
         task = asyncio.create_task(run_load(workload([0.0, 1.0, 9.0, 20.0]), FakeClient(3.0), clock=loop.time))
@@ -134,7 +134,7 @@ def test_an_interruption_keeps_what_was_measured():
     assert (summary["completed"], summary["failed"], summary["unfinished"]) == (2, 0, 2)
 
 
-def test_an_error_of_the_program_is_raised():
+def test_error_in_the_client_code_is_raised():
     class Broken:
         async def send(self, sample, record, now):
             raise ZeroDivisionError
@@ -144,7 +144,7 @@ def test_an_error_of_the_program_is_raised():
     assert caught.group_contains(ZeroDivisionError)
 
 
-def test_ctrl_c_ends_the_run_and_keeps_its_records():
+def test_ctrl_c_ends_the_load_and_keeps_its_records():
     async def run():
         def script(exchange):
             return answer(exchange, tokens=2, every_s=60.0 if exchange.index else 0.0)
@@ -194,7 +194,7 @@ def test_arrivals_at_100_per_second_follow_the_trace_within_5_ms():
     assert any(share_in_time() >= 0.9 for _ in range(5))
 
 
-def test_a_real_client_that_cannot_keep_up_says_so():
+def test_real_client_that_cannot_keep_up_warns():
     class Slow(Client):
         async def send(self, sample, record, now=time.monotonic):
             time.sleep(0.02)  # a client with too much to do

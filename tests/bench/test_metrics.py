@@ -78,7 +78,7 @@ def test_goodput_counts_requests_that_meet_all_objectives(objectives, good):
     assert summary["slo_violation_rate"] == pytest.approx(1 - good / 5)
 
 
-def test_an_objective_is_met_at_its_limit():
+def test_objective_is_met_at_its_limit():
     assert summarize([record(0.0, [0.125])], 1.0, goodput={"ttft": 125})["slo_attainment"] == 1.0
 
 
@@ -88,7 +88,7 @@ def test_without_objectives_there_is_no_goodput():
 
 
 @pytest.mark.parametrize("records", [[], [REFUSED], [UNFINISHED]])
-def test_where_nothing_was_measured_there_is_null_and_never_nan(records):
+def test_figures_without_measurements_are_none(records):
     summary = summarize(records, 0.0, goodput={"ttft": 100})
     json.dumps(summary, allow_nan=False)
     assert summary["mean_ttft_ms"] is summary["p99_e2el_ms"] is summary["request_throughput"] is None

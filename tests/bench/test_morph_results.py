@@ -19,7 +19,7 @@ from jaxserve.core.bundled import bundled_model_path
 from tests.bench.morph_results import INT4_LAYERS, decision, in_int8, made_result, swap
 
 
-def test_tokens_come_when_the_client_had_them():
+def test_token_times_are_when_the_client_had_them():
     tokens = Tokens.of(made_result())
     assert tokens.time_s.tolist() == pytest.approx([0.5, 0.6, 0.7, 0.8, 2.5, 2.6, 2.7, 2.8])
     assert np.isnan(tokens.gap_s[[0, 4]]).all()
@@ -31,7 +31,7 @@ def test_tokens_of_one_chunk_share_its_time():
     assert tokens.weight.tolist() == [2, 2, 3]
 
 
-def test_a_token_near_a_change_counts_for_the_worse_mixture():
+def test_token_near_a_swap_counts_for_more_swapped_layers():
     timeline = Timeline.of(made_result())
     assert timeline.swapped_at(np.array([0.5, 1.5, 2.5, 3.2, 9.0])).tolist() == [0, 2, 2, 2, 0]
     assert tokens_by_swapped(made_result()) == {0: 4, 2: 4}
@@ -49,11 +49,11 @@ def test_gaps_during_swaps_are_compared_with_those_before():
     assert step_ratios(result) == [pytest.approx(1.5)]
 
 
-def test_too_few_gaps_say_nothing():
+def test_step_ratio_of_too_few_gaps_is_missing():
     assert step_ratios(made_result()) == []
 
 
-def test_tokens_that_came_together_say_nothing_of_steps():
+def test_step_ratio_of_tokens_that_arrive_together_is_missing():
     gaps = [0.0, 0.0, 0.06] * 16 + [0.03] * 30
     result = made_result(start_times=[0.0], ttfts=[0.0], itls=[gaps], output_lens=[79], errors=[""])
     assert step_ratios(result) == []
@@ -64,7 +64,7 @@ def test_saturated_throughput_leaves_out_start_and_end():
     assert saturated_throughput(result) == pytest.approx(10, rel=0.05)
 
 
-def test_quality_is_weighted_by_the_tokens_of_each_mixture():
+def test_cross_entropy_is_weighted_by_tokens():
     profile = profile_of(bundled_model_path())
     figures = adaptation_figures(made_result(), profile)
     losses = profile.curves["int4"]["lis"][0].cross_entropy
@@ -74,14 +74,14 @@ def test_quality_is_weighted_by_the_tokens_of_each_mixture():
     assert figures["adaptation"]["most_swapped_layers"] == 2
 
 
-def test_layers_in_int8_lose_what_the_profile_says_of_int8():
+def test_cross_entropy_of_int8_layers_comes_from_the_int8_curve():
     profile = profile_of(bundled_model_path())
     figures = adaptation_figures(in_int8(made_result(system=INT8)), profile)
     losses = profile.curves["int8"]["lis"][0].cross_entropy
     assert figures["cross_entropy"] == pytest.approx((losses[0] + losses[2]) / 2)
 
 
-def test_two_precisions_lose_what_each_loses():
+def test_losses_of_two_precisions_add_up():
     profile = profile_of(bundled_model_path())
     int4, int8 = (profile.curves[precision]["lis"][0].top1 for precision in ("int4", "int8"))
     found = measures(profile, ["int4"] * 2 + ["int8"] * 6, "top1")
@@ -94,7 +94,7 @@ def test_a_model_without_a_profile_has_no_cross_entropy(tmp_path):
     assert adaptation_figures(made_result(), None)["cross_entropy"] is None
 
 
-def test_the_number_of_layers_says_which_if_all_decisions_keep_the_order():
+def test_swaps_in_profile_order_are_recognised():
     swaps = dict(zip((3, 1, 0, 2), ("int4", "int4", "int8", "int8"), strict=True))
     entry = decision(swap(1, "int4"), swap(3, "int4"), "instance 0: KV 54 -> 80 pages (needs 1.7 MB)")
     assert in_order([entry, decision(swap(1, "bfloat16"))], swaps)
@@ -104,12 +104,12 @@ def test_the_number_of_layers_says_which_if_all_decisions_keep_the_order():
     assert not in_order([decision(swap(3, "int4"), outcome="failed: layers.3")], swaps)
 
 
-def test_bits_are_those_of_all_layers():
+def test_bits_are_the_mean_over_all_layers():
     assert Timeline.of(made_result()).bits.tolist() == [16, 16, 13, 13, 16]
     assert Timeline.of(in_int8(made_result())).bits.tolist() == [16, 16, 14, 14, 16]
 
 
-def test_restored_means_as_at_the_start_until_the_end():
+def test_watch_is_settled_only_while_the_state_is_as_at_the_start():
     watch = Watch()
     for time_s, layers, pages in ((0, 0, 10), (1, 2, 10), (2, 2, 20), (3, 0, 20), (4, 0, 10), (5, 0, 10)):
         watch.look(time_s, Scrape({INT4_LAYERS: layers, "kv_pages_total": pages, "plan_version": time_s}, {}))

@@ -44,7 +44,7 @@ def test_agreement_is_judged_beside_that_of_full_precision_with_itself(share, me
     assert judged[f"morph, int8: loses at most half of static int4 {what}"] is True
 
 
-def test_exchanges_are_told_by_direction():
+def test_exchange_table_has_a_row_per_direction():
     to_int4 = [Exchange("int4", 0.2, 7, 0.010, 0.011, 0.02), Exchange("int4", 0.3, 9, 0.010, 0.013, 0.03)]
     table = exchange_table([*to_int4, Exchange("full", 0.1, 4, 0.01, 0.01, 0.01)])
     assert "| int4 | 2 | 250 | 8 | 10.00 | 1.20x | 1.30x | 25.0 |" in table
@@ -77,7 +77,7 @@ def test_exchanges_are_found_in_a_step_log():
         assert other == replace(found, after=after)
 
 
-def test_never_restored_is_a_miss():
+def test_run_that_is_never_restored_misses_the_target():
     results = [result | {"restored_after_s": None} for result in made_results()]
     judged = {verdict.target: verdict.met for verdict in verdicts(cells(results))}
     assert judged["morph, accuracy: restored within 10 s of the end, every time"] is False
@@ -89,7 +89,7 @@ def test_layers_in_int8_are_judged_where_they_were_measured():
     assert labels[0] - labels[1] == {LABELS[INT8]}
 
 
-def test_without_results_nothing_is_met():
+def test_verdicts_without_results_are_not_measured():
     assert {verdict.met for verdict in verdicts({})} == {None}
 
 

@@ -35,14 +35,14 @@ def test_lengths_have_the_wanted_means_and_limits():
     assert trace.history[-1]["factor_output"] > 0
 
 
-def test_requests_that_had_failed_are_left_out():
+def test_with_lengths_leaves_out_failed_requests():
     trace = with_lengths(Trace.of("t", [0, 1, 2], [10, 20, 30], [5, 0, 7]), LENGTHS)
     assert trace.arrival_s.tolist() == [0, 2]
     assert trace.history[-1]["failed_left_out"] == 1
 
 
 @pytest.mark.parametrize("tokens_per_s", [500, 6000])
-def test_the_peak_asks_for_what_is_wanted_and_time_stays(tokens_per_s):
+def test_with_peak_reaches_the_demand_and_keeps_times(tokens_per_s):
     trace = with_lengths(burst(), LENGTHS)
     scaled = with_peak(trace, tokens_per_s, np.random.default_rng(1))
     assert peak_demand(scaled) == pytest.approx(tokens_per_s, rel=0.1)
@@ -65,7 +65,7 @@ def test_a_workload_has_the_traces_lengths_and_pieces_of_the_text():
     assert made.description["prompts"] == "numbers"
 
 
-def test_every_system_fills_the_same_budget():
+def test_every_system_fills_the_budget():
     setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=8)
     rooms = {name: envelope(setup, name) for name in (FULL, INT4, *ADAPTING)}
     known = systems(setup, rooms[FULL])
@@ -78,7 +78,7 @@ def test_every_system_fills_the_same_budget():
         assert 0 <= left < room.page_bytes, name
 
 
-def test_none_ever_has_more_pages_than_a_static_engine_in_its_fewest_bits():
+def test_max_pages_are_those_of_a_static_engine_in_the_lowest_precision():
     setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=8)
     known = systems(setup, envelope(setup))
     most = {

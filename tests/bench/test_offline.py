@@ -125,7 +125,7 @@ def test_throughput_of_random_prompts_and_of_samples(tiny_model: Path):
     assert row["interrupted"] is False
 
 
-def test_the_command_measures_the_engine_that_it_is_told(tmp_path: Path):
+def test_throughput_command_measures_the_engine_in_its_options(tmp_path: Path):
     file = tmp_path / "result.json"
     engine = ["--precision", "int8", "--kv-cache-dtype", "int8"]
     steps = ["--kv-pages", 9, "--max-num-seqs", 3, "--max-num-batched-tokens", 35, "--max-model-len", 64]
@@ -154,7 +154,7 @@ def test_an_interrupted_throughput_keeps_what_was_measured(tiny_model: Path):
     assert 1 <= row["completed"] < 9
 
 
-def test_startup_tells_its_phases_with_an_empty_and_a_warm_cache(tiny_model: Path):
+def test_startup_has_phases_for_empty_and_warm_cache(tiny_model: Path):
     options = StartupOptions(config(tiny_model, max_num_seqs=1, max_num_batched_tokens=33), server=False)
     empty, warm = startup(options)
     assert (empty["cache"], warm["cache"]) == ("empty", "warm")
@@ -172,11 +172,11 @@ def test_a_server_is_timed_until_its_first_token(tiny_model: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()), "the server used the cache that it was given"
 
 
-def test_medians_leave_out_what_is_not_there():
+def test_median_of_missing_figures_is_none():
     assert medians([{"a": 1.0, "b": None}, {"a": 3.0, "b": 2.0}, {"a": 2.0, "b": 2.0}]) == {"a": 2.0, "b": None}
 
 
-def test_a_failed_start_is_told(tmp_path: Path):
+def test_failed_start_raises_with_its_reason(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"config\.json"):
         next(startup(StartupOptions(config(tmp_path), server=False)))
 

@@ -39,7 +39,7 @@ def rows(text: str) -> dict[tuple[str, str], list[str]]:
 # -- arithmetic
 
 
-def test_a_step_is_what_64_more_tokens_take():
+def test_decode_step_is_the_time_of_64_more_tokens_over_64():
     asked = []
 
     def seconds(batch: int, length: int, tokens: int) -> float:
@@ -51,7 +51,7 @@ def test_a_step_is_what_64_more_tokens_take():
     assert asked == [(1, 32, 65), (1, 32, 1), (8, 32, 65), (8, 32, 1), (4, 512, 1)]
 
 
-def test_all_prompts_may_be_of_one_length():
+def test_context_sets_the_length_of_all_prompts():
     asked = []
     for sample in cases([1], Lengths.of(2048)).values():
         sample(lambda *generation: asked.append(generation) or 1.0)
@@ -64,13 +64,13 @@ def test_rounds_are_combined_by_their_median():
     assert medians({"decode_1": [1.0, 9.0, 2.0]}) == {"decode_1": 2.0}
 
 
-def test_a_ratio_is_of_turns_of_the_same_round():
+def test_peer_ratio_compares_turns_of_the_same_round():
     ours, theirs = {"decode_1": [1.0, 30.0, 3.0, 4.0]}, {"decode_1": [2.0, 60.0, 3.0], "prefill": [1.0]}
     assert ratios(ours, theirs) == {"decode_1": 0.5}, "of 0.5, 0.5, 1; the fourth turn of one was not the other's"
     assert ratios({"prefill": [100.0]}, {"prefill": [50.0]}) == {"prefill": 0.5}, "twice the rate is half the time"
 
 
-def test_the_share_is_of_what_was_read_around_the_step():
+def test_share_is_relative_to_the_bandwidth_around_the_step():
     around = [{"median": rate, "best": 99.0} for rate in (8.0, 12.0, 4.0, 6.0, 90.0)]
     shares = [50e6 / ms / 1e9 * (1 / a + 1 / b) / 2 for ms, a, b in ((8e-3, 8.0, 12.0), (20e-3, 4.0, 6.0))]
     engine = {"weights": 50.0, "token": 0.0}
@@ -79,21 +79,21 @@ def test_the_share_is_of_what_was_read_around_the_step():
     assert share([8.0, 20.0], engine, around, Lengths(200, 200, 100)) == pytest.approx(sum(shares) / 2 * 75 / 50)
 
 
-def test_a_token_has_a_key_and_a_value_in_each_layer(tmp_path):
+def test_token_bytes_count_keys_and_values_of_all_layers(tmp_path):
     shape = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     assert token_bytes(tmp_path) == 3 * 2 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize(("steps", "bandwidths"), [([], [BANDWIDTH] * 2), ([8.0], []), ([8.0], [BANDWIDTH])])
-def test_there_is_no_share_without_a_bandwidth_and_a_step_of_one_sequence(steps, bandwidths):
+def test_share_without_bandwidth_or_step_is_none(steps, bandwidths):
     assert share(steps, ENGINE, bandwidths, Lengths()) is None
 
 
 # -- the table
 
 
-def test_the_table_has_a_row_for_each_case_and_precision():
+def test_peers_table_has_a_row_for_each_case_and_precision():
     bf16 = outcome(jaxserve={}, transformers={"decode_1": [16.0], "prefill": [2000.0]})
     int4 = outcome(jaxserve={"decode_1": [4.0]}, llama_cpp={"decode_1": [2.0]})
     found = rows(table("160m", {"bf16": summary(bf16, Lengths()), "int4": summary(int4, Lengths())}, Lengths()))
@@ -109,20 +109,20 @@ def test_the_table_has_a_row_for_each_case_and_precision():
     assert len(found) == 1 + 2 * (len(SAMPLES) + 2)
 
 
-def test_what_was_reported_elsewhere_is_not_beside_other_lengths():
+def test_reported_figures_are_shown_for_default_lengths_alone():
     longer = Lengths.of(2048)
     found = rows(table("160m", {"int4": summary(outcome(jaxserve={}), longer)}, longer))
     assert found["case", "precision"] == ["jaxserve", "of bandwidth"]
     assert {"decode step after 2048, batch 1, ms", "prefill 4 x 2048, tokens/s"} <= {case for case, _ in found}
 
 
-def test_the_ratio_beside_two_medians_is_that_of_the_rounds():
+def test_peers_table_shows_the_ratio_of_rounds():
     drifting = outcome(jaxserve={"decode_1": [10.0, 20.0, 40.0]}, llama_cpp={"decode_1": [40.0, 80.0, 20.0]})
     found = rows(table("160m", {"int4": summary(drifting, Lengths())}, Lengths()))
     assert found["decode step, batch 1, ms", "int4"][2] == "40.0 (0.25x)", "of 0.25, 0.25 and 2"
 
 
-def test_the_table_says_what_is_missing_and_whether_the_models_agree():
+def test_peers_table_shows_skipped_engines_and_agreement():
     found = outcome(jaxserve={}, llama_cpp={})
     found.engines["jaxserve"]["first_tokens"], found.engines["llama.cpp"]["first_tokens"] = [1, 2, 3], [1, 0, 3]
     found.skipped["transformers"] = "not installed: torch"
@@ -132,14 +132,14 @@ def test_the_table_says_what_is_missing_and_whether_the_models_agree():
     assert "- bf16: first tokens equal to jaxserve's: llama.cpp 2 of 3" in text
 
 
-def test_a_table_of_nothing_is_a_heading():
+def test_peers_table_without_figures_is_a_heading():
     assert set(rows(table("160m", {}, Lengths()))) == {("case", "precision")}
 
 
 # -- options
 
 
-def test_by_default_every_engine_that_has_one_of_the_precisions_runs():
+def test_default_engines_have_one_of_the_precisions():
     assert parse([]).engines == ("jaxserve", "transformers", "llama.cpp")
     assert parse([]).precisions == ("bf16",)
     assert parse(["--precisions", "int4", "int8", "int4"]).precisions == ("int4", "int8")
@@ -156,7 +156,7 @@ def test_by_default_every_engine_that_has_one_of_the_precisions_runs():
         (["--models", "70b"], "invalid choice: '70b'"),
     ],
 )
-def test_options_that_make_no_sense_are_errors(arguments, message, capsys):
+def test_invalid_peers_options_are_errors(arguments, message, capsys):
     with pytest.raises(SystemExit) as error:
         parse(arguments)
     assert error.value.code == 2
@@ -166,7 +166,7 @@ def test_options_that_make_no_sense_are_errors(arguments, message, capsys):
 # -- workers
 
 
-def test_the_bandwidth_is_measured_around_the_engine_whose_share_is_reported():
+def test_bandwidth_is_measured_before_and_after_jaxserve():
     assert turns_of(["transformers", "jaxserve"]) == ["transformers", "bandwidth", "jaxserve", "bandwidth"]
     assert turns_of(["transformers", "llama.cpp"]) == ["transformers", "llama.cpp"]
 
@@ -190,13 +190,13 @@ def test_a_worker_answers_each_question_with_a_line():
     ("program", "message"),
     [("raise SystemExit(3)", "with status 3"), ("import os; os.kill(os.getpid(), 11)", "SIGSEGV")],
 )
-def test_a_worker_that_fails_says_how(program, message):
+def test_failed_worker_reports_how_it_ended(program, message):
     with worker("-c", program) as failing, pytest.raises(WorkerFailed, match=message):
         failing.ask(1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is not None, reason="llama.cpp is installed")
-def test_an_engine_that_is_not_installed_says_what_it_needs(tmp_path):
+def test_worker_of_a_missing_engine_names_the_package(tmp_path):
     command = ["-m", "bench.peers.worker", "llama.cpp", str(tmp_path), "bf16"]
     limits = ["--threads", "1", "--batches", "1", "--longest", "9"]
     with worker(*command, *limits) as missing:
@@ -253,7 +253,7 @@ def within(seconds: float, condition) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("ignored", [False, True], ids=["", "SIGINT ignored"])
-def test_a_signal_ends_it_with_the_finished_rounds(peers, number, ignored):
+def test_signal_ends_the_peers_with_the_finished_rounds(peers, number, ignored):
     (peers / "stop").write_text("10")  # llama.cpp's second round
     shell = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"] if ignored else []
     process = subprocess.Popen(
@@ -275,7 +275,7 @@ def test_a_signal_ends_it_with_the_finished_rounds(peers, number, ignored):
         os.kill(int((peers / "pid").read_text()), 0)
 
 
-def test_a_worker_that_fails_costs_only_its_engine(peers):
+def test_failed_worker_does_not_affect_other_engines(peers):
     (peers / "stop").write_text("6")
     (peers / "fails").touch()
     done = subprocess.run([*command(peers), "--rounds", "2"], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -38,7 +38,7 @@ vllm:request_queue_time_seconds_count{engine="1",model_name="m"} 1.0
 """
 
 
-def test_instances_are_one_server():
+def test_values_of_instances_are_added():
     scrape = parse(VLLM)
     assert scrape.values == {
         "num_requests_running": 5.0,
@@ -51,12 +51,12 @@ def test_instances_are_one_server():
     assert queue.mean == pytest.approx(2.1 / 5)
 
 
-def test_without_histograms_the_values_are_the_same():
+def test_values_parsed_without_histograms_are_the_same():
     assert parse(VLLM, histograms=False).values == parse(VLLM).values
     assert parse(VLLM, histograms=False).histograms == {}
 
 
-def test_our_own_metrics_have_the_same_names():
+def test_jaxserve_metrics_lose_their_prefix():
     metrics = EngineMetrics("m")
     state = Snapshot(num_running=2, kv_pages_total=8, plan_version=3, layers_by_precision={"bfloat16": 4})
     metrics.follow(lambda: state)
@@ -70,7 +70,7 @@ def test_our_own_metrics_have_the_same_names():
     assert scrape.histograms["request_queue_time_seconds"].mean == 0.25
 
 
-def test_the_seconds_of_steps_are_series_too():
+def test_sum_and_count_of_step_seconds_are_series():
     metrics = EngineMetrics("m")
     metrics.step(4, 0.25)
     metrics.step(4, 0.5)
@@ -78,16 +78,16 @@ def test_the_seconds_of_steps_are_series_too():
     assert (values["iteration_seconds_sum"], values["iteration_seconds_count"]) == (0.75, 2)
 
 
-def test_another_server_keeps_its_names():
+def test_metrics_of_another_server_keep_their_names():
     assert parse("# TYPE llamacpp:requests gauge\nllamacpp:requests 3\n").values == {"llamacpp:requests": 3.0}
 
 
-def test_the_newest_plan_of_several_counts():
+def test_highest_plan_version_is_kept():
     series = 'jaxserve_plan_version{instance="0"} 2\njaxserve_plan_version{instance="1"} 5\n'
     assert parse("# TYPE jaxserve_plan_version gauge\n" + series).values == {"plan_version": 5.0}
 
 
-def test_a_page_that_is_none_is_an_error():
+def test_text_that_is_not_metrics_raises():
     with pytest.raises(ValueError):  # noqa: PT011 - of the library's choice
         parse("<html>not found</html>")
 
@@ -102,7 +102,7 @@ def test_quantiles_are_interpolated_within_buckets():
     assert (histogram.count, histogram.mean) == (10.0, 2.0)
 
 
-def test_a_difference_is_what_came_between():
+def test_histogram_difference_holds_the_observations_between():
     before = Histogram({1.0: 2.0, math.inf: 3.0}, total=9.0)
     after = Histogram({1.0: 2.0, math.inf: 5.0}, total=13.0)
     assert (after - before).count == 2

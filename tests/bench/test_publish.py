@@ -24,7 +24,7 @@ def saved(folder, label: str) -> list[str]:
         ("日" * 300, f"{'日' * 44}-20260102-030405.json"),
     ],
 )
-def test_any_label_makes_a_file_in_the_folder(tmp_path, label, name):
+def test_result_file_of_any_label_is_in_the_folder(tmp_path, label, name):
     assert saved(tmp_path, label) == [name]
     assert json.loads((tmp_path / name).read_text())["label"] == label
 

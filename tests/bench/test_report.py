@@ -57,7 +57,7 @@ def report_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report([simulated.result(n=40, label="one")], tmp_path_factory.mktemp("one") / "report.html")
 
 
-def test_the_page_holds_every_plot_and_asks_for_nothing(report_of_one: Path):
+def test_report_page_is_self_contained_with_every_plot(report_of_one: Path):
     text = report_of_one.read_text()
     page = Page(text)
     images = list((report_of_one.parent / "report-plots").glob("*.png"))
@@ -71,7 +71,7 @@ def test_the_page_holds_every_plot_and_asks_for_nothing(report_of_one: Path):
     assert 'name="viewport"' in text
 
 
-def test_the_page_tells_numbers_environment_and_command(report_of_one: Path):
+def test_report_page_shows_numbers_environment_and_command(report_of_one: Path):
     result = simulated.result(n=40, label="one")
     text = Page(report_of_one.read_text()).text
     assert "Median TTFT (ms)" in text
@@ -93,7 +93,7 @@ def test_results_overlay_each_with_its_name(tmp_path: Path):
     assert [line.get_label() for line in lines] == ["first", "second"]
 
 
-def test_equal_labels_are_told_apart(tmp_path: Path):
+def test_equal_labels_get_distinct_names(tmp_path: Path):
     results = [simulated.result(rate, n=30, label="x") for rate in (2.0, 3.0, 3.0)]
     text = Page(write_report(results, tmp_path / "report.html").read_text()).text
     for name in ("x, 2 req/s", "x, 3 req/s #1", "x, 3 req/s #2"):
@@ -115,14 +115,14 @@ def test_offline_rows_become_a_table_without_plots(tmp_path: Path):
     assert "1.25" in page.text
 
 
-def test_text_from_a_result_is_not_taken_for_html(tmp_path: Path):
+def test_text_from_a_result_is_escaped(tmp_path: Path):
     result = simulated.result(n=30, label="<script>alert(1)</script>")
     page = Page(write_report([result], tmp_path / "report.html").read_text())
     assert "script" not in page.tags
     assert "<script>alert(1)</script>" in page.text
 
 
-def test_nothing_to_report_and_nowhere_to_write_are_errors(tmp_path: Path):
+def test_report_without_results_or_folder_raises(tmp_path: Path):
     with pytest.raises(ConfigError, match="needs a result"):
         write_report([], tmp_path / "report.html")
     (tmp_path / "file").touch()
@@ -131,7 +131,7 @@ def test_nothing_to_report_and_nowhere_to_write_are_errors(tmp_path: Path):
 
 
 @pytest.mark.parametrize("how", ["all fail", "all at once", "one request", "one token each"])
-def test_odd_results_make_a_report(tmp_path: Path, how: str):
+def test_report_of_unusual_results_is_written(tmp_path: Path, how: str):
     records, series = simulated.simulate(5.0, n=1 if how == "one request" else 20)
     for record in records:
         if how == "all at once":
@@ -158,13 +158,13 @@ def test_capacity_and_plan_are_drawn_where_they_change():
     assert not figure("kv-usage", run()).axes[0].texts
 
 
-def test_every_precision_is_a_layer_of_the_stack():
+def test_layers_plot_stacks_every_precision():
     axes = figure("layers-by-precision", run(rate=10.0, n=200, swap_at=5.0)).axes[0]
     assert axes.get_legend_handles_labels()[1] == ["bfloat16", "int8"]
     assert axes.get_ylim()[1] >= 16
 
 
-def test_a_server_that_tells_no_pages_shows_the_share_of_its_cache():
+def test_kv_plot_without_pages_shows_the_share_of_the_cache():
     told = run()
     told.result["server"] = {"t": [0.0, 1.0], "kv_cache_usage_perc": [0.25, 0.5]}
     (line,) = figure("kv-usage", told).axes[0].get_lines()
@@ -214,7 +214,7 @@ def test_every_configuration_of_a_sweep_has_its_own_curve():
     assert {"fast", "slow"} <= set(names)
 
 
-def test_a_caption_tells_what_is_drawn(tmp_path: Path):
+def test_caption_depends_on_the_number_of_results(tmp_path: Path):
     for count, told in ((1, "Dots are requests"), (4, "Medians within intervals")):
         results = [simulated.result(label=f"run {number}", n=20, seed=number) for number in range(count)]
         page = Page(write_report(results, tmp_path / "report.html").read_text())
@@ -222,7 +222,7 @@ def test_a_caption_tells_what_is_drawn(tmp_path: Path):
         assert told in page.text
 
 
-def test_a_run_of_one_moment_is_still_seen():
+def test_run_with_a_single_point_is_visible():
     moment = run("short")
     at_once = replace(moment.requests, arrival_s=np.zeros_like(moment.requests.arrival_s))
     (median, _) = figure("ttft-over-time", replace(moment, requests=at_once)).axes[0].get_lines()

@@ -135,7 +135,7 @@ def test_refused_requests_are_not_served():
     assert served.served == pytest.approx(0.5, rel=0.02)
 
 
-def test_everything_at_once_is_no_rate():
+def test_run_with_all_requests_at_once_has_no_rate():
     records = [
         RequestRecord(i, due_s=0.0, arrival_s=0.0, input_tokens=1, chunk_times_s=[1.0 + i], end_s=1.0 + i)
         for i in range(5)

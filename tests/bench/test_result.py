@@ -26,7 +26,7 @@ def record(index: int = 0, **more: Any) -> RequestRecord:
 COMPLETED = {"chunk_times_s": [1.25, 1.5, 2.0], "end_s": 2.125, "output_tokens": 3, "text": "abc"}
 
 
-def test_keys_are_where_scripts_look_for_them():
+def test_result_has_the_keys_of_vllm():
     target = {"backend": "openai", "model_id": "tiny", "request_rate": math.inf, "num_prompts": 1}
     result = made(seed=3, target=target, summary={"completed": 1, "mean_ttft_ms": 12.5}, records=[record(**COMPLETED)])
     assert result["date"] == "20261120-183005"
@@ -54,13 +54,13 @@ def test_failed_requests_are_listed_and_unfinished_ones_are_not():
     assert {len(values) for values in lists.values()} == {2}
 
 
-def test_a_start_is_when_the_request_was_due_not_when_it_arrived():
+def test_start_times_are_due_times():
     held_back = RequestRecord(0, due_s=3.0, arrival_s=1.0, input_tokens=7, chunk_times_s=[3.5], end_s=3.5)
     lists = per_request([held_back])
     assert (lists["arrival_times"], lists["start_times"], lists["ttfts"]) == ([1.0], [3.0], [0.5])
 
 
-def test_no_nan_and_no_infinity_reaches_the_file(tmp_path: Path):
+def test_saved_result_has_no_nan_or_infinity(tmp_path: Path):
     server = {"t": np.array([0.0, 1.0]), "gauge": [math.nan, np.float32(2)]}
     save(made(server=server, summary={"mean_tpot_ms": math.nan}), tmp_path / "result.json")
     text = (tmp_path / "result.json").read_text()
@@ -70,7 +70,7 @@ def test_no_nan_and_no_infinity_reaches_the_file(tmp_path: Path):
     assert plain((math.inf, -math.inf)) == ["inf", "-inf"]
 
 
-def test_a_result_survives_the_way_through_a_file(tmp_path: Path):
+def test_saved_result_loads_unchanged(tmp_path: Path):
     result = made(target={"label": "mine"}, records=[record(**COMPLETED)], rows=[{"batch": 8, "step_ms": 1.5}])
     path = tmp_path / "new folder" / "result.json"
     save(result, path)
@@ -103,7 +103,7 @@ def test_an_unlabelled_result_is_called_after_its_file(tmp_path: Path):
         ('{"schema_version": 99}', "schema version 99: this jaxserve reads 1"),
     ],
 )
-def test_other_files_are_refused_by_name(tmp_path: Path, content: str, complaint: str):
+def test_file_that_is_not_a_result_is_refused_and_named(tmp_path: Path, content: str, complaint: str):
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match=complaint) as error:
@@ -111,7 +111,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path, content: str, complaint
     assert "other.json" in str(error.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path):
+def test_missing_result_file_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"missing\.json: No such file"):
         load(tmp_path / "missing.json")
 
@@ -138,7 +138,7 @@ def test_no_secret_of_a_command_is_saved(arguments: list[str]):
     assert "***" in result["command"]
 
 
-def test_what_is_no_secret_stays():
+def test_text_without_secrets_is_unchanged():
     command = ["--tokenizer", "gpt2", "--max-num-batched-tokens", "2048", "--api-key", "--seed", "1"]
     assert masked_command(command) == [*command[:5], "***", "1"]
     configuration = {"tokenizer": "gpt2", "max_tokens": 5, "dataset": "random"}
@@ -150,7 +150,7 @@ def test_no_secret_of_the_target_is_saved():
     assert SECRET not in json.dumps(made(target=target, workload={"spawn": f"--api-key {SECRET}"}))
 
 
-def test_a_result_of_vllm_is_read_without_its_clock(tmp_path):
+def test_result_of_vllm_is_read_without_per_request_lists(tmp_path):
     figures = {"completed": 3, "duration": 2.0, "request_throughput": 1.5, "mean_ttft_ms": 9.0, "mean_tpot_ms": 2.0}
     path = tmp_path / "vllm.json"
     path.write_text(

@@ -79,7 +79,7 @@ def measured(tmp_path: Path, *args: str, script: Script = answer) -> tuple[dict,
         return json.loads(path.read_text()), output, asked(server)
 
 
-def test_serve_sends_what_was_asked_for_and_reports_it(tmp_path):
+def test_serve_sends_and_reports_the_requested_load(tmp_path):
     result, output, bodies = measured(
         tmp_path, "serve", "--num-prompts", "6", "--input-len", "5", "--output-len", "3", "--num-warmups", "2",
         "--extra-body", '{"temperature": 0.5}', "--ignore-eos", "--label", "mine", "--seed", "7",
@@ -98,7 +98,7 @@ def test_serve_sends_what_was_asked_for_and_reports_it(tmp_path):
     assert all(body["max_tokens"] == 3 and body["temperature"] == 0.5 and body["ignore_eos"] for body in bodies)
 
 
-def test_the_same_seed_asks_the_same(tmp_path):
+def test_equal_seeds_send_equal_prompts(tmp_path):
     args = ("serve", "--num-prompts", "4", "--request-rate", "200", "--input-len", "uniform:3,9", "--num-warmups", "0")
     prompts = [
         sorted(body["prompt"] for body in measured(tmp_path, *args, "--seed", seed)[2]) for seed in ("1", "1", "2")
@@ -119,7 +119,7 @@ def test_goodput_takes_objectives_in_a_row_as_vllm_does(tmp_path):
     assert "TPOT" not in output
 
 
-def test_chat_gets_text(tmp_path):
+def test_chat_endpoint_gets_text(tmp_path):
     result, _, bodies = measured(
         tmp_path, "serve", "--num-prompts", "2", "--input-len", "12", "--endpoint", "chat", script=chat_answer
     )
@@ -149,14 +149,14 @@ def test_a_trace_is_replayed_with_its_lengths_and_its_scaling_is_recorded(tmp_pa
     assert operations[-3:] == ["window", "stretch", "clip_lengths"]
 
 
-def test_a_generated_trace(tmp_path):
+def test_trace_with_a_profile_is_generated(tmp_path):
     args = ("--synthetic", "azure-code", "--duration", "2", "--rate", "10", "--fixed-lengths", "4/2")
     result, _, bodies = measured(tmp_path, "trace", *args, "--num-warmups", "0")
     assert result["completed"] == len(bodies) > 0
     assert {len(body["prompt"]) for body in bodies} == {4}
 
 
-def test_a_conversation_file(tmp_path):
+def test_serve_reads_a_conversation_file(tmp_path):
     file = tmp_path / "conversations.jsonl"
     file.write_text('{"prompt": "def add(a, b):\\n    return", "completion": " a + b  # the sum of both"}\n')
     args = ("serve", "--dataset", "sharegpt", "--dataset-path", str(file), "--num-prompts", "2", "--output-len", "5")
@@ -165,7 +165,7 @@ def test_a_conversation_file(tmp_path):
     assert result["completed"] == 2
 
 
-def test_shared_prefixes(tmp_path):
+def test_serve_sends_shared_prefixes(tmp_path):
     sizes = ("--num-prefixes", "2", "--prefix-len", "6", "--input-len", "3", "--num-prompts", "6")
     _, _, bodies = measured(tmp_path, "serve", "--dataset", "prefix-repetition", *sizes, "--num-warmups", "0")
     assert len({tuple(body["prompt"][:6]) for body in bodies}) == 2
@@ -237,7 +237,7 @@ def test_failures_are_counted_with_their_reasons(tmp_path):
         (["trace", "--synthetic", "azure-code", "--fixed-lengths", "5:2"], "--fixed-lengths"),
     ],
 )
-def test_a_mistake_is_one_line_and_sends_nothing(args, told):
+def test_invalid_options_print_one_line_and_send_nothing(args, told):
     with running(serving(answer)) as server:
         status, output = bench(*args, "--base-url", server.url)
         assert status == 1
@@ -282,21 +282,21 @@ def test_save_result_without_a_name_saves_here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "option", [["--seed", "-1"], ["--num-warmups", "-1"], ["--max-concurrency", "0"], ["--prefix-len", "-1"]]
 )
-def test_a_number_out_of_range_names_its_option(option):
+def test_option_out_of_range_is_named(option):
     status, output = bench("serve", *option)
     assert status == 2
     assert option[0] in output
     assert "Traceback" not in output
 
 
-def test_a_run_without_a_single_answer_fails():
+def test_run_without_answers_fails():
     with running(serving(lambda exchange: exchange.whole(500, b"{}"))) as server:
         status, output = bench("serve", "--base-url", server.url, "--num-prompts", "2", "--num-warmups", "0")
     assert status == 1
     assert "Failed requests" in output
 
 
-def test_no_server_is_told_as_that():
+def test_missing_server_is_reported_with_its_url():
     status, output = bench("serve", "--base-url", "http://127.0.0.1:9")
     assert status == 1
     assert "http://127.0.0.1:9/v1/models" in output
@@ -321,7 +321,7 @@ def listing(status: int, body: bytes) -> Script:
         (404, b"", "HTTP 404"),
     ],
 )
-def test_a_server_without_a_model_says_why(status, body, told):
+def test_server_without_a_model_list_is_reported(status, body, told):
     with running(listing(status, body)) as server:
         url = server.url.replace("//", "//user:s3cret@")
         code, output = bench("serve", "--base-url", url, "--api-key", "s3cret")
@@ -330,7 +330,7 @@ def test_a_server_without_a_model_says_why(status, body, told):
     assert "s3cret" not in output
 
 
-def test_a_model_that_is_named_needs_no_list():
+def test_named_model_needs_no_model_list():
     with running(listing(404, b"")) as server:
         args = ("serve", "--base-url", server.url, "--model", "mine", "--tokenizer", MODEL, "--num-prompts", "2")
         assert bench(*args)[0] == 0
@@ -369,7 +369,7 @@ def interrupted(args: list[str], ready: Callable[[], bool], by: int = signal.SIG
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_keeps_what_was_measured(tmp_path, by):
+def test_interrupted_run_saves_what_was_measured(tmp_path, by):
     answered = threading.Event()
     count = 0
 
@@ -394,7 +394,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, by):
     assert "Traceback" not in output
 
 
-def test_where_nothing_can_be_saved_nothing_is_measured(tmp_path):
+def test_unwritable_result_path_is_refused_before_the_run(tmp_path):
     file = tmp_path / "file"
     file.write_text("no folder")
     with running(serving(answer)) as server:

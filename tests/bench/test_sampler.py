@@ -53,7 +53,7 @@ def test_series_hold_a_value_for_every_time():
     assert series["t"] == sorted(series["t"])
 
 
-def test_every_scrape_is_told_as_it_comes():
+def test_on_scrape_is_called_for_every_scrape():
     told = []
     page = PAGE.format(running=3, quick=0, all=0, seconds=0)
     sampler, _ = sampled(pages(page), 3, on_scrape=lambda time_s, scrape: told.append((time_s, scrape.values)))
@@ -77,24 +77,24 @@ def test_a_run_without_requests_has_no_queue_time():
     assert set(sampler.queue_time().values()) == {None}
 
 
-def test_a_series_that_comes_later_has_none_before():
+def test_series_that_starts_later_is_none_before():
     later = "# TYPE jaxserve_a gauge\njaxserve_a 1\n# TYPE jaxserve_b gauge\njaxserve_b 2\n"
     sampler, _ = sampled(pages("# TYPE jaxserve_a gauge\njaxserve_a 1\n", later), 2)
     assert sampler.series()["b"][:2] == [None, 2]
 
 
-def test_a_server_without_metrics_is_left_alone():
+def test_server_without_metrics_has_no_series():
     sampler, exchanges = sampled(pages(None), 1)
     assert (sampler.series(), sampler.queue_time(), len(exchanges)) == ({}, {}, 1)
 
 
-def test_a_page_that_fails_is_left_out():
+def test_failed_scrape_is_left_out():
     page = PAGE.format(running=1, quick=0, all=0, seconds=0)
     sampler, exchanges = sampled(pages(page, None, page), 3)
     assert len(sampler.series()["t"]) == len(exchanges) - 1
 
 
-def test_nobody_listening_is_no_error():
+def test_sampler_of_a_closed_port_has_no_series():
     async def run():
         async with FakeServer(pages(None)) as server:
             url = server.url
@@ -105,7 +105,7 @@ def test_nobody_listening_is_no_error():
     assert asyncio.run(run()) == {}
 
 
-def test_the_key_is_sent():
+def test_sampler_sends_the_api_key():
     _, exchanges = sampled(pages(None), 1, api_key="secret")
     assert exchanges[0].headers["authorization"] == "Bearer secret"
     assert exchanges[0].path == "/metrics"

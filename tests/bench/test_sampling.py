@@ -9,7 +9,7 @@ from jaxserve.kernels.native import draw as native
 from jaxserve.sampling import ops as sampler
 
 
-def test_every_case_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_report_has_a_line_for_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     if not native.supported():
         pytest.skip("no native kernels")
     sampling.report([300], [2], repeats=1)
@@ -18,7 +18,7 @@ def test_every_case_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("native" in line and line.endswith("x") for line in lines)
 
 
-def test_rows_ask_for_what_the_case_says() -> None:
+def test_packed_rows_have_the_parameters_of_the_case() -> None:
     rows = sampler.unpack_rows(
         jnp.asarray(sampling.packed_parameters({"temperature": 0.5, "top_k": 7, "top_p": 0.25}, 3, 300))
     )

@@ -26,7 +26,7 @@ def assert_gone(pid_file) -> None:
         os.kill(int(pid_file.read_text()), 0)
 
 
-def test_the_address_is_that_of_the_ready_line(tmp_path):
+def test_spawned_address_is_read_from_the_ready_line(tmp_path):
     pid, log = tmp_path / "pid", tmp_path / "log"
     command = program(READY + "print(sys.argv[2:])\nsys.stdout.flush()\ntime.sleep(60)")
     with spawned([str(pid), "model"], timeout_s=30, log_path=log, command=command) as url:

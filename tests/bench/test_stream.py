@@ -14,31 +14,31 @@ def parse(*chunks: bytes) -> list[str]:
     return [event for chunk in chunks for event in parser.feed(chunk)] + parser.close()
 
 
-def test_every_form_of_line_is_read():
+def test_events_with_every_kind_of_line_are_read():
     assert parse(STREAM) == EVENTS
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64])
-def test_a_split_anywhere_changes_nothing(size):
+def test_events_split_at_any_size_are_the_same(size):
     assert parse(*(STREAM[i : i + size] for i in range(0, len(STREAM), size))) == EVENTS
 
 
-def test_every_split_in_two_changes_nothing():
+def test_events_split_at_any_place_are_the_same():
     for cut in range(len(STREAM) + 1):
         assert parse(STREAM[:cut], STREAM[cut:]) == EVENTS
 
 
-def test_an_event_is_there_as_soon_as_its_empty_line_is():
+def test_event_is_returned_with_its_empty_line():
     parser = EventParser()
     assert parser.feed(b"data: a\n") == []
     assert parser.feed(b"\r") == ["a"]
     assert parser.feed(b"\ndata: b\r\n\r") == ["b"]
 
 
-def test_a_stream_that_breaks_off_gives_what_it_had():
+def test_close_returns_an_unfinished_event():
     assert parse(b"data: [DONE]") == ["[DONE]"]
     assert parse(b"data: [DONE]\n") == ["[DONE]"]
 
 
-def test_broken_utf_8_does_not_end_the_stream():
+def test_invalid_utf_8_does_not_end_the_stream():
     assert parse(b"data: \xff\n\ndata: b\n\n") == ["\ufffd", "b"]

@@ -55,13 +55,13 @@ def test_published_numbers_are_those_of_the_files(name):
 
 @pytest.mark.parametrize("name", PROFILES)
 @pytest.mark.parametrize(("duration", "rate"), [(60, 10.0), (60, 1.0), (400, 4.0)])
-def test_rate_and_duration_are_free(name, duration, rate):
+def test_generated_trace_has_any_rate_and_duration(name, duration, rate):
     traces = [synthetic(PROFILES[name], duration, rate, rng(seed)) for seed in range(20)]
     assert np.mean([len(trace) for trace in traces]) == pytest.approx(duration * rate, rel=0.12)
     assert all(trace.duration_s < duration for trace in traces)
 
 
-def test_short_run_has_its_burst():
+def test_short_generated_trace_has_its_burst():
     for seed in range(10):
         trace = synthetic(PROFILES["azure-code"], 60, 20.0, rng(seed))
         assert statistics(trace, 60)["peak_to_mean_10s"] > 2
@@ -73,7 +73,7 @@ def test_trace_depends_on_the_seed_alone():
     assert first.input_tokens.tolist() == again.input_tokens.tolist()
 
 
-def test_history_says_how_it_was_made():
+def test_history_describes_the_generated_trace():
     trace = synthetic(PROFILES["azure-burst"], 30, 5.0, rng())
     assert trace.description() == {
         "trace": "azure-burst",
@@ -93,7 +93,7 @@ def test_history_says_how_it_was_made():
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_profiles_are_whole(name):
+def test_profile_is_consistent(name):
     profile = PROFILES[name]
     assert profile.name == name
     for lengths in (profile.input_tokens, profile.output_tokens):
@@ -109,6 +109,6 @@ def test_duration_and_rate_must_be_positive(duration, rate):
         synthetic(PROFILES["azure-conv"], duration, rate, rng())
 
 
-def test_unknown_profile_names_those_there_are():
+def test_unknown_profile_error_lists_all_profiles():
     with pytest.raises(ConfigError, match=r"'nope': choose from azure-conv, azure-code"):
         synthetic("nope", 60, None, rng())

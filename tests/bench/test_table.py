@@ -22,7 +22,7 @@ def test_plain_text_has_one_value_per_line_under_the_names_that_scripts_look_for
     assert "\x1b" not in text
 
 
-def test_a_terminal_gets_the_same_numbers():
+def test_result_in_a_terminal_shows_the_same_numbers():
     result = simulated.result(5.0, n=20)
     plain = [line.split()[-1] for line in printed(result).splitlines() if ":" in line]
     assert plain
@@ -42,16 +42,16 @@ def test_metrics_and_percentiles_are_chosen():
     assert latency.lines == (("Median TTFT (ms)", "1.00"), ("P50 TTFT (ms)", "3.00"), ("P99.9 TTFT (ms)", "4.00"))
 
 
-def test_what_was_not_measured_is_left_out():
+def test_table_leaves_out_missing_figures():
     (totals,) = sections({"completed": 0, "failed": 2, "request_rate": "inf", "goodput": None, "mean_ttft_ms": None})
     assert totals.lines == (("Successful requests", "0"), ("Failed requests", "2"))
 
 
-def test_failures_are_told_by_reason_with_the_commonest_first():
+def test_failures_are_listed_by_frequency():
     assert remarks({"errors": ["", "timeout", "HTTP 503", "HTTP 503"]}) == ["2 failed: HTTP 503", "1 failed: timeout"]
 
 
-def test_an_interrupted_run_and_a_saturated_client_are_told():
+def test_interrupted_run_and_saturated_client_are_remarked():
     client = {"saturated": True, "warning": "the client fell behind: 7 of 10 requests sent late"}
     text = printed({"interrupted": True, "unfinished": 3, "client": client})
     assert "interrupted: 3 unfinished requests are not counted" in text

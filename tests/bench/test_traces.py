@@ -132,13 +132,13 @@ def test_requests_are_put_in_order_of_arrival(loaded):
         (b"\xff\xfe\x00", r"cannot read the trace"),
     ],
 )
-def test_mistake_in_a_file_is_told_with_its_place(loaded, text, told):
+def test_mistake_in_a_trace_is_reported_with_its_place(loaded, text, told):
     with pytest.raises(ConfigError, match=told) as caught:
         loaded(text)
     assert "some.trace" in str(caught.value)
 
 
-def test_missing_file_is_named(tmp_path):
+def test_missing_trace_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read the trace .*none\.csv"):
         load_trace(tmp_path / "none.csv")
 
@@ -313,7 +313,7 @@ def shared(left, right) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-def test_equal_hash_ids_are_equal_tokens(vocabulary):
+def test_equal_hash_ids_give_equal_tokens(vocabulary):
     other, long, middle, short = (sample.prompt for sample in trace_samples(blocks_trace(), vocabulary, rng()))
     assert shared(long, middle) == 20
     assert shared(long, short) == 12

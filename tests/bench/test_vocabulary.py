@@ -154,17 +154,17 @@ def load_from(hub: Hub, home: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_a_hub_that_cannot_be_reached_is_asked_once(hub, tmp_path):
+def test_unreachable_hub_is_asked_once(hub, tmp_path):
     assert "the hub did not provide it" in load_from(hub, tmp_path)
     assert hub.requests.count("/some/model/resolve/main/tokenizer.json") == 1
 
 
-def test_a_hub_is_not_asked_offline(hub, tmp_path):
+def test_hub_is_not_asked_offline(hub, tmp_path):
     assert "HF_HUB_OFFLINE" in load_from(hub, tmp_path, HF_HUB_OFFLINE="1")
     assert not hub.requests
 
 
-def test_what_the_hub_gave_before_serves_when_it_cannot_be_reached(hub, tmp_path, vocabulary):
+def test_cached_tokenizer_is_used_when_the_hub_is_unreachable(hub, tmp_path, vocabulary):
     model = tmp_path / "hub" / "models--some--model"
     (model / "snapshots" / "abc").mkdir(parents=True)
     (model / "refs").mkdir()
