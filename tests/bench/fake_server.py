@@ -1,4 +1,4 @@
-"""A server that does what a script says, byte by byte, and notes when."""
+"""A server that follows a script, byte by byte, and records times."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 @dataclass
 class Exchange:
-    """One request as the server saw it, and the connection on which a script answers it."""
+    """One request as the server received it, and the connection on which a script answers it."""
 
     writer: asyncio.StreamWriter
     index: int

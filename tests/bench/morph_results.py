@@ -1,4 +1,4 @@
-"""Results of adaptation as they could have been measured."""
+"""Made-up results of the adaptation measurement."""
 
 from bench.morph_parts.quality import adaptation_figures, profile_of
 from bench.morph_parts.summary import LIGHT, SATURATION
@@ -12,7 +12,10 @@ SWAPS = 'transitions_total{kind="SwapPrecision",outcome="done"}'
 
 
 def made_result(**changes):
-    """Two requests of four tokens each; layers are swapped from second 1 to 2, and back between 3 and 3.5."""
+    """Return a result of two requests with four tokens each.
+
+    Layers are swapped between seconds 1 and 2, and restored between seconds 3 and 3.5.
+    """
     result = {
         "label": "a system",
         "system": ACCURACY,
@@ -43,7 +46,7 @@ def made_result(**changes):
 
 
 def in_int8(result):
-    """The same, had layers changed to int8."""
+    """Return the result with layers in int8 instead of int4."""
     return result | {
         "server": {key.replace(INT4_LAYERS, INT8_LAYERS): series for key, series in result["server"].items()}
     }
@@ -58,7 +61,7 @@ def swap(layer, after):
 
 
 def made_results():
-    """All systems under all kinds of traffic: full precision is slow in the burst, nobody is else."""
+    """Return results of all systems under all traffic; full precision is slow in the burst, nothing else is slow."""
     profile = profile_of(bundled_model_path())
     results = []
     for traffic in (SATURATION, LIGHT, "burst"):

@@ -1,4 +1,4 @@
-"""Results as a run makes them, from a small model of a server with continuous batching: no server, no waiting."""
+"""Results of `bench serve` made from a small model of a server with continuous batching, without waiting."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ ENVIRONMENT = {"cpu": "some CPU", "cores": "2", "memory": "24 GiB", "jaxserve": 
 
 @dataclass
 class SimulatedServer:
-    """Decodes one token of each running sequence per step; what does not fit into its slots or pages waits."""
+    """A server that decodes one token of each running sequence per step; requests wait for slots and pages."""
 
     slots: int = 32
     records: list[RequestRecord] = field(default_factory=list)
@@ -32,7 +32,7 @@ class SimulatedServer:
         return sum(-(-(record.input_tokens + record.output_tokens) // PAGE) for record, _ in self.running)
 
     def admit(self) -> int:
-        """Moves what fits from waiting to running; returns the prompt tokens to compute."""
+        """Move requests that fit from waiting to running; return the prompt tokens to compute."""
         prompts = 0
         while self.waiting and len(self.running) < self.slots:
             record, _ = self.waiting[0]
@@ -43,7 +43,7 @@ class SimulatedServer:
         return prompts
 
     def step(self, now: float) -> float:
-        """One step; returns the time at which it ends."""
+        """Run one step and return the time at which it ends."""
         prompts = self.admit()
         seconds = STEP_S + PER_SEQUENCE_S * len(self.running) + prompts / PREFILL_TOKENS_PER_S
         now += seconds * self.slower
@@ -73,7 +73,10 @@ class SimulatedServer:
 def simulate(
     rate: float, *, n: int = 300, seed: int = 0, slots: int = 32, slower: float = 1.0, swap_at: float | None = None
 ) -> tuple[list[RequestRecord], dict[str, list[float]]]:
-    """Records and server series of n requests. At `swap_at` seconds half the layers become int8 and pages are added."""
+    """Return records and server series of n requests.
+
+    At `swap_at` seconds half the layers become int8 and pages are added.
+    """
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, n))
     outputs = 1 + rng.geometric(1 / 100, n)
@@ -100,14 +103,14 @@ def simulate(
 
 
 def fail(records: Iterable[RequestRecord], reason: str) -> None:
-    """Makes requests fail after 0.2 seconds, without a token."""
+    """Let requests fail after 0.2 seconds, without a token."""
     for record in records:
         record.chunk_times_s, record.output_tokens, record.error = [], 0, reason
         record.end_s = record.due_s + 0.2
 
 
 def result(rate: float = 5.0, *, label: str | None = None, with_server: bool = True, **more: Any) -> dict[str, Any]:
-    """A result of `bench serve` against the modelled server."""
+    """Return a result of `bench serve` against the modelled server."""
     records, series = simulate(rate, **more)
     return result_of(records, series if with_server else {}, rate=rate, label=label, seed=more.get("seed", 0))
 
@@ -120,7 +123,7 @@ def result_of(
     label: str | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """A result of `bench serve` with these records."""
+    """Return a result of `bench serve` with these records."""
     return build(
         "serve",
         date=datetime(2026, 11, 20, 18, 30, tzinfo=UTC),

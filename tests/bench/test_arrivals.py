@@ -1,4 +1,4 @@
-"""Arrivals: the offered load is exact, burstiness and ramp-up are what they say."""
+"""Arrivals: the offered load, burstiness and ramp-up."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""bench.bandwidth: what is read, and its arithmetic. How fast is no test's business."""
+"""bench.bandwidth: what is read, and the arithmetic. Speed is not tested."""
 
 import shutil
 

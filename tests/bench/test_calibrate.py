@@ -1,4 +1,4 @@
-"""A calibration gives every kind of step, knows what was the engine's time, and writes a file that can be read."""
+"""Calibration: its load, the time outside the engine, and the hardware file."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What the client reports of a server that does exactly what a script says."""
+"""The client, against a server that follows a script."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ SLACK = 0.25  # seconds: how late a busy machine may see what was written
 
 
 def ask(script: Script, *samples: Sample, **target) -> tuple[list[RequestRecord], list[Exchange]]:
-    """Sends samples one after the other."""
+    """Send samples one after the other, and return their records and what the server received."""
 
     async def run():
         async with FakeServer(script) as server, Client(Target(server.url, "fake", **target)) as client:
@@ -32,7 +32,7 @@ def ask(script: Script, *samples: Sample, **target) -> tuple[list[RequestRecord]
 
 
 def error_of(script: Script, **target) -> str | None:
-    """The error of one request, of which at least the end is known."""
+    """Return the error of one request, which must have an end."""
     (record,), _ = ask(script, **target)
     assert record.end_s is not None
     assert not record.ok
@@ -40,7 +40,7 @@ def error_of(script: Script, **target) -> str | None:
 
 
 def assert_seen(times_s: list[float], written_s: list[float]) -> None:
-    """Every token was seen after it was written and not much later."""
+    """Assert that every token was seen after it was written and not much later."""
     assert len(times_s) == len(written_s)
     for seen, written in zip(times_s, written_s, strict=True):
         assert written <= seen < written + SLACK

@@ -1,4 +1,4 @@
-"""bench/fused_steps.py on a tiny model."""
+"""bench.fused_steps on a tiny model."""
 
 from pathlib import Path
 

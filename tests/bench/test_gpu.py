@@ -1,4 +1,4 @@
-"""bench.gpu: all of it on a CPU at tiny sizes, its arithmetic, and what becomes of parts that fail."""
+"""bench.gpu: a complete run on a CPU at tiny sizes, its arithmetic, and parts that fail."""
 
 import json
 import os
@@ -40,7 +40,7 @@ WEB = ("fastapi", "starlette", "uvicorn", "pydantic")
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
-    """The JSON and the output of a whole tiny run, in which no web framework can be imported."""
+    """Return the JSON and the output of a complete tiny run in which no web framework can be imported."""
     folder = tmp_path_factory.mktemp("gpu")
     for name in WEB:
         (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name} is not there', name='{name}')")
@@ -113,7 +113,7 @@ def test_gpu_cases_cover_every_kernel_operation():
 
 
 def as_on_gpu(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An input as it is on a GPU: pools differ in how their rows are stored."""
+    """Return an input with its dtype on GPU, where pools store rows in another way."""
     if leaf.ndim == 5 and leaf.dtype == jnp.uint16:
         return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
     if leaf.ndim == 5 and leaf.dtype == jnp.int8:
@@ -122,7 +122,7 @@ def as_on_gpu(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def is_for_pallas(case: Case) -> bool:
-    """Attention, and products of up to 256 rows with weights in 8 or 4 bits."""
+    """Return whether a Pallas kernel runs a case: attention, and products of up to 256 rows in 8 or 4 bits."""
     quantised = " in int" in case.case and int(case.case.split()[-2]) <= MAX_ROWS
     return case.op == "paged_attention" or (case.op == "matmul" and quantised)
 
@@ -168,7 +168,7 @@ def test_prefill_operations_equal_those_of_single_tokens():
 
 
 class Answers:
-    """An engine whose generations take the given seconds, one after the other, by the clock that the test patches."""
+    """An engine whose generations take the given seconds, one after the other, on a clock that tests patch."""
 
     def __init__(self, seconds: list[float]) -> None:
         self.now, self.seconds = 0.0, iter(seconds)
@@ -349,7 +349,7 @@ def test_targets_are_met_missed_or_not_measured():
 
 
 def test_every_target_is_measured_by_a_complete_run():
-    """With every case of a run at 1 second, and every row of the engine's, nothing is left unmeasured."""
+    """With every kernel case and engine row at 1 second, no target remains unmeasured."""
     kernel = [{"op": case.op, "case": case.case, **case.cost.fields, "seconds": 1.0} for case in cases(REAL)]
     model = REAL.models[-1]
     steps = ["", *(f", layers in {precision}" for precision in model.precisions)]

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a measurement as Ctrl-C does."""
+"""Termination signals interrupt a measurement as Ctrl-C does."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""bench.kernels_cpu: that it runs, and what is timed. How fast is no test's business."""
+"""bench.kernels_cpu: that it runs, and what it measures. Speed is not tested."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from jaxserve.kernels import native
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """One copy of a weight beside the first, and no look at the memory."""
+    """Use a single weight per product, and skip the memory bandwidth."""
     monkeypatch.setattr(kernels_cpu, "WORKING_SET", 0)
     monkeypatch.setattr(kernels_cpu, "read_memory", lambda: None)
 

@@ -1,4 +1,4 @@
-"""Arrivals are kept, lateness is counted, and what was measured survives an interruption."""
+"""Load: arrivals, lateness and interruption."""
 
 import asyncio
 import signal
@@ -24,7 +24,7 @@ def workload(arrivals_s) -> Workload:
 
 
 def simulate(arrivals_s, client, **options) -> Load:
-    """A run in virtual time."""
+    """Return the load of a run in virtual time."""
 
     async def run():
         return await run_load(workload(arrivals_s), client, clock=asyncio.get_running_loop().time, **options)

@@ -1,4 +1,4 @@
-"""The figures of a run, by hand for small ones."""
+"""The figures of small runs, computed by hand."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from jaxserve.bench.record import RequestRecord
 
 
 def record(due_s: float, chunks_s: list[float], tokens: int | None = None, **more) -> RequestRecord:
-    """A request that went well, unless `more` says otherwise."""
+    """Return a completed request, unless `more` says otherwise."""
     made = RequestRecord(0, due_s, due_s, input_tokens=10, sent_s=due_s, chunk_times_s=chunks_s, status=200)
     made.end_s = chunks_s[-1] if chunks_s else due_s
     made.output_tokens = len(chunks_s) if tokens is None else tokens

@@ -1,4 +1,4 @@
-"""The measurement of adaptation: what it reads off results."""
+"""The adaptation measurement: figures read from results."""
 
 import numpy as np
 import pytest

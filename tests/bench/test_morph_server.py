@@ -1,4 +1,4 @@
-"""The measurement of adaptation and the demo beside real servers."""
+"""The adaptation measurement and the demo with real servers."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The measurement of adaptation: its tables, verdicts and plots."""
+"""The adaptation measurement: tables, verdicts and plots."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The measurement of adaptation: its traffic, and systems that fill one budget."""
+"""The adaptation measurement: its traffic, and systems within one memory budget."""
 
 import numpy as np
 import pytest

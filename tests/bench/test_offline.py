@@ -1,4 +1,4 @@
-"""Offline figures: their arithmetic on made-up steps, and every measurement on a tiny model. No test asserts a time."""
+"""Offline measurements: arithmetic on made-up steps, and every measurement on a tiny model. Speed is not tested."""
 
 import json
 import signal

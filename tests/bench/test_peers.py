@@ -1,4 +1,4 @@
-"""bench.peers: options, arithmetic, the table, and what becomes of a run that is ended or whose worker fails."""
+"""bench.peers: options, arithmetic, the table, interruption and failing workers."""
 
 import importlib.util
 import json
@@ -25,13 +25,13 @@ BANDWIDTH = {"median": 10.0, "best": 12.0}
 
 
 def outcome(**engines: dict) -> Outcome:
-    """Of engines with the samples above but for those given."""
+    """Return an outcome with the samples above, and other samples for the given engines."""
     samples = {name.replace("_", "."): SAMPLES | found for name, found in engines.items()}
     return Outcome(samples, {name: dict(ENGINE) for name in samples}, [BANDWIDTH, BANDWIDTH])
 
 
 def rows(text: str) -> dict[tuple[str, str], list[str]]:
-    """The table's cells by (case, precision), and its heading under ("case", "precision")."""
+    """Return the table's cells by (case, precision), with its heading under ("case", "precision")."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {(case, precision): rest for case, precision, *rest in cells if case != "---"}
 
@@ -226,7 +226,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def peers(tmp_path: Path) -> Path:
-    """A folder with an interpreter `python` that answers as workers would, until question number `stop` of all."""
+    """Return a folder with an interpreter `python` that answers as workers do, up to question number `stop`."""
     python = tmp_path / "python"
     python.write_text(FAKE_PEER)
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The start of a peer's process is timed until its first answer."""
+"""bench.peers.startup: the time until a peer's first answer."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What is read from a page of metrics: one number per series, whatever engine it is of."""
+"""Metrics pages: one number per series, whatever the engine."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The name that a result gets in a folder."""
+"""The file name of a saved result."""
 
 import json
 

@@ -35,7 +35,7 @@ def figure(name: str, *runs: Run) -> Figure:
 
 
 class Page(HTMLParser):
-    """What a page would fetch, its tags and its text."""
+    """The tags and text of a page, and what it would fetch."""
 
     def __init__(self, text: str):
         super().__init__()

@@ -104,7 +104,10 @@ def test_saturation_is_unknown_where_no_run_shows_it():
 
 
 def fixed_capacity(rate: float, capacity: float, latency: float, n: int = 200) -> dict:
-    """Requests at even distances to a server that completes `capacity` per second and needs `latency` for each."""
+    """Return a result with requests at even distances to a server of `capacity` requests per second.
+
+    Each request takes `latency` seconds.
+    """
     records, free = [], 0.0
     for index in range(n):
         arrival = index / rate

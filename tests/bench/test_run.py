@@ -1,4 +1,4 @@
-"""Runs from the command line, against a server that answers as a script says."""
+"""Runs from the command line, against a server that follows a script."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ METRICS = b"# TYPE jaxserve_num_requests_running gauge\njaxserve_num_requests_ru
 
 @contextmanager
 def running(script: Script) -> Iterator[FakeServer]:
-    """The server on an event loop of its own."""
+    """Run a server on its own event loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -46,7 +46,7 @@ def running(script: Script) -> Iterator[FakeServer]:
 
 
 def serving(completions: Script) -> Script:
-    """A whole server: a model, metrics, and `completions` for everything that is posted."""
+    """Return the script of a complete server: a model, metrics, and `completions` for all posted requests."""
 
     async def script(exchange: Exchange) -> None:
         if exchange.path == "/v1/models":
@@ -60,18 +60,18 @@ def serving(completions: Script) -> Script:
 
 
 def bench(*args: str) -> tuple[int, str]:
-    """Exit status and output of `jaxserve bench ...`."""
+    """Return exit status and output of `jaxserve bench ...`."""
     done = CliRunner().invoke(app, ["bench", *args])
     return done.exit_code, done.output
 
 
 def asked(server: FakeServer) -> list[dict]:
-    """The bodies of the requests for completions."""
+    """Return the bodies of the requests for completions."""
     return [exchange.body for exchange in server.exchanges if exchange.body]
 
 
 def measured(tmp_path: Path, *args: str, script: Script = answer) -> tuple[dict, str, list[dict]]:
-    """The result of a run, what it printed, and what the server was asked."""
+    """Return the result of a run, its output, and the requests that the server received."""
     path = tmp_path / "result.json"
     with running(serving(script)) as server:
         status, output = bench(*args, "--base-url", server.url, "--save-result", str(path), "--quiet")
@@ -303,7 +303,7 @@ def test_missing_server_is_reported_with_its_url():
 
 
 def listing(status: int, body: bytes) -> Script:
-    """A server that answers so to a question for its models, and to all others as usual."""
+    """Return the script of a server that answers requests for its models in this way, and others as usual."""
 
     async def script(exchange: Exchange) -> None:
         await (exchange.whole(status, body) if exchange.path == "/v1/models" else serving(answer)(exchange))
@@ -354,7 +354,7 @@ def test_warm_ups_are_as_long_as_what_is_measured_and_of_other_tokens():
 
 
 def interrupted(args: list[str], ready: Callable[[], bool], by: int = signal.SIGINT) -> tuple[int, str]:
-    """Exit status and output of a run that gets Ctrl-C, or another signal, when it is ready for it."""
+    """Return exit status and output of a run that gets a signal as soon as `ready` returns True."""
     command = [sys.executable, "-m", "jaxserve.cli.main", "bench", *args]
     environment = {**os.environ, "COLUMNS": "200"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)

@@ -21,7 +21,7 @@ jaxserve_request_queue_time_seconds_count{{model_name="m"}} {all}
 
 
 def sampled(script, scrapes: int, **options):
-    """A sampler that has looked at least `scrapes` times."""
+    """Return a sampler that has scraped at least `scrapes` times."""
 
     async def run():
         async with FakeServer(script) as server:
@@ -34,7 +34,7 @@ def sampled(script, scrapes: int, **options):
 
 
 def pages(*served: str | None):
-    """Serves each in turn, then the last again and again; None is a 404."""
+    """Return a script that serves each page in turn and then repeats the last one; None is a 404."""
 
     async def script(exchange):
         page = served[min(exchange.index, len(served) - 1)]

@@ -1,4 +1,4 @@
-"""bench.sampling: that it runs, and that both draw what is asked for. How fast is no test's business."""
+"""bench.sampling: that it runs, and that rows have the requested parameters. Speed is not tested."""
 
 import jax.numpy as jnp
 import numpy as np

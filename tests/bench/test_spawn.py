@@ -1,4 +1,4 @@
-"""A spawned server is waited for, told about when it fails, and always stopped."""
+"""Spawned servers: waiting until they are ready, failures, and stopping them in every case."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ READY = (
 
 
 def program(code: str) -> tuple[str, ...]:
-    """The command of a server that runs `code`; its first argument is where to write its process id."""
+    """Return the command of a server that runs `code`. Its first argument is the file for its process id."""
     return (sys.executable, "-c", PRELUDE + code)
 
 

@@ -1,4 +1,4 @@
-"""Generated traffic has the statistics that its source was published with."""
+"""Generated traffic has the published statistics of its source."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Traces: every format read, mistakes told with their place, scalings pure and recorded."""
+"""Traces: every format, mistakes reported with their place, and scalings that are pure and recorded."""
 
 import gzip
 import json
@@ -148,7 +148,7 @@ def test_missing_trace_is_named(tmp_path):
 
 @pytest.fixture
 def trace() -> Trace:
-    """Ten requests, one a second from 1 s on; blocks of four tokens."""
+    """Return ten requests, one per second from 1 s on, with blocks of four tokens."""
     inputs = [3, 4, 5, 8, 9, 12, 4, 4, 16, 2]
     ids = tuple(tuple(range(-(-length // 4))) for length in inputs)
     return Trace.of("ten", range(1, 11), inputs, range(10, 20), hash_ids=ids, block_tokens=4)
@@ -298,7 +298,7 @@ def test_failed_requests_are_asked_for_one_token(vocabulary):
 
 
 def blocks_trace() -> Trace:
-    """Shared: nothing, one block, one block and a half."""
+    """Return a trace whose prompts share nothing, one block, and one and a half blocks."""
     return Trace.of(
         "blocks",
         range(4),
@@ -357,7 +357,7 @@ def test_long_text_of_many_small_blocks_has_the_length_it_says(vocabulary):
 
 
 def published() -> dict[str, dict]:
-    """Statistics by file name, of the files that have arrivals."""
+    """Return published statistics by file name, of the files with arrivals."""
     facts = json.loads((REAL / "stats.json").read_text()) if REAL.is_dir() else {}
     return {name: fact for name, fact in facts.items() if "rate" in fact}
 

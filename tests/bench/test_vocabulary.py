@@ -1,4 +1,4 @@
-"""Random prompts: no special tokens, exact lengths, and clear errors for tokenizers that are not there."""
+"""Random prompts: no special tokens, exact lengths, and clear errors for missing tokenizers."""
 
 import json
 import os
@@ -109,7 +109,7 @@ def test_unknown_tokenizer_is_a_config_error_that_names_it(name):
 
 
 class Hub:
-    """A hub that answers nothing but 503, and the requests that it had."""
+    """A hub that answers 503 to everything, and the requests that it received."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -139,7 +139,7 @@ def hub() -> Iterator[Hub]:
 
 
 def load_from(hub: Hub, home: Path, **environment: str) -> str:
-    """What an interpreter that knows no other hub prints of `Vocabulary.load("some/model")`."""
+    """Return what an interpreter that knows only this hub prints for `Vocabulary.load("some/model")`."""
     code = (
         "from jaxserve.bench.vocabulary import Vocabulary; from jaxserve.core.errors import ConfigError\n"
         "try: print(Vocabulary.load('some/model').size)\n"

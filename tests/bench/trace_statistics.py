@@ -1,4 +1,4 @@
-"""The numbers by which traces are compared."""
+"""Statistics by which traces are compared."""
 
 import numpy as np
 
@@ -8,13 +8,13 @@ BIN_S = 10
 
 
 def statistics(trace: Trace, seconds: float | None = None) -> dict[str, float | None]:
-    """Rate, burstiness and lengths; None where the trace is too short for a number.
+    """Return rate, burstiness and lengths; None where the trace is too short for a figure.
 
-    `seconds` is how long requests were watched for, if that was longer than until the last arrival.
+    `seconds` is the time over which requests were observed, by default until the last arrival.
 
     - rate: requests per second;
     - cv_interarrival: standard deviation over mean of the intervals; 1 for a Poisson process;
-    - peak_to_mean_10s: the most requests of any full 10 seconds, counted from 0, over their mean;
+    - peak_to_mean_10s: the most requests in any full 10 seconds, counted from 0, over their mean;
     - in_mean, in_p50, in_p95, out_mean, out_p50, out_p95: tokens of prompts and answers.
     """
     gaps = np.diff(trace.arrival_s)

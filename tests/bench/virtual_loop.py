@@ -1,4 +1,4 @@
-"""An event loop whose time passes only by sleeping, and then at once: schedules can be compared exactly."""
+"""An event loop whose time passes only by sleeping, and then at once, so that schedules are exact."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Instead of waiting, moves the loop's time forward."""
+    """A selector that moves the loop's time forward instead of waiting."""
 
     time_s = 0.0
 
@@ -23,7 +23,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its `time` is the sum of what was slept."""
+    """A loop whose `time` is the sum of all sleeps."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -33,11 +33,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.time_s
 
     def busy(self, seconds: float) -> None:
-        """Lets time pass as if the program had computed."""
+        """Let time pass as if the program had computed."""
         self._virtual.time_s += seconds
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine in virtual time."""
+    """Return the result of a coroutine in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
