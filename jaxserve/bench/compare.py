@@ -4,7 +4,7 @@ Results with the same label are repeats of one configuration. A ratio compares m
 ranges of the repeats overlap, so that noise is not read as a difference.
 """
 
-import statistics as stats
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxserve.bench.offline.options import COORDINATES
 from jaxserve.bench.result import label
-from jaxserve.bench.table import HEADINGS, cell, print_grid, statistics
+from jaxserve.bench.table import HEADINGS, cell, print_grid, statistic_keys
 from jaxserve.core.errors import ConfigError
 
 ONLINE = ("serve", "trace")
@@ -44,7 +44,7 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
         """Return the spread of one or more values."""
-        return cls(stats.median(values), min(values), max(values))
+        return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
         if self.low == self.high:
@@ -158,7 +158,7 @@ def _grouped(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str
 
 def _online_figures(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterable[ComparedFigure]:
     metrics = [
-        (f"{name} {short} (ms)", key) for metric, (_, short) in HEADINGS.items() for name, key in statistics(metric)
+        (f"{name} {short} (ms)", key) for metric, (_, short) in HEADINGS.items() for name, key in statistic_keys(metric)
     ]
     for name, key in (*TOTALS, *metrics):
         spreads = tuple(_spread(result.get(key) for result in repeats) for repeats in groups.values())

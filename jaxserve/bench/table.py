@@ -12,8 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-METRICS = ("ttft", "tpot", "itl", "e2el", "queue")
-PERCENTILES = (90.0, 95.0, 99.0)
+from jaxserve.bench.metrics import PERCENTILES
+from jaxserve.bench.options import METRICS
+
 HEADINGS = {
     "ttft": ("Time to First Token", "TTFT"),
     "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
@@ -59,7 +60,7 @@ def sections(
         title, short = HEADINGS[metric]
         lines = tuple(
             (f"{name} {short} (ms)", _number(result[key], 2))
-            for name, key in statistics(metric, percentiles)
+            for name, key in statistic_keys(metric, percentiles)
             if _is_number(result.get(key))
         )
         if lines:
@@ -67,7 +68,7 @@ def sections(
     return found
 
 
-def statistics(metric: str, percentiles: Iterable[float] = PERCENTILES) -> list[tuple[str, str]]:
+def statistic_keys(metric: str, percentiles: Iterable[float] = PERCENTILES) -> list[tuple[str, str]]:
     """Return name and key of a metric's statistics: ("Mean", "mean_ttft_ms"), ..., ("P99", "p99_ttft_ms"), ..."""
     pairs = [("Mean", "mean"), ("Median", "median")]
     pairs += [(f"P{percentile:g}", f"p{percentile:g}") for percentile in percentiles]

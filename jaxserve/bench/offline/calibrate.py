@@ -61,7 +61,7 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
         )
     shape = ModelShape.load(engine.model if engine.model is not None else bundled_model_path())
     dtype = dtype_beside_quantized(shape.dtype) if engine.dtype == "auto" else engine.dtype
-    # With an explicit dtype all runs have the same one.
+    # Set explicitly, so that all runs use one dtype.
     shape, options = replace(shape, dtype=dtype), replace(options, engine=replace(engine, dtype=dtype))
     precisions = [parse_precision(name, shape.dtype, "precisions") for name in options.precisions]
     nominal = _nominal(options.name, [shape.dtype, *precisions], progress)
