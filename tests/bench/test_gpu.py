@@ -19,7 +19,7 @@ from bench.gpu import write
 from bench.gpu_parts import costs, transitions
 from bench.gpu_parts.kernels import Case, cases
 from bench.gpu_parts.measure import BELOW_NOISE, decode
-from bench.gpu_parts.models import ensure_model
+from bench.gpu_parts.worker import ensure_model
 from bench.gpu_parts.parts import PARTS, Outcome, Part, Settings, run_part, run_parts
 from bench.gpu_parts.sizes import REAL, TINY
 from bench.gpu_parts.table import ceilings, reached, table, with_shares
