@@ -34,7 +34,7 @@ from jaxserve.bench.result import Result, load, save
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.engine.step_log import read_log
-from jaxserve.sim.fit import fit, measured
+from jaxserve.sim.cost_model_fit import fit, measured_steps
 from jaxserve.sim.hardware import Hardware, load_hardware, to_yaml
 from jaxserve.sim.options import ClusterOptions
 from jaxserve.sim.run import SimExperiment, run_simulation
@@ -118,7 +118,7 @@ def _hardware(name: str, number: int, path: Path, options: argparse.Namespace) -
 def _fitted(model: Path, log: Path, result: Result, before: Path) -> Hardware:
     """Return the machine as it was in a run, fitted to its steps and to the mean time outside the engine."""
     recording = read_log(log)
-    found = fit(measured(recording), ModelShape.load(model), load_hardware(before)).hardware
+    found = fit(measured_steps(recording), ModelShape.load(model), load_hardware(before)).hardware
     arrivals = sorted(recording.arrivals, key=lambda arrival: arrival.time)[-len(result["ttfts"]) :]  # without warm-ups
     inside = statistics.mean((recording.answers[a.id].first_token or a.time) - a.time for a in arrivals)
     sequences = {(step.instance, step.number): step.sequences for step in recording.steps}

@@ -27,7 +27,7 @@ Signature = tuple[str, str]  # (block kind, precision): blocks of the same one s
 Due = Callable[[], float]  # when to go on; a time that has passed is now
 
 
-class Instance(Protocol):
+class ActuatedInstance(Protocol):
     """What transitions change of one instance of the plan."""
 
     @property
@@ -52,7 +52,7 @@ class SimActuator:
     def __init__(
         self,
         plan: Plan,
-        instances: Sequence[Instance],
+        instances: Sequence[ActuatedInstance],
         clock: Clock,
         links: SharedLinks,
         pcie: Sequence[str],
@@ -146,7 +146,9 @@ class SimActuator:
                 yield from self._exchange(instance, [swap for swap in batch if isinstance(swap, SwapPrecision)], after)
         self._ledger.update(self._entries(after))
 
-    def _exchange(self, instance: Instance, swaps: Sequence[SwapPrecision], after: Plan) -> Generator[Due, None, None]:
+    def _exchange(
+        self, instance: ActuatedInstance, swaps: Sequence[SwapPrecision], after: Plan
+    ) -> Generator[Due, None, None]:
         number, needed = swaps[0].instance, any(swap.bytes_needed for swap in swaps)
         self._check_exchange(
             max(swap.peak_bytes - swap.bytes_needed for swap in swaps), after if needed else self._plan
@@ -179,7 +181,7 @@ class SimActuator:
             ready += self._compile_seconds
         yield from self._until(ready)
 
-    def _reduce(self, instance: Instance, transition: ResizeKVPool, after: Plan) -> Generator[Due, None, None]:
+    def _reduce(self, instance: ActuatedInstance, transition: ResizeKVPool, after: Plan) -> Generator[Due, None, None]:
         """Takes pages away once so many are not in use; as the other actuator, it waits a little for that."""
         end = self._clock.now() + PATIENCE
         while True:
@@ -191,7 +193,9 @@ class SimActuator:
                     raise
             yield from self._until(self._clock.now() + TRY_AGAIN)
 
-    def _between_steps(self, instance: Instance, commit: Callable[[Future[float]], None]) -> Generator[Due, None, None]:
+    def _between_steps(
+        self, instance: ActuatedInstance, commit: Callable[[Future[float]], None]
+    ) -> Generator[Due, None, None]:
         """Has `commit` run between two steps, and waits until the time that it settles its future with: when the memory
         of what was replaced is free. Raises what it raised.
         """
@@ -214,16 +218,16 @@ class SimActuator:
 
     # -- between two steps, called by the instance
 
-    def _swap(self, instance: Instance, number: int, after: Plan, freed: Future[float]) -> None:
+    def _swap(self, instance: ActuatedInstance, number: int, after: Plan, freed: Future[float]) -> None:
         self._put_in_force(instance, number, after)
         instance.after_dispatched(lambda: freed.set_result(self._clock.now()))
 
-    def _grow(self, instance: Instance, transition: ResizeKVPool, after: Plan, freed: Future[float]) -> None:
+    def _grow(self, instance: ActuatedInstance, transition: ResizeKVPool, after: Plan, freed: Future[float]) -> None:
         instance.core.scheduler.grow(transition.after - transition.before)
         self._put_in_force(instance, transition.instance, after)
         freed.set_result(self._clock.now())
 
-    def _shrink(self, instance: Instance, transition: ResizeKVPool, after: Plan, freed: Future[float]) -> None:
+    def _shrink(self, instance: ActuatedInstance, transition: ResizeKVPool, after: Plan, freed: Future[float]) -> None:
         count, moves = transition.before - transition.after, dict[int, int]()
 
         def move() -> None:
@@ -235,7 +239,7 @@ class SimActuator:
         # Pages move after the steps that are dispatched; the one after them has the memory given back by its end.
         instance.after_dispatched(move)
 
-    def _put_in_force(self, instance: Instance, number: int, after: Plan) -> None:
+    def _put_in_force(self, instance: ActuatedInstance, number: int, after: Plan) -> None:
         self._plan, own = after, after.instances[number]
         instance.set_plan(own)
         instance.core.replan(assignment_id(own.layer_precisions), self._describe(after, number))

@@ -14,7 +14,7 @@ from jaxserve.core.step_load import Loads
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import StepOutput, Work
 from jaxserve.engine.core import EngineCore
-from jaxserve.sim.step_time import Timing
+from jaxserve.sim.cost_model import CostModel
 from jaxserve.telemetry import Snapshot
 
 Call = Callable[[], None]
@@ -77,7 +77,7 @@ class SimInstance:
         self,
         core: EngineCore,
         plan: InstancePlan,
-        timing: Timing,
+        timing: CostModel,
         buckets: Buckets,
         clock: Clock,
         *,

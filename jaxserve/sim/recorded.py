@@ -47,8 +47,8 @@ class Diverged(JaxserveError):
     """The simulation differs from the recording; the message says where, what was got and what was recorded."""
 
 
-class RecordedTiming:
-    """The `Timing` of one instance whose steps end when they did, in the order of the log."""
+class RecordedCostModel:
+    """The `CostModel` of one instance whose steps end when they did, in the order of the log."""
 
     host = 0.0
     per_context = None  # every step is asked for
@@ -57,7 +57,7 @@ class RecordedTiming:
         self._steps, self._clock = steps, clock
         self._done, self._end = 0, -inf
 
-    def of(self, instance: InstancePlan) -> "RecordedTiming":
+    def of(self, instance: InstancePlan) -> "RecordedCostModel":
         """The times of any plan: the log knows which was in force."""
         return self
 
@@ -186,7 +186,7 @@ class _Replay:
         self._ticks = deque(recording.ticks)
         self._decisions: list[Decided] = []
         self._core = self._new_core(plan)
-        timing = RecordedTiming(recording.steps, self._clock)
+        timing = RecordedCostModel(recording.steps, self._clock)
         self._instance = SimInstance(self._core, plan.instances[0], timing, _buckets(facts), self._clock)
         self._actuator = _Actuator(plan, self._core)
         self._controller = Controller(plan, policy, resources, self._actuator)

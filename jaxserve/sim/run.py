@@ -14,12 +14,12 @@ from jaxserve.bench.prometheus import parse
 from jaxserve.bench.record import RequestRecord
 from jaxserve.bench.result import build, plain
 from jaxserve.core.errors import ConfigError
+from jaxserve.sim.build import BuiltSimulation, build_simulation
 from jaxserve.sim.cluster import Cluster, parse_cluster, resolve_cluster
-from jaxserve.sim.columns import Columns
 from jaxserve.sim.control import SimControl
-from jaxserve.sim.factory import Built, build_simulation
 from jaxserve.sim.hardware import load_hardware
 from jaxserve.sim.options import ClusterOptions, FigureOptions
+from jaxserve.sim.request_columns import RequestColumns
 from jaxserve.sim.shape import ModelShape
 from jaxserve.sim.simulation import Answered
 from jaxserve.sim.workload import SimWorkload, sim_workload
@@ -45,10 +45,10 @@ class SimExperiment:
 
 
 @dataclass
-class Seen:
+class CollectedAnswers:
     """What came of the requests: records with the time of every token, or columns of a few numbers. Mutable."""
 
-    columns: Columns
+    columns: RequestColumns
     records: list[RequestRecord] | None  # None: columns alone
     last_answer_s: float = 0.0
     interrupted: bool = False
@@ -110,9 +110,11 @@ def cluster_of(options: ClusterOptions, *, prefix_caching: bool) -> Cluster:
     return resolve_cluster(config, ModelShape.load(options.model_path), hardware, elastic=options.elastic_kv)
 
 
-def simulate(built: Built, workload: SimWorkload, *, detailed: bool, progress: bool = False) -> Seen:
+def simulate(
+    built: BuiltSimulation, workload: SimWorkload, *, detailed: bool, progress: bool = False
+) -> CollectedAnswers:
     """Runs to the end, or until Ctrl-C."""
-    seen = Seen(Columns(workload.trace), [] if detailed else None)
+    seen = CollectedAnswers(RequestColumns(workload.trace), [] if detailed else None)
     try:
         with tqdm(total=len(workload), unit="req", disable=None if progress else True) as bar:
             for answered in built.simulation.run(workload.requests()):
@@ -129,7 +131,7 @@ def record_of(answered: Answered) -> RequestRecord:
     """As a client would have seen it: every token comes when it was sampled, and a refusal at once."""
     arrival = answered.request.arrival
     return RequestRecord(
-        index=answered.number,
+        index=answered.index,
         due_s=arrival,
         arrival_s=arrival,
         input_tokens=answered.request.input_tokens,
@@ -150,7 +152,7 @@ def queue_time(metrics: EngineMetrics, percentiles: Sequence[float]) -> dict[str
 
 
 def _summary(
-    seen: Seen,
+    seen: CollectedAnswers,
     records: Sequence[RequestRecord],
     requests: int,
     objectives: Mapping[str, float],
@@ -203,7 +205,7 @@ def _rate(experiment: SimExperiment, workload: SimWorkload) -> float:
     return len(workload) / last if last else float("inf")
 
 
-def _adaptation(control: SimControl | None, seen: Seen) -> dict[str, Any]:
+def _adaptation(control: SimControl | None, seen: CollectedAnswers) -> dict[str, Any]:
     """The controller's decisions, and how long after the last answer the plan was that of the start again: 0 if it was
     so already, None if it never was.
     """

@@ -32,7 +32,7 @@ class SimRequest:
 class Answered:
     """How a request ended. Times are those of the simulation in seconds; None if it was refused."""
 
-    number: int  # in order of arrival, from 0
+    index: int  # in order of arrival, from 0
     request: SimRequest
     instance: int
     first_token: float | None = None
@@ -65,7 +65,7 @@ class Frontend:
 
 @dataclass(slots=True)
 class _InFlight:
-    number: int
+    index: int
     request: SimRequest
     instance: int = -1  # until it is routed
 
@@ -101,9 +101,9 @@ class Simulation:
         while True:
             event = self._next_event()
             if coming is not None and coming[1].arrival <= event:
-                number, request = coming
+                index, request = coming
                 due = request.arrival + self._frontend.request + self._frontend.prompt_token * request.input_tokens
-                heapq.heappush(self._events, (due, next(self._order), _InFlight(number, request)))
+                heapq.heappush(self._events, (due, next(self._order), _InFlight(index, request)))
                 coming = next(arrivals, None)
                 continue
             tick = inf if self._control is None else self._control.next_event()
@@ -146,16 +146,16 @@ class Simulation:
     def _tick(self) -> None:
         assert self._control is not None
         self._control.advance()
-        for number in range(len(self.instances)):
-            self._schedule(number)
+        for index in range(len(self.instances)):
+            self._schedule(index)
 
-    def _schedule(self, number: int) -> None:
+    def _schedule(self, index: int) -> None:
         """Puts the instance's next event on the agenda, if it is not there."""
-        wake = self.instances[number].wake
-        if wake != self._due[number]:
-            self._due[number] = wake
+        wake = self.instances[index].wake
+        if wake != self._due[index]:
+            self._due[index] = wake
             if wake < inf:
-                heapq.heappush(self._events, (wake, next(self._order), number))
+                heapq.heappush(self._events, (wake, next(self._order), index))
 
     # -- requests
 
@@ -166,10 +166,10 @@ class Simulation:
             if delay := self._frontend.stream * self.instances[sent.instance].running:
                 heapq.heappush(self._events, (self._clock.time + delay, next(self._order), sent))
                 return
-        self._in_flight[str(sent.number)] = sent
+        self._in_flight[str(sent.index)] = sent
         prompt, params = self._prompt(request), self._sampling(request.output_tokens)
         self.instances[sent.instance].submit(
-            Request(str(sent.number), prompt, params, arrival=self._clock.time, stream=False)
+            Request(str(sent.index), prompt, params, arrival=self._clock.time, stream=False)
         )
         self._schedule(sent.instance)
 
@@ -189,9 +189,9 @@ class Simulation:
         sent = self._in_flight.pop(request_id)
         self._router.ended(sent.instance, sent.request.input_tokens)
         if times is None:
-            return Answered(sent.number, sent.request, sent.instance, error=error)
+            return Answered(sent.index, sent.request, sent.instance, error=error)
         return Answered(
-            sent.number,
+            sent.index,
             sent.request,
             sent.instance,
             times.first_token,

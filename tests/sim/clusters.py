@@ -11,9 +11,9 @@ from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.sim.cost_model import StepLoad
 from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.simulation import Answered, Control, Frontend, SimRequest, Simulation
-from jaxserve.sim.step_time import StepLoad
 from jaxserve.telemetry import EngineMetrics, Snapshot
 
 PAGE, TILE, LONGEST = 4, 8, 64  # tokens
@@ -21,7 +21,7 @@ PAGE, TILE, LONGEST = 4, 8, 64  # tokens
 
 @dataclass(frozen=True)
 class Formula:
-    """A `Timing`: 1 s a step, 0.1 s a token, and a little for what is attended to. `alike`: says so of decode steps."""
+    """A `CostModel`: 1 s a step, 0.1 s a token, and a little for the context. `alike`: decode steps say so."""
 
     alike: bool = True
     host: float = 0.25
@@ -68,4 +68,4 @@ def cluster(
 
 def answered(simulation: Simulation, requests: Sequence[SimRequest]) -> list[Answered]:
     """How all of them ended, in order of arrival."""
-    return sorted(simulation.run(requests), key=lambda answer: answer.number)
+    return sorted(simulation.run(requests), key=lambda answer: answer.index)

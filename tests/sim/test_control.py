@@ -11,8 +11,8 @@ from jaxserve.calibration.sensitivity.order import swap_order
 from jaxserve.control.record import Decision
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.errors import ConfigError
+from jaxserve.sim.build import BuiltSimulation, build_simulation
 from jaxserve.sim.control import SETTLING
-from jaxserve.sim.factory import Built, build_simulation
 from jaxserve.sim.hardware import Hardware, Overheads
 from jaxserve.sim.simulation import Answered, SimRequest
 from tests.sim.machines import CPU, GPU, resolved
@@ -42,7 +42,7 @@ class Spy:
 """
 
 
-def run(hardware: Hardware = CPU, **options) -> tuple[Built, list[Answered]]:
+def run(hardware: Hardware = CPU, **options) -> tuple[BuiltSimulation, list[Answered]]:
     """The burst, and what came of it."""
     cluster = resolved(hardware, **TIGHT | options)
     built = build_simulation(cluster, detailed=False, interval=0.5, model_folder=BUNDLED)

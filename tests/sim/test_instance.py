@@ -10,8 +10,8 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.work import StepOutput, Work
 from jaxserve.engine.loop import StepLoop
+from jaxserve.sim.cost_model import StepLoad
 from jaxserve.sim.simulation import SimRequest
-from jaxserve.sim.step_time import StepLoad
 from tests.sim.clusters import PAGE, Formula, answered, cluster
 
 prompts = st.one_of(st.none(), st.integers(0, 2))  # one of few prefixes, or nothing in common

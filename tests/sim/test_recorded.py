@@ -26,7 +26,7 @@ from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.step_log import InstanceLog, LoggedController, Recording, StepLog, read_log
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
-from jaxserve.sim.recorded import Diverged, RecordedTiming, replay
+from jaxserve.sim.recorded import Diverged, RecordedCostModel, replay
 from jaxserve.telemetry import EngineMetrics, Snapshot
 from tests.support.control import home_plan, machine
 
@@ -301,7 +301,7 @@ def test_several_answers_or_instances_and_steps_that_do_not_overlap_are_refused(
 def test_recorded_steps_end_when_they_did(recording):
     clock = VirtualClock()
     steps = [step for step in recording.steps if step.number < 3]
-    timing = RecordedTiming(steps, clock)
+    timing = RecordedCostModel(steps, clock)
     clock.time = steps[0].begun
     assert clock.time + timing.seconds(steps[0].load) == pytest.approx(steps[0].ended)
     assert timing.seconds(steps[1].load) == pytest.approx(steps[1].ended - steps[0].ended)

@@ -12,11 +12,11 @@ from jaxserve.bench.result import load, save
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.step_load import StepLoad
 from jaxserve.sim import run as running
+from jaxserve.sim.cost_model import RooflineModel
 from jaxserve.sim.hardware import to_yaml
 from jaxserve.sim.options import ClusterOptions, FigureOptions
 from jaxserve.sim.run import SimExperiment, run_simulation
 from jaxserve.sim.shape import ModelShape
-from jaxserve.sim.step_time import StepTime
 from tests.sim.machines import CPU, GPU
 
 TIMED = ("date", "command", "environment")
@@ -58,7 +58,7 @@ def test_a_request_alone_takes_what_the_formula_says(machines, tmp_path) -> None
     shape = ModelShape.load("llama-3-8b")
     chain = running.cluster_of(ClusterOptions(model="llama-3-8b", hardware=machines["gpu"]), prefix_caching=False)
     plan = chain.memory.plan.instances[0]
-    steps, buckets = StepTime(shape, GPU).of(plan), chain.memory.buckets
+    steps, buckets = RooflineModel(shape, GPU).of(plan), chain.memory.buckets
     prompt = buckets.shape(0, 10, 0)
     first = steps.seconds(StepLoad(prompt.tokens, prompt.rows, 0, 0, 640 * 641))
     later = [steps.seconds(StepLoad(1, 1, 1, context, 0)) for context in (641, 642)]
@@ -205,13 +205,13 @@ def test_caching_of_prompts_that_share_nothing_finds_nothing(machines) -> None:
 
 
 def test_after_ctrl_c_there_is_what_had_ended(machines, monkeypatch) -> None:
-    class Pressed(running.Columns):
+    class Pressed(running.RequestColumns):
         def take(self, answered) -> None:
             if (~(self.last_s != self.last_s)).sum() == 20:
                 raise KeyboardInterrupt
             super().take(answered)
 
-    monkeypatch.setattr(running, "Columns", Pressed)
+    monkeypatch.setattr(running, "RequestColumns", Pressed)
     result = simulated(machines["gpu"], figures={"detail": False})
     assert result["interrupted"]
     assert (result["completed"], result["unfinished"]) == (20, 40)

@@ -44,4 +44,4 @@ def test_a_seed_of_events_gives_the_same_result_twice():
     asked = [SimRequest(0.7 * number, 5 + number % 9, 3 + number % 7) for number in range(60)]
     first, second = (answered(cluster(3, pages=20), asked) for _ in range(2))
     assert first == second
-    assert [answer.number for answer in first] == list(range(60))
+    assert [answer.index for answer in first] == list(range(60))

@@ -1,8 +1,8 @@
 """Calibration: `jaxserve bench latency --calibrate FILE` writes a file of configs/hardware for this machine.
 
 For each precision a server with a step log is started and loaded over HTTP (`calibration_load`), because on a CPU the
-work of server and client next to the engine is part of the duration of its steps. `sim.fit` turns the steps into shares
-of the roofline. The roofline itself is nominal: measured with numpy on a CPU, and taken from configs/hardware for a
+work of server and client next to the engine is part of the duration of its steps. `sim.cost_model_fit` turns the steps into
+shares of the roofline. The roofline itself is nominal: measured with numpy on a CPU, and taken from configs/hardware for a
 GPU.
 """
 
@@ -36,7 +36,7 @@ from jaxserve.core.machine import processors
 from jaxserve.core.precision import BITS, parse_precision
 from jaxserve.engine.step_log import Recording, read_log
 from jaxserve.planning.defaults import dtype_beside_quantized
-from jaxserve.sim.fit import OVERHEADS, Fit, fit, frontend, measured
+from jaxserve.sim.cost_model_fit import OVERHEADS, Fit, fit, fit_frontend, measured_steps
 from jaxserve.sim.hardware import Curve, Hardware, Link, load_hardware, to_yaml
 from jaxserve.sim.shape import ModelShape
 
@@ -70,9 +70,9 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
         runs.append(_run(options, shape, precision, lambda phase, name=precision: progress(f"{name}: {phase}")))
     progress("fitting")
     facts = runs[0][0].facts
-    steps = [step for recording, _ in runs for step in measured(recording)]
+    steps = [step for recording, _ in runs for step in measured_steps(recording)]
     found = fit(steps, shape, nominal, "int8" if facts["kv_dtype"] == "int8" else "auto")
-    request, token, stream = frontend(
+    request, token, stream = fit_frontend(
         [
             measured
             for recording, load in runs

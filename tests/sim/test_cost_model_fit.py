@@ -10,11 +10,10 @@ from jaxserve.control.plan_yaml import to_dict
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.engine.step_log import InForce, Recording, Step
-from jaxserve.sim.fit import Measured, fit, frontend, measured
+from jaxserve.sim.cost_model import RooflineModel, StepLoad
+from jaxserve.sim.cost_model_fit import MeasuredStep, fit, fit_frontend, measured_steps, non_negative, robust
 from jaxserve.sim.hardware import Curve, Hardware, Overheads, from_yaml, to_yaml
-from jaxserve.sim.least_squares import non_negative, robust
 from jaxserve.sim.shape import ModelShape
-from jaxserve.sim.step_time import StepLoad, StepTime
 
 SHAPE = ModelShape(
     "small", vocab_size=4096, hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=32,
@@ -54,9 +53,9 @@ def plan(int4: int = 0):
     return static_plan(chain, kv_pages=400, tp=1, pp=1, dp=1, devices=1)
 
 
-def steps(count: int, int4: int = 0, *, seed: int = 0, noise: float = 0.05, spikes: float = 0.0) -> list[Measured]:
+def steps(count: int, int4: int = 0, *, seed: int = 0, noise: float = 0.05, spikes: float = 0.0) -> list[MeasuredStep]:
     """As a server would have them: batches of any size and context, alone and beside chunks of prompts."""
-    rng, time = np.random.default_rng(seed), StepTime(SHAPE, TRUTH).of(plan(int4).instances[0])
+    rng, time = np.random.default_rng(seed), RooflineModel(SHAPE, TRUTH).of(plan(int4).instances[0])
     layers = {name: n for name, n in (("int4", int4), ("bfloat16", SHAPE.num_layers - int4)) if n}
     found = []
     for _ in range(count):
@@ -71,13 +70,13 @@ def steps(count: int, int4: int = 0, *, seed: int = 0, noise: float = 0.05, spik
         if rng.random() < spikes:
             seconds += rng.uniform(0.005, 0.1)
         chunk = (start, length) if length and not decodes else None
-        found.append(Measured(load, layers, "bfloat16", idle, seconds, chunk))
+        found.append(MeasuredStep(load, layers, "bfloat16", idle, seconds, chunk))
     return found
 
 
 def error_of(hardware: Hardware, int4: int = 0) -> float:
     """The worst relative error of steps without noise: such as were not seen."""
-    time = StepTime(SHAPE, hardware).of(plan(int4).instances[0])
+    time = RooflineModel(SHAPE, hardware).of(plan(int4).instances[0])
     clean = [step for step in steps(300, int4, seed=99, noise=0) if not step.idle]
     return max(abs(time.seconds(step.load) / step.seconds - 1) for step in clean)
 
@@ -159,7 +158,7 @@ def recording(*made: Step, tp: int = 1) -> Recording:
 
 def test_a_step_takes_from_the_end_of_the_one_before_or_from_its_begin_on_an_idle_device():
     prompt = {"sequences": 0, "chunks": 1, "prefill": 40 * (64 + 40 + 1), "prompt_tokens": 40}
-    found = measured(recording(step(0, 1.0, 1.5), step(1, 1.1, 2.25), step(2, 4.0, 4.5, **prompt)))
+    found = measured_steps(recording(step(0, 1.0, 1.5), step(1, 1.1, 2.25), step(2, 4.0, 4.5, **prompt)))
     assert [(s.seconds, s.idle) for s in found] == [(0.5, True), (0.75, False), (0.5, True)]
     assert [s.chunk for s in found] == [None, None, (64, 40)]
     assert found[0].layers == {"int4": 1, "bfloat16": 1}
@@ -169,12 +168,12 @@ def test_a_step_takes_from_the_end_of_the_one_before_or_from_its_begin_on_an_idl
 
 def test_a_chunk_beside_decodes_is_none_alone():
     both = {"chunks": 1, "prefill": 40 * 41, "prompt_tokens": 40}
-    assert measured(recording(step(0, 1.0, 1.5, **both)))[0].chunk is None
+    assert measured_steps(recording(step(0, 1.0, 1.5, **both)))[0].chunk is None
 
 
 def test_several_devices_are_refused():
     with pytest.raises(ConfigError, match="tp and pp must be 1"):
-        measured(recording(step(0, 1.0, 1.5), tp=2))
+        measured_steps(recording(step(0, 1.0, 1.5), tp=2))
 
 
 # -- what lies outside of the engine
@@ -183,9 +182,9 @@ def test_several_devices_are_refused():
 def test_what_a_request_its_tokens_and_the_answers_beside_it_take_outside_of_the_engine():
     alone = [(tokens, 0, 2e-3 + 5e-6 * tokens) for tokens in (16, 256, 512) for _ in range(9)]
     beside = [(64, streams, 2e-3 + 5e-6 * 64 + 3e-4 * streams) for streams in range(20)]
-    assert frontend(alone + beside) == pytest.approx((2e-3, 5e-6, 3e-4), rel=1e-3)
-    assert frontend([*alone, *beside, (16, 0, 1.0)]) == pytest.approx((2e-3, 5e-6, 3e-4), rel=0.05)
-    assert frontend([(8, 0, 3e-3), (9, 0, 2e-3)])[1:] == (0, 0)
+    assert fit_frontend(alone + beside) == pytest.approx((2e-3, 5e-6, 3e-4), rel=1e-3)
+    assert fit_frontend([*alone, *beside, (16, 0, 1.0)]) == pytest.approx((2e-3, 5e-6, 3e-4), rel=0.05)
+    assert fit_frontend([(8, 0, 3e-3), (9, 0, 2e-3)])[1:] == (0, 0)
 
 
 # -- least squares

@@ -8,7 +8,7 @@ A step takes, with unknowns in capitals,
     prefill attention         operations / rate * PREFILL
     the rest                  STEP + SEQUENCE * decoding sequences, + HOST if the device had nothing to do before
 
-and the fit is least squares over these, none below 0 (`least_squares.robust`). A share of the roofline is 1 / X;
+and the fit is least squares over these, none below 0 (`robust`). A share of the roofline is 1 / X;
 where bandwidth and rate are nominal numbers it may be above 1. Steps tell most knots apart, not all: a knot is likely
 to be as its neighbour, and one of the head as that of the layers, which weighs as much as one step does.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxserve.control.plan_yaml import from_yaml
 from jaxserve.core.errors import ConfigError
@@ -26,19 +27,22 @@ from jaxserve.core.step_load import StepLoad
 from jaxserve.engine.step_log import Recording, Step
 from jaxserve.sim.chunk_cost import ChunkCost
 from jaxserve.sim.hardware import Curve, Hardware, Overheads
-from jaxserve.sim.least_squares import Floats, robust
 from jaxserve.sim.shape import ModelShape
 
 HELD_OUT = 5  # every fifth step is not fitted to
 LEAST = 1e-3  # of an X: a share of the roofline is at most 1000
 FEWEST = 50  # steps
 MIN_OUTSIDE_S = 1e-5  # s of a request
+ROUNDS = 20
+TOLERATED = 3.0  # deviations that count in full
+MIN_DEVIATION = 0.01  # relative; below it measurements agree
 OVERHEADS = ("step", "sequence", "host")  # unknowns that are seconds; the others are of the roofline
+Floats = NDArray[np.float64]
 Unknown = tuple[str, int]  # name, and tokens or rows of a knot, or 0
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """A step and how long it took: from the end of the one before, or from its begin if the device had been idle."""
 
     load: StepLoad
@@ -64,7 +68,7 @@ class Fit:
     chunk_error: float | None  # its mean
 
 
-def measured(recording: Recording) -> list[Measured]:
+def measured_steps(recording: Recording) -> list[MeasuredStep]:
     """The steps of a log, instance by instance. Raises `ConfigError` where blocks run on several devices."""
     heads = []
     for instance in from_yaml(json.dumps(recording.facts["plan"])).instances:
@@ -72,14 +76,14 @@ def measured(recording: Recording) -> list[Measured]:
             raise ConfigError("steps are fitted on one device: tp and pp must be 1")
         heads.append(instance.precision("head"))
     layers = {(plan.instance, plan.version): plan.layers for plan in recording.plans}
-    found: list[Measured] = []
+    found: list[MeasuredStep] = []
     for number, head in enumerate(heads):
         steps = sorted((s for s in recording.steps if s.instance == number), key=lambda s: s.number)
         for before, step in zip((None, *steps), steps, strict=False):
             idle = before is None or before.ended <= step.begun
             start = step.begun if before is None else max(before.ended, step.begun)
             known = layers[number, step.version]
-            found.append(Measured(step.load, known, head, idle, step.ended - start, _chunk(step)))
+            found.append(MeasuredStep(step.load, known, head, idle, step.ended - start, _chunk(step)))
     return found
 
 
@@ -89,7 +93,7 @@ def _chunk(step: Step) -> tuple[int, int] | None:
     return step.prefill // step.prompt_tokens - step.prompt_tokens - 1, step.prompt_tokens
 
 
-def fit(steps: Sequence[Measured], shape: ModelShape, nominal: Hardware, kv_dtype: str = "auto") -> Fit:
+def fit(steps: Sequence[MeasuredStep], shape: ModelShape, nominal: Hardware, kv_dtype: str = "auto") -> Fit:
     """`nominal` with the efficiencies and overheads of the steps; its bandwidth and rates are what shares are of.
 
     Raises `ConfigError` for too few steps, and for precisions that `nominal` has no rate of.
@@ -120,7 +124,7 @@ def fit(steps: Sequence[Measured], shape: ModelShape, nominal: Hardware, kv_dtyp
     )
 
 
-def frontend(outside: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
+def fit_frontend(outside: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
     """Seconds outside of the engine that a request takes, each token of its prompt, and each answer streamed meanwhile.
 
     From requests: tokens of the prompt, answers that were being streamed when it came, seconds outside.
@@ -134,7 +138,7 @@ def frontend(outside: Sequence[tuple[int, int, float]]) -> tuple[float, float, f
 class _Terms:
     """What each unknown is multiplied by, step by step."""
 
-    def __init__(self, steps: Sequence[Measured], shape: ModelShape, hardware: Hardware, kv_dtype: str):
+    def __init__(self, steps: Sequence[MeasuredStep], shape: ModelShape, hardware: Hardware, kv_dtype: str):
         loads = [step.load for step in steps]
         tokens, rows = np.array([load.tokens for load in loads]), np.array([load.rows for load in loads])
         count = np.array([sum(step.layers.values()) for step in steps])
@@ -212,7 +216,7 @@ def _with(nominal: Hardware, found: Mapping[Unknown, float]) -> Hardware:
     return replace(nominal, measured=True, rates=rates, efficiency=curves, overheads=overheads)
 
 
-def _chunk_cost(steps: Iterable[Measured], host: float) -> tuple[ChunkCost | None, float | None]:
+def _chunk_cost(steps: Iterable[MeasuredStep], host: float) -> tuple[ChunkCost | None, float | None]:
     alone = [step for step in steps if step.chunk is not None]
     chunks = [step.chunk for step in alone if step.chunk is not None]
     seconds = [max(step.seconds - host * step.idle, 1e-9) for step in alone]
@@ -222,3 +226,51 @@ def _chunk_cost(steps: Iterable[Measured], host: float) -> tuple[ChunkCost | Non
     except ConfigError:
         return None, None
     return cost, cost.error(prefixes, lengths, seconds)
+
+
+# -- least squares
+
+
+def robust(columns: Floats, wanted: Floats, likely: Floats) -> Floats:
+    """The x >= 0 for which `columns` x is near `wanted` [N], all above 0; relative to what x predicts.
+
+    Relative to the prediction and not to the measurement, or small values would count for more than large ones and
+    predictions be too low. Huber's weights: what is further off than `TOLERATED` standard deviations (told from the
+    median) counts linearly, so that a step in which the machine did something else does not bend the rest; nearer ones
+    count as in least squares, and what is predicted is their mean. `likely` x is to be near 0 too; one row of it
+    weighs as much as one measurement.
+    """
+    weights = 1 / wanted**2
+    solution = np.zeros(columns.shape[1])
+    for _ in range(ROUNDS):
+        weighted = columns * weights[:, None]
+        solution = non_negative(weighted.T @ columns + likely.T @ likely, weighted.T @ wanted)
+        predicted = np.maximum(columns @ solution, 0.1 * wanted)
+        off = np.abs(wanted / predicted - 1)
+        limit = TOLERATED * max(1.4826 * float(np.median(off)), MIN_DEVIATION)
+        weights = np.minimum(1.0, limit / np.maximum(off, 1e-12)) / predicted**2
+    return solution
+
+
+def non_negative(gram: Floats, moment: Floats) -> Floats:
+    """The x >= 0 with the least x' `gram` x / 2 - `moment`' x, by an active set (Bro and de Jong, 1997)."""
+    scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
+    gram, moment = gram / np.outer(scale, scale) + 1e-12 * np.eye(len(scale)), moment / scale
+    solution, free = np.zeros_like(moment), np.zeros(len(moment), bool)
+    enough = 1e-10 * np.abs(moment).max(initial=0.0)
+    for _ in range(10 * len(moment)):
+        slope = np.where(free, -np.inf, moment - gram @ solution)
+        if slope.max(initial=-np.inf) <= enough:
+            break
+        free[slope.argmax()] = True
+        while True:
+            trial = np.zeros_like(solution)
+            trial[free] = np.linalg.solve(gram[np.ix_(free, free)], moment[free])
+            below = free & (trial <= 0)
+            if not below.any():
+                break
+            step = (solution[below] / (solution[below] - trial[below])).min()
+            solution = np.where(free, solution + step * (trial - solution), 0.0)
+            free &= solution > 1e-14
+        solution = trial
+    return solution / scale

@@ -1,4 +1,4 @@
-"""StepTime: the parts of a step add up, and reported times of GPUs that are not at hand are met."""
+"""RooflineModel: the parts of a step add up, and reported times of GPUs that are not at hand are met."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,9 +7,9 @@ import pytest
 
 from jaxserve.control.plan import InstancePlan, Plan, chain_of, static_plan
 from jaxserve.core.errors import ConfigError
+from jaxserve.sim.cost_model import InstanceRoofline, RooflineModel, StepLoad, all_reduce
 from jaxserve.sim.hardware import Curve, Hardware, Link, Overheads, load_hardware
 from jaxserve.sim.shape import ModelShape
-from jaxserve.sim.step_time import InstanceTime, StepLoad, StepTime, all_reduce
 
 FULL = Curve(((1, 1.0),))
 IDEAL = Hardware(
@@ -38,8 +38,8 @@ def plan(precisions: tuple[str, ...] | None = None, tp: int = 1, pp: int = 1, he
     return made.instances[0]
 
 
-def time_of(hardware: Hardware = IDEAL, instance: InstancePlan | None = None, **kwargs) -> InstanceTime:
-    return StepTime(SHAPE, hardware, **kwargs).of(instance or plan())
+def time_of(hardware: Hardware = IDEAL, instance: InstancePlan | None = None, **kwargs) -> InstanceRoofline:
+    return RooflineModel(SHAPE, hardware, **kwargs).of(instance or plan())
 
 
 def test_few_tokens_take_as_long_as_reading_the_weights():
@@ -72,7 +72,7 @@ def test_overheads_are_added_by_step_layer_and_sequence():
     slow = replace(IDEAL, overheads=Overheads(step=1.0, layer=0.1, sequence=0.01, host=7.0))
     more = time_of(slow).fixed(8, 4, 3) - time_of().fixed(8, 4, 3)
     assert more == pytest.approx(1.0 + 0.1 * LAYERS + 0.01 * 3)
-    assert StepTime(SHAPE, slow).host == 7.0
+    assert RooflineModel(SHAPE, slow).host == 7.0
 
 
 def test_decoding_reads_the_keys_and_values_of_its_context():
@@ -185,7 +185,7 @@ def test_llama_2_70b_on_two_gpus_is_as_fast_as_splitwise_says(name: str):
     shape = replace(ModelShape.load("llama-3-70b"), vocab_size=32000)
     chain = chain_of("bfloat16", ("bfloat16",) * 80, "bfloat16")
     instance = static_plan(chain, kv_pages=2, tp=2, pp=1, dp=1, devices=2).instances[0]
-    time = StepTime(shape, load_hardware(name)).of(instance)
+    time = RooflineModel(shape, load_hardware(name)).of(instance)
     for tokens, batch, prompt, token in SPLITWISE[name]:
         pairs = batch * (tokens**2 + tokens)
         assert 1e3 * time.seconds(StepLoad(batch * tokens, batch, 0, 0, pairs)) == pytest.approx(prompt, rel=0.2)

@@ -5,7 +5,7 @@ import pytest
 
 from jaxserve.bench.metrics import statistics, summarize
 from jaxserve.bench.traces.trace import Trace
-from jaxserve.sim.columns import MAX_REASONS, OTHERS, Columns, weighted_statistics
+from jaxserve.sim.request_columns import MAX_REASONS, OTHERS, RequestColumns, weighted_statistics
 from jaxserve.sim.run import record_of
 from jaxserve.sim.simulation import Answered, SimRequest
 
@@ -30,7 +30,7 @@ def answers(count: int, *, even: bool, seed: int = 0) -> tuple[Trace, list[Answe
 
 
 def both(trace: Trace, ended: list[Answered], **options) -> tuple[dict, dict]:
-    columns = Columns(trace)
+    columns = RequestColumns(trace)
     for answered in ended:
         columns.take(answered)
     records = [record_of(answered) for answered in ended]
@@ -56,7 +56,7 @@ def test_figures_are_those_from_all_tokens(even) -> None:
 
 def test_without_answers_there_is_nothing_to_tell() -> None:
     trace, _ = answers(3, even=True)
-    few = Columns(trace).summary(goodput={"ttft": 1.0})
+    few = RequestColumns(trace).summary(goodput={"ttft": 1.0})
     assert few["unfinished"] == 3
     assert few["completed"] == few["failed"] == few["duration"] == 0
     assert few["mean_ttft_ms"] is few["mean_itl_ms"] is few["max_output_tokens_per_s"] is few["goodput"] is None
@@ -64,7 +64,7 @@ def test_without_answers_there_is_nothing_to_tell() -> None:
 
 def test_answers_of_one_token_have_no_gaps() -> None:
     trace = Trace.of("t", [0.0], [5], [1])
-    columns = Columns(trace)
+    columns = RequestColumns(trace)
     columns.take(Answered(0, SimRequest(0.0, 5, 1), 0, 0.5, 0.5, 1))
     summary = columns.summary()
     assert summary["mean_ttft_ms"] == summary["mean_e2el_ms"] == 500
@@ -73,7 +73,7 @@ def test_answers_of_one_token_have_no_gaps() -> None:
 
 
 def test_reasons_of_failures_are_counted_and_few() -> None:
-    columns = Columns(Trace.of("t", np.arange(100.0), [5] * 100, [1] * 100))
+    columns = RequestColumns(Trace.of("t", np.arange(100.0), [5] * 100, [1] * 100))
     for number in range(100):
         columns.take(Answered(number, SimRequest(float(number), 5, 1), 0, error=f"reason {number // 2}"))
     assert columns.reasons["reason 0"] == 2

@@ -1,4 +1,4 @@
-"""Sampler: gauges and counters of all instances over virtual time, named as `bench.sampler` finds them on /metrics."""
+"""Samples of the gauges and counters of all instances over virtual time."""
 
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -12,7 +12,7 @@ from jaxserve.telemetry.metrics import gauges
 MAX_SAMPLES = 20_000  # kept; of more, every other one goes and the interval doubles
 
 
-class Sampler:
+class SimSampler:
     """A `simulation.Control` that looks at the instances, and lets another control do its part."""
 
     def __init__(

@@ -22,7 +22,7 @@ MAX_REASONS = 20  # of failures that are told apart
 OTHERS = "other reasons"
 
 
-class Columns:
+class RequestColumns:
     """What came of the requests of a trace."""
 
     def __init__(self, trace: Trace):
@@ -36,9 +36,9 @@ class Columns:
     def take(self, answered: Answered) -> None:
         """Mutates: one more request has ended."""
         if answered.error is None:
-            self.first_s[answered.number], self.last_s[answered.number] = answered.first_token, answered.last_token
+            self.first_s[answered.index], self.last_s[answered.index] = answered.first_token, answered.last_token
             return
-        self.refused[answered.number] = True
+        self.refused[answered.index] = True
         known = answered.error in self.reasons or len(self.reasons) < MAX_REASONS
         self.reasons[answered.error if known else OTHERS] += 1
 

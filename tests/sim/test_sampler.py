@@ -4,9 +4,9 @@ from itertools import pairwise
 
 from jaxserve.bench.prometheus import parse
 from jaxserve.core.clock import VirtualClock
-from jaxserve.sim import series
-from jaxserve.sim.factory import build_simulation
-from jaxserve.sim.series import Sampler, values_of
+from jaxserve.sim import sampler as sampling
+from jaxserve.sim.build import build_simulation
+from jaxserve.sim.sampler import SimSampler, values_of
 from jaxserve.sim.simulation import SimRequest
 from jaxserve.telemetry import Snapshot, combine
 from tests.sim.machines import CPU, GPU, resolved
@@ -41,14 +41,14 @@ def test_looking_changes_nothing() -> None:
     ends = []
     for interval in (0.0, 0.03, 1.0):
         built = build_simulation(resolved(GPU, kv_pages=40, max_model_len=500), detailed=True, interval=interval)
-        ends.append([(answered.number, *answered.token_times) for answered in built.simulation.run(REQUESTS)])
+        ends.append([(answered.index, *answered.token_times) for answered in built.simulation.run(REQUESTS)])
     assert ends[0] == ends[1] == ends[2]
 
 
 def test_a_long_run_keeps_fewer_samples_further_apart(monkeypatch) -> None:
-    monkeypatch.setattr(series, "MAX_SAMPLES", 10)
+    monkeypatch.setattr(sampling, "MAX_SAMPLES", 10)
     clock = VirtualClock()
-    sampler = Sampler([Still()], clock, 1.0)
+    sampler = SimSampler([Still()], clock, 1.0)
     while clock.time < 100:
         sampler.advance()
         clock.time = sampler.next_event()

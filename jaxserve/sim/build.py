@@ -9,30 +9,32 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.planning.spec import STATIC
 from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.control import SETTLING, SimControl, build_control
+from jaxserve.sim.cost_model import RooflineModel
 from jaxserve.sim.instance import SimInstance
-from jaxserve.sim.series import Sampler
+from jaxserve.sim.sampler import SimSampler
 from jaxserve.sim.simulation import Frontend, Simulation
-from jaxserve.sim.step_time import StepTime
 from jaxserve.telemetry import EngineMetrics
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltSimulation:
     """A simulation that is ready to run, and what looks on."""
 
     simulation: Simulation
     metrics: EngineMetrics
     control: SimControl | None  # None: nothing changes the plan
-    sampler: Sampler
+    sampler: SimSampler
 
 
-def build_simulation(cluster: Cluster, *, detailed: bool, interval: float, model_folder: Path | None = None) -> Built:
+def build_simulation(
+    cluster: Cluster, *, detailed: bool, interval: float, model_folder: Path | None = None
+) -> BuiltSimulation:
     """`detailed`: keep the times of all tokens. `interval`: virtual seconds between samples; 0: none.
 
     `model_folder` may have a profile of how sensitive the layers are. Raises `ConfigError`.
     """
     clock, metrics = VirtualClock(), EngineMetrics(cluster.info.name)
-    timing = StepTime(cluster.shape, cluster.hardware, cluster.config.kv_cache_dtype)
+    timing = RooflineModel(cluster.shape, cluster.hardware, cluster.config.kv_cache_dtype)
     instances = [
         SimInstance(_core(cluster, number, metrics), plan, timing, cluster.memory.buckets, clock, detailed=detailed)
         for number, plan in enumerate(cluster.memory.plan.instances)
@@ -40,7 +42,7 @@ def build_simulation(cluster: Cluster, *, detailed: bool, interval: float, model
     control = None
     if cluster.config.policy != STATIC:
         control = build_control(cluster, instances, clock, model_folder)
-    sampler = Sampler(instances, clock, interval, control)
+    sampler = SimSampler(instances, clock, interval, control)
     overheads = cluster.hardware.overheads
     simulation = Simulation(
         instances,
@@ -49,7 +51,7 @@ def build_simulation(cluster: Cluster, *, detailed: bool, interval: float, model
         control=sampler if interval or control else None,
         linger=SETTLING if control else 0.0,
     )
-    return Built(simulation, metrics, control, sampler)
+    return BuiltSimulation(simulation, metrics, control, sampler)
 
 
 def _core(cluster: Cluster, number: int, metrics: EngineMetrics) -> EngineCore:

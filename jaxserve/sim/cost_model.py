@@ -1,4 +1,4 @@
-"""StepTime: how long a step takes, from the sizes of the model and what the hardware can do.
+"""RooflineModel: how long a step takes, from the sizes of the model and what the hardware can do.
 
 A decoder layer reads its weights and multiplies n tokens by them:
 
@@ -23,7 +23,7 @@ from jaxserve.sim.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class StepTime:
+class RooflineModel:
     """Of any plan for a model on some hardware. `kv_dtype`: "auto" or "int8"."""
 
     shape: ModelShape
@@ -35,15 +35,15 @@ class StepTime:
         """Seconds from an arrival at an idle engine to its first step."""
         return self.hardware.overheads.host
 
-    def of(self, instance: InstancePlan) -> "InstanceTime":
+    def of(self, instance: InstancePlan) -> "InstanceRoofline":
         """Of one instance. Raises `ConfigError` for a precision that the hardware lacks, or a link."""
-        return InstanceTime(self, instance)
+        return InstanceRoofline(self, instance)
 
 
-class InstanceTime:
+class InstanceRoofline:
     """Of the steps of one instance, under one plan."""
 
-    def __init__(self, model: StepTime, instance: InstancePlan):
+    def __init__(self, model: RooflineModel, instance: InstancePlan):
         self._model = model
         self._stages = [_Stage(model, stage) for stage in instance.stages]
         self._hand_offs = [
@@ -75,7 +75,7 @@ class InstanceTime:
 class _Stage:
     """Of one stage, with what its layers have in common counted once."""
 
-    def __init__(self, model: StepTime, stage: StagePlan):
+    def __init__(self, model: RooflineModel, stage: StagePlan):
         self._shape, self._hardware, self._tp = model.shape, model.hardware, stage.tp
         self._layers: dict[str, int] = {}  # how many, by precision
         self._head: str | None = None
@@ -133,7 +133,7 @@ def _slowest(hardware: Hardware, devices: Sequence[int]) -> Link | None:
     return min(links, key=lambda link: link.bandwidth, default=None)
 
 
-class StepSeconds(Protocol):
+class InstanceCost(Protocol):
     """Of the steps of one instance under one plan."""
 
     @property
@@ -148,7 +148,7 @@ class StepSeconds(Protocol):
         ...
 
 
-class Timing(Protocol):
+class CostModel(Protocol):
     """Of any plan."""
 
     @property
@@ -156,4 +156,4 @@ class Timing(Protocol):
         """Seconds from a step's begin to its dispatch, and to the next begin, while the device has nothing to do."""
         ...
 
-    def of(self, instance: InstancePlan) -> StepSeconds: ...
+    def of(self, instance: InstancePlan) -> InstanceCost: ...
