@@ -1,8 +1,8 @@
-"""SimActuator: carries transitions out, batch after batch, in virtual time, with the phases of the real one.
+"""The simulator's actuator: carries transitions out in virtual time, batch after batch, in the real actuator's phases.
 
     prepare, while steps go on -> commit, between two steps -> free, when the steps dispatched before have ended
 
-What is a thread there is a generator here, which goes on when an event is due.
+The real actuator is a thread. This one is a generator that is resumed when an event is due.
 """
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -22,32 +22,32 @@ from jaxserve.kvcache import PagesInUse
 from jaxserve.sim.links import Priority, SharedLinks
 from jaxserve.telemetry import Snapshot
 
-EXCHANGE = "exchange"  # the ledger's entry for the smaller one of two variants of a layer that are there at once
-Signature = tuple[str, str]  # (block kind, precision): blocks of the same one share an executable
-Due = Callable[[], float]  # when to go on; a time that has passed is now
+SWAP_BUFFER = "exchange"  # the ledger's entry: bytes for the smaller of two variants of one layer during a swap
+Signature = tuple[str, str]  # (block kind, precision): blocks with equal signatures share an executable
+Due = Callable[[], float]  # returns the time (s) at which to resume; a past time means now
 
 
 class ActuatedInstance(Protocol):
-    """What transitions change of one instance of the plan."""
+    """An instance as transitions see it: its engine core, its step boundaries and its plan."""
 
     @property
     def core(self) -> EngineCore: ...
 
     def call(self, function: Callable[[], None]) -> None:
-        """Has a function run between two steps, soon. Mutates."""
+        """Run `function` between two steps, as soon as possible."""
         ...
 
     def after_dispatched(self, function: Callable[[], None]) -> None:
-        """Runs a function once the steps that have been dispatched are done; asked between two steps. Mutates."""
+        """Run `function` when all dispatched steps have ended. To be called between two steps."""
         ...
 
     def set_plan(self, plan: InstancePlan) -> None:
-        """Steps take the time of another plan, from the next one to begin on. Mutates."""
+        """Use the step times of `plan` from the next step on."""
         ...
 
 
 class SimActuator:
-    """The `control.Actuator` of virtual time: `advance` is to be called when `next_event` is due."""
+    """An actuator in virtual time (`control.Actuator`): call `advance` when `next_event` is due."""
 
     def __init__(
         self,
@@ -63,10 +63,12 @@ class SimActuator:
         compile_seconds: float = 0.0,
         warm: Collection[Signature] = (),
     ):
-        """`plan` is the one in force; `pcie` names the link over which each instance gets weights from its host, where
-        the devices of a stage have one each. `entries` are the bytes of a plan in the ledger, by name; `describe` gives
-        the fields of an instance's snapshots that follow from a plan. A signature takes `compile_seconds` in each
-        instance that has not had it: neither in `plan`, nor since, nor in `warm`.
+        """Start with `plan` in force.
+
+        `pcie` names for each instance the link over which weights come from its host; every device of a stage has its
+        own host link. `entries` returns the ledger's bytes of a plan, by name. `describe` returns the fields of an
+        instance's snapshots that follow from a plan. Compiling takes `compile_seconds` for each signature that is new
+        to an instance: that is neither in `plan` nor in `warm`, and was not compiled since.
         """
         self._plan = plan
         self._instances, self._pcie = tuple(instances), tuple(pcie)
@@ -81,7 +83,7 @@ class SimActuator:
 
     @property
     def busy(self) -> bool:
-        """Whether a transition is still to end. When not, `poll` has all outcomes."""
+        """True while a transition has not ended. When false, `poll` returns all remaining outcomes."""
         return self._work is not None
 
     @property
@@ -90,35 +92,35 @@ class SimActuator:
         return self._plan
 
     def start(self, transitions: Sequence[Transition]) -> None:
-        """Begins to carry transitions out, in order; returns at once. Mutates."""
+        """Begin to carry out `transitions` in order, and return at once."""
         assert not self.busy
         self._work = self._run(tuple(transitions))
-        self._go_on()
+        self._resume()
 
     def poll(self) -> Sequence[Outcome]:
-        """What has ended since the last call, in order. Mutates."""
+        """Return the outcomes since the last call, in order."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     # -- events
 
     def next_event(self) -> float:
-        """When `advance` is due, as things stand: steps of instances and other transfers may change it."""
+        """Return when `advance` is due (s). Steps of instances and other transfers may change it."""
         due = self._due()
         return due if due == inf else max(due, self._clock.now())
 
     def advance(self, now: float) -> None:
-        """Goes on as far as it can at `now`, which the clock shows. Mutates: the links too."""
+        """Advance the links and the transitions to `now`, the clock's time."""
         self._links.advance(now)
-        self._go_on()
+        self._resume()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         due = next(self._work, None) if self._work is not None else None
         if due is None:
             self._work = None
         self._due = due or _never
 
-    # -- the thread
+    # -- the generator in the place of the real actuator's thread
 
     def _run(self, transitions: Sequence[Transition]) -> Generator[Due, None, None]:
         for batch in batches(transitions):
@@ -126,7 +128,8 @@ class SimActuator:
             error: str | None = None
             try:
                 yield from self._carry_out(batch)
-            except (JaxserveError, ValueError) as failure:  # no room in the ledger, pages in use; any other is a bug
+            # No room in the ledger, or pages in use. Any other exception is a bug.
+            except (JaxserveError, ValueError) as failure:
                 error = f"{type(failure).__name__}: {failure}"
             seconds = self._clock.now() - begin
             self._outcomes += [Outcome(transition, error, seconds) for transition in (batch[:1] if error else batch)]
@@ -141,48 +144,51 @@ class SimActuator:
                 self._ledger.check(self._entries(after))
                 yield from self._between_steps(instance, lambda freed: self._grow(instance, transition, after, freed))
             case (ResizeKVPool() as transition,):
-                yield from self._reduce(instance, transition, after)
+                yield from self._shrink_when_unused(instance, transition, after)
             case _:
-                yield from self._exchange(instance, [swap for swap in batch if isinstance(swap, SwapPrecision)], after)
+                swaps = [swap for swap in batch if isinstance(swap, SwapPrecision)]
+                yield from self._swap_layers(instance, swaps, after)
         self._ledger.update(self._entries(after))
 
-    def _exchange(
+    def _swap_layers(
         self, instance: ActuatedInstance, swaps: Sequence[SwapPrecision], after: Plan
     ) -> Generator[Due, None, None]:
-        number, needed = swaps[0].instance, any(swap.bytes_needed for swap in swaps)
-        self._check_exchange(
-            max(swap.peak_bytes - swap.bytes_needed for swap in swaps), after if needed else self._plan
-        )
-        self._ledger.update(self._entries(after if needed else self._plan))
+        index = swaps[0].instance
+        larger = after if any(swap.bytes_needed for swap in swaps) else self._plan
+        self._check_room_for_both(max(swap.peak_bytes - swap.bytes_needed for swap in swaps), larger)
+        self._ledger.update(self._entries(larger))
         try:
             for swap in swaps:
                 yield from self._prepare(swap)
-            yield from self._between_steps(instance, lambda freed: self._swap(instance, number, after, freed))
+            yield from self._between_steps(instance, lambda freed: self._swap(instance, index, after, freed))
         finally:
             self._ledger.update(self._entries(self._plan))
 
-    def _check_exchange(self, smaller: int, larger: Plan) -> None:
-        """Raises `MemoryBudgetError` where there is no room for both variants at once: for the larger one among the
-        weights, and for the smaller one's bytes beside them.
+    def _check_room_for_both(self, smaller_bytes: int, larger: Plan) -> None:
+        """Raise `MemoryBudgetError` if both variants of a layer do not fit at once.
+
+        The weights of the plan `larger` contain the larger variant. The swap buffer must hold `smaller_bytes`.
         """
-        beside = {EXCHANGE: max(self._ledger.entries.get(EXCHANGE, 0), smaller)}
-        self._ledger.check(beside | dict(self._entries(larger)))
+        buffer = {SWAP_BUFFER: max(self._ledger.entries.get(SWAP_BUFFER, 0), smaller_bytes)}
+        self._ledger.check(buffer | dict(self._entries(larger)))
 
     def _prepare(self, transition: SwapPrecision) -> Generator[Due, None, None]:
-        """Copies a layer's variant, no faster than was estimated, and compiles what is new to the instance."""
-        begin, number = self._clock.now(), transition.instance
-        transfer = self._links.start(begin, self._pcie[number], transition.peak_bytes, Priority.WEIGHTS)
+        """Copy a layer's variant, no faster than estimated, and compile its signature if the instance lacks it."""
+        begin, index = self._clock.now(), transition.instance
+        transfer = self._links.start(begin, self._pcie[index], transition.peak_bytes, Priority.WEIGHTS)
         while transfer.end is None:
             yield lambda: self._links.next_event() if transfer.end is None else transfer.end
         ready = max(transfer.end, begin + transition.seconds)
         signature = _signature(transition.block, transition.after)
-        if signature not in self._compiled[number]:
-            self._compiled[number].add(signature)
+        if signature not in self._compiled[index]:
+            self._compiled[index].add(signature)
             ready += self._compile_seconds
-        yield from self._until(ready)
+        yield from self._wait_until(ready)
 
-    def _reduce(self, instance: ActuatedInstance, transition: ResizeKVPool, after: Plan) -> Generator[Due, None, None]:
-        """Takes pages away once so many are not in use; as the other actuator, it waits a little for that."""
+    def _shrink_when_unused(
+        self, instance: ActuatedInstance, transition: ResizeKVPool, after: Plan
+    ) -> Generator[Due, None, None]:
+        """Shrink the KV pool, retrying for `PATIENCE` seconds while too many pages are in use."""
         end = self._clock.now() + PATIENCE
         while True:
             try:
@@ -191,13 +197,14 @@ class SimActuator:
             except PagesInUse:
                 if self._clock.now() >= end:
                     raise
-            yield from self._until(self._clock.now() + TRY_AGAIN)
+            yield from self._wait_until(self._clock.now() + TRY_AGAIN)
 
     def _between_steps(
         self, instance: ActuatedInstance, commit: Callable[[Future[float]], None]
     ) -> Generator[Due, None, None]:
-        """Has `commit` run between two steps, and waits until the time that it settles its future with: when the memory
-        of what was replaced is free. Raises what it raised.
+        """Run `commit` between two steps, and wait until the replaced memory is free.
+
+        `commit` sets its future to that time. An exception in `commit` is raised here.
         """
         freed: Future[float] = Future()
 
@@ -210,16 +217,16 @@ class SimActuator:
         instance.call(run)
         while not freed.done():
             yield lambda: self._clock.now() if freed.done() else inf
-        yield from self._until(freed.result())
+        yield from self._wait_until(freed.result())
 
-    def _until(self, time: float) -> Generator[Due, None, None]:
+    def _wait_until(self, time: float) -> Generator[Due, None, None]:
         while self._clock.now() < time:
             yield lambda: time
 
     # -- between two steps, called by the instance
 
-    def _swap(self, instance: ActuatedInstance, number: int, after: Plan, freed: Future[float]) -> None:
-        self._put_in_force(instance, number, after)
+    def _swap(self, instance: ActuatedInstance, index: int, after: Plan, freed: Future[float]) -> None:
+        self._put_in_force(instance, index, after)
         instance.after_dispatched(lambda: freed.set_result(self._clock.now()))
 
     def _grow(self, instance: ActuatedInstance, transition: ResizeKVPool, after: Plan, freed: Future[float]) -> None:
@@ -236,13 +243,13 @@ class SimActuator:
 
         instance.core.scheduler.shrink(count, moves.update)
         self._put_in_force(instance, transition.instance, after)
-        # Pages move after the steps that are dispatched; the one after them has the memory given back by its end.
+        # Pages move after the dispatched steps; the memory is free when the move has ended.
         instance.after_dispatched(move)
 
-    def _put_in_force(self, instance: ActuatedInstance, number: int, after: Plan) -> None:
-        self._plan, own = after, after.instances[number]
+    def _put_in_force(self, instance: ActuatedInstance, index: int, after: Plan) -> None:
+        self._plan, own = after, after.instances[index]
         instance.set_plan(own)
-        instance.core.replan(assignment_id(own.layer_precisions), self._describe(after, number))
+        instance.core.replan(assignment_id(own.layer_precisions), self._describe(after, index))
 
 
 def _signature(block: str, precision: str) -> Signature:

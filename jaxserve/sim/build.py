@@ -1,4 +1,4 @@
-"""The one place where the parts of a simulation are wired together: from a `Cluster` to what can be run."""
+"""Wiring: the one module that connects all parts of a simulation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,26 +18,28 @@ from jaxserve.telemetry import EngineMetrics
 
 @dataclass(frozen=True)
 class BuiltSimulation:
-    """A simulation that is ready to run, and what looks on."""
+    """A simulation that is ready to run, with its metrics, controller and sampler."""
 
     simulation: Simulation
     metrics: EngineMetrics
-    control: SimControl | None  # None: nothing changes the plan
+    control: SimControl | None  # None if the policy is static
     sampler: SimSampler
 
 
 def build_simulation(
     cluster: Cluster, *, detailed: bool, interval: float, model_folder: Path | None = None
 ) -> BuiltSimulation:
-    """`detailed`: keep the times of all tokens. `interval`: virtual seconds between samples; 0: none.
+    """Connect the parts of a simulation of `cluster`.
 
-    `model_folder` may have a profile of how sensitive the layers are. Raises `ConfigError`.
+    With `detailed`, instances keep the time of every token. `interval` is the virtual time (s) between two samples, 0
+    for no samples. `model_folder` is where a sensitivity profile of the layers is looked for. Raise `ConfigError` for
+    an unknown policy, or a precision or link that the hardware lacks.
     """
     clock, metrics = VirtualClock(), EngineMetrics(cluster.info.name)
-    timing = RooflineModel(cluster.shape, cluster.hardware, cluster.config.kv_cache_dtype)
+    cost_model = RooflineModel(cluster.shape, cluster.hardware, cluster.config.kv_cache_dtype)
     instances = [
-        SimInstance(_core(cluster, number, metrics), plan, timing, cluster.memory.buckets, clock, detailed=detailed)
-        for number, plan in enumerate(cluster.memory.plan.instances)
+        SimInstance(_core(cluster, index, metrics), plan, cost_model, cluster.memory.buckets, clock, detailed=detailed)
+        for index, plan in enumerate(cluster.memory.plan.instances)
     ]
     control = None
     if cluster.config.policy != STATIC:
@@ -54,9 +56,9 @@ def build_simulation(
     return BuiltSimulation(simulation, metrics, control, sampler)
 
 
-def _core(cluster: Cluster, number: int, metrics: EngineMetrics) -> EngineCore:
+def _core(cluster: Cluster, index: int, metrics: EngineMetrics) -> EngineCore:
     memory = cluster.memory
-    instance = memory.plan.instances[number]
+    instance = memory.plan.instances[index]
     scheduler, _ = memory.scheduler(instance)
     return EngineCore(
         scheduler,
@@ -64,6 +66,6 @@ def _core(cluster: Cluster, number: int, metrics: EngineMetrics) -> EngineCore:
         None,
         metrics,
         salt=assignment_id(instance.layer_precisions),
-        static=memory.describe(memory.plan, number),
-        index=number,
+        static=memory.describe(memory.plan, index),
+        index=index,
     )

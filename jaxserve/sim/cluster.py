@@ -1,14 +1,13 @@
-"""Cluster: a configuration resolved for simulated hardware, as `planning.resolve` resolves it for a machine.
+"""Resolves a configuration for simulated hardware, as `planning.resolve` resolves it for a real machine.
 
-The specification, pages and bytes are decided by the same code, from the sizes of `ModelShape` instead of the headers
-of a checkpoint.
-What differs from a real engine's, in bytes:
+The same code decides the specification, pages and bytes. It reads sizes from `ModelShape` instead of the headers of a
+checkpoint. The bytes differ from a real engine's in four ways:
 
-- without `memory_gb` the budget is the platform's share of what the hardware file says, not of what is free just now;
-- a device of a CPU is a machine of its own, with all of its memory, where a real engine's virtual ones share one;
-- quantised layers are as the engine rounds them itself, in groups of 128 inputs with one scale: what `jaxserve
-  quantize` has prepared in other groups, and what others have quantised, may be larger;
-- biases are left out, and all layers are alike.
+- Without `memory_gb` the budget is the platform's share of the memory in the hardware file, not of the free memory.
+- Each simulated CPU device has the memory of a whole machine. Virtual CPU devices of a real engine share one machine.
+- Quantised layers have the size to which the engine itself rounds them: groups of 128 inputs with one scale. Variants
+  prepared in other groups by `jaxserve quantize`, or quantised by third parties, may be larger.
+- Biases are left out, and all layers are alike.
 """
 
 import math
@@ -28,8 +27,9 @@ from jaxserve.planning.spec import EngineSpec, dtype_of
 from jaxserve.sim.hardware import Hardware
 from jaxserve.sim.shape import GROUP, UNIT, ModelShape
 
-GRANULE = 2 << 20  # bytes: that of `kernels.elastic`, and of CUDA's virtual memory
-ANY_TOKEN = 2**31 - 1  # the vocabulary: prompts are made of numbers that stand for what they share
+GRANULE = 2 << 20  # bytes; as in `kernels.elastic` and in CUDA's virtual memory
+# The size of the vocabulary. Simulated token ids only say which parts prompts share, so that any number is valid.
+ANY_TOKEN = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,22 @@ class Cluster:
 
     @property
     def config(self) -> EngineConfig:
-        """What was asked for."""
+        """The configuration of the engine."""
         return self.memory.config
 
     @property
     def copy_rate(self) -> float:
-        """Bytes/s that a change of the plan copies while steps go on."""
+        """The rate (bytes/s) at which a change of the plan copies while steps go on."""
         return COPY_RATES[self.hardware.platform]
 
 
 def resolve_cluster(
     config: EngineConfig, shape: ModelShape, hardware: Hardware, *, elastic: bool | None = None
 ) -> Cluster:
-    """Decides everything: dp instances, `config.memory_gb` on each device.
+    """Resolve `config` into a cluster of dp instances with `config.memory_gb` on each device.
 
-    `elastic`: whether KV pools take memory page by page and not in segments; None: as the engine's do on the platform,
-    which is on CPU alone.
-    Raises `ConfigError` or `MemoryBudgetError`.
+    With `elastic`, KV pools take memory page by page instead of in segments. None means as the engine does: elastic on
+    CPU alone. Raise `ConfigError` for invalid options and `MemoryBudgetError` if the model does not fit.
     """
     check_ranges(config)
     platform = hardware.platform
@@ -68,14 +67,14 @@ def resolve_cluster(
     fraction = PLATFORMS[platform].memory_fraction
     shapes = (hardware.max_num_seqs, hardware.prefill_tokens, hardware.tile, hardware.min_rows)
     defaults, devices = PlatformDefaults(*shapes, fraction), config.tp * config.pp * config.dp
-    outline = EngineSpec.of(config, model, (shape.dtype,) * shape.num_layers, platform, defaults, devices)
-    physical = padded_config(model, config.tp, _split_unit(outline.precisions) if config.tp > 1 else 1)
-    padded = _padded(shape, physical)
+    spec = EngineSpec.of(config, model, (shape.dtype,) * shape.num_layers, platform, defaults, devices)
+    padded_model = padded_config(model, config.tp, _split_unit(spec.precisions) if config.tp > 1 else 1)
+    padded = _padded(shape, padded_model)
     budget = int(hardware.memory * fraction if config.memory_gb is None else config.memory_gb * 1e9)
-    runtime = runtime_bytes(outline, model) if platform == "cpu" else 0
+    runtime = runtime_bytes(spec, model) if platform == "cpu" else 0
     sizes = ShapeSizes(padded, config.tp, config.page_size, config.kv_cache_dtype, platform)
     elastic = platform == "cpu" if elastic is None else elastic
-    memory = plan_memory(outline, physical, sizes, budget, GRANULE if elastic else 0, runtime=runtime)
+    memory = plan_memory(spec, padded_model, sizes, budget, GRANULE if elastic else 0, runtime=runtime)
     info = ModelInfo(
         name=shape.name,
         max_model_len=memory.max_model_len,
@@ -88,17 +87,18 @@ def resolve_cluster(
     return Cluster(padded, hardware, memory, info)
 
 
-def parse_cluster(text: str | None, hardware: Hardware, least: int) -> tuple[int, Hardware]:
-    """From "8" (devices) or "2x8" (hosts of so many): the number of devices, and the hardware with so many per host.
+def parse_cluster(text: str | None, hardware: Hardware, instance_devices: int) -> tuple[int, Hardware]:
+    """Parse "8" (devices) or "2x8" (hosts x devices per host) into the number of devices and their hardware.
 
-    None: `least` devices, those of one instance. Raises `ConfigError`.
+    None stands for the devices of one instance, `instance_devices`. "2x8" also sets `devices_per_host` of the hardware
+    that is returned. Raise `ConfigError` if `text` has another form.
     """
     if text is None:
-        return least, hardware
+        return instance_devices, hardware
     hosts, times, devices = text.lower().partition("x")
     numbers = [hosts, devices] if times else [hosts]
     if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise ConfigError(f"--cluster {text!r}: give a number of devices, such as 8, or HOSTSxDEVICES, such as 2x8")
+        raise ConfigError(f"--cluster is {text!r}: give a number of devices, such as 8, or HOSTSxDEVICES, such as 2x8")
     if times:
         hardware = replace(hardware, devices_per_host=int(devices))
     return math.prod(map(int, numbers)), hardware
@@ -106,7 +106,7 @@ def parse_cluster(text: str | None, hardware: Hardware, least: int) -> tuple[int
 
 @dataclass(frozen=True)
 class ShapeSizes:
-    """`Sizes` on each of tp devices, of a shape that is padded for them."""
+    """The bytes of a padded model on each of `tp` devices (`planning.workspace.Sizes`)."""
 
     shape: ModelShape
     tp: int
@@ -126,7 +126,8 @@ class ShapeSizes:
             return 0
         shape = self.shape
         attention = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        outputs = max(attention, 2 * shape.intermediate_size)  # those with the model's width as inputs are the largest
+        # The largest weights are those with the hidden size as inputs.
+        outputs = max(attention, 2 * shape.intermediate_size)
         return 2 * (outputs * shape.hidden_size // self.tp) * shape.itemsize
 
     @property
@@ -155,17 +156,17 @@ def _model_config(shape: ModelShape) -> ModelConfig:
     )
 
 
-def _padded(shape: ModelShape, physical: ModelConfig) -> ModelShape:
-    inner = physical.intermediate_size if physical.moe is None else physical.moe.intermediate_size
+def _padded(shape: ModelShape, config: ModelConfig) -> ModelShape:
+    inner = config.intermediate_size if config.moe is None else config.moe.intermediate_size
     return replace(
         shape,
-        vocab_size=physical.vocab_rows,
-        num_heads=physical.num_heads,
-        num_kv_heads=physical.num_kv_heads,
+        vocab_size=config.vocab_rows,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
         intermediate_size=inner,
     )
 
 
 def _split_unit(precisions: Iterable[str]) -> int:
-    """What a device's share of the inputs of a weight is a multiple of, in all precisions (`models.quantized`)."""
+    """Return the number that a device's share of a weight's inputs is a multiple of (as in `models.quantized`)."""
     return math.lcm(*(math.lcm(GROUP, UNIT[BITS[name]]) for name in precisions if name in BITS))

@@ -1,4 +1,4 @@
-"""SimControl: the real controller and its policy, ticking in virtual time over simulated instances."""
+"""The real controller and its policy, ticking in virtual time over simulated instances."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,19 +14,22 @@ from jaxserve.sim.hardware import Hardware, Link
 from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.links import SharedLinks
 
-SETTLING = 40.0  # s after the last answer, at most, for layers to come back
+SETTLING = 40.0  # s after the last answer in which layers may return to the plan at the start
 
 
 class SimControl:
-    """A `simulation.Control`: ticks at the controller's interval, and lets the actuator go on when it is due."""
+    """A controller and its actuator as a source of events (`simulation.Control`).
+
+    The controller ticks at its interval; the actuator advances when its next event is due.
+    """
 
     def __init__(self, controller: Controller, actuator: SimActuator, instances: Sequence[SimInstance], clock: Clock):
         self.settled_since: float | None = clock.now()
-        """Since when the plan in force is that of the start, with nothing under way; None while it is not."""
+        """The time (s) since which the plan at the start is in force and no transition runs; None if it is not so."""
         self._controller, self._actuator = controller, actuator
         self._instances, self._clock = instances, clock
         self._start = self._seen = controller.plan
-        self._home = True  # whether the plan that was seen last is that of the start
+        self._at_start_plan = True
         self._due = clock.now()
 
     def next_event(self) -> float:
@@ -39,18 +42,18 @@ class SimControl:
         if now >= self._due:
             self._due = now + self._controller.interval
             self._controller.tick(now, [instance.snapshot() for instance in self._instances])
-            self._look(now)
+            self._track_settling(now)
 
     @property
     def decisions(self) -> list[Decision]:
-        """The latest ones of the controller, in order."""
+        """The controller's latest decisions, in order."""
         return list(self._controller.decisions)
 
-    def _look(self, now: float) -> None:
+    def _track_settling(self, now: float) -> None:
         plan = self._controller.plan
         if plan is not self._seen:
-            self._seen, self._home = plan, plan.instances == self._start.instances
-        if self._controller.busy or not self._home:
+            self._seen, self._at_start_plan = plan, plan.instances == self._start.instances
+        if self._controller.busy or not self._at_start_plan:
             self.settled_since = None
         elif self.settled_since is None:
             self.settled_since = now
@@ -59,15 +62,16 @@ class SimControl:
 def build_control(
     cluster: Cluster, instances: Sequence[SimInstance], clock: Clock, model_folder: Path | None
 ) -> SimControl:
-    """The controller of a cluster's plan, with the policy of its configuration. Raises `ConfigError`.
+    """Return a cluster's controller with the policy of its configuration.
 
-    Weights come over a link of their own for each instance: every device of a stage has one to its host.
+    Raise `ConfigError` for an unknown policy or a sensitivity profile of another model. Each instance has its own link
+    for weights, because every device of a stage has a link to its host.
     """
     memory, config, hardware = cluster.memory, cluster.config, cluster.hardware
     resources = memory.resources(cluster.copy_rate)
     order = swap_order(model_folder, cluster.shape.num_layers, memory.variants, None)
     policy = load_policy(config.policy, resources, order, slo_ttft=config.slo_ttft)
-    names = [f"pcie-{number}" for number in range(len(instances))]
+    names = [f"pcie-{index}" for index in range(len(instances))]
     actuator = SimActuator(
         memory.plan,
         instances,
@@ -84,5 +88,5 @@ def build_control(
 
 
 def _weights_link(hardware: Hardware) -> Link:
-    """From where variants lie to the devices; on a CPU they lie in the same memory."""
+    """Return the link from the variants on the host to a device. On a CPU both are in the same memory."""
     return hardware.links.get("pcie") or Link(hardware.bandwidth, 0.0)

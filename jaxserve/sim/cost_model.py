@@ -1,13 +1,13 @@
-"""RooflineModel: how long a step takes, from the sizes of the model and what the hardware can do.
+"""The cost model: the time of a step, from the sizes of the model and the rates of the hardware.
 
 A decoder layer reads its weights and multiplies n tokens by them:
 
     max(bytes / bandwidth, n * operations / rate) / efficiency(n) + overhead
 
-Attention adds what decodes read of the KV cache, and the pairs of tokens that prefill chunks multiply. A chunk of c
-tokens after a prefix of p is counted as p c + c^2 + c pairs, the form of KunServe's cost model (lookahead batch
-formulation), although a causal kernel does with half of c^2. With tensor parallelism a layer has two all-reduces of its
-outputs; with pipeline parallelism a step goes through one stage after the other.
+Attention adds the time to read the KV cache of decodes, and the time of the pairs of tokens that prefill chunks
+multiply. A chunk of c tokens after a prefix of p tokens counts as p c + c^2 + c pairs, as in KunServe's cost model
+(lookahead batch formulation), although a causal kernel needs only half of c^2. With tensor parallelism, a layer has two
+all-reduces of its outputs. With pipeline parallelism, a step goes through one stage after the other.
 """
 
 from collections.abc import Sequence
@@ -24,47 +24,49 @@ from jaxserve.sim.shape import ModelShape
 
 @dataclass(frozen=True)
 class RooflineModel:
-    """Of any plan for a model on some hardware. `kv_dtype`: "auto" or "int8"."""
+    """A cost model of a model shape on some hardware, for any plan (`CostModel`)."""
 
     shape: ModelShape
     hardware: Hardware
-    kv_dtype: str = "auto"
+    kv_dtype: str = "auto"  # "auto" or "int8"
 
     @property
     def host(self) -> float:
-        """Seconds from an arrival at an idle engine to its first step."""
+        """The time (s) from an arrival at an idle engine to its first step."""
         return self.hardware.overheads.host
 
     def of(self, instance: InstancePlan) -> "InstanceRoofline":
-        """Of one instance. Raises `ConfigError` for a precision that the hardware lacks, or a link."""
+        """Return the step times of an instance. Raise `ConfigError` if the hardware lacks a precision or a link."""
         return InstanceRoofline(self, instance)
 
 
 class InstanceRoofline:
-    """Of the steps of one instance, under one plan."""
+    """Step times of one instance under one plan (`InstanceCost`)."""
 
     def __init__(self, model: RooflineModel, instance: InstancePlan):
         self._model = model
-        self._stages = [_Stage(model, stage) for stage in instance.stages]
+        self._stages = [_StageRoofline(model, stage) for stage in instance.stages]
         self._hand_offs = [
             model.hardware.link(before.devices[-1], after.devices[0]) for before, after in pairwise(instance.stages)
         ]
-        self._fixed: dict[tuple[int, int], float] = {}  # by tokens and rows
+        self._fixed: dict[tuple[int, int], float] = {}  # s, by (tokens, rows)
         self.per_context = sum(stage.per_context for stage in self._stages)
-        """Seconds for each token that a decode attends to, in all layers."""
+        """The time (s) of each token that a decode attends to, in all layers."""
         self.per_prefill = sum(stage.per_prefill for stage in self._stages)
-        """Seconds for each unit of `StepLoad.prefill`, in all layers."""
-        self.fixed(1, 1, 1)  # what is not there is missed now
+        """The time (s) of each unit of `StepLoad.prefill`, in all layers."""
+        # Raises now, and not at the first step, if the hardware lacks a precision.
+        self.fixed(1, 1, 1)
 
     def seconds(self, load: StepLoad) -> float:
-        """Of a step on the device."""
+        """Return the time (s) of a step on the device."""
         fixed = self.fixed(load.tokens, load.rows, load.sequences)
         return fixed + self.per_context * load.context + self.per_prefill * load.prefill
 
     def fixed(self, tokens: int, rows: int, sequences: int) -> float:
-        """Of a step without attention."""
+        """Return the time (s) of a step without attention."""
         key = (tokens, rows)
-        if key not in self._fixed:  # there are few: as many as step shapes
+        # Kept for every key: there are only as many as step shapes.
+        if key not in self._fixed:
             size = tokens * self._model.shape.hidden_size * self._model.shape.itemsize
             stages = sum(stage.seconds(tokens, rows) for stage in self._stages)
             self._fixed[key] = stages + sum(link.seconds(size) for link in self._hand_offs)
@@ -72,12 +74,12 @@ class InstanceRoofline:
         return self._fixed[key] + overheads.step + overheads.sequence * sequences
 
 
-class _Stage:
-    """Of one stage, with what its layers have in common counted once."""
+class _StageRoofline:
+    """Step times of one stage. Layers of equal precision are computed once."""
 
     def __init__(self, model: RooflineModel, stage: StagePlan):
         self._shape, self._hardware, self._tp = model.shape, model.hardware, stage.tp
-        self._layers: dict[str, int] = {}  # how many, by precision
+        self._layers: dict[str, int] = {}  # number of layers by precision
         self._head: str | None = None
         for block in stage.blocks:
             if is_layer(block.block):
@@ -92,7 +94,10 @@ class _Stage:
         self.per_prefill = count * self._shape.attention_ops(self._tp) / (rate * hardware.prefill_share)
 
     def seconds(self, tokens: int, rows: int) -> float:
-        """Of its blocks without attention; the embedding, which reads a row for each token, takes none."""
+        """Return the time (s) of the stage's blocks without attention.
+
+        The embedding takes no time: it only reads one row for each token.
+        """
         total = sum(count * self._layer(precision, tokens) for precision, count in self._layers.items())
         return total if self._head is None else total + self._head_seconds(self._head, rows)
 
@@ -109,7 +114,7 @@ class _Stage:
         reading = shape.head_bytes(precision, self._tp) / hardware.bandwidth
         computing = rows * shape.head_ops(self._tp) / hardware.rate(precision)
         curve = hardware.head_curve or hardware.curve(precision)
-        logits = 4 * rows * shape.vocab_size  # float32; each device gets the others' shares
+        logits = 4 * rows * shape.vocab_size  # bytes, float32
         return max(reading, computing) / curve(rows) + self._all_gather(logits)
 
     def _all_reduce(self, size: float) -> float:
@@ -120,40 +125,44 @@ class _Stage:
 
 
 def all_reduce(size: float, devices: int, link: Link) -> float:
-    """Seconds of an all-reduce of so many bytes: each device sends all of them but its share, twice.
+    """Return the time (s) of an all-reduce of `size` bytes.
 
-    One latency for any number of devices, as it was measured (`bench.sim.fit_tables`).
+    Each device sends all bytes except its own share, twice. There is one latency for any number of devices, as was
+    measured (`bench.sim.fit_tables`).
     """
     return link.seconds(2 * (devices - 1) / devices * size)
 
 
 def _slowest(hardware: Hardware, devices: Sequence[int]) -> Link | None:
-    """Of the links between the devices of a stage, which come in order; None of a single one."""
+    """Return the slowest link between consecutive devices of a stage; None for a single device."""
     links = [hardware.link(before, after) for before, after in pairwise(devices)]
     return min(links, key=lambda link: link.bandwidth, default=None)
 
 
 class InstanceCost(Protocol):
-    """Of the steps of one instance under one plan."""
+    """Step times of one instance under one plan, as the event loop needs them."""
 
     @property
     def per_context(self) -> float | None:
-        """Seconds by which a step is longer for each token more that its decodes attend to; None if that is no
-        constant, and steps are to be asked for one by one.
+        """The time (s) that each further token of context adds to a step.
+
+        None if it is not constant, so that `seconds` must be called for every step.
         """
         ...
 
     def seconds(self, load: StepLoad) -> float:
-        """On the device, from the end of the step before, or from its own dispatch."""
+        """Return the time (s) of a step on the device, from the end of the previous step or from its dispatch."""
         ...
 
 
 class CostModel(Protocol):
-    """Of any plan."""
+    """Step times for any plan, as the event loop needs them."""
 
     @property
     def host(self) -> float:
-        """Seconds from a step's begin to its dispatch, and to the next begin, while the device has nothing to do."""
+        """The time (s) from a step's begin to its dispatch, and to the next begin, while the device is idle."""
         ...
 
-    def of(self, instance: InstancePlan) -> InstanceCost: ...
+    def of(self, instance: InstancePlan) -> InstanceCost:
+        """Return the step times of an instance under a plan."""
+        ...

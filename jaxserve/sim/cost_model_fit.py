@@ -1,16 +1,17 @@
-"""From step logs to a Hardware on which the simulator's steps take as long as they did.
+"""Calibration of the cost model: fits a `Hardware` to the measured times of steps.
 
-A step takes, with unknowns in capitals,
+The time of a step is the sum of these terms, with unknowns in capitals:
 
     layers of each precision  count * roofline(tokens) * X[precision, tokens]
     head                      roofline(rows) * X[head, rows]
     decode attention          bytes of the context / bandwidth * ATTENTION
     prefill attention         operations / rate * PREFILL
-    the rest                  STEP + SEQUENCE * decoding sequences, + HOST if the device had nothing to do before
+    the rest                  STEP + SEQUENCE * decoding sequences, + HOST if the device was idle before
 
-and the fit is least squares over these, none below 0 (`robust`). A share of the roofline is 1 / X;
-where bandwidth and rate are nominal numbers it may be above 1. Steps tell most knots apart, not all: a knot is likely
-to be as its neighbour, and one of the head as that of the layers, which weighs as much as one step does.
+The fit is least squares over the unknowns, none below 0 (`robust_fit`). A share of the roofline is 1 / X. It may be
+above 1, because bandwidth and rate are nominal numbers. Steps determine most knots, but not all. A prior therefore
+pulls each knot towards its neighbour, and each knot of the head towards that of the layers, with the weight of one
+step.
 """
 
 import json
@@ -29,61 +30,64 @@ from jaxserve.sim.chunk_cost import ChunkCost
 from jaxserve.sim.hardware import Curve, Hardware, Overheads
 from jaxserve.sim.shape import ModelShape
 
-HELD_OUT = 5  # every fifth step is not fitted to
-LEAST = 1e-3  # of an X: a share of the roofline is at most 1000
-FEWEST = 50  # steps
-MIN_OUTSIDE_S = 1e-5  # s of a request
+HELD_OUT = 5  # every fifth step is held out of the fit
+MIN_X = 1e-3  # a share of the roofline is at most 1000
+MIN_STEPS = 50
+MIN_OUTSIDE_S = 1e-5  # of a request
 ROUNDS = 20
-TOLERATED = 3.0  # deviations that count in full
-MIN_DEVIATION = 0.01  # relative; below it measurements agree
-OVERHEADS = ("step", "sequence", "host")  # unknowns that are seconds; the others are of the roofline
+MAX_DEVIATIONS = 3.0  # standard deviations up to which errors count as squares
+MIN_DEVIATION = 0.01  # relative; the smallest standard deviation that is assumed
+OVERHEADS = ("step", "sequence", "host")  # unknowns in seconds; the other unknowns scale a roofline
 Floats = NDArray[np.float64]
-Unknown = tuple[str, int]  # name, and tokens or rows of a knot, or 0
+Unknown = tuple[str, int]  # (name, tokens or rows of the knot; 0 if it has none)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step and how long it took: from the end of the one before, or from its begin if the device had been idle."""
+    """A recorded step and its time.
+
+    The time counts from the end of the previous step, or from the begin of this one if the device was idle.
+    """
 
     load: StepLoad
-    layers: Mapping[str, int]  # by precision
+    layers: Mapping[str, int]  # number of layers by precision
     head: str  # precision
-    idle: bool
+    idle: bool  # the device was idle before
     seconds: float
-    chunk: tuple[int, int] | None = None  # prefix and length, if it computed one chunk and nothing else
+    chunk: tuple[int, int] | None = None  # (prefix, length) if the step computed one chunk and nothing else
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What came of it. Errors are relative, of the steps that were held out."""
+    """A fitted hardware, with relative errors of the steps that were held out of the fit."""
 
     hardware: Hardware
     steps: int
     held_out: int
     median_error: float
     p90_error: float
-    total: float  # all predicted seconds together, over the measured ones
-    seen: Mapping[Unknown, int]  # steps behind each knot
-    chunk_cost: ChunkCost | None  # KunServe's, of steps with one chunk alone; None if there are too few
-    chunk_error: float | None  # its mean
+    total: float  # sum of the predicted times over the sum of the measured ones
+    seen: Mapping[Unknown, int]  # number of steps that depend on each unknown
+    chunk_cost: ChunkCost | None  # KunServe's model, fitted to steps with one chunk alone; None if there are too few
+    chunk_error: float | None  # mean relative error of `chunk_cost`
 
 
 def measured_steps(recording: Recording) -> list[MeasuredStep]:
-    """The steps of a log, instance by instance. Raises `ConfigError` where blocks run on several devices."""
+    """Return the steps of a step log, instance by instance. Raise `ConfigError` if an instance has several devices."""
     heads = []
     for instance in from_yaml(json.dumps(recording.facts["plan"])).instances:
         if sum(stage.tp for stage in instance.stages) > 1:
-            raise ConfigError("steps are fitted on one device: tp and pp must be 1")
+            raise ConfigError("the recorded instances have several devices: tp and pp must be 1 for a fit")
         heads.append(instance.precision("head"))
     layers = {(plan.instance, plan.version): plan.layers for plan in recording.plans}
     found: list[MeasuredStep] = []
-    for number, head in enumerate(heads):
-        steps = sorted((s for s in recording.steps if s.instance == number), key=lambda s: s.number)
+    for index, head in enumerate(heads):
+        steps = sorted((s for s in recording.steps if s.instance == index), key=lambda s: s.number)
         for before, step in zip((None, *steps), steps, strict=False):
             idle = before is None or before.ended <= step.begun
             start = step.begun if before is None else max(before.ended, step.begun)
-            known = layers[number, step.version]
-            found.append(MeasuredStep(step.load, known, head, idle, step.ended - start, _chunk(step)))
+            precisions = layers[index, step.version]
+            found.append(MeasuredStep(step.load, precisions, head, idle, step.ended - start, _chunk(step)))
     return found
 
 
@@ -94,22 +98,23 @@ def _chunk(step: Step) -> tuple[int, int] | None:
 
 
 def fit(steps: Sequence[MeasuredStep], shape: ModelShape, nominal: Hardware, kv_dtype: str = "auto") -> Fit:
-    """`nominal` with the efficiencies and overheads of the steps; its bandwidth and rates are what shares are of.
+    """Fit the efficiencies and overheads of `nominal` to measured steps.
 
-    Raises `ConfigError` for too few steps, and for precisions that `nominal` has no rate of.
+    The fitted efficiencies are shares of the bandwidth and rates of `nominal`. Raise `ConfigError` for fewer than
+    `MIN_STEPS` steps, and for a precision that `nominal` has no rate of.
     """
-    if len(steps) < FEWEST:
-        raise ConfigError(f"{len(steps)} steps are too few to fit, at least {FEWEST} are needed")
+    if len(steps) < MIN_STEPS:
+        raise ConfigError(f"{len(steps)} steps are too few to fit: at least {MIN_STEPS} are needed")
     terms = _Terms(steps, shape, nominal, kv_dtype)
     seconds = np.array([step.seconds for step in steps])
     kept = np.arange(len(steps)) % HELD_OUT > 0
-    likely = terms.likely / _typical(terms, seconds)
-    found = LEAST * terms.shares + robust(
-        terms.columns[kept], np.maximum(seconds - LEAST * terms.columns @ terms.shares, 1e-9)[kept], likely
+    prior = terms.prior / _typical_x(terms, seconds)
+    found = MIN_X * terms.shares + robust_fit(
+        terms.columns[kept], np.maximum(seconds - MIN_X * terms.columns @ terms.shares, 1e-9)[kept], prior
     )
     predicted = terms.columns @ found
     off = np.abs(predicted / seconds - 1)[~kept]
-    hardware = _with(nominal, dict(zip(terms.unknowns, found.tolist(), strict=True)))
+    hardware = _with_fitted(nominal, dict(zip(terms.unknowns, found.tolist(), strict=True)))
     cost, error = _chunk_cost(steps, hardware.overheads.host)
     return Fit(
         hardware,
@@ -125,18 +130,19 @@ def fit(steps: Sequence[MeasuredStep], shape: ModelShape, nominal: Hardware, kv_
 
 
 def fit_frontend(outside: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """Seconds outside of the engine that a request takes, each token of its prompt, and each answer streamed meanwhile.
+    """Fit the time outside of the engine: seconds for each request, each prompt token, and each streamed answer.
 
-    From requests: tokens of the prompt, answers that were being streamed when it came, seconds outside.
+    `outside` has for each request its prompt tokens, the answers being streamed at its arrival, and its seconds outside
+    of the engine.
     """
     tokens, streams, seconds = np.array(outside, float).T
     columns = np.stack([np.ones(len(seconds)), tokens, streams], axis=1)
-    request, token, stream = robust(columns, np.maximum(seconds, MIN_OUTSIDE_S), np.zeros((1, 3))).tolist()
+    request, token, stream = robust_fit(columns, np.maximum(seconds, MIN_OUTSIDE_S), np.zeros((1, 3))).tolist()
     return request, token, stream
 
 
 class _Terms:
-    """What each unknown is multiplied by, step by step."""
+    """The factors of the unknowns in the time of each step, `columns` [steps, unknowns]."""
 
     def __init__(self, steps: Sequence[MeasuredStep], shape: ModelShape, hardware: Hardware, kv_dtype: str):
         loads = [step.load for step in steps]
@@ -168,10 +174,13 @@ class _Terms:
         self.unknowns = tuple(named)
         self.columns = np.stack(list(named.values()), axis=1)
         self.shares = np.array([name not in OVERHEADS for name, _ in self.unknowns], float)
-        self.likely = self._likely()
+        self.prior = self._prior()
 
-    def _likely(self) -> Floats:
-        """Differences that are probably small: of neighbouring knots, and of the head's and the layers'."""
+    def _prior(self) -> Floats:
+        """Return rows whose product with the unknowns is probably small.
+
+        These are the differences of neighbouring knots, and of knots of the head from those of the layers.
+        """
         pairs: list[tuple[Unknown, Unknown]] = []
         for name in (*self.precisions, "head"):
             pairs += pairwise(self._knots(name))
@@ -187,14 +196,14 @@ class _Terms:
         return [unknown for unknown in self.unknowns if unknown[0] == name]
 
 
-def _typical(terms: _Terms, seconds: Floats) -> float:
-    """One X for all that is of the roofline: what differences are measured against."""
+def _typical_x(terms: _Terms, seconds: Floats) -> float:
+    """Return the X that explains the median step if all its time is roofline. It scales the prior."""
     rooflines = terms.columns @ terms.shares
     return float(np.median(seconds / np.maximum(rooflines, 1e-12)))
 
 
-def _with(nominal: Hardware, found: Mapping[Unknown, float]) -> Hardware:
-    """The hardware with what was found in the place of what it had."""
+def _with_fitted(nominal: Hardware, found: Mapping[Unknown, float]) -> Hardware:
+    """Return the hardware with fitted efficiencies and overheads."""
     knots: dict[str, list[tuple[float, float]]] = {}
     for (name, size), value in found.items():
         knots.setdefault(name, []).append((max(size, 1), value))
@@ -231,36 +240,36 @@ def _chunk_cost(steps: Iterable[MeasuredStep], host: float) -> tuple[ChunkCost |
 # -- least squares
 
 
-def robust(columns: Floats, wanted: Floats, likely: Floats) -> Floats:
-    """The x >= 0 for which `columns` x is near `wanted` [N], all above 0; relative to what x predicts.
+def robust_fit(columns: Floats, wanted: Floats, prior: Floats) -> Floats:
+    """Return the x >= 0 for which `columns` x is near `wanted` [N], whose values are above 0, despite outliers.
 
-    Relative to the prediction and not to the measurement, or small values would count for more than large ones and
-    predictions be too low. Huber's weights: what is further off than `TOLERATED` standard deviations (told from the
-    median) counts linearly, so that a step in which the machine did something else does not bend the rest; nearer ones
-    count as in least squares, and what is predicted is their mean. `likely` x is to be near 0 too; one row of it
-    weighs as much as one measurement.
+    Errors are relative to the prediction. Relative to the measurement, small values would count for more than large
+    ones and predictions would be too low. Weights are Huber's: errors beyond `MAX_DEVIATIONS` standard deviations,
+    estimated from the median, count linearly, so that steps in which the machine did something else do not distort the
+    fit. Smaller errors count as squares, so that the prediction is a mean. `prior` x is pulled to 0; each of its rows
+    has the weight of one measurement.
     """
     weights = 1 / wanted**2
     solution = np.zeros(columns.shape[1])
     for _ in range(ROUNDS):
         weighted = columns * weights[:, None]
-        solution = non_negative(weighted.T @ columns + likely.T @ likely, weighted.T @ wanted)
+        solution = non_negative(weighted.T @ columns + prior.T @ prior, weighted.T @ wanted)
         predicted = np.maximum(columns @ solution, 0.1 * wanted)
         off = np.abs(wanted / predicted - 1)
-        limit = TOLERATED * max(1.4826 * float(np.median(off)), MIN_DEVIATION)
+        limit = MAX_DEVIATIONS * max(1.4826 * float(np.median(off)), MIN_DEVIATION)
         weights = np.minimum(1.0, limit / np.maximum(off, 1e-12)) / predicted**2
     return solution
 
 
 def non_negative(gram: Floats, moment: Floats) -> Floats:
-    """The x >= 0 with the least x' `gram` x / 2 - `moment`' x, by an active set (Bro and de Jong, 1997)."""
+    """Return the x >= 0 that minimizes x' `gram` x / 2 - `moment`' x, by an active set (Bro and de Jong, 1997)."""
     scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
     gram, moment = gram / np.outer(scale, scale) + 1e-12 * np.eye(len(scale)), moment / scale
     solution, free = np.zeros_like(moment), np.zeros(len(moment), bool)
-    enough = 1e-10 * np.abs(moment).max(initial=0.0)
+    tolerance = 1e-10 * np.abs(moment).max(initial=0.0)
     for _ in range(10 * len(moment)):
         slope = np.where(free, -np.inf, moment - gram @ solution)
-        if slope.max(initial=-np.inf) <= enough:
+        if slope.max(initial=-np.inf) <= tolerance:
             break
         free[slope.argmax()] = True
         while True:

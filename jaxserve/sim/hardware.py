@@ -1,20 +1,20 @@
-"""Hardware: what a step's time depends on, read from configs/hardware/NAME.yaml.
+"""Hardware descriptions, from which the time of a step follows, read from configs/hardware/NAME.yaml.
 
 name: a100-80
 source: where the numbers are from
-measured: false               # whether on such a machine, by `jaxserve bench latency --calibrate`
+measured: false               # true if measured on such a machine by `jaxserve bench latency --calibrate`
 platform: gpu
 memory: 85899345920           # bytes of a device
 bandwidth: 2.039e+12          # bytes/s of its memory
 rates: {bfloat16: 3.12e+14}   # operations/s by the precision of the weights
-efficiency:                   # shares of the roofline, by tokens; a number holds for all
+efficiency:                   # shares of the roofline by tokens; a single number holds for any number of tokens
   bfloat16: {1: 0.8, 64: 0.75}
   attention: 0.8
 links: {pcie: {bandwidth: 2.7e+10, latency: 1.0e-05}}
 devices_per_host: 8
 
-Seconds of `overheads` are 0 where they are left out; `tile`, `prefill_tokens`, `max_num_seqs` and `min_rows` are then
-those of the platform (`jaxserve.planning.defaults`).
+Missing `overheads` are 0 s. Missing `tile`, `prefill_tokens`, `max_num_seqs` and `min_rows` are those of the platform
+(`jaxserve.planning.defaults`).
 """
 
 from collections.abc import Mapping
@@ -34,14 +34,15 @@ from jaxserve.planning.defaults import PLATFORMS
 
 LINKS = ("pcie", "nvlink", "rdma")
 FULL = ("bfloat16", "float16", "float32")
-ATTENTION = ("attention", "prefill")  # constants: decoding is counted in tokens read, prefill in pairs of tokens
-SIXTEEN_BITS = ("bfloat16", "float16")  # one stands for the other
+# Efficiencies that are constants: decode attention is counted in tokens read, prefill attention in pairs of tokens.
+ATTENTION = ("attention", "prefill")
+SIXTEEN_BITS = ("bfloat16", "float16")  # equally fast: each stands for the other where that one is missing
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A share of the roofline by number of tokens: linear in the tokens' logarithm between knots, flat outside."""
+    """A share of the roofline by number of tokens: linear in log(tokens) between knots, constant outside them."""
 
     knots: tuple[tuple[float, float], ...]  # (tokens, share), ascending
 
@@ -58,42 +59,45 @@ class Curve:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two devices, or a device and its host."""
+    """A connection between two devices, or between a device and its host."""
 
     bandwidth: float  # bytes/s, in one direction
-    latency: float  # s of a transfer, and of an all-reduce
+    latency: float  # s, once for each transfer or all-reduce
 
     def seconds(self, size: float) -> float:
-        """Of a transfer that has the link to itself."""
+        """Return the time (s) of a transfer of `size` bytes that does not share the link."""
         return size / self.bandwidth + self.latency
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds that follow from no size of the model."""
+    """Times (s) that do not depend on the sizes of the model.
+
+    `request`, `prompt_token` and `stream` are spent outside of the engine, between client and engine.
+    """
 
     step: float = 0.0
     layer: float = 0.0
-    sequence: float = 0.0  # of each decoding sequence, in a step
+    sequence: float = 0.0  # for each decoding sequence of a step
     host: float = 0.0  # from an arrival at an idle engine to its first step
-    request: float = 0.0  # outside of the engine
-    prompt_token: float = 0.0  # outside of the engine
-    stream: float = 0.0  # outside of the engine, a request for each answer that its instance is streaming
-    compile: float = 0.0  # of an executable
+    request: float = 0.0
+    prompt_token: float = 0.0
+    stream: float = 0.0  # for each request and each answer that its instance is streaming at the time
+    compile: float = 0.0  # for each executable
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Equal devices, `devices_per_host` of them in a machine."""
+    """Equal devices, with `devices_per_host` of them in one host."""
 
     name: str
     source: str
-    measured: bool  # here, and not taken from elsewhere
+    measured: bool  # on such a machine; False: taken from published numbers
     platform: str
     memory: int  # bytes of a device
     bandwidth: float  # bytes/s of its memory
-    rates: Mapping[str, float]  # dense operations/s, by the precision of the weights
-    efficiency: Mapping[str, Curve]  # by precision; and "attention", "prefill", "head"
+    rates: Mapping[str, float]  # dense operations/s, by precision of the weights
+    efficiency: Mapping[str, Curve]  # keys: precisions, "attention", "prefill" and "head"
     devices_per_host: int
     tile: int
     prefill_tokens: int
@@ -103,43 +107,47 @@ class Hardware:
     links: Mapping[str, Link] = field(default_factory=dict)
 
     def rate(self, precision: str) -> float:
-        """Operations/s with weights of a precision. Raises `ConfigError` for one that there is not."""
+        """Return the operations/s with weights of `precision`. Raise `ConfigError` if the rate is missing."""
         return _find(self.rates, precision, f"{self.name}: rates")
 
     def curve(self, precision: str) -> Curve:
-        """The share of the roofline with weights of a precision. Raises `ConfigError` for one that there is not."""
+        """Return the share of the roofline with weights of `precision`. Raise `ConfigError` if it is missing."""
         return _find(self.efficiency, precision, f"{self.name}: efficiency")
 
     @property
     def head_curve(self) -> Curve | None:
-        """Of the output head; None: that of its precision."""
+        """The share of the roofline of the output head; None if it is that of the head's precision."""
         return self.efficiency.get("head")
 
     @property
     def decode_share(self) -> float:
-        """Of the bandwidth, with which decoding reads the KV cache."""
+        """The share of the memory bandwidth with which decode attention reads the KV cache."""
         return self.efficiency["attention"](1)
 
     @property
     def prefill_share(self) -> float:
-        """Of the rate in full precision, with which prompts attend."""
+        """The share of the full-precision rate at which prefill attention computes."""
         return self.efficiency.get("prefill", self.efficiency["attention"])(1)
 
     def link(self, first: int, second: int) -> Link:
-        """Between two devices. Raises `ConfigError` if nothing connects them."""
+        """Return the link between two devices, by index. Raise `ConfigError` if no link connects them."""
         near = first // self.devices_per_host == second // self.devices_per_host
         for name in ("nvlink", "pcie") if near else ("rdma",):
             if name in self.links:
                 return self.links[name]
         where = "one host" if near else "two hosts"
-        raise ConfigError(f"{self.name} has no link between devices of {where}: {'pcie' if near else 'rdma'} (links)")
+        missing = "nvlink or pcie" if near else "rdma"
+        raise ConfigError(f"{self.name} has no link between devices of {where}: add {missing} to its links")
 
 
 # -- reading and writing
 
 
 def load_hardware(path_or_name: str | Path) -> Hardware:
-    """From a YAML file, or by the name of one in configs/hardware. Raises `ConfigError` naming file and field."""
+    """Load a YAML file, given by path or by its name in configs/hardware.
+
+    Raise `ConfigError`, which names file and field, if the file is unknown or invalid.
+    """
     path = config_path("hardware", path_or_name)
     if path is None:
         known = ", ".join(config_names("hardware"))
@@ -152,16 +160,16 @@ def load_hardware(path_or_name: str | Path) -> Hardware:
 
 
 def from_yaml(text: str) -> Hardware:
-    """The hardware that a text describes. Raises `ConfigError` naming the field."""
+    """Return the hardware that a YAML text describes. Raise `ConfigError`, which names the field, if it is invalid."""
     value = parse_yaml(text, "the hardware")
     shapes = {"tile", "prefill_tokens", "max_num_seqs", "min_rows"}
     optional = {"overheads", "links", *shapes}
     given = _mapping(value, "the hardware", {item.name for item in fields(Hardware)} - optional, optional)
     platform = given["platform"]
     if platform not in PLATFORMS:
-        raise ConfigError(f"platform is {platform!r}; there are {', '.join(PLATFORMS)}")
+        raise ConfigError(f"unknown platform {platform!r}: choose from {', '.join(PLATFORMS)}")
     if not isinstance(given["measured"], bool):
-        raise ConfigError(f"measured is {given['measured']!r}, it must be true or false")
+        raise ConfigError(f"measured is {given['measured']!r}: it must be true or false")
     overheads = _mapping(given.get("overheads", {}), "overheads", set(), {item.name for item in fields(Overheads)})
     links = _mapping(given.get("links", {}), "links", set(), LINKS)
     return Hardware(
@@ -181,7 +189,7 @@ def from_yaml(text: str) -> Hardware:
 
 
 def to_yaml(hardware: Hardware) -> str:
-    """As `load_hardware` reads it."""
+    """Return the YAML text that `from_yaml` reads back as `hardware`."""
     value = {item.name: getattr(hardware, item.name) for item in fields(hardware)}
     value["rates"] = dict(hardware.rates)
     value["efficiency"] = {name: _plain(curve) for name, curve in hardware.efficiency.items()}
@@ -197,7 +205,7 @@ def _find(known: Mapping[str, T], precision: str, what: str) -> T:
     for name in (precision, *SIXTEEN_BITS) if precision in SIXTEEN_BITS else (precision,):
         if name in known:
             return known[name]
-    raise ConfigError(f"{what} lack {precision!r}; there are {', '.join(known)}")
+    raise ConfigError(f"{what} lack {precision!r}: choose from {', '.join(known)}")
 
 
 def _plain(curve: Curve) -> float | dict[float, float]:
@@ -209,7 +217,7 @@ def _plain(curve: Curve) -> float | dict[float, float]:
 def _rates(value: Any) -> dict[str, float]:
     rates = _mapping(value, "rates", set(), (*FULL, *BITS))
     if not any(name in rates for name in FULL):
-        raise ConfigError(f"rates are of {', '.join(rates) or 'nothing'}; one must be of {', '.join(FULL)}")
+        raise ConfigError(f"rates has {', '.join(rates) or 'no precision'}: it must have one of {', '.join(FULL)}")
     return {name: _number(rate, f"rates.{name}") for name, rate in rates.items()}
 
 
@@ -217,7 +225,7 @@ def _efficiency(value: Any, rates: Mapping[str, Any]) -> dict[str, Curve]:
     given = _mapping(value, "efficiency", {*rates, "attention"}, {"prefill", "head"})
     for name in ATTENTION:
         if isinstance(given.get(name), Mapping):
-            raise ConfigError(f"efficiency.{name} is by tokens, it must be one number")
+            raise ConfigError(f"efficiency.{name} is a mapping by tokens: it must be one number")
     return {name: _curve(curve, f"efficiency.{name}") for name, curve in given.items()}
 
 
@@ -225,8 +233,10 @@ def _curve(value: Any, name: str) -> Curve:
     if not isinstance(value, Mapping):
         return Curve(((1, _number(value, name)),))
     knots = tuple((_number(tokens, name), _number(share, f"{name}.{tokens}")) for tokens, share in value.items())
-    if not knots or any(a >= b for (a, _), (b, _) in pairwise(knots)):
-        raise ConfigError(f"{name} has tokens {', '.join(map(str, value)) or 'of none'}, they must ascend")
+    if not knots:
+        raise ConfigError(f"{name} is empty: it must have at least one number of tokens")
+    if any(a >= b for (a, _), (b, _) in pairwise(knots)):
+        raise ConfigError(f"{name} has tokens {', '.join(map(str, value))}: they must ascend")
     return Curve(knots)
 
 
@@ -239,22 +249,22 @@ def _link(value: Any, name: str) -> Link:
 def _mapping(value: Any, name: str, needed: set[str], optional: Any = ()) -> Mapping[str, Any]:
     known = sorted({*needed, *optional})
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is {value!r}, it must have {', '.join(known)}")
+        raise ConfigError(f"{name} is {value!r}: it must be a mapping with {', '.join(known)}")
     missing, unknown = sorted(needed - value.keys()), sorted(map(str, value.keys() - set(known)))
     if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]!r}, which is not known"
-        raise ConfigError(f"{name} {what}; it has {', '.join(known)}")
+        problem = f"lacks {missing[0]}" if missing else f"has the unknown field {unknown[0]!r}"
+        raise ConfigError(f"{name} {problem}: its fields are {', '.join(known)}")
     return value
 
 
 def _number(value: Any, name: str, *, zero: bool = False) -> float:
     valid = isinstance(value, int | float) and not isinstance(value, bool)
     if not valid or not (0 < value < inf or (zero and value == 0)):
-        raise ConfigError(f"{name} is {value!r}, it must be a number {'from' if zero else 'above'} 0")
+        raise ConfigError(f"{name} is {value!r}: it must be a finite number {'of at least' if zero else 'above'} 0")
     return float(value)
 
 
 def _whole(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r}, it must be a whole number above 0")
+        raise ConfigError(f"{name} is {value!r}: it must be a whole number above 0")
     return value

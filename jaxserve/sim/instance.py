@@ -1,4 +1,4 @@
-"""SimInstance: one instance in virtual time. Its engine core, scheduler and pages are the real ones."""
+"""One instance in virtual time, with the real engine core, scheduler and KV pages."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request that was not accepted, and why."""
+    """A refused request and the error that says why."""
 
     request_id: str
     error: str
@@ -30,137 +30,141 @@ class Refused:
 
 @dataclass(slots=True)
 class _Step:
-    """A dispatched step, when it ends, and what is to be done then."""
+    """A dispatched step."""
 
     work: Work
-    end: float
-    afterwards: list[Call] = field(default_factory=list)
+    end: float  # s
+    calls_at_end: list[Call] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Run:
-    """Steps that are known in advance: they decode the same sequences as the two that are dispatched.
+class _SteadyRun:
+    """Steps that are known in advance: they decode the sequences of the two dispatched steps and nothing else.
 
-    `first` and `second` are when these end. Whenever a step ends, one of `count` further ones begins: `done` have.
+    The two dispatched steps end at `first_end` and `second_end`. `count` further steps follow; whenever a step ends,
+    one of these begins. `done` of them have begun.
     """
 
-    first: float
-    second: float
+    first_end: float
+    second_end: float
     seconds: float  # of the first further step
-    growth: float  # seconds by which each of them is longer than the one before
+    growth: float  # s by which each further step is longer than the step before it
     count: int
     done: int = 0
 
-    def end(self, number: int) -> float:
-        """When step `number` ends, counted from the one that ends next."""
-        if number == 0:
-            return self.first
-        further = number - 1
-        return self.second + further * self.seconds + self.growth * (further * (further - 1) / 2)
+    def end(self, index: int) -> float:
+        """Return the end (s) of step `index`, where step 0 is the dispatched step that ends first."""
+        if index == 0:
+            return self.first_end
+        further = index - 1
+        return self.second_end + further * self.seconds + self.growth * (further * (further - 1) / 2)
 
-    def ended(self, now: float) -> int:
-        """How many further steps have begun by `now`: as many steps have ended."""
+    def begun_by(self, now: float) -> int:
+        """Return how many further steps have begun by `now`, which is how many steps have ended."""
         low, high = self.done, self.count
-        while low < high:  # the first that ends later
+        # Finds the first step that ends after `now`.
+        while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if self.end(middle) <= now else (low, middle)
         return low
 
 
 class SimInstance:
-    """Steps as `StepLoop` does, one ahead of the device; steps that are all alike are taken at once.
+    """An instance of a simulation, which keeps one step in flight as `StepLoop` does.
 
-    An event is due at `wake`; whoever drives the instance calls `advance` then, and gets what has ended.
+    The next event is due at `wake`. The event loop calls `advance` at that time, which yields the new outputs. A steady
+    run of decode steps is one event instead of one for each step.
     """
 
     def __init__(
         self,
         core: EngineCore,
         plan: InstancePlan,
-        timing: CostModel,
+        cost_model: CostModel,
         buckets: Buckets,
         clock: Clock,
         *,
         detailed: bool = False,
     ):
-        """`plan` is what runs at the start. `detailed`: keep the times of all tokens, by request."""
+        """Start with `plan` in force. With `detailed`, keep the times of all tokens by request in `token_times`."""
         self.core = core
         self.clock = clock
         self.wake = inf
         self.token_times: dict[str, list[float]] = {}
         self._detailed = detailed
-        self._timing, self._loads = timing, Loads(buckets)
+        self._cost_model, self._loads = cost_model, Loads(buckets)
         self._inbox: list[Request] = []
         self._calls: list[Call] = []
-        self._ahead: _Step | None = None  # ends next
-        self._behind: _Step | None = None  # dispatched after it
-        self._run: _Run | None = None
+        self._executing: _Step | None = None  # the dispatched step that ends first
+        self._queued: _Step | None = None  # the step dispatched after it
+        self._run: _SteadyRun | None = None
         self.set_plan(plan)
 
     # -- from outside, at any time
 
     def submit(self, request: Request) -> None:
-        """A request arrives: the next step to begin may take it in. Mutates."""
+        """Accept a request, which the next step to begin may admit."""
         self._inbox.append(request)
         self._interrupt(self.clock.now())
 
     def call(self, function: Call) -> None:
-        """Has a function run between two steps, soon. Mutates."""
+        """Run `function` between two steps, as soon as possible."""
         self._calls.append(function)
         self._interrupt(self.clock.now())
 
     def after_dispatched(self, function: Call) -> None:
-        """Runs a function once the steps that have been dispatched are done. Mutates."""
-        last = self._behind or self._ahead
+        """Run `function` when all dispatched steps have ended."""
+        last = self._queued or self._executing
         if last is None:
             function()
         else:
-            last.afterwards.append(function)
+            last.calls_at_end.append(function)
 
     def set_plan(self, plan: InstancePlan) -> None:
-        """Steps take the time of another plan, from the next one to begin on. Mutates."""
-        self._steps = self._timing.of(plan)
+        """Use the step times of `plan` from the next step on."""
+        self._step_cost = self._cost_model.of(plan)
 
     def snapshot(self) -> Snapshot:
-        """The state after the latest step. Mutates: steps that have ended by now are taken in."""
+        """Return the state after the last step that has ended. Completes the steps of a steady run up to now."""
         if (run := self._run) is not None:
-            self._take(run, run.ended(self.clock.now()))
+            self._complete(run, run.begun_by(self.clock.now()))
         return self.core.snapshot
 
     @property
     def idle(self) -> bool:
-        return self._ahead is None and self._behind is None and not self._inbox and self.core.idle
+        return self._executing is None and self._queued is None and not self._inbox and self.core.idle
 
     @property
     def running(self) -> int:
-        """Sequences that are being answered."""
+        """The number of running sequences."""
         return len(self.core.scheduler.running)
 
     # -- events
 
     def advance(self) -> Iterator[RequestOutput | Refused]:
-        """What happens at `wake`, which is now: a step ends and the next one begins. Yields what is new. Mutates."""
+        """End a step and begin the next one, at the time `wake`. Yield the new outputs and refusals."""
         now = self.clock.now()
         if (run := self._run) is not None:
-            self._take(run, run.count)
+            self._complete(run, run.count)
             self._run = None
-        step, self._ahead = self._ahead, None
+        step, self._executing = self._executing, None
         if step is not None:
-            for function in step.afterwards:
+            for function in step.calls_at_end:
                 function()
             yield from self._finish(step, now)
         while True:
-            yield from self._take_commands()
+            yield from self._run_calls_and_add_requests()
             work = self.core.schedule(now)
-            self._ahead, self._behind = self._behind, self._dispatch(work, now) if work else None
-            if self._ahead is not None or self._behind is None:
+            self._executing, self._queued = self._queued, self._dispatch(work, now) if work else None
+            if self._executing is not None or self._queued is None:
                 break
-            now += self._timing.host  # the device was idle: the host goes on to the next step at once
-        if self._ahead is None:
+            # The device was idle: the host begins the next step at once.
+            now += self._cost_model.host
+        if self._executing is None:
             self.wake = inf
         else:
-            self.wake = self._ahead.end
-            self._look_ahead()
+            self.wake = self._executing.end
+            self._find_steady_run()
 
     def _finish(self, step: _Step, now: float) -> list[RequestOutput]:
         work = step.work
@@ -171,8 +175,9 @@ class SimInstance:
         tokens = np.zeros(len(work.decodes) + len(work.chunks), np.int32)
         return self.core.update(work, StepOutput(tokens), now)
 
-    def _take_commands(self) -> Iterator[Refused]:
-        while self._calls:  # one may ask for another
+    def _run_calls_and_add_requests(self) -> Iterator[Refused]:
+        # A call may add another call.
+        while self._calls:
             self._calls.pop(0)()
         requests, self._inbox = self._inbox, []
         for request in requests:
@@ -182,44 +187,44 @@ class SimInstance:
                 yield Refused(request.id, str(error))
 
     def _dispatch(self, work: Work, now: float) -> _Step:
-        start = now + self._timing.host if self._behind is None else max(self._behind.end, now)
-        return _Step(work, start + self._steps.seconds(self._loads.of(work)))
+        start = now + self._cost_model.host if self._queued is None else max(self._queued.end, now)
+        return _Step(work, start + self._step_cost.seconds(self._loads.of(work)))
 
-    # -- steps that are all alike
+    # -- steady runs of decode steps
 
-    def _look_ahead(self) -> None:
-        """Finds a run of steps like the two that are dispatched, and wakes at its end."""
-        ahead, behind, growth = self._ahead, self._behind, self._steps.per_context
-        if ahead is None or behind is None or growth is None or ahead.afterwards or behind.afterwards:
+    def _find_steady_run(self) -> None:
+        """Find the steps that repeat the two dispatched ones, and set `wake` to the end of the last one."""
+        first, second, growth = self._executing, self._queued, self._step_cost.per_context
+        if first is None or second is None or growth is None or first.calls_at_end or second.calls_at_end:
             return
-        decodes = behind.work.decodes
-        if ahead.work.chunks or behind.work.chunks or ahead.work.decodes != decodes:
+        decodes = second.work.decodes
+        if first.work.chunks or second.work.chunks or first.work.decodes != decodes:
             return
         scheduler = self.core.scheduler
         if len(decodes) == len(scheduler.running) and (count := scheduler.steady_steps()) > 0:
             growth *= len(decodes)
-            seconds = self._steps.seconds(self._loads.of(behind.work)) + growth
-            self._run = _Run(ahead.end, behind.end, seconds, growth, count)
+            seconds = self._step_cost.seconds(self._loads.of(second.work)) + growth
+            self._run = _SteadyRun(first.end, second.end, seconds, growth, count)
             self.wake = self._run.end(count)
 
-    def _take(self, run: _Run, done: int) -> None:
-        """Takes in the steps of a run up to `done`. Mutates."""
-        assert self._ahead is not None
-        assert self._behind is not None
+    def _complete(self, run: _SteadyRun, done: int) -> None:
+        """Complete the steps of a steady run up to `done`: their tokens, and the ends of the two in flight."""
+        assert self._executing is not None
+        assert self._queued is not None
         count = done - run.done
         if count > 0:
             self.core.repeat(count, run.end(done - 1))
             if self._detailed:
-                times = [run.end(number) for number in range(run.done, done)]
-                for sequence in self._ahead.work.decodes:
+                times = [run.end(index) for index in range(run.done, done)]
+                for sequence in self._executing.work.decodes:
                     self.token_times[sequence.request.id] += times
             run.done = done
-            self._ahead.end, self._behind.end = run.end(done), run.end(done + 1)
+            self._executing.end, self._queued.end = run.end(done), run.end(done + 1)
 
     def _interrupt(self, now: float) -> None:
-        """Something is to be taken in: the run ends with the next step, and an idle instance begins."""
+        """Wake for a new request or call: at the next end of a step, or now if the instance is idle."""
         if (run := self._run) is not None:
-            run.count = run.ended(now)
+            run.count = run.begun_by(now)
             self.wake = run.end(run.count)
-        elif self._ahead is None:
+        elif self._executing is None:
             self.wake = now

@@ -1,7 +1,7 @@
-"""SharedLinks: bytes on their way over links that several transfers share, in virtual time.
+"""Transfers over links that they share, in virtual time.
 
-A link serves the transfers of the highest class that has any (strict priority, preemptive), and gives all of them the
-same share of its bandwidth (processor sharing). A transfer is there one latency after its last byte was sent.
+A link sends only transfers of its highest waiting priority (strict and preemptive). These share its bandwidth equally
+(processor sharing). A transfer arrives one latency after its last byte was sent.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from jaxserve.sim.hardware import Link
 
 
 class Priority(IntEnum):
-    """Classes of transfers; smaller goes first."""
+    """Priorities of transfers; the smallest number is sent first."""
 
     ACTIVATIONS = 0
     KV = 1
@@ -24,101 +24,100 @@ class Priority(IntEnum):
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """Bytes that go over a link. Where several parts share the links, each looks at the `end` of its own transfers."""
+    """A transfer of `size` bytes over a link. Its owner reads `end` to see when it arrived."""
 
     link: str
     size: int  # bytes
     priority: int
     start: float  # s
-    end: float | None = None  # s, when it was there; None until `SharedLinks.advance` has come so far
+    end: float | None = None  # s, of its arrival; None until `SharedLinks.advance` has passed it
 
 
 @dataclass(slots=True)
-class _Class:
-    """Transfers of one priority that a link has still to send.
+class _PriorityClass:
+    """Unsent transfers of one priority on a link.
 
-    All have got the same bytes since they joined, so that one number tells of each how far it is: a transfer of size s
-    that joined at `served` = v is sent when `served` is v + s.
+    All of them are sent at the same rate, so that one counter describes their progress: a transfer of size s that
+    joined when `served` was v is completely sent when `served` is v + s.
     """
 
-    served: float = 0.0  # bytes that each got which was there all the time
-    queue: list[tuple[float, int, Transfer]] = field(default_factory=list)  # a heap: `served` at its end, order
+    served: float = 0.0  # bytes sent of a transfer that was in the class from its beginning
+    queue: list[tuple[float, int, Transfer]] = field(default_factory=list)  # a heap of (`served` at its end, order)
 
 
-class _Server:
-    """One link as it was at `time`, when a transfer joined or had been sent: no other moment has to be looked at."""
+class _LinkQueue:
+    """The transfers of one link, as of `time`: the last time at which a transfer joined or was completely sent."""
 
     def __init__(self, link: Link):
         self.link = link
         self.time = -inf
-        self._classes: dict[int, _Class] = {}  # by priority; none is empty
+        self._classes: dict[int, _PriorityClass] = {}  # by priority; none is empty
 
     @property
     def next_sent(self) -> float:
-        """When the next transfer has been sent, if none joins before; infinity if there is none."""
+        """The time (s) at which the next transfer is completely sent if none joins; infinity if there is none."""
         if not self._classes:
             return inf
         first = self._classes[min(self._classes)]
         return self.time + max(0.0, first.queue[0][0] - first.served) * len(first.queue) / self.link.bandwidth
 
     def send(self, now: float) -> Iterator[tuple[float, int, Transfer]]:
-        """The transfers that have been sent by `now`: when each is there, its order, and itself. Mutates."""
+        """Remove the transfers that are completely sent by `now`. Yield (arrival, order, transfer) for each."""
         while (sent := self.next_sent) <= now:
             priority = min(self._classes)
             first = self._classes[priority]
             first.served, order, transfer = heapq.heappop(first.queue)
             self.time = sent
             if not first.queue:
-                del self._classes[priority]  # the next one starts from 0: `served` stays small, and exact
+                # A new class starts from 0, so that `served` stays small and exact.
+                del self._classes[priority]
             yield sent + self.link.latency, order, transfer
 
     def add(self, now: float, transfer: Transfer, order: int) -> None:
-        """A transfer joins, after `send` of the same time. Mutates."""
+        """Add a transfer. To be called after `send` with the same `now`."""
         if self._classes:
             first = self._classes[min(self._classes)]
             first.served += (now - self.time) * self.link.bandwidth / len(first.queue)
         self.time = now
-        own = self._classes.setdefault(transfer.priority, _Class())
+        own = self._classes.setdefault(transfer.priority, _PriorityClass())
         heapq.heappush(own.queue, (own.served + transfer.size, order, transfer))
 
 
 class SharedLinks:
-    """Links by name, each in one direction. Times that are given never go back."""
+    """Links by name, each in one direction. The times given to its methods must not decrease."""
 
     def __init__(self, links: Mapping[str, Link]):
-        self._servers = {name: _Server(link) for name, link in links.items()}
-        self._sending: dict[str, _Server] = {}  # those with something to send
-        self._sent: list[tuple[float, int, Transfer]] = []  # a heap: end, order
+        self._queues = {name: _LinkQueue(link) for name, link in links.items()}
+        self._sending: dict[str, _LinkQueue] = {}  # only links with unsent transfers
+        self._sent: list[tuple[float, int, Transfer]] = []  # a heap of (arrival, order, transfer)
         self._order = count()
         self._now, self._next = -inf, inf
 
     def start(self, now: float, link: str, size: int, priority: int) -> Transfer:
-        """Begins to send `size` bytes over a link. Mutates."""
+        """Begin to send `size` bytes over a link."""
         assert size >= 0, size
         assert now >= self._now, (now, self._now)
         self._now = now
-        server = self._sending[link] = self._servers[link]
+        queue = self._sending[link] = self._queues[link]
         transfer = Transfer(link, size, priority, now)
-        self._take(server.send(now))
-        server.add(now, transfer, next(self._order))
+        self._add_sent(queue.send(now))
+        queue.add(now, transfer, next(self._order))
         self._next = self._find_next()
         return transfer
 
     def next_event(self) -> float:
-        """When the next transfer is there, if none starts before; infinity if none is under way."""
+        """Return when the next transfer arrives (s) if none starts before; infinity if there is none."""
         return self._next
 
     def advance(self, now: float) -> list[Transfer]:
-        """Sends until `now`; returns the transfers that are there since the last call, by their ends, and of those
-        that end together the one first that started first. Mutates.
-        """
+        """Send until `now`. Return the transfers that arrived since the last call, by arrival and then by start."""
         assert now >= self._now, (now, self._now)
         self._now = now
         if now < self._next:
             return []
-        for name, server in list(self._sending.items()):
-            self._take(server.send(now))
-            if server.next_sent == inf:
+        for name, queue in list(self._sending.items()):
+            self._add_sent(queue.send(now))
+            if queue.next_sent == inf:
                 del self._sending[name]
         finished = []
         while self._sent and self._sent[0][0] <= now:
@@ -128,11 +127,11 @@ class SharedLinks:
         self._next = self._find_next()
         return finished
 
-    def _take(self, sent: Iterable[tuple[float, int, Transfer]]) -> None:
+    def _add_sent(self, sent: Iterable[tuple[float, int, Transfer]]) -> None:
         for transfer in sent:
             heapq.heappush(self._sent, transfer)
 
     def _find_next(self) -> float:
         sent = (end for end, _, _ in self._sent[:1])
-        sending = (server.next_sent + server.link.latency for server in self._sending.values())
+        sending = (queue.next_sent + queue.link.latency for queue in self._sending.values())
         return min((*sent, *sending), default=inf)

@@ -1,4 +1,4 @@
-"""The options of `jaxserve sim`, in groups; those that `jaxserve serve` has too mean the same."""
+"""The options of `jaxserve sim`, in groups."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,14 +13,14 @@ from jaxserve.core.options import Option, given, options_of
 RENAMED = {"variant": "variants"}
 
 
-# What `jaxserve serve` has too means the same, and is described there.
+# Options that `jaxserve bench` and `jaxserve serve` also have are defined there.
 LOAD = {field.name: field.option for field in options_of(LoadOptions)}
 SERVE = {field.name: field.option for field in options_of(EngineConfig)}
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Which model runs on what, and how."""
+    """Options of the simulated cluster: model, hardware, memory and policy."""
 
     model: Annotated[
         str | None,
@@ -71,23 +71,27 @@ class ClusterOptions:
 
     @property
     def model_path(self) -> str:
-        """As `ModelShape.load` takes it."""
+        """The model for `ModelShape.load`: a path or a name."""
         return str(bundled_model_path()) if self.model is None else self.model
 
     @property
     def model_folder(self) -> Path | None:
-        """Where a profile of the model would lie; None for a model that is a file of configs/models."""
+        """The folder in which a sensitivity profile is looked for; None for a file of configs/models."""
         path = Path(self.model_path)
         if path.is_dir():
             return path
         return path.parent if path.name == "config.json" else None
 
     def config(self, devices: int, *, prefix_caching: bool) -> EngineConfig:
-        """For as many instances as the devices hold. Raises `ConfigError` where they do not come out even."""
-        each = max(self.tp * self.pp, 1)  # what makes no sense is told when plans are made
+        """Return the engine's configuration with as many instances as `devices` holds.
+
+        Raise `ConfigError` if `devices` is not a multiple of tp x pp.
+        """
+        each = max(self.tp * self.pp, 1)  # values below 1 are reported when the plan is made
         if devices % each:
             raise ConfigError(
-                f"an instance has tp x pp = {self.tp} x {self.pp} devices, and {devices} of --cluster are no multiple"
+                f"--cluster has {devices} devices: it must be a multiple of tp x pp = {self.tp} x {self.pp}, "
+                "the devices of an instance"
             )
         known = {field.name for field in fields(EngineConfig)}
         values = {RENAMED.get(name, name): value for name, value in given(self).items()}
@@ -98,7 +102,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """What is made of the answers."""
+    """Options of the figures in the result."""
 
     goodput: Annotated[
         list[str] | None,
@@ -114,9 +118,9 @@ class FigureOptions:
     ] = None
 
     def load(self) -> LoadOptions:
-        """As results of `bench` are published. Raises `ConfigError`."""
+        """Return the options with which `bench` publishes results. Raise `ConfigError` if a value is out of range."""
         if not self.metrics_interval >= 0:
-            raise ConfigError(f"--metrics-interval is {self.metrics_interval:g} s, but must be 0 (none) or more")
+            raise ConfigError(f"--metrics-interval is {self.metrics_interval:g} s: it must be at least 0 (none)")
         return LoadOptions(
             goodput=self.goodput,
             percentile_metrics=self.percentile_metrics,

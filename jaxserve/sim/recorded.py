@@ -1,10 +1,11 @@
-"""A recorded run played back: with the times of a step log the simulator takes the same steps and the same decisions.
+"""Replays a recorded run: with the times of a step log, the simulator must take the same steps and decisions.
 
-What is simulated is the engine core, with its scheduler and pages, the controller and its policy. What the log gives is
-when requests came, how long steps took, when the controller looked, and how transitions ended. The log also says who
-came first where microseconds decide, because threads are not simulated: before which step a request or a plan was
-there, and which snapshot the controller saw. Whatever then differs from the log is a difference between the simulator
-and the engine, and `Diverged`.
+Simulated are the engine core with its scheduler and pages, and the controller with its policy. The log gives the
+arrivals of requests, the durations of steps, the times of the controller's ticks and the outcomes of transitions.
+
+Threads are not simulated. Where their order depends on microseconds, the log gives it: the step before which a request
+arrived or a plan came into force, and the snapshot that the controller saw. Any remaining difference from the log is a
+difference between simulator and engine, and raises `Diverged`.
 """
 
 import json
@@ -38,33 +39,36 @@ from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.instance import SimInstance
 from jaxserve.telemetry import EngineMetrics, Snapshot
 
-WITHOUT_LIMIT = 2**31 - 1  # of the queue: the log has what was accepted
-SAME_TIME = 1e-9  # s; a time that was subtracted and added again is not the same to the last bit
-KEPT = 1000  # snapshots between two looks of the controller
+UNLIMITED = 2**31 - 1  # for the queue: the log has only accepted requests
+SAME_TIME = 1e-9  # s; times that were subtracted and added again may differ in the last bits
+MAX_SNAPSHOTS = 1000  # kept for the controller's next tick
 
 
 class Diverged(JaxserveError):
-    """The simulation differs from the recording; the message says where, what was got and what was recorded."""
+    """The simulation differs from the recording. The message says where, and both values."""
 
 
 class RecordedCostModel:
-    """The `CostModel` of one instance whose steps end when they did, in the order of the log."""
+    """A `CostModel` of one instance whose steps end at the recorded times, in the order of the log."""
 
     host = 0.0
-    per_context = None  # every step is asked for
+    per_context = None  # so that `seconds` is called for every step
 
     def __init__(self, steps: Sequence[Step], clock: Clock):
         self._steps, self._clock = steps, clock
         self._done, self._end = 0, -inf
 
     def of(self, instance: InstancePlan) -> "RecordedCostModel":
-        """The times of any plan: the log knows which was in force."""
+        """Return this cost model for any plan: the log has the times under the plan that was in force."""
         return self
 
     def seconds(self, load: StepLoad) -> float:
-        """From the end of the step before, or from now if that has ended. Raises `Diverged`. Mutates."""
+        """Return the seconds from the end of the previous step, or from now if it has ended, to the recorded end.
+
+        Proceeds to the next recorded step. Raise `Diverged` if the load is not the recorded one, or if no step remains.
+        """
         if self._done == len(self._steps):
-            raise Diverged(f"step {self._done} is not in the recording, whose last one is {self._done - 1}")
+            raise Diverged(f"step {self._done} is not in the recording, whose last step is {self._done - 1}")
         step = self._steps[self._done]
         if step.load != load:
             raise Diverged(f"step {step.number}: {load}, recorded {step.load}")
@@ -75,7 +79,7 @@ class RecordedCostModel:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What the simulation decided, all of it as recorded."""
+    """The result of a replay, all of it as recorded."""
 
     decisions: tuple[Decided, ...]
     steps: int
@@ -83,59 +87,60 @@ class Replayed:
 
 
 def replay(recording: Recording, policy: Policy | None = None) -> Replayed:
-    """Simulates a recorded run; `policy` is by default the recorded one.
+    """Simulate a recorded run, by default under the recorded policy.
 
-    Raises `Diverged` where a step or a decision differs, and `ConfigError` for a run that cannot be repeated: all
-    answers must have ended by their length, alone (n = 1), with prompts that share nothing, on overlapping steps of one
-    instance.
+    Raise `Diverged` if a step or a decision differs. Raise `ConfigError` for a run that cannot be repeated. It must
+    have one instance with overlapping steps. Each request must have one answer (n = 1) that ended by its length, and a
+    prompt that shared nothing in the prefix cache.
     """
     _check(recording)
     return _Replay(recording, policy).run()
 
 
-class _Core(EngineCore):
-    """A core that is asked for steps by the simulator, and takes in first what the real one had by then."""
+class _ReplayCore(EngineCore):
+    """An engine core that receives the recorded plans and requests before each step begins."""
 
     def __init__(self, replay: "_Replay", *args: Any, **kwargs: Any):
-        self._replay, self.snapshots = replay, deque[Snapshot](maxlen=KEPT)
+        self._replay, self.snapshots = replay, deque[Snapshot](maxlen=MAX_SNAPSHOTS)
         super().__init__(*args, **kwargs)
         self.snapshots.append(self.snapshot)
 
     @property
     def begun(self) -> int:
-        """How many steps have."""
+        """The number of steps that have begun."""
         return self._counters.steps
 
     def schedule(self, now: float) -> Work:
-        step = self._replay.coming()
+        step = self._replay.next_step()
         if step is None or not self._replay.may_begin(step, now):
             return Work(self._counters.steps)
-        self._replay.take_in(step)
-        work = super().schedule(step.begun)  # not now: what is preempted waits since then
+        self._replay.apply_inputs_of(step)
+        # The recorded time and not `now`: preempted sequences wait from then on.
+        work = super().schedule(step.begun)
         if not work:
             raise Diverged(f"step {step.number} has nothing to do, recorded {step.load}")
         return work
 
-    def seen(self, time: float, version: int) -> Snapshot:
-        """The snapshot that the controller saw. Raises `Diverged`."""
+    def snapshot_at(self, time: float, version: int) -> Snapshot:
+        """Return the snapshot of a time (s) and plan version. Raise `Diverged` if there was none."""
         for snapshot in reversed(self.snapshots):
             if snapshot.plan_version == version and abs(snapshot.time - time) < SAME_TIME:
                 return snapshot
-        raise Diverged(f"there is no snapshot of {time:.6f} s with plan {version}")
+        raise Diverged(f"no snapshot was taken at {time:.6f} s with plan {version}, which the controller saw")
 
     def _take_snapshot(self, now: float) -> None:
         super()._take_snapshot(now)
         self.snapshots.append(self.snapshot)
 
 
-class _Actuator:
-    """The `control.Actuator` of a recording. Its transitions are committed when the log has their plan in force."""
+class _ReplayActuator:
+    """A `control.Actuator` that commits transitions when their plan came into force in the log."""
 
     def __init__(self, plan: Plan, core: EngineCore):
         self.plan, self._core = plan, core
-        self.tick = Tick(0.0, False, (), ())  # the one in progress
+        self.tick = Tick(0.0, False, (), ())  # the recorded tick in progress
         self._uncommitted: deque[Transition] = deque()
-        self._open: deque[Transition] = deque()  # whose outcome is to come
+        self._without_outcome: deque[Transition] = deque()
 
     @property
     def busy(self) -> bool:
@@ -143,20 +148,20 @@ class _Actuator:
 
     def start(self, transitions: Sequence[Transition]) -> None:
         self._uncommitted.extend(transitions)
-        self._open.extend(transitions)
+        self._without_outcome.extend(transitions)
 
     def poll(self) -> Sequence[Outcome]:
-        outcomes = [Outcome(self._open.popleft(), error, seconds) for error, seconds in self.tick.outcomes]
+        outcomes = [Outcome(self._without_outcome.popleft(), error, seconds) for error, seconds in self.tick.outcomes]
         if any(outcome.error is not None for outcome in outcomes):
             self._uncommitted.clear()
-            self._open.clear()
+            self._without_outcome.clear()
         return outcomes
 
     def commit(self, version: int) -> None:
-        """Puts the plan of a version in force. Raises `Diverged` if nothing leads to it. Mutates."""
+        """Put the plan of a version in force. Raise `Diverged` if the decided transitions do not lead to it."""
         while self.plan.version < version:
             if not self._uncommitted:
-                raise Diverged(f"plan {version} was in force, and the decisions lead to plan {self.plan.version} alone")
+                raise Diverged(f"plan {version} was in force, but the decisions lead to plan {self.plan.version} only")
             self._carry_out(self._uncommitted.popleft())
 
     def _carry_out(self, transition: Transition) -> None:
@@ -179,119 +184,133 @@ class _Replay:
         if policy is None:
             policy = load_policy(facts["policy"], resources, facts["swap_order"], slo_ttft=facts["slo_ttft"])
         self._recording, self._clock = recording, VirtualClock()
-        self._arrivals: dict[int, list[Arrival]] = {}  # by the step that they came before
+        self._arrivals: dict[int, list[Arrival]] = {}  # by the step before which they came
         for arrival in recording.arrivals:
             self._arrivals.setdefault(arrival.step, []).append(arrival)
-        self._came = 0
+        self._num_added = 0
         self._ticks = deque(recording.ticks)
         self._decisions: list[Decided] = []
         self._core = self._new_core(plan)
-        timing = RecordedCostModel(recording.steps, self._clock)
-        self._instance = SimInstance(self._core, plan.instances[0], timing, _buckets(facts), self._clock)
-        self._actuator = _Actuator(plan, self._core)
+        cost_model = RecordedCostModel(recording.steps, self._clock)
+        self._instance = SimInstance(self._core, plan.instances[0], cost_model, _buckets(facts), self._clock)
+        self._actuator = _ReplayActuator(plan, self._core)
         self._controller = Controller(plan, policy, resources, self._actuator)
 
     def run(self) -> Replayed:
-        """All of it."""
+        """Replay the whole recording."""
         while (due := self._due()) < inf:
-            self._look_until(due - SAME_TIME)
+            self._tick_until(due - SAME_TIME)
             self._clock.time = due
             if self._instance.wake == inf:
                 self._instance.call(lambda: None)
             for _ in self._instance.advance():
                 pass
-        self._look_until(inf)
+        self._tick_until(inf)
         if len(self._decisions) < len(self._recording.decisions):
-            raise Diverged(f"recorded, and not decided: {self._recording.decisions[len(self._decisions)]}")
+            raise Diverged(f"recorded but not decided: {self._recording.decisions[len(self._decisions)]}")
         return Replayed(tuple(self._decisions), self._core.begun, self._actuator.plan)
 
-    # -- what the core asks for
+    # -- called by the core
 
-    def coming(self) -> Step | None:
-        """The recorded step that is next to begin; None after the last one."""
-        number = self._core.begun
-        return self._recording.steps[number] if number < len(self._recording.steps) else None
+    def next_step(self) -> Step | None:
+        """Return the recorded step that begins next; None after the last step."""
+        index = self._core.begun
+        return self._recording.steps[index] if index < len(self._recording.steps) else None
 
     def may_begin(self, step: Step, now: float) -> bool:
-        """Whether the real step had begun: it was behind another one, as this one is then, or began by itself."""
-        behind = step.number > 0 and step.begun < self._recording.steps[step.number - 1].ended
-        return behind or now >= step.begun
+        """Return whether the recorded step had begun by `now`.
 
-    def take_in(self, step: Step) -> None:
-        """What was there when a step began, which is a little later than now: plan, requests, decisions. Mutates."""
-        self._look_until(step.begun)
+        A step that began while the previous one ran, so that it was queued, may begin whenever the core asks.
+        """
+        queued = step.number > 0 and step.begun < self._recording.steps[step.number - 1].ended
+        return queued or now >= step.begun
+
+    def apply_inputs_of(self, step: Step) -> None:
+        """Apply the decisions, the plan and the requests that preceded the recorded begin of a step."""
+        self._tick_until(step.begun)
         self._actuator.commit(step.version)
         for arrival in self._arrivals.pop(step.number, ()):
-            self._came += 1
+            self._num_added += 1
             params = SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=True, seed=0)
-            prompt = (self._came,) * arrival.prompt_tokens  # like no other
+            # Different tokens for each request, so that the prefix cache finds nothing.
+            prompt = (self._num_added,) * arrival.prompt_tokens
             self._core.add(Request(arrival.id, prompt, params, arrival.time, priority=arrival.priority, stream=False))
 
     # -- events
 
     def _due(self) -> float:
-        """When something is to happen in the instance: a step ends, or one begins on an idle device."""
-        step = self.coming() if self._instance.wake == inf else None
+        """Return when the instance has its next event (s): a step ends, or begins on an idle device."""
+        step = self.next_step() if self._instance.wake == inf else None
         return self._instance.wake if step is None else step.begun
 
-    def _look_until(self, end: float) -> None:
-        """All ticks of the controller up to `end`. Mutates."""
+    def _tick_until(self, end: float) -> None:
+        """Run all ticks of the controller up to `end` (s)."""
         while self._ticks and _time_of(self._ticks[0]) <= end:
             self._tick(self._ticks.popleft())
 
     def _tick(self, tick: Tick) -> None:
         self._actuator.tick = tick
         ((time, version),) = tick.seen
-        if self._core.static.plan_version < version:  # put in force while there was no step
+        # A plan may come into force while no step runs.
+        if self._core.static.plan_version < version:
             self._actuator.commit(version)
-        self._controller.tick(tick.time, [self._core.seen(time, version)])
+        self._controller.tick(tick.time, [self._core.snapshot_at(time, version)])
         if (decided := decided_at(self._controller, tick.time)) is not None:
             expected = self._recording.decisions[len(self._decisions) :][:1]
             if (decided,) != expected:
-                raise Diverged(f"at {tick.time:.6f} s was decided {decided}, recorded {expected or 'nothing'}")
+                raise Diverged(f"at {tick.time:.6f} s {decided} was decided, recorded {expected or 'nothing'}")
             self._decisions.append(decided)
 
-    def _new_core(self, plan: Plan) -> _Core:
+    def _new_core(self, plan: Plan) -> _ReplayCore:
         facts, (instance,) = self._recording.facts, plan.instances
-        buckets, longest, size = _buckets(facts), facts["max_model_len"], facts["page_size"]
-        width = ceil_div(longest, size)
+        buckets, max_model_len, page_size = _buckets(facts), facts["max_model_len"], facts["page_size"]
+        width = ceil_div(max_model_len, page_size)
         least, most = facts["resources"]["min_pages"], facts["reserved_kv_pages"]
         pages = PagePool(instance.kv_pages, caching=facts["prefix_caching"], min_pages=least, max_pages=most)
-        limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, size)
+        limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, page_size)
         scheduler = Scheduler(limits, pages, PageTable(buckets.max_num_seqs, max(width, *buckets.widths)))
-        most = WITHOUT_LIMIT
-        info = ModelInfo(facts["model"], longest, most, 1, 0, max_queued_requests=most, max_queued_tokens=most)
+        info = ModelInfo(
+            facts["model"],
+            max_model_len,
+            vocab_size=UNLIMITED,
+            hidden_size=1,
+            created=0,
+            max_queued_requests=UNLIMITED,
+            max_queued_tokens=UNLIMITED,
+        )
         salt = assignment_id(instance.layer_precisions)
-        return _Core(self, scheduler, info, None, EngineMetrics(info.name), salt=salt, static=_describe(plan))
+        return _ReplayCore(self, scheduler, info, None, EngineMetrics(info.name), salt=salt, static=_describe(plan))
 
 
 def _check(recording: Recording) -> None:
-    """Raises `ConfigError` for what cannot be repeated."""
+    """Raise `ConfigError` for a run that cannot be replayed."""
     if (instances := len(recording.facts["plan"]["instances"])) > 1:
-        raise ConfigError(f"a replay takes a run of one instance, this one has {instances} (dp)")
+        raise ConfigError(f"the recorded run has {instances} instances (dp): a replay needs exactly one")
     if not recording.facts["overlap"]:
-        raise ConfigError("a run whose steps do not overlap cannot be replayed (overlap)")
+        raise ConfigError("the recorded run has no overlapping steps (overlap): a replay needs them")
     for arrival in recording.arrivals:
         if arrival.answers != 1:
-            raise ConfigError(f"request {arrival.id} has {arrival.answers} answers; a replay takes requests with one")
+            raise ConfigError(f"request {arrival.id} has {arrival.answers} answers (n): a replay needs exactly one")
     for answer in recording.answers.values():
         if answer.reason != "length":
             raise ConfigError(
-                f"request {answer.id} ended by {answer.reason!r}; a replay takes answers that end by their length "
-                "(ignore_eos)"
+                f"request {answer.id} ended by {answer.reason!r}: in a replay all must end by their length (ignore_eos)"
             )
         if answer.cached_tokens:
-            raise ConfigError(f"request {answer.id} shared {answer.cached_tokens} tokens of its prompt with others")
+            raise ConfigError(
+                f"request {answer.id} has {answer.cached_tokens} tokens from the prefix cache: a replay needs prompts "
+                "that share nothing"
+            )
 
 
 def _time_of(tick: Tick) -> float:
-    """When the controller had seen what it saw: it asks for the time first."""
+    """Return when the controller had its snapshot (s), which may be after the time of the tick."""
     ((seen, _),) = tick.seen
     return max(tick.time, float(seen))
 
 
 def _describe(plan: Plan) -> Snapshot:
-    """The fields of a snapshot that follow from the plan, but for bytes, which no policy decides by."""
+    """Return the fields of a snapshot that follow from the plan, without bytes, which no policy reads."""
     (instance,) = plan.instances
     layers = dict(Counter(instance.layer_precisions))
     return Snapshot(kv_pages_total=instance.kv_pages - 1, plan_version=plan.version, layers_by_precision=layers)

@@ -1,9 +1,9 @@
-"""Figures of requests of which only four numbers each are kept, so that a million take little memory.
+"""Latency figures from four numbers per request, so that a million requests take little memory.
 
-The keys are those of `bench.metrics.summarize`, and so are the figures but for two that need the time of every token.
-Inter-token latencies are a request's mean, once for each of its gaps: their mean over all is exact, the spread within a
-request is not seen. For the peak of output tokens in a second, a request's tokens are spread evenly from its first to
-its last.
+The keys are those of `bench.metrics.summarize`. The figures are the same except for two that need the time of every
+token. The inter-token latency of a request counts as its mean, once for each gap: the mean over all requests is exact,
+the spread within a request is lost. The peak of output tokens in a second assumes that a request's tokens are spread
+evenly from its first to its last.
 """
 
 from collections import Counter
@@ -18,12 +18,12 @@ from jaxserve.bench.traces.trace import Trace
 from jaxserve.sim.simulation import Answered
 
 Floats = NDArray[np.float64]
-MAX_REASONS = 20  # of failures that are told apart
+MAX_REASONS = 20  # different reasons of failures that are counted; further ones count as `OTHERS`
 OTHERS = "other reasons"
 
 
 class RequestColumns:
-    """What came of the requests of a trace."""
+    """The results of the requests of a trace, as arrays of a few numbers per request."""
 
     def __init__(self, trace: Trace):
         self.arrival_s: Floats = trace.arrival_s
@@ -34,7 +34,7 @@ class RequestColumns:
         self.reasons: Counter[str] = Counter()
 
     def take(self, answered: Answered) -> None:
-        """Mutates: one more request has ended."""
+        """Record the result of one request."""
         if answered.error is None:
             self.first_s[answered.index], self.last_s[answered.index] = answered.first_token, answered.last_token
             return
@@ -45,7 +45,7 @@ class RequestColumns:
     def summary(
         self, *, goodput: Mapping[str, float] | None = None, percentiles: Sequence[float] = PERCENTILES
     ) -> dict[str, Any]:
-        """The figures of `bench.metrics.summarize`."""
+        """Return the figures that `bench.metrics.summarize` returns for detailed records."""
         done = ~np.isnan(self.last_s)
         arrival, first, last = self.arrival_s[done], self.first_s[done], self.last_s[done]
         outputs = self.output_tokens[done]
@@ -73,11 +73,11 @@ class RequestColumns:
         }
 
     def _ends(self) -> Floats:
-        """When each request was over; NaN where it was not."""
+        """Return the end of each request (s); NaN if it has not ended."""
         return np.where(self.refused, self.arrival_s, self.last_s)
 
     def _duration(self) -> float:
-        """From the first arrival to the last end."""
+        """Return the seconds from the first arrival to the last end."""
         ends = self._ends()
         ends = ends[~np.isnan(ends)]
         return float(ends.max() - self.arrival_s[0]) if len(ends) else 0.0
@@ -94,7 +94,10 @@ class RequestColumns:
 def weighted_statistics(
     name: str, values_s: Floats, weights: NDArray[np.int64], percentiles: Sequence[float]
 ) -> dict[str, float | None]:
-    """As `bench.metrics.statistics` of values that each occur `weights` times; percentiles are values that occur."""
+    """Return `bench.metrics.statistics` of values that occur `weights` times each.
+
+    A percentile is always one of the values, without interpolation.
+    """
     words = ["mean", "median", "std", "max", *(f"p{percentile:g}" for percentile in percentiles)]
     keys = [f"{word}_{name}_ms" for word in words]
     if not weights.sum():
@@ -111,7 +114,7 @@ def weighted_statistics(
 
 
 def _peak_tokens(arrival: Floats, first: Floats, last: Floats, gaps: NDArray[np.int64]) -> float | None:
-    """Most output tokens in one of the seconds that are counted from the first arrival."""
+    """Return the maximum of output tokens in one second, with seconds counted from the first arrival."""
     if not len(first):
         return None
     begin, end = first - arrival.min(), last - arrival.min()
@@ -119,12 +122,13 @@ def _peak_tokens(arrival: Floats, first: Floats, last: Floats, gaps: NDArray[np.
     seconds = int(end.max()) + 2
 
     def until(times: Floats, amounts: Floats) -> Floats:
-        """The sum of the amounts whose times have come, at second 0, 1, ..."""
+        """Return the sums of the amounts with times up to second 0, 1, ..."""
         sums: Floats = np.cumsum(np.bincount(np.ceil(times).astype(int), amounts, seconds + 1))
         return sums
 
     clock = np.arange(seconds + 1)
-    # A request has had 1 + rate (t - begin) tokens from its begin on, and no more after its end; at once: all of them.
+    # At time t a request has 1 + rate (t - begin) tokens, between its first and its last one. If all its tokens came at
+    # once, it has all of them from its begin on.
     at_once = np.where(end > begin, 0, gaps)
     tokens = until(begin, 1.0 + at_once) + clock * (until(begin, rates) - until(end, rates))
     tokens -= until(begin, rates * begin) - until(end, rates * end)
@@ -134,7 +138,7 @@ def _peak_tokens(arrival: Floats, first: Floats, last: Floats, gaps: NDArray[np.
 def _goodput(
     seen: Mapping[str, Floats], failed: int, duration_s: float, goodput: Mapping[str, float]
 ) -> dict[str, float | None]:
-    """As in `bench.metrics`: a request is good that meets all objectives, one that failed meets none."""
+    """Return the goodput figures of `bench.metrics`: a good request meets all objectives, a failed one none."""
     if not goodput:
         return dict.fromkeys(("request_goodput", "goodput", "slo_attainment", "slo_violation_rate"))
     met = [seen[name] * MS <= limit for name, limit in goodput.items()]

@@ -1,4 +1,4 @@
-"""One simulated run: a cluster, a workload, and a result like those of `jaxserve bench`."""
+"""One simulated run: a workload on a cluster, with a result in the form of `jaxserve bench`."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,14 @@ from jaxserve.sim.workload import SimWorkload, sim_workload
 from jaxserve.telemetry import EngineMetrics
 
 Result = dict[str, Any]
-DETAILED = 50_000  # requests of which the time of every token is kept unasked
+MAX_DETAILED = 50_000  # requests up to which the time of every token is kept by default
 QUEUE_TIME = "request_queue_time_seconds"
 MS = 1e3
 
 
 @dataclass(frozen=True)
 class SimExperiment:
-    """All that a run depends on, so that it can be run again."""
+    """All options of a simulated run."""
 
     cluster: ClusterOptions
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
@@ -46,16 +46,16 @@ class SimExperiment:
 
 @dataclass
 class CollectedAnswers:
-    """What came of the requests: records with the time of every token, or columns of a few numbers. Mutable."""
+    """The results of the requests that have ended, as detailed records or as columns of a few numbers."""
 
     columns: RequestColumns
-    records: list[RequestRecord] | None  # None: columns alone
+    records: list[RequestRecord] | None  # with the time of every token; None if results go to `columns`
     last_answer_s: float = 0.0
     interrupted: bool = False
     count: int = 0
 
     def take(self, answered: Answered) -> None:
-        """Mutates: one more request has ended."""
+        """Record the result of one request."""
         self.count += 1
         self.last_answer_s = max(self.last_answer_s, answered.last_token or 0.0)
         if self.records is None:
@@ -65,7 +65,11 @@ class CollectedAnswers:
 
 
 def run_simulation(experiment: SimExperiment, command: Sequence[str]) -> Result:
-    """Simulates, and returns the result; after Ctrl-C, what there is until then. Raises `ConfigError`."""
+    """Simulate and return the result, which is partial after Ctrl-C.
+
+    `command` is the command line that the result names. Raise `ConfigError` if the options do not fit together, and
+    `MemoryBudgetError` if the model does not fit.
+    """
     load = experiment.figures.load()
     objectives, percentiles = load.objectives(), sorted({*PERCENTILES, *load.percentiles()})
     workload = sim_workload(experiment.dataset, experiment.arrivals, experiment.trace)
@@ -75,12 +79,12 @@ def run_simulation(experiment: SimExperiment, command: Sequence[str]) -> Result:
     if not objectives and cluster.config.slo_ttft is not None:
         objectives = {"ttft": cluster.config.slo_ttft * MS}
     detail = experiment.figures.detail
-    detailed = len(workload) <= DETAILED if detail is None else detail
+    detailed = len(workload) <= MAX_DETAILED if detail is None else detail
     built = build_simulation(
         cluster, detailed=detailed, interval=load.metrics_interval, model_folder=experiment.cluster.model_folder
     )
-    seen = simulate(built, workload, detailed=detailed, progress=experiment.progress)
-    records = sorted(seen.records or (), key=lambda record: record.index)
+    collected = simulate(built, workload, detailed=detailed, progress=experiment.progress)
+    records = sorted(collected.records or (), key=lambda record: record.index)
     result = build(
         "trace" if "trace" in workload.description else "serve",
         date=datetime.datetime.now(),
@@ -89,21 +93,24 @@ def run_simulation(experiment: SimExperiment, command: Sequence[str]) -> Result:
         seed=experiment.dataset.seed,
         target=_target(experiment, cluster, workload, objectives),
         workload=workload.description,
-        summary=_summary(seen, records, len(workload), objectives, percentiles)
+        summary=_summary(collected, records, len(workload), objectives, percentiles)
         | queue_time(built.metrics, percentiles),
         records=records,
         server=built.sampler.series(),
-        interrupted=seen.interrupted,
+        interrupted=collected.interrupted,
     )
-    extra = {"failures": dict(seen.columns.reasons)} if not detailed else {}
-    result |= plain(extra | _adaptation(built.control, seen))
+    extra = {"failures": dict(collected.columns.reasons)} if not detailed else {}
+    result |= plain(extra | _adaptation(built.control, collected))
     return result
 
 
 def cluster_of(options: ClusterOptions, *, prefix_caching: bool) -> Cluster:
-    """The cluster that the options describe. Raises `ConfigError`."""
+    """Resolve the cluster that the options describe.
+
+    Raise `ConfigError` for an invalid option, and `MemoryBudgetError` if the model does not fit.
+    """
     if options.hardware is None:
-        raise ConfigError("which hardware: give a name in configs/hardware or a YAML file (--hardware)")
+        raise ConfigError("no hardware is given: give a name in configs/hardware or a YAML file (--hardware)")
     hardware = load_hardware(options.hardware)
     devices, hardware = parse_cluster(options.cluster, hardware, options.tp * options.pp)
     config = options.config(devices, prefix_caching=prefix_caching)
@@ -113,22 +120,22 @@ def cluster_of(options: ClusterOptions, *, prefix_caching: bool) -> Cluster:
 def simulate(
     built: BuiltSimulation, workload: SimWorkload, *, detailed: bool, progress: bool = False
 ) -> CollectedAnswers:
-    """Runs to the end, or until Ctrl-C."""
-    seen = CollectedAnswers(RequestColumns(workload.trace), [] if detailed else None)
+    """Run a simulation to its end, or until Ctrl-C, and return the results of its requests."""
+    collected = CollectedAnswers(RequestColumns(workload.trace), [] if detailed else None)
     try:
         with tqdm(total=len(workload), unit="req", disable=None if progress else True) as bar:
             for answered in built.simulation.run(workload.requests()):
-                seen.take(answered)
+                collected.take(answered)
                 bar.update()
-                if seen.count == len(workload):
+                if collected.count == len(workload):
                     built.sampler.finish()
     except KeyboardInterrupt:
-        seen.interrupted = True
-    return seen
+        collected.interrupted = True
+    return collected
 
 
 def record_of(answered: Answered) -> RequestRecord:
-    """As a client would have seen it: every token comes when it was sampled, and a refusal at once."""
+    """Return the record of a request as its client would see it: each token when it is sampled, a refusal at once."""
     arrival = answered.request.arrival
     return RequestRecord(
         index=answered.index,
@@ -144,7 +151,10 @@ def record_of(answered: Answered) -> RequestRecord:
 
 
 def queue_time(metrics: EngineMetrics, percentiles: Sequence[float]) -> dict[str, float | None]:
-    """mean_, median_ and pXX_queue_ms as `bench` reads them off /metrics: percentiles interpolated within buckets."""
+    """Return mean_, median_ and pXX_queue_ms (ms) as `bench` computes them from /metrics.
+
+    Percentiles are interpolated within the histogram's buckets.
+    """
     queue = parse(metrics.render().decode()).histograms[QUEUE_TIME]
     figures = {"mean_queue_ms": queue.mean, "median_queue_ms": queue.quantile(0.5)}
     figures |= {f"p{percentile:g}_queue_ms": queue.quantile(percentile / 100) for percentile in percentiles}
@@ -152,16 +162,16 @@ def queue_time(metrics: EngineMetrics, percentiles: Sequence[float]) -> dict[str
 
 
 def _summary(
-    seen: CollectedAnswers,
+    collected: CollectedAnswers,
     records: Sequence[RequestRecord],
     requests: int,
     objectives: Mapping[str, float],
     percentiles: Sequence[float],
 ) -> dict[str, Any]:
-    if seen.records is None:
-        return seen.columns.summary(goodput=objectives, percentiles=percentiles)
+    if collected.records is None:
+        return collected.columns.summary(goodput=objectives, percentiles=percentiles)
     end = max((record.end_s or 0.0 for record in records), default=0.0)
-    duration = end - float(seen.columns.arrival_s[0]) if records else 0.0
+    duration = end - float(collected.columns.arrival_s[0]) if records else 0.0
     summary = summarize(records, duration, goodput=objectives, percentiles=percentiles)
     return summary | {"unfinished": requests - len(records)}
 
@@ -198,19 +208,20 @@ def _target(
 
 
 def _rate(experiment: SimExperiment, workload: SimWorkload) -> float:
-    """Requests per second that are offered: what was asked for, or a trace's or a ramp's mean."""
+    """Return the offered requests/s: the given rate, or the mean of a trace or a ramp."""
     if "trace" not in workload.description and experiment.arrivals.ramp() is None:
         return experiment.arrivals.request_rate
     last = workload.trace.duration_s
     return len(workload) / last if last else float("inf")
 
 
-def _adaptation(control: SimControl | None, seen: CollectedAnswers) -> dict[str, Any]:
-    """The controller's decisions, and how long after the last answer the plan was that of the start again: 0 if it was
-    so already, None if it never was.
+def _adaptation(control: SimControl | None, collected: CollectedAnswers) -> dict[str, Any]:
+    """Return the controller's decisions, and the seconds from the last answer until the plan at the start was restored.
+
+    These are 0 if it was in force already, and None if it was not restored.
     """
     if control is None:
         return {}
     since = control.settled_since
-    restored = None if since is None else max(0.0, since - seen.last_answer_s)
+    restored = None if since is None else max(0.0, since - collected.last_answer_s)
     return {"decisions": [asdict(decision) for decision in control.decisions], "restored_after_s": restored}

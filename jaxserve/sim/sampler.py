@@ -9,16 +9,16 @@ from jaxserve.sim.instance import SimInstance
 from jaxserve.telemetry import Snapshot, combine
 from jaxserve.telemetry.metrics import gauges
 
-MAX_SAMPLES = 20_000  # kept; of more, every other one goes and the interval doubles
+MAX_SAMPLES = 20_000  # beyond this, every other sample is dropped and the interval doubles
 
 
 class SimSampler:
-    """A `simulation.Control` that looks at the instances, and lets another control do its part."""
+    """A `simulation.Control` that samples the instances at an interval, and drives a controller if there is one."""
 
     def __init__(
         self, instances: Sequence[SimInstance], clock: Clock, interval: float, control: SimControl | None = None
     ):
-        """`interval`: seconds; 0: no samples."""
+        """Sample every `interval` seconds; 0 for no samples."""
         self._instances, self._clock, self._control = instances, clock, control
         self._interval = interval or inf
         self._due = clock.now() if interval else inf
@@ -38,21 +38,24 @@ class SimSampler:
         if self._control is not None and self._control.next_event() <= now:
             self._control.advance()
         if now >= self._due:
-            self._look(now)
+            self._sample(now)
             self._due = now + self._interval
 
     def finish(self) -> None:
-        """The last request has ended: there is no event any more once the plan is that of the start. Mutates."""
+        """Stop sampling after the last request, once the plan at the start is in force again."""
         self._over = True
 
     def series(self) -> dict[str, list[float]]:
-        """{"t": seconds, name: a value for each t, 0 where it was not there}."""
+        """Return the samples as {"t": times (s), name: a value for each time}, with 0 for missing values.
+
+        The names are those that `bench.sampler` reads from a server's /metrics.
+        """
         if not self._samples:
             return {}
         names = dict.fromkeys(name for sample in self._samples for name in sample)
         return {"t": [*self._times]} | {name: [sample.get(name, 0) for sample in self._samples] for name in names}
 
-    def _look(self, now: float) -> None:
+    def _sample(self, now: float) -> None:
         self._times.append(now)
         self._samples.append(values_of(combine([instance.snapshot() for instance in self._instances])))
         if len(self._times) > MAX_SAMPLES:
@@ -61,8 +64,8 @@ class SimSampler:
 
 
 def values_of(snapshot: Snapshot) -> dict[str, float]:
-    """What a server's metrics say of such a state."""
-    layers = sorted(snapshot.layers_by_precision.items())  # they come from a set
+    """Return the gauges and counters that a server's /metrics would show for a snapshot."""
+    layers = sorted(snapshot.layers_by_precision.items())  # their order is that of a set
     return {
         **gauges(snapshot),
         **{f'layers_by_precision{{precision="{name}"}}': count for name, count in layers},

@@ -1,7 +1,4 @@
-"""ModelShape: what the sizes of a model say about bytes and operations, without its weights.
-
-Axes as in `models.layers`: E hidden, H query heads, K kv heads, D head_dim, I intermediate, V vocabulary, X experts.
-"""
+"""Bytes and operations of a model that follow from the sizes in its config.json, without its weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,16 +16,16 @@ from jaxserve.core.precision import BITS
 
 ITEMSIZE: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 GROUP = 128  # inputs that share a scale
-SCALE = 2  # bytes
-UNIT = {8: 1, 4: 128, 3: 256}  # codes that are packed together, by bits
+SCALE = 2  # bytes of a scale
+UNIT = {8: 1, 4: 128, 3: 256}  # codes that are packed together, by bits of a code
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder-only transformer with SwiGLU, all layers alike.
 
-    Biases are left out: some 0.01 % of the bytes, where there are any. Of tp devices each has its share, rounded up; a
-    kv head is not cut but copied (`parallel.padding`).
+    Biases are left out: they are at most some 0.01 % of the bytes. Each of tp devices has its share of the weights,
+    rounded up. A KV head is not cut but copied (`parallel.padding`).
     """
 
     name: str
@@ -38,23 +35,23 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int  # of one expert, where there are experts
+    intermediate_size: int  # of one expert, in a mixture of experts
     max_position: int
     tie_embeddings: bool
     dtype: DType = "bfloat16"
-    num_experts: int = 0  # 0: a dense feed-forward
+    num_experts: int = 0  # 0 for a dense feed-forward
     experts_per_token: int = 0
 
     @classmethod
     def load(cls, path: str | Path) -> "ModelShape":
-        """From a Hugging Face config.json, a folder with one, or the name of a file in configs/models.
+        """Load a Hugging Face config.json, given by path, by its folder, or by a name in configs/models.
 
-        Raises `ConfigError` naming the file and the field.
+        Raise `ConfigError`, which names file and field, if the model is unknown or the file is invalid.
         """
         file = _find(Path(path))
         given = parse_json(read_text(file), file)
         if not isinstance(given, dict):
-            raise ConfigError(f"{file} is no config.json: it holds no object")
+            raise ConfigError(f"{file} is not a config.json: it must hold a JSON object")
         read = _Fields(file, given)
         heads, hidden = read.number("num_attention_heads"), read.number("hidden_size")
         experts = read.number("num_experts", read.number("num_local_experts", 0))
@@ -78,13 +75,14 @@ class ModelShape:
     # -- bytes on each of tp devices
 
     def layer_bytes(self, precision: str, tp: int = 1) -> int:
-        """Of a decoder layer's weights: all experts, the router and the norms, which keep full precision."""
+        """Return the bytes of a decoder layer's weights, with all experts. Router and norms keep full precision."""
         return self._other_bytes(precision, tp) + max(self.num_experts, 1) * self._expert_bytes(precision, tp)
 
     def read_bytes(self, precision: str, tokens: int, tp: int = 1) -> float:
-        """Of a decoder layer's weights, those that a step of so many tokens reads: not experts that no token chose.
+        """Return the bytes of a decoder layer's weights that a step of `tokens` tokens reads.
 
-        If every token chose its experts at random: n tokens choose X (1 - (1 - k / X)^n) of them.
+        Experts that no token chooses are not read. Tokens are taken to choose their experts at random: n tokens that
+        choose k of X experts each choose X (1 - (1 - k / X)^n) different ones.
         """
         if not self.num_experts:
             return self.layer_bytes(precision, tp)
@@ -93,16 +91,19 @@ class ModelShape:
         return self._other_bytes(precision, tp) + chosen * self._expert_bytes(precision, tp)
 
     def head_bytes(self, precision: str, tp: int = 1) -> int:
-        """Of the final norm and the output head."""
+        """Return the bytes of the final norm and the output head."""
         rows = _share(self.vocab_size, tp)
         return self.hidden_size * self.itemsize + self._matrix_bytes(rows, self.hidden_size, precision)
 
     def embed_bytes(self, tp: int = 1, precision: str | None = None) -> int:
-        """Of the embedding, in full precision if none is given. A tied one has the head's, and is the head's weight."""
+        """Return the bytes of the embedding, by default in full precision.
+
+        A tied embedding is the weight of the head, and has its precision.
+        """
         return self._matrix_bytes(_share(self.vocab_size, tp), self.hidden_size, precision or self.dtype)
 
     def stage_bytes(self, stage: StagePlan) -> int:
-        """Of all blocks of a stage; tied embeddings count once, if embedding and head are both there."""
+        """Return the bytes of all blocks of a stage. A tied embedding in the stage of the head counts once."""
         names, total = {block.block for block in stage.blocks}, 0
         for block in stage.blocks:
             if block.block == "head":
@@ -114,29 +115,35 @@ class ModelShape:
         return total
 
     def kv_bytes_per_token(self, tp: int = 1, dtype: str = "auto", platform: str = "gpu") -> int:
-        """Of a token's key and value in one layer's pool. `dtype`: "auto" is the activations', or "int8"."""
+        """Return the bytes of a token's key and value in the pool of one layer.
+
+        `dtype` is that of the pool: "auto" for the dtype of the activations, or "int8".
+        """
         row = int8_row(self.head_dim, platform) if dtype == "int8" else self.head_dim * self.itemsize
         return 2 * self._kv_heads(tp) * row
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in full precision."""
+        """The bytes of a number in full precision."""
         return ITEMSIZE[self.dtype]
 
     # -- operations on each of tp devices
 
     def layer_ops(self, tp: int = 1) -> int:
-        """For each token, in a decoder layer's products with weights: 2 per weight, of the experts those chosen."""
+        """Return the operations of a token in the matrix products of a decoder layer: 2 for each weight used.
+
+        Of the experts, only those count that the token chooses.
+        """
         chosen = self.experts_per_token if self.num_experts else 1
         sizes = [*self._attention(tp), *self._feed_forward(tp) * chosen]
         return 2 * (sum(outputs * inputs for outputs, inputs in sizes) + self.num_experts * self.hidden_size)
 
     def head_ops(self, tp: int = 1) -> int:
-        """For each row of the head."""
+        """Return the operations of the output head for each row."""
         return 2 * _share(self.vocab_size, tp) * self.hidden_size
 
     def attention_ops(self, tp: int = 1) -> int:
-        """For each pair of a query's and a key's token, in one layer."""
+        """Return the operations of attention in one layer for each pair of a query token and a key token."""
         return 4 * self._heads(tp) * self.head_dim
 
     # -- parts
@@ -149,37 +156,37 @@ class ModelShape:
         return self._kv_heads(tp) * _share(group, copies)
 
     def _attention(self, tp: int) -> list[tuple[int, int]]:
-        """(outputs, inputs) of each matrix."""
+        """Return (outputs, inputs) of each attention matrix."""
         query, kv = self._heads(tp) * self.head_dim, self._kv_heads(tp) * self.head_dim
         return [(query + 2 * kv, self.hidden_size), (self.hidden_size, query)]
 
     def _feed_forward(self, tp: int) -> list[tuple[int, int]]:
-        """(outputs, inputs) of each matrix, of one expert."""
+        """Return (outputs, inputs) of each feed-forward matrix of one expert."""
         inner = _share(self.intermediate_size, tp)
         return [(2 * inner, self.hidden_size), (self.hidden_size, inner)]
 
     def _other_bytes(self, precision: str, tp: int) -> int:
-        """Of a layer but for its feed-forward."""
-        whole = (2 + self.num_experts) * self.hidden_size * self.itemsize  # norms and router
-        return whole + sum(self._matrix_bytes(*size, precision) for size in self._attention(tp))
+        """Return the bytes of a layer's attention, norms and router."""
+        norms_and_router = (2 + self.num_experts) * self.hidden_size * self.itemsize
+        return norms_and_router + sum(self._matrix_bytes(*size, precision) for size in self._attention(tp))
 
     def _expert_bytes(self, precision: str, tp: int) -> int:
         return sum(self._matrix_bytes(*size, precision) for size in self._feed_forward(tp))
 
     def _matrix_bytes(self, outputs: int, inputs: int, precision: str) -> int:
-        """Raises `ConfigError` for a precision that there is not."""
+        """Return the bytes of a matrix. Raise `ConfigError` if the precision is unknown."""
         bits = BITS.get(precision)
         if bits is not None:
             units = ceil_div(inputs, UNIT[bits])
             return outputs * (units * UNIT[bits] * bits // 8 + ceil_div(inputs, GROUP) * SCALE)
         if precision not in ITEMSIZE:
-            raise ConfigError(f"precision is {precision!r}; there are {', '.join((*ITEMSIZE, *BITS))}")
+            raise ConfigError(f"unknown precision {precision!r}: choose from {', '.join((*ITEMSIZE, *BITS))}")
         return outputs * inputs * ITEMSIZE[precision]
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """Fields of a config.json, read strictly."""
+    """The fields of a config.json, checked when they are read."""
 
     file: Path
     given: Mapping[str, Any]
@@ -189,18 +196,18 @@ class _Fields:
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self.file}: {key} is {value!r}, it must be a positive integer")
+            raise ConfigError(f"{self.file}: {key} is {value!r}: it must be a whole number above 0")
         return value
 
     def dtype(self) -> DType:
         name = self.given.get("dtype") or self.given.get("torch_dtype") or "bfloat16"
         if name not in ITEMSIZE:
-            raise ConfigError(f"{self.file}: dtype is {name!r}; there are {', '.join(ITEMSIZE)}")
+            raise ConfigError(f"{self.file}: unknown dtype {name!r}: choose from {', '.join(ITEMSIZE)}")
         return cast(DType, name)
 
 
 def _find(path: Path) -> Path:
-    """The file. Raises `ConfigError` saying which models there are."""
+    """Return the config.json. Raise `ConfigError`, which lists the known models, if there is none."""
     file = config_path("models", path / "config.json") or config_path("models", path)
     if file is None:
         known = ", ".join(config_names("models"))
@@ -209,5 +216,5 @@ def _find(path: Path) -> Path:
 
 
 def _share(size: int, tp: int) -> int:
-    """Of each of tp devices, rounded up."""
+    """Return the part of `size` on each of `tp` devices, rounded up."""
     return ceil_div(size, tp)

@@ -1,4 +1,4 @@
-"""Simulation: the events of a cluster in the order of their times.
+"""The event loop of a simulated cluster, which handles events in the order of their times.
 
 arrival -> frontend -> router -> instance: step, step, ... -> answer
 tick -> controller -> policy -> actuator -> between two steps of an instance
@@ -20,54 +20,57 @@ from jaxserve.sim.instance import Refused, SimInstance
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """A request to come, in order of arrival. `prompt` matters only where prompts share prefixes."""
+    """A request of the workload: its arrival and its lengths."""
 
     arrival: float  # s
     input_tokens: int
     output_tokens: int
-    prompt: tuple[int, ...] | None = None
+    prompt: tuple[int, ...] | None = None  # token ids; needed only if prompts share prefixes
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """How a request ended. Times are those of the simulation in seconds; None if it was refused."""
+    """The result of a request. Times are virtual seconds, and None if the request was refused."""
 
     index: int  # in order of arrival, from 0
     request: SimRequest
-    instance: int
+    instance: int  # the index of the instance that served it
     first_token: float | None = None
     last_token: float | None = None
     output_tokens: int = 0
-    token_times: Sequence[float] = ()  # where they are kept
-    error: str | None = None
+    token_times: Sequence[float] = ()  # s; empty unless the instances are detailed
+    error: str | None = None  # why it was refused
 
 
 class Control(Protocol):
-    """What changes the plan, in virtual time."""
+    """A source of events besides requests and steps, such as the controller. It may change the instances."""
 
     def next_event(self) -> float:
-        """When `advance` is due."""
+        """Return when `advance` is due (s)."""
         ...
 
     def advance(self) -> None:
-        """Does what is due now. Mutates, instances too."""
+        """Handle the events that are due now."""
         ...
 
 
 @dataclass(frozen=True)
 class Frontend:
-    """What lies between a client and the engine, in seconds."""
+    """The time (s) that a request spends between its client and the engine.
+
+    Answers that the instance is streaming delay a request because they share the event loops of server and client.
+    """
 
     request: float = 0.0
     prompt_token: float = 0.0
-    stream: float = 0.0  # for each answer that the instance is streaming: they share its event loop, and its client's
+    stream: float = 0.0  # for each answer that the instance is streaming
 
 
 @dataclass(slots=True)
 class _InFlight:
     index: int
     request: SimRequest
-    instance: int = -1  # until it is routed
+    instance: int = -1  # -1 until it is routed
 
 
 class Simulation:
@@ -82,20 +85,21 @@ class Simulation:
         control: Control | None = None,
         linger: float = 0.0,
     ):
-        """`linger`: seconds for which control goes on after the last answer."""
+        """Connect the instances to one router. `control` goes on for `linger` seconds after the last answer."""
         self.instances = instances
         self._clock, self._frontend = clock, frontend or Frontend()
         self._control, self._linger = control, linger
         self._router = LeastLoaded(len(instances))
-        self._order = count()  # of events at the same time
-        self._events: list[tuple[float, int, int | _InFlight]] = []  # a heap; whose: an instance's, or a request's
-        self._due = [inf] * len(instances)  # when the latest event of each instance is: others are void
+        self._order = count()  # of events at equal times
+        # A heap of (time, order, the instance's index or the request that the event is about).
+        self._events: list[tuple[float, int, int | _InFlight]] = []
+        self._due = [inf] * len(instances)  # the time of each instance's valid event; its other events are void
         self._in_flight: dict[str, _InFlight] = {}
         self._params: dict[int, SamplingParams] = {}  # by output tokens
         self._unshared: tuple[int, ...] = ()
 
     def run(self, requests: Iterable[SimRequest]) -> Iterator[Answered]:
-        """Simulates until the last of the requests has ended; yields each as it ends. Mutates."""
+        """Simulate until all requests have ended. Yield the result of each request when it ends."""
         arrivals = enumerate(requests)
         coming = next(arrivals, None)
         while True:
@@ -114,34 +118,34 @@ class Simulation:
                 if last is not None:
                     self._linger -= tick - last
             elif event < inf:
-                yield from self._take_event()
+                yield from self._handle_event()
             else:
                 return
 
     # -- events
 
     def _next_event(self) -> float:
-        """When the next valid one is."""
+        """Return the time (s) of the next valid event; infinity if there is none."""
         events, due = self._events, self._due
         while events:
-            time, _, whose = events[0]
-            if not isinstance(whose, int) or due[whose] == time:
+            time, _, target = events[0]
+            if not isinstance(target, int) or due[target] == time:
                 return time
             heapq.heappop(events)
         return inf
 
-    def _take_event(self) -> Iterator[Answered]:
-        self._clock.time, _, whose = heapq.heappop(self._events)
-        if isinstance(whose, _InFlight):
-            self._send(whose)
+    def _handle_event(self) -> Iterator[Answered]:
+        self._clock.time, _, target = heapq.heappop(self._events)
+        if isinstance(target, _InFlight):
+            self._send(target)
             return
-        self._due[whose] = inf
-        for what in self.instances[whose].advance():
-            if isinstance(what, Refused):
-                yield self._end(what.request_id, what.error, None)
-            elif what.finished:
-                yield self._end(what.request_id, None, what.metrics)
-        self._schedule(whose)
+        self._due[target] = inf
+        for output in self.instances[target].advance():
+            if isinstance(output, Refused):
+                yield self._end(output.request_id, output.error, None)
+            elif output.finished:
+                yield self._end(output.request_id, None, output.metrics)
+        self._schedule(target)
 
     def _tick(self) -> None:
         assert self._control is not None
@@ -150,7 +154,7 @@ class Simulation:
             self._schedule(index)
 
     def _schedule(self, index: int) -> None:
-        """Puts the instance's next event on the agenda, if it is not there."""
+        """Add the instance's next event to the heap, if it changed."""
         wake = self.instances[index].wake
         if wake != self._due[index]:
             self._due[index] = wake

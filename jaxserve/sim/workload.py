@@ -1,4 +1,4 @@
-"""Requests of a simulation: a trace, or random lengths and arrivals; one after the other, and never all in memory."""
+"""The workload of a simulation: a trace, or random lengths and arrivals, made into requests one by one."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,43 +16,43 @@ from jaxserve.core.numeric import ceil_div
 from jaxserve.sim.cluster import ANY_TOKEN
 from jaxserve.sim.simulation import SimRequest
 
-AT_ONCE = 4096  # requests whose numbers are taken from the arrays together
+CHUNK_SIZE = 4096  # requests that are converted from the trace's arrays together
 
 
 @dataclass(frozen=True)
 class SimWorkload:
-    """A trace, and how it was made. `distinct`: prompts are told apart even where they share nothing."""
+    """A trace and its description. Requests are made when they are needed, and are never all in memory."""
 
     trace: Trace
     description: Mapping[str, Any]
-    distinct: bool = False
+    distinct: bool = False  # prompts differ from each other even if the trace does not say what they share
 
     def __len__(self) -> int:
         return len(self.trace)
 
     @property
     def shares(self) -> bool:
-        """Whether the trace says what prompts have in common."""
+        """True if the trace says which blocks prompts share."""
         return self.trace.hash_ids is not None
 
     def requests(self) -> Iterator[SimRequest]:
-        """In order of arrival; where the trace says 0 tokens, 1 is asked for, as `bench` does."""
+        """Yield the requests in order of arrival. Lengths of 0 in the trace become 1, as in `bench`."""
         trace, prompts = self.trace, _Prompts(self.trace.hash_ids, self.trace.block_tokens)
-        told_apart = self.shares or self.distinct
-        for start in range(0, len(trace), AT_ONCE):
-            part = slice(start, start + AT_ONCE)
+        with_prompts = self.shares or self.distinct
+        for start in range(0, len(trace), CHUNK_SIZE):
+            part = slice(start, start + CHUNK_SIZE)
             times = trace.arrival_s[part].tolist()
             inputs = np.maximum(trace.input_tokens[part], 1).tolist()
             outputs = np.maximum(trace.output_tokens[part], 1).tolist()
-            for number, (time, length, output) in enumerate(zip(times, inputs, outputs, strict=True), start):
-                yield SimRequest(time, length, output, prompts.of(number, length) if told_apart else None)
+            for index, (time, length, output) in enumerate(zip(times, inputs, outputs, strict=True), start):
+                yield SimRequest(time, length, output, prompts.of(index, length) if with_prompts else None)
 
 
 def sim_workload(dataset: DatasetOptions, when: ArrivalOptions, options: TraceOptions) -> SimWorkload:
-    """The requests that the options ask for. Raises `ConfigError`.
+    """Return the workload that the options describe. Raise `ConfigError` if they do not fit together.
 
-    A trace gives the requests that `bench` would send with the same seed. Random requests have the same lengths as
-    there, and arrivals of another draw: `bench` draws the prompts' tokens in between.
+    A trace gives the requests that `bench` sends with the same seed. Random requests have the same lengths as in
+    `bench`, but other arrivals, because `bench` draws the prompts' tokens before the arrivals.
     """
     if dataset.dataset == "random" and (options.trace is not None or options.synthetic is not None):
         dataset = replace(dataset, dataset="trace")
@@ -63,7 +63,7 @@ def sim_workload(dataset: DatasetOptions, when: ArrivalOptions, options: TraceOp
         trace = scaled_trace(options, rng)
         return SimWorkload(trace, about | trace.description())
     if dataset.dataset != "random":
-        raise ConfigError(f"--dataset {dataset.dataset} is of prompts; a simulation takes random lengths, or a trace")
+        raise ConfigError(f"--dataset is {dataset.dataset!r}: a simulation has no prompts, choose random or trace")
     return _random(dataset, when, rng, about)
 
 
@@ -71,7 +71,7 @@ def _random(
     dataset: DatasetOptions, when: ArrivalOptions, rng: np.random.Generator, about: Mapping[str, Any]
 ) -> SimWorkload:
     if (n := dataset.num_prompts) < 1:
-        raise ConfigError(f"the number of prompts is {n}, but must be at least 1 (--num-prompts)")
+        raise ConfigError(f"--num-prompts is {n}: it must be at least 1")
     inputs = lengths(dataset.input_len, INPUT_LEN, dataset.range_ratio)
     outputs = lengths(dataset.output_len, OUTPUT_LEN, dataset.range_ratio)
     prefix, ramp = dataset.prefix_len or 0, when.ramp()
@@ -84,21 +84,20 @@ def _random(
 
 
 class _Prompts:
-    """Prompts in which every block that is shared is one token, again and again, and so is what nothing shares.
+    """Prompts made of repeated token ids: one id for each shared block, and one for the unshared rest of a prompt.
 
-    Equal blocks are equal tokens and different ones differ in each, so that the prefix cache finds pages as it would
-    with the service's own text.
+    Equal blocks have equal tokens, and different blocks differ in every token. The prefix cache thus finds the pages
+    that it would find with the original text.
     """
 
     def __init__(self, hash_ids: HashIds | None, block_tokens: int):
         self._hash_ids, self._size = hash_ids, block_tokens
-        self._tokens: dict[int, int] = {}  # by id: those of a service may be larger than a token can
+        self._tokens: dict[int, int] = {}  # by hash id, which may be larger than a token id can be
 
-    def of(self, number: int, length: int) -> tuple[int, ...]:
-        """The prompt of a request."""
+    def of(self, index: int, length: int) -> tuple[int, ...]:
         prompt: tuple[int, ...] = ()
         if self._hash_ids is not None:
-            for block in self._hash_ids[number][: ceil_div(length, self._size)]:
+            for block in self._hash_ids[index][: ceil_div(length, self._size)]:
                 prompt += (self._tokens.setdefault(block, len(self._tokens)),) * self._size
-        own = ANY_TOKEN - 1 - number
+        own = ANY_TOKEN - 1 - index
         return prompt[:length] + (own,) * (length - len(prompt))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.sim.chunk_cost import ChunkCost, non_negative, pairs
+from jaxserve.sim.chunk_cost import ChunkCost, non_negative_by_subsets, pairs
 
 MADE = ChunkCost(a=3e-9, b=2e-5, g=4e-3)
 LENGTHS = [32, 64, 128, 256, 512, 512, 512, 2048]
@@ -59,7 +59,7 @@ def test_short_chunks_count_like_long_ones():
     [([], [], []), ([0, 0], [8, 16], [1, 2]), ([0] * 4, [8] * 4, [1, 2, 3, 4]), ([0] * 3, [8, 8, 16], [1, 1, 2])],
 )
 def test_chunks_that_do_not_tell_the_three_apart_are_refused(prefixes: list, lengths: list, seconds: list):
-    with pytest.raises(ConfigError, match="do not tell a, b and g apart"):
+    with pytest.raises(ConfigError, match="do not determine a, b and g"):
         ChunkCost.fit(prefixes, lengths, seconds)
 
 
@@ -73,7 +73,7 @@ def test_the_best_without_negative_numbers_is_found_among_all():
     columns = np.array([[1.0, 1.0], [1.0, 1.1], [1.0, 0.9]])
     free = np.linalg.lstsq(columns, np.array([1.0, 0.5, 1.5]), rcond=None)[0]
     assert free.min() < 0
-    best = non_negative(columns, np.array([1.0, 0.5, 1.5]))
+    best = non_negative_by_subsets(columns, np.array([1.0, 0.5, 1.5]))
     squares = [float(np.sum((columns @ np.array([x, y]) - [1, 0.5, 1.5]) ** 2)) for x in np.linspace(0, 2, 81)
                for y in np.linspace(0, 2, 81)]  # fmt: skip
     assert best.min() >= 0

@@ -67,7 +67,8 @@ def test_names_of_hardware_and_models_are_those_of_configs(tmp_path) -> None:
 
 
 def test_mistakes_are_one_line_and_exit_status_1(hardware) -> None:
-    for args, message in (((), "which hardware"), (("--hardware", hardware, "--cluster", "x"), "--cluster 'x'")):
+    cases = (((), "no hardware is given"), (("--hardware", hardware, "--cluster", "x"), "--cluster is 'x'"))
+    for args, message in cases:
         done = invoked(*args)
         assert done.exit_code == 1
         assert message in done.output

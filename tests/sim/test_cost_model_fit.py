@@ -11,7 +11,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.engine.step_log import InForce, Recording, Step
 from jaxserve.sim.cost_model import RooflineModel, StepLoad
-from jaxserve.sim.cost_model_fit import MeasuredStep, fit, fit_frontend, measured_steps, non_negative, robust
+from jaxserve.sim.cost_model_fit import MeasuredStep, fit, fit_frontend, measured_steps, non_negative, robust_fit
 from jaxserve.sim.hardware import Curve, Hardware, Overheads, from_yaml, to_yaml
 from jaxserve.sim.shape import ModelShape
 
@@ -191,7 +191,7 @@ def test_what_a_request_its_tokens_and_the_answers_beside_it_take_outside_of_the
 
 
 def test_non_negative_squares_are_those_of_all_subsets():
-    from jaxserve.sim.chunk_cost import non_negative as by_subsets
+    from jaxserve.sim.chunk_cost import non_negative_by_subsets as by_subsets
 
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -202,12 +202,12 @@ def test_non_negative_squares_are_those_of_all_subsets():
 
 def test_a_robust_fit_predicts_the_mean_and_not_less():
     wanted = np.random.default_rng(0).lognormal(0, 0.3, 4000)
-    (found,) = robust(np.ones((4000, 1)), wanted, np.zeros((0, 1)))
+    (found,) = robust_fit(np.ones((4000, 1)), wanted, np.zeros((0, 1)))
     assert found == pytest.approx(wanted.mean(), rel=0.02)
 
 
 def test_a_robust_fit_does_not_mind_a_few_that_are_far_off():
     wanted = np.random.default_rng(0).normal(1, 0.02, 1000)
     wanted[:50] += 30
-    (found,) = robust(np.ones((1000, 1)), wanted, np.zeros((0, 1)))
+    (found,) = robust_fit(np.ones((1000, 1)), wanted, np.zeros((0, 1)))
     assert found == pytest.approx(1, abs=0.01)

@@ -244,7 +244,7 @@ def test_a_decision_that_differs_is_told(recording):
     with pytest.raises(Diverged, match="was decided"):
         replay(replace(recording, decisions=tuple(others)))
     extra = recording.decisions[-1]._replace(time=recording.ticks[-1].time)
-    with pytest.raises(Diverged, match="recorded, and not decided"):
+    with pytest.raises(Diverged, match="recorded but not decided"):
         replay(replace(recording, decisions=(*recording.decisions, extra)))
 
 
@@ -277,7 +277,7 @@ def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(recording):
     ("change", "message"),
     [
         ({"reason": "stop"}, "ended by 'stop'"),
-        ({"cached_tokens": 8}, "shared 8 tokens"),
+        ({"cached_tokens": 8}, "8 tokens from the prefix cache"),
     ],
 )
 def test_answers_that_cannot_be_repeated_are_refused(recording, change, message):

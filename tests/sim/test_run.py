@@ -134,7 +134,7 @@ def test_a_full_queue_and_too_long_a_prompt_are_failures_with_their_reasons(mach
 
 def test_without_detail_the_figures_are_the_same_and_lists_are_left_out(machines, monkeypatch) -> None:
     whole = simulated(machines["gpu"], model="llama-3-8b", rate=40.0)
-    monkeypatch.setattr(running, "DETAILED", 10)
+    monkeypatch.setattr(running, "MAX_DETAILED", 10)
     few = simulated(machines["gpu"], model="llama-3-8b", rate=40.0)
     lists = {key for key, value in whole.items() if isinstance(value, list) and key != "variants"}
     assert lists == {
@@ -220,12 +220,12 @@ def test_after_ctrl_c_there_is_what_had_ended(machines, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hardware": None}, "which hardware"),
+        ({"hardware": None}, "no hardware is given"),
         ({"hardware": "b9000"}, "unknown hardware 'b9000'"),
         ({"model": "llama-9"}, "model 'llama-9'"),
-        ({"cluster": "4", "tp": 3}, "tp x pp = 3 x 1 devices, and 4 of --cluster are no multiple"),
-        ({"cluster": "2y2"}, "--cluster '2y2': give a number of devices"),
-        ({"cluster": "0"}, "--cluster '0'"),
+        ({"cluster": "4", "tp": 3}, "--cluster has 4 devices: it must be a multiple of tp x pp = 3 x 1"),
+        ({"cluster": "2y2"}, "--cluster is '2y2': give a number of devices"),
+        ({"cluster": "0"}, "--cluster is '0'"),
         ({"tp": 0}, "tp is 0"),
         ({"kv_pages": -3}, "kv_pages is -3"),
         ({"precision": "int5"}, "precision is 'int5'"),

@@ -125,7 +125,7 @@ def test_a_dense_layer_is_read_as_a_whole(bundled: ModelShape):
 
 
 def test_an_unknown_precision_is_refused(bundled: ModelShape):
-    with pytest.raises(ConfigError, match=r"'int5'; there are bfloat16, .*int3"):
+    with pytest.raises(ConfigError, match=r"'int5': choose from bfloat16, .*int3"):
         bundled.layer_bytes("int5")
 
 
@@ -140,7 +140,7 @@ def test_a_model_that_is_not_there_is_an_error_with_those_that_are():
         ({"hidden_size": None}, "hidden_size is None"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"dtype": "float8"}, "dtype is 'float8'"),
+        ({"dtype": "float8"}, "unknown dtype 'float8'"),
     ],
 )
 def test_a_bad_field_is_named_with_its_file(tmp_path: Path, change: dict, message: str):
