@@ -1,1 +1,1 @@
-"""Choosing and preparing lower precisions by what they lose on calibration text: AWQ, GPTQ, sensitivity."""
+"""Chooses and prepares lower precisions by their loss on calibration text: AWQ, GPTQ and sensitivity profiles."""

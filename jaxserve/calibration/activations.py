@@ -1,6 +1,7 @@
-"""What flows into every weight when a model reads calibration text, seen one layer at a time.
+"""The inputs of every weight when a model reads calibration text, computed one layer at a time.
 
-Axes: L tokens of a sequence, E hidden, C inputs of a weight (its contracted axes as one), R rows that are kept.
+Axes: L tokens of a sequence, E hidden, C inputs of a weight (its contracted axes as one), R rows of inputs that are
+kept.
 """
 
 from collections import defaultdict
@@ -24,39 +25,39 @@ from jaxserve.models import DecoderLayer, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
 from jaxserve.models.layers import MLP
 
-MAX_ROWS = 2048  # inputs kept of each weight
+MAX_ROWS = 2048  # rows of inputs that are kept for each weight
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs x of one weight over all calibration text; `gram`, the mean of x xᵀ, only where it was asked for."""
+    """Statistics of the inputs x of one weight over all calibration text."""
 
     rows: Float[Array, "R C"]
     mean_abs: Float[Array, "C"]
-    gram: Float[Array, "C C"] | None
+    gram: Float[Array, "C C"] | None  # the mean of x xᵀ, if `calibrate` was called with `gram`
 
 
 class _Observed:
-    """What all sequences show of one weight's inputs."""
+    """Statistics of one weight's inputs, collected over sequences."""
 
     def __init__(self) -> None:
-        self._rows: list[Array] = []  # joined once: to join two at a time would compile every length
+        self._rows: list[Array] = []  # joined once, because joining pairs would compile a program for every length
         self._sums: tuple[Array, Array | None] | None = None
 
     def add(self, seen: Inputs) -> None:
-        """One more sequence. Mutates."""
+        """Add the inputs of one more sequence."""
         self._rows.append(seen.rows)
         more = (seen.mean_abs, seen.gram)
         self._sums = more if self._sums is None else jax.tree.map(jnp.add, self._sums, more)
 
     def mean(self) -> Inputs:
-        """The rows after each other, and the means over the sequences."""
+        """Return the rows of all sequences, and the means over the sequences."""
         mean_abs, gram = jax.tree.map(lambda total: total / len(self._rows), self._sums)
         return Inputs(jnp.concatenate(self._rows), mean_abs, gram)
 
 
 class Calibrated(NamedTuple):
-    """A layer's parameters in float32 and the inputs of its weights, by the same names."""
+    """A layer's parameters in float32, and the inputs of its weights by the names of the weights."""
 
     index: int
     leaves: dict[str, np.ndarray]
@@ -64,10 +65,11 @@ class Calibrated(NamedTuple):
 
 
 def calibrate(checkpoint: Checkpoint, tokens: Int[np.ndarray, "N L"], *, gram: bool = False) -> Iterator[Calibrated]:
-    """Every layer in order, in full precision and computed in float32, so that no layer's error reaches the next.
+    """Yield every layer in order with the inputs of its weights.
 
-    Holds one layer's parameters and the hidden states of all the text. Experts' second weights are not observed: each
-    sees tokens of its own.
+    Layers run in full precision and in float32, so that no layer's error reaches the next one. Memory holds the
+    parameters of one layer and the hidden states of all the text. The down projections of experts are not observed,
+    because each expert sees different tokens.
     """
     checkpoint = replace(checkpoint, config=replace(checkpoint.config, dtype="float32"))
     config = checkpoint.config
@@ -80,8 +82,8 @@ def calibrate(checkpoint: Checkpoint, tokens: Int[np.ndarray, "N L"], *, gram: b
         graph, state = nnx.split(restore_block(config, layer_name(index), leaves))
         observe = partial(_observe, config, graph, config.window(index), gram, state, kept)
         observed: dict[str, _Observed] = defaultdict(_Observed)
-        for number, x in enumerate(hidden):
-            hidden[number], seen = observe(x)
+        for i, x in enumerate(hidden):
+            hidden[i], seen = observe(x)
             for name, inputs in seen.items():
                 observed[name].add(inputs)
         del graph, state, observe
@@ -89,7 +91,7 @@ def calibrate(checkpoint: Checkpoint, tokens: Int[np.ndarray, "N L"], *, gram: b
 
 
 def _spread(length: int, count: int) -> Int[np.ndarray, "R"]:
-    """Positions that lie evenly over a sequence."""
+    """Return `count` positions spread evenly over a sequence."""
     return np.unique(np.linspace(0, length - 1, min(count, length)).astype(np.int32))
 
 
@@ -106,7 +108,7 @@ def _observe(
     kept: Int[Array, "R"],
     x: Float[Array, "L E"],
 ) -> tuple[Float[Array, "L E"], dict[str, Inputs]]:
-    """The layer's output for a sequence, and what it saw of it."""
+    """Return the layer's output for a sequence, and the inputs of its weights."""
     positions = jnp.arange(len(x))
     attend = dense_causal_attend(positions, window=window, scale=config.head_dim**-0.5)
     y, seen = _with_inputs(nnx.merge(graph, state), x, *rope_cos_sin(config, positions), attend)
@@ -121,16 +123,16 @@ def _observe(
 def _with_inputs(
     layer: DecoderLayer, x: Array, cos: Array, sin: Array, attend: partial
 ) -> tuple[Array, Mapping[str, Array]]:
-    """`DecoderLayer.__call__`, and the inputs of its weights."""
+    """Return the result of `DecoderLayer.__call__`, and the inputs of its weights by name."""
     attended = None
 
-    def spy(qkv: Rotated) -> Array:
+    def keep_attended(qkv: Rotated) -> Array:
         nonlocal attended
         attended = attend(qkv)
         return attended
 
     normed = layer.input_norm(x)
-    x = layer.attention(normed, cos, sin, spy, x)
+    x = layer.attention(normed, cos, sin, keep_attended, x)
     inner = layer.post_norm(x)
     seen = {"attention.qkv": normed, "attention.o": attended}
     if isinstance(layer.mlp, MLP):

@@ -1,11 +1,11 @@
-"""Activation-aware weight quantisation (Lin et al., MLSys 2024): inputs that are large get finer steps.
+"""Activation-aware weight quantisation (AWQ; Lin et al., MLSys 2024): weights of large inputs get finer steps.
 
-A weight W is rounded as W diag(s), and its inputs are divided by s, which leaves the function as it was. s is folded
-into what makes the inputs: a norm's weight, or the rows of the projection before. So a quantised layer has plain
-QArrays, but norms of its own: a variant is the complete set of a layer's parameters.
+A weight W is rounded as W diag(s), and its inputs are divided by s, which does not change the function. s is folded
+into the parameters that produce the inputs: the weight of a norm, or the rows of the previous projection. A quantised
+layer therefore has plain QArrays but its own norms, and a variant is the complete set of a layer's parameters.
 
-The output projection of attention keeps its inputs: they are made of the values in the KV cache, which all variants of
-a layer share. Experts' second weights are rounded to the nearest: what reaches each of them is not observed.
+The inputs of attention's output projection are not scaled: they are values in the KV cache, which all variants of a
+layer share. The down projections of experts are rounded to the nearest, because their inputs are not observed.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from jaxserve.quantization.rounding import quantize
 
 Layer = dict[str, np.ndarray]
 Search = Callable[[np.ndarray, Inputs], np.ndarray]
-"""(weight [O, C], its inputs) -> s [C]."""
+"""A search (weight [O, C], its inputs) -> s [C]."""
 
 QKV, DOWN = "attention.qkv", "mlp.down"
 
@@ -35,7 +35,10 @@ def awq_layer(
     symmetric: bool,
     dtype: np.dtype,
 ) -> Leaves:
-    """A layer, given in float32, with its weights scaled, clipped and quantised; the other parameters in `dtype`."""
+    """Return a layer, given in float32, with its weights scaled, clipped and quantised.
+
+    The other parameters are returned in `dtype`.
+    """
     layer, scales = scale_layer(
         leaves, inputs, partial(best_scales, bits=bits, group=group, symmetric=symmetric), dtype
     )
@@ -51,7 +54,10 @@ def awq_layer(
 def scale_layer(
     leaves: Mapping[str, np.ndarray], inputs: Mapping[str, Inputs], search: Search, dtype: np.dtype
 ) -> tuple[Layer, dict[str, np.ndarray]]:
-    """The same function with other parameters, and by what the inputs of some weights are divided now."""
+    """Scale the weights of a layer without changing its function.
+
+    Returns the layer's new parameters, and for each scaled weight the scales by which its inputs are divided.
+    """
     layer = dict(leaves)
     up = "mlp.experts_gate_up" if "mlp.experts_gate_up" in layer else "mlp.gate_up"
     scales = {
@@ -66,7 +72,7 @@ def scale_layer(
 def _scale_normed(
     layer: Layer, inputs: Mapping[str, Inputs], search: Search, dtype: np.dtype, norm: str, name: str
 ) -> np.ndarray:
-    """Folds the inputs' scales into the norm. Those are taken that its dtype holds exactly. Mutates `layer`."""
+    """Fold the inputs' scales into the norm, in place. The scales become those that the norm's dtype holds exactly."""
     s = search(_matrix(name, layer[name]), inputs[name])
     folded = (layer[norm] / s).astype(dtype).astype(np.float32)
     s = np.divide(layer[norm], folded, out=np.ones_like(folded), where=folded != 0)
@@ -78,7 +84,7 @@ def _scale_normed(
 
 
 def _scale_up(layer: Layer, inputs: Mapping[str, Inputs], search: Search) -> np.ndarray:
-    """Folds the scales of down's inputs into the up projection. Mutates `layer`."""
+    """Fold the scales of the down projection's inputs into the up projection, in place."""
     s = search(_matrix(DOWN, layer[DOWN]), inputs[DOWN])
     layer[DOWN] = layer[DOWN] * s
     for name in ("mlp.gate_up", "mlp.gate_up_bias"):
@@ -90,6 +96,6 @@ def _scale_up(layer: Layer, inputs: Mapping[str, Inputs], search: Search) -> np.
 
 
 def _matrix(name: str, w: np.ndarray) -> np.ndarray:
-    """[O, C]."""
+    """Return a weight as a matrix [O, C]."""
     flat = flat_inputs(name, w)
     return flat.reshape(-1, flat.shape[-1])

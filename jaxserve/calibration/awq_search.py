@@ -1,4 +1,4 @@
-"""The searches of AWQ: which scales and which ranges change a weight's outputs least. See `awq`.
+"""The searches of AWQ (`awq`) for the scales and the ranges that change a weight's outputs least.
 
 Axes: O outputs, C inputs, R rows of inputs, A candidates.
 """
@@ -11,20 +11,21 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.calibration.activations import Inputs
-from jaxserve.calibration.simulate import grouped, rounded
+from jaxserve.calibration.fake_quantization import grouped, rounded
 
-STEPS = 20  # of the scales' exponent
-CLIPS = tuple(1 - 0.05 * step for step in range(1, 11))  # shares of a group's range that are tried, beside all of it
+STEPS = 20  # values of the scales' exponent that are tried
+CLIPS = tuple(1 - 0.05 * step for step in range(1, 11))  # shares of a group's range that are tried besides 1
 TINY = 1e-6
 
 
 def best_scales(
     w: Float[np.ndarray, "O C"], inputs: Inputs, *, bits: int, group: int, symmetric: bool
 ) -> Float[np.ndarray, "C"]:
-    """By what the inputs are best divided (section 3.2): s = a^x / m^y, the one that changes the outputs least.
+    """Return the scales s by which to divide the inputs, so that the outputs change least (AWQ, section 3.2).
 
-    a is the mean magnitude of each input, m that of its weights within their groups; x goes from 0 to 1, y is 0 or
-    1 - x. The first candidate is 1 everywhere, so that the result is never worse than no scales.
+    The candidates are s = a^x / m^y. a is the mean magnitude of each input, and m that of its weights relative to their
+    groups. x goes from 0 to 1, and y is 0 or 1 - x. The first candidate is 1 everywhere, so that the result is never
+    worse than without scales.
     """
     candidates = _candidates(w, np.asarray(inputs.mean_abs), group)
     return candidates[int(np.argmin(_losses(w, inputs.rows, candidates, bits, group, symmetric)))]
@@ -46,7 +47,7 @@ def _losses(
     w: Float[Array, "O C"], rows: Float[Array, "R C"], candidates: Float[Array, "A C"], bits: int, group: int,
     symmetric: bool,
 ) -> Float[Array, "A"]:  # fmt: skip
-    """Mean squared change of the outputs."""
+    """Return the mean squared change of the outputs for each candidate."""
 
     def loss(s: Float[Array, "C"]) -> Float[Array, ""]:
         change = rounded(grouped(w * s, group), bits, symmetric).reshape(w.shape) / s - w
@@ -58,7 +59,7 @@ def _losses(
 def clipped(
     w: Float[np.ndarray, "*out C"], rows: Float[Array, "R C"], *, bits: int, group: int, symmetric: bool
 ) -> Float[np.ndarray, "*out C"]:
-    """The weight with each group's range narrowed to the share that changes its part of the outputs least."""
+    """Return the weight with each group's range narrowed to the share that changes its part of the outputs least."""
     return np.asarray(_clipped(w.reshape(-1, w.shape[-1]), rows, bits, group, symmetric)).reshape(w.shape)
 
 

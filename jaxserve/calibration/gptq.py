@@ -1,10 +1,11 @@
-"""GPTQ (Frantar et al., ICLR 2023): inputs are rounded one after the other, and those to come make up for the error.
+"""GPTQ (Frantar et al., ICLR 2023): rounds weights input by input, and corrects those of later inputs for each error.
 
-With H the mean of x xᵀ over the inputs and U the upper Cholesky factor of its inverse, rounding input i of a row of
-weights by an error e changes the outputs least if w[j] -= e / U[i, i] * U[i, j] for every j > i (section 3.3, step 3).
-A group's scale is taken from its weights when it is reached. Inputs keep their order, as the kernels read them.
+H is the mean of x xᵀ over the inputs, and U the upper Cholesky factor of its inverse. After input i of a row of weights
+was rounded with an error e, the outputs change least if w[j] -= e / U[i, i] * U[i, j] for every j > i (section 3.3,
+step 3). The scale of a group is computed from its weights when the group is reached. Inputs keep their order, in which
+the kernels read them.
 
-Experts' second weights are rounded to the nearest: what reaches each of them is not observed.
+The down projections of experts are rounded to the nearest, because their inputs are not observed.
 """
 
 from collections.abc import Mapping
@@ -17,13 +18,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.calibration.activations import Inputs
-from jaxserve.calibration.simulate import codes, scales_and_zeros
+from jaxserve.calibration.fake_quantization import codes, scales_and_zeros
 from jaxserve.quantization.layer import Leaves, quantize_weights
 from jaxserve.quantization.packing import pack
 from jaxserve.quantization.qarray import QArray
 from jaxserve.quantization.rounding import group_size, quantize
 
-DAMPING = 0.01  # of the mean diagonal, added to all of it
+DAMPING = 0.01  # the share of H's mean diagonal that is added to its diagonal
 
 
 def gptq_layer(
@@ -35,7 +36,7 @@ def gptq_layer(
     symmetric: bool,
     dtype: np.dtype,
 ) -> Leaves:
-    """A layer, given in float32, with its weights quantised; the other parameters in `dtype`."""
+    """Return a layer, given in float32, with its weights quantised and the other parameters in `dtype`."""
 
     def quantize_weight(name: str, w: np.ndarray) -> QArray:
         if name not in inputs:
@@ -47,7 +48,7 @@ def gptq_layer(
 
 
 def cholesky_of_inverse(gram: Float[np.ndarray, "C C"]) -> Float[np.ndarray, "C C"]:
-    """U, upper triangular, with Uᵀ U the inverse of the damped H."""
+    """Return the upper triangular U for which Uᵀ U is the inverse of the damped H."""
     wide = gram.astype(np.float64)
     diagonal = wide.diagonal()
     damping = DAMPING * (diagonal.mean() or 1.0)
@@ -58,7 +59,7 @@ def cholesky_of_inverse(gram: Float[np.ndarray, "C C"]) -> Float[np.ndarray, "C 
 def compensated(
     w: Float[np.ndarray, "*out C"], factor: Float[np.ndarray, "C C"], bits: int, *, group: int, symmetric: bool
 ) -> QArray:
-    """The weight as a QArray, each group's error made up for by the groups after it."""
+    """Return the weight as a QArray, where later inputs compensate for the errors of earlier ones."""
     size = w.shape[-1]
     group = size if group == 0 else group_size(size, group)
     signed, scales, zeros = (np.asarray(x) for x in _solve(w.reshape(-1, size), factor, bits, group, symmetric))
@@ -71,7 +72,7 @@ def compensated(
 def _solve(
     w: Float[Array, "O C"], factor: Float[Array, "C C"], bits: int, group: int, symmetric: bool
 ) -> tuple[Float[Array, "O C"], Float[Array, "O G"], Float[Array, "O G"]]:
-    """Signed codes as floats, scales, zeros."""
+    """Return signed codes (as floats), scales and zero points."""
     outputs, inputs = w.shape
 
     def one_group(w: Array, start: Array) -> tuple[Array, tuple[Array, Array, Array]]:

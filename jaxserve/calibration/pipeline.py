@@ -1,4 +1,4 @@
-"""From a model in full precision to its layers in fewer bits, one layer at a time."""
+"""Quantises the layers of a model to fewer bits, one layer at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,32 +22,32 @@ METHODS = get_args(Method)
 
 @dataclass(frozen=True)
 class Settings:
-    """What to make. `group`: inputs that share a scale, 0 for all of an output's; `symmetric`: no zero points."""
+    """The precisions to make, and the method of quantisation."""
 
     precisions: tuple[str, ...]
     method: Method = "awq"
-    group: int = GROUP
-    symmetric: bool = True
+    group: int = GROUP  # inputs that share a scale; 0 for all inputs of an output
+    symmetric: bool = True  # without zero points
 
     def __post_init__(self):
         if not self.precisions:
-            raise ConfigError("no precision is given to quantize to")
+            raise ConfigError("no precision is given to quantize to: give at least one")
         for precision in self.precisions:
             bits_of(precision)
         if self.method not in METHODS:
-            raise ConfigError(f"method {self.method!r} is unknown; known: {', '.join(METHODS)}")
+            raise ConfigError(f"unknown method {self.method!r}: choose from {', '.join(METHODS)}")
         if self.group not in (0, *GROUPS):
             groups = ", ".join(map(str, sorted(GROUPS)))
-            raise ConfigError(f"groups of {self.group} inputs are not supported; supported: {groups}, 0 for all inputs")
+            raise ConfigError(f"group is {self.group}: choose from {groups} inputs, or 0 for all inputs")
 
     def check(self, *, calibrated: bool) -> None:
-        """Raises `ConfigError` if the method needs calibration text and there is none."""
+        """Raise `ConfigError` if the method needs calibration text and `calibrated` is false."""
         if self.method != "rtn" and not calibrated:
-            raise ConfigError(f"method {self.method!r} needs calibration text (--calib FILE); only rtn does without")
+            raise ConfigError(f"method {self.method!r} needs calibration text (--calib FILE): only rtn needs none")
 
 
 class Variant(NamedTuple):
-    """A layer in one of the precisions asked for."""
+    """A layer in one of the requested precisions."""
 
     index: int
     precision: str
@@ -55,9 +55,10 @@ class Variant(NamedTuple):
 
 
 def quantize_layers(checkpoint: Checkpoint, settings: Settings, tokens: np.ndarray | None = None) -> Iterator[Variant]:
-    """Every layer in every precision, in order, holding one layer at a time.
+    """Yield every layer in every precision, in order, with one layer in memory at a time.
 
-    `tokens`: calibration text, int32 [sequences, length]; only "rtn" does without. Raises `ConfigError` if it lacks.
+    `tokens` is the calibration text, int32 [sequences, length]. Only "rtn" needs none. Raise `ConfigError` if the text
+    is missing.
     """
     settings.check(calibrated=tokens is not None)
     if tokens is None or settings.method == "rtn":

@@ -1,4 +1,4 @@
-"""What `jaxserve quantize` does: reads the calibration text, quantises, writes the store, shows progress."""
+"""The work of `jaxserve quantize`: reads the calibration text, quantises, writes the store and shows progress."""
 
 import hashlib
 from dataclasses import dataclass
@@ -19,25 +19,35 @@ from jaxserve.planning.defaults import dtype_beside_quantized
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """A file of text and how much of it to use: pieces of `length` tokens, spread evenly over the file."""
+    """A file of calibration text, and the amount to use: `samples` pieces that are spread evenly over the file."""
 
     path: Path
     samples: int = 64
-    length: int = 512
+    length: int = 512  # tokens of a piece
 
     def tokens(self, tokenizer: Tokenizer) -> np.ndarray:
-        """int32 [sequences, length]. Raises `ConfigError` where the file cannot be read or is too short."""
+        """Return the tokens of the pieces, int32 [pieces, length].
+
+        Raise `ConfigError` if the file cannot be read or is too short.
+        """
         pieces = [np.asarray(tokenizer.encode(text), np.int32) for text in read_texts(self.path)]
         ids = np.concatenate([*pieces, np.zeros(0, np.int32)])
         if len(ids) < self.length:
-            raise ConfigError(f"{self.path}: has {len(ids)} tokens, one piece takes {self.length} (--calib-length)")
+            raise ConfigError(
+                f"{self.path}: has {len(ids)} tokens: it must have at least {self.length}, those of one piece "
+                "(--calib-length)"
+            )
         pieces = ids[: len(ids) // self.length * self.length].reshape(-1, self.length)
         return pieces[np.linspace(0, len(pieces) - 1, min(self.samples, len(pieces))).astype(int)]
 
 
 def run(model: Path, settings: Settings, text: CalibrationText | None = None, out: Path | None = None) -> VariantStore:
-    """Writes the model's variants to `out` (by default beside it) and opens them. Progress goes to standard error."""
-    devices()  # before anything is read: an error if JAX cannot start
+    """Quantise a model, write its variants to `out` and open them. Progress goes to standard error.
+
+    `out` is by default a folder in that of the model. Raise `ConfigError` if text is missing or unusable.
+    """
+    # First of all, so that an error of JAX at its start comes before the model is read.
+    devices()
     checkpoint = open_checkpoint(model, prepared=False)
     checkpoint = checkpoint.in_dtype(dtype_beside_quantized(checkpoint.config.dtype))
     settings.check(calibrated=text is not None)

@@ -12,8 +12,8 @@ from flax import nnx
 
 from jaxserve.calibration.activations import Inputs, calibrate
 from jaxserve.calibration.awq import awq_layer, scale_layer
+from jaxserve.calibration.fake_quantization import grouped, rounded
 from jaxserve.calibration.pipeline import Settings, quantize_layers
-from jaxserve.calibration.simulate import grouped, rounded
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.core.config import ModelConfig, MoEConfig
 from jaxserve.core.errors import ConfigError

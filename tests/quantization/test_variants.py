@@ -230,7 +230,7 @@ def test_norms_of_variants_keep_the_checkpoints_dtype(store):
         (["--precisions", "int5"], "'int5'"),
         (["--precisions", ","], "no precision"),
         (["--method", "awq"], "--calib FILE"),
-        (["--method", "rtn", "--group", "48"], "groups of 48"),
+        (["--method", "rtn", "--group", "48"], "group is 48"),
         (["--calib", "/nowhere.txt"], "/nowhere.txt"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which layers may be quantised first: a profile of a model, made once, read by policies. Importing it loads no JAX."""
+"""Sensitivity profiles: the order in which to quantise a model's layers. Importing this package loads no JAX."""
 
 from jaxserve.calibration.sensitivity.profile import SensitivityProfile
 

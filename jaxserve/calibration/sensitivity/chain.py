@@ -23,15 +23,15 @@ from jaxserve.quantization.qarray import QArray
 Hidden = Float[Array, "N S E"]
 Layer = Callable[[Hidden], Hidden]
 Variants = Callable[[int, str], Mapping[str, np.ndarray | QArray]]
-"""(number of a layer, precision) -> its parameters by dotted path."""
+"""A function (index of a layer, precision) -> its parameters by dotted path."""
 
 
 class LayerChain:
     """The blocks of a model as functions of hidden states [N, S, E].
 
-    A quantised layer runs with the weights that its QArrays stand for, in the checkpoint's dtype: so layers of one kind
-    share an executable. Weights are read when a layer is asked for, and kept while they fit into `keep_bytes`; what
-    does not fit is read again each time, so ask once and apply to everything.
+    A quantised layer runs with its dequantised weights in the checkpoint's dtype, so that layers of one kind share an
+    executable. Weights are read when a layer is requested, and kept if they fit into `keep_bytes`. Others are read
+    again at each request, so that callers should request a layer once and apply it to everything.
     """
 
     def __init__(self, checkpoint: Checkpoint, variants: Variants, *, keep_bytes: int = 4 << 30):
@@ -41,13 +41,13 @@ class LayerChain:
         self._room = keep_bytes
 
     def embed(self, tokens: Int[Array, "N S"]) -> Hidden:
-        """The input of the first layer."""
+        """Return the hidden states before the first layer."""
         return _embed(*self._block("embed"), jnp.asarray(tokens))
 
-    def layer(self, number: int, precision: str | None) -> Layer:
-        """A layer in a precision; None: the checkpoint's."""
-        graph, state = self._block(layer_name(number), precision)
-        return partial(_layer, self.config, graph, self.config.window(number), state)
+    def layer(self, index: int, precision: str | None) -> Layer:
+        """Return a layer as a function of hidden states. A `precision` of None stands for the checkpoint's."""
+        graph, state = self._block(layer_name(index), precision)
+        return partial(_layer, self.config, graph, self.config.window(index), state)
 
     @property
     def head(self) -> tuple[nnx.GraphDef, nnx.State]:
@@ -73,7 +73,7 @@ class LayerChain:
 
 
 def _in_full(leaf: np.ndarray | QArray, expected: jax.ShapeDtypeStruct) -> np.ndarray:
-    """The parameter that a leaf stands for, of the given shape and dtype."""
+    """Return a leaf dequantised, in the shape and dtype that the module expects."""
     array = leaf.dequantize() if isinstance(leaf, QArray) else leaf
     return np.asarray(array, expected.dtype).reshape(expected.shape)
 
@@ -92,7 +92,7 @@ def _layer(config: ModelConfig, graph: nnx.GraphDef, window: int | None, state: 
 
 
 def rows_attend(rows: int, length: int, window: int | None, head_dim: int) -> Attend:
-    """Dense causal attention inside each of the sequences that lie end to end in T = rows * length tokens."""
+    """Return dense causal attention within each of `rows` concatenated sequences, T = rows * length tokens in all."""
     attend = dense_causal_attend(jnp.arange(length), window=window, scale=head_dim**-0.5)
 
     def each(qkv: Rotated) -> jax.Array:
@@ -104,5 +104,5 @@ def rows_attend(rows: int, length: int, window: int | None, head_dim: int) -> At
 
 
 def logits(graph: nnx.GraphDef, state: nnx.State, x: Float[Array, "S E"]) -> Float[Array, "S V"]:
-    """float32; to be called inside a jitted function that keeps few of them at a time."""
+    """Return the logits in float32. They are large: call this in a jitted function that keeps few of them at a time."""
     return nnx.merge(graph, state)(x)

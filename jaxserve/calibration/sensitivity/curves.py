@@ -1,4 +1,4 @@
-"""Quality against the number of swapped layers, for any order. Axes: N sequences of S tokens, E hidden."""
+"""Quality by number of swapped layers, for given orders of swapping. Axes: N sequences of S tokens, E hidden."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -13,14 +13,14 @@ from jaxtyping import Array, Float, Int
 from jaxserve.calibration.sensitivity.chain import Hidden, LayerChain, logits
 from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, Curve
 
-STREAM_BYTES = 2 << 30  # of hidden states that are held at a time
+STREAM_BYTES = 2 << 30  # of all hidden states in memory
 Set = frozenset[int]
 Begin = Callable[[str, int], Callable[[], None]]
-"""(what begins, its steps) -> what to call after each step."""
+"""A progress display: (description, number of steps) -> a function to call after each step."""
 
 
 def orders(lis: Sequence[int], seeds: int) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The orders that are compared, by name; of random orders one for each seed."""
+    """Return the orders of swapping to compare, by name, with one random order for each seed."""
     front = tuple(range(len(lis)))
     random = (np.random.default_rng(seed).permutation(len(lis)) for seed in range(seeds))
     return {
@@ -31,9 +31,9 @@ def orders(lis: Sequence[int], seeds: int) -> dict[str, tuple[tuple[int, ...], .
     }
 
 
-def points(num_layers: int, most: int) -> tuple[int, ...]:
-    """Numbers of swapped layers where quality is measured: 0, the last, and what fits evenly between them."""
-    return tuple(sorted({round(x) for x in np.linspace(0, num_layers, min(most, num_layers + 1))}))
+def points(num_layers: int, max_points: int) -> tuple[int, ...]:
+    """Return the numbers of swapped layers at which to measure quality: at most `max_points` from 0 to all, evenly."""
+    return tuple(sorted({round(x) for x in np.linspace(0, num_layers, min(max_points, num_layers + 1))}))
 
 
 def curves(
@@ -44,7 +44,7 @@ def curves(
     at: Sequence[int],
     begin: Begin = lambda what, steps: lambda: None,
 ) -> dict[str, tuple[Curve, ...]]:
-    """Quality along each order at those numbers of swapped layers."""
+    """Measure the quality along each order, at the numbers `at` of swapped layers."""
     sets = {frozenset(order[:count]) for group in compared.values() for order in group for count in at}
     found = qualities(chain, rows, precision, sets, begin)
 
@@ -62,20 +62,21 @@ def qualities(
     sets: Iterable[Set],
     begin: Begin = lambda what, steps: lambda: None,
 ) -> dict[Set, Float[np.ndarray, "3"]]:
-    """For each set of swapped layers (cross-entropy, KL to full precision, top-1 agreement), means over all tokens.
+    """Return (cross-entropy, KL to full precision, top-1 agreement) for each set of swapped layers.
 
-    Layer by layer: mixtures that agree in the layers so far share their hidden states. Sequences are taken in groups
-    whose hidden states fit into `STREAM_BYTES`.
+    The values are means over all tokens. Sets that agree in the layers so far share their hidden states. Sequences are
+    processed in groups whose hidden states fit into `STREAM_BYTES`.
     """
     sets = {Set(), *sets}
     totals = {swapped: np.zeros(3) for swapped in sets}
     groups = row_groups(chain, rows, len(sets))
-    done = begin(f"{precision}: quality of {len(sets)} mixtures", len(groups) * chain.config.num_layers + len(rows))
+    num_steps = len(groups) * chain.config.num_layers + len(rows)
+    done = begin(f"{precision}: quality of {len(sets)} sets of swapped layers", num_steps)
     head = chain.head
     for group in groups:
         streams: dict[Set, Hidden] = {Set(): chain.embed(group[:, :-1])}
-        for number in range(chain.config.num_layers):
-            streams = _next_layer(chain, number, precision, sets, streams)
+        for index in range(chain.config.num_layers):
+            streams = _next_layer(chain, index, precision, sets, streams)
             done()
         for row, targets in enumerate(group[:, 1:]):
             full = _full(*head, streams[Set()][row])
@@ -86,25 +87,28 @@ def qualities(
 
 
 def row_groups(chain: LayerChain, rows: np.ndarray, streams: int) -> list[np.ndarray]:
-    """The sequences in groups that can be held `streams` times, of equal size but for the last."""
+    """Split the sequences into groups whose hidden states fit into memory `streams` times.
+
+    All groups but the last have the same size.
+    """
     row_bytes = streams * (rows.shape[1] - 1) * chain.config.hidden_size * 4
     size = max(1, STREAM_BYTES // row_bytes)
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _next_layer(
-    chain: LayerChain, number: int, precision: str, sets: Collection[Set], streams: dict[Set, Hidden]
+    chain: LayerChain, index: int, precision: str, sets: Collection[Set], streams: dict[Set, Hidden]
 ) -> dict[Set, Hidden]:
-    """From the hidden states before a layer to those after it, by the swapped layers up to there."""
-    below = Set(range(number + 1))
-    outputs, layers = {}, {True: chain.layer(number, precision), False: chain.layer(number, None)}
+    """Return the hidden states after a layer, by the set of layers swapped so far."""
+    below = Set(range(index + 1))
+    outputs, layers = {}, {True: chain.layer(index, precision), False: chain.layer(index, None)}
     for swapped in {below & chosen for chosen in sets}:
-        outputs[swapped] = layers[number in swapped](streams[swapped - {number}])
+        outputs[swapped] = layers[index in swapped](streams[swapped - {index}])
     return outputs
 
 
 class _Full(NamedTuple):
-    """What a mixture is compared with, for one sequence in full precision."""
+    """The outputs of one sequence in full precision, the reference of quality."""
 
     logits: Float[Array, "S V"]
     log_sum: Float[Array, "S"]
@@ -122,7 +126,7 @@ def _full(graph: nnx.GraphDef, state: nnx.State, x: Float[Array, "S E"]) -> _Ful
 def _quality(
     graph: nnx.GraphDef, state: nnx.State, full: _Full, x: Float[Array, "S E"], targets: Int[Array, "S"]
 ) -> Float[Array, "3"]:
-    """Sums over a sequence's tokens of what `qualities` averages."""
+    """Return the measures of `qualities` summed over the tokens of a sequence."""
     z = logits(graph, state, x)
     log_sum = jax.nn.logsumexp(z, axis=-1)
     losses = log_sum - jnp.take_along_axis(z, targets[:, None], axis=-1)[:, 0]

@@ -1,15 +1,15 @@
-"""The order of swapping: the layer of the highest score first, and the scores anew after every choice."""
+"""The greedy order of swapping: always the layer of the highest score, with new scores after every choice."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Degradation = Callable[[frozenset[int], Sequence[int]], Mapping[int, float]]
-"""(layers swapped so far, candidates) -> MDS of each candidate, at most 1."""
+"""A function (layers swapped so far, candidates) -> MDS of each candidate, at most 1."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer, with its MDS and its LIS when it was chosen."""
+    """A chosen layer, with its MDS and LIS at the time of the choice."""
 
     layer: int
     mds: float
@@ -18,19 +18,20 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ranking:
-    """All layers in the order of their choice, and the MDS by layer before the first."""
+    """All layers in the order in which they were chosen."""
 
     choices: tuple[Choice, ...]
-    first_mds: tuple[float, ...]
+    first_mds: tuple[float, ...]  # MDS by layer with no layer swapped
 
 
 def rank(
     local: Sequence[float], degradation: Degradation, weight: float, done: Callable[[], None] = lambda: None
 ) -> Ranking:
-    """Greedy choice by LIS = local + weight * MDS; the lower number wins between equals. Calls `done` after each.
+    """Rank layers by greedy choice of the highest LIS = local + weight * MDS. `done` is called after each choice.
 
-    `local` holds the part of LIS that does not change. After the first choice, a candidate is only measured if it could
-    win with an MDS of 1: that is exact, and most of the work is saved where the local parts lie far apart.
+    `local` is the part of LIS that does not change. Between equals, the lower layer wins. After the first choice, a
+    candidate is only measured if it could win with an MDS of 1. The result is exact, and most of the work is saved if
+    the local parts differ much.
     """
     layers = range(len(local))
     first = degradation(frozenset(), layers)

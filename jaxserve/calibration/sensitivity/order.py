@@ -1,4 +1,4 @@
-"""In which order the layers of a model lose precision. Imports no JAX."""
+"""The order in which the layers of a model lose precision."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ log = logging.getLogger(__name__)
 def swap_order(
     folder: Path | None, num_layers: int, variants: Sequence[str], fingerprint: Callable[[], str] | None
 ) -> tuple[int, ...]:
-    """The layers of a model, those whose precision matters least first: by the profile in the model's folder, or from
-    the middle outwards where there is none.
+    """Return the layers of a model, starting with those whose precision matters least.
 
-    `fingerprint`: of the weights, which must be those that were profiled; None where there are none to compare. Raises
-    `CheckpointError` for a file that is no profile, `ConfigError` for one of another model.
+    The order is that of the profile in the model's folder, or from the middle outwards without a profile. `fingerprint`
+    returns the fingerprint of the weights, which must be the profiled ones. It is None if there are no weights to
+    compare. Raise `CheckpointError` for an invalid profile, and `ConfigError` for a profile of another model.
     """
     path = None if folder is None else folder / FILE_NAME
     if path is not None and path.is_file():

@@ -1,4 +1,4 @@
-"""The profile as a picture: a row for each precision, sensitivity by layer and then quality by swapped layers."""
+"""The plot of a profile: for each precision a row with sensitivity by layer and quality by swapped layers."""
 
 from collections.abc import Mapping
 
@@ -12,8 +12,8 @@ from jaxserve.bench.report.figure import COLOURS, DPI, FAINT, INK, label_axes, p
 from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, Curve, LayerScores, SensitivityProfile
 
 SIZE = (3.35, 2.45)  # inches of one plot
-LEGEND = 0.75  # inches below all of them
-MARGIN = 0.08  # of an axis, beyond what is drawn
+LEGEND = 0.75  # inches below all plots
+MARGIN = 0.08  # share of an axis above the lines
 ORDERS = {LIS: COLOURS[0], FRONT: COLOURS[1], BACK: COLOURS[2], RANDOM: COLOURS[6]}
 NAMES = {LIS: "LIS"}
 SCORES = {"LTS": COLOURS[4], "LRS": COLOURS[3], "MDS": COLOURS[5]}
@@ -25,7 +25,7 @@ MEASURES = {
 
 
 def draw(profile: SensitivityProfile) -> bytes:
-    """A PNG file."""
+    """Draw a profile and return the bytes of a PNG file."""
     rows, columns = len(profile.precisions), 1 + len(MEASURES)
     figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows + LEGEND), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
@@ -55,7 +55,7 @@ def _style(axes: Axes) -> None:
 
 
 def _draw_scores(axes: Axes, precision: str, scores: LayerScores) -> None:
-    """How far each similarity is from 1; the numbers are the places in the order of swapping."""
+    """Draw the distance of each similarity from 1. The numbers are the positions in the order of swapping."""
     layers = np.arange(len(scores.order))
     lines = {"LTS": scores.lts, "LRS": scores.lrs, "MDS": scores.mds}
     for name, values in lines.items():
@@ -85,6 +85,7 @@ def _draw_curves(axes: Axes, precision: str, measure: str, curves: Mapping[str, 
         axes.plot(x, lines.mean(0), "-" if not several else "--", color=colour, label=label, linewidth=1.5)
         if several:
             axes.fill_between(x, lines.min(0), lines.max(0), color=colour, alpha=0.13, linewidth=0)
-    axes.ticklabel_format(axis="y", style="plain", useOffset=False)  # an offset would push the title up
+    # An offset would push the title up.
+    axes.ticklabel_format(axis="y", style="plain", useOffset=False)
     axes.set_title(f"{precision}: {MEASURES[measure]}", fontsize=9, color=INK, loc="left")
     label_axes(axes, "swapped layers", "")

@@ -1,4 +1,4 @@
-"""The profile as a value and as a versioned JSON file. No JAX, no numpy: policies and the simulator read it."""
+"""The profile as a value and as a versioned JSON file. Policies and the simulator read it without JAX or numpy."""
 
 import json
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from jaxserve.core.errors import CheckpointError, ConfigError
 
 FORMAT, VERSION = "jaxserve.sensitivity", 1
 FILE_NAME = "sensitivity.json"
-LIS, FRONT, BACK, RANDOM = "lis", "front-to-back", "back-to-front", "random"  # orders that are compared
+LIS, FRONT, BACK, RANDOM = "lis", "front-to-back", "back-to-front", "random"  # names of the compared orders
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Of the three similarities in the score (MorphServe, section 3.3 and its appendix)."""
+    """The weights of the three similarities in the score (MorphServe, section 3.3 and its appendix)."""
 
     lts: float = 0.25
     lrs: float = 0.25
@@ -25,26 +25,26 @@ class Weights:
 
 @dataclass(frozen=True)
 class Text:
-    """What was read: a file's name and SHA-256, from which to which share of it, and how many rows of tokens."""
+    """The text that was used: a part of a file, as rows of tokens."""
 
     name: str
     sha256: str
-    part: tuple[float, float]
+    part: tuple[float, float]  # begin and end, as shares of the file
     rows: int
-    length: int
+    length: int  # tokens of a row
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Quality on held-out text with 0, 1, ... layers swapped (`swapped` says how many at each point)."""
+    """Quality on held-out text by number of swapped layers, along one order of swapping."""
 
-    swapped: tuple[int, ...]
+    swapped: tuple[int, ...]  # number of swapped layers at each point
     cross_entropy: tuple[float, ...]  # nats per token
-    kl: tuple[float, ...]  # nats per token, from full precision to the mixture
-    top1: tuple[float, ...]  # share of positions where both would choose the same token
+    kl: tuple[float, ...]  # nats per token, relative to full precision
+    top1: tuple[float, ...]  # share of positions with the same most likely token as in full precision
 
     def area(self, measure: str) -> float:
-        """The mean of a measure over the share of swapped layers, 0 to 1, by the trapezoidal rule."""
+        """Return the mean of a measure over the share of swapped layers, by the trapezoidal rule."""
         values: tuple[float, ...] = getattr(self, measure)
         steps = list(zip(self.swapped, values, strict=True))
         strips = ((k1 - k0) * (v0 + v1) / 2 for (k0, v0), (k1, v1) in pairwise(steps))
@@ -53,10 +53,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class LayerScores:
-    """Of one precision: what the order was made of.
+    """The order of swapping to one precision, and the scores from which it was made.
 
-    `lts`, `lrs` and `mds` by layer number, `mds` with no other layer swapped; `lis` and `chosen_mds` by place in
-    `order`, as they were when the layer was chosen.
+    `lts`, `lrs` and `mds` are by layer. `mds` is that with no other layer swapped. `lis` and `chosen_mds` are by
+    position in `order`, as they were when the layer was chosen.
     """
 
     order: tuple[int, ...]
@@ -69,33 +69,30 @@ class LayerScores:
 
 @dataclass(frozen=True)
 class SensitivityProfile:
-    """The order in which a model's layers are best swapped for quantised ones, and the numbers behind it.
-
-    `scores` by precision; `curves` by precision and order, of random orders one per seed.
-    """
+    """The order in which a model's layers are best swapped for quantised ones, with its scores and curves."""
 
     model: str
     model_sha256: str  # `checkpoint.variants.fingerprint`
     num_layers: int
-    methods: Mapping[str, str]  # by precision: how the layers were quantised
+    methods: Mapping[str, str]  # method of quantisation by precision
     weights: Weights
     positions: str
     calibration: Text
     held_out: Text
-    scores: Mapping[str, LayerScores]
-    curves: Mapping[str, Mapping[str, tuple[Curve, ...]]]
+    scores: Mapping[str, LayerScores]  # by precision
+    curves: Mapping[str, Mapping[str, tuple[Curve, ...]]]  # by precision and order; one for each random order
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Those that were profiled."""
+        """The profiled precisions."""
         return tuple(self.scores)
 
     def order(self, precision: str) -> tuple[int, ...]:
-        """All layers, the one to be swapped first in front. Raises ConfigError for a precision without a profile."""
+        """Return all layers in the order of swapping. Raise `ConfigError` if `precision` was not profiled."""
         return self.of(precision).order
 
     def of(self, precision: str) -> LayerScores:
-        """The scores of a precision. Raises ConfigError for one that was not profiled."""
+        """Return the scores of a precision. Raise `ConfigError` if it was not profiled."""
         if precision not in self.scores:
             raise ConfigError(
                 f"the sensitivity profile of {self.model} has no {precision!r}, only {', '.join(self.scores)}; "
@@ -104,7 +101,7 @@ class SensitivityProfile:
         return self.scores[precision]
 
     def check_model(self, model_sha256: str, num_layers: int) -> None:
-        """Raises ConfigError if the profile was made of another model, or of other weights of the same."""
+        """Raise `ConfigError` if the profile is of another model or of other weights."""
         if num_layers != self.num_layers:
             raise ConfigError(
                 f"the sensitivity profile is of a model of {self.num_layers} layers, this one has {num_layers}"
@@ -112,11 +109,11 @@ class SensitivityProfile:
         if model_sha256 != self.model_sha256:
             raise ConfigError(
                 f"the sensitivity profile was made of other weights ({self.model}, sha256 {self.model_sha256[:12]}) "
-                f"than these (sha256 {model_sha256[:12]}); make it anew with `jaxserve profile`"
+                f"than these (sha256 {model_sha256[:12]}); make a new one with `jaxserve profile`"
             )
 
     def save(self, path: Path) -> None:
-        """Writes the file, in place of an older one."""
+        """Write the profile to a file, which replaces an older one."""
         body = {"format": FORMAT, "version": VERSION} | asdict(self)
         partial = path.with_name(path.name + ".part")
         partial.write_text(json.dumps(body, indent=1) + "\n")
@@ -124,7 +121,7 @@ class SensitivityProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> "SensitivityProfile":
-        """Reads a profile. Raises CheckpointError naming the file and what is wrong with it."""
+        """Read a profile. Raise `CheckpointError`, which names the file, if it is missing or invalid."""
         path = Path(path)
         try:
             body = json.loads(path.read_text())
@@ -135,11 +132,11 @@ class SensitivityProfile:
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise CheckpointError(f"{path}: is not a sensitivity profile (its format is not {FORMAT!r})")
         if body.get("version") != VERSION:
-            raise CheckpointError(f"{path}: is of version {body.get('version')}, this jaxserve reads {VERSION}")
+            raise CheckpointError(f"{path}: has version {body.get('version')}: this jaxserve reads version {VERSION}")
         try:
             profile = _from_json(body)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path}: holds a value that is missing or of the wrong kind ({error!r})") from error
+            raise CheckpointError(f"{path}: a value is missing or of the wrong type ({error!r})") from error
         _check_orders(profile, path)
         return profile
 
@@ -166,5 +163,6 @@ def _check_orders(profile: SensitivityProfile, path: Path) -> None:
     for precision, scores in profile.scores.items():
         if sorted(scores.order) != list(range(profile.num_layers)):
             raise CheckpointError(
-                f"{path}: the order of {precision} is not one of layers 0-{profile.num_layers - 1}: {scores.order}"
+                f"{path}: the order of {precision} is {scores.order}: it must have each layer from 0 to "
+                f"{profile.num_layers - 1} once"
             )

@@ -1,4 +1,4 @@
-"""From a checkpoint and two texts to a profile."""
+"""The work of `jaxserve profile`: makes a sensitivity profile from a checkpoint and two texts."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,32 +22,34 @@ from jaxserve.quantization.layer import BITS, bits_of
 
 @dataclass(frozen=True)
 class Options:
-    """How a profile is made. Lengths in tokens."""
+    """The options of a profile."""
 
     precisions: tuple[str, ...] = ("int8", "int4", "int3")
-    length: int = 256
+    length: int = 256  # tokens of a sequence
     calib_tokens: int = 4096
     held_out_tokens: int = 4096
     weights: Weights = field(default_factory=Weights)
     positions: Positions = "all"
-    seeds: int = 5
+    seeds: int = 5  # number of random orders
     max_points: int = 17  # of a curve
-    variants: Path | None = None  # a folder that `jaxserve quantize` made; None: what an engine would run
+    variants: Path | None = None  # a folder made by `jaxserve quantize`; None: the variants that an engine would run
     dtype: Literal["auto", "bfloat16", "float32"] = "float32"
 
 
 def profile_model(
     folder: Path, calib: Path, held_out: Path | None, options: Options, begin: Begin = lambda what, steps: lambda: None
 ) -> SensitivityProfile:
-    """Ranks the layers on one text and measures orders of swapping on another, by default the calibration's 2nd half.
+    """Rank the layers on one text, and measure orders of swapping on another one.
 
-    Raises ConfigError for options or texts that do not fit, CheckpointError for a model that cannot be read.
+    Without `held_out`, layers are ranked on the first half of the calibration text and measured on the second. Raise
+    `ConfigError` for unsuitable options or texts, and `CheckpointError` for a model that cannot be read.
     """
     if not options.precisions:
-        raise ConfigError(f"--precisions: name at least one of {', '.join(BITS)}")
+        raise ConfigError(f"--precisions is empty: name at least one of {', '.join(BITS)}")
     for name in options.precisions:
         bits_of(name)
-    devices()  # before anything is read: an error if JAX cannot start
+    # First of all, so that an error of JAX at its start comes before the model is read.
+    devices()
     checkpoint, tokenizer = open_checkpoint(folder, dtype=options.dtype), Tokenizer.load(folder)
     checkpoint = checkpoint.in_dtype(dtype_beside_quantized(checkpoint.config.dtype))
     calibration, unseen = _read_texts(calib, held_out, tokenizer, options)
@@ -61,7 +63,7 @@ def make_profile(
     options: Options,
     begin: Begin = lambda what, steps: lambda: None,
 ) -> SensitivityProfile:
-    """The same for an open model and texts that were read."""
+    """Make the profile of an open checkpoint, given the rows of both texts."""
     variants, methods = _variants(checkpoint, options)
     chain = LayerChain(checkpoint, variants)
     scores, found = {}, {}
@@ -84,7 +86,7 @@ def make_profile(
 
 
 def rank_layers(measures: Measures, options: Options, begin: Begin) -> LayerScores:
-    """The order of one precision and what it was made of."""
+    """Return the order of swapping for one precision, with its scores."""
     lts, lrs = measures.local()
     weights = options.weights
     local = [weights.lts * a + weights.lrs * b for a, b in zip(lts, lrs, strict=True)]
@@ -94,7 +96,7 @@ def rank_layers(measures: Measures, options: Options, begin: Begin) -> LayerScor
 
 
 def _variants(checkpoint: Checkpoint, options: Options) -> tuple[Variants, dict[str, str]]:
-    """Where quantised layers come from, and how those of each precision were made."""
+    """Return the source of quantised layers, and their methods of quantisation by precision."""
     if options.variants is None:
         layers = checkpoint.config.block_ids[1:-1]
         made = {name: dict.fromkeys(checkpoint.method(layer, name) for layer in layers) for name in options.precisions}
@@ -113,5 +115,5 @@ def _read_texts(calib: Path, held_out: Path | None, tokenizer: Tokenizer, option
         for path, count, part in zip((calib, held_out or calib), counts, parts, strict=True)
     )
     if held_out and calibration.source.sha256 == unseen.source.sha256:
-        raise ConfigError(f"{held_out}: is the calibration text; quality is measured on another (or leave it out)")
+        raise ConfigError(f"{held_out}: is the calibration text: give another text for quality, or none")
     return calibration, unseen

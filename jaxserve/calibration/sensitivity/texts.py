@@ -1,4 +1,4 @@
-"""Files of text as rows of tokens."""
+"""Reading files of text as rows of tokens."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,19 +15,20 @@ from jaxserve.engine.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens int32 [N, S + 1], of which each row is a sequence of S and its targets, and where they come from."""
+    """Rows of tokens, and the text that they are from. Each row is a sequence of S tokens and their targets."""
 
-    tokens: Int[np.ndarray, "N S+1"]
+    tokens: Int[np.ndarray, "N S+1"]  # int32
     source: Text
 
 
 def read_rows(
     path: Path, tokenizer: Tokenizer, length: int, count: int, part: tuple[float, float] = (0.0, 1.0)
 ) -> Rows:
-    """`count` rows of `length` tokens that lie evenly over a part of a file, given as where it begins and ends.
+    """Read `count` rows of `length` tokens and their targets, spread evenly over a part of a file.
 
-    The file is plain text, or .jsonl with a "text" in each line. Each row begins with the special tokens that the
-    tokenizer puts in front of a text. Raises ConfigError for a file that cannot be read or is too short.
+    `part` is (begin, end) as shares of the file, which is plain text, or .jsonl with a "text" in each line. Each row
+    begins with the special tokens that the tokenizer puts before a text. Raise `ConfigError` if the file cannot be read
+    or is too short.
     """
     front = tokenizer.encode("")
     body = length + 1 - len(front)
@@ -36,7 +37,7 @@ def read_rows(
     stream = tokens[slice(*(round(share * len(tokens)) for share in part))]
     if len(stream) < body * count:
         raise ConfigError(
-            f"{path}: {len(stream)} tokens are to be had, {count} rows of {length} need {body * count}; "
+            f"{path}: has {len(stream)} tokens, but {count} rows of {length} need {body * count}: "
             "give a longer file, or ask for fewer tokens"
         )
     starts = np.linspace(0, len(stream) - body, count).astype(int)

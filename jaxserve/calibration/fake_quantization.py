@@ -1,4 +1,4 @@
-"""`rounding.quantize` and what its result stands for, in JAX, for searches that try many times."""
+"""Fake quantisation: quantises and dequantises as `rounding.quantize` does, but in JAX, for searches that try often."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,10 @@ from jaxserve.quantization.rounding import group_size
 
 
 def grouped(w: Float[Array, "*O C"], group: int) -> Float[Array, "*O groups group"]:
-    """The inputs as groups of the size that `quantize` takes: the nearest to `group` that divides them; 0: all."""
+    """Split the inputs into groups of the size that `quantize` uses.
+
+    That is the size nearest to `group` that divides the inputs. 0 stands for one group of all inputs.
+    """
     size = w.shape[-1]
     group = size if group == 0 else group_size(size, group)
     return w.reshape(*w.shape[:-1], size // group, group)
@@ -17,7 +20,7 @@ def grouped(w: Float[Array, "*O C"], group: int) -> Float[Array, "*O groups grou
 def scales_and_zeros(
     groups: Float[Array, "*G group"], bits: int, symmetric: bool
 ) -> tuple[Float[Array, "*G"], Float[Array, "*G"]]:
-    """The scale and zero point of each group; the same numbers as `quantize`'s, zeros of 0 where symmetric."""
+    """Return the scale and zero point of each group, equal to those of `quantize`. Symmetric zero points are 0."""
     low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     zero = jnp.zeros(groups.shape[:-1])
     if symmetric:
@@ -30,13 +33,13 @@ def scales_and_zeros(
 
 
 def codes(x: Array, scales: Array, zeros: Array, bits: int) -> Array:
-    """The nearest signed codes, as floats; everything broadcasts."""
+    """Return the nearest signed codes as floats. The arguments are broadcast against each other."""
     low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     return jnp.clip(jnp.rint(x / scales + zeros), low, high)
 
 
 def rounded(groups: Float[Array, "*G group"], bits: int, symmetric: bool) -> Float[Array, "*G group"]:
-    """What the quantised weights stand for."""
+    """Return the weights after quantisation and dequantisation."""
     scales, zeros = (x[..., None] for x in scales_and_zeros(groups, bits, symmetric))
     return (codes(groups, scales, zeros, bits) - zeros) * scales
 
@@ -47,5 +50,5 @@ def _stored(scales: Array) -> Array:
 
 
 def _bfloat16(x: Array) -> Array:
-    """float32 numbers that bfloat16 holds; a plain cast there and back may be optimised away."""
+    """Round float32 to numbers that bfloat16 holds. XLA may optimise away a cast to bfloat16 and back."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
