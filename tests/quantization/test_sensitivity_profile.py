@@ -234,7 +234,7 @@ def test_profile_command_uses_and_names_prepared_variants(calib, tmp_path):
     ("args", "message"),
     [
         (("--precisions", "int5"), "'int5' is not quantised: choose from int8, int4, int3"),
-        (("--precisions", ","), "--precisions: name at least one of int8, int4, int3"),
+        (("--precisions", ","), "--precisions is empty: name at least one of int8, int4, int3"),
         (("--weights", "1,2"), "--weights is '1,2': give three numbers with commas"),
         (("--weights", "0,0,0"), "each must be at least 0, and one of them above 0"),
         (("--weights", "1,-1,1"), "each must be at least 0, and one of them above 0"),

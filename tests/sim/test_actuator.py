@@ -1,7 +1,7 @@
 """Transitions in virtual time: the real engine core and step loop, on a device that only counts seconds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from jaxserve.control.transitions import PATIENCE, TRY_AGAIN
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.core.work import StepOutput, Work
+from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
@@ -26,53 +26,37 @@ from jaxserve.sim.hardware import Link
 from jaxserve.sim.links import Priority, SharedLinks
 from jaxserve.telemetry import EngineMetrics, Snapshot
 from tests.support.control import LAYER, MB, PAGE, home_plan, machine
+from tests.sim.devices import PendingStep, VirtualDevice
 
 LAYERS, PAGES = 4, 101
 STEP = 0.1  # s
 INFO = ModelInfo("model", max_model_len=256, vocab_size=1000, hidden_size=64, created=0)
 
 
-@dataclass
-class Pending:
-    """A step on the device: whoever fetches its tokens waits until it ends."""
-
-    end: float
-    rows: int
-    wait_until: Callable[[float], None]
-
-    def fetch(self) -> StepOutput:
-        self.wait_until(self.end)
-        return StepOutput(np.zeros(self.rows, np.int32))
-
-
-class Device:
-    """One step after the other, each of `STEP` seconds."""
+class PlannedDevice(VirtualDevice):
+    """A device with steps of `STEP` seconds, which records the plan of each step."""
 
     def __init__(self, clock: VirtualClock, wait_until: Callable[[float], None]):
-        self.clock, self.wait_until = clock, wait_until
+        super().__init__(clock, lambda work: STEP, wait_until)
         self.plan: InstancePlan | None = None
-        self.steps: list[tuple[float, InstancePlan]] = []  # when each ends, and what it runs
-        self.end = 0.0
+        self.steps: list[tuple[float, InstancePlan]] = []  # the end (s) and the plan of each step
 
-    def execute(self, work: Work) -> Pending:
+    def execute(self, work: Work) -> PendingStep:
         assert self.plan is not None
-        self.end = max(self.clock.time, self.end) + STEP
-        self.steps.append((self.end, self.plan))
-        return Pending(self.end, len(work.decodes) + len(work.chunks), self.wait_until)
-
-    def settle(self) -> None:
-        pass
+        pending = super().execute(work)
+        self.steps.append((pending.end, self.plan))
+        return pending
 
 
-class Served:
-    """An instance: a `StepLoop` that runs what it is given at once while no step is under way."""
+class ServedInstance:
+    """An instance with a real `StepLoop`, which runs calls at once while no step is in progress."""
 
-    def __init__(self, core: EngineCore, device: Device, plan: InstancePlan):
+    def __init__(self, core: EngineCore, device: PlannedDevice, plan: InstancePlan):
         self.core, self.device = core, device
         self.loop = StepLoop(core, device, device.clock)
         self.loop.wake = self.run_calls
         self.stepping = False
-        self.tokens: dict[str, int] = {}  # that were generated, by request
+        self.tokens: dict[str, int] = {}  # number of generated tokens by request
         self.plans: list[tuple[float, InstancePlan]] = []
         self.set_plan(plan)
 
@@ -100,7 +84,7 @@ class Served:
 
 
 class World:
-    """Instances that all are on one machine, an actuator, and the time that passes for both."""
+    """Instances on one machine, their actuator, and the virtual time of both."""
 
     def __init__(
         self,
@@ -113,8 +97,9 @@ class World:
         spare: int = 0,
         kept: tuple[str, ...] = (),
     ):
-        """`exchange`: what the ledger holds for a variant in preparation; `spare`: what the budget leaves free; `kept`:
-        precisions in which layers lie ready.
+        """Start with a ledger that reserves `exchange` bytes as a swap buffer and leaves `spare` bytes free.
+
+        `kept` are the precisions in which layers are pinned on the host.
         """
         self.clock = VirtualClock()
         self.resources: Resources = replace(machine(LAYERS, home_pages=PAGES), kept=kept)
@@ -141,14 +126,14 @@ class World:
         )
         self.controlled, self.requests = False, 0
         self.outcomes: list[Outcome] = []
-        self.ended: list[float] = []  # when each outcome was there
+        self.ended: list[float] = []  # time (s) of each outcome
 
-    def _instance(self, number: int) -> Served:
+    def _instance(self, number: int) -> ServedInstance:
         pages = PagePool(PAGES, caching=False, min_pages=self.resources.min_pages, max_pages=self.resources.max_pages)
         scheduler = Scheduler(SchedulerLimits(4, 4, 16, 16), pages, PageTable(4, 64))
         static = self.describe(self.home, number)
         core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), static=static, index=number)
-        return Served(core, Device(self.clock, self.run_until), self.home.instances[number])
+        return ServedInstance(core, PlannedDevice(self.clock, self.run_until), self.home.instances[number])
 
     def entries(self, plan: Plan) -> dict[str, int]:
         stages = [instance.stages[0] for instance in plan.instances]
@@ -166,20 +151,20 @@ class World:
         self.requests += 1
 
     def run_until(self, time: float) -> None:
-        """The actuator's events up to `time`; then it is `time`."""
+        """Handle the actuator's events up to `time`, and set the clock to it."""
         while (due := self.actuator.next_event()) <= time:
             assert due >= self.clock.time
             self.clock.time = due
             self.actuator.advance(due)
-            self.look()
+            self.collect_outcomes()
         self.clock.time = max(self.clock.time, time)
 
     def start(self, *transitions: Transition) -> None:
         self.actuator.start(transitions)
-        self.look()
+        self.collect_outcomes()
 
-    def look(self) -> None:
-        """Takes the outcomes that there are, unless a controller does."""
+    def collect_outcomes(self) -> None:
+        """Collect the actuator's outcomes, unless a controller does."""
         assert self.ledger.used <= self.ledger.budget
         if self.controlled:
             return
@@ -188,7 +173,7 @@ class World:
         self.ended += [self.clock.time] * len(outcomes)
 
     def serve(self, number: int = 0, *, steps: int = 10_000) -> None:
-        """Steps until nothing is left to do, or so often."""
+        """Step until the instance is idle, at most `steps` times."""
         instance = self.instances[number]
         while steps and not instance.loop.idle:
             instance.step()
@@ -196,14 +181,14 @@ class World:
             steps -= 1
 
     def carry_out(self, *transitions: Transition) -> list[float]:
-        """Of transitions while nothing runs, or after it; returns the seconds that each took."""
+        """Carry transitions out while no step runs, and return the seconds of each."""
         self.outcomes, self.ended = [], []
         self.start(*transitions)
         self.run_until(self.clock.time + 1000.0)
         assert not self.actuator.busy
         return [outcome.seconds for outcome in self.outcomes]
 
-    def towards(self, target: Plan) -> tuple[Transition, ...]:
+    def transitions_to(self, target: Plan) -> tuple[Transition, ...]:
         return diff(self.actuator.plan, target, self.resources)
 
     def swap(self, layer: int, precision: str, *, before: str = "bfloat16", instance: int = 0) -> SwapPrecision:
@@ -239,17 +224,17 @@ def test_a_layer_that_is_kept_is_used_at_once_and_gives_all_of_the_one_before() 
     world = World(bandwidth=100 * MB, exchange=0, kept=("int8", "int4"))
     world.links.start(0.0, "pcie", 30 * MB, Priority.WEIGHTS)
     small = world.home.with_precisions(0, {"layers.1": "int4"})
-    assert world.carry_out(*world.towards(small.with_kv_pages(0, PAGES + 40))) == [0.0, 0.0]
+    assert world.carry_out(*world.transitions_to(small.with_kv_pages(0, PAGES + 40))) == [0.0, 0.0]
     assert world.ledger.entries == {"weights": 3 * LAYER["bfloat16"], "kv": (PAGES + 40) * PAGE}
-    assert world.carry_out(*world.towards(world.home)) == pytest.approx([0.0, 0.2]), "20 MB at 100 MB/s"
+    assert world.carry_out(*world.transitions_to(world.home)) == pytest.approx([0.0, 0.2]), "20 MB at 100 MB/s"
     assert world.ledger.used == world.ledger.budget
 
 
 def test_layers_that_are_kept_change_between_the_same_two_steps() -> None:
     world = World(bandwidth=100 * MB, exchange=0, kept=("int4",))
     small = world.home.with_precisions(0, {"layers.1": "int4", "layers.2": "int4"})
-    assert world.carry_out(*world.towards(small)) == [0.0, 0.0]
-    assert world.carry_out(*world.towards(world.home)) == pytest.approx([0.4, 0.4]), "2 x 20 MB at 100 MB/s"
+    assert world.carry_out(*world.transitions_to(small)) == [0.0, 0.0]
+    assert world.carry_out(*world.transitions_to(world.home)) == pytest.approx([0.4, 0.4]), "2 x 20 MB at 100 MB/s"
     assert [plan.layer_precisions.count("int4") for _, plan in world.instances[0].plans] == [0, 2, 0]
 
 
@@ -310,30 +295,30 @@ def test_a_pool_shrinks_in_the_time_that_the_pages_take_which_have_to_move() -> 
     pages = world.instances[0].core.scheduler.pages
     assert world.carry_out(world.resize(91)) == [0.0], "no page is in use"
     held = pages.allocate(90)
-    pages.release(held[:70])  # the 20 last ones stay, and 10 of them have to move
+    pages.release(held[:70])  # the last 20 pages remain in use, and 10 of them have to move
     assert world.carry_out(world.resize(51, before=91)) == pytest.approx([20 * PAGE / (1000 * MB)])
     pages.release(range(1, 21))
     assert world.carry_out(world.resize(41, before=51)) == [0.0]
 
 
-# -- in which order
+# -- order of commits and releases
 
 
 def test_it_is_committed_between_two_steps_and_frees_its_memory_when_those_dispatched_before_have_ended() -> None:
     world = World()
     (instance,), full = world.instances, LAYERS * LAYER["bfloat16"]
     world.add(tokens=10)
-    instance.step()  # one step is on the device, until 0.1
+    instance.step()  # the first step is on the device until 0.1
     world.start(world.swap(1, "int8"), world.swap(2, "int8"))
     world.run_until(0.05)
     assert instance.plans[-1] == (pytest.approx(0.01), world.actuator.plan.instances[0])
     assert (world.ledger.entries["weights"], world.outcomes) == (full, [])
-    instance.step()  # another one begins, until 0.2; the first one ends
+    instance.step()  # the second step begins, until 0.2, and the first one ends
     world.run_until(0.1)
     assert (world.ledger.entries["weights"], world.ended) == (full - 10 * MB, [0.1])
-    instance.step()  # another one, until 0.3; the second swap is prepared meanwhile, and waits
+    instance.step()  # the third step begins, until 0.3; the second swap is prepared meanwhile, and waits
     assert (world.clock.time, world.actuator.plan.version) == (0.2, 2)
-    instance.step()  # it is committed before this one, and freed when the third has ended
+    instance.step()  # the second swap is committed before the fourth step, and freed when the third step has ended
     assert (world.clock.time, world.actuator.plan.version) == (pytest.approx(0.3), 3)
     assert world.ledger.entries["weights"] == full - 10 * MB
     world.run_until(world.clock.time)
@@ -349,7 +334,7 @@ def test_pages_move_after_the_steps_on_the_device_and_come_back_after_the_one_be
     world.add(tokens=30)
     (instance,) = world.instances
     scheduler = instance.core.scheduler
-    scheduler.pages.allocate(90)  # somebody's: the request's page is the 91st, and has to move
+    scheduler.pages.allocate(90)  # so that the request's page is the 91st, and has to move
     instance.step()
     world.start(world.resize(100))
     assert scheduler.pages.num_pages == 100, "at once"
@@ -368,11 +353,11 @@ def test_any_number_of_transitions_may_end_at_the_same_time() -> None:
     assert world.ended == [0.0] * 4000
 
 
-# -- what fails
+# -- failures
 
 
 def unchanged(world: World) -> bool:
-    """Whether all is as at the start, and nothing under way."""
+    """Return whether everything is as at the start, with no transition or transfer in progress."""
     (instance,) = world.instances
     return (
         world.actuator.plan == world.home
@@ -461,7 +446,7 @@ targets = st.lists(
 @settings(max_examples=40)
 @given(targets, st.integers(0, 8), st.sampled_from([20 * MB, 500 * MB, 10_000 * MB]), st.integers(0, 2**16))
 def test_any_sequence_of_plans_under_load(wanted: list, requests: int, bandwidth: float, seed: int) -> None:
-    """What has ended is what is in force, everywhere; the ledger is never exceeded; all requests get their tokens."""
+    """The plan in force is that of the ended transitions, the ledger is never exceeded, and requests get all tokens."""
     world, rng = World(bandwidth=bandwidth), np.random.default_rng(seed)
     (instance,) = world.instances
     tokens = rng.integers(1, 100, requests).tolist()
@@ -474,7 +459,7 @@ def test_any_sequence_of_plans_under_load(wanted: list, requests: int, bandwidth
             precisions, pages = plans.pop(0)
             changes = {f"layers.{layer}": precision for layer, precision in enumerate(precisions)}
             target = plan.with_precisions(0, changes).with_kv_pages(0, pages)
-            world.outcomes, pending = [], world.towards(target)
+            world.outcomes, pending = [], world.transitions_to(target)
             world.start(*pending)
         if instance.loop.idle:
             world.run_until(world.clock.time + 1.0)

@@ -1,4 +1,4 @@
-"""A simulated instance: steps that are taken at once are the steps one by one, at the times of the real loop."""
+"""A simulated instance: a steady run equals its single steps, at the times of the real step loop."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,18 +8,19 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.core.work import StepOutput, Work
+from jaxserve.core.work import Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.sim.cost_model import StepLoad
 from jaxserve.sim.simulation import SimRequest
 from tests.sim.clusters import PAGE, Formula, answered, cluster
+from tests.sim.devices import VirtualDevice
 
-prompts = st.one_of(st.none(), st.integers(0, 2))  # one of few prefixes, or nothing in common
+prompts = st.one_of(st.none(), st.integers(0, 2))  # one of three shared prefixes, or none
 lengths = st.tuples(st.floats(0, 8), st.integers(1, 30), st.integers(1, 30), prompts)
 
 
 def requests(drawn: Sequence[tuple[float, int, int, int | None]]) -> list[SimRequest]:
-    """From gaps between arrivals, lengths and prefixes."""
+    """Return requests made from gaps between arrivals, lengths and prefixes."""
     made, time = [], 0.0
     for number, (gap, inputs, outputs, prefix) in enumerate(drawn):
         time += gap
@@ -47,7 +48,7 @@ def test_steps_taken_at_once_are_the_steps_one_by_one(drawn, pages, caching):
 
 
 class Ticks:
-    """A control that only looks, every so often, at all snapshots."""
+    """A control that only records all snapshots, at an interval."""
 
     def __init__(self, interval: float):
         self.interval, self.due, self.seen = interval, 0.0, []
@@ -73,7 +74,7 @@ def test_whoever_looks_sees_what_steps_one_by_one_have_done(drawn, interval):
         answers = answered(simulation, requests(drawn))
         seen.append((ticks.seen, [answer.last_token for answer in answers]))
     (looked, ends), (other, other_ends) = seen
-    assert ends == pytest.approx(other_ends)  # looking changes nothing
+    assert ends == pytest.approx(other_ends)  # snapshots change nothing
     for (snapshot,), (expected,) in zip(looked, other, strict=False):
         assert snapshot.generated_tokens == expected.generated_tokens
         assert snapshot.kv_pages_used == expected.kv_pages_used
@@ -81,37 +82,17 @@ def test_whoever_looks_sees_what_steps_one_by_one_have_done(drawn, interval):
         assert snapshot.time == pytest.approx(expected.time)
 
 
-class Device:
-    """An executor that keeps the time of a `Formula` on a virtual clock, and waits in `fetch`."""
-
-    def __init__(self, clock: VirtualClock):
-        self.clock, self.end = clock, 0.0
-
-    def execute(self, work: Work) -> "Device.Pending":
-        tiles = sum(-(-chunk.length // 8) for chunk in work.chunks)
-        context = sum(sequence.num_computed for sequence in work.decodes)
-        prefill = sum(chunk.length * (chunk.start + chunk.length + 1) for chunk in work.chunks)
-        decodes = len(work.decodes)
-        if tiles:
-            rows, tokens = (4 if decodes else 0), 8 * next(n for n in (1, 2, 4) if n >= tiles)
-        else:
-            rows, tokens = next(n for n in (1, 2, 4) if n >= decodes), 0
-        seconds = Formula().seconds(StepLoad(rows + tokens, 0, decodes, context, prefill))
-        self.end = max(self.end, self.clock.time + Formula().host) + seconds
-        return self.Pending(self, self.end, len(work.decodes) + len(work.chunks))
-
-    def settle(self) -> None:
-        pass
-
-    class Pending:
-        def __init__(self, device: "Device", end: float, rows: int):
-            self.device, self.end, self.rows = device, end, rows
-
-        def fetch(self) -> StepOutput:
-            import numpy as np
-
-            self.device.clock.time = max(self.device.clock.time, self.end)
-            return StepOutput(np.zeros(self.rows, np.int32))
+def formula_seconds(work: Work) -> float:
+    """Return the time of a step by `Formula`, with the load counted independently of `Loads`."""
+    tiles = sum(-(-chunk.length // 8) for chunk in work.chunks)
+    context = sum(sequence.num_computed for sequence in work.decodes)
+    prefill = sum(chunk.length * (chunk.start + chunk.length + 1) for chunk in work.chunks)
+    decodes = len(work.decodes)
+    if tiles:
+        rows, tokens = (4 if decodes else 0), 8 * next(n for n in (1, 2, 4) if n >= tiles)
+    else:
+        rows, tokens = next(n for n in (1, 2, 4) if n >= decodes), 0
+    return Formula().seconds(StepLoad(rows + tokens, 0, decodes, context, prefill))
 
 
 def test_an_instance_keeps_the_times_of_the_real_step_loop():
@@ -120,7 +101,7 @@ def test_an_instance_keeps_the_times_of_the_real_step_loop():
 
     clock = VirtualClock()
     core = cluster().instances[0].core
-    loop = StepLoop(core, Device(clock), clock)
+    loop = StepLoop(core, VirtualDevice(clock, formula_seconds, dispatch_s=Formula().host), clock)
     for number, request in enumerate(asked):
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
         core.add(Request(str(number), (0,) * request.input_tokens, params, 0.0))
@@ -130,7 +111,7 @@ def test_an_instance_keeps_the_times_of_the_real_step_loop():
         for output in loop.step():
             times.setdefault(output.request_id, []).append(clock.time)
         if first:
-            clock.time += Formula().host  # what a begin on an idle device takes
+            clock.time += Formula().host  # of the begin on an idle device
             first = False
     for number, answer in enumerate(found):
         assert answer.token_times == pytest.approx(times[str(number)])

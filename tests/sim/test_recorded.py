@@ -1,4 +1,4 @@
-"""A recorded run is played back step by step and decision by decision; what differs is told."""
+"""A recorded run is replayed step by step and decision by decision, and differences are reported."""
 
 import json
 from collections import deque
@@ -19,7 +19,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.step_load import StepLoad
 from jaxserve.core.step_shapes import Buckets
-from jaxserve.core.work import StepOutput, Work
+from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
@@ -29,16 +29,17 @@ from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.recorded import Diverged, RecordedCostModel, replay
 from jaxserve.telemetry import EngineMetrics, Snapshot
 from tests.support.control import home_plan, machine
+from tests.sim.devices import PendingStep, VirtualDevice
 
 PAGE, TILE, LONGEST, PAGES, SEQS = 4, 8, 128, 50, 8
 BUCKETS = Buckets(SEQS, 4, TILE, 1, (LONGEST // PAGE,))
 RESOURCES = replace(machine(8, home_pages=PAGES, max_pages=400), min_pages=LONGEST // PAGE + 1)
 
 
-class World(VirtualClock):
-    """An engine and its controller that share a clock: time passes in the device, and with every look at the clock.
+class RecordedEngine(VirtualClock):
+    """An engine and its controller on one clock: time passes in the device, and at every call of `now`.
 
-    The controller's thread looks whenever it is due, also between the end of a step and what the loop then does.
+    The controller ticks whenever it is due, also between the end of a step and the loop's work after it.
     """
 
     def __init__(self, path: Path, requests: Sequence[tuple[float, int, int]], *, policy: str, seed: int = 0):
@@ -70,13 +71,21 @@ class World(VirtualClock):
             salt=assignment_id(self.plan.instances[0].layer_precisions),
             static=self.describe(),
         )
-        self.loop = StepLoop(self.core, Device(self), self, log=InstanceLog(self.log, self.core, BUCKETS))
+        self.loop = StepLoop(self.core, self.device(), self, log=InstanceLog(self.log, self.core, BUCKETS))
         self.loop.wake = lambda: None
         known = load_policy(policy, RESOURCES, range(8), slo_ttft=4.0)
-        self.actuator = Actuator(self)
+        self.actuator = StepwiseActuator(self)
         self.controller = LoggedController(self.log, self.plan, known, RESOURCES, self.actuator)
         self.next_tick = self.time
         self.ticking = False
+
+    def device(self) -> VirtualDevice:
+        """Return a device whose steps take a random time."""
+
+        def seconds_of(work: Work) -> float:
+            return float(self.rng.uniform(0.01, 0.05))
+
+        return SlowDispatch(self, seconds_of, lambda end: self.pass_time(max(0.0, end - self.time)), token=1)
 
     def describe(self) -> Snapshot:
         return Snapshot(kv_pages_total=self.plan.instances[0].kv_pages - 1, plan_version=self.plan.version)
@@ -87,7 +96,7 @@ class World(VirtualClock):
         return now
 
     def pass_time(self, seconds: float) -> None:
-        """Time passes, with the ticks that fall into it."""
+        """Advance the clock, with the ticks that are due meanwhile."""
         end = self.time + seconds
         while self.next_tick <= end and not self.ticking:
             self.time, self.ticking = max(self.time, self.next_tick), True
@@ -97,7 +106,7 @@ class World(VirtualClock):
         self.time = max(self.time, end)
 
     def run(self, linger: float = 5.0) -> None:
-        """Until all requests are answered, and a while longer."""
+        """Run until all requests are answered, and `linger` seconds longer."""
         while self.requests or not self.loop.idle:
             self.take_requests()
             self.loop.step()
@@ -115,35 +124,21 @@ class World(VirtualClock):
             self.loop.add(Request(f"r{number}", (number + 5,) * prompt, params, 1000 + arrival))
 
 
-class Device:
-    """Steps take a random time each, one after the other."""
+class SlowDispatch(VirtualDevice):
+    """A device whose dispatch takes a millisecond of the engine's time."""
 
-    def __init__(self, world: World):
-        self.world, self.end = world, 0.0
+    clock: RecordedEngine
 
-    def execute(self, work: Work) -> "Pending":
-        self.world.pass_time(1e-3)
-        self.end = max(self.world.time, self.end) + float(self.world.rng.uniform(0.01, 0.05))
-        return Pending(self.world, self.end, len(work.decodes) + len(work.chunks))
-
-    def settle(self) -> None:
-        pass
+    def execute(self, work: Work) -> PendingStep:
+        self.clock.pass_time(1e-3)
+        return super().execute(work)
 
 
-class Pending:
-    def __init__(self, world: World, end: float, rows: int):
-        self.world, self.end, self.rows = world, end, rows
+class StepwiseActuator:
+    """An actuator that commits one transition between two steps, and reports its outcome when these have ended."""
 
-    def fetch(self) -> StepOutput:
-        self.world.pass_time(max(0.0, self.end - self.world.time))
-        return StepOutput(np.ones(self.rows, np.int32))
-
-
-class Actuator:
-    """Commits transitions between two steps, one at each, soon; an outcome is there a little later."""
-
-    def __init__(self, world: World):
-        self.world = world
+    def __init__(self, engine: RecordedEngine):
+        self.engine = engine
         self.left: deque[Transition] = deque()
         self.done: list[Outcome] = []
 
@@ -153,44 +148,44 @@ class Actuator:
 
     def start(self, transitions: Sequence[Transition]) -> None:
         self.left.extend(transitions)
-        self.go_on()
+        self.commit_soon()
 
-    def go_on(self) -> None:
-        self.world.loop.call(self.commit)
+    def commit_soon(self) -> None:
+        self.engine.loop.call(self.commit)
 
     def poll(self) -> Sequence[Outcome]:
         done, self.done = self.done, []
         return done
 
     def commit(self) -> None:
-        world, transition = self.world, self.left[0]
+        engine, transition = self.engine, self.left[0]
         error: str | None = None
         try:
             if isinstance(transition, ResizeKVPool):
-                count, scheduler = transition.after - transition.before, world.core.scheduler
+                count, scheduler = transition.after - transition.before, engine.core.scheduler
                 scheduler.grow(count) if count >= 0 else scheduler.shrink(-count, lambda moves: None)
-            world.plan = transition.apply(world.plan)
-            world.core.replan(assignment_id(world.plan.instances[0].layer_precisions), world.describe())
+            engine.plan = transition.apply(engine.plan)
+            engine.core.replan(assignment_id(engine.plan.instances[0].layer_precisions), engine.describe())
         except ValueError as failure:  # pages in use
             error = str(failure)
-        world.loop.after_dispatched(lambda: self.ended(transition, error))
+        engine.loop.after_dispatched(lambda: self.add_outcome(transition, error))
 
-    def ended(self, transition: Transition, error: str | None) -> None:
+    def add_outcome(self, transition: Transition, error: str | None) -> None:
         self.done.append(Outcome(transition, error, 0.125))
         self.left.popleft() if error is None else self.left.clear()
         if self.left:
-            self.go_on()
+            self.commit_soon()
 
 
 def burst(seed: int, count: int = 70) -> list[tuple[float, int, int]]:
-    """Arrivals (s), prompts and answers (tokens): calm, then more than the pages hold, then calm again."""
+    """Return arrivals (s), prompts and answers (tokens): few, then more than the pages hold, then few again."""
     rng = np.random.default_rng(seed)
     gaps = np.where(np.arange(count) // 10 % 4 == 1, 0.02, 0.6) * rng.exponential(1, count)
     return [(float(t), int(rng.integers(1, 60)), int(rng.integers(1, 60))) for t in np.cumsum(gaps)]
 
 
 def recorded(path: Path, policy: str = "morph", seed: int = 0) -> Recording:
-    World(path, burst(seed), policy=policy, seed=seed).run()
+    RecordedEngine(path, burst(seed), policy=policy, seed=seed).run()
     return read_log(path)
 
 
@@ -211,11 +206,11 @@ def test_a_run_is_replayed_with_every_step_and_every_decision(tmp_path, policy, 
 
 
 def test_what_an_operator_changes_is_no_decision_of_a_tick(tmp_path, recording):
-    """Even if it is at the very time of one."""
-    world = World(tmp_path / "log", burst(0), policy="morph")
-    world.controller.change_policy(world.time, load_policy("morph", RESOURCES, range(8), slo_ttft=4.0), "the same")
-    assert len(world.controller.decisions) == 1
-    world.run()
+    """Even if the change is at the time of a tick."""
+    engine = RecordedEngine(tmp_path / "log", burst(0), policy="morph")
+    engine.controller.change_policy(engine.time, load_policy("morph", RESOURCES, range(8), slo_ttft=4.0), "the same")
+    assert len(engine.controller.decisions) == 1
+    engine.run()
     found = read_log(tmp_path / "log")
     assert found.decisions == recording.decisions == replay(found).decisions
 
@@ -262,7 +257,7 @@ def test_a_plan_that_no_decision_led_to_is_told(recording):
 
 def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(recording):
     kept = recording.steps[:200]
-    end = kept[-3].ended  # what the last two ended is not in the log
+    end = kept[-3].ended  # answers that ended with the last two steps are not in the log
     cut = replace(
         recording,
         steps=kept,
