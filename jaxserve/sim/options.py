@@ -56,14 +56,14 @@ class ClusterOptions:
         str | None,
         Option(
             "Adaptation",
-            "What changes the plan: static, morph, morph-int8, morph-performance, a YAML file or FILE.py:NAME.",
+            "Policy that changes the plan: static, morph, morph-int8, morph-performance, a YAML file or FILE.py:NAME.",
             default="static",
         ),
     ] = None
     slo_ttft: Annotated[float | None, SERVE["slo_ttft"]] = None
-    warmup: Annotated[
-        bool | None, Option("Adaptation", "Variants are compiled before they are needed.", default="yes")
-    ] = None
+    warmup: Annotated[bool | None, Option("Adaptation", "Compile variants before they are needed.", default="yes")] = (
+        None
+    )
     max_num_seqs: Annotated[int | None, SERVE["max_num_seqs"]] = None
     max_num_batched_tokens: Annotated[int | None, SERVE["max_num_batched_tokens"]] = None
     max_queued_requests: Annotated[int | None, SERVE["max_queued_requests"]] = None
@@ -111,7 +111,7 @@ class FigureOptions:
     percentile_metrics: Annotated[str, LOAD["percentile_metrics"]] = LoadOptions.percentile_metrics
     metric_percentiles: Annotated[str, LOAD["metric_percentiles"]] = LoadOptions.metric_percentiles
     metrics_interval: Annotated[
-        float, Option("Metrics", "Virtual seconds between two looks at queue, KV pages and layers; 0: none.")
+        float, Option("Metrics", "Virtual seconds between two samples of queue, KV pages and layers; 0: none.")
     ] = LoadOptions.metrics_interval
     detail: Annotated[
         bool | None, Option("Result", "Keep the time of every token.", default="up to 50,000 requests")

@@ -1,4 +1,4 @@
-"""Small simulated clusters, whose steps take what a formula says."""
+"""Small simulated clusters, in which the time of a step follows from a formula."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.simulation import Answered, Control, Frontend, SimRequest, Simulation
 from jaxserve.telemetry import EngineMetrics, Snapshot
 
-PAGE, TILE, LONGEST = 4, 8, 64  # tokens
+PAGE, TILE, LONGEST = 4, 8, 64  # tokens of a page, a tile and the longest sequence
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A `CostModel`: 1 s a step, 0.1 s a token, and a little for the context. `alike`: decode steps say so."""
+    """A `CostModel`: 1 s a step, 0.1 s a token, and a little for the context. `alike` allows steady runs."""
 
     alike: bool = True
     host: float = 0.25
@@ -49,7 +49,7 @@ def cluster(
     frontend: Frontend | None = None,
     control: Control | None = None,
 ) -> Simulation:
-    """A simulation of so many instances, each with `pages` KV pages and at most `seqs` sequences."""
+    """Return a simulation of instances with `pages` KV pages and at most `seqs` sequences each."""
     chain = chain_of("bfloat16", ["bfloat16"] * 2, "bfloat16")
     plan = static_plan(chain, kv_pages=pages, tp=1, pp=1, dp=instances, devices=instances)
     clock = VirtualClock()
@@ -67,5 +67,5 @@ def cluster(
 
 
 def answered(simulation: Simulation, requests: Sequence[SimRequest]) -> list[Answered]:
-    """How all of them ended, in order of arrival."""
+    """Run a simulation and return the results of all requests, in order of arrival."""
     return sorted(simulation.run(requests), key=lambda answer: answer.index)

@@ -1,4 +1,4 @@
-"""Hardware for tests: a CPU and a GPU whose numbers are round, with the bundled model on them."""
+"""Hardware for tests: a CPU and a GPU with round numbers, and clusters of the bundled model on them."""
 
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
@@ -43,6 +43,6 @@ GPU = machine(
 
 
 def resolved(hardware: Hardware, **options) -> Cluster:
-    """The bundled model, with any options of an `EngineConfig`."""
+    """Return a cluster of the bundled model, with any options of an `EngineConfig`."""
     config = EngineConfig(**{"prefix_caching": False} | options)
     return resolve_cluster(config, ModelShape.load(bundled_model_path()), hardware)

@@ -1,4 +1,4 @@
-"""ChunkCost: the three numbers of KunServe's cost model are found again in times that were made with them."""
+"""A fit of KunServe's cost model recovers the three coefficients from times that were made with them."""
 
 import numpy as np
 import pytest

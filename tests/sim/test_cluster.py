@@ -1,4 +1,4 @@
-"""A cluster's pages and bytes are those that a real engine resolves, on hardware that has as much memory."""
+"""A cluster has the pages and bytes that a real engine resolves on hardware with as much memory."""
 
 from dataclasses import replace
 
@@ -20,14 +20,14 @@ LLAMA = ModelShape.load("llama-3-8b")
     [
         {"memory_gb": 1.0},
         {"memory_gb": 2.0, "policy": "morph", "variants": ("int4",)},
-        {"memory_gb": 1.036, "policy": "morph"},  # too little, and layers can give some
+        {"memory_gb": 1.036, "policy": "morph"},  # less than wanted, and layers can give some
         {"memory_gb": 1.036, "policy": "morph", "max_kv_pages": 400},
         {"memory_gb": 1.036, "policy": "morph", "kv_pages": 50},
         {"memory_gb": 1.4, "policy": "morph-performance", "variants": ("int8", "int3")},
         {"memory_gb": 1.3, "kv_pages": 100, "max_kv_pages": 300, "policy": "morph"},
         {"memory_gb": 1.3, "kv_pages": 100, "policy": "morph"},
-        {"memory_gb": 0.79},  # too little for all that sequences could use
-        {"memory_gb": 0.846, "variants": ("int4",)},  # for operators
+        {"memory_gb": 0.79},  # less than all sequences could use
+        {"memory_gb": 0.846, "variants": ("int4",)},  # variants for operators, without a policy
         {"memory_gb": 1.0, "precision": "int4"},
         {"memory_gb": 1.3, "layer_precision": "0-3:int8", "variants": ("int4",), "policy": "morph"},
         {"memory_gb": 0.79, "kv_cache_dtype": "int8"},
@@ -44,7 +44,7 @@ def test_pages_and_bytes_are_those_of_the_real_engine(options) -> None:
     simulated = resolve_cluster(config, BUNDLED, CPU).memory
     runtime = simulated.ledger.entries["runtime"]
     devices = config.tp * config.pp
-    host = devices * (simulated.ledger.budget - runtime) + runtime  # the process is there once, not on each device
+    host = devices * (simulated.ledger.budget - runtime) + runtime  # the process counts once, not on each device
     real = resolution.resolve(replace(config, memory_gb=(host + 0.5) / 1e9))
     if not real.granule:
         pytest.skip("the native kernels are not there: pools are not elastic")
@@ -58,8 +58,8 @@ def test_pages_and_bytes_are_those_of_the_real_engine(options) -> None:
     fixed = tuple(size + less for size in theirs.fixed)
     assert simulated.resources(1e9) == replace(theirs, budget=theirs.budget + less, fixed=fixed)
     assert simulated.describe(simulated.plan, 0) == real.describe(real.plan, 0)
-    assert ("variants" in real.ledger.entries) == bool(real.variants)  # kept on the host, whoever may ask for them
-    validate(real.plan, theirs)  # the start can be returned to
+    assert ("variants" in real.ledger.entries) == bool(real.variants)  # pinned on the host if anyone may request them
+    validate(real.plan, theirs)  # the plan at the start stays valid
     (instance,) = real.plan.instances
     in_use = max(theirs.stage_bytes(number, stage) for number, stage in enumerate(instance.stages))
     assert in_use == real.ledger.used

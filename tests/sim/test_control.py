@@ -1,4 +1,4 @@
-"""Policies and the controller in virtual time: layers give their memory to pages under load, and come back after it."""
+"""Policies in virtual time: layers give their memory to KV pages under load, and return after it."""
 
 import sys
 from dataclasses import replace
@@ -43,7 +43,7 @@ class Spy:
 
 
 def run(hardware: Hardware = CPU, **options) -> tuple[BuiltSimulation, list[Answered]]:
-    """The burst, and what came of it."""
+    """Simulate a burst, and return the simulation and the results of its requests."""
     cluster = resolved(hardware, **TIGHT | options)
     built = build_simulation(cluster, detailed=False, interval=0.5, model_folder=BUNDLED)
     ended = []
@@ -55,7 +55,7 @@ def run(hardware: Hardware = CPU, **options) -> tuple[BuiltSimulation, list[Answ
 
 
 def changed(decision: Decision, precision: str) -> set[int]:
-    """The layers that a decision gave a precision."""
+    """Return the layers that a decision changed to a precision."""
     words = [text.split() for text in decision.transitions if f"-> {precision}" in text]
     return {int(layer.removeprefix("layers.")) for _, _, layer, *_ in words}
 
@@ -74,7 +74,7 @@ def test_a_burst_has_layers_swapped_and_pages_added_and_all_comes_back() -> None
     assert instance.core.snapshot.layers_by_precision == {"bfloat16": 8}
     last = max(answered.last_token for answered in ended)
     assert last < built.control.settled_since < last + SETTLING
-    assert sampled["t"][-1] <= built.control.settled_since  # and then it is over
+    assert sampled["t"][-1] <= built.control.settled_since  # sampling ends when the plan has settled
 
 
 def test_morphing_serves_a_burst_sooner_than_a_static_plan() -> None:
@@ -107,7 +107,7 @@ def test_the_policy_is_asked_at_every_tick_and_sees_all_instances(tmp_path: Path
     assert order == (3, 4, 2, 5, 1, 6, 0, 7)
     assert {len(times) for times in ticks} == {2}
     assert [times[0] for times in ticks] == pytest.approx([0.1 * number for number in range(len(ticks))])
-    assert ticks[-1][0] == pytest.approx(5 + SETTLING, abs=1)  # nobody said that no more requests come
+    assert ticks[-1][0] == pytest.approx(5 + SETTLING, abs=1)  # the sampler was not told that no more requests come
 
 
 def test_what_is_compiled_late_costs_time() -> None:

@@ -1,4 +1,4 @@
-"""RooflineModel: the parts of a step add up, and reported times of GPUs that are not at hand are met."""
+"""The parts of a step's time add up, and published times of GPUs are met."""
 
 from dataclasses import replace
 from itertools import pairwise

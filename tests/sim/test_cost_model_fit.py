@@ -1,4 +1,4 @@
-"""A fit finds the hardware that the times of steps were made with, whatever else the machine did meanwhile."""
+"""A fit recovers the hardware from which the times of steps were made, despite outliers."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def plan(int4: int = 0):
 
 
 def steps(count: int, int4: int = 0, *, seed: int = 0, noise: float = 0.05, spikes: float = 0.0) -> list[MeasuredStep]:
-    """As a server would have them: batches of any size and context, alone and beside chunks of prompts."""
+    """Return steps as a server has them: batches of any size and context, alone and next to prefill chunks."""
     rng, time = np.random.default_rng(seed), RooflineModel(SHAPE, TRUTH).of(plan(int4).instances[0])
     layers = {name: n for name, n in (("int4", int4), ("bfloat16", SHAPE.num_layers - int4)) if n}
     found = []
@@ -75,7 +75,7 @@ def steps(count: int, int4: int = 0, *, seed: int = 0, noise: float = 0.05, spik
 
 
 def error_of(hardware: Hardware, int4: int = 0) -> float:
-    """The worst relative error of steps without noise: such as were not seen."""
+    """Return the worst relative error of steps without noise that were not part of the fit."""
     time = RooflineModel(SHAPE, hardware).of(plan(int4).instances[0])
     clean = [step for step in steps(300, int4, seed=99, noise=0) if not step.idle]
     return max(abs(time.seconds(step.load) / step.seconds - 1) for step in clean)
@@ -112,7 +112,7 @@ def test_the_fit_is_a_hardware_file():
     assert found.measured
     read = from_yaml(to_yaml(found))
     assert read == replace(found, rates=dict(found.rates), efficiency=dict(found.efficiency))
-    assert set(read.rates) == {"bfloat16"}  # of int4 nothing was seen
+    assert set(read.rates) == {"bfloat16"}  # no step had layers in int4
 
 
 def test_knots_are_the_sizes_of_steps_and_say_how_many_were_behind_them():
@@ -128,7 +128,7 @@ def test_knots_are_the_sizes_of_steps_and_say_how_many_were_behind_them():
 def test_chunks_alone_give_kunserves_cost():
     found = fit(steps(4000), SHAPE, NOMINAL)
     assert found.chunk_cost is not None
-    assert found.chunk_error < 0.25  # it knows nothing of padding
+    assert found.chunk_error < 0.25  # KunServe's model ignores padding
     assert fit([replace(s, chunk=None) for s in steps(500)], SHAPE, NOMINAL).chunk_cost is None
 
 
@@ -176,7 +176,7 @@ def test_several_devices_are_refused():
         measured_steps(recording(step(0, 1.0, 1.5), tp=2))
 
 
-# -- what lies outside of the engine
+# -- time outside of the engine
 
 
 def test_what_a_request_its_tokens_and_the_answers_beside_it_take_outside_of_the_engine():

@@ -1,4 +1,4 @@
-"""The scripts of the simulator's figures run from a clean clone, and show what they are said to show."""
+"""The scripts of the simulator's figures run from a clean clone, and show what the manual says."""
 
 import runpy
 import sys
@@ -12,13 +12,13 @@ from tests.sim.machines import CPU
 
 
 def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: object) -> None:
-    """A script of bench/sim, as from the command line."""
+    """Run a script of bench/sim, as from the command line."""
     monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
     runpy.run_module(f"bench.sim.{script}", run_name="__main__")
 
 
 def rows(table: Path) -> list[list[str]]:
-    """The cells of a table in Markdown, without its header."""
+    """Return the cells of a table in Markdown, without its header."""
     lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 

@@ -1,4 +1,4 @@
-"""bench.sim.fit_tables: curves and links are found again in tables that were made with them."""
+"""`bench.sim.fit_tables` recovers curves and links from tables that were made with them."""
 
 import csv
 import gzip
@@ -17,7 +17,7 @@ NEAR, FAR = Link(1.7e11, 4e-5), Link(8e9, 2e-5)
 
 
 def linear_rows(noise: float = 0.0) -> list[dict[str, str]]:
-    """As of Vidur: ms of the parts of a layer."""
+    """Return rows in the form of Vidur's: ms of the parts of a layer."""
     hardware, rng, rows = load_hardware("a100-80"), np.random.default_rng(0), []
     for model, tps in (("Meta-Llama-3-8B", (1, 2, 8)), ("Llama-2-70b-hf", (1, 4))):
         shape = ModelShape.load(fit_tables.MODELS[model])
@@ -38,7 +38,7 @@ def network_rows() -> list[dict[str, str]]:
             seconds = 2 * (workers - 1) / workers * size / NEAR.bandwidth + NEAR.latency
             rows.append(("all_reduce", workers, size, workers, seconds))
         rows.append(("send_recv", 2, size, 1, FAR.seconds(size)))
-        rows.append(("send_recv", 2, size, 2, 1.0))  # within a host: not what is asked for
+        rows.append(("send_recv", 2, size, 2, 1.0))  # within a host: must be ignored
     names = ("collective", "workers", "bytes", "devices_per_node")
     return [
         {"node": "a100_dgx", "median_ms": str(1e3 * row[-1])} | dict(zip(names, map(str, row), strict=False))
@@ -103,7 +103,7 @@ def test_the_script_prints_errors_predictions_and_yaml(
     monkeypatch.setattr(fit_tables, "GPUS", {"a100": "a100-80"})
     monkeypatch.setattr("sys.argv", ["fit_tables", "--traces", str(tmp_path)])
     whole = {"model": "llama2-70b", "hardware": "a100-80gb", "tp": "2", "prompt_tokens": "512"}
-    rows = [(1, 200.0), (2, 400.0), (4, 90.0)]  # of four prompts, less than of two: no measurement
+    rows = [(1, 200.0), (2, 400.0), (4, 90.0)]  # four prompts faster than two: not a valid measurement
     splitwise = [whole | {"batch": str(n), "prompt_ms": str(ms), "token_ms": "55"} for n, ms in rows]
     write(tmp_path / "calib_vidur_linear.csv.gz", linear_rows())
     write(tmp_path / "calib_vidur_network.csv.gz", network_rows())

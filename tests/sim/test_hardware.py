@@ -1,4 +1,4 @@
-"""Hardware files: read strictly, written as they are read; those of configs/hardware are all sound."""
+"""Hardware files are read strictly and written as they are read. Those of configs/hardware are valid."""
 
 from dataclasses import replace
 from math import sqrt

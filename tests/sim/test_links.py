@@ -1,4 +1,4 @@
-"""Transfers over shared links, against a reference that goes in small steps and divides every step's bytes exactly."""
+"""Transfers over shared links, compared with a reference that divides the bytes of small time steps exactly."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ NAMES = ("a", "b")
 
 @dataclass(frozen=True)
 class Wanted:
-    """A transfer to come. Starts are eighths of a second, so that they are exact in both worlds."""
+    """A transfer to make. Starts are eighths of a second, so that they are exact in links and reference."""
 
     link: str
     start: float
@@ -79,7 +79,7 @@ def small_steps(several: Sequence[Wanted]) -> list[Fraction]:
                     if sent[i] is None and (w.link, w.priority) == (link, priority) and w.start <= now
                 ]
                 open_.sort(key=lambda i: left[i])
-                for place, i in enumerate(open_):  # the smallest first: what it leaves is shared by the others
+                for place, i in enumerate(open_):  # the smallest first, so that the rest shares what it leaves
                     part = min(left[i], budget / (len(open_) - place))
                     left[i], budget = left[i] - part, budget - part
                     if left[i] == 0:
@@ -104,7 +104,7 @@ def test_they_come_in_the_order_of_their_ends_and_all_of_them(several: list[Want
 
 @given(wanted(names="a"))
 def test_a_link_sends_at_its_bandwidth_whenever_it_has_something_to_send(several: list[Wanted]) -> None:
-    """Bytes are conserved: what the classes and shares are makes no difference to when the link is done."""
+    """Bytes are conserved: the link's last end does not depend on priorities and shares."""
     done = 0.0
     for w in several:
         done = max(done, w.start) + w.size / BANDWIDTH
@@ -158,7 +158,7 @@ def test_one_that_joins_halves_the_share_of_the_other() -> None:
     links = SharedLinks({"pcie": Link(100.0, 0.5)})
     first = links.start(0.0, "pcie", 200, Priority.KV)
     assert links.next_event() == 2.5
-    second = links.start(1.0, "pcie", 50, Priority.KV)  # 50 bytes/s for each
+    second = links.start(1.0, "pcie", 50, Priority.KV)  # 50 bytes/s each
     assert links.next_event() == 2.5
     assert links.advance(2.4) == []
     assert second.end is None
@@ -179,7 +179,7 @@ def test_weights_stand_still_while_activations_pass() -> None:
 
 
 def test_many_transfers_of_any_size_lose_no_precision() -> None:
-    """A link that was busy for hours is as exact as a fresh one: what it served is forgotten when a class is empty."""
+    """A link that was busy for hours is as exact as a new one, because an empty class is removed."""
     links = SharedLinks({"pcie": Link(25e9, 0.0)})
     now = 0.0
     for _ in range(20_000):

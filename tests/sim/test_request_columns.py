@@ -1,4 +1,4 @@
-"""Figures from a few numbers of each request are those from all of them, as far as these can tell."""
+"""Figures from a few numbers of each request equal those from all token times, where they can."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,11 @@ from jaxserve.sim.request_columns import MAX_REASONS, OTHERS, RequestColumns, we
 from jaxserve.sim.run import record_of
 from jaxserve.sim.simulation import Answered, SimRequest
 
-SEEN_BY_TOKEN = ("itl", "max_output_tokens")  # what keys of figures that need every token contain
+SEEN_BY_TOKEN = ("itl", "max_output_tokens")  # in the keys of figures that need every token
 
 
 def answers(count: int, *, even: bool, seed: int = 0) -> tuple[Trace, list[Answered]]:
-    """Some refused; tokens come evenly, or do not."""
+    """Return results of a trace, some of them refusals, with even or uneven token times."""
     rng = np.random.default_rng(seed)
     arrivals = np.sort(rng.uniform(0, 20, count))
     inputs, outputs = rng.integers(1, 100, count), rng.integers(1, 30, count)

@@ -1,4 +1,4 @@
-"""A simulated run: what its result says, and that it is a result like those of `jaxserve bench`."""
+"""The result of a simulated run, in the form of `jaxserve bench`."""
 
 import json
 from pathlib import Path
@@ -25,14 +25,14 @@ SMALL = {"num_prompts": 60, "input_len": "uniform:50,400", "output_len": "unifor
 
 @pytest.fixture
 def machines(tmp_path: Path) -> dict[str, str]:
-    """Files of the machines of these tests."""
+    """Return the hardware files of these tests by name."""
     for name, hardware in (("gpu", GPU), ("cpu", CPU)):
         (tmp_path / f"{name}.yaml").write_text(to_yaml(hardware))
     return {name: str(tmp_path / f"{name}.yaml") for name in ("gpu", "cpu")}
 
 
 def simulated(hardware: str, *, rate: float = 20.0, dataset=None, trace=None, figures=None, label=None, **cluster):
-    """The result of a run; a few random requests by default."""
+    """Return the result of a run, by default with a few random requests."""
     dataset = SMALL if dataset is None and trace is None else dataset or {}
     experiment = SimExperiment(
         ClusterOptions(hardware=hardware, **cluster),
@@ -173,7 +173,7 @@ def test_results_are_compared_and_reported_as_those_of_bench(machines, tmp_path,
     assert ("ttft-over-time" in plots) == detail
 
 
-# -- what a result says of itself
+# -- description of the run in its result
 
 
 def test_a_result_tells_what_was_simulated(machines, tmp_path) -> None:

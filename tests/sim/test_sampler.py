@@ -1,4 +1,4 @@
-"""What is sampled over virtual time has the names and the values that a server's /metrics has."""
+"""Samples over virtual time have the names and values of a server's /metrics."""
 
 from itertools import pairwise
 
@@ -60,7 +60,7 @@ def test_a_long_run_keeps_fewer_samples_further_apart(monkeypatch) -> None:
 
 
 class Still:
-    """An instance that nothing ever happens to."""
+    """An instance whose snapshot never changes."""
 
     def snapshot(self) -> Snapshot:
         return Snapshot()

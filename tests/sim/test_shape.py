@@ -1,4 +1,4 @@
-"""ModelShape: bytes and operations follow from a config.json alone, and are those of the real modules."""
+"""Bytes and operations from a config.json alone equal those of the real modules."""
 
 import json
 from pathlib import Path

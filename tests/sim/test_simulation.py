@@ -1,4 +1,4 @@
-"""A simulated cluster: routing, the frontend's share, and the order of events."""
+"""The event loop of a simulated cluster: routing, time in the frontend, and the order of events."""
 
 import pytest
 

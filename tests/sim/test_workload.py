@@ -1,4 +1,4 @@
-"""The requests of a simulation are those that `bench` would send, one after the other."""
+"""The requests of a simulation are those that `bench` would send, made one by one."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -67,7 +67,9 @@ def test_prompts_share_the_blocks_that_the_trace_says() -> None:
     assert prompts[0] == prompts[1][:8]
     assert prompts[0][:4] == prompts[2][:4] == prompts[3][:4]
     assert not set(prompts[0][4:]) & set(prompts[2][4:])
-    assert not set(prompts[3][4:]) & set(prompts[0] + prompts[1] + prompts[2])  # beyond its blocks it is its own
+    assert not set(prompts[3][4:]) & set(
+        prompts[0] + prompts[1] + prompts[2]
+    )  # tokens after the shared blocks are the request's own
 
 
 def test_a_prefix_is_shared_by_all_random_prompts() -> None:
@@ -95,7 +97,7 @@ def test_requests_never_lie_in_memory_together() -> None:
     assert sum(1 for _ in requests) == count
     peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
-    assert peak < 2_000_000  # bytes: as objects they would take over 6 MB
+    assert peak < 2_000_000  # bytes; all requests as objects would take over 6 MB
 
 
 @pytest.mark.parametrize(
