@@ -9,7 +9,7 @@ from flax import nnx
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError
-from jaxserve.kernels import Rotated
+from jaxserve.kernels import ProjectedQKV
 from jaxserve.models import Attend, rope_cos_sin
 from jaxserve.models.dense import build_blocks
 
@@ -41,7 +41,7 @@ def causal_attend(batch: int, length: int, head_dim: int) -> Attend:
     """Compute dense causal attention over `batch` sequences of `length` tokens, concatenated to T = batch * length."""
     step = max(QUERY_BLOCK, length // 8)
 
-    def attend(qkv: Rotated) -> jax.Array:
+    def attend(qkv: ProjectedQKV) -> jax.Array:
         q, k, v = qkv.value()
         _, heads, group, _ = q.shape
         q = q.reshape(batch, length, heads, group, head_dim).transpose(0, 2, 3, 1, 4)  # [batch, K, G, length, D]

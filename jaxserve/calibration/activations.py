@@ -20,7 +20,7 @@ from jaxserve.checkpoint.loader import Checkpoint
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.numeric import ceil_div
-from jaxserve.kernels import Gated, Rotated, matmul
+from jaxserve.kernels import DeferredSwiGLU, ProjectedQKV, matmul
 from jaxserve.models import DecoderLayer, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
 from jaxserve.models.layers import MLP
@@ -126,7 +126,7 @@ def _with_inputs(
     """Return the result of `DecoderLayer.__call__`, and the inputs of its weights by name."""
     attended = None
 
-    def keep_attended(qkv: Rotated) -> Array:
+    def keep_attended(qkv: ProjectedQKV) -> Array:
         nonlocal attended
         attended = attend(qkv)
         return attended
@@ -139,7 +139,7 @@ def _with_inputs(
         gate_up = matmul(inner, layer.mlp.gate_up[...])
         if layer.mlp.gate_up_bias is not None:
             gate_up += layer.mlp.gate_up_bias[...]
-        seen |= {"mlp.gate_up": inner, "mlp.down": Gated(gate_up).value()}
+        seen |= {"mlp.gate_up": inner, "mlp.down": DeferredSwiGLU(gate_up).value()}
     else:
         seen |= {"mlp.experts_gate_up": inner}
     return layer.mlp(inner, x), seen

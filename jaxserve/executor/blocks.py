@@ -20,13 +20,13 @@ from jaxserve.core.aligned_arrays import aligned
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.step_shapes import StepShape
 from jaxserve.executor.batch import attention_meta, unpack
-from jaxserve.kernels import AttentionMeta, Pool, Rotated, write_and_attend
-from jaxserve.models import abstract_block, alike, check_parameters, rope_cos_sin, share_state
+from jaxserve.kernels import AttentionMeta, Pool, ProjectedQKV, write_and_attend
+from jaxserve.models import abstract_block, check_parameters, representative, rope_cos_sin, shard_state
 from jaxserve.parallel.placement import POOL_AXES, TP, Placement, bytes_held, spec
 from jaxserve.quantization import QArray
 
 Parameter = np.ndarray | Array | QArray
-WHOLE = PartitionSpec()  # every device has all of it
+REPLICATED = PartitionSpec()  # every device has all of it
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ class BlockBuilder:
         kind, _, number = block.partition(".")
         window = self.config.window(int(number)) if number else None
         structures = tuple(jax.tree.structure(tensors[name]) for name in sorted(tensors))  # QArrays differ in theirs
-        signature = (alike(self.config, block), precision, window, placement, structures)
+        kind_of_block = (representative(self.config, block), precision, window)
+        signature = (*kind_of_block, placement, structures)
         if signature not in self._executables:  # a graph definition takes long to compare
             module = self._shares(block, tensors, placement, precision)
             function = {
@@ -144,7 +145,9 @@ class BlockBuilder:
                 "layers": partial(self._layer, window=window),
                 "head": self._head,
             }[kind](module, placement)
-            self._executables[signature] = Program(repr((alike(self.config, block), precision, window)), function)
+            self._executables[signature] = Program(
+                repr((representative(self.config, block), precision, window)), function
+            )
         return self._executables[signature]
 
     def _shares(self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str) -> Shares:
@@ -153,7 +156,7 @@ class BlockBuilder:
         for name, variable in variables.items():
             specs += [spec(variable.axes)] * len(jax.tree.leaves(tensors[name]))
         shares = {name: _share(tensors[name], variable.axes, placement) for name, variable in variables.items()}
-        return Shares(graphdef, jax.tree.structure(share_state(variables, shares)), tuple(specs))
+        return Shares(graphdef, jax.tree.structure(shard_state(variables, shares)), tuple(specs))
 
     def _embed(self, module: Shares, placement: Placement) -> Callable:
         """(tokens i32[T], newest tokens i32[slots], leaves) -> x [T, E]. A token of -1 - slot is that slot's newest."""
@@ -169,35 +172,35 @@ class BlockBuilder:
         attention = partial(
             write_and_attend, scale=self.config.head_dim**-0.5, window=window, backend=self.config.kernel_backend
         )
-        total = partial(jax.lax.psum, axis_name=TP) if len(placement.devices) > 1 else None
+        all_reduce = partial(jax.lax.psum, axis_name=TP) if len(placement.devices) > 1 else None
 
         def layer(
             x: Array, cos: Array, sin: Array, slots: Array, meta: AttentionMeta, pool: Pool, *leaves: Array
         ) -> tuple[Array, Pool]:
-            def attend(qkv: Rotated) -> Array:
+            def attend(qkv: ProjectedQKV) -> Array:
                 nonlocal pool
                 out, pool = attention(qkv, pool, slots, meta)
                 return out
 
-            x = module.merge(leaves)(x, cos, sin, attend, total)
+            x = module.merge(leaves)(x, cos, sin, attend, all_reduce)
             return x, pool
 
         heads = spec(POOL_AXES)
-        layer = _on_shares(layer, placement, (*[WHOLE] * 5, heads, *module.specs), (WHOLE, heads))
+        layer = _on_shares(layer, placement, (*[REPLICATED] * 5, heads, *module.specs), (REPLICATED, heads))
         shardings = (placement.sharding(), placement.sharding(POOL_AXES))
         return jax.jit(layer, donate_argnums=5, out_shardings=shardings)
 
     def _head(self, module: Shares, placement: Placement) -> Callable:
         """(x [T, E], rows i32[R], leaves) -> (normalised hidden states [R, E], logits f32[R, V]). Row T is of zeros."""
         several = len(placement.devices) > 1
-        whole = partial(jax.lax.all_gather, axis_name=TP, axis=1, tiled=True) if several else None
+        all_gather = partial(jax.lax.all_gather, axis_name=TP, axis=1, tiled=True) if several else None
 
         def head(x: Array, rows: Array, *leaves: Array) -> tuple[Array, Array]:
             head = module.merge(leaves)
             x = x.at[rows].get(mode="fill", fill_value=0)
-            return head.norm(x), head(x, whole)
+            return head.norm(x), head(x, all_gather)
 
-        head = _on_shares(head, placement, (WHOLE, WHOLE, *module.specs), (WHOLE, WHOLE))
+        head = _on_shares(head, placement, (REPLICATED, REPLICATED, *module.specs), (REPLICATED, REPLICATED))
         return jax.jit(head, out_shardings=placement.sharding())
 
     def step_inputs(self, placement: Placement) -> Program:

@@ -11,7 +11,7 @@ from jaxserve.kernels.kv import kv_write
 from jaxserve.kernels.meta import AttentionMeta
 from jaxserve.kernels.native import attention as native
 from jaxserve.kernels.pool_segments import Pool
-from jaxserve.kernels.rope import Rotated
+from jaxserve.kernels.rope import ProjectedQKV
 
 __all__ = ["AttentionMeta", "paged_attention", "write_and_attend"]
 
@@ -45,7 +45,7 @@ def paged_attention(
 
 
 def write_and_attend(
-    qkv: Rotated,
+    qkv: ProjectedQKV,
     pool: Pool,
     slots: Array,
     meta: AttentionMeta,
@@ -60,7 +60,7 @@ def write_and_attend(
     `paged_attention`. On CPU this is one call, since whatever XLA does between calls takes longer than its arithmetic.
     """
 
-    def one_by_one(qkv: Rotated, pool: Pool, slots: Array, meta: AttentionMeta) -> tuple[Array, Pool]:
+    def one_by_one(qkv: ProjectedQKV, pool: Pool, slots: Array, meta: AttentionMeta) -> tuple[Array, Pool]:
         q, k, v = qkv.value()
         pool = kv_write(pool, k, v, slots, backend=backend)
         return paged_attention(q, pool, meta, scale=scale, window=window, backend=backend), pool

@@ -11,28 +11,28 @@ from jax import lax
 from jaxserve.core.config import KernelBackend
 from jaxserve.kernels.backend import device_kind, uses_native, uses_pallas
 from jaxserve.kernels.native import matmul as native
-from jaxserve.kernels.rows import Rows, as_matrix, value_of
+from jaxserve.kernels.operands import LeftOperand, as_matrix, value_of
 from jaxserve.quantization import QArray
 
-Total = Callable[[jax.Array], jax.Array]
+AllReduce = Callable[[jax.Array], jax.Array]
 """The sum over devices of what each has: float32 [R, N] -> [R, N]."""
 
 MIN_CPU_ROWS = 4  # XLA's CPU backend multiplies fewer rows of 16-bit numbers ten times slower
 
 
 def matmul(
-    x: Rows,
+    x: LeftOperand,
     w: jax.Array | QArray,
     *,
     contract: int = 1,
     dtype: jnp.dtype | None = None,
-    total: Total | None = None,
+    all_reduce: AllReduce | None = None,
     residual: jax.Array | None = None,
     backend: KernelBackend = "auto",
 ) -> jax.Array:
     """Contracts the last `contract` axes of x [rows..., c...] and w [out..., c...], giving [rows..., out...].
 
-    `total`: x and w are one device's parts of the contracted axes, and this adds up what the devices have of the
+    `all_reduce`: x and w are one device's parts of the contracted axes, and this adds up what the devices have of the
     product, in float32. `residual` [rows..., out...] is added to the result. `backend` says what may run it.
 
     A QArray is contracted over all its inputs, [out..., C] with C = c0 * c1 ... Rows that are still to be normalised or
@@ -51,10 +51,10 @@ def matmul(
     x, dtype = as_matrix(x, math.prod(rows)), jnp.dtype(dtype or x.dtype)
     if residual is not None:
         residual = residual.reshape(math.prod(rows), -1)
-    if total is None:
+    if all_reduce is None:
         y = _product(x, w, residual, dtype, backend)
     else:
-        y = _plus(total(_product(x, w, None, jnp.dtype(jnp.float32), backend)).astype(dtype), residual)
+        y = _plus(all_reduce(_product(x, w, None, jnp.dtype(jnp.float32), backend)).astype(dtype), residual)
     return y.reshape(*rows, *out)
 
 
@@ -68,7 +68,7 @@ def _plus(y: jax.Array, residual: jax.Array | None) -> jax.Array:
 
 
 def _product(
-    x: Rows, w: jax.Array | QArray, residual: jax.Array | None, dtype: jnp.dtype, backend: KernelBackend
+    x: LeftOperand, w: jax.Array | QArray, residual: jax.Array | None, dtype: jnp.dtype, backend: KernelBackend
 ) -> jax.Array:
     """x [R, c] times w [N, c], plus a residual [R, N] if there is one, by the platform's best means."""
     best: dict[str, Callable[..., jax.Array]] = {}
@@ -79,7 +79,7 @@ def _product(
     if isinstance(w, QArray) and uses_pallas(backend):
         from pallas_kernels import blocks, quantized_matmul as pallas  # takes a while, and only GPUs need it
 
-        def on_cuda(x: Rows, w: QArray, residual: jax.Array | None) -> jax.Array:
+        def on_cuda(x: LeftOperand, w: QArray, residual: jax.Array | None) -> jax.Array:
             y = pallas.quantized_matmul(value_of(x), w, blocks=blocks.blocks_for(device_kind()))
             return _plus(y.astype(dtype), residual)
 
@@ -89,7 +89,7 @@ def _product(
     return lax.platform_dependent(x, w, residual, **best, default=plain) if best else plain(x, w, residual)
 
 
-def _dot(x: Rows, w: jax.Array | QArray, residual: jax.Array | None, *, dtype: jnp.dtype) -> jax.Array:
+def _dot(x: LeftOperand, w: jax.Array | QArray, residual: jax.Array | None, *, dtype: jnp.dtype) -> jax.Array:
     x = value_of(x)
     if isinstance(w, QArray):
         w = w.dequantize(x.dtype)
@@ -97,7 +97,7 @@ def _dot(x: Rows, w: jax.Array | QArray, residual: jax.Array | None, *, dtype: j
     return _plus(y.astype(dtype), residual)
 
 
-def _dot_padded(x: Rows, w: jax.Array | QArray, residual: jax.Array | None, *, dtype: jnp.dtype) -> jax.Array:
+def _dot_padded(x: LeftOperand, w: jax.Array | QArray, residual: jax.Array | None, *, dtype: jnp.dtype) -> jax.Array:
     x = value_of(x)
     y = _dot(jnp.pad(x, ((0, MIN_CPU_ROWS - len(x)), (0, 0))), w, None, dtype=dtype)[: len(x)]
     return _plus(y, residual)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve.kernels.rows import Normed
+from jaxserve.kernels.operands import DeferredNorm
 
 
 @jax.tree_util.register_dataclass
@@ -21,7 +21,7 @@ class HeadNorms:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Rotated:
+class ProjectedQKV:
     """Queries, keys and values of a step's tokens, queries and keys rotated by where the tokens stand.
 
     Normalised and rotated by who takes them, since attention may do so on the way.
@@ -36,7 +36,7 @@ class Rotated:
         """Queries [T, K, G, D], keys and values [T, K, D]."""
         q, k, v = self.parts[:, :, :-2], self.parts[:, :, -2], self.parts[:, :, -1]
         if self.norms is not None:
-            q, k = (Normed(x, w, self.norms.eps).value() for x, w in ((q, self.norms.q), (k, self.norms.k)))
+            q, k = (DeferredNorm(x, w, self.norms.eps).value() for x, w in ((q, self.norms.q), (k, self.norms.k)))
         return apply_rope(q, self.cos, self.sin), apply_rope(k, self.cos, self.sin), v
 
 

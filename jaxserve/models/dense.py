@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import Rotated
+from jaxserve.kernels import ProjectedQKV
 from jaxserve.models.layers import Attend
 from jaxserve.models.registry import abstract_block, block_state, build_block
 from jaxserve.models.rope import rope_cos_sin
@@ -32,7 +32,7 @@ def dense_causal_attend(
     if segments is not None:
         visible &= segments[:, None] == segments[None, :]
 
-    def attend(qkv: Rotated) -> Float[Array, "T K G D"]:
+    def attend(qkv: ProjectedQKV) -> Float[Array, "T K G D"]:
         q, k, v = qkv.value()
         scores = jnp.einsum("tkgd,skd->kgts", q, k, preferred_element_type=jnp.float32) * scale
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v.dtype)

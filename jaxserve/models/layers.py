@@ -1,13 +1,13 @@
-"""Layers shared by every family: norm, attention, feed-forward, and the three kinds of block built of them.
+"""Layers shared by all model families: norm, attention, feed-forward, and the three kinds of block.
 
 Axes: T tokens, R rows, E hidden, K kv heads, G query heads per kv head, D head_dim, I intermediate, V vocabulary.
 Parameters are stored [outputs..., inputs...] and name their logical axes in their metadata `axes`; the axis that tensor
 parallelism splits comes first among the outputs or first among the inputs. Activations have the dtype of the
 parameters; norms and rotations are computed in float32.
 
-The large matrices of a layer may be quantised: with `bits` given, their parameter is a QArray, whose leaves have the
-axes of the outputs and then the first axis of the inputs. So may the head's and the embedding's. Biases and norms keep
-full precision.
+The large matrices of a layer, the embedding and the head may be quantised: with `bits` given, their parameter is a
+QArray, whose leaves have the axes of the outputs and then the first axis of the inputs. Biases and norms keep full
+precision.
 """
 
 import math
@@ -20,25 +20,25 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import Gated, HeadNorms, Normed, Rotated, Rows, Total, matmul
+from jaxserve.kernels import AllReduce, DeferredNorm, DeferredSwiGLU, HeadNorms, LeftOperand, ProjectedQKV, matmul
 from jaxserve.models.quantized import random_qarray
 from jaxserve.quantization import QArray
 
-Attend = Callable[[Rotated], Float[Array, "T K G D"]]
-"""Queries, keys and values -> outputs: how the tokens attend to each other is the caller's."""
+Attend = Callable[[ProjectedQKV], Float[Array, "T K G D"]]
+"""An attention function from queries, keys and values to outputs. The caller decides which tokens see each other."""
 
 INIT_STDDEV = 0.02
 
 Axis = tuple[str | None, int]
-"""Logical name and size."""
+"""The logical name and the size of an axis."""
 
 
 def weight(
     config: ModelConfig, rngs: nnx.Rngs, *axes: Axis, bits: int | None = None, inputs: int = 1, parts: int = 1
 ) -> nnx.Param:
-    """A random parameter; `axes` are its axes in order, the last `inputs` of them contracted.
+    """Return a random parameter with the given axes, of which a product contracts the last `inputs`.
 
-    `bits`: as a QArray. `parts`: into how many shares tensor parallelism cuts the inputs.
+    With `bits` the parameter is a QArray of that many bits. Tensor parallelism cuts its inputs into `parts` shares.
     """
     names, shape = zip(*axes, strict=True)
     if bits is None:
@@ -50,7 +50,7 @@ def weight(
 
 
 def bias(config: ModelConfig, *axes: Axis) -> nnx.Param:
-    """A zero parameter; `axes` as for `weight`."""
+    """Return a parameter of zeros with the given axes."""
     names, shape = zip(*axes, strict=True)
     return nnx.Param(jnp.zeros(shape, config.dtype), axes=names)
 
@@ -63,15 +63,16 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((size,), config.dtype), axes=(axis,))
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        return self.before_product(x).value()
+        """Return the normalised rows."""
+        return self.deferred(x).value()
 
-    def before_product(self, x: Float[Array, "*rows size"]) -> Normed:
-        """The same, to be computed by the product that takes it."""
-        return Normed(x, self.weight[...], self.eps)
+    def deferred(self, x: Float[Array, "*rows size"]) -> DeferredNorm:
+        """Return the normalisation of x as an operand, for the product that consumes it to compute."""
+        return DeferredNorm(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention around an injected `Attend`.
+    """Grouped-query attention around the `Attend` that the caller passes.
 
     `qkv` [K, G + 2, D, E] holds, for each kv head, its G query heads, then its key and its value projection, so that
     one axis splits all of attention.
@@ -91,27 +92,30 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Rows,
+        x: LeftOperand,
         cos: Float[Array, "T D//2"],
         sin: Float[Array, "T D//2"],
         attend: Attend,
         residual: Float[Array, "T E"],
-        total: Total | None = None,
+        all_reduce: AllReduce | None = None,
     ) -> Float[Array, "T E"]:
-        """x [T, E] and the rotations of its positions -> the residual and what attention adds to it."""
+        """Return `residual` plus the output of attention over x [T, E]; `cos` and `sin` rotate its positions."""
         qkv = matmul(x, self.qkv[...], backend=self.backend)
         if self.qkv_bias is not None:
             qkv += self.qkv_bias[...]
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps)
-        out = attend(Rotated(qkv, cos, sin, norms))
-        add = partial(matmul, out, self.o[...], contract=3, total=total, backend=self.backend)
+        out = attend(ProjectedQKV(qkv, cos, sin, norms))
+        add = partial(matmul, out, self.o[...], contract=3, all_reduce=all_reduce, backend=self.backend)
         return add(residual=residual) if self.o_bias is None else residual + (add() + self.o_bias[...])
 
 
 class MLP(nnx.Module):
-    """SwiGLU feed-forward; `gate_up` [N, 2, I/N, E] holds both projections in N parts, so that one axis splits it."""
+    """A SwiGLU feed-forward.
+
+    `gate_up` [N, 2, I/N, E] holds both projections in N parts, so that one axis splits it over devices.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
         self.backend = config.kernel_backend
@@ -122,35 +126,37 @@ class MLP(nnx.Module):
         self.down = weight(config, rngs, hidden, inner, bits=bits, parts=config.shards)
         self.down_bias = bias(config, hidden) if config.mlp_bias else None
 
-    def __call__(self, x: Rows, residual: Float[Array, "T E"], total: Total | None = None) -> Float[Array, "T E"]:
+    def __call__(
+        self, x: LeftOperand, residual: Float[Array, "T E"], all_reduce: AllReduce | None = None
+    ) -> Float[Array, "T E"]:
         gate_up = matmul(x, self.gate_up[...], backend=self.backend)
         if self.gate_up_bias is not None:
             gate_up += self.gate_up_bias[...]
-        add = partial(matmul, Gated(gate_up), self.down[...], total=total, backend=self.backend)
+        add = partial(matmul, DeferredSwiGLU(gate_up), self.down[...], all_reduce=all_reduce, backend=self.backend)
         return add(residual=residual) if self.down_bias is None else residual + (add() + self.down_bias[...])
 
 
 def gate_up_axes(config: ModelConfig, inner: int) -> tuple[Axis, Axis, Axis]:
-    """The axes [N, 2, inner/N] of fused gate and up projections.
+    """Return the axes [N, 2, inner/N] of fused gate and up projections.
 
-    Not [inner, 2]: XLA's CPU backend takes three times as long to multiply numbers that lie two apart.
+    They are not [inner, 2], because XLA's CPU backend multiplies numbers that lie two apart three times slower.
     """
     return ("mlp", config.shards), (None, 2), (None, inner // config.shards)
 
 
 FeedForward = Callable[..., nnx.Module]
-"""(config, rngs=..., bits=...) -> a module (`Rows` [T, E], residual [T, E], total) -> the residual and what it adds."""
+"""A constructor (config, rngs=..., bits=...) of feed-forward modules, which are called like `MLP`."""
 
 
 class DecoderLayer(nnx.Module):
-    """One transformer layer: attention and feed-forward, each after a norm and added to its input.
+    """A transformer layer: attention and feed-forward, each applied after a norm and added to its input.
 
-    `feed_forward` makes the second half: `MLP`, or a mixture of experts.
+    `feed_forward` constructs the second half: `MLP` or a mixture of experts.
 
-    Called with one device's shares of the parameters, it needs `total` to add up what the devices have of the products
-    over a split axis; everything between those is a device's own affair.
+    With one device's shares of the parameters the layer needs `all_reduce`, which sums the devices' partial products
+    over a split axis. All other operations are local to a device.
 
-    Layers of the same kind and precision have equal graph definitions: nothing in them depends on their number.
+    Layers of equal kind and precision have equal graph definitions: nothing in them depends on their index.
     """
 
     def __init__(
@@ -167,31 +173,31 @@ class DecoderLayer(nnx.Module):
         cos: Float[Array, "T D//2"],
         sin: Float[Array, "T D//2"],
         attend: Attend,
-        total: Total | None = None,
+        all_reduce: AllReduce | None = None,
     ) -> Float[Array, "T E"]:
-        """x and the rotations (float32) of its positions -> the next layer's x."""
-        x = self.attention(self.input_norm.before_product(x), cos, sin, attend, x, total)
-        return self.mlp(self.post_norm.before_product(x), x, total)
+        """Return the next layer's x; `cos` and `sin` (float32) rotate the positions of x."""
+        x = self.attention(self.input_norm.deferred(x), cos, sin, attend, x, all_reduce)
+        return self.mlp(self.post_norm.deferred(x), x, all_reduce)
 
 
 class Embed(nnx.Module):
-    """Token embedding."""
+    """The token embedding."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
         self.dtype = config.dtype
         self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size), bits=bits)
 
     def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
-        """The tokens' embeddings; those of ids beyond the vocabulary, which padding has, are zeros."""
+        """Return the embeddings of the tokens; ids beyond the vocabulary, as in padding, give zeros."""
         take = partial(jnp.take, indices=tokens, axis=0, mode="fill", fill_value=0)
         rows = jax.tree.map(take, self.weight[...])
         return rows.dequantize(self.dtype) if isinstance(rows, QArray) else rows
 
 
 class Head(nnx.Module):
-    """Final norm and projection to the vocabulary.
+    """The final norm and the projection to the vocabulary.
 
-    With tied embeddings `weight` is that of `Embed`.
+    With tied embeddings `weight` is the parameter of `Embed`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
@@ -200,14 +206,16 @@ class Head(nnx.Module):
         self.norm = RMSNorm(config, config.hidden_size, "embed")
         self.weight = weight(config, rngs, ("vocab", config.vocab_rows), ("embed", config.hidden_size), bits=bits)
 
-    def __call__(self, x: Float[Array, "R E"], whole: Callable[[Array], Array] | None = None) -> Float[Array, "R V"]:
+    def __call__(
+        self, x: Float[Array, "R E"], all_gather: Callable[[Array], Array] | None = None
+    ) -> Float[Array, "R V"]:
         """Logits in float32; -inf in the rows added to the vocabulary as padding.
 
-        `whole` joins what the devices have of the vocabulary, [R, share] -> [R, V], where each has a share.
+        `all_gather` joins what the devices have of the vocabulary, [R, share] -> [R, V], where each has a share.
         """
-        logits = matmul(self.norm.before_product(x), self.weight[...], dtype=jnp.float32, backend=self.backend)
-        if whole is not None:
-            logits = whole(logits)
+        logits = matmul(self.norm.deferred(x), self.weight[...], dtype=jnp.float32, backend=self.backend)
+        if all_gather is not None:
+            logits = all_gather(logits)
         if logits.shape[-1] == self.vocab_size:
             return logits
         return jnp.where(jnp.arange(logits.shape[-1]) < self.vocab_size, logits, -jnp.inf)

@@ -1,4 +1,4 @@
-"""Mixture of experts: each token runs through the few feed-forwards that a router picks for it."""
+"""A mixture-of-experts layer: a router sends each token through a few of many feed-forwards."""
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +6,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import Gated, Rows, Total, grouped_matmul, matmul, value_of
+from jaxserve.kernels import AllReduce, DeferredSwiGLU, LeftOperand, grouped_matmul, matmul, value_of
 from jaxserve.models.layers import gate_up_axes, weight
 
 
 class MoE(nnx.Module):
-    """X SwiGLU experts with weights as in `MLP`; tokens are grouped by expert, so that each costs its own.
+    """A mixture of X SwiGLU experts whose weights have the layout of `MLP`.
 
-    The router keeps full precision.
+    Tokens are sorted by expert, so that each expert multiplies only its own tokens. The router keeps full precision.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, bits: int | None = None):
@@ -29,21 +29,23 @@ class MoE(nnx.Module):
         self.experts_down = weight(config, rngs, experts, hidden, ("mlp", inner), bits=bits, parts=config.shards)
 
     def route(self, x: Float[Array, "T E"]) -> tuple[Float[Array, "T top"], Int[Array, "T top"]]:
-        """Each token's experts, the most likely first, and the weights of their outputs in float32."""
+        """Return the weights of each token's experts (float32) and the experts, the most likely first."""
         probabilities = jax.nn.softmax(matmul(x, self.router[...], dtype=jnp.float32, backend=self.backend), axis=-1)
         weights, experts = jax.lax.top_k(probabilities, self.experts_per_token)
         if self.normalize:
             weights /= weights.sum(axis=-1, keepdims=True)
         return weights, experts
 
-    def __call__(self, x: Rows, residual: Float[Array, "T E"], total: Total | None = None) -> Float[Array, "T E"]:
+    def __call__(
+        self, x: LeftOperand, residual: Float[Array, "T E"], all_reduce: AllReduce | None = None
+    ) -> Float[Array, "T E"]:
         x = value_of(x)
         weights, experts = self.route(x)
         order = jnp.argsort(experts.ravel(), stable=True)
         sizes = jnp.bincount(experts.ravel(), length=len(self.router)).astype(jnp.int32)
         rows = x[order // self.experts_per_token]
-        inner = Gated(grouped_matmul(rows, self.experts_gate_up[...], sizes, backend=self.backend)).value()
+        inner = DeferredSwiGLU(grouped_matmul(rows, self.experts_gate_up[...], sizes, backend=self.backend)).value()
         outs = grouped_matmul(inner, self.experts_down[...], sizes, backend=self.backend)[jnp.argsort(order)]
         outs = outs.astype(jnp.float32).reshape(*experts.shape, -1)
         out = jnp.einsum("tne,tn->te", outs, weights)
-        return residual + (out if total is None else total(out)).astype(x.dtype)
+        return residual + (out if all_reduce is None else all_reduce(out)).astype(x.dtype)

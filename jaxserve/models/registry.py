@@ -95,10 +95,10 @@ def abstract_block(
 
     Layers of the same kind share them: do not change them.
     """
-    return _abstract_block(config, alike(config, block_id), precision or config.dtype)
+    return _abstract_block(config, representative(config, block_id), precision or config.dtype)
 
 
-def alike(config: ModelConfig, block_id: str) -> str:
+def representative(config: ModelConfig, block_id: str) -> str:
     """The first block of the same kind: the same for all that have the same graph definition in a precision."""
     if block_id not in config.block_ids or not is_layer(block_id):
         return block_id
@@ -127,9 +127,9 @@ def check_parameters(variables: Mapping[str, nnx.Variable], values: Mapping[str,
 def block_state(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> nnx.State:
     """The state of a block with these parameters, as `check_parameters` wants them."""
     check_parameters(variables, values)
-    return share_state(variables, values)
+    return shard_state(variables, values)
 
 
-def share_state(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> nnx.State:
+def shard_state(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> nnx.State:
     """The state of a block with one device's shares of its parameters."""
     return nnx.from_flat_state([(tuple(name.split(".")), v.replace(values[name])) for name, v in variables.items()])

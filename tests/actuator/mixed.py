@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.checkpoint import open_checkpoint
-from jaxserve.kernels import Rotated
+from jaxserve.kernels import ProjectedQKV
 from jaxserve.models import rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
 from tests.actuator.adapted import RequestRun
@@ -67,7 +67,7 @@ class MixedReference:
         for layer, variants in enumerate(self._layers):
             parts: list[tuple[jax.Array, ...]] = []
 
-            def note(qkv: Rotated, parts: list = parts) -> jax.Array:
+            def note(qkv: ProjectedQKV, parts: list = parts) -> jax.Array:
                 parts.append(qkv.value())
                 return jnp.zeros_like(parts[-1][0])
 

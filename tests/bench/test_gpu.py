@@ -31,7 +31,8 @@ from pallas_kernels.quantized_matmul import MAX_ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_OPERATIONS = {  # of jaxserve.kernels: nothing to time, or on GPU only others in turn
-    "AttentionMeta", "Gated", "HeadNorms", "Normed", "Pool", "Rotated", "Rows", "Total", "value_of",
+    "AllReduce", "AttentionMeta", "DeferredNorm", "DeferredSwiGLU", "HeadNorms", "LeftOperand", "Pool", "ProjectedQKV",
+    "value_of",
     "GRANULE", "committed_bytes", "is_elastic", "kv_pool", "move_pages", "page_bytes", "release_pages", "storage_dtype",
     "write_and_attend",
 }  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.core.config import KernelBackend
-from jaxserve.kernels import Gated, Normed, matmul
+from jaxserve.kernels import DeferredNorm, DeferredSwiGLU, matmul
 from jaxserve.kernels.native import library, matmul as native
 from jaxserve.quantization import QArray
 from jaxserve.quantization.rounding import quantize
@@ -157,7 +157,7 @@ def test_native_product_of_a_row_does_not_depend_on_other_rows(bits: int, inner:
 def test_native_product_normalises_and_gates_its_rows(rows: int, inner: int, dtype: jnp.dtype) -> None:
     rng = np.random.default_rng([rows, inner])
     x, gate_up = (jnp.asarray(8 * rng.standard_normal((rows, *shape)), dtype) for shape in ((inner,), (1, 2, inner)))
-    lefts = Normed(x, jnp.asarray(rng.standard_normal(inner), dtype), 1e-5), Gated(gate_up)
+    lefts = DeferredNorm(x, jnp.asarray(rng.standard_normal(inner), dtype), 1e-5), DeferredSwiGLU(gate_up)
     w = jnp.asarray(rng.standard_normal((40, inner)), dtype)
     formats = [(bits, symmetric) for bits in (8, 4, 3) for symmetric in (True, False)]
     quantised = [quantize(np.asarray(w, np.float32), bits, symmetric=symmetric) for bits, symmetric in formats]
@@ -194,7 +194,11 @@ def test_native_product_skips_padding_rows(bits: int, left: str) -> None:
         w = w.at[0].set(jnp.nan)
     x = x.at[:4].set(0).at[-3:].set(0)
     norm = jnp.ones(64, x.dtype)
-    rows = {"plain": x, "normed": Normed(x, norm, 1e-5), "gated": Gated(jnp.stack([x, x], axis=1)[:, None])}[left]
+    rows = {
+        "plain": x,
+        "normed": DeferredNorm(x, norm, 1e-5),
+        "gated": DeferredSwiGLU(jnp.stack([x, x], axis=1)[:, None]),
+    }[left]
     got = np.asarray(native.matmul(rows, w))
     assert np.isnan(got[4:-3, 0]).all()
     assert not got[:4].any()
@@ -212,8 +216,8 @@ def test_native_product_adds_the_residual_after_rounding(rows: int, bits: int, l
     residual = jnp.asarray(np.random.default_rng(rows).standard_normal((rows + 9, 301)) * 20, dtype)
     lefts = {
         "plain": x,
-        "normed": Normed(x, jnp.ones(384, x.dtype), 1e-5),
-        "gated": Gated(jnp.stack([x, x], axis=1)[:, None]),
+        "normed": DeferredNorm(x, jnp.ones(384, x.dtype), 1e-5),
+        "gated": DeferredSwiGLU(jnp.stack([x, x], axis=1)[:, None]),
     }
     for variant in ("", *library.variants()):
         product = partial(native.matmul, lefts[left], w, dtype=dtype, variant=variant)
@@ -231,7 +235,7 @@ def test_native_product_refuses_a_residual_of_another_shape_or_dtype(residual: j
 
 def test_product_joins_gates_cut_into_parts() -> None:
     rng = np.random.default_rng(0)
-    gate_up, w = Gated(jnp.asarray(rng.standard_normal((3, 2, 2, 64)), jnp.bfloat16)), operands(3, 40, 128)[1]
+    gate_up, w = DeferredSwiGLU(jnp.asarray(rng.standard_normal((3, 2, 2, 64)), jnp.bfloat16)), operands(3, 40, 128)[1]
     np.testing.assert_allclose(matmul(gate_up, w), matmul(gate_up.value(), w), rtol=0.02, atol=0.1)
 
 
@@ -264,7 +268,7 @@ def test_product_split_over_devices_is_summed_in_float32(bits: int, dtype: jnp.d
 
     def part(x: jax.Array, *leaves: jax.Array) -> jax.Array:
         own = jax.tree.unflatten(jax.tree.structure(w if bits == 16 else replace(w, size=128)), leaves)
-        return matmul(x, own, total=partial(jax.lax.psum, axis_name="tp"), dtype=dtype)
+        return matmul(x, own, all_reduce=partial(jax.lax.psum, axis_name="tp"), dtype=dtype)
 
     leaves = jax.tree.leaves(w)
     split = jax.shard_map(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxserve.kernels import AttentionMeta, HeadNorms, Pool, Rotated, kv_pool, write_and_attend
+from jaxserve.kernels import AttentionMeta, HeadNorms, Pool, ProjectedQKV, kv_pool, write_and_attend
 from jaxserve.kernels.kv import from_storage
 from tests.kernels.problems import Problem, Shape, make_problem
 
@@ -52,12 +52,12 @@ def slots_of(meta: AttentionMeta, page_size: int, tokens: int) -> np.ndarray:
     return np.array(slots, np.int32)
 
 
-def projected(shape: Shape, tokens: int, normed: bool) -> Rotated:
+def projected(shape: Shape, tokens: int, normed: bool) -> ProjectedQKV:
     rng = np.random.default_rng(tokens)
     angles = rng.uniform(-np.pi, np.pi, (tokens, shape.D // 2)).astype(np.float32)
     parts = rng.normal(size=(tokens, shape.K, shape.G + 2, shape.D))
     norms = HeadNorms(*(jnp.asarray(rng.normal(1, 0.2, shape.D), shape.dtype) for _ in range(2)), eps=1e-5)
-    return Rotated(jnp.asarray(parts, shape.dtype), jnp.cos(angles), jnp.sin(angles), norms if normed else None)
+    return ProjectedQKV(jnp.asarray(parts, shape.dtype), jnp.cos(angles), jnp.sin(angles), norms if normed else None)
 
 
 def rows_at(pool: Pool, slots: np.ndarray, shape: Shape) -> Array:
@@ -67,7 +67,7 @@ def rows_at(pool: Pool, slots: np.ndarray, shape: Shape) -> Array:
     return from_storage(rows, shape.D, shape.dtype, jnp.float32)
 
 
-def problem_of(shape: Shape, normed: bool = False) -> tuple[Problem, Rotated, np.ndarray]:
+def problem_of(shape: Shape, normed: bool = False) -> tuple[Problem, ProjectedQKV, np.ndarray]:
     problem = make_problem(shape, seed=3)
     slots = slots_of(problem.meta, shape.S, len(problem.q))
     return problem, projected(shape, len(problem.q), normed), slots

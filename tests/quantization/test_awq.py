@@ -17,7 +17,7 @@ from jaxserve.calibration.pipeline import Settings, quantize_layers
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.core.config import ModelConfig, MoEConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.kernels import Rotated
+from jaxserve.kernels import ProjectedQKV
 from jaxserve.models import build_block, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
 from jaxserve.quantization import QArray
@@ -67,7 +67,7 @@ def run_and_write(config: ModelConfig, leaves: dict[str, jax.Array], x: jax.Arra
     positions = jnp.arange(len(x))
     dense, written = dense_causal_attend(positions, scale=config.head_dim**-0.5), []
 
-    def attend(qkv: Rotated) -> jax.Array:
+    def attend(qkv: ProjectedQKV) -> jax.Array:
         written.extend(qkv.value()[1:])
         return dense(qkv)
 

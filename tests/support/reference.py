@@ -12,7 +12,7 @@ from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.loader import LoadFormat
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.kv_layout import int8_row
-from jaxserve.kernels import Rotated
+from jaxserve.kernels import ProjectedQKV
 from jaxserve.kernels.kv import from_storage, to_storage
 from jaxserve.models import rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
@@ -21,10 +21,10 @@ from jaxserve.models.layers import Attend, Head
 LENGTH = 256  # every sequence is padded to this, so that one compilation serves all
 
 
-def turned(q: jax.Array, k: jax.Array, v: jax.Array) -> Rotated:
+def turned(q: jax.Array, k: jax.Array, v: jax.Array) -> ProjectedQKV:
     """Return queries [T, K, G, D], keys and values [T, K, D] as rotated by no angle."""
     zeros = jnp.zeros((len(q), q.shape[-1] // 2), jnp.float32)
-    return Rotated(jnp.concatenate((q, k[:, :, None], v[:, :, None]), axis=2), zeros + 1, zeros)
+    return ProjectedQKV(jnp.concatenate((q, k[:, :, None], v[:, :, None]), axis=2), zeros + 1, zeros)
 
 
 class Reference:
@@ -95,7 +95,7 @@ class Reference:
             rows = to_storage(x, jnp.dtype(self.kv_dtype), int8_row(x.shape[-1], "cpu"))
             return from_storage(rows, x.shape[-1], x.dtype, x.dtype)
 
-        def attend_to_stored(qkv: Rotated) -> jax.Array:
+        def attend_to_stored(qkv: ProjectedQKV) -> jax.Array:
             q, k, v = qkv.value()
             return attend(turned(q, read_back(k), read_back(v)))
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.core.block_names import layer_index, layer_name
 from jaxserve.core.config import ModelConfig
-from jaxserve.kernels import Rotated
+from jaxserve.kernels import ProjectedQKV
 from jaxserve.models import Attend, abstract_block, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
 from jaxserve.quantization.qarray import QArray
@@ -95,9 +95,9 @@ def rows_attend(rows: int, length: int, window: int | None, head_dim: int) -> At
     """Return dense causal attention within each of `rows` concatenated sequences, T = rows * length tokens in all."""
     attend = dense_causal_attend(jnp.arange(length), window=window, scale=head_dim**-0.5)
 
-    def each(qkv: Rotated) -> jax.Array:
+    def each(qkv: ProjectedQKV) -> jax.Array:
         apart = (x.reshape(rows, length, *x.shape[1:]) for x in (qkv.parts, qkv.cos, qkv.sin))
-        out = jax.vmap(lambda *of_row: attend(Rotated(*of_row, qkv.norms)))(*apart)
+        out = jax.vmap(lambda *of_row: attend(ProjectedQKV(*of_row, qkv.norms)))(*apart)
         return out.reshape(rows * length, *out.shape[2:])
 
     return each

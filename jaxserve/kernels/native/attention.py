@@ -9,7 +9,7 @@ from jaxserve.kernels.meta import AttentionMeta
 from jaxserve.kernels.native import kv
 from jaxserve.kernels.native.library import ATTENTION, WRITE_AND_ATTEND
 from jaxserve.kernels.pool_segments import Pool
-from jaxserve.kernels.rope import Rotated
+from jaxserve.kernels.rope import ProjectedQKV
 
 UNLIMITED = 2**62  # a window that no context fills
 MAX_LANES = 16  # floats of the widest vector
@@ -42,7 +42,7 @@ def paged_attention(
 
 
 def write_and_attend(
-    qkv: Rotated,
+    qkv: ProjectedQKV,
     pool: Pool,
     slots: Array,
     meta: AttentionMeta,

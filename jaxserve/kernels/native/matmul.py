@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxserve.kernels.native.library import MATMUL, multiplies_all, targets
-from jaxserve.kernels.rows import Gated, Normed, Rows
+from jaxserve.kernels.operands import DeferredNorm, DeferredSwiGLU, LeftOperand
 from jaxserve.quantization import QArray
 
 MAX_VECTOR_ROWS = 8  # of a bfloat16 weight where the kernels do not multiply all; beyond, XLA's own product is as fast
@@ -17,11 +17,11 @@ TINY = np.float32(1e-30)  # segments of smaller numbers become zeros
 ROUND_X = ("vnni", "avx512bf16", "avx2few", "avx2")  # variants
 
 
-def supports(x: Rows, w: jax.Array | QArray) -> bool:
+def supports(x: LeftOperand, w: jax.Array | QArray) -> bool:
     """Whether the kernels are there, and better than XLA for such operands."""
     if MATMUL not in targets() or not x.shape[0] or not w.size:
         return False
-    if isinstance(x, Normed) and x.weight.dtype != x.dtype:
+    if isinstance(x, DeferredNorm) and x.weight.dtype != x.dtype:
         return False
     if isinstance(w, QArray):
         return x.dtype in (jnp.bfloat16, jnp.float32) and (w.group == w.size or w.group % STEP == 0)
@@ -29,7 +29,7 @@ def supports(x: Rows, w: jax.Array | QArray) -> bool:
 
 
 def matmul(
-    x: Rows,
+    x: LeftOperand,
     w: jax.Array | QArray,
     residual: jax.Array | None = None,
     *,
@@ -48,9 +48,9 @@ def matmul(
     operands, bits = (jax.tree.leaves(w), w.bits) if isinstance(w, QArray) else ([w], 16)
     prologue, eps = "", 0.0
     match x:
-        case Normed(x, weight, eps):
+        case DeferredNorm(x, weight, eps):
             prologue, operands = "norm", [*operands, weight]
-        case Gated(gate_up):
+        case DeferredSwiGLU(gate_up):
             prologue, x = "swiglu", _halves(gate_up)
     if adds := residual is not None:
         operands = [*operands, residual]

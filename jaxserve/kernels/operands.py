@@ -9,7 +9,7 @@ from jax import Array, lax
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Normed:
+class DeferredNorm:
     """x [rows..., C] under root-mean-square normalisation over C, times a weight [C]; in float32 inside."""
 
     x: Array
@@ -32,14 +32,14 @@ class Normed:
         wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return (wide * self.weight.astype(jnp.float32)).astype(self.dtype)
 
-    def as_matrix(self, rows: int) -> "Normed":
+    def as_matrix(self, rows: int) -> "DeferredNorm":
         """With one axis of rows."""
-        return Normed(self.x.reshape(rows, -1), self.weight, self.eps)
+        return DeferredNorm(self.x.reshape(rows, -1), self.weight, self.eps)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Gated:
+class DeferredSwiGLU:
     """silu(gate) * up [rows..., N*M] of a projection [rows..., N, 2, M] to both; in float32 inside."""
 
     gate_up: Array
@@ -60,20 +60,20 @@ class Gated:
         gate, up = (self.gate_up[..., i, :].astype(jnp.float32) for i in range(2))
         return (jax.nn.silu(gate) * up).astype(self.dtype).reshape(self.shape)
 
-    def as_matrix(self, rows: int) -> "Gated":
+    def as_matrix(self, rows: int) -> "DeferredSwiGLU":
         """With one axis of rows."""
-        return Gated(self.gate_up.reshape(rows, *self.gate_up.shape[-3:]))
+        return DeferredSwiGLU(self.gate_up.reshape(rows, *self.gate_up.shape[-3:]))
 
 
-Rows = Array | Normed | Gated
+LeftOperand = Array | DeferredNorm | DeferredSwiGLU
 """What stands on the left of a product."""
 
 
-def as_matrix(x: Rows, rows: int) -> Rows:
+def as_matrix(x: LeftOperand, rows: int) -> LeftOperand:
     """With one axis of rows; x [rows..., c...] becomes [R, C]."""
-    return x.as_matrix(rows) if isinstance(x, Normed | Gated) else x.reshape(rows, -1)
+    return x.as_matrix(rows) if isinstance(x, DeferredNorm | DeferredSwiGLU) else x.reshape(rows, -1)
 
 
-def value_of(x: Rows) -> Array:
+def value_of(x: LeftOperand) -> Array:
     """The rows by themselves."""
-    return x.value() if isinstance(x, Normed | Gated) else x
+    return x.value() if isinstance(x, DeferredNorm | DeferredSwiGLU) else x
