@@ -112,7 +112,7 @@ class SavedPrograms:
 
 
 def saved_programs(config: ModelConfig, devices: Sequence[jax.Device]) -> SavedPrograms:
-    """The programs of the physical `config` in JAX's persistent cache; none where that is not used.
+    """The programs of the padded `config` in JAX's persistent cache; none where that is not used.
 
     On CPU alone: elsewhere kernels' calls are registered while they are traced.
     """

@@ -80,7 +80,7 @@ class BlockBuilder:
     """Makes rows: places a block's parameters and finds (or makes) the executable of its signature."""
 
     def __init__(self, config: ModelConfig):
-        """`config` is the physical one: padded for the degree of tensor parallelism."""
+        """`config` is the padded one: padded for the degree of tensor parallelism."""
         self.config = config
         self._executables: dict[tuple, Program] = {}
 
@@ -145,9 +145,7 @@ class BlockBuilder:
                 "layers": partial(self._layer, window=window),
                 "head": self._head,
             }[kind](module, placement)
-            self._executables[signature] = Program(
-                repr((representative(self.config, block), precision, window)), function
-            )
+            self._executables[signature] = Program(repr(kind_of_block), function)
         return self._executables[signature]
 
     def _shares(self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str) -> Shares:

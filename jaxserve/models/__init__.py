@@ -1,4 +1,7 @@
-"""Flax NNX modules of the supported families. They know no mesh (axes have logical names) and no cache."""
+"""Flax NNX modules of the supported model families.
+
+Modules name their axes logically and contain no mesh and no KV cache.
+"""
 
 from jaxserve.models.layers import Attend as Attend, DecoderLayer as DecoderLayer, Embed as Embed, Head as Head
 from jaxserve.models.registry import (

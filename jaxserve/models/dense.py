@@ -1,4 +1,7 @@
-"""A whole sequence at once, without a cache: the reference of the serving path, and what training differentiates."""
+"""Evaluation of a model on whole sequences without a KV cache.
+
+It is the reference for the serving path, and the function that training differentiates.
+"""
 
 from collections.abc import Mapping
 
@@ -20,9 +23,9 @@ from jaxserve.quantization import QArray
 def dense_causal_attend(
     positions: Int[Array, "T"], segments: Int[Array, "T"] | None = None, *, window: int | None = None, scale: float
 ) -> Attend:
-    """Softmax attention of every token to the tokens of its segment at its own and earlier positions.
+    """Return an `Attend` for softmax attention to a token's own and earlier positions.
 
-    Tokens of different segments do not see each other; `window` limits how many positions a token sees, itself
+    Tokens of different segments do not see each other. `window` limits the positions that a token sees, its own
     included.
     """
     distance = positions[:, None] - positions[None, :]
@@ -42,7 +45,10 @@ def dense_causal_attend(
 
 
 def build_blocks(config: ModelConfig, *, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-    """All blocks of a model with random weights, by id; with tied embeddings embed and head share their parameter."""
+    """Return all blocks of a model by id, with random weights.
+
+    With tied embeddings the embedding and the head share their parameter.
+    """
     blocks = {block_id: build_block(config, block_id, rngs=rngs) for block_id in config.block_ids}
     if config.tie_embeddings:
         blocks["head"].weight = blocks["embed"].weight
@@ -52,7 +58,7 @@ def build_blocks(config: ModelConfig, *, rngs: nnx.Rngs) -> dict[str, nnx.Module
 def restore_block(
     config: ModelConfig, block_id: str, arrays: Mapping[str, np.ndarray | QArray], precision: str | None = None
 ) -> nnx.Module:
-    """A block with the given parameters, keyed by their dotted path in the module."""
+    """Return a block with the given parameters, whose keys are dotted paths in the module."""
     graphdef, variables = abstract_block(config, block_id, precision)
     return nnx.merge(graphdef, jax.tree.map(jnp.asarray, block_state(variables, arrays)))
 
@@ -64,7 +70,7 @@ def forward(
     positions: Int[Array, "T"] | None = None,
     segments: Int[Array, "T"] | None = None,
 ) -> Float[Array, "T V"]:
-    """Logits in float32 of every token; by default one sequence that starts at position 0."""
+    """Return the logits of every token in float32. By default the tokens are one sequence from position 0 on."""
     if positions is None:
         positions = jnp.arange(len(tokens), dtype=jnp.int32)
     cos, sin = rope_cos_sin(config, positions)

@@ -1,4 +1,4 @@
-"""What the config.json files of all families have in common, read strictly: an unknown feature is an error."""
+"""Strict reading of the config.json fields that all families share: an unknown feature is an error."""
 
 import logging
 import math
@@ -36,11 +36,14 @@ NEUTRAL: Mapping[str, Any] = {
     "use_alibi": False,
     "use_parallel_residual": False,
 }
-"""Fields of other families' configurations that change what is computed -> the value with which they do not."""
+"""Fields of other families that would change the computation, with the value at which they have no effect."""
 
 
 def common_fields(hf: Json, *, head_dim: int | None = None) -> dict[str, Any]:
-    """The fields of `ModelConfig` that every family reads alike; `head_dim` is the family's default."""
+    """Return the fields of `ModelConfig` that all families read from the same keys.
+
+    `head_dim` is the family's default. Raise `CheckpointError` if a field is invalid or its value is not supported.
+    """
     heads = require_int(hf, "num_attention_heads")
     hidden = require_int(hf, "hidden_size")
     kv_heads = optional_int(hf, "num_key_value_heads", heads)
@@ -48,7 +51,7 @@ def common_fields(hf: Json, *, head_dim: int | None = None) -> dict[str, Any]:
         raise CheckpointError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise CheckpointError(f"hidden_act {activation!r} is not supported; supported: 'silu', which 'swish' is too")
+        raise CheckpointError(f"hidden_act {activation!r} is not supported; supported: 'silu' and its alias 'swish'")
     rope = rope_config(hf)
     return {
         "vocab_size": require_int(hf, "vocab_size"),
@@ -69,7 +72,7 @@ def common_fields(hf: Json, *, head_dim: int | None = None) -> dict[str, Any]:
 
 
 def check_ignored(hf: Json, config: ModelConfig) -> None:
-    """Raise `CheckpointError` for a field that would change what is computed, and that no supported family has."""
+    """Raise `CheckpointError` for a field that changes the computation in a way that no supported family has."""
     neutral = {
         **NEUTRAL,
         "attention_multiplier": config.head_dim**-0.5,
@@ -79,8 +82,9 @@ def check_ignored(hf: Json, config: ModelConfig) -> None:
     }
     for name, value in neutral.items():
         given = hf.get(name)
-        ones = isinstance(given, list) and all(given)  # by layer, with RoPE in every one
-        if given is None or given == value or (name == "no_rope_layers" and ones):
+        # A list has an entry for each layer, and a true entry means RoPE in that layer.
+        rope_everywhere = name == "no_rope_layers" and isinstance(given, list) and all(given)
+        if given is None or given == value or rope_everywhere:
             continue
         if isinstance(value, float) and isinstance(given, int | float) and math.isclose(given, value, rel_tol=1e-6):
             continue
@@ -88,28 +92,31 @@ def check_ignored(hf: Json, config: ModelConfig) -> None:
 
 
 def require_int(hf: Json, key: str) -> int:
-    """A positive integer that config.json must have."""
+    """Return a positive integer. Raise `CheckpointError` if it is missing or invalid."""
     value = hf.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{key} is {value!r}, it must be a positive integer")
+        raise CheckpointError(f"{key} is {value!r}: it must be a positive integer")
     return value
 
 
 def optional_int(hf: Json, key: str, default: int) -> int:
-    """A positive integer that may be absent or null."""
+    """Return a positive integer, or `default` if it is missing or null. Raise `CheckpointError` if it is invalid."""
     return default if hf.get(key) is None else require_int(hf, key)
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id` as a tuple: config files hold an id, a list of ids, or null."""
+    """Return `eos_token_id` as a tuple: config files hold an id, a list of ids, or null.
+
+    Raise `CheckpointError` for any other value.
+    """
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise CheckpointError(f"eos_token_id is {value!r}, it must be a token id or a list of them")
+        raise CheckpointError(f"eos_token_id is {value!r}: it must be a token id or a list of token ids")
     return ids
 
 
 def parameter_dtype(hf: Json) -> DType:
-    """`dtype`, or `torch_dtype` in older files; bfloat16 where neither is given."""
+    """Return `dtype`, or `torch_dtype` of older files, or bfloat16. Raise `CheckpointError` if it is not supported."""
     name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
     name = name.removeprefix("torch.") if isinstance(name, str) else name
     if name not in get_args(DType):
@@ -118,9 +125,12 @@ def parameter_dtype(hf: Json) -> DType:
 
 
 def rope_config(hf: Json) -> RopeConfig:
-    """RoPE from `rope_scaling`, or from `rope_parameters` (transformers 5, where the former wins too)."""
+    """Return the RoPE settings from `rope_scaling`, or else from `rope_parameters` (transformers 5, the same order).
+
+    Raise `CheckpointError` if they are not supported.
+    """
     given = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    _tell_of_two_ropes(hf, given)
+    _warn_of_conflicting_rope(hf, given)
     theta = float(given.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA)
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in get_args(RopeKind):
@@ -145,18 +155,17 @@ def rope_config(hf: Json) -> RopeConfig:
     )
 
 
-def _tell_of_two_ropes(hf: Json, used: Json) -> None:
-    """Log where two fields give the rotary embedding differently."""
+def _warn_of_conflicting_rope(hf: Json, used: Json) -> None:
     other = hf.get("rope_parameters")
     if hf.get("rope_scaling") and other and dict(other) != used:
-        log.warning("config.json: rope_scaling %s is used, and not rope_parameters %s", dict(used), dict(other))
+        log.warning("config.json: using rope_scaling %s and ignoring rope_parameters %s", dict(used), dict(other))
     inner, outer = used.get("rope_theta"), hf.get("rope_theta")
     if inner and outer and inner != outer:
-        log.warning("config.json: rope_theta %s of the RoPE parameters is used, and not rope_theta %s", inner, outer)
+        log.warning("config.json: using rope_theta %s of the RoPE parameters and ignoring rope_theta %s", inner, outer)
 
 
 def max_position(hf: Json, rope: RopeConfig) -> int:
-    """How many positions the model was made for: scaled RoPE stretches the number in config.json."""
+    """Return the number of positions that the model supports: scaled RoPE stretches the value in config.json."""
     given = optional_int(hf, "max_position_embeddings", 2048)
     if rope.kind == "linear":
         return int(given * rope.factor)
@@ -166,14 +175,18 @@ def max_position(hf: Json, rope: RopeConfig) -> int:
 
 
 def uniform_windows(hf: Json, window: int | None) -> tuple[int | None, ...]:
-    """The same sliding window in every layer; () where there is none."""
+    """Return `window` for every layer, or () for None. Raise `CheckpointError` if it is not a positive integer."""
     if window is None:
         return ()
     return (require_int({"sliding_window": window}, "sliding_window"),) * require_int(hf, "num_hidden_layers")
 
 
 def layered_windows(hf: Json) -> tuple[int | None, ...]:
-    """Qwen's windows: `layer_types`, or all layers from `max_window_layers` on; off unless `use_sliding_window`."""
+    """Return the sliding windows of a Qwen model: () unless `use_sliding_window` is set.
+
+    `layer_types` names the layers with a window. Without it these are the layers from `max_window_layers` on.
+    Raise `CheckpointError` if `layer_types` does not fit.
+    """
     if not hf.get("use_sliding_window") or hf.get("sliding_window", 4096) is None:
         return ()
     window = optional_int(hf, "sliding_window", 4096)

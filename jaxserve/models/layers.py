@@ -129,6 +129,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x: LeftOperand, residual: Float[Array, "T E"], all_reduce: AllReduce | None = None
     ) -> Float[Array, "T E"]:
+        """Return `residual` plus the output of the feed-forward for x [T, E]."""
         gate_up = matmul(x, self.gate_up[...], backend=self.backend)
         if self.gate_up_bias is not None:
             gate_up += self.gate_up_bias[...]
@@ -209,9 +210,9 @@ class Head(nnx.Module):
     def __call__(
         self, x: Float[Array, "R E"], all_gather: Callable[[Array], Array] | None = None
     ) -> Float[Array, "R V"]:
-        """Logits in float32; -inf in the rows added to the vocabulary as padding.
+        """Return the logits in float32, -inf for the padding of the vocabulary.
 
-        `all_gather` joins what the devices have of the vocabulary, [R, share] -> [R, V], where each has a share.
+        Where each device has a share of the vocabulary, `all_gather` joins the shares: [R, share] -> [R, V].
         """
         logits = matmul(self.norm.deferred(x), self.weight[...], dtype=jnp.float32, backend=self.backend)
         if all_gather is not None:

@@ -1,11 +1,11 @@
-"""Llama 2 and 3, and what was tuned from them: Vicuna, CodeLlama."""
+"""Llama 2 and 3, and models tuned from them such as Vicuna and CodeLlama."""
 
 from jaxserve.core.config import ModelConfig
 from jaxserve.models import hf as common
 
 
 def config_from_hf(hf: common.Json) -> ModelConfig:
-    """Reads a LlamaForCausalLM config.json; `attention_bias` is on all four projections."""
+    """Read a LlamaForCausalLM config.json; `attention_bias` applies to all four projections."""
     attention_bias = bool(hf.get("attention_bias", False))
     return ModelConfig(
         architecture="LlamaForCausalLM",

@@ -3,11 +3,11 @@
 from jaxserve.core.config import ModelConfig
 from jaxserve.models import hf as common
 
-DEFAULT_WINDOW = 4096  # where config.json does not mention one; null means full attention
+DEFAULT_WINDOW = 4096  # if config.json has no such field; null means full attention
 
 
 def config_from_hf(hf: common.Json) -> ModelConfig:
-    """Reads a MistralForCausalLM config.json."""
+    """Read a MistralForCausalLM config.json."""
     return ModelConfig(
         architecture="MistralForCausalLM",
         **common.common_fields(hf),

@@ -39,6 +39,7 @@ class MoE(nnx.Module):
     def __call__(
         self, x: LeftOperand, residual: Float[Array, "T E"], all_reduce: AllReduce | None = None
     ) -> Float[Array, "T E"]:
+        """Return `residual` plus the weighted sum of each token's experts, for x [T, E]."""
         x = value_of(x)
         weights, experts = self.route(x)
         order = jnp.argsort(experts.ravel(), stable=True)

@@ -1,4 +1,4 @@
-"""Parameters that are quantised: what a QArray in place of a weight looks like."""
+"""Shapes and group sizes of quantised parameters."""
 
 import math
 from collections.abc import Iterable
@@ -14,7 +14,10 @@ from jaxserve.quantization.rounding import GROUP, GROUPS, group_size
 
 
 def random_qarray(key: jax.Array, out: tuple[int, ...], size: int, bits: int, parts: int, stddev: float) -> QArray:
-    """A symmetric QArray [out..., size] of uniformly random codes; `parts` as in `group_of`."""
+    """Return a symmetric QArray [out..., size] of uniformly random codes.
+
+    Its inputs can be split into `parts` equal shares. Raise `ConfigError` as `group_of` does.
+    """
     codes = jax.random.bits(key, (*out, packed_bytes(bits, size)), jnp.uint8)
     scale = stddev * math.sqrt(12) / (1 << bits)
     scales = jnp.full((*out, size // group_of(size, bits, parts)), scale, jnp.bfloat16)
@@ -22,15 +25,15 @@ def random_qarray(key: jax.Array, out: tuple[int, ...], size: int, bits: int, pa
 
 
 def split_unit(precisions: Iterable[str]) -> int:
-    """What a device's share of the inputs of a weight should be a multiple of, to be split in all these precisions."""
+    """Return the number whose multiples a device's share of a weight's inputs must be, for all these precisions."""
     bits = {BITS[precision] for precision in precisions if precision in BITS}
     return math.lcm(*(math.lcm(GROUP, UNIT[b]) for b in bits))
 
 
 def group_of(size: int, bits: int, parts: int) -> int:
-    """How many inputs share a scale in a weight with `size` inputs that are split into `parts` equal shares.
+    """Return the number of inputs that share a scale, for a weight whose `size` inputs are split into `parts` shares.
 
-    Raises `ConfigError` where a share is no whole number of groups and of packed units.
+    Raise `ConfigError` if a share is not a whole number of groups and of packed units.
     """
     if parts == 1:
         return group_size(size)
@@ -39,6 +42,6 @@ def group_of(size: int, bits: int, parts: int) -> int:
     if group is None or share % UNIT[bits]:
         raise ConfigError(
             f"a weight of {size} inputs cannot be split over {parts} devices in int{bits}: a share of {share} inputs "
-            f"is no multiple of {math.lcm(UNIT[bits], GROUPS[-1])} (tp, precision, variants)"
+            f"is not a multiple of {math.lcm(UNIT[bits], GROUPS[-1])} (tp, precision, variants)"
         )
     return group

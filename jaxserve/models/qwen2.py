@@ -5,7 +5,7 @@ from jaxserve.models import hf as common
 
 
 def config_from_hf(hf: common.Json) -> ModelConfig:
-    """Reads a Qwen2ForCausalLM config.json."""
+    """Read a Qwen2ForCausalLM config.json."""
     return ModelConfig(
         architecture="Qwen2ForCausalLM",
         **common.common_fields(hf),

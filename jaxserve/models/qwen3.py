@@ -7,7 +7,7 @@ DEFAULT_HEAD_DIM = 128
 
 
 def config_from_hf(hf: common.Json) -> ModelConfig:
-    """Reads a Qwen3ForCausalLM config.json; `attention_bias` is on all four projections."""
+    """Read a Qwen3ForCausalLM config.json; `attention_bias` applies to all four projections."""
     attention_bias = bool(hf.get("attention_bias", False))
     return ModelConfig(
         architecture="Qwen3ForCausalLM",

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 whose feed-forward halves are mixtures of experts, in all layers or in some."""
+"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forwards in some or all layers."""
 
 from jaxserve.core.config import ModelConfig, MoEConfig
 from jaxserve.core.errors import CheckpointError
@@ -6,7 +6,10 @@ from jaxserve.models import hf as common
 
 
 def config_from_hf(hf: common.Json) -> ModelConfig:
-    """Reads a Qwen3MoeForCausalLM config.json. Unlike Qwen3's, a window holds for every layer."""
+    """Read a Qwen3MoeForCausalLM config.json. Unlike in Qwen3, a sliding window applies to every layer.
+
+    Raise `CheckpointError` if a token needs more experts than the model has.
+    """
     attention_bias = bool(hf.get("attention_bias", False))
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     return ModelConfig(
@@ -25,7 +28,7 @@ def _moe_config(hf: common.Json) -> MoEConfig:
     experts = common.require_int(hf, key)
     per_token = common.optional_int(hf, "num_experts_per_tok", 8)
     if per_token > experts:
-        raise CheckpointError(f"num_experts_per_tok {per_token} is more than {key} {experts}")
+        raise CheckpointError(f"num_experts_per_tok is {per_token}: it must be at most {key}, {experts}")
     step, dense = common.optional_int(hf, "decoder_sparse_step", 1), set(hf.get("mlp_only_layers") or ())
     layers = range(common.require_int(hf, "num_hidden_layers"))
     return MoEConfig(

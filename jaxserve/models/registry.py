@@ -1,4 +1,4 @@
-"""Which architectures are supported, and how their blocks are built."""
+"""The registry of supported architectures, and the construction of their blocks."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -26,8 +26,7 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "Qwen3ForCausalLM": qwen3.config_from_hf,
     "Qwen3MoeForCausalLM": qwen3_moe.config_from_hf,
 }
-"""Architecture (as named by Hugging Face) -> reader of its config.json."""
-
+"""The reader of config.json for each architecture, by its Hugging Face name."""
 
 MODEL_TYPES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -36,14 +35,17 @@ MODEL_TYPES: Mapping[str, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-"""`model_type` -> architecture, for configurations that name none."""
+"""The architecture for each `model_type`, for configurations that name no architecture."""
 HEADLESS = {name.removesuffix("ForCausalLM") + "Model": name for name in FAMILIES}
-"""Models without an output head, saved for embeddings -> the architecture with one."""
+"""The architecture with an output head, for each class of models that were saved without (for embeddings)."""
 RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM", **HEADLESS}
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Resolve a Hugging Face config.json. Raises `CheckpointError` for what is not supported, saying what is."""
+    """Return the configuration of a Hugging Face config.json.
+
+    Raise `CheckpointError` if a feature is not supported; the message names the supported values.
+    """
     given = _architectures(hf)
     by_type = MODEL_TYPES.get(str(hf.get("model_type")))
     family = next((name for name in (RENAMED.get(name, name) for name in given) if name in FAMILIES), None)
@@ -53,16 +55,14 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         found = ", ".join(given) or f"none (model_type {hf.get('model_type')!r})"
         raise CheckpointError(f"architecture {found} is not supported; supported: {', '.join(FAMILIES)}")
     if by_type not in (family, None):
-        log.warning(
-            "config.json: architectures names %s, which is used, and model_type is %r", family, hf["model_type"]
-        )
+        log.warning("config.json: using architectures %s and ignoring model_type %r", family, hf["model_type"])
     config = FAMILIES[family](hf)
     check_ignored(hf, config)
     return config
 
 
 def is_headless(hf: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of a model without an output head."""
+    """Return whether a config.json describes a model without an output head."""
     return any(name in HEADLESS for name in _architectures(hf))
 
 
@@ -72,34 +72,35 @@ def _architectures(hf: Mapping[str, Any]) -> list[str]:
 
 
 def build_block(config: ModelConfig, block_id: str, *, rngs: nnx.Rngs, precision: str | None = None) -> nnx.Module:
-    """A block with random weights; under `nnx.eval_shape` its abstract parameters.
+    """Return a block with random weights, or with abstract parameters under `nnx.eval_shape`.
 
-    `precision`: that of the block's large matrices; None and the configuration's dtype are full precision.
+    `precision` applies to the block's large matrices; None and the configuration's dtype mean full precision.
+    Raise `ValueError` if the model has no such block.
     """
     bits = BITS.get(precision or config.dtype)
     if block_id == "embed":
         return Embed(config, rngs=rngs, bits=bits)
     if block_id == "head":
         return Head(config, rngs=rngs, bits=bits)
-    kind, _, number = block_id.partition(".")
-    if kind != "layers" or not number.isdigit() or int(number) >= config.num_layers:
-        raise ValueError(f"no block {block_id!r} in a model of {config.num_layers} layers")
-    feed_forward = MoE if config.is_sparse(int(number)) else MLP
+    kind, _, index = block_id.partition(".")
+    if kind != "layers" or not index.isdigit() or int(index) >= config.num_layers:
+        raise ValueError(f"unknown block {block_id!r} in a model of {config.num_layers} layers")
+    feed_forward = MoE if config.is_sparse(int(index)) else MLP
     return DecoderLayer(config, rngs=rngs, feed_forward=feed_forward, bits=bits)
 
 
 def abstract_block(
     config: ModelConfig, block_id: str, precision: str | None = None
 ) -> tuple[nnx.GraphDef, Mapping[str, nnx.Variable]]:
-    """A block's graph definition and its abstract parameters by dotted path, in the order of its state's leaves.
+    """Return a block's graph definition and its abstract parameters by dotted path, in the order of its state's leaves.
 
-    Layers of the same kind share them: do not change them.
+    Do not change the results: all layers of the same kind share them.
     """
     return _abstract_block(config, representative(config, block_id), precision or config.dtype)
 
 
 def representative(config: ModelConfig, block_id: str) -> str:
-    """The first block of the same kind: the same for all that have the same graph definition in a precision."""
+    """Return the first block of the same kind: blocks with the same representative share their graph definition."""
     if block_id not in config.block_ids or not is_layer(block_id):
         return block_id
     sparse = config.is_sparse(layer_index(block_id))
@@ -117,7 +118,7 @@ def _abstract_block(
 
 
 def check_parameters(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> None:
-    """Asserts that a block has these parameters: arrays, or QArrays of whatever group where one is expected."""
+    """Assert that `values` fit a block's parameters: arrays of their shapes, and QArrays of any group size."""
     for name, variable in variables.items():
         expected, value = variable.get_value(), values[name]
         assert value.shape == expected.shape, (name, value.shape, expected.shape)
@@ -125,11 +126,11 @@ def check_parameters(variables: Mapping[str, nnx.Variable], values: Mapping[str,
 
 
 def block_state(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> nnx.State:
-    """The state of a block with these parameters, as `check_parameters` wants them."""
+    """Return the state of a block with these parameters, after `check_parameters`."""
     check_parameters(variables, values)
     return shard_state(variables, values)
 
 
 def shard_state(variables: Mapping[str, nnx.Variable], values: Mapping[str, Any]) -> nnx.State:
-    """The state of a block with one device's shares of its parameters."""
+    """Return the state of a block with one device's shares of its parameters."""
     return nnx.from_flat_state([(tuple(name.split(".")), v.replace(values[name])) for name, v in variables.items()])

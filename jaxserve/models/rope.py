@@ -1,4 +1,4 @@
-"""The angles of rotary position embedding: default, linear, llama3 and yarn."""
+"""Angles of rotary position embedding (RoPE): default, linear, llama3 and yarn."""
 
 import math
 
@@ -12,14 +12,14 @@ from jaxserve.core.config import ModelConfig, RopeConfig
 def rope_cos_sin(
     config: ModelConfig, positions: Int[Array, "T"]
 ) -> tuple[Float[Array, "T D//2"], Float[Array, "T D//2"]]:
-    """Cosines and sines in float32 of the rotation at each position."""
+    """Return the cosines and sines (float32) of the rotation at each position."""
     frequencies, scale = rope_frequencies(config.rope, config.head_dim)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.float32]:
-    """Angular frequencies float32 [head_dim/2] in radians per token, and the factor on cosines and sines."""
+    """Return angular frequencies float32 [head_dim/2] in radians per token, and the factor on cosines and sines."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     base = 1 / np.float32(rope.theta) ** exponents
     if rope.kind == "linear":
@@ -32,14 +32,14 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.fl
 
 
 def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1: stretch long wavelengths by `factor`, keep short ones, and interpolate in between."""
     turns = rope.original_max_position * base / np.float32(2 * math.pi)  # over the original context
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return _mix(base, rope.factor, np.clip(keep, 0, 1))
 
 
 def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> np.ndarray:
-    """YaRN (arXiv:2309.00071, section 3.2): which dimensions keep their frequency depends on the turns they make."""
+    """YaRN (arXiv:2309.00071, section 3.2): a dimension keeps its frequency if it makes many turns in the context."""
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -53,12 +53,12 @@ def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def _mix(base: np.ndarray, factor: float, keep: np.ndarray) -> np.ndarray:
-    """Frequencies kept with weight `keep` in [0, 1] and divided by `factor` with the rest."""
+    """Mix the frequencies (weight `keep` in [0, 1]) and the frequencies divided by `factor` (weight 1 - `keep`)."""
     return (base * keep + base / factor * (1 - keep)).astype(np.float32)
 
 
 def yarn_attention_factor(rope: RopeConfig) -> float:
-    """The factor that YaRN puts on cosines and sines (its square multiplies the attention logits)."""
+    """Return YaRN's factor on cosines and sines; its square multiplies the attention logits."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:

@@ -1,1 +1,1 @@
-"""Where arrays live: meshes, logical-axis rules, padding to even shards."""
+"""Placement of arrays: meshes, rules for logical axes, padding to even shards."""

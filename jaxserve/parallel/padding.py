@@ -1,10 +1,11 @@
-"""Weights padded so that they split evenly over devices, without changing the function that the model computes.
+"""Padding of weights to split evenly over devices, without a change of the function that the model computes.
 
-A kv head cannot be cut. Where there are fewer kv heads than devices each is copied, and its query heads are dealt out
-to the copies; where the numbers do not divide, heads of zeros are added. An added query head is harmless because the
-output projection is zero for it, an added unit of the feed-forward because its gate is. Host side only: numpy.
+A kv head cannot be cut. If a model has fewer kv heads than devices, each kv head is copied and its query heads are
+divided among the copies. If the numbers do not divide, heads of zeros are added. An added query head has no effect,
+because its output projection is zero; an added unit of the feed-forward has none, because its gate is zero.
 
-What is packed lies so that it need not be copied again where the host is the device (`core.aligned`).
+All of this runs on the host in numpy. Packed arrays are aligned, so that they need no further copy where the host is
+the device (`core.aligned_arrays`).
 """
 
 import math
@@ -19,10 +20,10 @@ from jaxserve.core.numeric import ceil_div, round_up
 
 
 def padded_config(config: ModelConfig, tp: int, unit: int = 1) -> ModelConfig:
-    """The configuration whose shapes split over `tp` devices; the configuration itself where they already do.
+    """Return the configuration padded to split over `tp` devices, or an equal one if it needs no padding.
 
-    `unit`: what the inputs that a device has of a split weight must be a multiple of. Quantised weights are packed in
-    units and share scales in groups, which cannot be cut either.
+    A device's inputs of a split weight are a multiple of `unit`, because the packed units and the groups of quantised
+    weights cannot be cut either.
     """
     kv_heads, group = _heads(config, tp)
     group = round_up(group, unit // math.gcd(unit, kv_heads // tp * config.head_dim))
@@ -39,29 +40,29 @@ def padded_config(config: ModelConfig, tp: int, unit: int = 1) -> ModelConfig:
 
 
 def _heads(config: ModelConfig, tp: int) -> tuple[int, int]:
-    """Physical kv heads, and query heads per kv head."""
+    """Return the padded number of kv heads, and of query heads per kv head."""
     kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
     if tp % kv_heads == 0:
         return tp, ceil_div(group, (tp // kv_heads))
     return round_up(kv_heads, tp), group
 
 
-def head_sources(config: ModelConfig, physical: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Which query heads [K', G'] and kv heads [K'] of `config` the physical ones are; -1 for a head of zeros."""
+def head_sources(config: ModelConfig, padded: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return the query head [K', G'] and kv head [K'] of `config` for each padded head; -1 for a head of zeros."""
     kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-    new_kv_heads, new_group = physical.num_kv_heads, physical.num_heads // physical.num_kv_heads
+    new_kv_heads, new_group = padded.num_kv_heads, padded.num_heads // padded.num_kv_heads
     copies = new_kv_heads // kv_heads if new_kv_heads % kv_heads == 0 else 1
     kv, copy = np.divmod(np.arange(new_kv_heads), copies)
-    member = copy[:, None] * new_group + np.arange(new_group)  # of the kv head's query heads
+    member = copy[:, None] * new_group + np.arange(new_group)  # index among the kv head's query heads
     query = np.where((member < group) & (kv[:, None] < kv_heads), kv[:, None] * group + member, -1)
     return query, np.where(kv < kv_heads, kv, -1)
 
 
 def pack_qkv(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, config: ModelConfig, physical: ModelConfig, dtype: np.dtype
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, config: ModelConfig, padded: ModelConfig, dtype: np.dtype
 ) -> np.ndarray:
-    """Projections q [H*D, ...], k and v [K*D, ...] (or their biases) as one array [K', G' + 2, D, ...]."""
-    query, kv = head_sources(config, physical)
+    """Return projections q [H*D, ...], k and v [K*D, ...] (or their biases) as one array [K', G' + 2, D, ...]."""
+    query, kv = head_sources(config, padded)
     q, k, v = (x.reshape(-1, config.head_dim, *x.shape[1:]) for x in (q, k, v))
     packed = zeros((len(query), query.shape[1] + 2, *q.shape[1:]), dtype)
     for j, (heads, head) in enumerate(zip(query, kv, strict=True)):
@@ -73,9 +74,9 @@ def pack_qkv(
     return packed
 
 
-def pack_o(o: np.ndarray, config: ModelConfig, physical: ModelConfig, dtype: np.dtype) -> np.ndarray:
-    """The output projection [E, H*D] as [E, K', G', D]."""
-    query, _ = head_sources(config, physical)
+def pack_o(o: np.ndarray, config: ModelConfig, padded: ModelConfig, dtype: np.dtype) -> np.ndarray:
+    """Return the output projection [E, H*D] as [E, K', G', D]."""
+    query, _ = head_sources(config, padded)
     o = o.reshape(len(o), -1, config.head_dim)
     packed = zeros((len(o), *query.shape, config.head_dim), dtype)
     for (j, g), source in np.ndenumerate(query):
@@ -85,14 +86,14 @@ def pack_o(o: np.ndarray, config: ModelConfig, physical: ModelConfig, dtype: np.
 
 
 def pack_gate_up(gates: Sequence[np.ndarray], size: int, shards: int, dtype: np.dtype) -> np.ndarray:
-    """The gate and the up projection [I, ...] (or their biases), in this order, as [shards, 2, size/shards, ...]."""
+    """Return the gate and up projections [I, ...] (or their biases) as one array [shards, 2, size/shards, ...]."""
     packed = zeros((shards, 2, size // shards, *gates[0].shape[1:]), dtype)
     fill_gate_up(packed, gates)
     return packed
 
 
 def fill_gate_up(packed: np.ndarray, gates: Sequence[np.ndarray]) -> None:
-    """As `pack_gate_up`, into zeros [shards, 2, size/shards, ...]. Mutates."""
+    """Write the gate and up projections into `packed` [shards, 2, size/shards, ...], which holds zeros."""
     step = packed.shape[2]
     for shard, parts in enumerate(packed):
         for part, x in zip(parts, gates, strict=True):
@@ -101,7 +102,7 @@ def fill_gate_up(packed: np.ndarray, gates: Sequence[np.ndarray]) -> None:
 
 
 def pad(x: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """x in the given dtype with zeros after it along every axis up to the given shape: x itself if it is so already."""
+    """Return x in the given dtype, padded with zeros at the end of every axis to `shape`. May return x itself."""
     if (x.shape, x.dtype) == (shape, dtype):
         return aligned(x)
     padded = zeros(shape, dtype)
@@ -110,10 +111,10 @@ def pad(x: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """x in the given dtype: x itself if it has it already."""
+    """Return x in the given dtype. May return x itself."""
     return pad(x, x.shape, dtype)
 
 
 def fill(padded: np.ndarray, x: np.ndarray) -> None:
-    """As `pad`, into zeros. Mutates."""
+    """Write x to the beginning of every axis of `padded`, which holds zeros."""
     padded[tuple(slice(n) for n in x.shape)] = x

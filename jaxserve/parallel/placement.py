@@ -1,6 +1,6 @@
-"""Placement: the devices of a block, and how its arrays are split over them.
+"""Placement of a block: its devices, and the split of its arrays over them.
 
-Modules name logical axes; the one table here maps them to the mesh axis "tp".
+Modules name logical axes, and `RULES` maps them to the mesh axis "tp".
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,14 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TP = "tp"
-RULES: dict[str, str] = {"kv_heads": TP, "mlp": TP, "vocab": TP}  # every other logical axis is replicated
+# All other logical axes are replicated.
+RULES: dict[str, str] = {"kv_heads": TP, "mlp": TP, "vocab": TP}
 POOL_AXES = (None, "kv_heads", None, None, None)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh slice with one axis, "tp"; blocks with equal placements share executables and inputs."""
+    """The devices of a block as a mesh with the axis "tp"; blocks with equal placements share executables and inputs."""
 
     devices: tuple[jax.Device, ...]
 
@@ -32,16 +33,17 @@ class Placement:
         return self.devices[0].platform
 
     def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
-        """The sharding of an array with these logical axes; replicated by default."""
+        """Return the sharding of an array with these logical axes; replicated by default."""
         return NamedSharding(self.mesh, spec(axes))
 
 
 def spec(axes: Sequence[str | None] = ()) -> PartitionSpec:
-    """How an array with these logical axes is split."""
+    """Return the partition of an array with these logical axes."""
     return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))
 
 
 def bytes_held(array: Array) -> int:
-    """Of an array on all its devices. Not by its shards, which JAX lists twice if two threads ask at once."""
+    """Return the bytes of an array, summed over its devices."""
+    # Not by its shards, which JAX lists twice if two threads ask at once.
     sharding = array.sharding
     return prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize * len(sharding.device_set)
