@@ -52,7 +52,7 @@ class Sampler:
     """The executables of one implementation."""
 
     def __init__(self, by: sampler.Implementation, top_logprobs: int):
-        full = partial(sampler.sample_full, by=by, top_logprobs=top_logprobs)
+        full = partial(sampler.sample_full, implementation=by, top_logprobs=top_logprobs)
         self._plain = {False: jax.jit(by.greedy), True: jax.jit(by.random)}
         self._more = {False: jax.jit(by.adjusted, donate_argnums=3), True: jax.jit(full, donate_argnums=3)}
 

@@ -1,1 +1,1 @@
-"""Drawing tokens: the operations, and what a device keeps for them."""
+"""Sampling of tokens: the operations, and the state that they need on a device."""

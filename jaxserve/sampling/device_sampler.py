@@ -1,4 +1,4 @@
-"""DeviceSampler: the sampler's executables and what they keep on the device, for the rows of one step at a time."""
+"""DeviceSampler: the executables that sample a step's tokens, and the state that they keep on the device."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,15 +22,17 @@ from jaxserve.sampling import ops as sampler
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a step sampled, still on the device."""
+    """The tokens that a step sampled, still on the device."""
 
     tokens: Array  # i32 [R]
     logprobs: sampler.Logprobs | None = None
 
 
 class DeviceSampler:
-    """Executables by what the rows of a step need: greedy, random, adjusted, full. The first two are one of the native
-    kernel's.
+    """Sampling of the rows of one step at a time, by the cheapest executable that the rows allow.
+
+    The executables are greedy, random, adjusted (penalties and biases) and full (with log-probabilities). The native
+    kernel has one executable for greedy and random.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class DeviceSampler:
         top_logprobs: int,
         backend: KernelBackend = "auto",
     ):
-        """`vocab` counts padding; `top_logprobs` is how many are returned at most.
+        """Allocate the sampler's state for `slots` sequences of at most `max_len` tokens.
 
-        `score` gives the log-probabilities of tokens i32[R], and of the most likely ones, under logits f32[R, V].
+        `vocab` includes padding. At most `top_logprobs` log-probabilities of most likely tokens are returned per row.
+        The program `score` returns the log-probabilities of tokens i32[R], and of the most likely ones, under logits
+        f32[R, V].
         """
         self.slots, self.vocab, self.max_len = slots, vocab, max_len
         self._sharding = sharding = placement.sharding()
@@ -53,47 +57,50 @@ class DeviceSampler:
         self._history = jax.device_put(sampler.empty_history(slots, vocab), sharding)
         self._rows = np.tile(sampler.idle_row(slots, vocab), (slots + 1, 1))  # by slot; the last one stays idle
         self._unbiased_rows: dict[int, tuple[Array, Array]] = {}
-        self._owners: list[tuple[Sequence, int] | None] = [None] * slots  # whose row a slot has, and which stay
-        self._drawing: set[int] = set()  # slots whose tokens are drawn at random
-        self._demanding: set[int] = set()  # slots that may need more than that
+        # The sequence whose parameters a slot has, and its preemptions when they were set.
+        self._owners: list[tuple[Sequence, int] | None] = [None] * slots
+        self._random_slots: set[int] = set()  # the others are greedy
+        self._slots_to_adjust: set[int] = set()  # their rows may need the adjusted or the full executable
         on_one_cpu = placement.platform == "cpu" and len(placement.devices) == 1
-        by = sampler.NATIVE if on_one_cpu and uses_native(backend) and native.supported() else sampler.XLA
+        has_native = on_one_cpu and uses_native(backend) and native.supported()
+        implementation = sampler.NATIVE if has_native else sampler.XLA
         top = min(top_logprobs, vocab)
 
         def program(name: str, function: Callable, **options: Any) -> Program:
             return Program(f"{name} {backend} {top}", jax.jit(function, out_shardings=sharding, **options))
 
-        self._greedy = program("greedy", by.greedy)
-        self._random = self._greedy if by.random is by.greedy else program("random", by.random)
-        self._adjusted = program("adjusted", by.adjusted, donate_argnums=3)
-        full = partial(sampler.sample_full, by=by, top_logprobs=top)
+        self._greedy = program("greedy", implementation.greedy)
+        same = implementation.random is implementation.greedy
+        self._random = self._greedy if same else program("random", implementation.random)
+        self._adjusted = program("adjusted", implementation.adjusted, donate_argnums=3)
+        full = partial(sampler.sample_full, implementation=implementation, top_logprobs=top)
         self._full = program("full", full, donate_argnums=3)
-        self.score = program("score", partial(by.logprobs, top=top))
+        self.score = program("score", partial(implementation.logprobs, top=top))
         self._load = program("load", sampler.load_history, donate_argnums=0)
 
     def sample(self, logits: Array, sequences: list[Sequence | None]) -> Sampled:
-        """Dispatches the sampling of logits f32[R, V] for these rows (None: a row that samples nothing). Mutates."""
+        """Dispatch the sampling of logits f32[R, V] for these rows; a row of None samples nothing."""
         present = [s for s in sequences if s is not None]
-        self._welcome(present)
+        self._update_slots(present)
         packed, slots = self._pack(sequences, logits.shape[0]), {s.slot for s in present}
-        if not slots.isdisjoint(self._demanding):
+        if not slots.isdisjoint(self._slots_to_adjust):
             with_logprobs = any(map(sampler.wants_logprobs, present))
             if with_logprobs or any(map(sampler.needs_adjusting, present)):
                 return self._sample_adjusted(logits, packed, sequences, with_logprobs)
-        kind = self._greedy if slots.isdisjoint(self._drawing) else self._random
+        kind = self._greedy if slots.isdisjoint(self._random_slots) else self._random
         tokens, self.newest = kind.at(logits.shape[0])(logits, packed, self.newest)
         return Sampled(tokens)
 
     def compile(self, logits: jax.ShapeDtypeStruct, tile: int, compiler: Compiler) -> None:
-        """Starts to compile everything for logits of this shape; what scores, for a tile's."""
+        """Start to compile all executables for logits of this shape, and `score` for those of a tile."""
         for program, arguments in self._calls(logits):
             compiler.compile(program, logits.shape[0], *arguments)
         scored = jax.ShapeDtypeStruct((tile, *logits.shape[1:]), logits.dtype, sharding=logits.sharding)
         compiler.compile(self.score, tile, scored, np.zeros(tile, np.int32))
         compiler.compile(self._load, self.max_len, self._history, *self._history_of(self.slots, [], 0))
 
-    def rehearse(self, logits: Array) -> None:
-        """Runs everything for logits of this shape, once, on rows that sample nothing. Mutates nothing that counts."""
+    def run_on_padding(self, logits: Array) -> None:
+        """Run all executables for logits of this shape once, on rows that sample nothing."""
         for program, arguments in self._calls(logits):
             _, _, *history = program.at(logits.shape[0])(*arguments)
             if history:
@@ -101,7 +108,7 @@ class DeviceSampler:
         self._set_history(self.slots, [], 0)
 
     def close(self) -> None:
-        """Frees what the sampler keeps on the device."""
+        """Free the sampler's state on the device."""
         for array in (self.newest, *self._history, *chain.from_iterable(self._unbiased_rows.values())):
             array.delete()
 
@@ -116,40 +123,41 @@ class DeviceSampler:
         return Sampled(tokens, *logprobs)
 
     def _calls(self, logits: Array | jax.ShapeDtypeStruct) -> Iterator[tuple[Program, tuple]]:
-        """Programs that sample logits of this shape, with arguments for rows that sample nothing.
+        """Yield the programs that sample logits of this shape, with arguments for rows that sample nothing.
 
-        Each has the history of the moment at which it is asked for.
+        The arguments hold the history at the time of each iteration, because programs donate it.
         """
         rows = logits.shape[0]
-        least = (logits, self._pack([], rows), self.newest)
-        yield from ((kind, least) for kind in dict.fromkeys((self._greedy, self._random)))
+        common = (logits, self._pack([], rows), self.newest)
+        yield from ((kind, common) for kind in dict.fromkeys((self._greedy, self._random)))
         for kind in (self._adjusted, self._full):
-            yield kind, (*least, self._history, *self._unbiased(rows))
+            yield kind, (*common, self._history, *self._unbiased(rows))
 
     def _biases(self, sequences: list[Sequence | None], rows: int) -> tuple[Array, Array]:
         return jax.device_put(sampler.sparse_biases(sequences, rows), self._sharding)
 
     def _unbiased(self, rows: int) -> tuple[Array, Array]:
-        """The sparse biases of so many rows that have none: once on the device."""
+        """Return empty sparse biases for this number of rows, from the device's memory after the first call."""
         if rows not in self._unbiased_rows:
             self._unbiased_rows[rows] = self._biases([], rows)
         return self._unbiased_rows[rows]
 
-    def _welcome(self, sequences: list[Sequence]) -> None:
-        """Notes the parameters and the history of sequences that have (re)entered the batch. Mutates."""
+    def _update_slots(self, sequences: list[Sequence]) -> None:
+        """Store the parameters and the history of sequences that have entered the batch or returned to it."""
         for sequence in sequences:
             owner = self._owners[sequence.slot]
             if owner is None or owner[0] is not sequence or owner[1] != sequence.preemptions:
                 self._owners[sequence.slot] = (sequence, sequence.preemptions)
                 self._rows[sequence.slot] = sampler.pack_row(sequence, self.vocab)
-                _note(self._drawing, sequence.slot, not sequence.params.greedy)
-                _note(self._demanding, sequence.slot, sampler.may_need_more(sequence))
+                _set_membership(self._random_slots, sequence.slot, not sequence.params.greedy)
+                _set_membership(self._slots_to_adjust, sequence.slot, sampler.may_need_adjusting(sequence))
                 if sequence.params.penalized:
                     self._set_history(sequence.slot, sequence.tokens, sequence.num_prompt)
 
     def _pack(self, sequences: list[Sequence | None], rows: int) -> np.ndarray:
-        """The parameters of the sampled rows i32[11, R]. After scheduling, a sequence's number of computed tokens is
-        the position of the token to be sampled.
+        """Return the parameters i32[11, R] of the sampled rows.
+
+        After scheduling, a sequence's number of computed tokens is the position of the token to be sampled.
         """
         slots = [self.slots if s is None else s.slot for s in sequences]
         packed = self._rows[slots + [self.slots] * (rows - len(slots))].T.copy()
@@ -161,12 +169,11 @@ class DeviceSampler:
         self._history = load(self._history, *self._history_of(slot, tokens, prompt))
 
     def _history_of(self, slot: int, tokens: list[int], prompt: int) -> tuple:
-        """The operands of `sampler.load_history`."""
+        """Return the operands of `sampler.load_history` besides the history."""
         padded = np.zeros(self.max_len, np.int32)
         padded[: len(tokens)] = tokens
         return np.int32(slot), padded, np.int32(prompt), np.int32(len(tokens))
 
 
-def _note(members: set[int], member: int, belongs: bool) -> None:
-    """Adds a member to a set, or takes it out. Mutates."""
+def _set_membership(members: set[int], member: int, belongs: bool) -> None:
     (members.add if belongs else members.discard)(member)

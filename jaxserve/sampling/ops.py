@@ -1,8 +1,9 @@
-"""Sampling on the device. Rows are independent: a row's token depends on its logits, its parameters, its seed and its
-position alone, never on the batch.
+"""Operations of sampling on the device.
 
-Order of operations as in vLLM: log-probabilities are taken from the raw logits; then penalties, biases, temperature,
-min_p, top_k, top_p, and one uniform number per row. native/draw.cc and logprobs.cc do the same on CPU.
+Rows are independent: a row's token depends only on its logits, its parameters, its seed and its position.
+
+The order of operations is that of vLLM: log-probabilities of the raw logits, then penalties, biases, temperature,
+min_p, top_k, top_p, and one uniform number per row. On CPU native/draw.cc and native/logprobs.cc compute the same.
 """
 
 from collections.abc import Callable
@@ -19,14 +20,14 @@ from jaxserve.core.sampling import MAX_SPARSE_BIAS
 from jaxserve.kernels.native.draw import draw as draw_natively, draw_adjusted
 from jaxserve.kernels.native.logprobs import logprobs as logprobs_natively
 
-BLOCK = 128  # tokens of the vocabulary that are looked at together
+BLOCK = 128  # tokens of the vocabulary that one step of a two-level search covers
 NO_TOKEN = -1
 
 
 class RowParams(NamedTuple):
-    """What the sampler needs of each row, [R] each."""
+    """The sampling parameters of a step's rows, [R] each."""
 
-    slot: Array  # i32: where the token goes; the spare slot for rows that sample nothing
+    slot: Array  # i32: index of the token in `newest`; the spare slot for rows that sample nothing
     position: Array  # i32: position of the token to be sampled
     seed: Array  # u32 [R, 2]
     temperature: Array  # f32, 0 = greedy
@@ -40,7 +41,7 @@ class RowParams(NamedTuple):
 
 @savable
 class History(NamedTuple):
-    """Which tokens the penalties count, by slot; the last slot is spare."""
+    """The tokens that penalties count, by slot; the last slot is spare."""
 
     seen: Array  # bool [slots + 1, V]: tokens of the prompt
     counts: Array  # i32 [slots + 1, V]: generated tokens
@@ -57,17 +58,17 @@ class Logprobs(NamedTuple):
 
 
 def empty_history(slots: int, vocab: int) -> History:
-    """The history of `slots` sequences that have seen nothing."""
+    """Return the history of `slots` sequences without tokens."""
     return History(jnp.zeros((slots + 1, vocab), bool), jnp.zeros((slots + 1, vocab), jnp.int32))
 
 
 NUM_FIELDS = 11  # int32 words of a packed row
 SLOT, POSITION, SEED, TOP_K, FLOATS = 0, 1, slice(2, 4), 4, slice(5, None)
-FLOAT_FIELDS = ("top_p", "min_p", "presence", "frequency", "repetition", "temperature")  # in their order there
+FLOAT_FIELDS = ("top_p", "min_p", "presence", "frequency", "repetition", "temperature")  # in the order of a packed row
 
 
 def idle_row(spare: int, vocab: int) -> np.ndarray:
-    """The packed parameters i32[11] of a row that samples nothing: greedy, into the spare slot."""
+    """Return the packed parameters i32[11] of a row that samples nothing: greedy, into the spare slot."""
     row = np.zeros(NUM_FIELDS, np.int32)
     row[SLOT], row[TOP_K] = spare, vocab
     row[FLOATS].view(np.float32)[:] = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
@@ -75,7 +76,7 @@ def idle_row(spare: int, vocab: int) -> np.ndarray:
 
 
 def pack_row(sequence: Sequence, vocab: int) -> np.ndarray:
-    """A sequence's packed parameters i32[11], but for the position (floats by their bits)."""
+    """Return a sequence's packed parameters i32[11] without the position. Floats are stored by their bits."""
     p = sequence.params
     row = np.zeros(NUM_FIELDS, np.int32)
     row[SLOT] = sequence.slot
@@ -89,7 +90,7 @@ def pack_row(sequence: Sequence, vocab: int) -> np.ndarray:
 
 
 def unpack_rows(packed: Array) -> RowParams:
-    """The parameters of packed rows i32[11, R], on the device."""
+    """Return the parameters of packed rows i32[11, R], on the device."""
     floats = lax.bitcast_convert_type(packed[FLOATS], jnp.float32)
     return RowParams(
         slot=packed[SLOT],
@@ -101,16 +102,16 @@ def unpack_rows(packed: Array) -> RowParams:
 
 
 def sample_greedy(logits: Array, packed: Array, newest: Array) -> tuple[Array, Array]:
-    """The most likely tokens i32[R] of logits f32[R, V], and `newest` i32[slots + 1] with them written in.
+    """Return the most likely tokens i32[R] of logits f32[R, V], and `newest` i32[slots + 1] with these tokens.
 
-    Here and below the token of a row whose logits are not finite (see `checked`) is NO_TOKEN, though not in `newest`.
+    All sampling functions return NO_TOKEN for a row with invalid logits (see `checked`). They never store it in `newest`.
     """
     tokens = most_likely(logits)
     return checked(tokens, logits), newest.at[packed[0]].set(tokens)
 
 
 def sample_random(logits: Array, packed: Array, newest: Array) -> tuple[Array, Array]:
-    """As `sample_greedy`, but drawn at random where a row's temperature is not 0."""
+    """Return tokens and `newest` as `sample_greedy` does, drawn at random in rows whose temperature is not 0."""
     rows = unpack_rows(packed)
     tokens = draw(logits, rows)
     return checked(tokens, logits), newest.at[rows.slot].set(tokens)
@@ -119,11 +120,14 @@ def sample_random(logits: Array, packed: Array, newest: Array) -> tuple[Array, A
 def sample_adjusted(
     logits: Array, packed: Array, newest: Array, history: History, bias_ids: Array, biases: Array
 ) -> tuple[Array, Array, History]:
-    """As `sample_random`, with penalties and sparse biases (i32[R, M] ids, NO_TOKEN = none; f32[R, M])."""
+    """Return tokens and `newest` as `sample_random` does, after penalties and biases, and the updated history.
+
+    The biases f32[R, M] belong to the tokens `bias_ids` i32[R, M], where NO_TOKEN means none.
+    """
     rows = unpack_rows(packed)
     penalized = jnp.any((rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0))
-    adjusted = _if_asked(penalized, penalize, lambda x, *_: x, logits, rows, history)
-    adjusted = _if_asked(jnp.any(bias_ids != NO_TOKEN), _add_biases, lambda x, *_: x, adjusted, bias_ids, biases)
+    adjusted = _if_needed(penalized, penalize, lambda x, *_: x, logits, rows, history)
+    adjusted = _if_needed(jnp.any(bias_ids != NO_TOKEN), _add_biases, lambda x, *_: x, adjusted, bias_ids, biases)
     tokens = draw(adjusted, rows)
     history = history._replace(counts=history.counts.at[rows.slot, tokens].add(1))
     return checked(tokens, logits), newest.at[rows.slot].set(tokens), history
@@ -132,21 +136,27 @@ def sample_adjusted(
 def sample_adjusted_natively(
     logits: Array, packed: Array, newest: Array, history: History, bias_ids: Array, biases: Array
 ) -> tuple[Array, Array, History]:
-    """`sample_adjusted` by the native kernel."""
+    """Return the results of `sample_adjusted` by the native kernel."""
     tokens, newest, counts = draw_adjusted(logits, packed, newest, *history, bias_ids, biases)
     return tokens, newest, history._replace(counts=counts)
 
 
 def sample_full(
-    logits: Array, *adjusting: Any, by: "Implementation", top_logprobs: int
+    logits: Array, *operands: Any, implementation: "Implementation", top_logprobs: int
 ) -> tuple[Array, Array, History, Logprobs]:
-    """As `sample_adjusted`, with log-probabilities of the logits as they came."""
-    tokens, newest, history = by.adjusted(logits, *adjusting)
-    return tokens, newest, history, by.logprobs(logits, jnp.maximum(tokens, 0), top_logprobs)
+    """Return the results of `sample_adjusted`, and log-probabilities of the unadjusted logits.
+
+    `operands` are those of `sample_adjusted` after the logits.
+    """
+    tokens, newest, history = implementation.adjusted(logits, *operands)
+    return tokens, newest, history, implementation.logprobs(logits, jnp.maximum(tokens, 0), top_logprobs)
 
 
 def load_history(history: History, slot: Array, tokens: Array, prompt: Array, total: Array) -> History:
-    """Sets what a slot has seen: the first `prompt` of `tokens` i32[L] were given, those up to `total` generated."""
+    """Return the history with the tokens of a slot replaced.
+
+    The first `prompt` of the `tokens` i32[L] are the prompt, and those from there up to `total` were generated.
+    """
     at = jnp.arange(tokens.shape[0])
     vocab = history.seen.shape[1]
     given = jnp.where(at < prompt, tokens, vocab)
@@ -156,16 +166,16 @@ def load_history(history: History, slot: Array, tokens: Array, prompt: Array, to
     return History(history.seen.at[slot].set(seen), history.counts.at[slot].set(counts))
 
 
-def _if_asked(asked: Array, compute: Callable, otherwise: Callable, *operands: Any) -> Any:
-    """compute(*operands), or otherwise(*operands) where that will do as well.
+def _if_needed(needed: Array, compute: Callable, otherwise: Callable, *operands: Any) -> Any:
+    """Return compute(*operands), or on CPU the equal otherwise(*operands) if that is not `needed`.
 
-    Elsewhere than on CPU it is computed in any case: the host would wait for the device to say whether to.
+    Other platforms always compute, because the host would have to wait for the device's value of `needed`.
     """
 
-    def ask(asked: Array, *operands: Any) -> Any:
-        return lax.cond(asked, compute, otherwise, *operands)
+    def branch(needed: Array, *operands: Any) -> Any:
+        return lax.cond(needed, compute, otherwise, *operands)
 
-    return lax.platform_dependent(asked, *operands, cpu=ask, default=lambda _, *operands: compute(*operands))
+    return lax.platform_dependent(needed, *operands, cpu=branch, default=lambda _, *operands: compute(*operands))
 
 
 def _add_biases(logits: Array, ids: Array, biases: Array) -> Array:
@@ -174,7 +184,7 @@ def _add_biases(logits: Array, ids: Array, biases: Array) -> Array:
 
 
 def penalize(logits: Array, rows: RowParams, history: History) -> Array:
-    """Repetition penalty (over prompt and output), then frequency and presence penalties (over output)."""
+    """Return logits after the repetition penalty (prompt and output) and frequency and presence penalties (output)."""
     counts = history.counts[rows.slot]
     repeated = history.seen[rows.slot] | (counts > 0)
     factor = jnp.where(repeated, rows.repetition[:, None], 1.0)
@@ -183,18 +193,19 @@ def penalize(logits: Array, rows: RowParams, history: History) -> Array:
 
 
 def checked(tokens: Array, logits: Array) -> Array:
-    """The tokens i32[R], but NO_TOKEN for rows of logits f32[R, V] that hold a NaN or of which the largest is infinite.
+    """Return the tokens i32[R], with NO_TOKEN for rows of logits f32[R, V] with a NaN or an infinite maximum.
 
-    Logits of -infinity are allowed. The maximum over blocks is the same as in `most_likely`: XLA computes it once.
+    Logits of -infinity are allowed. XLA computes the maximum over blocks once for this function and `most_likely`.
     """
     largest = jnp.max(jnp.max(_blocks(logits, -jnp.inf), axis=-1), axis=-1)
     return jnp.where(jnp.isfinite(largest), tokens, NO_TOKEN)
 
 
 def most_likely(logits: Array) -> Array:
-    """The first index i32[R] of the largest of each row of logits f32[R, V].
+    """Return the first index i32[R] of the maximum of each row of logits f32[R, V].
 
-    In two levels, the best block and the best in it: XLA's CPU backend vectorises the first, and not an argmax over V.
+    It is found in two levels, the best block and the best token in it, because XLA's CPU backend vectorises the maxima
+    of blocks but not an argmax over V.
     """
     blocks = _blocks(logits, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
@@ -203,13 +214,13 @@ def most_likely(logits: Array) -> Array:
 
 
 def _blocks(x: Array, padding: float) -> Array:
-    """Rows [R, V] as blocks [R, V / BLOCK, BLOCK], the last one filled up."""
+    """Return rows [R, V] as blocks [R, ceil(V / BLOCK), BLOCK], the last one padded."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK)), constant_values=padding).reshape(x.shape[0], -1, BLOCK)
 
 
 def draw(logits: Array, rows: RowParams) -> Array:
-    """One token per row of logits f32[R, V], i32[R]."""
-    return _if_asked(jnp.any(rows.temperature > 0), _draw, lambda logits, _: most_likely(logits), logits, rows)
+    """Return one token per row of logits f32[R, V], i32[R]: random, or the most likely at temperature 0."""
+    return _if_needed(jnp.any(rows.temperature > 0), _draw, lambda logits, _: most_likely(logits), logits, rows)
 
 
 def _draw(logits: Array, rows: RowParams) -> Array:
@@ -218,7 +229,7 @@ def _draw(logits: Array, rows: RowParams) -> Array:
     weights = jnp.where(weights >= rows.min_p[:, None], weights, 0.0)
     vocab = logits.shape[1]
     filtered = jnp.any((rows.temperature > 0) & ((rows.top_k < vocab) | (rows.top_p < 1)))
-    weights = _if_asked(filtered, lambda w: top_p_mask(top_k_mask(w, rows.top_k), rows.top_p), lambda w: w, weights)
+    weights = _if_needed(filtered, lambda w: top_p_mask(top_k_mask(w, rows.top_k), rows.top_p), lambda w: w, weights)
     uniform = jax.vmap(_uniform)(rows.seed, rows.position)
     drawn = inverse_transform(weights, uniform)
     return jnp.where(rows.temperature > 0, drawn, most_likely(logits))
@@ -230,22 +241,22 @@ def _uniform(seed: Array, position: Array) -> Array:
 
 
 def top_k_mask(weights: Array, k: Array) -> Array:
-    """Keeps the k heaviest of each row of weights f32[R, V] (and those that weigh as much as the k-th)."""
+    """Zero all but the k largest of each row of weights f32[R, V], and those equal to the k-th."""
     return _keep_heaviest(weights, lambda kept: jnp.sum(kept, axis=-1) >= k)
 
 
 def top_p_mask(weights: Array, p: Array) -> Array:
-    """Keeps the smallest set of heaviest tokens whose share of each row's weight reaches p."""
+    """Zero all but the smallest set of largest weights whose share of each row's sum reaches p."""
     enough = p * jnp.sum(weights, axis=-1)
-    # At p = 1 nothing may be lost to rounding.
+    # At p = 1 rounding must not drop any token.
     return _keep_heaviest(weights, lambda kept: (p < 1) & (jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= enough))
 
 
 def _keep_heaviest(weights: Array, enough) -> Array:
-    """Zeroes the weights below the largest threshold for which `enough(weights >= threshold)` holds.
+    """Zero the weights below the largest threshold for which `enough(weights >= threshold)` holds.
 
-    Bisection over the bits of the threshold: non-negative floats sort like integers. 31 passes and no sort, which is
-    the slowest thing that XLA can be asked for on CPU.
+    The bits of the threshold are found by bisection, since non-negative floats sort like integers. This takes 31 passes
+    and no sort, which is XLA's slowest operation on CPU.
     """
     bits = lax.bitcast_convert_type(weights, jnp.int32)
 
@@ -258,19 +269,20 @@ def _keep_heaviest(weights: Array, enough) -> Array:
 
 
 def inverse_transform(weights: Array, uniform: Array) -> Array:
-    """The token of each row of weights f32[R, V] at which the running sum passes uniform f32[R] of the total; i32[R].
+    """Return the token i32[R] at which the running sum of weights f32[R, V] exceeds the share `uniform` f32[R].
 
-    In two levels, since a running sum over the whole vocabulary is slow. A token of weight 0 is never taken.
+    It is found in two levels, because a running sum over the whole vocabulary is slow. A token of weight 0 is never
+    drawn.
     """
     blocks = _blocks(weights, 0)
-    block, rest = _pass(jnp.sum(blocks, axis=-1), uniform)
+    block, rest = _first_above(jnp.sum(blocks, axis=-1), uniform)
     inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token, _ = _pass(inner, rest)
+    token, _ = _first_above(inner, rest)
     return block * BLOCK + token
 
 
-def _pass(weights: Array, uniform: Array) -> tuple[Array, Array]:
-    """Index of the first running sum above uniform * total, and the place within that weight as a number in [0, 1)."""
+def _first_above(weights: Array, uniform: Array) -> tuple[Array, Array]:
+    """Return the index of the first running sum above uniform * total, and the position in that weight, in [0, 1]."""
     sums = jnp.cumsum(weights, axis=-1)
     target = jnp.minimum(uniform, 1 - 1e-6) * sums[:, -1]
     index = jnp.argmax(sums > target[:, None], axis=-1).astype(jnp.int32)
@@ -280,7 +292,7 @@ def _pass(weights: Array, uniform: Array) -> tuple[Array, Array]:
 
 
 def logprobs_of(logits: Array, tokens: Array, top: int) -> Logprobs:
-    """Log-probabilities of `tokens` i32[R] and of the `top` most likely under logits f32[R, V]."""
+    """Return log-probabilities of `tokens` i32[R] and of the `top` most likely tokens under logits f32[R, V]."""
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
@@ -289,12 +301,12 @@ def logprobs_of(logits: Array, tokens: Array, top: int) -> Logprobs:
 
 
 def logprobs_of_natively(logits: Array, tokens: Array, top: int) -> Logprobs:
-    """`logprobs_of` by the native kernel."""
+    """Return the results of `logprobs_of` by the native kernel."""
     return Logprobs(*logprobs_natively(logits, tokens, top))
 
 
 class Implementation(NamedTuple):
-    """`sample_greedy`, `sample_random`, `sample_adjusted` and `logprobs_of`, or what does the same."""
+    """One implementation of `sample_greedy`, `sample_random`, `sample_adjusted` and `logprobs_of`."""
 
     greedy: Callable[..., tuple[Array, Array]]
     random: Callable[..., tuple[Array, Array]]
@@ -304,11 +316,11 @@ class Implementation(NamedTuple):
 
 XLA = Implementation(sample_greedy, sample_random, sample_adjusted, logprobs_of)
 NATIVE = Implementation(draw_natively, draw_natively, sample_adjusted_natively, logprobs_of_natively)
-"""On one CPU device."""
+"""The implementation for one CPU device, by native kernels."""
 
 
 def sparse_biases(sequences: list[Sequence | None], rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The biased and banned tokens of each row: i32[R, MAX_SPARSE_BIAS] ids and f32 biases (-inf = banned)."""
+    """Return the biased and banned tokens of each row: i32[R, MAX_SPARSE_BIAS] ids and f32 biases (-inf = banned)."""
     ids = np.full((rows, MAX_SPARSE_BIAS), NO_TOKEN, np.int32)
     biases = np.zeros((rows, MAX_SPARSE_BIAS), np.float32)
     for row, sequence in enumerate(sequences):
@@ -321,9 +333,9 @@ def sparse_biases(sequences: list[Sequence | None], rows: int) -> tuple[np.ndarr
 
 
 def banned_tokens(sequence: Sequence) -> set[int]:
-    """Tokens that may not come next: stops before min_tokens, and the ends of bad words that have begun."""
+    """Return the tokens that must not come next: stops before min_tokens, and last tokens of bad words that began."""
     banned = set()
-    generated = sequence.num_computed - sequence.num_prompt  # the token to be sampled is this one, counted from 0
+    generated = sequence.num_computed - sequence.num_prompt  # the index of the token to be sampled, from 0
     if generated < sequence.params.min_tokens:
         banned |= sequence.stop_ids
     for *head, end in sequence.bad_words:
@@ -333,22 +345,22 @@ def banned_tokens(sequence: Sequence) -> set[int]:
 
 
 def needs_adjusting(sequence: Sequence) -> bool:
-    """Whether a row needs `sample_adjusted`."""
+    """Return whether a sequence needs penalties or biases in this step."""
     return sequence.params.penalized or is_biased(sequence)
 
 
 def wants_logprobs(sequence: Sequence) -> bool:
-    """Whether a row needs `sample_full`."""
+    """Return whether a sequence needs log-probabilities."""
     return sequence.params.logprobs is not None
 
 
-def may_need_more(sequence: Sequence) -> bool:
-    """Whether a row of the sequence may ever need one of the two."""
+def may_need_adjusting(sequence: Sequence) -> bool:
+    """Return whether a sequence may ever need penalties, biases or log-probabilities."""
     p = sequence.params
     return wants_logprobs(sequence) or p.penalized or bool(p.logit_bias or sequence.bad_words or p.min_tokens)
 
 
 def is_biased(sequence: Sequence) -> bool:
-    """Whether a row may have entries in `sparse_biases`."""
+    """Return whether a sequence may have entries in `sparse_biases` in this step."""
     p = sequence.params
     return bool(p.logit_bias or sequence.bad_words or sequence.num_computed - sequence.num_prompt < p.min_tokens)

@@ -43,7 +43,7 @@ COUNTS = RNG.integers(0, 3, (len(ASKS) + 1, VOCAB)).astype(np.int32)
 
 
 FULL = {
-    name: jax.jit(partial(sampler.sample_full, by=by, top_logprobs=TOP))
+    name: jax.jit(partial(sampler.sample_full, implementation=by, top_logprobs=TOP))
     for name, by in {"xla": sampler.XLA, "native": sampler.NATIVE}.items()
 }
 both = pytest.mark.parametrize("kind", FULL)

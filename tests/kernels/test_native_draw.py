@@ -170,5 +170,5 @@ def test_sampler_on_one_device_draws_natively_unless_xla_is_chosen(backend: str,
         logits = jax.device_put(jnp.zeros((ROWS, 9)), Placement(tuple(devices)).sharding())
         calls = [function.lower(*arguments).as_text() for function, arguments in sampling_calls(made, logits)]
         assert {"jaxserve_draw" in call for call in calls} == {native_runs and len(devices) == 1}
-        made.rehearse(logits)
+        made.run_on_padding(logits)
         made.close()
