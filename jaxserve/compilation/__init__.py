@@ -1,1 +1,1 @@
-"""Compiling programs from shapes alone, several at once, and finding those of earlier starts again."""
+"""Parallel compilation of programs from shapes alone, and reuse of the programs of earlier starts."""

@@ -1,6 +1,6 @@
-"""Compilation: the persistent cache, and a count of what was compiled and when.
+"""JAX's persistent compilation cache, and a counter of compilations.
 
-JAX reports every compilation (or load from the persistent cache) to its monitoring listeners; `CompileCounter` is one.
+JAX reports every compilation, or load from the persistent cache, to its monitoring listeners. `CompileCounter` is one.
 """
 
 import logging
@@ -13,27 +13,30 @@ import jax
 
 log = logging.getLogger(__name__)
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # the event
+COMPILED = "/jax/core/compile/backend_compile_duration"  # the name of the monitoring event
 BLOCK_TIER, FUSED_TIER = "block", "fused"
 
 
 def default_cache_folder() -> Path:
-    """jaxserve/xla in the user's cache directory (XDG_CACHE_HOME or ~/.cache)."""
+    """Return jaxserve/xla in the user's cache folder (XDG_CACHE_HOME or ~/.cache).
+
+    Raise RuntimeError if the user has no home folder.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "jaxserve" / "xla"
 
 
 def use_persistent_cache(folder: str | Path | None) -> None:
-    """Keeps compiled executables on disk, in `folder` or in the default one. An unusable folder is only a warning.
+    """Store compiled executables in `folder`, or in the default folder for None.
 
-    Does nothing where the user has set JAX_COMPILATION_CACHE_DIR.
+    With None, the user's JAX_COMPILATION_CACHE_DIR has precedence. An unusable folder is only a warning.
     """
     if folder is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     try:
         folder = Path(folder) if folder is not None else default_cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home, as in many containers
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder, as in many containers
         log.warning("no persistent compilation cache: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -42,7 +45,7 @@ def use_persistent_cache(folder: str | Path | None) -> None:
 
 
 class CompileCounter:
-    """Counts compilations by tier: those in `fusing_threads` are the fused tier's, all others the block tier's."""
+    """Counts of compilations by tier: compilations in `fusing_threads` belong to the fused tier, others to blocks."""
 
     def __init__(self, on_compile: Callable[[str], None] | None = None):
         self.counts = {BLOCK_TIER: 0, FUSED_TIER: 0}
@@ -59,5 +62,5 @@ class CompileCounter:
             self._on_compile(tier)
 
     def close(self) -> None:
-        """Stops counting."""
+        """Stop counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)

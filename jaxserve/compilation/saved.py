@@ -1,13 +1,11 @@
-"""Programs of earlier starts, found without tracing them.
+"""Executables of earlier starts, loaded without tracing their programs.
 
-JAX finds an executable in its persistent cache by the program that it has traced and lowered, which takes Python
-longer than loading it. `SavedPrograms` is an index beside that cache: for each program the cache's key, and what the
-results are like. It is a JSON file for everything that tracing depends on: the package's code, the versions of the
-libraries, the machine, JAX's settings and the model's configuration. A program that it lacks, or that cannot be loaded,
-is traced.
+JAX looks up an executable in its persistent cache by the traced and lowered program, and tracing takes longer than
+loading. `SavedPrograms` is an index next to that cache: for each program the cache's key and the abstract results.
+An index is a JSON file. It is valid for all that tracing depends on: the package's code, the versions of the libraries,
+the machine, JAX's settings and the model's configuration. Programs that it lacks, or that cannot be loaded, are traced.
 
-What is read of JAX's own modules is internal to it (the same from 0.10 to 0.12); where it has changed, nothing is found
-and nothing is saved.
+This module uses internals of JAX that are equal from 0.10 to 0.12. If they change, nothing is loaded and nothing saved.
 """
 
 import hashlib
@@ -36,65 +34,65 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-FOLDER = "jaxserve-programs"  # in that of JAX's cache
-KEPT = 64  # indices: of so many models, options and versions of the code
+FOLDER = "jaxserve-programs"  # in the folder of JAX's cache
+MAX_INDICES = 64  # one for each combination of model, options and version of the code
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_NPROC")
 STRUCTURES: dict[str, type] = {AttentionMeta.__name__: AttentionMeta}  # named tuples that programs may return
 
-_asked = threading.local()  # for which key this thread has asked JAX's cache last
+_last_key = threading.local()  # `value`: the key that this thread looked up last in JAX's cache
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A program in JAX's cache. `kept`: the arguments, as flat leaves, that the executable takes."""
+    """A program in JAX's cache."""
 
     key: str
-    kept: tuple[int, ...]
-    results: Any  # as `_encoded`
+    kept: tuple[int, ...]  # indices of the flat arguments that the executable takes
+    results: Any  # encoded by `_encode`
 
 
 def savable(kind: type[T]) -> type[T]:
-    """Let programs that return this named tuple be saved. A class decorator."""
+    """Register a named tuple that saved programs may return. Use it as a class decorator."""
     STRUCTURES[kind.__name__] = kind
     return kind
 
 
 class SavedPrograms:
-    """The programs of one model, with everything that tracing depends on, in an index file; of none without a file."""
+    """An index of one model's programs in a file. Without a file it is empty and saves nothing."""
 
     def __init__(self, file: Path | None = None):
         self._file = file
         self._entries = {} if file is None else _read(file)
         self._changed = False
         if file is not None:
-            _note_keys()
+            _record_cache_keys()
 
-    def outlines(self, signature: str, arguments: tuple) -> Any:
-        """The results of the program of this signature, without values; None if it is not known."""
+    def abstract_results(self, signature: str, arguments: tuple) -> Any:
+        """Return the abstract results of the program with this signature, or None if it is unknown."""
         entry = self._entries.get(signature)
-        return None if entry is None else _tried(_decoded, entry.results, _mesh(arguments))
+        return None if entry is None else _attempt(_decode, entry.results, _mesh(arguments))
 
     def load(self, signature: str, arguments: tuple) -> jax.stages.Compiled | None:
-        """The executable for arguments like these, without values; None if it is not known or cannot be loaded."""
+        """Return the executable for these abstract arguments, or None if it is unknown or cannot be loaded."""
         started, entry = time.monotonic(), self._entries.get(signature)
-        compiled = None if entry is None else _tried(_load, entry, arguments)
+        compiled = None if entry is None else _attempt(_load, entry, arguments)
         if compiled is not None:
             jax.monitoring.record_event_duration_secs(COMPILED, time.monotonic() - started)
         return compiled
 
     def compile(self, signature: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compiles a program and notes where it is in JAX's cache. Mutates."""
-        _asked.key = None
+        """Compile a program, and add its place in JAX's cache to the index."""
+        _last_key.value = None
         compiled = lowered.compile()
-        entry = None if _asked.key is None else _tried(_entry, _asked.key, compiled)
+        entry = None if _last_key.value is None else _attempt(_entry_of, _last_key.value, compiled)
         if entry is not None:
             self._entries[signature] = entry
             self._changed = True
         return compiled
 
     def write(self) -> None:
-        """Writes the index if it has changed; the least recently written ones go. A failure is only a warning."""
+        """Write the index if it has changed, and delete the oldest ones. A failure is only a warning."""
         if self._file is None or not self._changed:
             return
         self._changed = False
@@ -105,16 +103,16 @@ class SavedPrograms:
             partial.write_text(json.dumps(entries), encoding="utf-8")
             partial.replace(self._file)
             by_age = sorted(self._file.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-            for old in by_age[KEPT:]:
+            for old in by_age[MAX_INDICES:]:
                 old.unlink(missing_ok=True)
         except OSError as error:
             log.warning("the next start will trace its programs again: %s", error)
 
 
 def saved_programs(config: ModelConfig, devices: Sequence[jax.Device]) -> SavedPrograms:
-    """The programs of the padded `config` in JAX's persistent cache; none where that is not used.
+    """Return the index of programs for a padded configuration, in the folder of JAX's persistent cache.
 
-    On CPU alone: elsewhere kernels' calls are registered while they are traced.
+    It is empty without a persistent cache, and on other platforms than CPU, where tracing registers the kernels' calls.
     """
     folder = jax.config.jax_compilation_cache_dir
     if not folder or "://" in folder or devices[0].platform != "cpu" or not jax.config.jax_enable_compilation_cache:
@@ -127,7 +125,7 @@ def saved_programs(config: ModelConfig, devices: Sequence[jax.Device]) -> SavedP
 
 
 def signature(name: str, static: tuple, arguments: tuple) -> str:
-    """Tells a program from all others with the same fingerprint. `arguments` have no values."""
+    """Return a digest that identifies a program in an index. `arguments` are abstract."""
     leaves, structure = jax.tree.flatten(arguments)
     parts = [name, repr(static), str(structure)]
     parts += [f"{leaf.dtype}{leaf.shape}{_place(leaf.sharding)}" for leaf in leaves]
@@ -135,7 +133,7 @@ def signature(name: str, static: tuple, arguments: tuple) -> str:
 
 
 def _place(sharding: Sharding | None) -> str:
-    """A sharding with its devices by number."""
+    """Return the text of a sharding with the ids of its devices."""
     if sharding is None:
         return ""
     named = isinstance(sharding, NamedSharding)
@@ -144,7 +142,7 @@ def _place(sharding: Sharding | None) -> str:
 
 
 def _fingerprint(config: ModelConfig, devices: Sequence[jax.Device]) -> str:
-    """Of everything that tracing depends on beside a program's signature."""
+    """Return a digest of all that tracing depends on besides a program's signature."""
     settings = {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name}
     facts = {
         "code": _code(),
@@ -162,7 +160,6 @@ def _fingerprint(config: ModelConfig, devices: Sequence[jax.Device]) -> str:
 
 
 def _code() -> str:
-    """A digest of the package's modules."""
     root, digest = Path(__file__).parent.parent, hashlib.sha256()
     for folder in ("core", "compilation", "executor", "kernels", "models", "parallel", "quantization", "sampling"):
         for file in sorted((root / folder).rglob("*.py")):
@@ -178,76 +175,76 @@ def _read(file: Path) -> dict[str, Entry]:
         return {}
 
 
-def _note_keys() -> None:
-    """Has every thread remember the key that it has asked JAX's cache for."""
+def _record_cache_keys() -> None:
+    """Patch JAX's cache so that every thread records the key that it looks up."""
     from jax._src import compilation_cache
 
-    ask: Callable[..., Any] = compilation_cache.get_executable_and_time
-    if getattr(ask, "notes_keys", False):
+    look_up: Callable[..., Any] = compilation_cache.get_executable_and_time
+    if getattr(look_up, "records_keys", False):
         return
 
-    def asking(cache_key: str, *arguments: Any, **options: Any) -> Any:
-        _asked.key = cache_key
-        return ask(cache_key, *arguments, **options)
+    def look_up_and_record(cache_key: str, *arguments: Any, **options: Any) -> Any:
+        _last_key.value = cache_key
+        return look_up(cache_key, *arguments, **options)
 
-    asking.notes_keys = True  # type: ignore[attr-defined]
-    compilation_cache.get_executable_and_time = asking
+    look_up_and_record.records_keys = True  # type: ignore[attr-defined]
+    compilation_cache.get_executable_and_time = look_up_and_record
 
 
-def _tried(function: Callable[..., T], *arguments: Any) -> T | None:
-    """What the function returns; None where JAX's internals are not what they were, or a file is damaged."""
+def _attempt(function: Callable[..., T], *arguments: Any) -> T | None:
+    """Return the function's result, or None if JAX's internals have changed or a file is damaged."""
     try:
         return function(*arguments)
     except Exception:
-        log.debug("a program cannot be saved, or loaded", exc_info=True)
+        log.debug("a program cannot be saved or loaded", exc_info=True)
         return None
 
 
-def _entry(key: str, compiled: Any) -> Entry | None:
-    """What is to be known of a compiled program; None where more belongs to it than can be saved."""
+def _entry_of(key: str, compiled: Any) -> Entry | None:
+    """Return the entry of a compiled program, or None if it has parts that cannot be saved."""
     unloaded = compiled._executable._unloaded_executable
-    beyond = (unloaded.unordered_effects, unloaded.ordered_effects, unloaded.host_callbacks, unloaded.keepalive)
-    if any(beyond) or unloaded.mut is not None or compiled._params.const_args:
+    unsavable = (unloaded.unordered_effects, unloaded.ordered_effects, unloaded.host_callbacks, unloaded.keepalive)
+    if any(unsavable) or unloaded.mut is not None or compiled._params.const_args:
         return None
     if not all(isinstance(sharding, NamedSharding) for sharding in unloaded.input_shardings):
         return None
-    outlines = [
+    abstract = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(unloaded.output_avals, unloaded.output_shardings, strict=True)
     ]
-    results = _encoded(jax.tree.unflatten(compiled.out_tree, outlines))
+    results = _encode(jax.tree.unflatten(compiled.out_tree, abstract))
     return Entry(key, tuple(sorted(unloaded.kept_var_idx)), results)
 
 
-def _encoded(results: Any) -> Any:
-    """Outlines of results for JSON: an object for each array, and a list for each tuple, its kind first."""
+def _encode(results: Any) -> Any:
+    """Encode abstract results for JSON: arrays as objects, and tuples as lists that begin with the type's name."""
     if isinstance(results, jax.ShapeDtypeStruct):
         spec = [list(axis) if isinstance(axis, tuple) else axis for axis in results.sharding.spec]
         return {"shape": results.shape, "dtype": results.dtype.name, "spec": spec}
     kind = type(results).__name__
     if type(results) is not tuple and STRUCTURES.get(kind) is not type(results):
         raise TypeError(f"results in a {kind} cannot be saved")
-    return [kind, *map(_encoded, results)]
+    return [kind, *map(_encode, results)]
 
 
-def _decoded(results: Any, mesh: Mesh) -> Any:
-    """The inverse of `_encoded`, for arrays on these devices."""
+def _decode(results: Any, mesh: Mesh) -> Any:
+    """Decode abstract results (the inverse of `_encode`), for arrays on the devices of a mesh."""
     if isinstance(results, dict):
         spec = PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in results["spec"]))
         sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(tuple(results["shape"]), jnp.dtype(results["dtype"]), sharding=sharding)
     kind, *parts = results
-    decoded = tuple(_decoded(part, mesh) for part in parts)
+    decoded = tuple(_decode(part, mesh) for part in parts)
     return decoded if kind == "tuple" else STRUCTURES[kind](*decoded)
 
 
 def _mesh(arguments: tuple) -> Mesh:
-    """Of the devices that a program for these arguments runs on."""
+    """Return the mesh of the devices that a program for these arguments runs on."""
     return next(leaf.sharding.mesh for leaf in jax.tree.leaves(arguments) if leaf.sharding is not None)
 
 
 def _load(entry: Entry, arguments: tuple) -> jax.stages.Compiled | None:
-    """What JAX makes of an executable that it has compiled. None if its cache has lost it."""
+    """Return the executable of an entry, built as JAX builds a compiled one. None if JAX's cache lacks it."""
     from jax._src import compilation_cache
     from jax._src.core import ShapedArray
     from jax._src.interpreters.pxla import UnloadedMeshExecutable
@@ -262,7 +259,7 @@ def _load(entry: Entry, arguments: tuple) -> jax.stages.Compiled | None:
         return None
     leaves = jax.tree.leaves(arguments)
     kept = [leaves[index] for index in entry.kept]
-    results, structure = jax.tree.flatten(_decoded(entry.results, mesh))
+    results, structure = jax.tree.flatten(_decode(entry.results, mesh))
     unloaded = UnloadedMeshExecutable(
         xla_executable=executable,
         device_list=devices,

@@ -1,1 +1,1 @@
-"""Execution of one instance's plan on devices: step inputs, the block table, sampling, compilation."""
+"""Execution of one instance's plan on devices: step inputs, loaded blocks, KV pools, compilation, fused stages."""

@@ -1,8 +1,8 @@
-"""The inputs of one step as a single int32 vector: one transfer from the host, cut apart on the device.
+"""The inputs of one step as a single int32 vector, so that a step needs one transfer from the host.
 
-`shapes` says how the vector is laid out. Padding rows have length 0, write to the null page and sample into a spare
-slot. Their embeddings are zeros and stay so; native products leave out rows of zeros in front of all others and behind
-them. So decode rows are the last of theirs, next to the tiles.
+The layout of the vector is `core.step_shapes.StepShape.fields`. Padding rows have length 0, write to the null page and
+sample into a spare slot. Their embeddings are zeros and stay zeros. Native products skip rows of zeros at the beginning
+and at the end, so the padding of decode rows comes first and the decoding sequences lie next to the tiles.
 """
 
 from collections import abc
@@ -19,30 +19,30 @@ from jaxserve.core.step_shapes import StepShape
 from jaxserve.core.work import Chunk, Work
 from jaxserve.kernels import AttentionMeta
 
-View = Callable[[str], np.ndarray]  # a field of the vector by its name
+View = Callable[[str], np.ndarray]  # the field of the vector with a name
 
-NO_TOKEN = np.iinfo(np.int32).max  # beyond every vocabulary
+NO_TOKEN = np.iinfo(np.int32).max  # outside every vocabulary
 
 
 def unpack(packed: Array, shape: StepShape) -> dict[str, Array]:
-    """The fields on the device, by static slices."""
+    """Return the fields of a packed vector, by static slices."""
     return {name: jnp.asarray(packed[place]).reshape(size) for name, (place, size) in shape.fields.items()}
 
 
 def attention_meta(fields: dict[str, Array]) -> AttentionMeta:
-    """The kernels' view of a step's fields."""
+    """Return the fields that the attention kernels take."""
     return AttentionMeta(*(fields[name] for name in AttentionMeta._fields))
 
 
 def pack(work: Work, shape: StepShape, page_rows: np.ndarray, page_size: int) -> np.ndarray:
-    """The packed vector of a step. `page_rows` is the page table's int32[slots, width].
+    """Return the packed vector of a step. `page_rows` is the page table int32[slots, width].
 
     A token whose value is still on the device is written as -1 - slot.
     """
     packed = np.zeros(shape.size, np.int32)
     view = partial(shape.view, packed)
     view("tokens")[:] = NO_TOKEN
-    view("rows")[:] = shape.tokens  # there is none, so zeros
+    view("rows")[:] = shape.tokens  # out of range, which the head reads as zeros
     if work.decodes:
         _pack_decodes(work.decodes, shape, view, page_rows, page_size)
     tile, row = 0, len(work.decodes)
@@ -55,7 +55,7 @@ def pack(work: Work, shape: StepShape, page_rows: np.ndarray, page_size: int) ->
 def _pack_decodes(
     sequences: abc.Sequence[Sequence], shape: StepShape, view: View, page_rows: np.ndarray, page_size: int
 ) -> None:
-    """Writes the rows that decode: the last ones of theirs. Of few numbers lists cost less than arrays."""
+    """Write the decode rows, at the end of their range. For few numbers lists cost less than arrays."""
     count = len(sequences)
     first, last = shape.decodes - count, shape.decodes
     # A sequence with a second token in flight takes its input from the device.
@@ -75,7 +75,7 @@ def _pack_decodes(
 def _pack_chunk(
     chunk: Chunk, shape: StepShape, view: View, page_rows: np.ndarray, page_size: int, tile: int, row: int
 ) -> int:
-    """Writes one chunk from tile number `tile` on; returns the next free tile."""
+    """Write one chunk from tile `tile` on, and return the next free tile."""
     sequence, start, length = chunk.sequence, chunk.start, chunk.length
     tiles = ceil_div(length, shape.tile)
     first = shape.decodes + tile * shape.tile

@@ -1,8 +1,8 @@
-"""The block table: one row per block of the plan, an executable and the flat parameter leaves it is called with.
+"""Loaded blocks: for each block of the plan an executable and the flat parameter leaves that it is called with.
 
-A row's executable is shared by all blocks of the same signature (graph definition, precision, window, placement), so
-that layers can be exchanged without compiling. Inputs of a step come first, leaves last, all positional: the dispatch
-path that costs least.
+All blocks with the same graph definition, precision, window and placement share an executable, so that layers can be
+exchanged without compiling. Executables take the inputs of a step first and the leaves last, all positional, which is
+the cheapest way to dispatch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,61 +26,61 @@ from jaxserve.parallel.placement import POOL_AXES, TP, Placement, bytes_held, sp
 from jaxserve.quantization import QArray
 
 Parameter = np.ndarray | Array | QArray
-REPLICATED = PartitionSpec()  # every device has all of it
+REPLICATED = PartitionSpec()
 
 
 @dataclass(frozen=True)
-class Shares:
-    """A block's module as one device sees it, and how its leaves are split."""
+class ModuleShard:
+    """A block's module with the shapes of one device's shares, and the partition of its leaves."""
 
     graphdef: nnx.GraphDef
     structure: jax.tree_util.PyTreeDef
     specs: tuple[PartitionSpec, ...]
 
     def merge(self, leaves: Sequence[Array]) -> nnx.Module:
-        """The module with one device's leaves."""
+        """Return the module with one device's leaves."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, leaves))
 
 
 @dataclass(frozen=True)
 class LoadedBlock:
-    """A block as it runs now."""
+    """A block with its parameters on devices, ready to run."""
 
     block: str
     executable: Program
     leaves: tuple[Array, ...]
     placement: Placement
     precision: str
-    owned: tuple[Array, ...]  # leaves that nobody else has
+    owned: tuple[Array, ...]  # the leaves that it does not share
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters on each device, summed over devices."""
+        """The bytes of the parameters, summed over devices."""
         return sum(map(bytes_held, self.leaves))
 
     def signature(self) -> "BlockSignature":
-        """What outlives the parameters."""
+        """Return what is needed to compile for this block after its parameters are freed."""
         return BlockSignature(self.executable, jax.tree.map(abstract, self.leaves))
 
     def free(self) -> None:
-        """Gives the memory of the parameters that it owns back: for a row that is in no table."""
+        """Free the parameters that the block does not share. It must not be in use any more."""
         for leaf in self.owned:
             leaf.delete()
 
 
 @dataclass(frozen=True)
 class BlockSignature:
-    """What a row runs and what its leaves are like: enough to compile for it."""
+    """The executable and the abstract leaves of a loaded block: enough to compile for it."""
 
     executable: Program
     leaves: tuple[jax.ShapeDtypeStruct, ...]
 
 
 class BlockBuilder:
-    """Makes rows: places a block's parameters and finds (or makes) the executable of its signature."""
+    """A factory of loaded blocks: it places parameters on devices and shares executables between equal blocks."""
 
     def __init__(self, config: ModelConfig):
-        """`config` is the padded one: padded for the degree of tensor parallelism."""
+        """Take a configuration that is padded for the degree of tensor parallelism."""
         self.config = config
         self._executables: dict[tuple, Program] = {}
 
@@ -92,9 +92,9 @@ class BlockBuilder:
         precision: str,
         copied: Callable[[int], None] | None = None,
     ) -> LoadedBlock:
-        """A row for a block with these parameters, keyed by their dotted paths in the module, where `place` puts them.
+        """Return a block with parameters whose keys are dotted paths in the module, placed as by `place`.
 
-        Compiles nothing: what is compiled at its first use is the executable.
+        This compiles nothing: an executable is compiled ahead by its user, or at its first use.
         """
         placed = self.place(block, tensors, placement, precision, copied)
         _, variables = abstract_block(self.config, block, precision)
@@ -114,11 +114,11 @@ class BlockBuilder:
         copied: Callable[[int], None] | None = None,
         memory: str | None = None,
     ) -> dict[str, Parameter]:
-        """A block's parameters as device arrays. In a quantised precision some are QArrays, of whatever group.
+        """Return a block's parameters as device arrays. In a quantised precision some are QArrays, of any group size.
 
-        What is there already (tied embeddings, what has been placed before) is shared, not copied. `copied`, if given,
-        is told the bytes of every other array once it is there. `memory` is the kind of the devices' memory: the one
-        that they compute on, if none is given.
+        Arrays that are on the devices already (tied embeddings, parameters placed before) are shared, not copied.
+        `copied` is called with the bytes of every other array after its copy. `memory` is a kind of the devices'
+        memory, by default the kind that they compute on.
         """
         _, variables = abstract_block(self.config, block, precision)
         check_parameters(variables, tensors)
@@ -133,13 +133,13 @@ class BlockBuilder:
     def _executable(
         self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str
     ) -> Program:
-        kind, _, number = block.partition(".")
-        window = self.config.window(int(number)) if number else None
-        structures = tuple(jax.tree.structure(tensors[name]) for name in sorted(tensors))  # QArrays differ in theirs
+        kind, _, index = block.partition(".")
+        window = self.config.window(int(index)) if index else None
+        structures = tuple(jax.tree.structure(tensors[name]) for name in sorted(tensors))  # they differ between QArrays
         kind_of_block = (representative(self.config, block), precision, window)
         signature = (*kind_of_block, placement, structures)
-        if signature not in self._executables:  # a graph definition takes long to compare
-            module = self._shares(block, tensors, placement, precision)
+        if signature not in self._executables:  # graph definitions are not part of it: they take long to compare
+            module = self._shard(block, tensors, placement, precision)
             function = {
                 "embed": self._embed,
                 "layers": partial(self._layer, window=window),
@@ -148,16 +148,16 @@ class BlockBuilder:
             self._executables[signature] = Program(repr(kind_of_block), function)
         return self._executables[signature]
 
-    def _shares(self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str) -> Shares:
+    def _shard(self, block: str, tensors: Mapping[str, Parameter], placement: Placement, precision: str) -> ModuleShard:
         graphdef, variables = abstract_block(self.config, block, precision)
         specs: list[PartitionSpec] = []
         for name, variable in variables.items():
             specs += [spec(variable.axes)] * len(jax.tree.leaves(tensors[name]))
-        shares = {name: _share(tensors[name], variable.axes, placement) for name, variable in variables.items()}
-        return Shares(graphdef, jax.tree.structure(shard_state(variables, shares)), tuple(specs))
+        shards = {name: _local_size(tensors[name], variable.axes, placement) for name, variable in variables.items()}
+        return ModuleShard(graphdef, jax.tree.structure(shard_state(variables, shards)), tuple(specs))
 
-    def _embed(self, module: Shares, placement: Placement) -> Callable:
-        """(tokens i32[T], newest tokens i32[slots], leaves) -> x [T, E]. A token of -1 - slot is that slot's newest."""
+    def _embed(self, module: ModuleShard, placement: Placement) -> Callable:
+        """(tokens i32[T], newest i32[slots], leaves) -> x [T, E]. A token -1 - slot stands for newest[slot]."""
 
         def embed(tokens: Array, newest: Array, *leaves: Array) -> Array:
             tokens = jax.numpy.where(tokens < 0, newest[-1 - tokens], tokens)
@@ -165,7 +165,7 @@ class BlockBuilder:
 
         return jax.jit(embed, out_shardings=placement.sharding())
 
-    def _layer(self, module: Shares, placement: Placement, window: int | None) -> Callable:
+    def _layer(self, module: ModuleShard, placement: Placement, window: int | None) -> Callable:
         """(x [T, E], cos, sin [T, D/2], slots i32[T], meta, pool, leaves) -> (x, pool); the pool is donated."""
         attention = partial(
             write_and_attend, scale=self.config.head_dim**-0.5, window=window, backend=self.config.kernel_backend
@@ -184,12 +184,12 @@ class BlockBuilder:
             return x, pool
 
         heads = spec(POOL_AXES)
-        layer = _on_shares(layer, placement, (*[REPLICATED] * 5, heads, *module.specs), (REPLICATED, heads))
+        layer = _on_each_device(layer, placement, (*[REPLICATED] * 5, heads, *module.specs), (REPLICATED, heads))
         shardings = (placement.sharding(), placement.sharding(POOL_AXES))
         return jax.jit(layer, donate_argnums=5, out_shardings=shardings)
 
-    def _head(self, module: Shares, placement: Placement) -> Callable:
-        """(x [T, E], rows i32[R], leaves) -> (normalised hidden states [R, E], logits f32[R, V]). Row T is of zeros."""
+    def _head(self, module: ModuleShard, placement: Placement) -> Callable:
+        """(x [T, E], rows i32[R], leaves) -> (normalised hidden states [R, E], logits f32[R, V]). Row T is zeros."""
         several = len(placement.devices) > 1
         all_gather = partial(jax.lax.all_gather, axis_name=TP, axis=1, tiled=True) if several else None
 
@@ -198,11 +198,11 @@ class BlockBuilder:
             x = x.at[rows].get(mode="fill", fill_value=0)
             return head.norm(x), head(x, all_gather)
 
-        head = _on_shares(head, placement, (REPLICATED, REPLICATED, *module.specs), (REPLICATED, REPLICATED))
+        head = _on_each_device(head, placement, (REPLICATED, REPLICATED, *module.specs), (REPLICATED, REPLICATED))
         return jax.jit(head, out_shardings=placement.sharding())
 
     def step_inputs(self, placement: Placement) -> Program:
-        """A program (packed i32, shape) -> (tokens, rows, cos, sin, slots, meta) for a stage on `placement`."""
+        """Return a program (packed i32, shape) -> (tokens, rows, cos, sin, slots, meta) for a stage."""
 
         def inputs(packed: Array, shape: StepShape) -> tuple:
             fields = unpack(packed, shape)
@@ -218,24 +218,25 @@ def _put(part: np.ndarray | Array, sharding: NamedSharding, copied: Callable[[in
     if copied is None:
         return jax.device_put(part, sharding)
     if isinstance(part, np.ndarray) and [device.platform for device in sharding.device_set] == ["cpu"]:
-        part = aligned(part)  # XLA would copy in the thread that steps keep busy, for up to a second
+        # XLA would copy an unaligned array in the thread that runs steps, for up to a second.
+        part = aligned(part)
     array = jax.device_put(part, sharding)
     copied(array.block_until_ready().nbytes)
     return array
 
 
-def _share(value: Parameter, axes: Sequence[str | None], placement: Placement) -> Parameter:
-    """The parameter as one device sees it, but for its leaves: a QArray knows how many inputs it has."""
+def _local_size(value: Parameter, axes: Sequence[str | None], placement: Placement) -> Parameter:
+    """Give a QArray that is split over inputs the number of inputs of one device; its leaves stay."""
     if not isinstance(value, QArray) or spec(axes)[-1] is None:
         return value
     return replace(value, size=value.size // len(placement.devices))
 
 
-def _on_shares(
+def _on_each_device(
     function: Callable, placement: Placement, inputs: tuple[PartitionSpec, ...], outputs: tuple[PartitionSpec, ...]
 ) -> Callable:
-    """The same function run by each device on its own shares of the arrays, so that kernels of our own can be in it."""
+    """Run a function on each device with the device's shares of the arrays, as custom kernels need it."""
     if len(placement.devices) == 1:
         return function
-    # custom calls do not say how their outputs vary
+    # Custom calls do not declare how their outputs vary over devices, so that cannot be checked.
     return jax.shard_map(function, mesh=placement.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)

@@ -1,9 +1,9 @@
-"""The fused tier: what a stage does in a step as one executable, from the step's packed inputs to the logits.
+"""The fused tier: one executable for all that a stage does in a step, from the packed inputs to the logits.
 
-An optimisation that may be absent at any time: steps go block by block where there is none. An executable belongs to a
-step shape and to what the layers run, so it is found again when a mixture of precisions returns. For steps that only
-decode they may be compiled at warm-up; others in a background thread, once a shape has been used often since the last
-change of the block table.
+It is an optimisation that may be missing at any time: steps then run block by block. An executable belongs to a step
+shape and to the executables of the layers, so that it is found again when an assignment of precisions returns.
+Executables for decode-only steps may be compiled at warm-up. Others are compiled in a background thread, after a shape
+has been used often since the last exchange of a layer.
 """
 
 import logging
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -25,15 +25,23 @@ from jaxserve.kernels import Pool
 log = logging.getLogger(__name__)
 
 PATIENCE = 32  # uses of a shape before it is worth fusing in the background
-KEPT = 256  # executables
+MAX_BACKGROUND = 256  # executables compiled in the background
 
-Key = tuple[int, StepShape, tuple[Program, ...], int]  # stage number, shape, what its layers run, segments of pools
 Fused = Callable[..., tuple[Array, tuple[Array, ...], tuple[Pool, ...]]]
+
+
+class StageKey(NamedTuple):
+    """The identity of a fused executable."""
+
+    index: int  # of the stage
+    shape: StepShape
+    layers: tuple[Program, ...]  # the programs of the decoder layers
+    segments: int  # of each KV pool
 
 
 @dataclass(frozen=True)
 class StageProgram:
-    """What a stage runs in a step of one shape: the executables of its blocks, one after the other."""
+    """The programs of a stage's blocks, one after another, for a step of one shape."""
 
     inputs: Program  # `BlockBuilder.step_inputs`
     shape: StepShape
@@ -43,31 +51,31 @@ class StageProgram:
 
     @property
     def name(self) -> str:
-        """Tells it from other programs of the same engine."""
+        """A name that differs from those of other programs of the engine."""
         parts = (self.embed, *self.layers, self.head)
         return repr((self.shape, [None if part is None else part.name for part in parts]))
 
     def __call__(
         self, packed: Array, carried: Array, pools: tuple[Pool, ...], leaves: tuple[tuple[Array, ...], ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Pool, ...]]:
-        """x [T, E], the head's results (none without a head), and the pools.
+        """Return x [T, E], the results of the head (none without a head), and the pools.
 
-        `carried` are the newest tokens i32[slots] for the embedding, or x of the stage before; `leaves` those of every
-        block in order.
+        `carried` holds the newest tokens i32[slots] if the stage has an embedding, and x of the previous stage if not.
+        `leaves` holds the leaves of every block in order.
         """
         tokens, rows, *context = self.inputs(packed, self.shape)
-        of_blocks = iter(leaves)
-        x = carried if self.embed is None else self.embed(tokens, carried, *next(of_blocks))
+        block_leaves = iter(leaves)
+        x = carried if self.embed is None else self.embed(tokens, carried, *next(block_leaves))
         written = []
         for layer, pool in zip(self.layers, pools, strict=True):
-            x, pool = layer(x, *context, pool, *next(of_blocks))
+            x, pool = layer(x, *context, pool, *next(block_leaves))
             written.append(pool)
-        results = () if self.head is None else self.head(x, rows, *next(of_blocks))
+        results = () if self.head is None else self.head(x, rows, *next(block_leaves))
         return x, results, tuple(written)
 
 
 class FusedTier:
-    """Fused executables by stage, step shape, the executables of the layers and the segments of their pools."""
+    """The fused executables of an executor, and the threads that compile them."""
 
     def __init__(
         self,
@@ -77,51 +85,55 @@ class FusedTier:
         at_warmup: bool = False,
         compiler: Compiler | None = None,
     ):
-        """`patience`: uses after which a shape is compiled in the background; None: never. `at_warmup`: whether the
-        executor is to compile, while it warms up, the shapes of steps that only decode.
+        """Compile a shape in the background after `patience` uses, or never for None.
+
+        `at_warmup` tells the executor to compile the shapes of decode-only steps while it warms up.
         """
         self.at_warmup = at_warmup
         self._counter = counter
         self._compiler = compiler or Compiler()
         self._patience = patience
-        self._uses: Counter[Key] = Counter()
-        self._compiled: dict[Key, Future[None]] = {}
-        self._ready: dict[Key, Fused] = {}
+        self._uses: Counter[StageKey] = Counter()
+        self._compiled: dict[StageKey, Future[None]] = {}
+        self._ready: dict[StageKey, Fused] = {}
         threads = compile_threads() if patience is None else 1  # while the engine serves, steps need the cores
         self._pool = ThreadPoolExecutor(threads, "jaxserve-fuse", initializer=self._mark_thread)
 
-    def find(self, key: Key) -> Fused | None:
-        """The executable of a `StageProgram`, if it is ready. Never waits."""
+    def find(self, key: StageKey) -> Fused | None:
+        """Return the executable for a key if it is ready. This never waits."""
         return self._ready.get(key)
 
-    def used(self, key: Key) -> bool:
-        """Notes that a step ran block by block. Whether it has done so often enough to be compiled now. Mutates."""
+    def count_use(self, key: StageKey) -> bool:
+        """Count a stage that ran block by block, and return whether it is now due to be compiled."""
         if self._patience is None:
             return False
         self._uses[key] += 1
         return self._uses[key] == self._patience
 
-    def compile(self, key: Key, program: StageProgram, *arguments: Any) -> None:
-        """Starts to compile a stage's program for such arguments, unless it has been; the oldest give way. Mutates."""
+    def compile(self, key: StageKey, program: StageProgram, *arguments: Any) -> None:
+        """Start to compile a stage for arguments of these shapes, unless that was started before.
+
+        The oldest background executables beyond `MAX_BACKGROUND` are dropped.
+        """
         if key not in self._compiled:
             self._compiled[key] = self._pool.submit(self._compile, key, program, *jax.tree.map(abstract, arguments))
-            while self._patience is not None and len(self._compiled) > KEPT:
+            while self._patience is not None and len(self._compiled) > MAX_BACKGROUND:
                 oldest = next(iter(self._compiled))
                 self._compiled.pop(oldest).cancel()
                 self._ready.pop(oldest, None)
 
-    def table_changed(self) -> None:
-        """Begins to count anew; what has not begun to compile may never be needed. Mutates."""
+    def blocks_changed(self) -> None:
+        """Count uses from zero, and drop the compilations that have not begun: they may never be needed."""
         self._uses.clear()
         for key in [key for key, future in self._compiled.items() if future.cancel()]:
             del self._compiled[key]
 
     def wait(self) -> None:
-        """Waits for the compilations that are under way."""
+        """Wait for the compilations that were started."""
         wait(self._compiled.values())
 
     def close(self) -> None:
-        """Drops what has not begun to compile, and waits for what has."""
+        """Drop the compilations that have not begun, and wait for the others."""
         self._pool.shutdown(cancel_futures=True)
         self._compiled.clear()
         self._ready.clear()
@@ -129,13 +141,13 @@ class FusedTier:
     def _mark_thread(self) -> None:
         self._counter.fusing_threads.add(threading.get_ident())
 
-    def _compile(self, key: Key, program: StageProgram, packed, carried, pools, leaves) -> None:
-        placed = jax.tree.map(lambda array: array.sharding, pools)  # results lie as the arguments do
-        shardings = (packed.sharding, packed.sharding, placed)
+    def _compile(self, key: StageKey, program: StageProgram, packed, carried, pools, leaves) -> None:
+        # Results have the shardings of the arguments.
+        shardings = (packed.sharding, packed.sharding, jax.tree.map(lambda array: array.sharding, pools))
         try:
             jitted = jax.jit(program.__call__, donate_argnums=2, out_shardings=shardings)
-            whole = Program(program.name, jitted)
-            self._ready[key] = self._compiler.executable(whole, packed, carried, pools, leaves)
+            fused = Program(program.name, jitted)
+            self._ready[key] = self._compiler.executable(fused, packed, carried, pools, leaves)
         except Exception:
-            log.exception("fusing failed; steps go on block by block")
+            log.exception("fusing a stage failed: steps run block by block")
             raise

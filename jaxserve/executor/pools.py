@@ -1,7 +1,7 @@
-"""KV pools while the number of pages changes: segments come, pages move out of the tail, the tail's memory goes back.
+"""KV pools whose number of pages changes: they grow by segments, and shrink by moving pages out of the tail.
 
-An elastic pool has room for all the pages that there may ever be, and growing it needs nothing of the device. Others
-take memory segment by segment (`kernels.segments`).
+An elastic pool has address space for all pages that it may ever have, so that growing it changes nothing on the device.
+Other pools take memory segment by segment (`kernels.pool_segments`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,22 +18,23 @@ from jaxserve.core.step_shapes import at_least
 from jaxserve.kernels import Pool, move_pages, release_pages
 from jaxserve.parallel.placement import bytes_held
 
-MOVES = (16, MAX_MOVED_PAGES)  # pages that one call moves; padded with moves of the null page
+MOVES = (16, MAX_MOVED_PAGES)  # pages that one call moves; padded with moves of the null page to itself
 
-Growth = list[Pool]  # the segments that each layer's pool is to be extended by
-PoolOutline = tuple[jax.ShapeDtypeStruct, ...]
+Growth = list[Pool]  # for each layer, the segments to extend its pool by
+AbstractPool = tuple[jax.ShapeDtypeStruct, ...]
 
 
 class Pools:
     """The KV pools of an instance's decoder layers, in order, and the executables that shrink them in place.
 
-    All have the same segments. What changes them is called between two steps and only dispatches: steps that were
-    dispatched before use pages as they were.
+    All pools have segments of the same sizes. Methods that change them are called between two steps and only dispatch:
+    steps that were dispatched before use the pages as they were.
     """
 
     def __init__(self, make: Sequence[Callable[[int], Pool]], sizes: Sequence[int]):
-        """`make[layer](pages)` gives a layer's segment of so many pages; `sizes` are the pages of all segments that
-        there may be, of which the first is there from the start.
+        """Make the first segment of every pool; `make[layer](pages)` returns a segment of a layer.
+
+        `sizes` holds the pages of all segments that a pool may have.
         """
         self._make, self.sizes = tuple(make), tuple(sizes)
         self._pools = [make(self.sizes[0]) for make in self._make]
@@ -49,7 +50,7 @@ class Pools:
     @overload
     def __getitem__(self, layer: slice) -> list[Pool]: ...
     def __getitem__(self, layer: int | slice) -> Pool | list[Pool]:
-        """The pool of a decoder layer, or those of several."""
+        """Return the pool of a decoder layer, or the pools of several."""
         return self._pools[layer]
 
     @overload
@@ -57,22 +58,25 @@ class Pools:
     @overload
     def __setitem__(self, layer: slice, pool: Iterable[Pool]) -> None: ...
     def __setitem__(self, layer: int | slice, pool: Any) -> None:
-        """Takes what a step has made of it."""
+        """Store the pools that a step returned."""
         self._pools[layer] = pool
 
     @property
     def segments(self) -> int:
-        """How many there are of each pool now."""
+        """The present number of segments of each pool."""
         return len(self._pools[0]) if self._pools else 1
 
     @property
     def nbytes(self) -> int:
-        """Of all segments that there are, on each device, summed over devices."""
+        """The bytes of all segments, summed over devices."""
         segments = chain.from_iterable(self._pools)
         return sum(map(bytes_held, segments))
 
     def prepare(self, pages: int) -> Growth:
-        """The segments that pools of so many pages need beside those that there are. From any thread."""
+        """Allocate and return the segments that are missing for `pages` pages in every pool.
+
+        Any thread may call this. Steps do not see the segments before `extend`.
+        """
         sizes = self.sizes[self.segments : covering(self.sizes, pages)]
         growth: Growth = []
         try:
@@ -87,25 +91,26 @@ class Pools:
         return growth
 
     def extend(self, growth: Growth) -> None:
-        """Puts what was prepared behind what there is. Mutates both: the growth is empty afterwards."""
+        """Append prepared segments to the pools; `growth` is empty afterwards."""
         self._pools = [pool + more for pool, more in zip(self._pools, growth, strict=True)]
         growth.clear()
 
     def shrink(self, moves: Mapping[int, int], pages: int) -> None:
-        """Copies each page that is a key of `moves` to its value, then gives back the memory of all from `pages` on:
-        page by page where pools are elastic, else whole segments. Where copying raises, pages are as they were but for
-        those copied to. Mutates.
+        """Copy the key's page of each of the `moves` to its value, then release all pages from `pages` on.
+
+        Elastic pools release page by page, other pools whole segments. If copying raises, only the target pages have
+        changed.
         """
-        pairs, most, kept = list(moves.items()), MOVES[-1], covering(self.sizes, pages)
-        for layer in range(len(self)):  # all of them, before any page is given back
-            for start in range(0, len(pairs), most):
-                self._pools[layer] = self._move_batch(self._pools[layer], pairs[start : start + most])
+        pairs, batch, kept = list(moves.items()), MOVES[-1], covering(self.sizes, pages)
+        for layer in range(len(self)):  # copy in all layers before any page is released
+            for start in range(0, len(pairs), batch):
+                self._pools[layer] = self._move_batch(self._pools[layer], pairs[start : start + batch])
         for layer, pool in enumerate(self._pools):
             self._pools[layer] = self._release_from(pool[:kept], pages)
             free([pool[kept:]])
 
     def compile(self, layer: int, compiler: Compiler) -> None:
-        """Starts to compile everything for a layer's pool, as it is and as it may grow to be."""
+        """Start to compile what shrinks a layer's pool, for all numbers of segments from the present one."""
         pool = tuple(map(abstract, self._pools[layer]))
         move, release = self._move[pool[0].sharding], self._release[pool[0].sharding]
         for size in MOVES:
@@ -115,8 +120,8 @@ class Pools:
         for kept in (pool, *self.grown(layer)):
             compiler.compile(release, len(kept), kept, jax.ShapeDtypeStruct((2,), np.int32))
 
-    def rehearse(self, layer: int) -> None:
-        """Runs what was compiled for a layer's pool: the null page moves, and no page is released. Mutates."""
+    def run_on_padding(self, layer: int) -> None:
+        """Run what was compiled for a layer's pool, without effect: the null page moves and no page is released."""
         pool = self._pools[layer]
         for size in MOVES:
             pool = self._move_batch(pool, [(0, 0)] * size)
@@ -124,8 +129,8 @@ class Pools:
         for size in set(self.sizes[1:]):
             free([self._make[layer](size)])
 
-    def grown(self, layer: int) -> list[PoolOutline]:
-        """A layer's pool as it will be with two segments, with three, and so on."""
+    def grown(self, layer: int) -> list[AbstractPool]:
+        """Return a layer's abstract pool with two segments, with three, and so on."""
         first = abstract(self._pools[layer][0])
         segments = tuple(
             jax.ShapeDtypeStruct((size, *first.shape[1:]), first.dtype, sharding=first.sharding) for size in self.sizes
@@ -133,7 +138,7 @@ class Pools:
         return [segments[:count] for count in range(2, len(segments) + 1)]
 
     def close(self) -> None:
-        """Frees the device."""
+        """Free the memory of all pools."""
         free(self._pools)
 
     def _move_batch(self, pool: Pool, pairs: list[tuple[int, int]]) -> Pool:
@@ -147,21 +152,21 @@ class Pools:
 
 
 def free(pools: Iterable[Pool]) -> None:
-    """Gives the memory of segments back, once what was dispatched for them has run."""
+    """Free the memory of segments after everything that was dispatched for them has run."""
     for segment in chain.from_iterable(pools):
         segment.delete()
 
 
 def _on_each_device(operation: Callable[..., Pool], sharding: NamedSharding, operands: int) -> Program:
-    """(pool, operands) -> pool, in place, each device working on its own part of the pool."""
+    """Return a program (pool, operands) -> pool that works in place, on each device's own part of the pool."""
     name = operation.__name__
     if sharding.mesh.size > 1:
-        whole = (PartitionSpec(),) * operands
+        replicated = (PartitionSpec(),) * operands
         operation = jax.shard_map(
             operation,
             mesh=sharding.mesh,
-            in_specs=(sharding.spec, *whole),
+            in_specs=(sharding.spec, *replicated),
             out_specs=sharding.spec,
-            check_vma=False,  # custom calls do not say how their outputs vary
+            check_vma=False,  # custom calls do not declare how their outputs vary
         )
     return Program(name, jax.jit(operation, donate_argnums=0, out_shardings=sharding))

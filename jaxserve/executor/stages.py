@@ -1,4 +1,4 @@
-"""Stages: the runs of consecutive blocks of the block table that share a placement."""
+"""Stages: the runs of consecutive blocks that share a placement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from jaxserve.parallel.placement import Placement
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive blocks on one placement: maybe the embedding, decoder layers, maybe the head.
+    """Consecutive blocks on one placement: any of the embedding, decoder layers and the head.
 
-    `first_layer` is the number of the first decoder layer, and so of its KV pool.
+    `first_layer` is the index of the first decoder layer in the model, and so of its KV pool.
     """
 
     placement: Placement
@@ -27,28 +27,36 @@ class Stage:
 
     @cached_property
     def executables(self) -> tuple[Program, ...]:
-        """What the decoder layers run."""
-        return tuple(row.executable for row in self.layers)
+        """The programs of the decoder layers, in order."""
+        return tuple(loaded.executable for loaded in self.layers)
+
+    @property
+    def distinct_layers(self) -> tuple[LoadedBlock, ...]:
+        """The last decoder layer of each program."""
+        return tuple({loaded.executable: loaded for loaded in self.layers}.values())
 
     @cached_property
     def leaves(self) -> tuple[tuple[Array, ...], ...]:
         """The parameters of every block, in order."""
-        return tuple(row.leaves for row in (self.embed, *self.layers, self.head) if row is not None)
+        blocks = (self.embed, *self.layers, self.head)
+        return tuple(loaded.leaves for loaded in blocks if loaded is not None)
 
     @property
     def pools(self) -> slice:
-        """Which KV pools are those of the decoder layers."""
+        """The indices of the decoder layers' KV pools."""
         return slice(self.first_layer, self.first_layer + len(self.layers))
 
 
-def stages_of(rows: Sequence[LoadedBlock]) -> tuple[Stage, ...]:
-    """Runs of consecutive rows with equal placement."""
+def stages_of(blocks: Sequence[LoadedBlock]) -> tuple[Stage, ...]:
+    """Return the stages of a model's blocks, which are in order."""
     stages: list[Stage] = []
-    layer = 0
-    for placement, run in groupby(rows, key=lambda row: row.placement):
-        by_kind = {kind: tuple(group) for kind, group in groupby(run, key=lambda row: row.block.partition(".")[0])}
+    first_layer = 0
+    for placement, run in groupby(blocks, key=lambda loaded: loaded.placement):
+        by_kind = {
+            kind: tuple(group) for kind, group in groupby(run, key=lambda loaded: loaded.block.partition(".")[0])
+        }
         layers = by_kind.get("layers", ())
         (embed,), (head,) = by_kind.get("embed", (None,)), by_kind.get("head", (None,))
-        stages.append(Stage(placement, embed, layers, head, layer))
-        layer += len(layers)
+        stages.append(Stage(placement, embed, layers, head, first_layer))
+        first_layer += len(layers)
     return tuple(stages)

@@ -1,26 +1,38 @@
-"""DispatchedStep: a step on its way through the device, and what is fetched of it."""
+"""Results of a step on the device, and the transfer of the step's output to the host."""
 
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.core.work import StepOutput, Work
+from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.sampling.device_sampler import Sampled
 from jaxserve.sampling.ops import Logprobs
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ForwardOutput:
+    """The results of a step's blocks on the device."""
+
+    x: Array  # [T, E], the output of the last decoder layer
+    hidden: Array  # [R, E], normalised
+    logits: Array  # f32 [R, V]
+
+
 @dataclass(frozen=True)
 class DispatchedStep:
-    """A step on its way through the device; a `core.work.PendingStep`."""
+    """A step that the device may still be computing; a `core.work.PendingStep`."""
 
     work: Work
     sampled: Sampled
-    scores: dict[int, list[Logprobs]]
+    scores: dict[int, list[Logprobs]]  # of prompt tokens: the index of a chunk -> its tiles
     embeddings: Array | None
 
     def fetch(self) -> StepOutput:
-        """Waits for the device and returns the step's result."""
+        """Wait for the device and return the step's output."""
         rows = len(self.work.decodes) + len(self.work.chunks)
         logprobs: dict[str, np.ndarray] = {}
         if self.sampled.logprobs is not None:
@@ -42,3 +54,20 @@ class DispatchedStep:
             return None
         first, values = len(self.work.decodes), np.asarray(self.embeddings)
         return {i: values[first + i] for i, c in enumerate(self.work.chunks) if c.last and c.sequence.request.embed}
+
+
+def wants_prompt_logprobs(chunk: Chunk) -> bool:
+    """Return whether the prompt tokens that follow the tokens of this chunk need log-probabilities."""
+    sequence = chunk.sequence
+    return (
+        sequence.params.prompt_logprobs is not None
+        and sequence.index == 0
+        and len(sequence.prompt_logprobs) < sequence.num_prompt
+        and chunk.start < sequence.num_prompt - 1
+    )
+
+
+def unit_length(hidden: Array) -> Array:
+    """Return hidden states [R, E] as embeddings f32[R, E] of length 1."""
+    wide = hidden.astype(jnp.float32)
+    return wide / jnp.maximum(jnp.linalg.norm(wide, axis=-1, keepdims=True), 1e-12)
