@@ -20,7 +20,10 @@ POOL_AXES = (None, "kv_heads", None, None, None)
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices of a block as a mesh with the axis "tp"; blocks with equal placements share executables and inputs."""
+    """The devices of a block as a mesh with the axis "tp".
+
+    Blocks with equal placements share executables and inputs.
+    """
 
     devices: tuple[jax.Device, ...]
 

@@ -158,7 +158,7 @@ def test_model_without_a_head_is_loaded_for_embeddings(untied: Path, caplog: pyt
 def test_model_type_contradicting_the_architecture_gives_a_warning(untied: Path, caplog: pytest.LogCaptureFixture):
     edit_config(untied, model_type="qwen2")
     assert open_checkpoint(untied).config.architecture == "LlamaForCausalLM"
-    assert "architectures names LlamaForCausalLM, which is used, and model_type is 'qwen2'" in caplog.text
+    assert "using architectures LlamaForCausalLM and ignoring model_type 'qwen2'" in caplog.text
 
 
 def test_unknown_model_type_without_architectures_is_refused(untied: Path):

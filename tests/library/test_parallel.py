@@ -88,7 +88,7 @@ def test_quantised_experts_are_split_over_devices(tmp_path: Path) -> None:
 
 
 def test_share_that_is_not_a_whole_number_of_packing_units_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a share of 96 inputs is no multiple of 128"):
+    with pytest.raises(ConfigError, match="a share of 96 inputs is not a multiple of 128"):
         group_of(192, 4, 2)
     assert [group_of(size, bits, parts) for size, bits, parts in ((512, 4, 2), (192, 8, 2), (96, 4, 1))] == [
         128,

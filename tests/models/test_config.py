@@ -148,7 +148,7 @@ def test_experts_under_their_newer_name_are_read():
         (SMALL | {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         (qwen2(use_sliding_window=True, layer_types=["sliding_attention"]), "layer_types"),
         (qwen2(use_sliding_window=True, layer_types=["chunked_attention"] * 3), "chunked_attention"),
-        (qwen3_moe(num_experts=2), "num_experts_per_tok 3"),
+        (qwen3_moe(num_experts=2), "num_experts_per_tok is 3"),
         (qwen3_moe(moe_intermediate_size=None), "moe_intermediate_size"),
         (llama(vocab_size=True), "vocab_size"),
         (llama(num_hidden_layers=0), "num_hidden_layers"),

@@ -45,7 +45,7 @@ def test_layers_of_a_kind_share_their_graph():
 
 @pytest.mark.parametrize("block", ["layers.3", "layers.", "layers.x", "layers", "body", ""])
 def test_unknown_blocks_are_refused(block: str):
-    with pytest.raises(ValueError, match="no block"):
+    with pytest.raises(ValueError, match="unknown block"):
         build_block(config(), block, rngs=nnx.Rngs(0))
 
 
