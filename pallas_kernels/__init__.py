@@ -1,6 +1,7 @@
-"""GPU kernels for NVIDIA's Hopper generation, in Pallas.
+"""Pallas kernels for NVIDIA's Hopper GPUs.
 
-Each has the signature and the meaning of a reference in plain JAX: `paged_attention` that of
-`jaxserve.kernels.reference`, `quantized_matmul` that of a product with `QArray.dequantize`. `supports` of each module
-says for which shapes; `jaxserve.kernels` chooses. Axis letters are those of `jaxserve.kernels`.
+Each kernel has the signature of a reference in plain JAX and computes the same result. The reference of
+`paged_attention` is in `jaxserve.kernels.reference`; that of `quantized_matmul` is a product with `QArray.dequantize`.
+A module's `supports` tells which shapes its kernel takes, and `jaxserve.kernels` chooses the implementation. Axis
+letters are those of `jaxserve.kernels`.
 """

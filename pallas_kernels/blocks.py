@@ -1,6 +1,6 @@
-"""Block sizes by device kind: the table that `bench/autotune.py` measures for.
+"""Block sizes of the kernels by device kind, as `bench/autotune.py` measures them.
 
-They change the speed of a kernel, never what it computes.
+They change the speed of a kernel, never its result.
 """
 
 from dataclasses import dataclass, replace
@@ -8,32 +8,32 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class AttentionBlocks:
-    """One launch of attention."""
+    """The block sizes of attention."""
 
-    keys: int = 64  # of a tile: 64 or 128
+    keys: int = 64  # keys of a tile: 64 or 128
     stages: int = 2  # tiles of keys and values in shared memory, at least 2
 
 
 @dataclass(frozen=True)
 class MatmulBlocks:
-    """One launch of a product with a quantised weight."""
+    """The block sizes of a product with a quantised weight."""
 
     outs: int  # outputs of a program: 64, 128 or 256
     stages: int  # blocks of codes and of x in shared memory, at least 2
-    programs: int  # per core that a product is split into, at most
-    words: int  # of 16 bits of an output that are fetched at once: 32, 64 or 128
+    programs: int  # maximum number per core
+    words: int  # 16-bit words of an output that are fetched at once: 32, 64 or 128
 
 
 @dataclass(frozen=True)
 class DeviceBlocks:
-    """All kernels on one kind of device."""
+    """The block sizes of all kernels on one kind of device."""
 
     cores: int  # streaming multiprocessors
     decode: AttentionBlocks
     prefill: AttentionBlocks
-    split_keys: int  # fewest keys of a sequence that are worth a program of their own
-    programs: int  # per core that attention is split into, at most
-    few_rows: MatmulBlocks  # up to 32
+    split_keys: int  # minimum number of keys for a program of its own
+    programs: int  # maximum number of attention programs per core
+    few_rows: MatmulBlocks  # for up to 32 rows
     many_rows: MatmulBlocks
 
 
@@ -46,11 +46,11 @@ HOPPER = DeviceBlocks(
     few_rows=MatmulBlocks(outs=64, stages=3, programs=8, words=64),
     many_rows=MatmulBlocks(outs=64, stages=3, programs=2, words=32),
 )
-TABLE: dict[str, DeviceBlocks] = {  # what was measured, by jax.Device.device_kind
+TABLE: dict[str, DeviceBlocks] = {  # measured, by jax.Device.device_kind
     "NVIDIA H200": replace(HOPPER, few_rows=MatmulBlocks(outs=64, stages=2, programs=8, words=128)),
 }
 
 
 def blocks_for(device_kind: str) -> DeviceBlocks:
-    """The measured sizes of a device kind; for others, what its generation's sizes in the data sheet suggest."""
+    """Return the measured sizes of a device kind, or sizes derived from the data sheet of its generation."""
     return TABLE.get(device_kind, HOPPER)

@@ -1,4 +1,4 @@
-"""Keys and values on their way from the pages of a pool to the tensor cores, tile by tile.
+"""Transfer of keys and values from the pages of a pool to the tensor cores, one tile at a time.
 
 Names end in _g for global memory, _s for shared memory.
 """
@@ -21,29 +21,30 @@ from pallas_kernels.blocks import AttentionBlocks
 from pallas_kernels.mosaic import from_codes, load, tiles
 
 Seen = tuple[Array, Array]
-"""The positions of a tile that are in the context, [from, to). The others may be stale memory."""
+"""The positions [from, to) of a tile that are in the context. Memory of other positions may be stale."""
 
 
 class Buffers(Protocol):
-    """Holds tiles of keys and values in shared memory, in slots, and brings them into a form to multiply by."""
+    """Slots in shared memory for tiles of keys and values, which it converts to operands of a product."""
 
-    k_s: Any  # [slots, keys, ...]: rows as they arrive
+    k_s: Any  # [slots, keys, ...]: rows as stored in the pool
     v_s: Any
     k_arrived: Any
     v_arrived: Any
 
     def keys(self, slot: Array) -> Any:
-        """Waits for a tile's keys [keys, D]."""
+        """Wait for a tile's keys and return them as [keys, D]."""
 
     def values(self, slot: Array, seen: Seen) -> Any:
-        """Waits for its values [keys, D], once its keys have been used; zeros where there may be stale memory.
-        `commit_smem` must follow.
+        """Wait for a tile's values and return them as [keys, D], with zeros in place of stale memory.
+
+        Call it after the product with the tile's keys. `commit_smem` must follow.
         """
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Buffers for a pool of 16-bit floats: the tensor cores take them as they arrive."""
+    """Buffers for a pool of 16-bit floats, which the tensor cores read as they are stored."""
 
     k_s: Any  # [slots, keys, D]
     v_s: Any
@@ -66,10 +67,11 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Codes:
-    """Buffers for a pool of int8: rows arrive as words of two codes, which in registers become numbers.
+    """Buffers for a pool of int8, whose rows arrive as words of two codes and are converted to floats in registers.
 
-    The first codes of all words come before the second ones, as in queries that are `parted`. Keys and values have
-    numbers of their own: between a product with some and the next in their place all warps meet in a `commit_smem`.
+    In the converted rows the first codes of all words precede the second codes, as in queries after
+    `CodesPool.deinterleave`. Keys and values have separate buffers of numbers, so that all warps meet in a
+    `commit_smem` between the product with a buffer and its next use.
     """
 
     head_dim: int
@@ -104,7 +106,7 @@ class Codes:
 
 
 def _scales(words: Array) -> Array:
-    """f32 [keys] of the first two words [keys, 8], brought out of their columns by sums."""
+    """Return the scales f32 [keys] in the first two of the words [keys, 8]; sums select their columns."""
     column = plgpu.broadcasted_iota(jnp.int32, words.shape, 1, layout=plgpu.Layout.WGMMA)
     numbers = words.astype(jnp.float32)
     low, high = (jnp.where(column == i, numbers, 0).sum(axis=1).astype(jnp.uint32) for i in (0, 1))
@@ -112,24 +114,24 @@ def _scales(words: Array) -> Array:
 
 
 def _only(seen: Seen, values: Array) -> Array:
-    """Zeros in place of other positions' values: 0 * NaN is NaN."""
+    """Return values with zeros at the positions that are not seen, because 0 * NaN is NaN."""
     position = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
     return jnp.where((position >= seen[0]) & (position < seen[1]), values, 0)
 
 
 @dataclass(frozen=True)
 class Context:
-    """The pages of one kv head of a sequence, and the buffers that their tiles go to."""
+    """The pages of one kv head of a sequence, and the buffers for their tiles."""
 
-    segments_g: Sequence[Any]  # of the pool
-    firsts: Sequence[int]  # ids of their first pages
+    segments_g: Sequence[Any]  # segments of the pool
+    firsts: Sequence[int]  # ids of the segments' first pages
     pages_g: Any
-    tile: Array  # the row of the page table
+    tile: Array  # row of the page table
     head: Array
     buffers: Buffers
 
     def fetch(self, i: Array, slot: Array | int) -> None:
-        """Asks for tile i of the keys and values; the barriers of the slot tell when they are there."""
+        """Start to copy tile i of the keys and values; the barriers of the slot signal their arrival."""
         keys, page_size, width = self.buffers.k_s.shape[1], self.segments_g[0].shape[3], self.pages_g.shape[1]
         length = min(keys, page_size)
         for j in range(keys // length):
@@ -139,7 +141,7 @@ class Context:
             self._copy_page(page, source, slot, pl.ds(j * page_size, length))
 
     def _copy_page(self, page: Array, source: Any, slot: Array | int, target: Any) -> None:
-        """From the segment that the page lies in."""
+        """Start to copy a page from the segment that contains it."""
         copies = [
             partial(self._copy, segment_g, page - first, source, slot, target)
             for first, segment_g in zip(self.firsts, self.segments_g, strict=True)
@@ -157,27 +159,27 @@ class Context:
 
 
 class PoolKind(Protocol):
-    """What depends on what a pool holds."""
+    """The parts of the kernel that depend on the pool's dtype."""
 
     width: int  # of queries, keys and values in the kernel
-    swizzled: tuple[Any, ...]  # how they lie in shared memory: the operands of a product share it
+    swizzled: tuple[Any, ...]  # their layout in shared memory, which both operands of a product need
 
     def operands(self, q: Array, pool: Pool) -> tuple[Array, list[Array]]:
-        """Queries and the pool as the kernel takes them."""
+        """Return the queries and the segments of the pool in the kernel's form."""
 
     def result(self, out: Array) -> Array:
-        """The kernel's output [..., width] as [..., D]."""
+        """Return the kernel's output [..., width] as [..., D]."""
 
     def scratch(self, pages: int, blocks: AttentionBlocks) -> Mapping[str, Any]:
-        """The fields of the buffers, for tiles of so many pages."""
+        """Return the fields of the buffers for tiles of this number of pages."""
 
     def buffers(self, **fields: Any) -> Buffers:
-        """The buffers of these fields."""
+        """Return the buffers with these fields."""
 
 
 @dataclass(frozen=True)
 class NumbersPool:
-    """Of 16-bit floats [P, K, 2, S, D]."""
+    """A pool of 16-bit floats [P, K, 2, S, D]."""
 
     head_dim: int
     dtype: DTypeLike
@@ -207,7 +209,10 @@ class NumbersPool:
 
 @dataclass(frozen=True)
 class CodesPool:
-    """Of int8 [P, K, 2, S, R]. W words of a row are in the kernel: its codes, and what follows up to whole tiles."""
+    """A pool of int8 [P, K, 2, S, R].
+
+    The kernel reads W words of a row: its codes, and the following bytes up to whole tiles.
+    """
 
     head_dim: int
     dtype: DTypeLike  # of the queries
@@ -215,7 +220,7 @@ class CodesPool:
 
     @property
     def words(self) -> int:
-        """W."""
+        """The number W of words of a row in the kernel."""
         return ceil_div(self.head_dim, 32) * 16
 
     @property
@@ -227,23 +232,25 @@ class CodesPool:
         return tiles(self.words, self.dtype)
 
     def operands(self, q: Array, pool: Pool) -> tuple[Array, list[Array]]:
-        """Queries `parted`, segments as words."""
+        """Return the deinterleaved queries and the segments as 16-bit words."""
         pairs = (segment.reshape(*segment.shape[:-1], -1, 2) for segment in pool)
-        return self.parted(q), [lax.bitcast_convert_type(pair, jnp.uint16) for pair in pairs]
+        return self.deinterleave(q), [lax.bitcast_convert_type(pair, jnp.uint16) for pair in pairs]
 
-    def parted(self, x: Array) -> Array:
-        """x [..., D] with the even numbers before the odd ones and zeros behind both, [..., 2 W]."""
+    def deinterleave(self, x: Array) -> Array:
+        """Return x [..., D] as [..., 2 W]: the even numbers and zeros, then the odd numbers and zeros."""
         fill = [(0, 0)] * (x.ndim - 1) + [(0, self.words - self.head_dim // 2)]
         return jnp.concatenate([jnp.pad(x[..., half::2], fill) for half in (0, 1)], axis=-1)
 
     def result(self, out: Array) -> Array:
-        """What `parted` would make of it."""
+        """Invert `deinterleave`."""
         halves = [half[..., : self.head_dim // 2] for half in jnp.split(out, 2, axis=-1)]
         return jnp.stack(halves, axis=-1).reshape(*out.shape[:-1], self.head_dim)
 
     def scratch(self, pages: int, blocks: AttentionBlocks) -> Mapping[str, Any]:
         row = row_size(self.head_dim, jnp.int8, "gpu") // 2
-        kv = plgpu.SMEM((blocks.stages, blocks.keys, row), jnp.uint16)  # 16 bytes more than lines: no bank conflicts
+        kv = plgpu.SMEM(
+            (blocks.stages, blocks.keys, row), jnp.uint16
+        )  # 16 bytes more than whole lines avoid bank conflicts
         numbers = plgpu.SMEM((blocks.keys, self.width), self.dtype, transforms=self.swizzled)
         arrived = plgpu.Barrier(num_arrivals=pages, num_barriers=blocks.stages)
         return {
@@ -256,5 +263,5 @@ class CodesPool:
 
 
 def kind_of(pool: Pool, head_dim: int, dtype: DTypeLike, interpret: Any) -> PoolKind:
-    """What kind of pool it is, for queries of a dtype."""
+    """Return the kind of a pool, for queries of a dtype."""
     return CodesPool(head_dim, dtype, interpret) if pool[0].dtype == jnp.int8 else NumbersPool(head_dim, dtype)

@@ -1,12 +1,13 @@
-"""The kernel of paged attention: one block of query rows against the pages of its sequence, tile by tile of keys.
+"""The kernel of paged attention: a block of query rows against the pages of its sequence, one tile of keys at a time.
 
-Written for Mosaic GPU: the pages of a tile of keys and values are fetched by the bulk copy engine, several tiles ahead,
-while the tile before them is multiplied by the tensor cores. One program, a warpgroup, serves 64 rows: all query heads
-of one kv head for one or more tokens, so that keys and values are read once for the whole group.
+It is written for Mosaic GPU. The bulk copy engine fetches the pages of keys and values several tiles ahead, while the
+tensor cores multiply the present tile. A program is one warpgroup and computes 64 rows: all query heads of one kv head
+for one or more tokens, so that keys and values are read once for the whole group.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from pallas_kernels.blocks import AttentionBlocks
 from pallas_kernels.context import Context, PoolKind, kind_of
 from pallas_kernels.mosaic import WARPGROUP_ROWS, launch, transposed
 
-MASKED = -1e30  # a score of what is not seen: finite, so that differences of two are numbers
+MASKED = -1e30  # the score of a position that is not seen; finite, so that the difference of two is not NaN
 
 
 def flash(
@@ -38,11 +39,11 @@ def flash(
     blocks: AttentionBlocks,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """Attention of q [N, K, R, D] over segments [P, K, 2, S, ...]; row r of tile n is a query of its token r // group.
+    """Return attention of q [N, K, R, D] over segments [P, K, 2, S, ...]; row r of a tile belongs to token r // group.
 
-    Returns (out [splits, N, K, R, D], logarithms to base 2 of the sums of exponentials f32 [splits, N, K, R]): each
-    split has seen a share of the keys. Rows that see nothing get zeros, and MASKED or less.
-    R is at most 64 and a multiple of 8, or a multiple of 64.
+    The results are the outputs [splits, N, K, R, D] and the base-2 logarithms of the sums of exponentials
+    f32 [splits, N, K, R], where each split has its share of the keys. Rows that see nothing get zeros, and a logarithm
+    of at most MASKED. R is at most 64 and a multiple of 8, or a multiple of 64.
     """
     rows = min(q.shape[2], WARPGROUP_ROWS)
     assert q.shape[2] % rows == rows % 8 == 0, q.shape
@@ -72,32 +73,57 @@ def flash(
     return kind.result(out), sums
 
 
+@dataclass(frozen=True)
+class _Queries:
+    """The rows [row, row + rows) of a tile of queries, and the positions that they see."""
+
+    row: Array
+    rows: int
+    group: int  # rows of a token
+    start: Array  # position of the tile's first token
+    length: Array  # tokens of the tile
+    window: int | None
+
+    def context(self) -> tuple[Array | int, Array]:
+        """Return the positions [begin, end) that any of the rows sees."""
+        token = lax.div(self.row, self.group)
+        last = jnp.minimum(lax.div(self.row + self.rows - 1, self.group), self.length - 1)
+        end = jnp.where(token < self.length, self.start + last + 1, 0)
+        begin = 0 if self.window is None else jnp.maximum(self.start + token + 1 - self.window, 0)
+        return begin, end
+
+    def see(self, at: Array, keys: int, end: Array) -> Array:
+        """Return which of the positions [at, at + keys) each row sees, bool [64, keys]."""
+        key = at + _iota((WARPGROUP_ROWS, keys), 1)
+        query = self.start + lax.div(self.row + _iota((WARPGROUP_ROWS, keys), 0), self.group)
+        seen = key <= jnp.minimum(query, end - 1)
+        if self.window is not None:
+            seen &= key > query - self.window
+        return seen
+
+    def valid(self, width: int) -> Array:
+        """Return which rows are not padding, bool [64, width]."""
+        return lax.div(self.row + _iota((WARPGROUP_ROWS, width), 0), self.group) < self.length
+
+
 def _kernel(
     pages_g, starts_g, lengths_g, q_g, *segments_and_out,
     q_s, p_s, sums_s, q_arrived, kind: PoolKind, firsts: Sequence[int], rows: int, group: int, scale: float,
     window: int | None, splits: int, blocks: AttentionBlocks, **kv_s: Any,
 ):  # fmt: skip
-    """One program. Names end in _g for global memory, _s for shared memory; everything else is in registers.
+    """Run one program: a block of query rows against its share of the context.
 
-    Segments of the pool and the two outputs come last; `firsts` are the ids of the segments' first pages, `kv_s` the
-    fields of the buffers.
+    Names end in _g for global memory and in _s for shared memory; all else is in registers. The last positional
+    arguments are the segments of the pool and the two outputs. `firsts` holds the ids of the segments' first pages,
+    and `kv_s` the fields of the buffers.
     """
     *pool_g, out_g, sums_g = segments_and_out
     split, tile, head = (lax.axis_index(name) for name in ("split", "tile", "head"))
     row = lax.axis_index("block") * rows
-    start, length = starts_g[tile], lengths_g[tile]
+    queries = _Queries(row, rows, group, starts_g[tile], lengths_g[tile], window)
     keys, width, dtype = blocks.keys, kind.width, q_g.dtype
-
-    # What the block sees: positions in [begin, end), the same for all of its rows but for the ends.
-    token = lax.div(row, group)
-    last = jnp.minimum(lax.div(row + rows - 1, group), length - 1)
-    end = jnp.where(token < length, start + last + 1, 0)
-    begin = 0 if window is None else jnp.maximum(start + token + 1 - window, 0)
-    first, after = lax.div(jnp.int32(begin), keys), lax.div(end + keys - 1, keys)
-    share = lax.div(jnp.maximum(after - first, 0) + splits - 1, splits)
-    first = first + split * share
-    after = jnp.minimum(first + share, after)
-
+    begin, end = queries.context()
+    first, after = _share_of_tiles(begin, end, keys, split, splits)
     kv = kind.buffers(**kv_s)
     context = Context(pool_g, firsts, pages_g, tile, head, kv)
 
@@ -105,15 +131,8 @@ def _kernel(
         acc, m, l = carry
         slot, at = lax.rem(i - first, blocks.stages), i * keys
         s = _product((WARPGROUP_ROWS, keys), q_s, transposed(kv.keys(slot))) * scale
-        key = at + _iota((WARPGROUP_ROWS, keys), 1)
-        query = start + lax.div(row + _iota((WARPGROUP_ROWS, keys), 0), group)
-        seen = key <= jnp.minimum(query, end - 1)
-        if window is not None:
-            seen &= key > query - window
-        s = jnp.where(seen, s, MASKED)
-        m_new = jnp.maximum(m, s.max(axis=1))
-        p = jnp.exp2(s - _columns(m_new, s))
-        shrink = jnp.exp2(m - m_new)
+        s = jnp.where(queries.see(at, keys, end), s, MASKED)
+        p, m_new, shrink = _online_softmax(s, m)
         p_s[...] = p.astype(dtype)
 
         values_s = kv.values(slot, (begin - at, end - at))
@@ -129,15 +148,9 @@ def _kernel(
     lax.fori_loop(first, jnp.minimum(first + blocks.stages, after), lambda i, _: context.fetch(i, i - first), None)
     plgpu.copy_gmem_to_smem(q_g.at[tile, head, pl.ds(row, rows)], q_s.at[pl.ds(0, rows)], q_arrived)
     plgpu.barrier_wait(q_arrived)
-    by_row = plgpu.Layout.WGMMA.reduce(1)
-    start_values = (
-        _full((WARPGROUP_ROWS, width), 0.0, plgpu.Layout.WGMMA),
-        _full((WARPGROUP_ROWS,), MASKED, by_row),
-        _full((WARPGROUP_ROWS,), 0.0, by_row),
-    )
-    acc, m, l = lax.fori_loop(first, after, step, start_values)
+    acc, m, l = lax.fori_loop(first, after, step, _initial_carry(width))
 
-    valid = lax.div(row + _iota((WARPGROUP_ROWS, width), 0), group) < length
+    valid = queries.valid(width)
     l = jnp.where(l == 0, 1.0, l)
     q_s[...] = jnp.where(valid, acc / _columns(l, acc), 0).astype(dtype)
     sums_s[...] = m + jnp.log2(l)
@@ -147,8 +160,32 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
+def _share_of_tiles(begin: Array | int, end: Array, keys: int, split: Array, splits: int) -> tuple[Array, Array]:
+    """Return the tiles [first, after) of keys in the share `split` of the positions [begin, end)."""
+    first, after = lax.div(jnp.int32(begin), keys), lax.div(end + keys - 1, keys)
+    share = lax.div(jnp.maximum(after - first, 0) + splits - 1, splits)
+    first = first + split * share
+    return first, jnp.minimum(first + share, after)
+
+
+def _initial_carry(width: int) -> tuple[Array, Array, Array]:
+    """Return the outputs, maxima and sums of rows that have seen no keys."""
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    return (
+        _full((WARPGROUP_ROWS, width), 0.0, plgpu.Layout.WGMMA),
+        _full((WARPGROUP_ROWS,), MASKED, by_row),
+        _full((WARPGROUP_ROWS,), 0.0, by_row),
+    )
+
+
+def _online_softmax(s: Array, m: Array) -> tuple[Array, Array, Array]:
+    """Return the powers of 2 of scores, the new maxima of rows, and the factors for the previous outputs and sums."""
+    m_new = jnp.maximum(m, s.max(axis=1))
+    return jnp.exp2(s - _columns(m_new, s)), m_new, jnp.exp2(m - m_new)
+
+
 def _product(shape: tuple[int, int], x, y) -> Array:
-    """x @ y of two references in shared memory, in registers."""
+    """Return x @ y of two references in shared memory, in registers."""
 
     def body(acc):
         plgpu.wgmma(acc, x, y)
@@ -167,5 +204,5 @@ def _full(shape: tuple[int, ...], value: float, layout: plgpu.Layout) -> Array:
 
 
 def _columns(x: Array, like: Array) -> Array:
-    """x [rows] in every column of `like`."""
+    """Return x [rows] in every column of the shape of `like`."""
     return lax.broadcast_in_dim(x, like.shape, [0])

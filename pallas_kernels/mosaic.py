@@ -1,4 +1,4 @@
-"""What differs between the supported versions of JAX, and how a Mosaic GPU kernel is launched."""
+"""Launch of Mosaic GPU kernels, operations on registers, and the differences between versions of JAX."""
 
 from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
@@ -16,41 +16,43 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.once import Launch, lowered_once
 
-WARPGROUP_ROWS = 64  # of the first operand of a warpgroup's product
-SWIZZLES = (128, 64, 32)  # bytes of a row
+WARPGROUP_ROWS = 64  # rows of the first operand of a warpgroup's product
+SWIZZLES = (128, 64, 32)  # bytes
 CAN_INTERPRET = hasattr(plgpu, "InterpretGPUParams")  # jax 0.11 and later
 
 
 def transposed(ref: Any) -> Any:
-    """A view [n, m] of a reference [m, n]."""
+    """Return a view [n, m] of a reference [m, n]."""
     return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
 
 
 def load(ref: Any, index: tuple[Any, ...], layout: Any) -> Any:
-    """Values of a reference into device memory, where they need not be neighbours, in registers of a layout."""
+    """Return the values at an index of a reference in registers of a layout; they need not be contiguous."""
     if jax.__version_info__ >= (0, 11):
         return plgpu.load(ref.at[index], layout=layout, optimized=False)
     return plgpu.load(ref, index, layout=layout, optimized=False)
 
 
 def tiles(width: int, dtype: Any) -> tuple[Any, ...]:
-    """How a matrix [..., width] lies in shared memory: tiles of 8 rows, swizzled against bank conflicts.
+    """Return the layout of a matrix [..., width] in shared memory: tiles of 8 rows, swizzled against bank conflicts.
 
-    The widest of the swizzles that divide a row.
+    The swizzle is the widest that divides a row. Raise `ValueError` if none does.
     """
     itemsize = jnp.dtype(dtype).itemsize
     for tile in SWIZZLES:
         if width * itemsize % tile == 0:
             return plgpu.TilingTransform((8, tile // itemsize)), plgpu.SwizzleTransform(tile)
-    raise ValueError(f"rows of {width * itemsize} bytes cannot be swizzled, only whole multiples of {SWIZZLES[-1]}")
+    raise ValueError(
+        f"rows of {width * itemsize} bytes cannot be swizzled: they must be a multiple of {SWIZZLES[-1]} bytes"
+    )
 
 
 def from_codes(words: Array, shift: int, bits: int, interpret: Any, *, signed: bool = False) -> Array:
-    """The numbers u - 2**(bits - 1) of 4 or 8-bit codes u that begin at a bit of words [..., n] of 16, exactly.
+    """Return the exact numbers u - 2**(bits - 1) in bfloat16 of 4- or 8-bit codes u at bit `shift` of 16-bit words.
 
-    bfloat16, in the layout of a product, as the words; n is even. With `signed` codes of 8 bits are the numbers
-    themselves. Without a conversion: a code's bits become the lowest of the mantissa of 128.0, whose last place is 1,
-    and 128 and half of the code's range are subtracted.
+    Words [..., n] and numbers have the layout of a product; n is even. With `signed`, 8-bit codes are two's complement.
+    No conversion is needed: the bits of a code become the lowest bits of the mantissa of 128.0, whose last place is 1.
+    Then 128 and half of the code's range are subtracted.
     """
     pick = partial(_picked, words, shift, interpret=interpret)
     if bits == 4:
@@ -59,10 +61,10 @@ def from_codes(words: Array, shift: int, bits: int, interpret: Any, *, signed: b
 
 
 def _picked(words: Array, shift: int, mask: int, pattern: int, *, interpret: Any) -> Array:
-    """((words >> shift) & mask) ^ pattern, as bfloat16.
+    """Return ((words >> shift) & mask) ^ pattern as bfloat16.
 
-    Two words at once, by one instruction for the shift and one for all else, where the compiler has three and two for
-    each word: what a shift brings over from the neighbour must be outside the mask.
+    Two words are processed at once, with one instruction for the shift and one for the rest, where the compiler needs
+    three and two for each word. The mask must exclude the bits that a shift moves in from the neighbouring word.
     """
     if interpret:
         picked = (lax.shift_right_logical(words, jnp.uint16(shift)) & jnp.uint16(mask)) ^ jnp.uint16(pattern)
@@ -74,7 +76,7 @@ def _picked(words: Array, shift: int, mask: int, pattern: int, *, interpret: Any
 
 
 def _pick(shift: int, mask: int, pattern: int, _: Any, words: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-    """The same for the registers of an array, each of which holds two words. 0x6a names (a & b) ^ c."""
+    """Compute `_picked` on the registers of an array, each of which holds two words. 0x6a is (a & b) ^ c."""
     pair = ir.IntegerType.get_signless(32)
     both = [mgpu.c(value << 16 | value, pair) for value in (mask, pattern)]
     registers = np.empty_like(words.registers)
@@ -88,8 +90,8 @@ def _pick(shift: int, mask: int, pattern: int, _: Any, words: mgpu.FragmentedArr
 
 
 def sum_of_products(shape: tuple[int, int], factors: Iterable[tuple[Array, Any]], interpret: Any) -> Array:
-    """f32 [M, N]: the sum of w @ x.T over pairs of w [M, K] in registers and a reference x [N, K] in shared memory."""
-    if interpret:  # which multiplies references alone
+    """Return the sum f32 [M, N] of w @ x.T over pairs of w [M, K] in registers and x [N, K] in shared memory."""
+    if interpret:  # the simulation cannot multiply registers
         over_k = (((1,), (1,)), ((), ()))
         return sum(lax.dot_general(w, x[...], over_k, preferred_element_type=jnp.float32) for w, x in factors)
 
@@ -110,14 +112,14 @@ def launch(
     *,
     interpret: Any = False,
 ) -> Launch:
-    """A function of device arrays that runs `kernel(*inputs, *outputs, **scratch)` once per point of the grid.
+    """Return a function of device arrays that runs `kernel(*inputs, *outputs, **scratch)` at each point of the grid.
 
-    Each program is one warpgroup. It has the barriers that Mosaic puts around copies and stores: kernels refill buffers
-    that other warps have read without one of their own. The last axis of the grid varies fastest. `interpret` simulates
-    the launch on a CPU instead: True, or JAX's own parameters (`InterpretGPUParams`).
+    Each program is one warpgroup. Kernels rely on the barriers that Mosaic puts around copies and stores when they
+    refill buffers that other warps have read. The last axis of the grid varies fastest. `interpret` simulates the
+    launch on a CPU instead: True, or JAX's parameters for it (`InterpretGPUParams`).
 
-    A kernel is lowered once (`once`) for equal arguments of this function and operands of the same shapes: nothing else
-    may decide what it does, and what `kernel` has been given must be hashable.
+    A kernel is lowered once (`once`) for equal arguments of this function and operands of equal shapes. Its behaviour
+    must depend on nothing else, and the arguments bound to `kernel` must be hashable.
     """
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
@@ -134,8 +136,8 @@ def launch(
     identity = (static, out, tuple(grid.items()), tuple(scratch.items()))
 
     def launched(*operands: Array) -> Any:
-        # A slice of another array must not be handed over where it lies: XLA does so at any offset, and Mosaic then
-        # refuses an address that is not a multiple of 256.
+        # XLA may pass a slice of another array without a copy, at any offset, and Mosaic refuses an address that is not
+        # a multiple of 256. The barrier forces a copy.
         operands = lax.optimization_barrier(operands)
         return (call if interpret else lowered_once(call, identity, operands))(*operands)
 

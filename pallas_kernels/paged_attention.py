@@ -1,4 +1,4 @@
-"""Paged attention: decode rows and prefill tiles through the same kernel, long contexts split over programs."""
+"""Paged attention: one kernel for decode rows and prefill tiles, with long contexts split over programs."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from jaxserve.kernels.pool_segments import Pool
 from pallas_kernels.blocks import HOPPER, AttentionBlocks, DeviceBlocks
 from pallas_kernels.flash import flash
 
-ROWS = 64  # of a program
+ROWS = 64  # query rows of a program
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 def supports(q: Array, pool: Pool) -> bool:
-    """Whether the kernel takes q [T, K, G, D] and a pool of segments [P, K, 2, S, R]."""
+    """Return whether the kernel takes q [T, K, G, D] and a pool of segments [P, K, 2, S, R]."""
     page_size, head_dim = pool[0].shape[3], q.shape[3]
     return (
         q.dtype in ((jnp.bfloat16,) if pool[0].dtype == jnp.int8 else (jnp.bfloat16, jnp.float16))
@@ -40,10 +40,10 @@ def paged_attention(
     blocks: DeviceBlocks = HOPPER,
     interpret: Any = False,
 ) -> Array:
-    """Attention of q [T, K, G, D] over a pool of segments [P, K, 2, S, R]; the contract is that of `jaxserve.kernels`.
+    """Return attention of q [T, K, G, D] over a pool of segments [P, K, 2, S, R], as `jaxserve.kernels` defines it.
 
-    The sum over a tile's keys is of products of 16-bit operands, as in the reference, but probabilities are rounded
-    before they are divided by their sum.
+    Products have 16-bit operands as in the reference, but probabilities are rounded before they are divided by their
+    sum.
     """
     rows, tiles = meta.decode_lengths.shape[0], meta.tile_starts.shape[0]
     tokens = (q.shape[0] - rows) // tiles if tiles else 0
@@ -65,7 +65,7 @@ def paged_attention(
 
 
 def splits_for(programs: int, keys: int, blocks: DeviceBlocks) -> int:
-    """Into how many parts to cut contexts of up to so many keys, so that the programs keep all cores busy."""
+    """Return the number of parts to split contexts of up to `keys` keys into, so that all cores are busy."""
     return max(1, min(blocks.cores * blocks.programs // programs, keys // blocks.split_keys))
 
 
@@ -82,7 +82,7 @@ def attend(
     blocks: AttentionBlocks,
     interpret: Any = False,
 ) -> Array:
-    """Attention of tiles q [N, Q, K, G, D]; the contract is `jaxserve.kernels.reference.attend`'s."""
+    """Return attention of tiles q [N, Q, K, G, D], as `jaxserve.kernels.reference.attend` defines it."""
     n, tokens, kv_heads, group, head_dim = q.shape
     rows = tokens * group
     padded = ceil_div(rows, 8) * 8 if rows <= ROWS else ceil_div(rows, ROWS) * ROWS
@@ -98,7 +98,7 @@ def attend(
 
 
 def merge(out: Array, sums: Array) -> Array:
-    """Attention over all keys [..., D] from that over shares of them [splits, ..., D].
+    """Return attention over all keys [..., D] from attention over shares of the keys [splits, ..., D].
 
     `sums` [splits, ...] are the logarithms to base 2 of each share's sum of exponentials.
     """

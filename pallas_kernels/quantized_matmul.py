@@ -1,9 +1,9 @@
-"""Products of a few rows with a weight in 8 or 4 bits, which is read once, as it is stored.
+"""Products of a few rows with a weight in 8 or 4 bits, which is read once in its stored form.
 
-Codes arrive in shared memory by the bulk copy engine, several blocks ahead. They become 16-bit floats in registers, and
-the tensor cores take them from there as their first operand, so that even a single row leaves none of them idle for
-want of outputs; x is the second operand. What a warpgroup multiplies are whole numbers: the sums of a group are
-multiplied by its scales, in float32, of which there are few.
+The bulk copy engine fetches codes to shared memory, several blocks ahead. They become 16-bit floats in registers, from
+where the tensor cores take them as the first operand; x is the second operand. So outputs fill the 64 rows of the first
+operand, even for a single row of x. A warpgroup multiplies x by whole numbers, and then the sums of each group by the
+group's scales, in float32.
 """
 
 import math
@@ -24,16 +24,17 @@ from jaxserve.quantization import QArray
 from pallas_kernels.blocks import HOPPER, DeviceBlocks
 from pallas_kernels.mosaic import WARPGROUP_ROWS, from_codes, launch, load, sum_of_products, tiles, transposed
 
-WORDS = 32  # of 16 bits that are unpacked at once, 16 // bits codes in each
-MAX_ROWS = 256  # above, XLA's dequantisation costs less than reading x for every block of outputs
-CHUNK = 128  # rows of one program, at most
+WORDS = 32  # words of 16 bits that are unpacked at once, with 16 // bits codes each
+# Above it XLA's dequantisation costs less than reading x for every block of outputs.
+MAX_ROWS = 256
+CHUNK = 128  # maximum number of rows of one program
 
 Scaling = list[list[list[Array]]]
-"""By part of the outputs and group of a step: scales [64], and zeros if there are any."""
+"""Scales [64], and zeros if the weight has them, for each part of the outputs and each group of a step."""
 
 
 def supports(rows: int, dtype: DTypeLike, w: QArray) -> bool:
-    """Whether the kernel takes x [rows, C] of a dtype and w [out..., C]."""
+    """Return whether the kernel takes x [rows, C] of a dtype and w [out..., C]."""
     unit = _unit(w.bits)
     return (
         dtype == jnp.bfloat16
@@ -46,16 +47,17 @@ def supports(rows: int, dtype: DTypeLike, w: QArray) -> bool:
 
 
 def quantized_matmul(x: Array, w: QArray, *, blocks: DeviceBlocks = HOPPER, interpret: Any = False) -> Array:
-    """x [rows, C] times w [out..., C], summed in float32: [rows, prod(out)].
+    """Return x [rows, C] times w [out..., C], summed in float32: [rows, prod(out)].
 
-    The same as a product with `w.dequantize(float32)`, but for the order of the sum; zeros that are not whole numbers
-    make weights that differ by a rounding to bfloat16.
+    The result equals a product with `w.dequantize(float32)` except for the order of the sum. If zeros are not whole
+    numbers, the weights also differ by a rounding to bfloat16.
     """
     rows, size = x.shape
     out, unit = math.prod(w.shape[:-1]), _unit(w.bits)
     chunk = min(CHUNK, max(8, 1 << (rows - 1).bit_length()))
     x = jnp.pad(x, ((0, -rows % chunk), (0, 0)))
-    if w.bits == 8:  # a word holds two neighbouring codes: all first ones of a unit, then all second ones
+    # A word holds two adjacent codes, and the kernel takes all first codes of a unit before all second codes.
+    if w.bits == 8:
         x = x.reshape(len(x), -1, WORDS, 2).swapaxes(2, 3).reshape(x.shape)
     codes = lax.bitcast_convert_type(jnp.asarray(w.codes).reshape(out, -1, 2), jnp.uint16)
     scaling = [jnp.asarray(leaf).reshape(out, -1) for leaf in (w.scales, w.zeros) if leaf is not None]
@@ -81,38 +83,41 @@ def quantized_matmul(x: Array, w: QArray, *, blocks: DeviceBlocks = HOPPER, inte
     return y.sum(axis=0)[:rows]
 
 
-def words_for(w: QArray, most: int) -> int:
-    """How many words of an output to fetch at once: the weight, and each group or step, are whole numbers of them."""
-    step = most // WORDS * _unit(w.bits)
+def words_for(w: QArray, maximum: int) -> int:
+    """Return the words of an output to fetch in a step, at most `maximum`.
+
+    Steps divide the inputs evenly, and a step is a whole number of groups or a group a whole number of steps.
+    """
+    step = maximum // WORDS * _unit(w.bits)
     fits = w.size % step == 0 and (step % w.group == 0 or w.group % step == 0)
-    return most if fits or most == WORDS else words_for(w, most // 2)
+    return maximum if fits or maximum == WORDS else words_for(w, maximum // 2)
 
 
 def splits_for(steps: int, wanted: int, weight_bytes: int, rows: int) -> int:
-    """Into how many shares to cut the steps through C: at most as wanted, none without a step.
+    """Return the number of shares to split the steps through C into: at most `wanted`, and no share without a step.
 
-    Each has two steps at least, and all of them write and read at most a quarter as many bytes of sums as there are of
-    the weight, per output.
+    A share has at least two steps. Per output, the sums that all shares write and read have at most a quarter of the
+    bytes of the weight.
     """
-    most = min(wanted, steps // 2, weight_bytes // 4 // (2 * 4 * rows))
-    return ceil_div(steps, -(-steps // max(1, most)))
+    maximum = min(wanted, steps // 2, weight_bytes // 4 // (2 * 4 * rows))
+    return ceil_div(steps, -(-steps // max(1, maximum)))
 
 
 def _unit(bits: int) -> int:
-    """Codes in 32 words."""
+    """Return the number of codes in 32 words."""
     return WORDS * 16 // bits
 
 
 @dataclass(frozen=True)
 class Block:
-    """The codes of a block of outputs, with their scales, and a chunk of rows of x, on their way to the tensor cores.
+    """The operands of a program: the codes and scales of a block of outputs, and a chunk of rows of x.
 
-    Names end in _g for global memory, _s for shared memory. A step is a fixed number of words of each output.
+    Names end in _g for global memory and in _s for shared memory. A step is a fixed number of words of each output.
     """
 
     x_g: Any
     codes_g: Any
-    scaling_g: Sequence[Any]  # scales, and zeros if there are any
+    scaling_g: Sequence[Any]  # scales, and zeros if the weight has them
     codes_s: Any  # [stages, outs, words]
     x_s: Any  # [stages, chunk, codes of a step]
     arrived: Any
@@ -124,26 +129,26 @@ class Block:
 
     @property
     def steps(self) -> int:
-        """Through all of C."""
+        """The number of steps through all of C."""
         return self.codes_g.shape[1] // self.codes_s.shape[2]
 
     @property
     def parts(self) -> range:
-        """Where the outputs begin that are multiplied at once."""
+        """The first outputs of the parts that are multiplied at once."""
         return range(0, self.codes_s.shape[1], WARPGROUP_ROWS)
 
     @property
     def width(self) -> int:
-        """Codes of a group within a step."""
+        """The codes of a group within a step."""
         return min(self.group, self.x_s.shape[2])
 
     @property
     def groups(self) -> range:
-        """Where groups begin in a step."""
+        """The first codes of the groups in a step."""
         return range(0, self.x_s.shape[2], self.width)
 
     def fetch(self, i: Array, slot: Array) -> None:
-        """Asks for the codes and x of step i."""
+        """Start to copy the codes and x of step i."""
         _, outs, words = self.codes_s.shape
         _, chunk, step = self.x_s.shape
         codes = self.codes_g.at[pl.ds(self.out, outs), pl.ds(i * words, words)]
@@ -152,7 +157,7 @@ class Block:
         plgpu.copy_gmem_to_smem(columns, self.x_s.at[slot], self.arrived.at[slot])
 
     def scaling(self, i: Array) -> Scaling:
-        """Of the outputs of each part and the groups of step i; the last step's again beyond it."""
+        """Return the scaling of step i, or of the last step if i is beyond it."""
         at = jnp.minimum(i, self.steps - 1) * self.x_s.shape[2]
         return [
             [[self._scaling(ref, part, at + start) for ref in self.scaling_g] for start in self.groups]
@@ -164,7 +169,7 @@ class Block:
         return load(ref, (rows, lax.div(at, self.group)), plgpu.Layout.WGMMA.reduce(1))
 
     def sums(self, slot: Array, part: int, by_group: list[list[Array]]) -> Iterator[Array]:
-        """f32 [64, chunk] of each group of a step for the outputs of a part, multiplied by its scales."""
+        """Yield the scaled sums f32 [64, chunk] of each group of a step, for the outputs of a part."""
         codes = plgpu.layout_cast(self.codes_s[slot, pl.ds(part, WARPGROUP_ROWS)], plgpu.Layout.WGMMA)
         shape = WARPGROUP_ROWS, self.x_s.shape[1]
         for start, (scale, *zero) in zip(self.groups, by_group, strict=True):
@@ -172,7 +177,7 @@ class Block:
             yield sums * lax.broadcast_in_dim(scale.astype(jnp.float32), shape, [0])
 
     def _factors(self, slot: Array, codes: Array, start: int, zero: list[Array]) -> Iterator[tuple[Array, Any]]:
-        """Numbers and x of the group of a step that begins at a code."""
+        """Yield the factors (numbers, x) of the group that begins at code `start` of a step."""
         planes = 16 // self.bits
         for at in range(start, start + self.width, WORDS):
             unit, plane = divmod(at // WORDS, planes)
@@ -187,9 +192,9 @@ class Block:
 def _kernel(
     x_g, codes_g, *rest_g, codes_s, x_s, arrived, bits: int, group: int, splits: int, interpret: Any
 ):  # fmt: skip
-    """One program: a block of outputs for a chunk of rows, over a share of the steps through C.
+    """Run one program: a block of outputs for a chunk of rows, over a share of the steps through C.
 
-    Its outputs are multiplied 64 at a time, one after the other, all with the same x.
+    Outputs are multiplied in parts of 64, one after another, all with the same x.
     """
     *scaling_g, y_g = rest_g
     (stages, outs, _), chunk = codes_s.shape, x_s.shape[1]
@@ -204,7 +209,7 @@ def _kernel(
 
     def step(i: Array, carry: tuple[list[Array], Scaling]) -> tuple[list[Array], Scaling]:
         slot = lax.rem(i - first, stages)
-        ahead = block.scaling(i + 1)
+        next_scaling = block.scaling(i + 1)  # loaded before the wait, so that its latency is hidden
         plgpu.barrier_wait(arrived.at[slot])
         totals = []
         for part, total, by_group in zip(block.parts, *carry, strict=True):
@@ -212,10 +217,10 @@ def _kernel(
 
         @pl.when(i + stages < after)
         def _() -> None:
-            plgpu.commit_smem()  # codes have been read as registers read them, and are overwritten by the copy engine
+            plgpu.commit_smem()  # registers have read the codes, which the copy engine now overwrites
             fetch(i + stages)
 
-        return totals, ahead
+        return totals, next_scaling
 
     for i in range(stages):
         pl.when(first + i < after)(partial(fetch, first + i))
