@@ -1,4 +1,4 @@
-"""One pure function per operation of a model, each dispatching to the fastest implementation for the platform.
+"""A pure function for each operation of a model, which dispatches to the platform's fastest implementation.
 
 Axis letters: T tokens of a step, K kv heads, G query heads per kv head, D head_dim, P pages, S tokens of a page,
 R entries of a pool's row (D, or D codes and their scale), B decode rows, N prefill tiles, Q tokens of a tile, W width

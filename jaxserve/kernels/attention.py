@@ -1,4 +1,7 @@
-"""Paged attention, by itself and with what comes before it: dispatched by platform when the program is lowered."""
+"""Paged attention, alone or fused with norms, rotation and the write of keys and values.
+
+The implementation is chosen by platform when a program is lowered.
+"""
 
 from functools import partial
 
@@ -25,18 +28,18 @@ def paged_attention(
     window: int | None = None,
     backend: KernelBackend = "auto",
 ) -> Array:
-    """Attention of a step's tokens q [T, K, G, D] over the pages of a pool (`kernels.kv`); returns [T, K, G, D].
+    """Return attention [T, K, G, D] of a step's tokens q [T, K, G, D] over the pages of a pool (`kernels.kv`).
 
     T = B + N*Q: first B decode rows of one token each, then N prefill tiles of Q tokens, as `meta` describes. The
-    tokens' own keys and values are already in the pool. A token at position p sees positions <= p of its own sequence
-    and, with a sliding window w, > p - w. Padding rows and tokens get zeros. Softmax and sums are in float32.
-    `backend` says what may run it.
+    pool already contains the keys and values of these tokens. A token at position p sees positions <= p of its own
+    sequence and, with a sliding window w, > p - w. Padding rows and tokens get zeros. Softmax and sums are in float32.
+    `backend` limits the implementations.
     """
     kwargs = {"scale": scale, "window": window}
     on_cpu = native if uses_native(backend) and native.supports(q.dtype, q.shape[-1], pool) else xla_cpu
     platforms = {"cpu": partial(on_cpu.paged_attention, **kwargs)}
     if uses_pallas(backend):
-        from pallas_kernels import blocks, paged_attention as pallas  # takes a while, and only GPUs need it
+        from pallas_kernels import blocks, paged_attention as pallas  # slow to import, and only GPUs need it
 
         if pallas.supports(q, pool):
             platforms["cuda"] = partial(pallas.paged_attention, **kwargs, blocks=blocks.blocks_for(device_kind()))
@@ -54,10 +57,11 @@ def write_and_attend(
     window: int | None = None,
     backend: KernelBackend = "auto",
 ) -> tuple[Array, Pool]:
-    """What a layer does with the queries, keys and values of a step's tokens: (outputs [T, K, G, D], pool).
+    """Return the outputs [T, K, G, D] of attention for a step's tokens, and the pool with their keys and values.
 
-    They are normalised and rotated, keys and values written at `slots` as by `kv_write`, and the queries attend as in
-    `paged_attention`. On CPU this is one call, since whatever XLA does between calls takes longer than its arithmetic.
+    Queries and keys are normalised and rotated, keys and values are written at `slots` as by `kv_write`, and then the
+    queries attend as in `paged_attention`. On CPU this is one call, because XLA's overhead between calls takes longer
+    than the arithmetic.
     """
 
     def one_by_one(qkv: ProjectedQKV, pool: Pool, slots: Array, meta: AttentionMeta) -> tuple[Array, Pool]:
@@ -66,8 +70,8 @@ def write_and_attend(
         return paged_attention(q, pool, meta, scale=scale, window=window, backend=backend), pool
 
     parts = qkv.parts
-    alike = qkv.norms is None or qkv.norms.q.dtype == qkv.norms.k.dtype == parts.dtype
-    if not (uses_native(backend) and alike and native.supports(parts.dtype, parts.shape[-1], pool)):
+    one_dtype = qkv.norms is None or qkv.norms.q.dtype == qkv.norms.k.dtype == parts.dtype
+    if not (uses_native(backend) and one_dtype and native.supports(parts.dtype, parts.shape[-1], pool)):
         return one_by_one(qkv, pool, slots, meta)
     at_once = partial(native.write_and_attend, scale=scale, window=window)
     return lax.platform_dependent(qkv, pool, slots, meta, cpu=at_once, default=one_by_one)

@@ -1,25 +1,26 @@
-"""Which implementations of an operation may run: what a `KernelBackend` means."""
+"""The implementations of an operation that a `KernelBackend` allows."""
 
 import jax
 
 from jaxserve.core.config import KernelBackend
 from jaxserve.parallel.devices import devices
 
-HOPPER = "9.0"  # compute capability: the Pallas kernels use instructions that other generations do not have
+# The compute capability of GPUs for which the Pallas kernels are made: they use instructions of this generation only.
+HOPPER = "9.0"
 
 
 def uses_native(backend: KernelBackend) -> bool:
-    """Whether native kernels may run on a CPU."""
+    """Return whether native kernels may run on a CPU."""
     return backend in ("auto", "native")
 
 
 def uses_pallas(backend: KernelBackend) -> bool:
-    """Whether Pallas kernels may run on a GPU; with "auto", only if JAX's default device is one they are made for."""
+    """Return whether Pallas kernels may run on a GPU; with "auto" JAX's default device must be a Hopper GPU."""
     return backend == "pallas" or (backend == "auto" and _is_hopper(devices()[0]))
 
 
 def device_kind() -> str:
-    """Of JAX's default device: what block sizes are looked up by."""
+    """Return the kind of JAX's default device, which selects block sizes."""
     return devices()[0].device_kind
 
 

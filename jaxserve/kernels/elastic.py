@@ -1,12 +1,12 @@
-"""KV pools that take memory as their pages are used, and give it back.
+"""KV pools that take memory for the pages in use, and give it back.
 
-On an *elastic* platform a pool reserves address space for the most pages that it may ever have. A page's memory is
-committed when the page is first written, and `release_pages` gives it back; the pool never moves and keeps its shape,
-so that nothing is copied or compiled again. Elsewhere the same functions work, reserving is allocating, and releasing
-does nothing. Elastic today: CPU on Linux, with the native kernels.
+On an *elastic* platform a pool reserves address space for the maximum number of its pages. A page's memory is committed
+when the page is first written, and `release_pages` gives it back. The pool never moves and keeps its shape, so that
+nothing is copied or compiled again. On other platforms the same functions work, but reserving allocates and releasing
+does nothing. The only elastic platform is CPU on Linux with the native kernels.
 
-Pools are segments [P, ...] (`kernels.segments`): pages come first and are contiguous in memory, on each device of a
-sharding too. An elastic pool has one.
+Pools are segments [P, ...] (`kernels.pool_segments`): pages are the first axis and contiguous in memory, also on each
+device of a sharding. An elastic pool has one segment.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ from jax.typing import DTypeLike
 from jaxserve.kernels.native import pool as native
 from jaxserve.kernels.pool_segments import Pool, own_pages, take_pages
 
-GRANULE = 2 << 20  # bytes: what an elastic pool takes or keeps of memory at once, at most
+GRANULE = 2 << 20  # bytes: maximum unit in which an elastic pool takes or keeps memory
 
 
 def is_elastic(platform: str) -> bool:
-    """Whether pools on a platform ("cpu", "gpu", ...) take memory only for pages that are in use."""
+    """Return whether pools on a platform ("cpu", "gpu", ...) take memory only for pages in use."""
     return platform == "cpu" and native.supported()
 
 
 def reserve(shape: Sequence[int], dtype: DTypeLike, device: jax.Device | Sharding | None = None) -> Array:
-    """Zeros on a device or sharding (None: JAX's default device), on an elastic platform without their memory.
+    """Return zeros on a device or sharding (None: JAX's default device), on elastic platforms without memory.
 
-    They are zeros everywhere: memory that is fresh from the system reads as zero, and other is cleared.
+    Memory that is fresh from the operating system reads as zero, and other memory is cleared.
     """
     if not is_elastic(platform_of(device)):
         return jnp.zeros(shape, dtype, device=device)
@@ -47,11 +47,11 @@ def reserve(shape: Sequence[int], dtype: DTypeLike, device: jax.Device | Shardin
 
 
 def release_pages(pool: Pool, pages: Array) -> Pool:
-    """The pool without the memory of pages[0] to pages[1] - 1 (i32[2]); their contents are undefined afterwards.
+    """Return the pool without the memory of pages[0] to pages[1] - 1 (i32[2]), whose contents become undefined.
 
-    In place when the caller donates the pool, and ordered by it: what was dispatched before still reads them. Only
-    whole pages of the operating system are given back, so that neighbours keep their contents. Does nothing where the
-    platform is not elastic. Of a sharded pool, each device is given its own part (`jax.shard_map`).
+    This works in place if the caller donates the pool. Programs that were dispatched before still read the pages. Only
+    whole pages of the operating system are given back, so that neighbours keep their contents. On a platform that is
+    not elastic nothing happens. For a sharded pool, call it with each device's part (`jax.shard_map`).
     """
     if len(pool) > 1 or not native.supported():
         return pool
@@ -59,10 +59,10 @@ def release_pages(pool: Pool, pages: Array) -> Pool:
 
 
 def move_pages(pool: Pool, source: Array, target: Array) -> Pool:
-    """The pool with the contents of pages `source` i32[N] in `target` i32[N] too.
+    """Return the pool with the pages `source` i32[N] copied to the pages `target` i32[N].
 
-    In place when the caller donates the pool. All are read before any is written. Targets are distinct, except that
-    padding moves the null page to itself.
+    This works in place if the caller donates the pool. All pages are read before any is written. Targets are distinct,
+    except that padding copies the null page to itself.
     """
     pages = take_pages(pool, source)
     own = zip(pool, own_pages(pool, target), strict=True)
@@ -70,13 +70,13 @@ def move_pages(pool: Pool, source: Array, target: Array) -> Pool:
 
 
 def committed_bytes(pool: Pool) -> int:
-    """Physical memory behind a pool now. Waits for the pool."""
+    """Wait for a pool and return the bytes of physical memory that it has."""
     elastic = is_elastic(platform_of(pool[0].sharding))
     return sum(native.committed_bytes(segment) if elastic else segment.nbytes for segment in pool)
 
 
 def platform_of(device: jax.Device | Sharding | None) -> str:
-    """The platform of a device or sharding (None: JAX's default device)."""
+    """Return the platform of a device or sharding (None: JAX's default device)."""
     match device:
         case None:
             return jax.default_backend()

@@ -1,4 +1,4 @@
-"""Multiplication of groups of rows, each by a weight of its own: the experts of a mixture."""
+"""Multiplication of groups of rows, each by its own weight, for mixtures of experts."""
 
 import math
 from functools import partial
@@ -25,10 +25,10 @@ def grouped_matmul(
     *,
     backend: KernelBackend = "auto",
 ) -> jax.Array:
-    """Multiplies x [R, c], whose rows are sorted by group, by the weights w [X, out..., c]: [R, out...].
+    """Multiply x [R, c], whose rows are sorted by group, by the weights w [X, out..., c], giving [R, out...].
 
-    group_sizes int32 [X] sums to R. Sums in float32; the result has the dtype of `x`. `backend`: as in
-    `matmul`.
+    group_sizes int32 [X] sums to R. Sums are in float32; the result has the dtype of `x`. `backend` limits the
+    implementations.
     """
     by_blocks = partial(_by_blocks, backend=backend)
     if isinstance(w, QArray):
@@ -44,11 +44,11 @@ def _ragged(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def _by_blocks(x: jax.Array, w: jax.Array | QArray, group_sizes: jax.Array, *, backend: KernelBackend) -> jax.Array:
-    """One product per block of rows of a group that has any; XLA's own ragged_dot on CPU multiplies by all weights.
+    """Multiply each group in blocks of rows, because XLA's ragged_dot on CPU multiplies all rows by all weights.
 
-    A group's last block spills into the rows of the next group, which is computed later and overwrites them. The
-    barrier keeps XLA from widening all weights to float32 ahead of the loop, and the sums stay float32 in it, because
-    XLA widens a whole 16-bit array to update a slice of it.
+    A group's last block extends into the rows of the next group, which is computed later and overwrites them. The
+    barrier keeps XLA from widening all weights to float32 before the loop. The sums stay float32 in the loop, because
+    XLA widens a complete 16-bit array to update a slice of it.
     """
     rows, groups, out = len(x), w.shape[0], math.prod(w.shape[1:-1])
     block = min(max(_power_of_two(rows // groups), MIN_BLOCK), MAX_BLOCK)

@@ -1,20 +1,20 @@
-"""The KV pool of one layer, segments [P, K, 2, S, R] = page, kv head, key or value, token of the page, row.
+"""The KV pool of a layer: segments [P, K, 2, S, R] = page, kv head, key or value, token of the page, row.
 
-Page 0 is the null page: padding tokens write there and nothing that is read from it may reach an output.
+Page 0 is the null page: padding tokens write there, and nothing that is read from it may reach an output.
 
-A row is a token's key or value of one head. In a pool of floats it is its D = head_dim numbers. 16-bit floats are
-stored as uint16 on CPU, where XLA widens a bfloat16 scatter to float32 and so copies the whole pool at every step; the
-bits are the same, and only the values written and gathered are ever bitcast.
+A row is a token's key or value of one head. In a pool of floats it has the D = head_dim numbers of that vector. On CPU
+16-bit floats are stored as uint16, because XLA widens a bfloat16 scatter to float32 and so copies the complete pool at
+every step. The bits are unchanged, and only the values that are written and gathered are bitcast.
 
-In a pool of int8 a row is D codes, then their scale in the 4 bytes of a float32:
+In a pool of int8 a row has D codes, and then their scale in the 4 bytes of a float32:
 
     scale = max |x| / 127        code = round(x / scale)        x ~ code * scale
 
-R is D + 4 on CPU, elsewhere the next multiple of 16 (`core.kv_rows`).
+R is D + 4 on CPU, and the next multiple of 16 on other platforms (`core.kv_layout`).
 
-The scale lies in the row, and not in an array of its own, so that a pool is alike whatever it holds: a page is
-written, moved or given to another device in one operation, is cut by head like any other, and a head's page is one
-contiguous piece. Since pools are equal up to the length of a row, only this module knows how a row is made.
+The scale is in the row, not in an array of its own, so that all pools have the same structure: a page is written, moved
+or sent to another device in one operation and is split by head, and a head's page is contiguous. Pools differ only in
+the length of a row, and only this module depends on the contents of a row.
 """
 
 import jax
@@ -34,17 +34,17 @@ MAX_CODE = 127
 
 
 def row_size(head_dim: int, dtype: DTypeLike, platform: str) -> int:
-    """Entries of a row: R of a pool for `dtype` values on a platform ("cpu", "gpu", ...)."""
+    """Return the entries R of a row, in a pool for `dtype` values on a platform ("cpu", "gpu", ...)."""
     return int8_row(head_dim, platform) if jnp.dtype(dtype) == jnp.int8 else head_dim
 
 
 def page_bytes(kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, platform: str) -> int:
-    """Bytes of a page in a layer's pool for `dtype` values on a platform."""
+    """Return the bytes of a page in a layer's pool for `dtype` values on a platform."""
     return kv_heads * 2 * page_size * row_size(head_dim, dtype, platform) * jnp.dtype(dtype).itemsize
 
 
 def storage_dtype(dtype: DTypeLike, platform: str) -> jnp.dtype:
-    """The dtype in which a pool of `dtype` values is stored on a platform ("cpu", "gpu", ...)."""
+    """Return the dtype that stores `dtype` values in a pool on a platform ("cpu", "gpu", ...)."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.uint16) if platform == "cpu" and dtype.itemsize == 2 else dtype
 
@@ -57,10 +57,9 @@ def kv_pool(
     dtype: DTypeLike,
     device: jax.Device | Sharding | None = None,
 ) -> Pool:
-    """A zeroed pool of one segment [P, K, 2, S, R] on a device or sharding (None: JAX's default device).
+    """Return a pool of zeros with one segment [P, K, 2, S, R] on a device or sharding (None: JAX's default device).
 
-    It is for `dtype` values: those of the activations, or int8. On an elastic platform a page takes memory once it is
-    written.
+    `dtype` is the dtype of activations, or int8. On an elastic platform a page takes memory when it is first written.
     """
     platform = platform_of(device)
     shape = (pages, kv_heads, 2, page_size, row_size(head_dim, dtype, platform))
@@ -68,7 +67,7 @@ def kv_pool(
 
 
 def to_storage(x: Array, dtype: DTypeLike, row: int) -> Array:
-    """Vectors [..., D] as rows [..., R = row] of a pool that holds `dtype`."""
+    """Return vectors [..., D] as rows [..., R = row] of a pool that stores `dtype`."""
     if dtype == jnp.int8:
         rows = _quantize(x)
         return jnp.pad(rows, [(0, 0)] * (x.ndim - 1) + [(0, row - rows.shape[-1])])
@@ -76,7 +75,7 @@ def to_storage(x: Array, dtype: DTypeLike, row: int) -> Array:
 
 
 def from_storage(rows: Array, head_dim: int, dtype: DTypeLike, compute_dtype: DTypeLike) -> Array:
-    """Rows [..., R] of a pool as vectors [..., D] of `compute_dtype`; `dtype` is the one they were written with."""
+    """Return rows [..., R] of a pool as vectors [..., D] of `compute_dtype`; `dtype` is that of the written values."""
     if rows.dtype == jnp.int8:
         scale = lax.bitcast_convert_type(rows[..., head_dim : head_dim + SCALE_BYTES], jnp.float32)[..., None]
         return (rows[..., :head_dim].astype(jnp.float32) * scale).astype(compute_dtype)
@@ -85,10 +84,10 @@ def from_storage(rows: Array, head_dim: int, dtype: DTypeLike, compute_dtype: DT
 
 
 def kv_write(pool: Pool, k: Array, v: Array, slots: Array, *, backend: KernelBackend = "auto") -> Pool:
-    """Writes keys and values [T, K, D] into the pool at `slots` i32[T] (page * S + offset).
+    """Return the pool with keys and values [T, K, D] written at `slots` i32[T] (page * S + offset).
 
-    In place when the caller donates the pool. Slots are distinct, except that padding rows share page 0. `backend` says
-    what may run it.
+    This works in place if the caller donates the pool. Slots are distinct, except that padding rows share page 0.
+    `backend` limits the implementations.
     """
     kv = jnp.stack([k, v], axis=2)
     is_quantised = pool[0].dtype == jnp.int8  # floats are only copied, which XLA's scatter does as fast
@@ -98,7 +97,7 @@ def kv_write(pool: Pool, k: Array, v: Array, slots: Array, *, backend: KernelBac
 
 
 def _scatter(pool: Pool, kv: Array, slots: Array) -> Pool:
-    """Writes keys and values [T, K, 2, D]."""
+    """Write keys and values [T, K, 2, D] by XLA's scatter."""
     page_size, row = pool[0].shape[3:]
     rows = to_storage(kv, pool[0].dtype, row)
     own = zip(pool, own_pages(pool, slots // page_size), strict=True)
@@ -106,7 +105,7 @@ def _scatter(pool: Pool, kv: Array, slots: Array) -> Pool:
 
 
 def _quantize(x: Array) -> Array:
-    """Vectors [..., D] as int8 rows [..., D + 4]. One with a number that is not finite keeps none that is."""
+    """Return vectors [..., D] as int8 rows [..., D + 4]. In a vector with a number that is not finite all are lost."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) * (1 / MAX_CODE)  # as XLA divides by a constant
     codes = jnp.round(x / jnp.where(scale == 0, 1, scale))  # a vector of zeros has scale 0

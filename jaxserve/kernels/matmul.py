@@ -1,4 +1,4 @@
-"""Multiplication by a weight: the one place where models spend their time."""
+"""Multiplication by a weight, on which models spend most of their time."""
 
 import math
 from collections.abc import Callable
@@ -15,9 +15,10 @@ from jaxserve.kernels.operands import LeftOperand, as_matrix, value_of
 from jaxserve.quantization import QArray
 
 AllReduce = Callable[[jax.Array], jax.Array]
-"""The sum over devices of what each has: float32 [R, N] -> [R, N]."""
+"""A function that sums the partial results of all devices: float32 [R, N] -> [R, N]."""
 
-MIN_CPU_ROWS = 4  # XLA's CPU backend multiplies fewer rows of 16-bit numbers ten times slower
+# XLA's CPU backend multiplies fewer rows of 16-bit numbers ten times slower.
+MIN_CPU_ROWS = 4
 
 
 def matmul(
@@ -30,18 +31,20 @@ def matmul(
     residual: jax.Array | None = None,
     backend: KernelBackend = "auto",
 ) -> jax.Array:
-    """Contracts the last `contract` axes of x [rows..., c...] and w [out..., c...], giving [rows..., out...].
+    """Contract the last `contract` axes of x [rows..., c...] and w [out..., c...], giving [rows..., out...].
 
-    `all_reduce`: x and w are one device's parts of the contracted axes, and this adds up what the devices have of the
-    product, in float32. `residual` [rows..., out...] is added to the result. `backend` says what may run it.
+    If x and w are one device's parts of the contracted axes, `all_reduce` sums the devices' products in float32.
+    `residual` [rows..., out...] is added to the result. `backend` limits the implementations.
 
-    A QArray is contracted over all its inputs, [out..., C] with C = c0 * c1 ... Rows that are still to be normalised or
-    gated are computed on their way in by kernels that can.
+    A QArray is contracted over all its inputs, [out..., C] with C = c0 * c1 ... Kernels that can do so compute deferred
+    norms and activations of x while they read it.
 
-    Sums in float32 whatever the operands are; the result has `dtype`, by default that of `x`, as has `residual`. Both
-    operands are seen as matrices, because XLA's CPU backend transposes weights of higher rank on every call. A leading
-    sharded axis of `w` survives this view, so weights keep the axis that is split over devices first among the output
-    axes and first among the contracted ones.
+    Sums are in float32 for all dtypes. The result and `residual` have `dtype`, by default that of `x`. Both operands
+    are reshaped to matrices, because XLA's CPU backend transposes weights of higher rank on every call. The sharding of
+    a leading axis of `w` survives the reshape, so weights have the axis that is split over devices first among the
+    output axes and first among the contracted axes.
+
+    Raise `ValueError` if the contracted axes differ.
     """
     rows, inner = x.shape[:-contract], x.shape[-contract:]
     out = w.shape[:-1] if isinstance(w, QArray) else w.shape[:-contract]
@@ -59,7 +62,7 @@ def matmul(
 
 
 def _as_matrix(w: jax.Array | QArray, axes: int) -> jax.Array | QArray:
-    """The weight, or each leaf of it, with its first `axes` axes as one and the others as another."""
+    """Reshape a weight, or each leaf of a QArray, to its first `axes` axes by all others."""
     return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:axes]), math.prod(leaf.shape[axes:])), w)
 
 
@@ -70,14 +73,14 @@ def _plus(y: jax.Array, residual: jax.Array | None) -> jax.Array:
 def _product(
     x: LeftOperand, w: jax.Array | QArray, residual: jax.Array | None, dtype: jnp.dtype, backend: KernelBackend
 ) -> jax.Array:
-    """x [R, c] times w [N, c], plus a residual [R, N] if there is one, by the platform's best means."""
+    """Return x [R, c] times w [N, c] plus a residual [R, N] if given, by the platform's fastest implementation."""
     best: dict[str, Callable[..., jax.Array]] = {}
     if uses_native(backend) and native.supports(x, w):
         best["cpu"] = partial(native.matmul, dtype=dtype)
     elif x.shape[0] < MIN_CPU_ROWS and x.dtype.itemsize == 2:
         best["cpu"] = partial(_dot_padded, dtype=dtype)
     if isinstance(w, QArray) and uses_pallas(backend):
-        from pallas_kernels import blocks, quantized_matmul as pallas  # takes a while, and only GPUs need it
+        from pallas_kernels import blocks, quantized_matmul as pallas  # slow to import, and only GPUs need it
 
         def on_cuda(x: LeftOperand, w: QArray, residual: jax.Array | None) -> jax.Array:
             y = pallas.quantized_matmul(value_of(x), w, blocks=blocks.blocks_for(device_kind()))

@@ -1,4 +1,4 @@
-"""Rows of a product's left side that are computed on their way into it, where a kernel can do so, or by themselves."""
+"""Left operands of products: arrays, or deferred operations that a kernel may fuse into the product."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from jax import Array, lax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeferredNorm:
-    """x [rows..., C] under root-mean-square normalisation over C, times a weight [C]; in float32 inside."""
+    """Root-mean-square normalisation of x [rows..., C] over C, times a weight [C]; computed in float32."""
 
     x: Array
     weight: Array
@@ -18,62 +18,62 @@ class DeferredNorm:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the value."""
+        """The shape of the result."""
         return self.x.shape
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the value."""
+        """The dtype of the result."""
         return self.x.dtype
 
     def value(self) -> Array:
-        """The rows by themselves."""
+        """Return the result of the operation."""
         wide = self.x.astype(jnp.float32)
         wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return (wide * self.weight.astype(jnp.float32)).astype(self.dtype)
 
     def as_matrix(self, rows: int) -> "DeferredNorm":
-        """With one axis of rows."""
+        """Return the operation on a matrix with the given number of rows."""
         return DeferredNorm(self.x.reshape(rows, -1), self.weight, self.eps)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeferredSwiGLU:
-    """silu(gate) * up [rows..., N*M] of a projection [rows..., N, 2, M] to both; in float32 inside."""
+    """silu(gate) * up, with shape [rows..., N*M], of gates and ups [rows..., N, 2, M]; computed in float32."""
 
     gate_up: Array
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the value."""
+        """The shape of the result."""
         *rows, parts, _, size = self.gate_up.shape
         return (*rows, parts * size)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the value."""
+        """The dtype of the result."""
         return self.gate_up.dtype
 
     def value(self) -> Array:
-        """The rows by themselves."""
+        """Return the result of the operation."""
         gate, up = (self.gate_up[..., i, :].astype(jnp.float32) for i in range(2))
         return (jax.nn.silu(gate) * up).astype(self.dtype).reshape(self.shape)
 
     def as_matrix(self, rows: int) -> "DeferredSwiGLU":
-        """With one axis of rows."""
+        """Return the operation on a matrix with the given number of rows."""
         return DeferredSwiGLU(self.gate_up.reshape(rows, *self.gate_up.shape[-3:]))
 
 
 LeftOperand = Array | DeferredNorm | DeferredSwiGLU
-"""What stands on the left of a product."""
+"""The left operand of a product."""
 
 
 def as_matrix(x: LeftOperand, rows: int) -> LeftOperand:
-    """With one axis of rows; x [rows..., c...] becomes [R, C]."""
+    """Return x [rows..., c...] as a matrix [R, C] with the given number of rows."""
     return x.as_matrix(rows) if isinstance(x, DeferredNorm | DeferredSwiGLU) else x.reshape(rows, -1)
 
 
 def value_of(x: LeftOperand) -> Array:
-    """The rows by themselves."""
+    """Return the operand as an array, after its deferred operation."""
     return x.value() if isinstance(x, DeferredNorm | DeferredSwiGLU) else x

@@ -1,8 +1,8 @@
-"""Pools in several arrays: page ids run through the segments in order.
+"""KV pools of several arrays (segments), with page ids that run through the segments in order.
 
-A pool that cannot take memory page by page (`kernels.elastic`) grows by another segment: nothing that is there moves or
-is copied, and a segment of one layer is small enough for the hole that a smaller variant of a layer leaves. An id is
-found in its segment by comparing it with where each one starts.
+A pool that cannot take memory page by page (`kernels.elastic`) grows by a segment, so that existing pages are neither
+moved nor copied. A segment of one layer fits into the memory that a smaller variant of a layer leaves free. The segment
+of a page is found by comparing the page's id with the first id of each segment.
 """
 
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array
 
-Pool = tuple[Array, ...]  # segments [P_i, ...], each of them not empty; pages 0 to P_0 - 1 are in the first one
+Pool = tuple[Array, ...]  # segments [P_i, ...] with P_i > 0; pages 0 to P_0 - 1 are in the first segment
 
 
 def starts_of(pool: Pool) -> Sequence[int]:
-    """The id of each segment's first page."""
-    return [sum(segment.shape[0] for segment in pool[:number]) for number in range(len(pool))]
+    """Return the id of each segment's first page."""
+    return [sum(segment.shape[0] for segment in pool[:index]) for index in range(len(pool))]
 
 
 def take_pages(pool: Pool, pages: Array) -> Array:
-    """The contents [*I, ...] of pages i32[*I]. All of them are in the pool."""
+    """Return the contents [*I, ...] of pages i32[*I], which must be in the pool."""
     taken = pool[0].at[pages].get(mode="clip")
     for start, segment in zip(starts_of(pool)[1:], pool[1:], strict=True):
         inside = (pages >= start).reshape(*pages.shape, *[1] * (segment.ndim - 1))
@@ -28,7 +28,7 @@ def take_pages(pool: Pool, pages: Array) -> Array:
 
 
 def own_pages(pool: Pool, pages: Array) -> list[Array]:
-    """Each segment's own numbers i32[*I] of pages i32[*I]; out of its bounds for those that lie in others."""
+    """Return the indices i32[*I] of pages i32[*I] in each segment, out of bounds for pages of other segments."""
     return [
         jnp.where(pages >= start, pages - start, segment.shape[0]) if start else pages
         for start, segment in zip(starts_of(pool), pool, strict=True)

@@ -1,6 +1,7 @@
-"""What paged attention means: plain, vectorised, no loops. The specification of the tests, and the path on GPU.
+"""The reference of paged attention: vectorised, without loops.
 
-Cost follows the page table's width W, not the context lengths: callers on GPU bucket W.
+Tests specify other implementations by it, and it runs on GPUs without a Pallas kernel. Its cost depends on the page
+table's width W, not on the context lengths, so that callers on GPU bucket W.
 """
 
 import jax
@@ -22,9 +23,9 @@ def paged_attention(
     window: int | None = None,
     compute_dtype: DTypeLike = jnp.float32,
 ) -> Array:
-    """Attention of q [T, K, G, D] over pages; see `kernels.attention.paged_attention` for the contract.
+    """Return attention of q [T, K, G, D] over pages, as `kernels.attention.paged_attention` defines it.
 
-    `compute_dtype` is that of the operands of the two products; they always accumulate in float32.
+    `compute_dtype` is the dtype of the operands of both products, which always accumulate in float32.
     """
     rows, tiles = meta.decode_lengths.shape[0], meta.tile_starts.shape[0]
     tokens = (q.shape[0] - rows) // tiles if tiles else 0
@@ -48,7 +49,7 @@ def attend(
     window: int | None,
     compute_dtype: DTypeLike,
 ) -> Array:
-    """Attention of tiles q [N, Q, K, G, D], tile n being positions starts[n] to starts[n] + lengths[n] - 1.
+    """Return attention of tiles q [N, Q, K, G, D]; tile n has positions starts[n] to starts[n] + lengths[n] - 1.
 
     Token i of a tile sees the keys at positions <= starts[n] + i (and, with a window w, > starts[n] + i - w). Tokens
     from lengths[n] on are padding and get zeros.
@@ -66,10 +67,9 @@ def attend(
         "nqkgd,nktd->nkgqt", q.astype(compute_dtype), kv[:, :, 0], preferred_element_type=jnp.float32
     )
     weights = jax.nn.softmax(scores, axis=-1, where=seen[:, None, None])
-    weights = jnp.where(seen[:, None, None], weights, 0).astype(
-        compute_dtype
-    )  # rows that see nothing are NaN until here
-    # 0 * NaN is NaN: keys that no token of the tile sees are stale memory, to be cleared and not just weighted by 0
+    # The softmax of rows that see nothing is NaN.
+    weights = jnp.where(seen[:, None, None], weights, 0).astype(compute_dtype)
+    # Values that no token of the tile sees are stale memory. A weight of 0 is not enough, because 0 * NaN is NaN.
     values = jnp.where(jnp.any(seen, axis=1)[:, None, :, None], kv[:, :, 1], 0)
     out = jnp.einsum("nkgqt,nktd->nqkgd", weights, values, preferred_element_type=jnp.float32)
     return out.astype(q.dtype)

@@ -1,4 +1,4 @@
-"""Queries, keys and values as a layer projects them, and their rotary position embedding."""
+"""Projected queries, keys and values, and their rotary position embedding (RoPE)."""
 
 from dataclasses import dataclass, field
 
@@ -12,28 +12,28 @@ from jaxserve.kernels.operands import DeferredNorm
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadNorms:
-    """Root-mean-square normalisation of each query and each key, by itself."""
+    """The weights of root-mean-square normalisation of each query head and each key head."""
 
-    q: Array  # [D], the weight of queries
-    k: Array  # [D], that of keys
+    q: Array  # [D], weight for queries
+    k: Array  # [D], weight for keys
     eps: float = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ProjectedQKV:
-    """Queries, keys and values of a step's tokens, queries and keys rotated by where the tokens stand.
+    """Projected queries, keys and values of a step's tokens, with deferred normalisation and rotation.
 
-    Normalised and rotated by who takes them, since attention may do so on the way.
+    These are deferred because attention kernels can compute them while they read queries and keys.
     """
 
-    parts: Array  # [T, K, G + 2, D]: the queries of each kv head, its key and its value, as they are projected
+    parts: Array  # [T, K, G + 2, D]: for each kv head its queries, its key and its value
     cos: Array  # f32 [T, D/2]
     sin: Array  # f32 [T, D/2]
-    norms: HeadNorms | None = None  # before rotation
+    norms: HeadNorms | None = None  # applied before rotation
 
     def value(self) -> tuple[Array, Array, Array]:
-        """Queries [T, K, G, D], keys and values [T, K, D]."""
+        """Return normalised and rotated queries [T, K, G, D] and keys [T, K, D], and values [T, K, D]."""
         q, k, v = self.parts[:, :, :-2], self.parts[:, :, -2], self.parts[:, :, -1]
         if self.norms is not None:
             q, k = (DeferredNorm(x, w, self.norms.eps).value() for x, w in ((q, self.norms.q), (k, self.norms.k)))
@@ -41,10 +41,10 @@ class ProjectedQKV:
 
 
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates every head of x [T, heads..., D] by its token's angles, whose cosines and sines are f32 [T, D/2].
+    """Rotate every head of x [T, heads..., D] by its token's angles, given as cosines and sines f32 [T, D/2].
 
-    Number i and number i + D/2 turn together, as in Hugging Face's rotate-half convention. Computed in float32,
-    returned in the dtype of `x`.
+    Elements i and i + D/2 form a pair, as in Hugging Face's rotate-half convention. The result is computed in float32
+    and has the dtype of `x`.
     """
     heads = tuple(range(1, x.ndim - 1))
     cos, sin = jnp.expand_dims(cos, heads), jnp.expand_dims(sin, heads)

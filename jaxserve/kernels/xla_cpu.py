@@ -1,8 +1,8 @@
-"""Paged attention on CPU in plain XLA: the path where the native kernels are not built.
+"""Paged attention on CPU in plain XLA, for installations without the native kernels.
 
-One loop over sequences, and inside it one over chunks of their pages with an online softmax: both have dynamic trip
-counts, so that the cost follows the contexts and not the page tables' width, and a chunk stays in cache. The products
-are in float32, because XLA's batched bfloat16 product either does not exist on CPU or is several times slower.
+A loop over sequences contains a loop over chunks of their pages with an online softmax. Both have dynamic trip counts,
+so that the cost depends on the contexts and not on the page tables' width, and a chunk stays in cache. The products are
+in float32, because XLA's batched bfloat16 product on CPU is missing or several times slower.
 """
 
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from jaxserve.kernels.kv import from_storage
 from jaxserve.kernels.meta import AttentionMeta
 from jaxserve.kernels.pool_segments import Pool, take_pages
 
-CHUNK_TOKENS = 128  # keys and values of all heads of a chunk in float32 fit in L2
+CHUNK_TOKENS = 128  # keys and values of a chunk in float32, of all heads, fit in L2
 MIN_ROWS = 4  # a product with fewer rows takes XLA's slow matrix-vector path
-LOWEST = -1e30  # instead of -inf: the difference of two is then 0 and not NaN
+LOWEST = -1e30  # not -inf, so that the difference of two is 0 and not NaN
 
 
 def paged_attention(q: Array, pool: Pool, meta: AttentionMeta, *, scale: float, window: int | None = None) -> Array:
-    """Attention of q [T, K, G, D] over pages; see `kernels.attention.paged_attention` for the contract."""
+    """Return attention of q [T, K, G, D] over pages, as `kernels.attention.paged_attention` defines it."""
     rows, tiles = meta.decode_lengths.shape[0], meta.tile_starts.shape[0]
     outputs = []
     if rows:
@@ -34,7 +34,7 @@ def paged_attention(q: Array, pool: Pool, meta: AttentionMeta, *, scale: float, 
 def _attend(
     q: Array, pool: Pool, pages: Array, starts: Array, lengths: Array, scale: float, window: int | None
 ) -> Array:
-    """Attention of tiles q [N, Q, K, G, D], one after the other."""
+    """Return attention of tiles q [N, Q, K, G, D], one tile after another."""
     n, tokens, kv_heads, groups, head_dim = q.shape
     chunk = max(1, CHUNK_TOKENS // pool[0].shape[3])
     pages = jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % chunk)))
@@ -59,7 +59,7 @@ def _attend_tile(
     scale: float,
     window: int | None,
 ) -> Array:
-    """Online softmax of the rows q [K, R, D] of one tile over its pages [W], `chunk` pages at a time."""
+    """Return attention of the rows q [K, R, D] of a tile over its pages [W], `chunk` pages at a time."""
     kv_heads, rows, head_dim = q.shape
     page_size = pool[0].shape[3]
     span = chunk * page_size
@@ -79,8 +79,8 @@ def _attend_tile(
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
         decay = jnp.exp(top - new_top)
-        # 0 * NaN is NaN: positions beyond the context, or before every token's window, are stale memory and must be
-        # cleared, not just weighted by 0
+        # Positions beyond the context, or before every token's window, are stale memory. A weight of 0 is not enough,
+        # because 0 * NaN is NaN.
         live = key < start + length
         if window is not None:
             live &= key > start - window

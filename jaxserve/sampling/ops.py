@@ -104,7 +104,7 @@ def unpack_rows(packed: Array) -> RowParams:
 def sample_greedy(logits: Array, packed: Array, newest: Array) -> tuple[Array, Array]:
     """Return the most likely tokens i32[R] of logits f32[R, V], and `newest` i32[slots + 1] with these tokens.
 
-    All sampling functions return NO_TOKEN for a row with invalid logits (see `checked`). They never store it in `newest`.
+    All sampling functions return NO_TOKEN for a row with invalid logits (see `checked`). `newest` never holds it.
     """
     tokens = most_likely(logits)
     return checked(tokens, logits), newest.at[packed[0]].set(tokens)
