@@ -19,8 +19,8 @@ Launch = Callable[..., Any]
 
 _lowered: dict[Hashable, Future[Launch]] = {}
 _lock = threading.Lock()
-# A lowered kernel names the lines of code that it was lowered from. A thread of its own keeps the calling program out of
-# these lines, so that later starts find the programs in the persistent cache.
+# A lowered kernel names the lines of code that it was lowered from. A thread of its own keeps the calling program out
+# of these lines, so that later starts find the programs in the persistent cache.
 _thread = ThreadPoolExecutor(1, "jaxserve-lower")
 
 

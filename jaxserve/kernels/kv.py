@@ -105,7 +105,7 @@ def _scatter(pool: Pool, kv: Array, slots: Array) -> Pool:
 
 
 def _quantize(x: Array) -> Array:
-    """Return vectors [..., D] as int8 rows [..., D + 4]. In a vector with a number that is not finite all are lost."""
+    """Return vectors [..., D] as int8 rows [..., D + 4]. A number that is not finite makes all of its vector so."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) * (1 / MAX_CODE)  # as XLA divides by a constant
     codes = jnp.round(x / jnp.where(scale == 0, 1, scale))  # a vector of zeros has scale 0

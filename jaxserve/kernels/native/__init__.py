@@ -1,4 +1,4 @@
-"""Native CPU kernels behind XLA custom calls, compiled at installation or by `python -m jaxserve.kernels.native`."""
+"""Native CPU kernels as XLA custom calls, compiled at installation or by `python -m jaxserve.kernels.native`."""
 
 from jaxserve.kernels.native.attention import paged_attention, write_and_attend
 from jaxserve.kernels.native.kv import kv_write

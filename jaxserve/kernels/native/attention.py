@@ -1,4 +1,4 @@
-"""Paged attention as custom calls; attention*.cc are the kernels and attention_call.cc the calls."""
+"""Paged attention as custom calls. The kernels are in attention*.cc, the calls in attention_call.cc."""
 
 import jax
 import numpy as np
@@ -11,13 +11,13 @@ from jaxserve.kernels.native.library import ATTENTION, WRITE_AND_ATTEND
 from jaxserve.kernels.pool_segments import Pool
 from jaxserve.kernels.rope import ProjectedQKV
 
-UNLIMITED = 2**62  # a window that no context fills
+UNLIMITED = 2**62  # a window larger than any context
 MAX_LANES = 16  # floats of the widest vector
-DIM_MULTIPLE = 16  # so that at least AVX2 can be used, whose unit is two vectors of 8
+DIM_MULTIPLE = 16  # two vectors of 8 floats, which AVX2 processes at once
 
 
 def supports(dtype: DTypeLike, head_dim: int, pool: Pool) -> bool:
-    """Whether the kernels are there, and have a path for queries of this dtype and pools of one segment."""
+    """Return whether the kernels exist and support queries of this dtype and the pool, which has one segment."""
     return kv.supports(dtype, pool) and head_dim % DIM_MULTIPLE == 0
 
 
@@ -31,11 +31,11 @@ def paged_attention(
     max_lanes: int = MAX_LANES,
     matrix_unit: bool = True,
 ) -> Array:
-    """Attention of q [T, K, G, D] over pages; see `kernels.attention.paged_attention` for the contract.
+    """Return attention of q [T, K, G, D] over pages, as `kernels.attention.paged_attention` defines it.
 
-    `max_lanes` limits the floats of a vector, and so the instruction sets to choose from (8: AVX2, 4: any machine).
-    `matrix_unit`: whether prompts may be computed on one, where there is one.
-    Page ids outside the pool and positions outside the page table are an error when the step runs.
+    `max_lanes` limits the floats of a vector, and so the instruction sets (8: AVX2, 4: any machine). `matrix_unit`
+    allows prefill on the machine's matrix unit, if it has one. Page ids outside the pool, and positions outside the
+    page table, are an error when the step runs.
     """
     call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
     return call(q, *pool, *meta, **_attributes(scale, window, max_lanes, matrix_unit))
@@ -52,9 +52,10 @@ def write_and_attend(
     max_lanes: int = MAX_LANES,
     matrix_unit: bool = True,
 ) -> tuple[Array, Pool]:
-    """Norms, rotation, `kv_write` and attention in one; see `kernels.attention.write_and_attend` for the contract.
+    """Return attention and the written pool, as `kernels.attention.write_and_attend` defines them, in one call.
 
-    `max_lanes` and `matrix_unit` as above, for attention. Slots outside the pool are an error too.
+    `max_lanes` and `matrix_unit` apply to attention, as in `paged_attention`. Slots outside the pool are an error when
+    the step runs.
     """
     (segment,) = pool
     tokens, heads, parts, head_dim = qkv.parts.shape

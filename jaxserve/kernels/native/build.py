@@ -1,8 +1,8 @@
-"""Compiles the native CPU kernels: at installation (setup.py), on first use, or by `python -m jaxserve.kernels.native`.
+"""Compilation of the native CPU kernels: at installation, on first use, or by `python -m jaxserve.kernels.native`.
 
-Needs a C++17 compiler ($CXX or c++), and of Python nothing that an installation lacks, such as jaxserve itself. jaxlib
-gives its headers: it accepts a library built against its own or older ones, so installations take the oldest that is
-supported.
+It needs a C++17 compiler ($CXX or c++). setup.py loads this module alone, so it must not import jaxserve. jaxlib
+provides the headers. It accepts a library that was built with its own or with older headers, so that installations
+build with the oldest supported jaxlib.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-OLDEST_JAXLIB = "0.10.2"  # that is supported; pyproject.toml says so too
+OLDEST_JAXLIB = "0.10.2"  # the oldest supported, as in pyproject.toml
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-DNDEBUG", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
 # GCC warns about its own header (its bug 105593).
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
@@ -27,12 +27,12 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mpre
 BF16 = [*AVX512, "-mavx512bf16"]
 VNNI = [*BF16, "-mavx512vnni"]
 AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
-# These choose at run time.
+# The custom calls, which choose a kernel at run time.
 CALLS = (
     *("attention_call.cc", "kv_call.cc", "matmul_call.cc"),
     *("draw_call.cc", "logprobs_call.cc", "pool_call.cc"),
 )
-# Kernels, those for any machine first, and the instruction sets that each is compiled for.
+# The kernels and the instruction sets that each is compiled for; portable kernels come first.
 PORTABLE = ("attention.cc", "matmul_vector.cc", "rows.cc", "draw.cc", "logprobs.cc")
 X86_64 = (
     *((source, flags) for source in PORTABLE for flags in ([], AVX2, AVX512)),
@@ -50,14 +50,15 @@ ELSEWHERE = tuple((source, []) for source in PORTABLE)
 
 
 def compiler() -> list[str]:
-    """The command that compiles: $CXX or c++."""
+    """Return the compiler's command: $CXX or c++."""
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
 def library_path(folder: Path, version: str | None = None) -> Path:
-    """Where in a folder the library for a jaxlib (the installed one) and the present sources belongs, there or not.
+    """Return the path in a folder of the library for the present sources and a jaxlib, by default the installed one.
 
-    Its name carries that version and a hash of the sources, so that a stale library is never loaded.
+    The file need not exist. Its name contains the version and a hash of the sources, so that a stale library is never
+    loaded.
     """
     sources = sorted(path for path in HERE.iterdir() if path.suffix in {".cc", ".h"})
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, HERE / "build.py"])).hexdigest()[:12]
@@ -65,35 +66,35 @@ def library_path(folder: Path, version: str | None = None) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the user's folder, for libraries that are compiled later than at installation.
+    """Return the user's folder for libraries that are compiled after installation.
 
-    Raises RuntimeError for a user without a home, as in many containers.
+    Raise RuntimeError if the user has no home folder, as in many containers.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "native"
 
 
 def built(folder: Path) -> Path | None:
-    """A library in a folder that the installed jaxlib accepts."""
+    """Return a library in a folder that the installed jaxlib accepts, or None."""
     paths = (library_path(folder), library_path(folder, OLDEST_JAXLIB))
     return next((path for path in paths if path.exists()), None)
 
 
 def build(folder: Path = HERE) -> Path:
-    """Compiles what is not there yet, into a folder, and returns the library's path.
+    """Return the path of the library in a folder, after compiling it if it is missing.
 
-    Raises OSError (no compiler, folder not writable) or subprocess.CalledProcessError (it does not compile; the
-    compiler has said why on stderr).
+    Raise OSError if there is no compiler or the folder is not writable, and subprocess.CalledProcessError if the
+    compilation fails; the compiler reports why on stderr.
     """
     if found := built(folder):
         return found
     library = library_path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{os.getpid()}-{library.name}"
-    partial.touch()  # fails now, and not after all has been compiled, where nothing can be written
+    partial.touch()  # fails before the compilation if the folder is not writable
     try:
         with tempfile.TemporaryDirectory(prefix="jaxserve-build-") as scratch:
             shutil.copyfile(_compiled(Path(scratch)), partial)
-        partial.replace(library)  # atomic: two builds at once do no harm
+        partial.replace(library)  # atomic, so that two builds may run at once
     finally:
         partial.unlink(missing_ok=True)
     return library
@@ -102,7 +103,7 @@ def build(folder: Path = HERE) -> Path:
 def _compiled(scratch: Path) -> Path:
     """Compile and link the library in an empty folder, and return its path there."""
     units = [*UNITS.get(platform.machine(), ELSEWHERE), *((call, ["-isystem", _headers()]) for call in CALLS)]
-    objects = [f"{scratch}/{number}.o" for number in range(len(units))]
+    objects = [f"{scratch}/{index}.o" for index in range(len(units))]
 
     def compile_unit(unit: tuple[str, list[str]], to: str) -> None:
         source, flags = unit
@@ -116,7 +117,7 @@ def _compiled(scratch: Path) -> Path:
 
 
 def build_or_say(folder: Path = HERE) -> Path | None:
-    """The library's path, or None and one line on stderr that says why there is none."""
+    """Return the path of the library, or None after writing the reason to stderr."""
     try:
         return build(folder)
     except (OSError, subprocess.CalledProcessError, metadata.PackageNotFoundError) as error:
@@ -127,5 +128,5 @@ def build_or_say(folder: Path = HERE) -> Path | None:
 def _headers() -> str:
     spec = util.find_spec("jaxlib")
     if spec is None or spec.origin is None:
-        raise OSError("jaxlib, whose headers are needed, is not installed")
+        raise OSError("jaxlib is not installed, and its headers are needed")
     return str(Path(spec.origin).parent / "include")

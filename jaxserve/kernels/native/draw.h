@@ -6,7 +6,7 @@
 
 namespace jaxserve {
 
-// A row of logits, and what its request asks for: the order of operations and the fields are those of executor/sampler.py.
+// A row of logits, and what its request asks for: the order of operations and the fields are those of sampling/ops.py.
 struct DrawnRow {
   const float* logits;  // [vocab]
   int64_t vocab;

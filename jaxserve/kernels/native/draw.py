@@ -1,4 +1,4 @@
-"""The next tokens of a step's rows as a custom call: draw.cc is the kernel, sampling/ops.py its specification."""
+"""Sampling of a step's tokens as custom calls. The kernel is draw.cc, and sampling/ops.py specifies it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,16 @@ MAX_LANES = 16
 
 
 def supported() -> bool:
-    """Whether the library is there."""
+    """Return whether the library has the calls."""
     return {DRAW, DRAW_ADJUSTED} <= targets()
 
 
 def draw(logits: Array, packed: Array, newest: Array, *, max_lanes: int = MAX_LANES) -> tuple[Array, Array]:
-    """Tokens i32[R] of logits f32[R, V] by the parameters i32[11, R], and `newest` i32[slots + 1] with them written in.
+    """Return tokens i32[R] of logits f32[R, V], drawn by the parameters i32[11, R], and the updated `newest`.
 
-    The token of a row with logits that are NaN, or of which the largest is infinite, is -1, and 0 in `newest`. Rows of
-    the spare slot, the last one, draw nothing. `max_lanes` limits the instruction set, to 8 or 4 floats.
+    `newest` i32[slots + 1] has the newest token of each slot. In a row with a NaN or an infinite maximum the token is
+    -1, and 0 in `newest`. Rows of the spare slot, which is the last, draw nothing. `max_lanes` limits the floats of a
+    vector, to 8 or 4.
     """
     call = jax.ffi.ffi_call(DRAW, (_like(logits.shape[:1]), _like(newest.shape)))
     return call(logits, packed, newest, max_lanes=np.int64(max_lanes))
@@ -36,9 +37,11 @@ def draw_adjusted(
     *,
     max_lanes: int = MAX_LANES,
 ) -> tuple[Array, Array, Array]:
-    """As `draw` of logits with penalties, by what each slot has `seen` bool[slots + 1, V] and its tokens' `counts`
-    i32[slots + 1, V], and with sparse biases (i32[R, M] ids, the first negative one ends a row's; f32[R, M]). The third
-    result are the counts with the tokens, in place if the caller donates them.
+    """Return tokens and `newest` as `draw` does, after penalties and sparse biases, and the updated `counts`.
+
+    Penalties depend on the prompt's tokens `seen` bool[slots + 1, V] and the `counts` i32[slots + 1, V] of generated
+    tokens. The biases f32[R, M] belong to `bias_ids` i32[R, M], of which the first negative one ends a row. `counts` is
+    updated in place if the caller donates it.
     """
     results = (_like(logits.shape[:1]), _like(newest.shape), _like(counts.shape))
     call = jax.ffi.ffi_call(DRAW_ADJUSTED, results, input_output_aliases={4: 2})

@@ -1,4 +1,4 @@
-"""The native library's loading, on first use after compiling it, if it was not compiled at installation."""
+"""Loading of the native library, which is compiled on first use if that was not done at installation."""
 
 import ctypes
 import functools
@@ -24,15 +24,16 @@ CALLS = (
 )
 log = logging.getLogger(__name__)
 
-VARIANTS = ("amx", "vnni", "avx512bf16", "avx512", "avx2few", "avx2", "portable")  # of the product, fastest first
+# Variants of the product, fastest first.
+VARIANTS = ("amx", "vnni", "avx512bf16", "avx512", "avx2few", "avx2", "portable")
 
 
 @functools.cache
 def targets() -> frozenset[str]:
-    """Loads the library and registers its custom calls, once; names them.
+    """Return the names of the library's custom calls, after loading and registering them once.
 
-    A library that is nowhere is compiled into the user's cache first, where JAX runs on CPU. Empty, with one line in
-    the log, if that cannot be done.
+    If JAX runs on CPU, a missing library is first compiled into the user's cache folder. The result is empty, with a
+    line in the log, if there is no library.
     """
     path = _library()
     if path is None:
@@ -46,36 +47,35 @@ def targets() -> frozenset[str]:
 
 @functools.cache
 def _library() -> Path | None:
-    """The library's path, once it is there."""
     if found := built(HERE):
         return found
     try:
         cache = cache_folder()
     except RuntimeError as error:
-        log.warning("no folder for native CPU kernels, plain XLA will be slower: %s", error)
+        log.warning("no folder for native CPU kernels, using the slower plain XLA: %s", error)
         return None
     if found := built(cache):
         return found
     if devices()[0].platform != "cpu":
         return None
     if shutil.which(compiler()[0]) is None:
-        log.warning("no C++ compiler (%s) for the native CPU kernels, plain XLA will be slower", compiler()[0])
+        log.warning("no C++ compiler (%s) for the native CPU kernels, using the slower plain XLA", compiler()[0])
         return None
-    log.warning("compiling native CPU kernels into %s, once; it takes some 20 seconds", cache)
+    log.warning("compiling native CPU kernels into %s, which takes about 20 seconds and happens once", cache)
     try:
         return build(cache)
     except (OSError, subprocess.CalledProcessError) as error:
-        log.warning("native CPU kernels not built, plain XLA will be slower: %s", error)
+        log.warning("native CPU kernels not built, using the slower plain XLA: %s", error)
         return None
 
 
 def variants() -> tuple[str, ...]:
-    """Variants of the product that this machine can run, fastest first; empty without the library."""
+    """Return the variants of the product that this machine can run, fastest first; empty without the library."""
     return _variants(_library()) if targets() else ()
 
 
 def multiplies_all() -> bool:
-    """Whether the variants here have a way for many rows of bfloat16 too, faster than XLA's products."""
+    """Return whether the variants of this machine are faster than XLA for many rows of bfloat16 as well."""
     return not {"amx", "avx512bf16"}.isdisjoint(variants()) or variants()[:1] == ("avx2few",)
 
 

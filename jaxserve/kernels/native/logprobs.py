@@ -1,4 +1,4 @@
-"""Log-probabilities of rows of logits as a custom call: logprobs.cc is the kernel."""
+"""Log-probabilities of rows of logits as a custom call. The kernel is logprobs.cc."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,12 @@ from jaxserve.kernels.native.library import LOGPROBS
 def logprobs(
     logits: Array, tokens: Array, top: int, *, max_lanes: int = MAX_LANES
 ) -> tuple[Array, Array, Array, Array]:
-    """Of `tokens` i32[R] under logits f32[R, V] their log-probabilities f32[R] and ranks i32[R], 1 for the most likely;
-    and the `top` most likely tokens i32[R, top], at most V, with theirs f32[R, top].
+    """Return log-probabilities f32[R] and ranks i32[R] of `tokens` i32[R] under logits f32[R, V], and the most likely.
 
-    All are NaN in a row with logits that are NaN, or of which the largest is infinite. `max_lanes` limits the
-    instruction set, to 8 or 4 floats. A token that is not in the vocabulary is an error when the step runs.
+    The third and fourth results are the `top` most likely tokens i32[R, top] and their log-probabilities f32[R, top];
+    `top` is at most V. The most likely token has rank 1. All log-probabilities of a row with a NaN or an infinite
+    maximum are NaN. `max_lanes` limits the floats of a vector, to 8 or 4. A token outside the vocabulary is an error
+    when the step runs.
     """
     rows = len(tokens)
     results = (

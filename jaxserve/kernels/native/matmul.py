@@ -1,4 +1,4 @@
-"""The product with a weight as a custom call; matmul_*.cc are the kernels."""
+"""Products with a weight as a custom call. The kernels are in matmul_*.cc."""
 
 import math
 
@@ -11,14 +11,15 @@ from jaxserve.kernels.native.library import MATMUL, multiplies_all, targets
 from jaxserve.kernels.operands import DeferredNorm, DeferredSwiGLU, LeftOperand
 from jaxserve.quantization import QArray
 
-MAX_VECTOR_ROWS = 8  # of a bfloat16 weight where the kernels do not multiply all; beyond, XLA's own product is as fast
+# Above it XLA's product with a bfloat16 weight is as fast, unless the variants of the machine are faster for all rows.
+MAX_VECTOR_ROWS = 8
 STEP = 32  # inputs that the kernels unpack at once
 TINY = np.float32(1e-30)  # segments of smaller numbers become zeros
-ROUND_X = ("vnni", "avx512bf16", "avx2few", "avx2")  # variants
+ROUND_X = ("vnni", "avx512bf16", "avx2few", "avx2")  # variants that round x to integers
 
 
 def supports(x: LeftOperand, w: jax.Array | QArray) -> bool:
-    """Whether the kernels are there, and better than XLA for such operands."""
+    """Return whether the kernels exist, support these operands, and are faster than XLA for them."""
     if MATMUL not in targets() or not x.shape[0] or not w.size:
         return False
     if isinstance(x, DeferredNorm) and x.weight.dtype != x.dtype:
@@ -36,13 +37,14 @@ def matmul(
     dtype: DTypeLike = jnp.float32,
     variant: str = "",
 ) -> jax.Array:
-    """x [R, c] times w [N, c], both read as they lie: [R, N] in `dtype`, bfloat16 or float32; sums in float32.
-    `residual` [R, N], in that dtype too, is added to the product after it has been rounded.
+    """Return x [R, c] times w [N, c] as [R, N] in `dtype`, which is bfloat16 or float32; sums are in float32.
 
-    `variant` is one of `library.VARIANTS`, by default the fastest that this machine has for the dtype of `x`; one that
-    it lacks is an error when the step runs. On the matrix unit a QArray's weights are rounded to bfloat16, like
-    `w.dequantize(bfloat16)`; those of `ROUND_X`, for x in bfloat16, round it by `in_integers` where it meets codes; all
-    else is computed in float32.
+    `residual` [R, N] has `dtype` too and is added to the rounded product. `variant` is one of `library.VARIANTS`, by
+    default the fastest of this machine for the dtype of `x`. A variant that the machine lacks is an error when the step
+    runs.
+
+    On the matrix unit the weights of a QArray are rounded to bfloat16, like `w.dequantize(bfloat16)`. The variants
+    `ROUND_X` round a bfloat16 x by `in_integers` for products with codes. All else is computed in float32.
     """
     call = jax.ffi.ffi_call(MATMUL, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype))
     operands, bits = (jax.tree.leaves(w), w.bits) if isinstance(w, QArray) else ([w], 16)
@@ -58,18 +60,19 @@ def matmul(
 
 
 def in_integers(x: jax.Array, w: QArray) -> jax.Array:
-    """x [R, c] as vectors take it beside the codes of w, float32: the specification of native/integers.h.
+    """Return x [R, c] as the vector kernels round it for products with codes of w, in float32.
 
-    Whole numbers of 8 bits times a scale for each segment of at most 128 inputs, none of which crosses a group of w.
+    This specifies native/integers.h: 8-bit integers times a scale for each segment of at most 128 inputs. No segment
+    crosses a group of w.
     """
-    most = np.float32(127)
+    maximum = np.float32(127)
     segment = 4 * STEP if w.group == w.size else math.gcd(w.group, 4 * STEP)
     parts = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -w.size % segment))).reshape(len(x), -1, segment)
     largest = jnp.abs(parts).max(axis=-1, keepdims=True)
-    factor = jnp.where(largest > TINY, most / jnp.maximum(largest, TINY), 0)
-    return (jnp.round(parts * factor) * (largest * (1 / most))).reshape(len(x), -1)[:, : w.size]
+    factor = jnp.where(largest > TINY, maximum / jnp.maximum(largest, TINY), 0)
+    return (jnp.round(parts * factor) * (largest * (1 / maximum))).reshape(len(x), -1)[:, : w.size]
 
 
 def _halves(gate_up: jax.Array) -> jax.Array:
-    """Rows [R, N, 2, M] as all gates, then all ups."""
+    """Return rows [R, N, 2, M] as all gates, then all ups."""
     return gate_up.swapaxes(1, 2).reshape(len(gate_up), -1)

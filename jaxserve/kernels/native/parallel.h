@@ -1,4 +1,4 @@
-// Division of a call's work over threads of our own: XLA's pool may have a single thread (resolution.py).
+// Division of a call's work over threads of our own, because the pool of XLA may have a single thread (jaxserve/planning).
 
 #pragma once
 

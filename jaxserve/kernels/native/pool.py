@@ -1,4 +1,4 @@
-"""KV pools whose memory is committed as it is first written and given back on request; pool_call.cc has the calls."""
+"""KV pools whose memory is committed at the first write and given back on request. The calls are in pool_call.cc."""
 
 import ctypes
 import mmap
@@ -14,30 +14,31 @@ from jaxserve.kernels.native.library import RELEASE_PAGES, RESERVE_POOL, targets
 
 
 def supported() -> bool:
-    """Whether the library is there, and the operating system takes memory back and promises zeros in its place."""
+    """Return whether the library has the calls, and the operating system reads released memory as zeros."""
     return sys.platform == "linux" and {RESERVE_POOL, RELEASE_PAGES} <= targets()
 
 
 def reserve_pool(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Zeros that take address space alone until they are written."""
+    """Return zeros that take only address space until they are written."""
     return jax.ffi.ffi_call(RESERVE_POOL, jax.ShapeDtypeStruct(shape, dtype))()
 
 
 def release_pages(pool: Array, pages: Array) -> Array:
-    """The pool [P, ...], where it was, without the memory of pages[0] to pages[1] - 1 (i32[2]).
+    """Return the pool [P, ...], in place, without the memory of pages[0] to pages[1] - 1 (i32[2]).
 
-    The caller donates the pool. The pages' contents are undefined afterwards: zeros where whole pages of the operating
-    system were given back, what they were at the edges. A range that is not in the pool, and a platform that cannot do
-    it, are errors when the call runs.
+    The caller must donate the pool. The contents of the pages are undefined afterwards: zeros where whole pages of the
+    operating system were given back, and unchanged at the edges. A range outside the pool, and an unsupported platform,
+    are errors when the call runs.
     """
     result = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
     return jax.ffi.ffi_call(RELEASE_PAGES, result, input_output_aliases={0: 0})(pool, pages)
 
 
 def committed_bytes(pool: Array) -> int:
-    """What of a pool in this process's memory is backed by physical memory now, in whole pages of the system.
+    """Wait for a pool and return the bytes of it that have physical memory, in whole pages of the operating system.
 
-    Counts what was only read, too: that is backed by the system's page of zeros. Waits for the pool. Needs Linux.
+    Pages that were only read count as well: they map to the system's page of zeros. This needs Linux. Raise OSError if
+    the system call fails.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
