@@ -8,7 +8,7 @@
 
 namespace jaxserve {
 
-// What all tiles of a call share. Shapes as in jaxserve/kernels/attention.py.
+// The operands that all tiles of a call share, with shapes as in jaxserve/kernels/attention.py.
 struct Attention {
   const void* q;     // [T, K, G, D]
   const void* pool;  // [P, K, 2, S, R]
@@ -35,14 +35,14 @@ static inline int64_t first_position(const Attention& a, const Tile& t) {
 // Floats of scratch memory that `attend` needs for a tile of `tokens` tokens.
 size_t scratch_floats(const Attention& a, int64_t tokens);
 
-// Writes a tile's outputs. `after` is what this thread computes next, if that is known: its memory is asked for in time.
+// Writes a tile's outputs. `after` is the tile that this thread computes next, if known: its memory is prefetched.
 using Attend = void (*)(const Attention&, const Tile&, const Tile* after, float* scratch);
 
 void attend_baseline(const Attention&, const Tile&, const Tile* after, float* scratch);
 void attend_avx2(const Attention&, const Tile&, const Tile* after, float* scratch);
 void attend_avx512(const Attention&, const Tile&, const Tile* after, float* scratch);
 void attend_decode_avx2(const Attention&, const Tile&, const Tile* after, float* scratch);    // bfloat16, one token
-void attend_decode_avx512(const Attention&, const Tile&, const Tile* after, float* scratch);  // the same
+void attend_decode_avx512(const Attention&, const Tile&, const Tile* after, float* scratch);  // bfloat16, one token
 void attend_vnni(const Attention&, const Tile&, const Tile* after, float* scratch);  // bfloat16 queries, int8 pools
 void attend_avx512bf16(const Attention&, const Tile&, const Tile* after, float* scratch);  // bfloat16; head_dim as for AMX
 void attend_amx(const Attention&, const Tile&, const Tile* after, float* scratch);   // bfloat16; head_dim a multiple of 32

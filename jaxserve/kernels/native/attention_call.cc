@@ -36,7 +36,7 @@ Attend best_attend(int64_t max_lanes, const Attention& a) {
   return fits(4) ? attend_baseline : nullptr;
 }
 
-// What computes rows that decode, which bring few query rows to each key; `best` otherwise.
+// Returns the kernel for decode rows, which have few query rows for each key, or `best`.
 Attend decode_attend([[maybe_unused]] const Attention& a, Attend best) {
 #if defined(__x86_64__)
   if (!a.bfloat16 || a.int8) return best;
@@ -46,8 +46,8 @@ Attend decode_attend([[maybe_unused]] const Attention& a, Attend best) {
   return best;
 }
 
-// What computes the tiles of prompts: on the matrix unit, where there is one, or by pairs of bfloat16; `best` otherwise. It does
-// not depend on a tile's length, so that a token's result is the same in whatever pieces its prompt comes.
+// Returns the kernel for tiles of prompts: on the matrix unit, by pairs of bfloat16, or `best`. It does not depend on a tile's
+// length, so that a token's result does not depend on how its prompt is cut into chunks.
 Attend chunk_attend([[maybe_unused]] bool matrix_unit, [[maybe_unused]] const Attention& a, Attend best) {
 #if defined(__x86_64__)
   if (!a.bfloat16 || a.int8 || a.head_dim % 32) return best;
@@ -112,7 +112,7 @@ ffi::Error add_tile(Job& job, const Table& table, int64_t index, int64_t pages, 
   return ffi::Error::Success();
 }
 
-// Which tokens attend to what: AttentionMeta of jaxserve/kernels/meta.py.
+// The contexts of a step's tokens: AttentionMeta of jaxserve/kernels/meta.py.
 struct Meta {
   const Table &decode_pages;
   const Vector &decode_lengths;
@@ -120,7 +120,7 @@ struct Meta {
   const Vector &tile_starts, &tile_lengths;
 };
 
-// What may compute.
+// The limits on the choice of a kernel.
 struct Limits {
   int64_t max_lanes;
   bool matrix_unit;
@@ -181,8 +181,8 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_p
 using Angles = ffi::Buffer<ffi::F32, 2>;
 
 // Queries, keys and values [T, K, G + 2, D]: queries and keys are normalised, if the rest are two weights, and rotated, keys
-// and values written, and then the queries attend. They wait for that where the outputs will be, since every kernel reads
-// a tile's queries before it writes there.
+// and values are written, and then the queries attend. Queries are stored in the buffer of the outputs, since every kernel
+// reads a tile's queries before it writes there.
 ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots slots, ffi::AnyBuffer pool,
                             Table decode_pages, Vector decode_lengths, Table tile_pages, Vector tile_starts,
                             Vector tile_lengths, ffi::RemainingArgs norms, ffi::Result<ffi::AnyBuffer> out,
@@ -194,13 +194,13 @@ ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots sl
   const int64_t angles = writing->tokens * (writing->dims / 2);
   if (writing->dims % 2 || static_cast<int64_t>(cos.element_count()) != angles ||
       static_cast<int64_t>(sin.element_count()) != angles) {
-    return ffi::Error::InvalidArgument("write_and_attend: there are angles [T, D / 2]");
+    return ffi::Error::InvalidArgument("write_and_attend: cosines and sines must be [T, D / 2]");
   }
   for (size_t i = 0; i < norms.size(); ++i) {
     const auto weight = norms.get<ffi::AnyBuffer>(i);
     if (norms.size() != 2 || !weight.has_value() || weight->element_type() != qkv.element_type() ||
         static_cast<int64_t>(weight->element_count()) != writing->dims) {
-      return ffi::Error::InvalidArgument("write_and_attend: norms have two weights [D] of the dtype of queries and keys");
+      return ffi::Error::InvalidArgument("write_and_attend: norms must have two weights [D] with the dtype of queries and keys");
     }
     (i ? writing->key_norm : writing->query_norm) = weight->untyped_data();
   }

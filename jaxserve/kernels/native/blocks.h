@@ -1,4 +1,4 @@
-// A context as attention walks over it, block by block: where rows of keys and values lie, and when they are asked for.
+// The walk of attention over a context, block by block: the addresses of keys and values, and when they are prefetched.
 // For files as in vectors.h.
 
 #pragma once
@@ -17,8 +17,8 @@ struct Rows {
   int count;
 };
 
-// A block that comes next. Scattered as pages are, the hardware does not foresee them. Only so many requests may be under way, so
-// half of it is asked for row by row while this block is brought in, and half while it is multiplied.
+// The next block. Its pages are scattered, so the hardware does not prefetch them. Few requests may be under way at once, so
+// half of the block is prefetched row by row while the present block is read, and half while it is multiplied.
 struct Coming {
   const void *const *keys, *const *values;
   int count;

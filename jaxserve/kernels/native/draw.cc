@@ -1,8 +1,8 @@
 // Draws the next token of a row of logits: penalties, biases, temperature, min_p, top_k, top_p, and one uniform number, in this
-// order, as executor/sampler.py, which says what each of them does.
+// order. sampling/ops.py defines each operation.
 //
-// A row is read twice, for its largest logit and for its weights, relative to that one. To find how heavy a token must be for
-// top_k and top_p takes few of them: of most runs of neighbours the heaviest is too light. No sort.
+// A row is read twice: for its largest logit, and for its weights relative to that logit. The thresholds of top_k and top_p are
+// found without a sort and from few tokens, because the heaviest token of most runs of neighbours is below them.
 
 #include "draw.h"
 
@@ -41,7 +41,7 @@ struct Likeliest {
   bool sound;
 };
 
-// The first token of the largest logit; 0 if all are -infinity.
+// Returns the first token with the largest logit, or 0 if all logits are -infinity.
 Likeliest most_likely(const Logits& logits) {
   float best = -kInfinity;
   Floats sums = {};
@@ -107,7 +107,7 @@ class Weights {
     if (least > 0) drop_below(least);
   }
 
-  // The token at which the running sum passes `uniform` of the total; none of weight 0.
+  // Returns the token at which the running sum exceeds the share `uniform` of the total. It is never one of weight 0.
   int64_t at(float uniform) const {
     double left = (uniform < kMost ? uniform : kMost) * total();
     int64_t run = 0, last = 0;  // with a weight
@@ -137,7 +137,7 @@ class Weights {
     return all;
   }
 
-  // Copies the weights that are not below `least`; returns how many.
+  // Copies the weights of at least `least`, and returns their number.
   int64_t gather(float least) const {
     int64_t count = 0;
     for (int64_t run = 0; run < runs_; ++run) {

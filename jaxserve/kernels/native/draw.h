@@ -6,11 +6,11 @@
 
 namespace jaxserve {
 
-// A row of logits, and what its request asks for: the order of operations and the fields are those of sampling/ops.py.
+// A row of logits and its sampling parameters. The order of operations and the fields are those of sampling/ops.py.
 struct DrawnRow {
   const float* logits;  // [vocab]
   int64_t vocab;
-  // What penalties count, [vocab] each, and [biased] biases by token, up to the first that is negative; none if null.
+  // The tokens that penalties count, [vocab] each, and biases [biased] by token, up to the first negative token; null: none.
   const bool* seen;
   const int32_t* counts;
   const int32_t* bias_ids;
@@ -24,14 +24,14 @@ struct DrawnRow {
   bool is_biased() const { return biased > 0 && bias_ids[0] >= 0; }
 };
 
-constexpr int64_t kRun = 128;  // neighbouring tokens, of whose weights the sum and the largest are kept
+constexpr int64_t kRun = 128;  // neighbouring tokens whose sum and maximum of weights are kept
 
 inline int64_t draw_scratch_floats(int64_t vocab) {
   const int64_t runs = (vocab + kRun - 1) / kRun;
   return (3 * runs + 1) * kRun + 3 * runs;
 }
 
-constexpr int32_t kNoToken = -1;  // of a row whose logits are not finite
+constexpr int32_t kNoToken = -1;  // the token of a row whose logits are not finite
 
 using Draw = int32_t (*)(const DrawnRow& row, float* scratch);
 

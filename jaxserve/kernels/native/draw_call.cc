@@ -1,4 +1,4 @@
-// The XLA custom calls that draw the next tokens of a step's rows, and note them.
+// The XLA custom calls that draw the next tokens of a step's rows, and store them for the next step.
 
 #include <cstring>
 #include <memory>
@@ -14,7 +14,7 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-// Of a row's parameters, i32[kFields, R]; floats by their bits (executor/sampler.py).
+// The fields of a row's parameters, i32[kFields, R]. Floats are stored by their bits (sampling/ops.py).
 enum Field { kSlot, kPosition, kSeed, kTopK = 4, kTopP, kMinP, kPresence, kFrequency, kRepetition, kTemperature, kFields };
 
 struct Words {
@@ -37,7 +37,7 @@ Words threefry(Words key, Words counter) {
   return {x, y};
 }
 
-// What jax.random.uniform(fold_in(seed, position)) is.
+// Returns jax.random.uniform(fold_in(seed, position)).
 float uniform(Words seed, uint32_t position) {
   const Words drawn = threefry(threefry(seed, {0, position}), {0, 0});
   const uint32_t bits = (drawn.first ^ drawn.second) >> 9 | 0x3f800000u;
@@ -99,7 +99,7 @@ struct Drawing final : Shared {
     row.temperature = number(kTemperature, r);
     row.uniform = uniform({word(kSeed, r), word(kSeed + 1, r)}, word(kPosition, r));
     tokens[r] = draw(row, scratch);
-    newest[slot] = tokens[r] == kNoToken ? 0 : tokens[r];  // the next step reads it before anybody knows
+    newest[slot] = tokens[r] == kNoToken ? 0 : tokens[r];  // the next step reads it before the error is known
     if (counts != nullptr) ++counts[slot * row.vocab + newest[slot]];
   }
 };
@@ -109,12 +109,12 @@ using Table = ffi::Buffer<ffi::S32, 2>;
 using Vector = ffi::Buffer<ffi::S32, 1>;
 using Flags = ffi::Buffer<ffi::PRED, 2>;
 
-// Checks the operands that all calls have, and takes them over.
+// Checks the operands that all calls share, and stores them in the job.
 ffi::Error prepare(Drawing& job, const Logits& logits, const Table& parameters, const Vector& before, Vector& tokens, Vector& newest,
                    int64_t max_lanes) {
   const int64_t rows = logits.dimensions()[0], slots = static_cast<int64_t>(before.element_count());
   if (parameters.dimensions()[0] != kFields || parameters.dimensions()[1] != rows || logits.dimensions()[1] == 0 || slots == 0) {
-    return ffi::Error::InvalidArgument("draw: there are logits [R, V], parameters [11, R] and tokens [slots + 1]");
+    return ffi::Error::InvalidArgument("draw: operands must be logits [R, V], parameters [11, R] and tokens [slots + 1]");
   }
   job.items = rows;
   job.draw = best_draw(max_lanes);
@@ -152,10 +152,10 @@ ffi::Error draw_adjusted_tokens(Logits logits, Table parameters, Vector before, 
   if (error.failure()) return error;
   const auto history = counted.dimensions(), ids = bias_ids.dimensions();
   if (history[0] != job->spare + 1 || history[1] != job->first.vocab || seen.element_count() != counted.element_count()) {
-    return ffi::Error::InvalidArgument("draw: penalties count tokens [slots + 1, V]");
+    return ffi::Error::InvalidArgument("draw: tokens that penalties count must be [slots + 1, V]");
   }
   if (ids[0] != job->items || biases.element_count() != bias_ids.element_count()) {
-    return ffi::Error::InvalidArgument("draw: biases and their tokens are [R, M]");
+    return ffi::Error::InvalidArgument("draw: biases and their tokens must be [R, M]");
   }
   if (counts->untyped_data() != counted.untyped_data()) memcpy(counts->untyped_data(), counted.untyped_data(), counted.size_bytes());
   job->counts = counts->typed_data();

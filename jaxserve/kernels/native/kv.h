@@ -1,4 +1,4 @@
-// Writing into KV pools, as a custom call of its own (kv_call.cc) and on the way into attention (attention_call.cc).
+// Writes to KV pools, as a separate custom call (kv_call.cc) and as a part of attention (attention_call.cc).
 
 #pragma once
 
@@ -14,8 +14,7 @@ namespace jaxserve {
 
 using Slots = xla::ffi::Buffer<xla::ffi::S32, 1>;
 
-// Writes what a step's tokens bring: their keys and values into a pool where it lies, their queries beside it. An item is
-// kTokens tokens.
+// Writes the keys and values of a step's tokens to a pool in place, and the queries to a buffer. An item is kTokens tokens.
 struct Writing final : Shared {
   static constexpr int64_t kTokens = 16;
   static constexpr int64_t kWorkPerNumber = 4;  // as multiplications are counted
@@ -68,7 +67,7 @@ struct Writing final : Shared {
     }
   }
 
-  // The vector under the norm, written to `to`; or as it is.
+  // Returns the normalised vector, written to `to`, or the vector itself without a norm.
   const void* norm(const RowFunctions& functions, const void* from, const void* weight, void* to) const {
     if (weight == nullptr) return from;
     functions.norm(from, weight, eps, dims, bfloat16, to);
@@ -85,8 +84,8 @@ struct Writing final : Shared {
   }
 };
 
-// What the writing of numbers [T, K, G + 2, D] at slots (page * S + offset, distinct but for those of page 0) into a pool
-// [P, K, 2, S, R] is made of; or what is wrong with it. Rotations and queries are the caller's to add.
+// Returns the job that writes numbers [T, K, G + 2, D] at slots (page * S + offset, distinct except in page 0) of a pool
+// [P, K, 2, S, R], or an error. The caller adds rotations and queries.
 inline xla::ffi::Error prepare_writing(Writing& w, xla::ffi::AnyBuffer numbers, Slots slots, xla::ffi::AnyBuffer pool,
                                        void* written) {
   namespace ffi = xla::ffi;

@@ -1,4 +1,4 @@
-// The XLA custom call that writes keys and values [T, K, 2, D] into a KV pool where it lies.
+// The XLA custom call that writes keys and values [T, K, 2, D] into a KV pool in place.
 
 #include "kv.h"
 
@@ -11,7 +11,7 @@ ffi::Error kv_write(ffi::AnyBuffer pool, ffi::AnyBuffer numbers, Slots slots, ff
   auto writing = std::make_shared<Writing>();
   auto error = prepare_writing(*writing, numbers, slots, pool, out->untyped_data());
   if (error.failure()) return error;
-  if (writing->groups != 0) return ffi::Error::InvalidArgument("kv_write: there are queries beside keys and values");
+  if (writing->groups != 0) return ffi::Error::InvalidArgument("kv_write: operands must have no queries besides keys and values");
   Writing::run(writing);
   return ffi::Error::Success();
 }

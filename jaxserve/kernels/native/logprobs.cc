@@ -1,4 +1,4 @@
-// Log-probabilities of a row's token and of its most likely ones, as `logprobs_of` in executor/sampler.py.
+// Log-probabilities of a row's token and of its most likely tokens, as `logprobs_of` in sampling/ops.py defines them.
 
 #include "logprobs.h"
 
@@ -16,8 +16,8 @@
 namespace jaxserve {
 namespace {
 
-// The most likely tokens and their logits, in order. After the first few hundred tokens hardly any is one of them, so that most
-// runs are not looked into.
+// The most likely tokens and their logits, in order. After the first few hundred tokens hardly any further token belongs to
+// them, so that most runs are skipped.
 void find_top(const Logits& logits, const RatedRow& row) {
   int64_t found = 0;
   const auto belongs = [&](float x) { return found < row.top || x > row.top_logprobs[row.top - 1]; };

@@ -46,7 +46,7 @@ ffi::Error logprobs(Logits logits, Tokens tokens, ffi::Result<Numbers> logprob, 
   const auto has_rows = [rows](const auto& of_rows) { return of_rows.dimensions()[0] == rows; };
   if (!has_rows(tokens) || !has_rows(*logprob) || !has_rows(*rank) || !has_rows(*top_ids) || top > vocab ||
       top_logprobs->element_count() != top_ids->element_count()) {
-    return ffi::Error::InvalidArgument("logprobs: there are logits [R, V], tokens [R] and at most V of each row in the results");
+    return ffi::Error::InvalidArgument("logprobs: operands must be logits [R, V] and tokens [R], with at most V results for each row");
   }
   auto job = std::make_shared<Rating>();
   job->items = rows;

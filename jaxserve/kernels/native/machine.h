@@ -1,4 +1,4 @@
-// What the machine has. For the custom calls alone, which are compiled for any machine and choose at run time.
+// The capabilities of the machine. Only the custom calls use this: they are compiled for any machine and choose at run time.
 
 #pragma once
 

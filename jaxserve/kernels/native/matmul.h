@@ -7,7 +7,7 @@
 
 namespace jaxserve {
 
-// A weight [out, inner] as it lies: bfloat16, or codes with scales as jaxserve/quantization/qarray.py defines them.
+// A weight [out, inner] as stored: bfloat16, or codes with scales as jaxserve/quantization/qarray.py defines them.
 struct Weight {
   const uint8_t* data;  // rows of row_bytes
   const void* scales;   // [out, groups]; null for bfloat16
@@ -46,7 +46,7 @@ struct Multiplier {
   void (*pack)(const Matmul&, int64_t row, void* packed);  // rows [row, row + kPackRows)
   Block (*block)(const Matmul&);                           // size of the parts to compute; its origin is 0
   size_t (*scratch_bytes)(const Matmul&);
-  // `after` is what this thread computes next, if that is known: its memory may be asked for.
+  // `after` is the block that this thread computes next, if known: its memory may be prefetched.
   void (*multiply)(const Matmul&, const void* packed, const Block&, const Block* after, void* scratch);
 };
 
@@ -54,7 +54,7 @@ extern const Multiplier kMatmulAmx, kMatmulVnni, kMatmulAvx512;  // x in bfloat1
 extern const Multiplier kMatmulFewAvx2, kMatmulAvx2;
 extern const Multiplier kMatmulFloatAvx512, kMatmulFloatAvx2, kMatmulFloatBaseline;
 
-// Whether this machine and its kernel let us use the matrix unit; asks the kernel for it.
+// Returns whether this machine and its operating system permit the use of the matrix unit, after requesting it.
 bool amx_available();
 
 }  // namespace jaxserve

@@ -51,7 +51,7 @@ const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, 
   return wanted("portable") ? &kMatmulFloatBaseline : nullptr;
 }
 
-// What is done to the rows of x before they are multiplied.
+// The operation on the rows of x before they are multiplied.
 struct Prologue {
   enum Kind { kNone, kNorm, kSwiglu } kind = kNone;
   const void* x = nullptr;       // [rows, inner], or [rows, 2, inner] for kSwiglu
@@ -93,7 +93,7 @@ struct Packing final : Shared {
   }
 };
 
-// What is added to y once it is rounded: a matrix like y, or nothing.
+// The matrix like y that is added to y after rounding, if any.
 struct Residual {
   const void* numbers = nullptr;
 
@@ -176,8 +176,8 @@ bool is_zero(const char* bytes, int64_t count) {
   return std::all_of(bytes, bytes + count, [](char byte) { return byte == 0; });
 }
 
-// Leaves out the rows of zeros that lie in front of all others and behind them, as a step's padding does, and writes what their products,
-// zeros, add up to.
+// Skips the rows of zeros at the beginning and at the end, which are a step's padding, and writes their results: zeros plus what
+// is added.
 void leave_out_padding(Matmul& m, Prologue& prologue, Residual& residual) {
   const int64_t x_bytes = m.w.inner * (m.x_bfloat16 ? 2 : 4) * (prologue.kind == Prologue::kSwiglu ? 2 : 1);
   const int64_t y_bytes = m.w.out * (m.y_bfloat16 ? 2 : 4);
@@ -206,7 +206,7 @@ bool is_matrix(const ffi::AnyBuffer& buffer, int64_t rows) {
 
 ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("matmul: " + what); }
 
-// Fills in where the scales and zeros of a quantised weight lie: the first `count` of the rest.
+// Fills in the scales and zeros of a quantised weight: the first `count` of the rest.
 ffi::Error add_scales(Weight& w, const ffi::RemainingArgs& rest, size_t count) {
   if (count != 1 && count != 2) return invalid("codes come with scales, and perhaps zeros");
   for (size_t i = 0; i < count; ++i) {
@@ -313,13 +313,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, jaxserve::matmul,
                                   .Attr<float>("eps")
                                   .Attr<bool>("adds"));
 
-// How many threads may compute at once in any call: hardware.processors, which knows affinity and control groups.
+// Sets the maximum number of threads of a call: core.machine.processors, which respects affinity and control groups.
 extern "C" void jaxserve_set_processors(int64_t count) { jaxserve::processor_count = std::max<int64_t>(1, count); }
 
-// How many threads may compute at once.
+// Returns the maximum number of threads of a call.
 extern "C" int64_t jaxserve_processors() { return jaxserve::processors(); }
 
-// Whether this machine has the named variant of the product, for bfloat16.
+// Returns whether this machine has the named variant of the product, for bfloat16.
 extern "C" bool jaxserve_has_matmul(const char* name, size_t length) {
   jaxserve::Weight codes = {};
   codes.bits = 8;

@@ -1,4 +1,4 @@
-// Division of a call's work over threads of our own, because the pool of XLA may have a single thread (jaxserve/planning).
+// Division of a call's work over threads of our own, because XLA's pool may have a single thread (planning/resolve.py).
 
 #pragma once
 
@@ -18,8 +18,8 @@ constexpr int64_t kWorkPerThread = 100'000;  // multiplications; below it sharin
 constexpr std::chrono::microseconds kLinger{60};  // as long as most pauses between a step's calls: see below
 constexpr int kPatience = 20;  // microseconds or so that a caller keeps its processor while the last items are computed
 
-// Neighbouring items. One thread takes them from the front, and so goes through memory in order; those that have come to the end of
-// their own take them from the back.
+// A stretch of neighbouring items. Its own thread takes them from the front, and so walks through memory in order. Threads that
+// have finished their own stretch take items from the back.
 class Stretch {
  public:
   void set(int64_t first, int64_t end) { left_ = pack(first, end); }
@@ -48,8 +48,8 @@ class Stretch {
   static int64_t end_of(uint64_t left) { return static_cast<int64_t>(left >> 32); }
 };
 
-// Work of one call in items, a stretch of them for each thread. A thread may come late and outlive the call, so all own
-// this together and touch nothing else once the items have run out.
+// The work of one call as items, with a stretch of them for each thread. A thread may start late and outlive the call, so all
+// threads own the job together and touch nothing else after the items have run out.
 struct Shared {
   static constexpr int64_t kStretches = 8;  // more threads share some
 
@@ -67,7 +67,7 @@ struct Shared {
   std::atomic<int64_t> joined{0}, done{0};
 };
 
-// A microsecond or so.
+// Pauses for about a microsecond.
 inline void pause() {
   for (int i = 0; i < 32; ++i) {
 #if defined(__x86_64__)
@@ -78,12 +78,12 @@ inline void pause() {
   }
 }
 
-// How many threads may compute at once: what jaxserve_set_processors was told when the library was loaded.
+// The maximum number of threads that compute at once, set by jaxserve_set_processors when the library is loaded.
 inline std::atomic<int64_t> processor_count{std::max<int64_t>(1, std::thread::hardware_concurrency())};
 
 inline int64_t processors() { return processor_count.load(std::memory_order_relaxed); }
 
-// One thread's way through a job's items.
+// The items of a job that one thread computes, in order.
 class Items {
  public:
   explicit Items(Shared& job) : job_(job), home_(job.joined.fetch_add(1)) { take(); }
@@ -114,13 +114,12 @@ class Items {
   }
 };
 
-// Threads that help in calls, and look out for the next one for a while before they sleep. To wake a thread takes longer
-// than most calls: up to several milliseconds if it last ran where the caller runs now. But one that looks out keeps a
-// processor busy: the thread that prepares the next step then shares the caller's instead, and both take turns for as long as
-// that goes on.
+// Threads that help in calls, and poll for the next call for a while before they sleep. Waking a thread takes longer than
+// most calls: up to several milliseconds if it last ran on the processor of the caller. But polling keeps a processor busy:
+// the thread that prepares the next step then shares the processor of the caller, and the two alternate meanwhile.
 class Helpers {
  public:
-  // Those of the process. Never destroyed: some may still look out when it ends.
+  // The helpers of the process. They are never destroyed, because some may still poll when the process ends.
   static Helpers& all() {
     static Helpers* const helpers = new Helpers;
     return *helpers;
@@ -135,7 +134,7 @@ class Helpers {
     if (sleeping_ > 0) came_.notify_all();
   }
 
-  // Takes back the places that nobody came for.
+  // Withdraws the places that no thread has taken.
   void withdraw(const Shared* job) {
     const std::lock_guard lock(mutex_);
     const auto same = [job](const std::shared_ptr<Shared>& offer) { return offer.get() == job; };
@@ -178,8 +177,8 @@ class Helpers {
   }
 };
 
-// Runs the job on this thread and as many helpers as its work is worth. This thread could do all of it, so that helpers
-// that come late delay nothing.
+// Runs the job on this thread and as many helpers as its work justifies. This thread can do all of the work, so late helpers
+// delay nothing.
 inline void run(const std::shared_ptr<Shared>& job, int64_t work) {
   const int64_t threads = std::min({processors(), job->items, 1 + work / kWorkPerThread});
   job->divide(threads);

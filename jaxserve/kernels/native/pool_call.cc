@@ -1,7 +1,7 @@
-// Custom calls for KV pools whose memory the operating system commits when it is first written, and takes back again.
+// Custom calls for KV pools whose memory the operating system commits at the first write, and takes back on request.
 //
-// XLA allocates results with malloc. Of a large one that is address space alone, until somebody writes; a small one
-// may be memory that was freed a moment ago, with its contents. MADV_DONTNEED makes both the same on Linux: whole OS
+// XLA allocates results with malloc. A large result is only address space until its first write. A small one may be memory
+// that was freed before and still has its contents. MADV_DONTNEED makes both the same on Linux: whole OS
 // pages of private anonymous memory, and malloc has no other, are given back and read as zero until they are written
 // (madvise(2)). Elsewhere it promises no zeros: there pools are cleared by hand and never shrink.
 
@@ -55,7 +55,7 @@ void ask_for_huge_pages(Range pages) {
 
 #endif
 
-// Zeros that take no memory yet, as far as the platform can do that.
+// Returns zeros that take no memory before the first write, if the platform supports that.
 ffi::Error reserve(ffi::Result<ffi::AnyBuffer> out) {
   auto* begin = static_cast<char*>(out->untyped_data());
   const Range pool = {begin, begin + out->size_bytes()};

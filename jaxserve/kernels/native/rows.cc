@@ -1,4 +1,4 @@
-// Functions of the rows of x that cost too little to be a call of their own.
+// Functions of rows of x that are too cheap for a separate call.
 
 #include "rows.h"
 
