@@ -131,7 +131,7 @@ def build(
             eos_token_ids=(*resolved.physical.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
             salt=assignment_id(instance.layer_precisions),
             seed=config.seed + number,
-            static=resolved.describe(resolved.plan, number),
+            plan_fields=resolved.plan_fields(resolved.plan, number),
             number=number,
         )
         if config.warmup:
@@ -191,7 +191,7 @@ def _actuator(
         metrics,
         ledger=resolved.ledger,
         entries=resolved.ledger_entries,
-        describe=resolved.describe,
+        plan_fields=resolved.plan_fields,
         copy_rate=_copy_rate(resolved),
         copy_share=COPY_SHARES[resolved.devices[0].platform],
     )

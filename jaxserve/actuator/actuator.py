@@ -58,11 +58,11 @@ class PlanActuator:
         *,
         ledger: Ledger,
         entries: Callable[[Plan], Mapping[str, int]],
-        describe: Callable[[Plan, int], Snapshot],
+        plan_fields: Callable[[Plan, int], Snapshot],
         copy_rate: float,
         copy_share: float,
     ):
-        """`plan` is the one in force. `entries` are the bytes of a plan in the ledger, by name; `describe` gives the
+        """`plan` is the one in force. `entries` are the bytes of a plan in the ledger, by name; `plan_fields` gives the
         fields of an instance's snapshots that follow from a plan. Copies beside running steps take `copy_rate` bytes/s
         and `copy_share` of a core, at most.
         """
@@ -70,7 +70,7 @@ class PlanActuator:
         self._instances = tuple(instances)
         self._source, self._metrics = source, metrics
         self._copy_rate, self._copy_share = copy_rate, copy_share
-        self._ledger, self._entries, self._describe = ledger, entries, describe
+        self._ledger, self._entries, self._plan_fields = ledger, entries, plan_fields
         self._waiting: queue.SimpleQueue[Sequence[Transition] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._under_way = 0  # sequences of transitions that were started and have not ended
@@ -289,9 +289,9 @@ class PlanActuator:
     def _replan(self, instance: Instance, number: int, after: Plan, undo: ExitStack) -> None:
         """Tells the core what follows from the plan after. `undo` gets what takes it back."""
         core = instance.steps.core
-        salt, static = assignment_id(after.instances[number].layer_precisions), self._describe(after, number)
-        undo.callback(core.replan, core.salt, core.static)
-        core.replan(salt, static)
+        salt, plan_fields = assignment_id(after.instances[number].layer_precisions), self._plan_fields(after, number)
+        undo.callback(core.replan, core.salt, core.plan_fields)
+        core.replan(salt, plan_fields)
 
     def _end(self, free: Callable[[], None], after: Plan) -> None:
         """No step uses what has been replaced any more: frees it, and lets the next transition have the memory.

@@ -49,11 +49,11 @@ class EngineCore:
         eos_token_ids: SequenceOf[int] = (),
         salt: str = "",
         seed: int = 0,
-        static: Snapshot,
+        plan_fields: Snapshot,
         number: int = 0,
     ):
-        """`number` tells instances apart, `salt` names the plan in the prefix cache, and `static` holds the snapshot's
-        fields that do not change by step.
+        """`number` tells instances apart, `salt` names the plan in the prefix cache, and `plan_fields` holds the
+        snapshot's fields that follow from the plan.
         """
         self.scheduler = scheduler
         self.info = info
@@ -62,7 +62,7 @@ class EngineCore:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
         self.number = number
-        self._record = Record(scheduler, metrics, static)
+        self._record = Record(scheduler, metrics, plan_fields)
         metrics.follow(lambda: self.snapshot, number)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
@@ -109,11 +109,11 @@ class EngineCore:
                 self.scheduler.finish(sequence)
         self._end(state, reason, now)
 
-    def replan(self, salt: str, static: Snapshot) -> None:
+    def replan(self, salt: str, plan_fields: Snapshot) -> None:
         """The plan has changed between two steps: its name in the prefix cache, and the snapshot's fields that follow
         from it. Requests in flight go on; under another name, what they compute from now on is not shared. Mutates.
         """
-        self.salt, self._record.static = salt, static
+        self.salt, self._record.plan_fields = salt, plan_fields
         for state in self._requests.values():
             for sequence in state.sequences:
                 if sequence.status is not Status.FINISHED:
@@ -131,9 +131,9 @@ class EngineCore:
         return self.scheduler.waiting_tokens + len(self.scheduler.running)
 
     @property
-    def static(self) -> Snapshot:
+    def plan_fields(self) -> Snapshot:
         """The snapshot's fields that follow from the plan in force."""
-        return self._record.static
+        return self._record.plan_fields
 
     @property
     def snapshot(self) -> Snapshot:

@@ -14,13 +14,13 @@ from jaxserve.telemetry import TIME_BOUNDS, EngineMetrics, Snapshot
 class Record:
     """Counts what the engine core tells it. All but `snapshot` mutates, and is called between two steps."""
 
-    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, static: Snapshot):
-        """`static` holds the snapshot's fields that do not change by step."""
-        self.static = static
+    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, plan_fields: Snapshot):
+        """`plan_fields` holds the snapshot's fields that do not change by step."""
+        self.plan_fields = plan_fields
         self.steps = 0  # begun
         self._scheduler = scheduler
         self._metrics = metrics
-        self._latest: tuple[Snapshot, dict[str, Any]] = (static, {})  # what `snapshot` is made of
+        self._latest: tuple[Snapshot, dict[str, Any]] = (plan_fields, {})  # what `snapshot` is made of
         self._reported = (0, 0, 0)  # preemptions, prefix queries and hits already in the metrics
         self._first_tokens = (0,) * (len(TIME_BOUNDS) + 1)  # by seconds since their arrival
         self._gaps, self._gap_seconds = 0, 0.0  # between two tokens of a sequence
@@ -29,8 +29,8 @@ class Record:
     @property
     def snapshot(self) -> Snapshot:
         """The state when it was last taken. From any thread."""
-        static, latest = self._latest
-        return replace(static, **latest)
+        plan_fields, latest = self._latest
+        return replace(plan_fields, **latest)
 
     def take(self, now: float) -> None:
         """Keeps the state for `snapshot`."""
@@ -50,7 +50,7 @@ class Record:
             "gaps": self._gaps,
             "gap_seconds": self._gap_seconds,
         }
-        self._latest = (self.static, latest)
+        self._latest = (self.plan_fields, latest)
 
     def first_token(self, seconds: float) -> None:
         """Of a sequence, so long after its request's arrival."""

@@ -130,7 +130,7 @@ class MemoryPlan:
         limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
         return Scheduler(limits, pages, table), table
 
-    def describe(self, plan: Plan, number: int) -> Snapshot:
+    def plan_fields(self, plan: Plan, number: int) -> Snapshot:
         """What a snapshot says of an instance that follows from the plan."""
         instance = plan.instances[number]
         layers, stages = instance.layer_precisions, instance.stages

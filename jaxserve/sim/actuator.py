@@ -59,19 +59,19 @@ class SimActuator:
         *,
         ledger: Ledger,
         entries: Callable[[Plan], Mapping[str, int]],
-        describe: Callable[[Plan, int], Snapshot],
+        plan_fields: Callable[[Plan, int], Snapshot],
         compile_seconds: float = 0.0,
         warm: Collection[Signature] = (),
     ):
         """`plan` is the one in force; `pcie` names the link over which each instance gets weights from its host, where
-        the devices of a stage have one each. `entries` are the bytes of a plan in the ledger, by name; `describe` gives
-        the fields of an instance's snapshots that follow from a plan. A signature takes `compile_seconds` in each
+        the devices of a stage have one each. `entries` are the bytes of a plan in the ledger, by name; `plan_fields`
+        gives the fields of an instance's snapshots that follow from a plan. A signature takes `compile_seconds` in each
         instance that has not had it: neither in `plan`, nor since, nor in `warm`.
         """
         self._plan = plan
         self._instances, self._pcie = tuple(instances), tuple(pcie)
         self._clock, self._links = clock, links
-        self._ledger, self._entries, self._describe = ledger, entries, describe
+        self._ledger, self._entries, self._plan_fields = ledger, entries, plan_fields
         self._compile_seconds = compile_seconds
         running = ({_signature(block.block, block.precision) for block in i.blocks} for i in plan.instances)
         self._compiled = [signatures.union(warm) for signatures in running]
@@ -238,7 +238,7 @@ class SimActuator:
     def _put_in_force(self, instance: Instance, number: int, after: Plan) -> None:
         self._plan, own = after, after.instances[number]
         instance.set_plan(own)
-        instance.core.replan(assignment_id(own.layer_precisions), self._describe(after, number))
+        instance.core.replan(assignment_id(own.layer_precisions), self._plan_fields(after, number))
 
 
 def _signature(block: str, precision: str) -> Signature:

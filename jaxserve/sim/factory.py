@@ -62,6 +62,6 @@ def _core(cluster: Cluster, number: int, metrics: EngineMetrics) -> EngineCore:
         None,
         metrics,
         salt=assignment_id(instance.layer_precisions),
-        static=memory.describe(memory.plan, number),
+        plan_fields=memory.plan_fields(memory.plan, number),
         number=number,
     )

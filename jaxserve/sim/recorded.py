@@ -167,7 +167,7 @@ class _Actuator:
                 self._core.scheduler.grow(more)
             else:
                 self._core.scheduler.shrink(-more, lambda moves: None)
-        self._core.replan(assignment_id(self.plan.instances[0].layer_precisions), _describe(self.plan))
+        self._core.replan(assignment_id(self.plan.instances[0].layer_precisions), _plan_fields(self.plan))
 
 
 class _Replay:
@@ -242,7 +242,7 @@ class _Replay:
     def _tick(self, tick: Tick) -> None:
         self._actuator.tick = tick
         ((time, version),) = tick.seen
-        if self._core.static.plan_version < version:  # put in force while there was no step
+        if self._core.plan_fields.plan_version < version:  # put in force while there was no step
             self._actuator.commit(version)
         self._controller.tick(tick.time, [self._core.seen(time, version)])
         if (decided := decided_at(self._controller, tick.time)) is not None:
@@ -262,7 +262,7 @@ class _Replay:
         most = WITHOUT_LIMIT
         info = ModelInfo(facts["model"], longest, most, 1, 0, max_queued_requests=most, max_queued_tokens=most)
         salt = assignment_id(instance.layer_precisions)
-        return _Core(self, scheduler, info, None, EngineMetrics(info.name), salt=salt, static=_describe(plan))
+        return _Core(self, scheduler, info, None, EngineMetrics(info.name), salt=salt, plan_fields=_plan_fields(plan))
 
 
 def _check(recording: Recording) -> None:
@@ -290,7 +290,7 @@ def _time_of(tick: Tick) -> float:
     return max(tick.time, float(seen))
 
 
-def _describe(plan: Plan) -> Snapshot:
+def _plan_fields(plan: Plan) -> Snapshot:
     """The fields of a snapshot that follow from the plan, but for bytes, which no policy decides by."""
     (instance,) = plan.instances
     layers = dict(Counter(instance.layer_precisions))

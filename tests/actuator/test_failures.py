@@ -91,7 +91,7 @@ def state_of(adapted: Adapted) -> dict[str, Any]:
         "segments": (executor.pools.segments, executor.pools.nbytes),
         "pages": core.scheduler.pages.num_pages,
         "ledger": dict(adapted.built.resolved.ledger.entries),
-        "names": (core.salt, core.static),
+        "names": (core.salt, core.plan_fields),
         "shown": (core.snapshot.plan_version, core.snapshot.layers_by_precision, core.snapshot.kv_pages_total, gauges),
     }
 
@@ -99,7 +99,7 @@ def state_of(adapted: Adapted) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "broken"),
     [
-        *[(change, broken) for change in ("swap", "grow", "shrink") for broken in ("describe", "replan")],
+        *[(change, broken) for change in ("swap", "grow", "shrink") for broken in ("plan_fields", "replan")],
         ("grow", "extend"),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_commit_that_fails_halfway_is_taken_back(
         raise MemoryError("none left")
 
     owner, name = {
-        "describe": (adapted.actuator, "_describe"),
+        "plan_fields": (adapted.actuator, "_plan_fields"),
         "replan": (core, "replan"),
         "extend": (adapted.steps.executor.pools, "extend"),
     }[broken]

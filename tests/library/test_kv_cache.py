@@ -118,7 +118,7 @@ def test_pages_follow_from_their_bytes(tiny_model: Path) -> None:
 def test_the_ledger_counts_what_is_really_there(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     assert built.resolved.ledger.entries["kv"] == built.instances[0].executor.pools.nbytes
-    assert built.instances[0].core.static.kv_bytes == built.resolved.ledger.entries["kv"]
+    assert built.instances[0].core.plan_fields.kv_bytes == built.resolved.ledger.entries["kv"]
     built.close()
 
 

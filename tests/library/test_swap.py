@@ -53,8 +53,8 @@ class Swapped:
         self.precisions[layer] = precision
         layers = {name: self.precisions.count(name) for name in self.precisions}
         held = sum(row.nbytes for row in self.executor.blocks)
-        static = replace(self.core.static, layers_by_precision=layers, weight_bytes=held)
-        self.core.replan(assignment_id(self.precisions), static)
+        plan_fields = replace(self.core.plan_fields, layers_by_precision=layers, weight_bytes=held)
+        self.core.replan(assignment_id(self.precisions), plan_fields)
 
     def run(self, *prompts: tuple[int, ...], params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
         ids = [self.engine.add(TokensPrompt(p), params) for p in prompts]

@@ -135,7 +135,7 @@ class World:
             ["pcie"] * dp,
             ledger=self.ledger,
             entries=self.entries,
-            describe=self.describe,
+            plan_fields=self.plan_fields,
             compile_seconds=compile_seconds,
             warm=warm,
         )
@@ -146,8 +146,8 @@ class World:
     def _instance(self, number: int) -> Served:
         pages = PagePool(PAGES, caching=False, least=self.resources.min_pages, most=self.resources.max_pages)
         scheduler = Scheduler(SchedulerLimits(4, 4, 16, 16), pages, PageTable(4, 64))
-        static = self.describe(self.home, number)
-        core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), static=static, number=number)
+        plan_fields = self.plan_fields(self.home, number)
+        core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), plan_fields=plan_fields, number=number)
         return Served(core, Device(self.clock, self.run_until), self.home.instances[number])
 
     def entries(self, plan: Plan) -> dict[str, int]:
@@ -156,7 +156,7 @@ class World:
         weights, kv = max(sizes, key=sum)
         return {"weights": weights, "kv": kv}
 
-    def describe(self, plan: Plan, number: int) -> Snapshot:
+    def plan_fields(self, plan: Plan, number: int) -> Snapshot:
         return Snapshot(plan_version=plan.version, kv_pages_total=plan.instances[number].kv_pages - 1)
 
     def add(self, *, tokens: int, prompt: int = 16, number: int = 0) -> None:

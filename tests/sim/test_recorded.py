@@ -68,7 +68,7 @@ class World(VirtualClock):
             None,
             EngineMetrics("small"),
             salt=assignment_id(self.plan.instances[0].layer_precisions),
-            static=self.describe(),
+            plan_fields=self.plan_fields(),
         )
         self.loop = StepLoop(self.core, Device(self), self, log=InstanceLog(self.log, self.core, BUCKETS))
         self.loop.wake = lambda: None
@@ -78,7 +78,7 @@ class World(VirtualClock):
         self.next_tick = self.time
         self.ticking = False
 
-    def describe(self) -> Snapshot:
+    def plan_fields(self) -> Snapshot:
         return Snapshot(kv_pages_total=self.plan.instances[0].kv_pages - 1, plan_version=self.plan.version)
 
     def now(self) -> float:
@@ -170,7 +170,7 @@ class Actuator:
                 count, scheduler = transition.after - transition.before, world.core.scheduler
                 scheduler.grow(count) if count >= 0 else scheduler.shrink(-count, lambda moves: None)
             world.plan = transition.apply(world.plan)
-            world.core.replan(assignment_id(world.plan.instances[0].layer_precisions), world.describe())
+            world.core.replan(assignment_id(world.plan.instances[0].layer_precisions), world.plan_fields())
         except ValueError as failure:  # pages in use
             error = str(failure)
         world.loop.after_dispatched(lambda: self.ended(transition, error))
