@@ -132,7 +132,7 @@ def build(
             salt=assignment_id(instance.layer_precisions),
             seed=config.seed + number,
             plan_fields=resolved.plan_fields(resolved.plan, number),
-            number=number,
+            index=number,
         )
         if config.warmup:
             executor.warm()

@@ -50,9 +50,9 @@ class EngineCore:
         salt: str = "",
         seed: int = 0,
         plan_fields: Snapshot,
-        number: int = 0,
+        index: int = 0,
     ):
-        """`number` tells instances apart, `salt` names the plan in the prefix cache, and `plan_fields` holds the
+        """`index` tells instances apart, `salt` names the plan in the prefix cache, and `plan_fields` holds the
         snapshot's fields that follow from the plan.
         """
         self.scheduler = scheduler
@@ -61,9 +61,9 @@ class EngineCore:
         self.metrics = metrics
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
-        self.number = number
+        self.index = index
         self._record = Record(scheduler, metrics, plan_fields)
-        metrics.follow(lambda: self.snapshot, number)
+        metrics.follow(lambda: self.snapshot, index)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
         self._requests: dict[str, RequestState] = {}

@@ -182,7 +182,7 @@ class InstanceLog:
         self._log.write(
             Arrival(
                 request.id,
-                self._core.number,
+                self._core.index,
                 self._next,
                 request.arrival,
                 len(request.prompt_token_ids),
@@ -198,7 +198,7 @@ class InstanceLog:
         if plan_fields.plan_version != self._version:
             self._version = plan_fields.plan_version
             layers = dict(plan_fields.layers_by_precision)
-            self._log.write(InForce(self._core.number, self._version, layers, plan_fields.kv_pages_total))
+            self._log.write(InForce(self._core.index, self._version, layers, plan_fields.kv_pages_total))
         self._open.append((begun, now, load, self._version))
         self._next = work.step + 1
 
@@ -207,7 +207,7 @@ class InstanceLog:
         begun, dispatched, load, version = self._open.popleft()
         self._log.write(
             Step(
-                self._core.number,
+                self._core.index,
                 work.step,
                 begun,
                 dispatched,
@@ -231,7 +231,7 @@ class InstanceLog:
         last = next(sequence for sequence in sequences if sequence.request.id == output.request_id)
         return Answer(
             output.request_id,
-            self._core.number,
+            self._core.index,
             last.first_token,
             last.last_token,
             last.num_generated,

@@ -63,5 +63,5 @@ def _core(cluster: Cluster, number: int, metrics: EngineMetrics) -> EngineCore:
         metrics,
         salt=assignment_id(instance.layer_precisions),
         plan_fields=memory.plan_fields(memory.plan, number),
-        number=number,
+        index=number,
     )

@@ -60,7 +60,7 @@ def cluster(
         pool = PagePool(pages, caching=caching, least=LONGEST // PAGE + 1, most=pages)
         scheduler = Scheduler(SchedulerLimits(seqs, 4, TILE, PAGE), pool, PageTable(seqs, LONGEST // PAGE))
         core = EngineCore(
-            scheduler, info, None, EngineMetrics("small"), plan_fields=Snapshot(kv_pages_total=pages - 1), number=number
+            scheduler, info, None, EngineMetrics("small"), plan_fields=Snapshot(kv_pages_total=pages - 1), index=number
         )
         made.append(SimInstance(core, instance, Formula(alike), buckets, clock, detailed=detailed))
     return Simulation(made, clock, frontend=frontend, control=control)

@@ -147,7 +147,7 @@ class World:
         pages = PagePool(PAGES, caching=False, least=self.resources.min_pages, most=self.resources.max_pages)
         scheduler = Scheduler(SchedulerLimits(4, 4, 16, 16), pages, PageTable(4, 64))
         plan_fields = self.plan_fields(self.home, number)
-        core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), plan_fields=plan_fields, number=number)
+        core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), plan_fields=plan_fields, index=number)
         return Served(core, Device(self.clock, self.run_until), self.home.instances[number])
 
     def entries(self, plan: Plan) -> dict[str, int]:
