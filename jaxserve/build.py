@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.actuator import HostMemory, Instance, LayerSource, Place, PlanActuator, keeper, pinned_memory
+from jaxserve.actuator import HostMemory, LayerSource, Place, PlanActuator, RunningInstance, keeper, pinned_memory
 from jaxserve.calibration.sensitivity.order import swap_order
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.checkpoint.variants import fingerprint
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltEngine:
     """A loaded engine: what the synchronous and the asynchronous front have in common."""
 
     instances: tuple[StepLoop, ...]
@@ -98,7 +98,7 @@ def build(
     controlled: bool = False,
     host_memory: HostMemory = pinned_memory,
     progress: Progress = untold,
-) -> Built:
+) -> BuiltEngine:
     """Resolves, loads, places and warms. `controlled`: with a control plane even for a policy that changes nothing, so
     that operators see the plan and may give another. `host_memory` says where variants are kept for a device.
     """
@@ -144,7 +144,7 @@ def build(
 
     actuator = control = None
     if load and policy:
-        pairs = [Instance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
+        pairs = [RunningInstance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
         actuator = _actuator(resolved, pairs, source, metrics, memory)
         control = _control_plane(resolved, policy, load, instances, actuator, clock, step_log)
 
@@ -157,14 +157,14 @@ def build(
             executor.close()
         source.close()
 
-    return Built(
+    return BuiltEngine(
         tuple(instances), resolved.info, tokenizer, metrics, clock, control, actuator, close, resolved, compilations
     )
 
 
 def _actuator(
     resolved: Resolved,
-    instances: Sequence[Instance],
+    instances: Sequence[RunningInstance],
     source: LayerSource,
     metrics: EngineMetrics,
     memory: str | None,

@@ -35,7 +35,7 @@ LOOK_AGAIN = 0.2  # seconds after which a thread that waits for a step looks whe
 
 
 @dataclass(frozen=True)
-class Instance:
+class RunningInstance:
     """What transitions change of one instance of the plan."""
 
     steps: StepLoop
@@ -52,7 +52,7 @@ class PlanActuator:
     def __init__(
         self,
         plan: Plan,
-        instances: Sequence[Instance],
+        instances: Sequence[RunningInstance],
         source: LayerSource,
         metrics: EngineMetrics,
         *,
@@ -152,7 +152,7 @@ class PlanActuator:
             case _:
                 self._exchange(instance, [swap for swap in batch if isinstance(swap, SwapPrecision)], after)
 
-    def _exchange(self, instance: Instance, swaps: Sequence[SwapPrecision], after: Plan) -> None:
+    def _exchange(self, instance: RunningInstance, swaps: Sequence[SwapPrecision], after: Plan) -> None:
         """Prepares layers' variants and puts them in the place of those in use.
 
         While there are both, the ledger has the larger ones among the weights, and room for the smaller one of one.
@@ -179,7 +179,7 @@ class PlanActuator:
             raise
         self._end(drop, after)
 
-    def _extend(self, instance: Instance, transition: ResizeKVPool, after: Plan) -> None:
+    def _extend(self, instance: RunningInstance, transition: ResizeKVPool, after: Plan) -> None:
         """Makes what pools of so many pages need beside what they have, and puts it behind that."""
         self._ledger.update(self._entries(after))
         growth: Growth = []
@@ -191,7 +191,7 @@ class PlanActuator:
             self._ledger.update(self._entries(self._plan))
             raise
 
-    def _reduce(self, instance: Instance, transition: ResizeKVPool, after: Plan) -> None:
+    def _reduce(self, instance: RunningInstance, transition: ResizeKVPool, after: Plan) -> None:
         """Takes pages away once so many are not in use. They were when that was decided; since then some may have been
         handed out, and under load as many come back soon.
         """
@@ -204,18 +204,18 @@ class PlanActuator:
                     raise
             self._closing.wait(TRY_AGAIN)
 
-    def _throttle(self, instance: Instance) -> Throttle:
+    def _throttle(self, instance: RunningInstance) -> Throttle:
         """For this thread's work beside the instance's steps: copies, and what Python does for layers without any."""
         steps = instance.steps
         return Throttle(self._copy_rate, self._copy_share, lambda: not steps.idle, self._closing.wait)
 
-    def _prepare(self, instance: Instance, throttle: Throttle, block: str, precision: str) -> LoadedBlock:
+    def _prepare(self, instance: RunningInstance, throttle: Throttle, block: str, precision: str) -> LoadedBlock:
         """Copies a layer's variant to the devices beside the row in use."""
         throttle.worked()
         parameters = self._source.parameters(block, precision, between=throttle.worked)
         return instance.executor.prepare(block, parameters, precision, copied=throttle.copied)
 
-    def _between_steps(self, instance: Instance, commit: Callable[[Future[None]], None]) -> None:
+    def _between_steps(self, instance: RunningInstance, commit: Callable[[Future[None]], None]) -> None:
         """Has `commit` run between two steps, and waits until it has settled its future. Raises what it raised, and
         `Cancelled` if the actuator is closed before that: no step follows then, so that it may have been committed
         (the plan in force says so) and never be told that the steps before have ended.
@@ -242,7 +242,7 @@ class PlanActuator:
     # -- between two steps, in the instance's thread: in force at once, or everything is as it was
 
     def _swap(
-        self, instance: Instance, number: int, rows: Sequence[LoadedBlock], after: Plan, done: Future[None]
+        self, instance: RunningInstance, number: int, rows: Sequence[LoadedBlock], after: Plan, done: Future[None]
     ) -> None:
         executor = instance.executor
         with ExitStack() as undo:
@@ -253,7 +253,7 @@ class PlanActuator:
         instance.steps.after_dispatched(lambda: done.set_result(None))
 
     def _grow(
-        self, instance: Instance, transition: ResizeKVPool, growth: Growth, after: Plan, done: Future[None]
+        self, instance: RunningInstance, transition: ResizeKVPool, growth: Growth, after: Plan, done: Future[None]
     ) -> None:
         scheduler, count = instance.steps.core.scheduler, transition.after - transition.before
         with ExitStack() as undo:
@@ -265,7 +265,7 @@ class PlanActuator:
         self._plan = after
         done.set_result(None)
 
-    def _shrink(self, instance: Instance, transition: ResizeKVPool, after: Plan, done: Future[None]) -> None:
+    def _shrink(self, instance: RunningInstance, transition: ResizeKVPool, after: Plan, done: Future[None]) -> None:
         def move(moves: Mapping[int, int]) -> None:
             instance.executor.shrink_pools(moves, transition.after)
 
@@ -286,7 +286,7 @@ class PlanActuator:
         # The device gives the memory back after the steps that are dispatched, and before the one after them.
         steps.after_dispatched(lambda: steps.after_dispatched(ended))
 
-    def _replan(self, instance: Instance, number: int, after: Plan, undo: ExitStack) -> None:
+    def _replan(self, instance: RunningInstance, number: int, after: Plan, undo: ExitStack) -> None:
         """Tells the core what follows from the plan after. `undo` gets what takes it back."""
         core = instance.steps.core
         salt, plan_fields = assignment_id(after.instances[number].layer_precisions), self._plan_fields(after, number)

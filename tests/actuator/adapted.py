@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxserve.build import Built
+from jaxserve.build import BuiltEngine
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
 from jaxserve.control.transitions import Outcome
@@ -86,7 +86,7 @@ class Adapted:
     first is recorded.
     """
 
-    def __init__(self, built: Built):
+    def __init__(self, built: BuiltEngine):
         assert built.actuator is not None
         assert built.control is not None
         built.control.close()  # the test decides

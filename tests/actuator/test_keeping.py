@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve.actuator import LayerSource, keeper, pinned_memory
 from jaxserve.actuator.pinned import PINNED, Keeper
-from jaxserve.build import Built, build
+from jaxserve.build import BuiltEngine, build
 from jaxserve.calibration.pipeline import Settings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
@@ -50,7 +50,7 @@ def leaves(parameters: Mapping[str, Any]) -> list[Any]:
     return jax.tree.leaves(dict(parameters))
 
 
-def source_of(built: Built) -> LayerSource:
+def source_of(built: BuiltEngine) -> LayerSource:
     assert built.actuator is not None
     return built.actuator._source
 

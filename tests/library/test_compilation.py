@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.build import Built, build
+from jaxserve.build import BuiltEngine, build
 from jaxserve.compilation.programs import Program
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.progress import COMPILING, LOADING, QUANTISING, READING
@@ -19,7 +19,7 @@ from tests.reference import Reference
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 8 + 64}
 
 
-def engine_of(built: Built) -> SyncEngine:
+def engine_of(built: BuiltEngine) -> SyncEngine:
     return SyncEngine(built.instances, built.info, None, built.clock)
 
 
@@ -34,13 +34,13 @@ def run(engine: SyncEngine, requests: list[tuple[list[int], SamplingParams]]) ->
 
 
 @pytest.fixture
-def built(tiny_model: Path) -> Iterator[Built]:
+def built(tiny_model: Path) -> Iterator[BuiltEngine]:
     built = build(EngineConfig(model=tiny_model, **OPTIONS))
     yield built
     built.close()
 
 
-def test_nothing_is_compiled_while_serving(built: Built) -> None:
+def test_nothing_is_compiled_while_serving(built: BuiltEngine) -> None:
     engine = engine_of(built)
     rng = np.random.default_rng(0)
     kinds = (
@@ -65,7 +65,7 @@ def test_nothing_is_compiled_while_serving(built: Built) -> None:
     assert built.compilations.counts == before
 
 
-def test_a_compilation_would_be_counted(built: Built) -> None:
+def test_a_compilation_would_be_counted(built: BuiltEngine) -> None:
     import jax
 
     before = built.compilations.counts["block"]
@@ -73,7 +73,7 @@ def test_a_compilation_would_be_counted(built: Built) -> None:
     assert built.compilations.counts["block"] > before
 
 
-def test_steps_that_only_decode_are_fused_at_warm_up(built: Built) -> None:
+def test_steps_that_only_decode_are_fused_at_warm_up(built: BuiltEngine) -> None:
     fused = built.instances[0].executor._fused
     shapes = {shape for _, shape, *_ in fused._compiled}
     assert shapes == {shape for shape in built.instances[0].executor.buckets.all() if not shape.tiles}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams
-from jaxserve.build import Built, build
+from jaxserve.build import BuiltEngine, build
 from jaxserve.calibration.pipeline import Settings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import open_checkpoint
@@ -89,7 +89,7 @@ def test_prepared_variants_are_served_and_counted(prepared: Path) -> None:
 
 
 def test_a_layer_changes_to_its_prepared_variant_without_compiling(prepared: Path) -> None:
-    built: Built = build(EngineConfig(model=prepared, variants=("int4",), **(OPTIONS | {"warmup": True})))
+    built: BuiltEngine = build(EngineConfig(model=prepared, variants=("int4",), **(OPTIONS | {"warmup": True})))
     executor, before = built.instances[0].executor, dict(built.compilations.counts)
     row = executor.prepare("layers.5", built.resolved.checkpoint.variant("layers.5", "int4"), "int4")
     assert len(row.leaves) == len(executor.blocks[6].leaves) + 4 * 2, "codes, scales and zeros"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.build import Built, build
+from jaxserve.build import BuiltEngine, build
 from jaxserve.calibration.pipeline import Settings, quantize_layers
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
@@ -37,7 +37,7 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 class Swapped:
     """A built engine whose layers change their precision."""
 
-    def __init__(self, built: Built):
+    def __init__(self, built: BuiltEngine):
         self.built = built
         (steps,) = built.instances
         self.core, self.executor, self.canary = steps.core, steps.executor, Canary(steps)
@@ -76,14 +76,14 @@ class Swapped:
 
 
 @pytest.fixture(scope="module")
-def warm(tiny_model: Path) -> Iterator[Built]:
+def warm(tiny_model: Path) -> Iterator[BuiltEngine]:
     built = build(EngineConfig(model=tiny_model, variants=VARIANTS, **OPTIONS))
     yield built
     built.close()
 
 
 @pytest.fixture
-def swapped(warm: Built) -> Iterator[Swapped]:
+def swapped(warm: BuiltEngine) -> Iterator[Swapped]:
     swapped = Swapped(warm)
     yield swapped
     swapped.canary.close()
