@@ -115,10 +115,10 @@ def build(
     clock = SystemClock()
     memory = host_memory(resolved.devices[0])
     keep_full = memory is not None or resolved.devices[0].platform != "cpu"
-    source = LayerSource(resolved.checkpoint, resolved.physical, keep_full=keep_full)
+    source = LayerSource(resolved.checkpoint, resolved.padded_model, keep_full=keep_full)
     if resolved.variants and not keep_full:
         resolved.checkpoint.store.remember()  # before layers are loaded, which are to be the same when they come back
-    saved = saved_programs(resolved.physical, resolved.devices)
+    saved = saved_programs(resolved.padded_model, resolved.devices)
     instances, executors = [], []
     for number, instance in enumerate(resolved.plan.instances):
         executor, scheduler = _build_instance(resolved, instance, compilations, Compiler(saved, progress), progress)
@@ -128,7 +128,7 @@ def build(
             resolved.info,
             tokenizer,
             metrics,
-            eos_token_ids=(*resolved.physical.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
+            eos_token_ids=(*resolved.padded_model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
             salt=assignment_id(instance.layer_precisions),
             seed=config.seed + number,
             plan_fields=resolved.plan_fields(resolved.plan, number),
@@ -278,14 +278,14 @@ def _facts(resolved: Resolved) -> dict[str, Any]:
 def _swap_order(resolved: Resolved) -> tuple[int, ...]:
     checkpoint = resolved.checkpoint
     weights = partial(fingerprint, checkpoint)
-    return swap_order(checkpoint.path, resolved.physical.num_layers, resolved.variants, weights)
+    return swap_order(checkpoint.path, resolved.padded_model.num_layers, resolved.variants, weights)
 
 
 def _build_instance(
     resolved: Resolved, instance: InstancePlan, compilations: CompileCounter, compiler: Compiler, progress: Progress
 ) -> tuple[BlockExecutor, Scheduler]:
     config, buckets = resolved.config, resolved.buckets
-    builder = BlockBuilder(resolved.physical)
+    builder = BlockBuilder(resolved.padded_model)
     rows: list[LoadedBlock] = []
     pools: list[Callable[[int], Pool]] = []
     total = len(instance.blocks)
@@ -294,8 +294,8 @@ def _build_instance(
         for block in stage.blocks:
             rounding = resolved.checkpoint.is_rounded(block.block, block.precision)
             progress(QUANTISING if rounding else READING, len(rows), total)
-            tensors = resolved.checkpoint.variant(block.block, block.precision, resolved.physical)
-            if block.block == "head" and resolved.physical.tie_embeddings and rows[0].placement == placement:
+            tensors = resolved.checkpoint.variant(block.block, block.precision, resolved.padded_model)
+            if block.block == "head" and resolved.padded_model.tie_embeddings and rows[0].placement == placement:
                 tensors |= {"weight": jax.tree.unflatten(jax.tree.structure(tensors["weight"]), rows[0].leaves)}
             rows.append(builder.build(block.block, tensors, placement, block.precision))
             resolved.checkpoint.forget(block.block, block.precision)  # else a prepared layer would be there twice
@@ -306,7 +306,7 @@ def _build_instance(
     sampler = DeviceSampler(
         rows[-1].placement,
         slots=buckets.max_num_seqs,
-        vocab=resolved.physical.vocab_rows,
+        vocab=resolved.padded_model.vocab_rows,
         max_len=resolved.info.max_model_len,
         top_logprobs=max(resolved.info.max_logprobs, 1),
         backend=config.kernel_backend,
@@ -337,7 +337,7 @@ def _warm_variants(
     """Compiles what a change of any layer's precision will need, with one layer of each kind at a time, and fuses the
     mixtures that are foreseen.
     """
-    model = resolved.physical
+    model = resolved.padded_model
     outlines: dict[BlockPlan, BlockSignature] = {}
     for stage in instance.stages:
         layers = {b.block: layer_index(b.block) for b in stage.blocks if is_layer(b.block)}
@@ -360,7 +360,7 @@ def _warm_variants(
 
 def _pool_maker(resolved: Resolved, placement: Placement) -> Callable[[int], Pool]:
     """Makes segments of a layer's KV pool, of any number of pages."""
-    model = resolved.physical
+    model = resolved.padded_model
     return partial(
         kv_pool,
         kv_heads=model.num_kv_heads,

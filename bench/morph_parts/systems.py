@@ -76,7 +76,7 @@ def envelope(setup: Setup, name: str = INT4) -> Envelope:
     """A system's, from the checkpoint's headers alone. Raises `ConfigError` for sizes that do not fit together."""
     resolved = _resolved(setup, name, setup.kv_pages)
     (stage,) = resolved.stages
-    full, layers = resolved.physical.dtype, resolved.physical.num_layers
+    full, layers = resolved.padded_model.dtype, resolved.padded_model.num_layers
 
     def layers_in(precisions: tuple[str, ...]) -> int:
         named = enumerate((*precisions, *[full] * (layers - len(precisions))))

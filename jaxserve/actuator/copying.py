@@ -22,8 +22,8 @@ class LayerSource:
     device, full precision is read from the checkpoint's files each time, and must be what was loaded at the start.
     """
 
-    def __init__(self, checkpoint: Checkpoint, physical: ModelConfig, *, keep_full: bool):
-        self._checkpoint, self._physical, self._keep_full = checkpoint, physical, keep_full
+    def __init__(self, checkpoint: Checkpoint, padded: ModelConfig, *, keep_full: bool):
+        self._checkpoint, self._padded, self._keep_full = checkpoint, padded, keep_full
         self._kept: dict[tuple[str, str], Mapping[str, Parameter]] = {}
         self._lock = threading.Lock()
 
@@ -67,7 +67,7 @@ class LayerSource:
             self._kept.clear()
 
     def _read(self, block: str, precision: str, between: Callable[[], None] | None = None) -> Mapping[str, Parameter]:
-        return self._checkpoint.variant(block, precision, self._physical, between)
+        return self._checkpoint.variant(block, precision, self._padded, between)
 
 
 class Throttle:

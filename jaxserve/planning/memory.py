@@ -164,9 +164,9 @@ def runtime_bytes(outline: EngineSpec, model: ModelConfig, instances: int = 1) -
 
 
 def plan_memory(
-    outline: EngineSpec, physical: ModelConfig, sizes: Sizes, budget: int, granule: int, *, runtime: int = 0
+    outline: EngineSpec, padded: ModelConfig, sizes: Sizes, budget: int, granule: int, *, runtime: int = 0
 ) -> MemoryPlan:
-    """Decides how many pages there are. `sizes` are those of the `physical` configuration, on each device, as are
+    """Decides how many pages there are. `sizes` are those of the `padded` configuration, on each device, as are
     `budget` and `runtime`, what of it is not arrays; `granule` as of `MemoryPlan`. Raises `ConfigError` or
     `MemoryBudgetError`.
     """
@@ -175,7 +175,7 @@ def plan_memory(
     on_host = outline.platform == "cpu"  # else they lie in memory of the host
     kept = Kept(tuple(name for name in variants if name in BITS and on_host), in_place=on_host and config.dp == 1)
     stages = tuple(
-        stage_memory(physical, stage, sizes, outline.buckets, top, variants, kept) for stage in plan.instances[0].stages
+        stage_memory(padded, stage, sizes, outline.buckets, top, variants, kept) for stage in plan.instances[0].stages
     )
     layers = [block for block in plan.instances[0].blocks if is_layer(block.block)]
     layer_bytes = {(b.block, p): sizes.block(b.block, p) for b in layers for p in variants or (b.precision,)}

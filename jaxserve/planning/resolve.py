@@ -49,7 +49,7 @@ class Resolved(MemoryPlan):
     """A configuration with nothing left open, and what it is resolved for."""
 
     checkpoint: Checkpoint
-    physical: ModelConfig  # padded for the degree of tensor parallelism
+    padded_model: ModelConfig  # padded for the degree of tensor parallelism
     info: ModelInfo
     devices: tuple[jax.Device, ...]
 
@@ -71,15 +71,15 @@ def resolve(config: EngineConfig) -> Resolved:
     model = checkpoint.config
     _tell_dtype(config, opened, model.dtype, platform)
     outline = EngineSpec.of(config, model, _stored(checkpoint), platform, PLATFORMS[platform], len(devices))
-    physical = padded_config(model, config.tp, split_unit(outline.precisions) if config.tp > 1 else 1)
-    physical = replace(physical, kernel_backend=_kernel_backend(config, platform))
-    layout = partial(stored_layout, checkpoint, physical)
-    sizes = BlockSizes(physical, config.tp, config.page_size, outline.kv_dtype, platform, layout)
+    padded = padded_config(model, config.tp, split_unit(outline.precisions) if config.tp > 1 else 1)
+    padded = replace(padded, kernel_backend=_kernel_backend(config, platform))
+    layout = partial(stored_layout, checkpoint, padded)
+    sizes = BlockSizes(padded, config.tp, config.page_size, outline.kv_dtype, platform, layout)
     granule = GRANULE if is_elastic(platform) else 0
     runtime = runtime_bytes(outline, model, config.dp) // _sharing(config, platform) if platform == "cpu" else 0
-    memory = plan_memory(outline, physical, sizes, _budget(config, devices), granule, runtime=runtime)
+    memory = plan_memory(outline, padded, sizes, _budget(config, devices), granule, runtime=runtime)
     info = _info(config, checkpoint, path, memory.max_model_len)
-    return Resolved(**vars(memory), checkpoint=checkpoint, physical=physical, info=info, devices=devices)
+    return Resolved(**vars(memory), checkpoint=checkpoint, padded_model=padded, info=info, devices=devices)
 
 
 def _in_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: str) -> Checkpoint:

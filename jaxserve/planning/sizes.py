@@ -18,7 +18,7 @@ from jaxserve.quantization import QArray
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """`Sizes` of the blocks as modules hold them, under the physical `config`, on each of tp devices."""
+    """`Sizes` of the blocks as modules hold them, under the padded `config`, on each of tp devices."""
 
     config: ModelConfig
     tp: int

@@ -73,7 +73,7 @@ def stage_memory(
     variants: Sequence[str] = (),
     kept: Kept = NOTHING,
 ) -> StageMemory:
-    """The bytes of a stage under the physical `config`.
+    """The bytes of a stage under the padded `config`.
 
     `top` is the largest number of log-probabilities, and `variants` are the precisions that layers may change to.
     """

@@ -94,7 +94,7 @@ def test_a_setting_of_jax_makes_other_programs(tiny_model: Path) -> None:
     resolved = resolve(EngineConfig(model=tiny_model, load_format="dummy"))
 
     def file() -> Path:
-        return saved_programs(resolved.physical, resolved.devices)._file
+        return saved_programs(resolved.padded_model, resolved.devices)._file
 
     before = file()
     assert file() == before

@@ -78,4 +78,4 @@ def test_native_kernels_that_are_not_there_are_refused(tiny_model: Path, monkeyp
     monkeypatch.setattr(native, "targets", frozenset)
     with pytest.raises(ConfigError, match="the native kernels are not there"):
         resolve(EngineConfig(model=tiny_model, kernel_backend="native", **OPTIONS))
-    assert resolve(EngineConfig(model=tiny_model, **OPTIONS)).physical.kernel_backend == "auto"
+    assert resolve(EngineConfig(model=tiny_model, **OPTIONS)).padded_model.kernel_backend == "auto"

@@ -60,7 +60,7 @@ def test_heads_and_sizes_that_do_not_divide(tmp_path: Path) -> None:
 def test_quantised_layers_split(tiny_model: Path, tp: int, pp: int) -> None:
     options = OPTIONS | {"layer_precision": "0:int8,1:int4,2:int3", "tp": tp, "pp": pp}
     built = build(EngineConfig(model=tiny_model, **options))
-    physical, entries = built.resolved.physical, built.resolved.ledger.entries
+    padded, entries = built.resolved.padded_model, built.resolved.ledger.entries
     layers = [row for row in built.instances[0].executor.blocks if row.block.startswith("layers.")]
     for row in layers:
         whole = sum(leaf.nbytes for leaf in row.leaves)
@@ -72,15 +72,15 @@ def test_quantised_layers_split(tiny_model: Path, tp: int, pp: int) -> None:
         assert entries["weights"] == sum(held.values())
     built.close()
     with LLM(tiny_model, **options) as llm:
-        check(llm, Reference(tiny_model, {0: "int8", 1: "int4", 2: "int3"}, physical=physical))
+        check(llm, Reference(tiny_model, {0: "int8", 1: "int4", 2: "int3"}, physical=padded))
 
 
 def test_quantised_experts_split(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CASES["qwen3_moe"] | {"vocab_size": 500, "dtype": "float32"}))
     options = OPTIONS | {"precision": "int4", "tp": 2}
-    physical = resolve(EngineConfig(model=tmp_path, **options)).physical
+    padded = resolve(EngineConfig(model=tmp_path, **options)).padded_model
     with LLM(tmp_path, **options) as llm:
-        check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), "int8", physical=physical))
+        check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), "int8", physical=padded))
 
 
 def test_a_share_that_is_no_whole_number_of_units_is_refused() -> None:

@@ -112,8 +112,8 @@ def test_variants_of_another_model_are_refused(prepared: Path, tmp_path: Path) -
 def test_prepared_layers_split(prepared: Path, precision: str) -> None:
     """int3 needs padding here, so that the layers are rounded anew."""
     built = build(EngineConfig(model=prepared, tp=2, precision=precision, **OPTIONS))
-    rows, physical = built.instances[0].executor.blocks, built.resolved.physical
-    qkv = built.resolved.checkpoint.variant("layers.0", precision, physical)["attention.qkv"]
+    rows, padded = built.instances[0].executor.blocks, built.resolved.padded_model
+    qkv = built.resolved.checkpoint.variant("layers.0", precision, padded)["attention.qkv"]
     assert qkv.group == (64 if precision == "int4" else 128)
     held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
     assert built.resolved.ledger.entries["weights"] == sum(held.values())

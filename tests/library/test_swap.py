@@ -47,7 +47,7 @@ class Swapped:
     def swap(self, layer: int, precision: str) -> None:
         block = f"layers.{layer}"
         resolved = self.built.resolved
-        parameters = resolved.checkpoint.variant(block, precision, resolved.physical)
+        parameters = resolved.checkpoint.variant(block, precision, resolved.padded_model)
         (old,) = self.executor.replace([self.executor.prepare(block, parameters, precision)])
         old.free()
         self.precisions[layer] = precision
