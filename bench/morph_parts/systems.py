@@ -82,7 +82,7 @@ def envelope(setup: Setup, name: str = INT4) -> Envelope:
         named = enumerate((*precisions, *[full] * (layers - len(precisions))))
         return sum(resolved.layer_bytes[f"layers.{layer}", precision] for layer, precision in named)
 
-    return Envelope(stage.page, layers_in(()), layers_in(mixture(name, layers)), stage.exchange, full, layers)
+    return Envelope(stage.page, layers_in(()), layers_in(mixture(name, layers)), stage.swap_buffer, full, layers)
 
 
 def _resolved(setup: Setup, name: str, kv_pages: int, most: int | None = None) -> Resolved:

@@ -33,7 +33,7 @@ RUNTIME, PROGRAM, FUSED_LAYER = 420_000_000, 2_000_000, 500_000
 PROGRAMS, FORESEEN = 3, 4
 ADDRESSES = 2**46  # bytes that pools may have room for: half of what a process can address
 UNFORESEEING = (STATIC, "manual")  # policies
-OF_STAGES = ("weights", "variants", "kv", "workspace", "exchange")  # the ledger's entries that are a stage's
+STAGE_ENTRIES = ("weights", "variants", "kv", "workspace", "exchange")  # the ledger's entries that are a stage's
 COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s, for a change of the plan while steps go on
 COPY_SHARES = {"cpu": 0.05, "gpu": 1.0, "tpu": 1.0}  # of a core, for the thread that copies: steps may need it
 
@@ -81,15 +81,15 @@ class MemoryPlan:
         """The ledger's entries that follow from a plan: those of its fullest stage."""
         memories = self.stages * len(plan.instances)
         stages = (
-            (*sizes, memory.workspace, memory.exchange)
+            (*sizes, memory.workspace, memory.swap_buffer)
             for memory, sizes in zip(memories, self.stage_bytes(plan), strict=True)
         )
-        entries = dict(zip(OF_STAGES, max(stages, key=sum), strict=True))
+        entries = dict(zip(STAGE_ENTRIES, max(stages, key=sum), strict=True))
         return {name: size for name, size in entries.items() if name in self.ledger.entries}
 
     def resources(self, copy_rate: float) -> Resources:
         """What plans may use. Where a number of pages was given alone, it grows by what weights free, and no more."""
-        others = sum(size for name, size in self.ledger.entries.items() if name not in OF_STAGES)
+        others = sum(size for name, size in self.ledger.entries.items() if name not in STAGE_ENTRIES)
         layers, in_use, fixed = [], [], []
         for memory, stage in zip(self.stages, self.plan.instances[0].stages, strict=True):
             layers.append(self._layers(stage) - self._in_place(stage))
@@ -219,8 +219,14 @@ def _fill(
     rooms = [ledger.free - runtime - stage.beside_pages for stage in stages]
     fullest = stages[min(range(len(stages)), key=lambda number: rooms[number] / stages[number].page)]
     least = 2 if config.max_model_len is None else ceil_div(config.max_model_len, size) + 1
-    parts = {name: getattr(fullest, name) for name in ("weights", "variants", "workspace", "exchange")}
-    fixed = {name: part for name, part in ({"runtime": runtime} | parts).items() if part}
+    parts = {
+        "runtime": runtime,
+        "weights": fullest.weights,
+        "variants": fullest.variants,
+        "workspace": fullest.workspace,
+        "exchange": fullest.swap_buffer,
+    }
+    fixed = {name: part for name, part in parts.items() if part}
     _check_room(ledger, fixed | {"KV pages": least * fullest.page})
     for name, needed in fixed.items():
         ledger.reserve(name, needed)

@@ -22,13 +22,13 @@ class StageMemory:
     page: int  # one KV page in the pools of all of the stage's layers
     workspace: int  # activations, logits, sampler; or pages on their way, between steps
     pools: int  # KV pools: one for each layer
-    exchange: int = 0  # a layer in two variants at once, beside the larger one
+    swap_buffer: int = 0  # a layer in two variants at once, beside the larger one
     variants: int = 0  # quantised layers that are kept in the same memory, but for weights that are used there
 
     @property
     def beside_pages(self) -> int:
         """All but the pages."""
-        return self.weights + self.variants + self.workspace + self.exchange
+        return self.weights + self.variants + self.workspace + self.swap_buffer
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def stage_memory(
     copied = [precision for precision in variants if precision not in kept.used]
     # Where the host is the device, and splits a layer, what has been read is there until all is split.
     room = _largest if kept.precisions and stage.tp > 1 else _second
-    exchange = max((room(sizes.block(name, precision) for precision in copied) for name in layers), default=0)
+    swap_buffer = max((room(sizes.block(name, precision) for precision in copied) for name in layers), default=0)
     beside = {(name, precision) for name in layers for precision in kept.precisions}
     if kept.in_place:
         beside -= running
@@ -95,7 +95,7 @@ def stage_memory(
     workspace += max(sizes.dequantized(name, precision) for name, precision in wanted)
     workspace = max(workspace, int(MAX_MOVED_PAGES * sizes.page * RESERVE))
     lying = sum(sizes.block(name, precision) for name, precision in beside)
-    return StageMemory(weights, len(layers) * sizes.page, workspace, len(layers), exchange, lying)
+    return StageMemory(weights, len(layers) * sizes.page, workspace, len(layers), swap_buffer, lying)
 
 
 def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, sampling: bool, top: int) -> int:

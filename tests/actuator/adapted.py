@@ -24,7 +24,7 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import LoadedBlock, Parameter
 from jaxserve.kernels.native import pool as native
-from jaxserve.planning.memory import OF_STAGES
+from jaxserve.planning.memory import STAGE_ENTRIES
 from tests.canary import Canary
 
 PATIENCE = 30.0  # seconds for a thread to do what it will
@@ -173,7 +173,7 @@ class Adapted:
             if ledger.entries == entries:  # otherwise a transition has ended meanwhile, in the actuator's thread
                 break
         assert sum(entries.values()) <= ledger.budget
-        assert max(held.values()) <= sum(entries.get(name, 0) for name in OF_STAGES)
+        assert max(held.values()) <= sum(entries.get(name, 0) for name in STAGE_ENTRIES)
         return pages
 
     def _held(self, beside: Sequence[Array], made: Mapping[object, int]) -> tuple[Counter, int]:
