@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.actuator import HostMemory, LayerSource, Place, PlanActuator, RunningInstance, keeper, pinned_memory
+from jaxserve.actuator import HostMemory, LayerSource, Place, PlanActuator, RunningInstance, pinned_memory, pinned_store
 from jaxserve.calibration.sensitivity.order import swap_order
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.checkpoint.variants import fingerprint
@@ -114,9 +114,9 @@ def build(
     compilations = CompileCounter(metrics.compiled)
     clock = SystemClock()
     memory = host_memory(resolved.devices[0])
-    keep_full = memory is not None or resolved.devices[0].platform != "cpu"
-    source = LayerSource(resolved.checkpoint, resolved.padded_model, keep_full=keep_full)
-    if resolved.variants and not keep_full:
+    pin_full = memory is not None or resolved.devices[0].platform != "cpu"
+    source = LayerSource(resolved.checkpoint, resolved.padded_model, pin_full=pin_full)
+    if resolved.variants and not pin_full:
         resolved.checkpoint.store.remember()  # before layers are loaded, which are to be the same when they come back
     saved = saved_programs(resolved.padded_model, resolved.devices)
     instances, executors = [], []
@@ -175,14 +175,14 @@ def _actuator(
     instance, rows use what is kept: no copy for such a layer.
     """
     place: Place | None = None
-    in_place = memory is None and resolved.kept.in_place
+    in_place = memory is None and resolved.pinned.in_place
     if memory is not None and resolved.variants:
-        place = keeper([instance.executor for instance in instances], memory)
+        place = pinned_store([instance.executor for instance in instances], memory)
     elif in_place:
         place = instances[0].executor.place
     for block, precision in resolved.layer_bytes if resolved.variants else ():
         source.load(block, precision, place)
-        if in_place and precision in resolved.kept.used:
+        if in_place and precision in resolved.pinned.in_place_precisions:
             _use_kept(instances[0].executor, source, block, precision)
     return PlanActuator(
         resolved.plan,

@@ -2,7 +2,7 @@
 
 from jaxserve.actuator.actuator import PlanActuator, RunningInstance
 from jaxserve.actuator.copying import LayerSource, Place, Throttle
-from jaxserve.actuator.pinned import HostMemory, keeper, pinned_memory
+from jaxserve.actuator.pinned import HostMemory, pinned_memory, pinned_store
 
 __all__ = [
     "HostMemory",
@@ -11,6 +11,6 @@ __all__ = [
     "PlanActuator",
     "RunningInstance",
     "Throttle",
-    "keeper",
     "pinned_memory",
+    "pinned_store",
 ]

@@ -22,9 +22,9 @@ class LayerSource:
     device, full precision is read from the checkpoint's files each time, and must be what was loaded at the start.
     """
 
-    def __init__(self, checkpoint: Checkpoint, padded: ModelConfig, *, keep_full: bool):
-        self._checkpoint, self._padded, self._keep_full = checkpoint, padded, keep_full
-        self._kept: dict[tuple[str, str], Mapping[str, Parameter]] = {}
+    def __init__(self, checkpoint: Checkpoint, padded: ModelConfig, *, pin_full: bool):
+        self._checkpoint, self._padded, self._pin_full = checkpoint, padded, pin_full
+        self._pinned: dict[tuple[str, str], Mapping[str, Parameter]] = {}
         self._lock = threading.Lock()
 
     def load(self, block: str, precision: str, place: Place | None = None) -> None:
@@ -32,14 +32,14 @@ class LayerSource:
         the device the arrays that a row uses, elsewhere arrays in pinned memory. One that is not kept is read again
         when it is needed, and must then be what it is now. Mutates.
         """
-        if precision in BITS or self._keep_full:
+        if precision in BITS or self._pin_full:
             with self._lock:
-                if (block, precision) not in self._kept:
+                if (block, precision) not in self._pinned:
                     parameters = self._read(block, precision)
                     kept = place(block, parameters, precision) if place else parameters
                     if kept is not parameters:  # else a prepared layer would be in memory twice
                         self._checkpoint.forget(block, precision)
-                    self._kept[block, precision] = kept
+                    self._pinned[block, precision] = kept
         else:
             self._checkpoint.remember(block)
 
@@ -50,21 +50,21 @@ class LayerSource:
         tensors have to be read, `between` is called before each, and may wait. Raises `CheckpointError` if they are not
         what they were when the variant was loaded.
         """
-        kept = self._kept.get((block, precision))
+        kept = self._pinned.get((block, precision))
         return self._read(block, precision, between) if kept is None else kept
 
     @property
     def nbytes(self) -> int:
         """Host memory of what is kept."""
-        return sum(leaf.nbytes for variant in self._kept.values() for leaf in jax.tree.leaves(dict(variant)))
+        return sum(leaf.nbytes for variant in self._pinned.values() for leaf in jax.tree.leaves(dict(variant)))
 
     def close(self) -> None:
         """Frees what has been placed; nothing may be in use. Mutates."""
         with self._lock:
-            for leaf in jax.tree.leaves([dict(variant) for variant in self._kept.values()]):
+            for leaf in jax.tree.leaves([dict(variant) for variant in self._pinned.values()]):
                 if isinstance(leaf, jax.Array):
                     leaf.delete()
-            self._kept.clear()
+            self._pinned.clear()
 
     def _read(self, block: str, precision: str, between: Callable[[], None] | None = None) -> Mapping[str, Parameter]:
         return self._checkpoint.variant(block, precision, self._padded, between)

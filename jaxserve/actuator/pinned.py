@@ -24,7 +24,7 @@ def pinned_memory(device: jax.Device) -> str | None:
     return PINNED if PINNED in {memory.kind for memory in device.addressable_memories()} else None
 
 
-def keeper(executors: Sequence[BlockExecutor], memory: str) -> "Keeper | None":
+def pinned_store(executors: Sequence[BlockExecutor], memory: str) -> "PinnedStore | None":
     """What keeps variants for these instances in a memory of the host; None, and a warning, where that does not work.
 
     That is tried with a few bytes: an error would otherwise come with the first change of the plan.
@@ -41,10 +41,10 @@ def keeper(executors: Sequence[BlockExecutor], memory: str) -> "Keeper | None":
     except Exception as error:
         _warn(memory, error)
         return None
-    return Keeper(first.place, memory)
+    return PinnedStore(first.place, memory)
 
 
-class Keeper:
+class PinnedStore:
     """Puts variants into a memory of the host, split as the first instance's rows are: what a device will use lies
     there in one piece, and devices of other instances use the same pieces.
 

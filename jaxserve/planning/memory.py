@@ -19,7 +19,7 @@ from jaxserve.core.precision import BITS
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.planning.spec import STATIC, EngineSpec
-from jaxserve.planning.workspace import Kept, Sizes, StageMemory, stage_memory
+from jaxserve.planning.workspace import PinnedVariants, Sizes, StageMemory, stage_memory
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.telemetry import Snapshot
 
@@ -52,7 +52,7 @@ class MemoryPlan:
     ledger: Ledger
     stages: tuple[StageMemory, ...]
     layer_bytes: Mapping[tuple[str, str], int]  # (layer, precision it may have) -> bytes on each device of its stage
-    kept: Kept
+    pinned: PinnedVariants
     granule: int  # bytes that an elastic pool takes at once; 0: pools take whole segments
 
     @property
@@ -107,7 +107,7 @@ class MemoryPlan:
             min_pages=self.min_kv_pages,
             max_pages=self.reserved_kv_pages,
             copy_rate=copy_rate,
-            kept=self.kept.used,
+            kept=self.pinned.in_place_precisions,
             segments=() if self.granule else self.segments,
         )
 
@@ -149,7 +149,7 @@ class MemoryPlan:
 
     def _in_place(self, stage: StagePlan) -> int:
         """Of the layers' bytes, those that are used where they are kept."""
-        used = (block for block in stage.blocks if block.precision in self.kept.used)
+        used = (block for block in stage.blocks if block.precision in self.pinned.in_place_precisions)
         return sum(self.layer_bytes.get((block.block, block.precision), 0) for block in used)
 
 
@@ -173,13 +173,15 @@ def plan_memory(
     config, variants, plan = outline.config, outline.variants, outline.plan
     top = max(config.max_logprobs, 1)
     on_host = outline.platform == "cpu"  # else they lie in memory of the host
-    kept = Kept(tuple(name for name in variants if name in BITS and on_host), in_place=on_host and config.dp == 1)
+    pinned = PinnedVariants(
+        tuple(name for name in variants if name in BITS and on_host), in_place=on_host and config.dp == 1
+    )
     stages = tuple(
-        stage_memory(padded, stage, sizes, outline.buckets, top, variants, kept) for stage in plan.instances[0].stages
+        stage_memory(padded, stage, sizes, outline.buckets, top, variants, pinned) for stage in plan.instances[0].stages
     )
     layers = [block for block in plan.instances[0].blocks if is_layer(block.block)]
     layer_bytes = {(b.block, p): sizes.block(b.block, p) for b in layers for p in variants or (b.precision,)}
-    taken = {each: 0 if each[1] in kept.used else part for each, part in layer_bytes.items()}
+    taken = {each: 0 if each[1] in pinned.in_place_precisions else part for each, part in layer_bytes.items()}
     ledger = Ledger(budget)
     pages, segments, max_len = _fill(outline, ledger, runtime, stages, _spare(plan, taken), granule)
     return MemoryPlan(
@@ -193,7 +195,7 @@ def plan_memory(
         ledger=ledger,
         stages=stages,
         layer_bytes=layer_bytes,
-        kept=kept,
+        pinned=pinned,
         granule=granule,
     )
 

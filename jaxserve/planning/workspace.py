@@ -32,19 +32,19 @@ class StageMemory:
 
 
 @dataclass(frozen=True)
-class Kept:
+class PinnedVariants:
     """Which variants of layers are kept in the devices' own memory."""
 
     precisions: tuple[str, ...] = ()
     in_place: bool = False  # rows use them where they are: no such layer is copied, or there twice
 
     @property
-    def used(self) -> tuple[str, ...]:
+    def in_place_precisions(self) -> tuple[str, ...]:
         """Precisions of which a row takes nothing more than what is kept."""
         return self.precisions if self.in_place else ()
 
 
-NOTHING = Kept()
+NOTHING_PINNED = PinnedVariants()
 
 
 class Sizes(Protocol):
@@ -71,7 +71,7 @@ def stage_memory(
     buckets: Buckets,
     top: int,
     variants: Sequence[str] = (),
-    kept: Kept = NOTHING,
+    pinned: PinnedVariants = NOTHING_PINNED,
 ) -> StageMemory:
     """The bytes of a stage under the padded `config`.
 
@@ -83,12 +83,12 @@ def stage_memory(
     if config.tie_embeddings and {"embed", "head"} <= set(names):
         weights -= sizes.block("embed", stage.blocks[0].precision)
     layers = [name for name in names if is_layer(name)]
-    copied = [precision for precision in variants if precision not in kept.used]
+    copied = [precision for precision in variants if precision not in pinned.in_place_precisions]
     # Where the host is the device, and splits a layer, what has been read is there until all is split.
-    room = _largest if kept.precisions and stage.tp > 1 else _second
+    room = _largest if pinned.precisions and stage.tp > 1 else _second
     swap_buffer = max((room(sizes.block(name, precision) for precision in copied) for name in layers), default=0)
-    beside = {(name, precision) for name in layers for precision in kept.precisions}
-    if kept.in_place:
+    beside = {(name, precision) for name in layers for precision in pinned.precisions}
+    if pinned.in_place:
         beside -= running
     workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
     wanted = running | {(name, precision) for name in layers for precision in variants}

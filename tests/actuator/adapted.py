@@ -155,7 +155,7 @@ class Adapted:
     @property
     def kept(self) -> Mapping[tuple[str, str], Mapping[str, Parameter]]:
         """What the source keeps, by block and precision."""
-        return self.actuator._source._kept
+        return self.actuator._source._pinned
 
     def kept_arrays(self) -> list[Array]:
         """Of that, what lies where the devices compute."""

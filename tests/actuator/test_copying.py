@@ -59,7 +59,7 @@ def test_work_without_a_copy_keeps_to_its_share_too(thread):
 def test_a_layer_is_read_tensor_by_tensor_and_other_work_comes_in_between(tiny_model, monkeypatch):
     """Else the thread would have a core for as long as all of a layer takes."""
     checkpoint = open_checkpoint(tiny_model, "dummy")
-    source = LayerSource(checkpoint, checkpoint.config, keep_full=False)
+    source = LayerSource(checkpoint, checkpoint.config, pin_full=False)
     read, happened = checkpoint.store.get, []
 
     def noted(name, shape):

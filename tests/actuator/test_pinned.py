@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxserve.actuator import LayerSource, keeper, pinned_memory
-from jaxserve.actuator.pinned import PINNED, Keeper
+from jaxserve.actuator import LayerSource, pinned_memory, pinned_store
+from jaxserve.actuator.pinned import PINNED, PinnedStore
 from jaxserve.build import BuiltEngine, build
 from jaxserve.calibration.pipeline import Settings
 from jaxserve.calibration.run import run
@@ -157,7 +157,7 @@ def test_what_no_longer_fits_into_pinned_memory_is_kept_beside_it(caplog: pytest
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of pinned memory")
         return jax.device_put(dict(parameters), SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
 
-    keep = Keeper(place, PINNED)
+    keep = PinnedStore(place, PINNED)
     with caplog.at_level(logging.WARNING):
         kept = [keep(block, {"weight": np.ones(8)}, "int4")["weight"] for block in BLOCKS]
     assert [type(leaf) is np.ndarray for leaf in kept] == [False, True, True]
@@ -166,7 +166,7 @@ def test_what_no_longer_fits_into_pinned_memory_is_kept_beside_it(caplog: pytest
 
 
 def test_transfers_are_left_some_pinned_memory(caplog: pytest.LogCaptureFixture) -> None:
-    keep = Keeper(lambda block, parameters, *where: jax.device_put(dict(parameters)), PINNED, 100)
+    keep = PinnedStore(lambda block, parameters, *where: jax.device_put(dict(parameters)), PINNED, 100)
     with caplog.at_level(logging.WARNING):
         kept = [keep(block, {"weight": np.ones(6)}, "int4")["weight"] for block in BLOCKS]
     assert [type(leaf) is np.ndarray for leaf in kept] == [False, False, True]
@@ -194,11 +194,11 @@ def test_the_store_keeps_no_second_copy_of_what_rows_use(prepared: Path, options
 def test_prepared_variants_lie_in_memory_once(prepared: Path) -> None:
     """The store keeps no second copy of what is pinned."""
     checkpoint: Checkpoint = open_checkpoint(prepared)
-    source = LayerSource(checkpoint, checkpoint.config, keep_full=True)
+    source = LayerSource(checkpoint, checkpoint.config, pin_full=True)
     assert checkpoint.prepared is not None
     first = checkpoint.prepared.layer(0, "int4")
     there = SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
-    keep = Keeper(lambda b, parameters, p, memory: jax.device_put(dict(parameters), there), PINNED)
+    keep = PinnedStore(lambda b, parameters, p, memory: jax.device_put(dict(parameters), there), PINNED)
     source.load("layers.0", "int4", keep)
     assert checkpoint.prepared.layer(0, "int4") is not first
     for kept, read in zip(leaves(source.parameters("layers.0", "int4")), leaves(first), strict=True):
@@ -208,5 +208,5 @@ def test_prepared_variants_lie_in_memory_once(prepared: Path) -> None:
 
 def test_keepers_are_of_all_placements(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | {"pp": 2, "dp": 2})))
-    assert isinstance(keeper([steps.executor for steps in built.instances], PINNED), Keeper)
+    assert isinstance(pinned_store([steps.executor for steps in built.instances], PINNED), PinnedStore)
     built.close()
