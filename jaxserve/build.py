@@ -28,7 +28,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CheckpointError
 from jaxserve.core.machine import trim_heap
 from jaxserve.core.precision import assignment_id
-from jaxserve.core.progress import QUANTISING, READING, Progress, untold
+from jaxserve.core.progress import QUANTISING, READING, Progress, ignore_progress
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
@@ -69,7 +69,7 @@ class BuiltEngine:
     compilations: CompileCounter
 
 
-def build_engine(config: EngineConfig, progress: Progress = untold) -> SyncEngine:
+def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> SyncEngine:
     """Build an engine that the caller steps. `progress` is told how far its start is.
 
     Raises `ConfigError`, `CheckpointError` or `MemoryBudgetError`.
@@ -78,7 +78,7 @@ def build_engine(config: EngineConfig, progress: Progress = untold) -> SyncEngin
     return SyncEngine(built.instances, built.info, built.tokenizer, built.clock, on_close=built.close)
 
 
-def build_async_engine(config: EngineConfig, progress: Progress = untold) -> AsyncEngine:
+def build_async_engine(config: EngineConfig, progress: Progress = ignore_progress) -> AsyncEngine:
     """An engine with threads of its own, for servers. Raises as `build_engine`."""
     built = build(config, controlled=True, progress=progress)
     return AsyncEngine(
@@ -97,7 +97,7 @@ def build(
     *,
     controlled: bool = False,
     host_memory: HostMemory = pinned_memory,
-    progress: Progress = untold,
+    progress: Progress = ignore_progress,
 ) -> BuiltEngine:
     """Resolves, loads, places and warms. `controlled`: with a control plane even for a policy that changes nothing, so
     that operators see the plan and may give another. `host_memory` says where variants are kept for a device.

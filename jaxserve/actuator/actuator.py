@@ -19,7 +19,15 @@ from jaxserve.actuator.copying import LayerSource, Throttle
 from jaxserve.control.diff import apply
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import Plan
-from jaxserve.control.transitions import PATIENCE, TRY_AGAIN, Outcome, ResizeKVPool, SwapPrecision, Transition, batches
+from jaxserve.control.transitions import (
+    SHRINK_PATIENCE,
+    SHRINK_RETRY,
+    Outcome,
+    ResizeKVPool,
+    SwapPrecision,
+    Transition,
+    batches,
+)
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.precision import assignment_id
 from jaxserve.engine.loop import StepLoop
@@ -195,14 +203,14 @@ class PlanActuator:
         """Takes pages away once so many are not in use. They were when that was decided; since then some may have been
         handed out, and under load as many come back soon.
         """
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + SHRINK_PATIENCE
         while True:
             try:
                 return self._between_steps(instance, lambda done: self._shrink(instance, transition, after, done))
             except PagesInUse:
                 if time.monotonic() >= end:
                     raise
-            self._closing.wait(TRY_AGAIN)
+            self._closing.wait(SHRINK_RETRY)
 
     def _throttle(self, instance: RunningInstance) -> Throttle:
         """For this thread's work beside the instance's steps: copies, and what Python does for layers without any."""

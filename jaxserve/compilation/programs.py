@@ -9,7 +9,7 @@ import jax
 
 from jaxserve.compilation.saved import SavedPrograms, signature
 from jaxserve.core.machine import processors, trim_heap
-from jaxserve.core.progress import COMPILING, LOADING, Progress, untold
+from jaxserve.core.progress import COMPILING, LOADING, Progress, ignore_progress
 
 MAX_THREADS = 16
 GIVE_BACK_EVERY = 16  # executables: a compiler frees more than 1 MB for each, which it would keep
@@ -56,7 +56,7 @@ class Compiler:
     `executable`.
     """
 
-    def __init__(self, saved: SavedPrograms | None = None, progress: Progress = untold):
+    def __init__(self, saved: SavedPrograms | None = None, progress: Progress = ignore_progress):
         self._saved = saved or SavedPrograms()
         self._progress = progress
         self._doing = LOADING  # until something has to be compiled

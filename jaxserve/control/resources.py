@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxserve.control.plan import InstancePlan, Plan, StagePlan
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.errors import PlanError
-from jaxserve.core.kv_layout import covered, filled
+from jaxserve.core.kv_layout import pages_covered, pages_filling
 from jaxserve.core.renamed import Renamed
 
 
@@ -67,7 +67,7 @@ class Resources:
             for number, stage in enumerate(instance.stages)
         )
         pages = max(0, min(self.max_pages, *fitting))
-        return filled(self.segments, pages) if self.segments else pages
+        return pages_filling(self.segments, pages) if self.segments else pages
 
     def max_capacity(self, instance: InstancePlan) -> int:
         """The most KV pages that an instance can have: beside all of its layers in what takes least."""
@@ -80,7 +80,7 @@ class Resources:
 
     def pages_taken(self, pages: int) -> int:
         """How many take memory while so many may be in use."""
-        return covered(self.segments, pages) if self.segments else pages
+        return pages_covered(self.segments, pages) if self.segments else pages
 
 
 def validate(plan: Plan, resources: Resources) -> None:

@@ -85,7 +85,7 @@ def _mb(size: int) -> str:
 
 # Seconds for which a smaller pool waits for pages in use, and from try to try. Not long: no policy is asked meanwhile,
 # even if a burst has come.
-PATIENCE, TRY_AGAIN = 0.3, 0.02
+SHRINK_PATIENCE, SHRINK_RETRY = 0.3, 0.02
 
 
 @dataclass(frozen=True)

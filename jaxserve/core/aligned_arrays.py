@@ -7,7 +7,7 @@ import numpy as np
 ALIGNMENT = 64  # bytes
 
 
-def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An array of zeros that lies so."""
     size = prod(shape) * dtype.itemsize
     memory = np.zeros(size + ALIGNMENT, np.uint8)
@@ -19,6 +19,6 @@ def aligned(array: np.ndarray) -> np.ndarray:
     """The array itself if it lies so, else a copy that does."""
     if array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
         return array
-    copy = zeros(array.shape, array.dtype)
+    copy = aligned_zeros(array.shape, array.dtype)
     np.copyto(copy, array)
     return copy

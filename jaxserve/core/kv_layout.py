@@ -16,17 +16,17 @@ def segments_for(first: int, most: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip((0, first, *ends), (first, *ends), strict=False) if end > start)
 
 
-def covering(sizes: Sequence[int], pages: int) -> int:
+def segments_covering(sizes: Sequence[int], pages: int) -> int:
     """How many of the segments hold so many pages; all of them at most."""
     return next((count for count, end in enumerate(accumulate(sizes), 1) if end >= pages), len(sizes))
 
 
-def covered(sizes: Sequence[int], pages: int) -> int:
+def pages_covered(sizes: Sequence[int], pages: int) -> int:
     """The pages of the segments that hold so many."""
-    return sum(sizes[: covering(sizes, pages)])
+    return sum(sizes[: segments_covering(sizes, pages)])
 
 
-def filled(sizes: Sequence[int], pages: int) -> int:
+def pages_filling(sizes: Sequence[int], pages: int) -> int:
     """The most pages, up to so many, that leave no part of a segment unused; in a part of the first one, so many."""
     return max((end for end in accumulate(sizes) if end <= pages), default=pages)
 
@@ -35,7 +35,7 @@ SCALE_BYTES = 4
 COPIED_BYTES = 16  # a GPU's bulk copy engine takes multiples of this
 
 
-def int8_row(head_dim: int, platform: str) -> int:
+def int8_row_bytes(head_dim: int, platform: str) -> int:
     """Return the bytes of one int8 row: codes and their scale, padded except on "cpu"."""
     size = head_dim + SCALE_BYTES
     return size if platform == "cpu" else ceil_div(size, COPIED_BYTES) * COPIED_BYTES

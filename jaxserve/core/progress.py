@@ -9,5 +9,5 @@ READING, QUANTISING = "reading weights", "quantising weights"
 LOADING, COMPILING = "loading compiled programs", "compiling programs"
 
 
-def untold(doing: str, done: int, total: int) -> None:
+def ignore_progress(doing: str, done: int, total: int) -> None:
     """The progress of which nobody wants to know."""

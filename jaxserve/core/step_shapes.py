@@ -67,13 +67,13 @@ def powers_of_two(low: int, high: int) -> tuple[int, ...]:
     return (*sizes, high)
 
 
-def halfway_too(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def with_midpoints(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Powers of two with those sizes between them, from 6 on, that are half as large again as the one before."""
     between = {low + low // 2 for low, high in pairwise(sizes) if low >= 4 and low + low // 2 < high}
     return tuple(sorted({*sizes, *between}))
 
 
-def at_least(sizes: tuple[int, ...], wanted: int) -> int:
+def smallest_holding(sizes: tuple[int, ...], wanted: int) -> int:
     """The smallest size that holds `wanted`."""
     return next(size for size in sizes if size >= wanted)
 
@@ -112,21 +112,21 @@ class Buckets:
 
     def _sizes(self, low: int, high: int) -> tuple[int, ...]:
         sizes = powers_of_two(low, high)
-        return halfway_too(sizes) if self.finer else sizes
+        return with_midpoints(sizes) if self.finer else sizes
 
     def shape(self, decodes: int, tiles: int, pages: int) -> StepShape:
         """The smallest shape that holds a step of so many decode rows, prefill tiles and pages per row."""
-        key = decodes, tiles, at_least(self.widths, pages)
+        key = decodes, tiles, smallest_holding(self.widths, pages)
         if key not in self._shapes:
             self._shapes[key] = self._shape(*key)
         return self._shapes[key]
 
     def _shape(self, decodes: int, tiles: int, width: int) -> StepShape:
         if tiles == 0:
-            size = at_least(self.decodes, decodes)
-            return StepShape(size, 0, self.tile, width, at_least(self.rows, size))
-        size, tiles = at_least(self.mixed_decodes, decodes), at_least(self.tiles, tiles)
-        return StepShape(size, tiles, self.tile, width, at_least(self.rows, size + tiles))
+            size = smallest_holding(self.decodes, decodes)
+            return StepShape(size, 0, self.tile, width, smallest_holding(self.rows, size))
+        size, tiles = smallest_holding(self.mixed_decodes, decodes), smallest_holding(self.tiles, tiles)
+        return StepShape(size, tiles, self.tile, width, smallest_holding(self.rows, size + tiles))
 
     def of(self, work: Work) -> StepShape:
         """The shape for a step's work."""

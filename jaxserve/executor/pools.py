@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.compilation.programs import Compiler, Program, abstract
-from jaxserve.core.kv_layout import MAX_MOVED_PAGES, covering
-from jaxserve.core.step_shapes import at_least
+from jaxserve.core.kv_layout import MAX_MOVED_PAGES, segments_covering
+from jaxserve.core.step_shapes import smallest_holding
 from jaxserve.kernels import Pool, move_pages, release_pages
 from jaxserve.parallel.placement import bytes_held
 
@@ -73,7 +73,7 @@ class Pools:
 
     def prepare(self, pages: int) -> Growth:
         """The segments that pools of so many pages need beside those that there are. From any thread."""
-        sizes = self.sizes[self.segments : covering(self.sizes, pages)]
+        sizes = self.sizes[self.segments : segments_covering(self.sizes, pages)]
         growth: Growth = []
         try:
             for layer in range(len(self)):
@@ -96,7 +96,7 @@ class Pools:
         page by page where pools are elastic, else whole segments. Where copying raises, pages are as they were but for
         those copied to. Mutates.
         """
-        pairs, most, kept = list(moves.items()), MOVES[-1], covering(self.sizes, pages)
+        pairs, most, kept = list(moves.items()), MOVES[-1], segments_covering(self.sizes, pages)
         for layer in range(len(self)):  # all of them, before any page is given back
             for start in range(0, len(pairs), most):
                 self._pools[layer] = self._move_batch(self._pools[layer], pairs[start : start + most])
@@ -137,7 +137,7 @@ class Pools:
         free(self._pools)
 
     def _move_batch(self, pool: Pool, pairs: list[tuple[int, int]]) -> Pool:
-        sharding, size = pool[0].sharding, at_least(MOVES, len(pairs))
+        sharding, size = pool[0].sharding, smallest_holding(MOVES, len(pairs))
         ids = np.zeros((2, size), np.int32)
         ids[:, : len(pairs)] = np.transpose(pairs)
         return self._move[sharding].at((len(pool), size))(pool, *ids)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxserve.core.aligned_arrays import aligned, zeros
+from jaxserve.core.aligned_arrays import aligned, aligned_zeros
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.numeric import ceil_div, round_up
 
@@ -63,7 +63,7 @@ def pack_qkv(
     """Projections q [H*D, ...], k and v [K*D, ...] (or their biases) as one array [K', G' + 2, D, ...]."""
     query, kv = head_sources(config, physical)
     q, k, v = (x.reshape(-1, config.head_dim, *x.shape[1:]) for x in (q, k, v))
-    packed = zeros((len(query), query.shape[1] + 2, *q.shape[1:]), dtype)
+    packed = aligned_zeros((len(query), query.shape[1] + 2, *q.shape[1:]), dtype)
     for j, (heads, head) in enumerate(zip(query, kv, strict=True)):
         for g, source in enumerate(heads):
             if source >= 0:
@@ -77,7 +77,7 @@ def pack_o(o: np.ndarray, config: ModelConfig, physical: ModelConfig, dtype: np.
     """The output projection [E, H*D] as [E, K', G', D]."""
     query, _ = head_sources(config, physical)
     o = o.reshape(len(o), -1, config.head_dim)
-    packed = zeros((len(o), *query.shape, config.head_dim), dtype)
+    packed = aligned_zeros((len(o), *query.shape, config.head_dim), dtype)
     for (j, g), source in np.ndenumerate(query):
         if source >= 0:
             packed[:, j, g] = o[:, source]
@@ -86,7 +86,7 @@ def pack_o(o: np.ndarray, config: ModelConfig, physical: ModelConfig, dtype: np.
 
 def pack_gate_up(gates: Sequence[np.ndarray], size: int, shards: int, dtype: np.dtype) -> np.ndarray:
     """The gate and the up projection [I, ...] (or their biases), in this order, as [shards, 2, size/shards, ...]."""
-    packed = zeros((shards, 2, size // shards, *gates[0].shape[1:]), dtype)
+    packed = aligned_zeros((shards, 2, size // shards, *gates[0].shape[1:]), dtype)
     fill_gate_up(packed, gates)
     return packed
 
@@ -104,7 +104,7 @@ def pad(x: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """x in the given dtype with zeros after it along every axis up to the given shape: x itself if it is so already."""
     if (x.shape, x.dtype) == (shape, dtype):
         return aligned(x)
-    padded = zeros(shape, dtype)
+    padded = aligned_zeros(shape, dtype)
     fill(padded, x)
     return padded
 

@@ -13,7 +13,7 @@ from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError, MemoryBudgetError
-from jaxserve.core.kv_layout import covered, segments_for
+from jaxserve.core.kv_layout import pages_covered, segments_for
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
 from jaxserve.core.step_shapes import Buckets
@@ -266,7 +266,7 @@ def _check_room(ledger: Ledger, needs: Mapping[str, int]) -> None:
 
 def _kv_bytes(memory: StageMemory, pages: int, segments: tuple[int, ...], granule: int) -> int:
     if not granule:
-        return covered(segments, pages) * memory.page
+        return pages_covered(segments, pages) * memory.page
     return min(pages * memory.page + memory.pools * granule, sum(segments) * memory.page)
 
 

@@ -13,7 +13,15 @@ from typing import Protocol
 from jaxserve.control.diff import apply
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import InstancePlan, Plan
-from jaxserve.control.transitions import PATIENCE, TRY_AGAIN, Outcome, ResizeKVPool, SwapPrecision, Transition, batches
+from jaxserve.control.transitions import (
+    SHRINK_PATIENCE,
+    SHRINK_RETRY,
+    Outcome,
+    ResizeKVPool,
+    SwapPrecision,
+    Transition,
+    batches,
+)
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.precision import assignment_id
@@ -181,7 +189,7 @@ class SimActuator:
 
     def _reduce(self, instance: Instance, transition: ResizeKVPool, after: Plan) -> Generator[Due, None, None]:
         """Takes pages away once so many are not in use; as the other actuator, it waits a little for that."""
-        end = self._clock.now() + PATIENCE
+        end = self._clock.now() + SHRINK_PATIENCE
         while True:
             try:
                 yield from self._between_steps(instance, lambda freed: self._shrink(instance, transition, after, freed))
@@ -189,7 +197,7 @@ class SimActuator:
             except PagesInUse:
                 if self._clock.now() >= end:
                     raise
-            yield from self._until(self._clock.now() + TRY_AGAIN)
+            yield from self._until(self._clock.now() + SHRINK_RETRY)
 
     def _between_steps(self, instance: Instance, commit: Callable[[Future[float]], None]) -> Generator[Due, None, None]:
         """Has `commit` run between two steps, and waits until the time that it settles its future with: when the memory

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.actuator import actuator
 from jaxserve.build import build
 from jaxserve.control.plan import Plan
-from jaxserve.control.transitions import PATIENCE
+from jaxserve.control.transitions import SHRINK_PATIENCE
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryBudgetError
 from jaxserve.executor.blocks import LoadedBlock
@@ -216,12 +216,12 @@ def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
     built.close()
 
 
-@pytest.mark.parametrize("patience", [PATIENCE, 0.0])
+@pytest.mark.parametrize("patience", [SHRINK_PATIENCE, 0.0])
 def test_a_smaller_pool_waits_a_little_for_pages_in_use(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
     """Steps have taken them since it was decided. Patience is endless here, or there is none."""
-    monkeypatch.setattr(actuator, "PATIENCE", 1000 * patience)
+    monkeypatch.setattr(actuator, "SHRINK_PATIENCE", 1000 * patience)
     before, scheduler, tokens, tries = state_of(adapted), adapted.steps.core.scheduler, {}, []
     shrink = scheduler.shrink
 

@@ -11,7 +11,7 @@ from jaxserve.control import InstancePlan, Ledger, Outcome, Plan, ResizeKVPool, 
 from jaxserve.control.controller import Controller
 from jaxserve.control.diff import apply, diff
 from jaxserve.control.policies.fixed import ManualPolicy
-from jaxserve.control.transitions import PATIENCE, TRY_AGAIN
+from jaxserve.control.transitions import SHRINK_PATIENCE, SHRINK_RETRY
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
@@ -391,7 +391,7 @@ def test_pages_in_use_keep_the_old_plan_and_the_rest_is_dropped() -> None:
     (outcome,) = world.outcomes
     assert outcome.transition == world.resize(51)
     assert outcome.error == "PagesInUse: 101 pages cannot shrink by 50: 5 are not in use"
-    assert outcome.seconds == pytest.approx(PATIENCE, abs=TRY_AGAIN)
+    assert outcome.seconds == pytest.approx(SHRINK_PATIENCE, abs=SHRINK_RETRY)
     assert unchanged(world)
     assert world.carry_out(world.swap(0, "int8")) == pytest.approx([0.010]), "it may try again"
 
@@ -401,13 +401,13 @@ def test_a_smaller_pool_waits_a_little_for_pages_in_use() -> None:
     pages = world.instances[0].core.scheduler.pages
     taken = pages.allocate(95)
     world.start(world.resize(51))
-    world.run_until(PATIENCE / 2)
+    world.run_until(SHRINK_PATIENCE / 2)
     assert (world.actuator.busy, world.outcomes, pages.num_pages) == (True, [], PAGES)
     pages.release(taken)
-    world.run_until(PATIENCE)
+    world.run_until(SHRINK_PATIENCE)
     (outcome,) = world.outcomes
     assert (outcome.error, pages.num_pages) == (None, 51)
-    assert outcome.seconds == pytest.approx(PATIENCE / 2, abs=2 * TRY_AGAIN)
+    assert outcome.seconds == pytest.approx(SHRINK_PATIENCE / 2, abs=2 * SHRINK_RETRY)
 
 
 def test_what_the_ledger_has_no_room_for_is_not_begun() -> None:
