@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HfTokenizer, models
 
-from jaxserve.build import _load_tokenizer, check_serves_text
-from jaxserve.checkpoint import open_checkpoint
 from jaxserve.cli.main import _example_prompt
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CheckpointError, NoTokenizer
+from jaxserve.engine.model_tokenizer import check_serves_text, load_tokenizer
 from jaxserve.engine.tokenizer import Tokenizer
 from tests.conftest import TINY
 
@@ -27,7 +26,7 @@ def add_tokenizer(folder: Path, size: int = 10, **config: object) -> None:
 
 
 def loaded(folder: Path, **options: object) -> Tokenizer | None:
-    return _load_tokenizer(EngineConfig(model=folder, **options), open_checkpoint(folder, "dummy"))
+    return load_tokenizer(EngineConfig(model=folder, **options), folder, TINY["vocab_size"])
 
 
 def test_a_model_without_a_tokenizer_is_not_served_by_accident(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
