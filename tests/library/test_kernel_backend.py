@@ -67,7 +67,7 @@ def test_every_backend_says_the_same(tiny_model: Path, reference: Reference, bac
 
 @pytest.mark.parametrize(
     ("backend", "message"),
-    [("pallas", "'pallas', which runs on gpu; the devices are cpu"), ("cuda", "one of auto, native, pallas, xla")],
+    [("pallas", "'pallas', which runs on gpu: the devices are cpu"), ("cuda", "one of auto, native, pallas, xla")],
 )
 def test_kernels_that_cannot_run_here_are_refused(tiny_model: Path, backend: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -76,6 +76,6 @@ def test_kernels_that_cannot_run_here_are_refused(tiny_model: Path, backend: str
 
 def test_native_kernels_that_are_not_there_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "targets", frozenset)
-    with pytest.raises(ConfigError, match="the native kernels are not there"):
+    with pytest.raises(ConfigError, match="the native kernels are missing"):
         resolve(EngineConfig(model=tiny_model, kernel_backend="native", **OPTIONS))
     assert resolve(EngineConfig(model=tiny_model, **OPTIONS)).padded_model.kernel_backend == "auto"
