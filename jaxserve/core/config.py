@@ -1,4 +1,4 @@
-"""Configurations, frozen and JAX-free: `ModelConfig` is read from a checkpoint, `EngineConfig` is what a user asks."""
+"""Configurations: `ModelConfig` describes a checkpoint's model, `EngineConfig` holds the options of an engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,9 @@ DType = Literal["bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 KernelBackend = Literal["auto", "native", "pallas", "xla"]
-"""What runs an operation: native kernels (on CPU), Pallas kernels (on GPU), XLA alone, or the best of what is there.
-Whatever is chosen, XLA does what a kernel does not take."""
+"""Kernels that run operations: native on CPU, Pallas on GPU, XLA alone, or the fastest available.
+
+XLA also runs every operation that the chosen kernels do not support."""
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -36,18 +37,18 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts: which layers have one and how tokens are routed."""
+    """A mixture of experts: its experts, how tokens are routed to them, and which layers are sparse."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     normalize_weights: bool
-    layers: tuple[bool, ...]  # per decoder layer: sparse (True) or dense
+    layers: tuple[bool, ...]  # per decoder layer: sparse (True) or dense (False)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything about a decoder-only transformer that its modules need; one per checkpoint."""
+    """Architecture of a decoder-only transformer: all that its modules need to know."""
 
     architecture: str  # e.g. "LlamaForCausalLM"
     vocab_size: int
@@ -65,37 +66,37 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()  # per layer: sliding window in tokens, None = full attention
+    windows: tuple[int | None, ...] = ()  # per layer: sliding window in tokens, None: full attention
     moe: MoEConfig | None = None
     dtype: DType = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     shards: int = 1  # devices that every block is split over
     vocab_padding: int = 0  # zero rows after the vocabulary, so that it splits evenly over devices
-    kernel_backend: KernelBackend = "auto"  # what may run its operations
+    kernel_backend: KernelBackend = "auto"
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding and of the head, padding included."""
+        """Number of rows of the embedding and of the head, padding included."""
         return self.vocab_size + self.vocab_padding
 
     @property
     def block_ids(self) -> tuple[str, ...]:
-        """The chain of blocks in the order in which they run."""
+        """Names of all blocks in the order in which they run."""
         return ("embed", *(layer_name(layer) for layer in range(self.num_layers)), "head")
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a layer in tokens, or None for full attention."""
+        """Return the sliding window of a layer in tokens, or None for full attention."""
         return self.windows[layer] if self.windows else None
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer's feed-forward half is a mixture of experts."""
+        """Return whether the feed-forward part of a layer is a mixture of experts."""
         return self.moe is not None and self.moe.layers[layer]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What a user may set for one engine. None: chosen from the model and the machine when the engine is built."""
+    """Options of one engine. None means: chosen from the model and the machine when the engine is built."""
 
     # -- model
     model: Annotated[
@@ -117,7 +118,7 @@ class EngineConfig:
             in_terminal=True,
         ),
     ] = None
-    served_model_name: str | None = None  # for clients and metrics; None: the folder's
+    served_model_name: str | None = None  # name for clients and metrics; None: the folder's name
     load_format: Annotated[
         LoadFormat,
         Option("Model", "Where weights come from; dummy: random weights from config.json alone.", in_terminal=True),
@@ -130,7 +131,7 @@ class EngineConfig:
             in_terminal=True,
         ),
     ] = "auto"
-    seed: Annotated[int, Option("Model", "Seed of requests that name none.")] = 0
+    seed: Annotated[int, Option("Model", "Seed for requests without one.")] = 0
     precision: Annotated[
         str,
         Option("Model", "Weights of the layers: int8, int4 or int3; auto: the checkpoint's.", in_terminal=True),
@@ -152,19 +153,25 @@ class EngineConfig:
         tuple[str, ...],
         Option(
             "Adaptation",
-            "Precision that layers may change to while serving, besides the policy's; may be repeated.",
+            "Precision that layers may change to while serving, in addition to the policy's; may be repeated.",
             flags=("--variant",),
         ),
     ] = ()
     policy: Annotated[
         str,
         Option(
-            "Adaptation", "What changes the plan: static, manual, morph, morph-int8, morph-performance, or a YAML file."
+            "Adaptation",
+            "Policy that changes the plan: static, manual, morph, morph-int8, morph-performance, or a YAML file.",
         ),
     ] = "static"
     slo_ttft: Annotated[
         float | None,
-        Option("Adaptation", "Seconds to the first token that the policy keeps.", default="the policy's", above=0),
+        Option(
+            "Adaptation",
+            "Objective of the policy for the time to the first token, in seconds.",
+            default="the policy's",
+            above=0,
+        ),
     ] = None
     # -- memory and lengths
     memory_gb: Annotated[
@@ -188,7 +195,7 @@ class EngineConfig:
         Option(
             "Memory",
             "KV pages that pools may grow to while serving.",
-            default="what layers can give with a policy",
+            default="with a policy, what smaller layers make room for",
             minimum=1,
         ),
     ] = None
@@ -196,7 +203,7 @@ class EngineConfig:
         KVCacheDType,
         Option("Memory", "KV cache: int8 takes half the memory; auto: as dtype.", in_terminal=True),
     ] = "auto"
-    prefix_caching: Annotated[bool, Option("Memory", "Keep the KV pages of prompts for later ones.")] = True
+    prefix_caching: Annotated[bool, Option("Memory", "Reuse the KV pages of earlier prompts that begin alike.")] = True
     # -- scheduling
     max_num_seqs: Annotated[
         int | None, Option("Scheduling", "Sequences that run at once.", default="32 on CPU, else 256", minimum=1)
@@ -246,7 +253,8 @@ class EngineConfig:
     ] = None
     # -- records
     step_log: Annotated[
-        str | Path | None, Option("Records", "File for what each step was and took.", default="none")
+        str | Path | None,
+        Option("Records", "File to which the work and the duration of every step are written.", default="none"),
     ] = None
     # -- limits on a single request
     max_logprobs: Annotated[int, Option("Limits", "Alternatives per token.")] = 20
