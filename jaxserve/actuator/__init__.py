@@ -1,4 +1,4 @@
-"""Transitions of the plan on real arrays: prepared beside serving, committed between two steps."""
+"""The actuator: carries out transitions on real arrays, prepared while steps run and committed between two steps."""
 
 from jaxserve.actuator.actuator import PlanActuator, RunningInstance
 from jaxserve.actuator.copying import LayerSource, Place, Throttle

@@ -139,7 +139,7 @@ def test_where_nothing_can_be_kept_there_pageable_memory_is_used(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=lambda device: "nowhere")
-    assert caplog.text.count("variants are kept in memory that can be paged, not in nowhere") == 1
+    assert caplog.text.count("variants stay in pageable memory, not in nowhere") == 1
     assert all(isinstance(leaf, np.ndarray) for leaf in leaves(source_of(built).parameters("layers.0", "int4")))
     adapted = Adapted(built)
     adapted.change(adapted.plan.with_precisions(0, dict.fromkeys(BLOCKS, "int4")))

@@ -114,8 +114,8 @@ def test_memory_is_bounded_and_times_only_rise_whatever_the_clock_does(times: li
         seen = smoother.observe(Snapshot(time=time, generated_tokens=number)).recent
         assert seen is not None
         assert seen.seconds >= 0
-        assert len(smoother._kept) <= 2 * RESOLUTION + 3
-        kept = [s.time for s in smoother._kept]
+        assert len(smoother._snapshots) <= 2 * RESOLUTION + 3
+        kept = [s.time for s in smoother._snapshots]
         assert kept == sorted(set(kept))
 
 
@@ -125,7 +125,7 @@ def test_frequent_snapshots_are_thinned_and_nothing_cumulative_is_lost() -> None
     for snapshot in many:
         seen = smoother.observe(snapshot).recent
     assert seen is not None
-    assert len(smoother._kept) < 2 * RESOLUTION + 3
+    assert len(smoother._snapshots) < 2 * RESOLUTION + 3
     assert seen.tokens_per_s == pytest.approx(1000)
     assert seen.seconds == pytest.approx(5, abs=0.1)
 
