@@ -154,9 +154,9 @@ def build(
 
     actuator = control = None
     if load and policy:
-        pairs = [RunningInstance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
-        actuator = _actuator(resolved, pairs, source, metrics, memory)
-        control = _control_plane(resolved, policy, load, instances, actuator, clock, step_log)
+        running = [RunningInstance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
+        actuator = _build_actuator(resolved, running, source, metrics, memory)
+        control = _build_control_plane(resolved, policy, load, instances, actuator, clock, step_log)
 
     def close() -> None:
         for part in (control, actuator, step_log):
@@ -172,14 +172,14 @@ def build(
     )
 
 
-def _actuator(
+def _build_actuator(
     resolved: Resolved,
     instances: Sequence[RunningInstance],
     source: LayerSource,
     metrics: EngineMetrics,
     memory: str | None,
 ) -> PlanActuator:
-    """Load every variant into the host's memory, and return what carries out changes of the plan.
+    """Load every variant into the host's memory, and return an actuator for the instances.
 
     Variants lie in the host memory of kind `memory`, if the devices have one. Where the host is the device and there
     is one instance, layers run on the pinned arrays themselves, without a copy.
@@ -225,7 +225,7 @@ def _policy_loader(resolved: Resolved) -> Callable[..., Policy]:
     return partial(load_policy, resources=resources, swap_order=_swap_order(resolved), slo_ttft=slo_ttft)
 
 
-def _control_plane(
+def _build_control_plane(
     resolved: Resolved,
     policy: Policy,
     load: Callable[..., Policy],

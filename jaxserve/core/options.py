@@ -17,7 +17,7 @@ from jaxserve.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Option:
-    """An option's help text, names and allowed values.
+    """Help text, names and allowed values of an option.
 
     `help` says what the option does; the default is appended to it. `default` describes a default that depends on the
     model or the machine. `flags` are the spellings on the command line if they differ from the field's name, and `env`

@@ -91,17 +91,17 @@ class Buckets:
 
     @cached_property
     def decodes(self) -> tuple[int, ...]:
-        """Numbers of decode rows in steps without prefill."""
+        """Numbers of decode rows that steps without prefill are padded to."""
         return self._sizes(min(self.min_rows, self.max_num_seqs), self.max_num_seqs)
 
     @cached_property
     def mixed_decodes(self) -> tuple[int, ...]:
-        """Numbers of decode rows in steps with prefill: none or all, since unused rows cost little next to a tile."""
+        """Numbers of decode rows that steps with prefill are padded to: 0 or all, as unused rows cost little there."""
         return (0, self.max_num_seqs)
 
     @cached_property
     def tiles(self) -> tuple[int, ...]:
-        """Numbers of prefill tiles."""
+        """Numbers of prefill tiles that steps are padded to."""
         return self._sizes(1, self.max_tiles)
 
     @cached_property
@@ -111,7 +111,7 @@ class Buckets:
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """Numbers of sampled rows."""
+        """Numbers of sampled rows that steps are padded to."""
         return powers_of_two(self.min_rows, max(self.max_num_seqs + self.max_tiles, self.min_rows))
 
     def _sizes(self, low: int, high: int) -> tuple[int, ...]:

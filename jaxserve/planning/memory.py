@@ -100,7 +100,7 @@ class MemoryPlan:
             layers.append(self._layer_bytes(stage) - self._in_place_bytes(stage))
             in_use.append(memory.page * stage.kv_pages)
             rounding = self.kv_bytes(memory, stage.kv_pages) - in_use[-1] if self.granule else 0
-            fixed.append(others + memory.beside_pages - layers[-1] + rounding)
+            fixed.append(others + memory.bytes_without_pages - layers[-1] + rounding)
         budget = self.ledger.budget
         if self.config.kv_pages is not None and self.config.max_kv_pages is None:
             budget = min(budget, max(map(sum, zip(fixed, layers, in_use, strict=True))))
@@ -171,7 +171,7 @@ def runtime_bytes(spec: EngineSpec, model: ModelConfig, instances: int = 1) -> i
 def plan_memory(
     spec: EngineSpec, padded: ModelConfig, sizes: Sizes, budget: int, granule: int, *, runtime: int = 0
 ) -> MemoryPlan:
-    """Decide how many KV pages an engine starts with, how many it may grow to, and what takes the other memory.
+    """Decide how many KV pages an engine starts with, how many it may grow to, and what takes the remaining memory.
 
     `padded` is the model's configuration padded for tensor parallelism, and `sizes` are the bytes of its parts.
     `budget` is the memory of one device, of which `runtime` bytes are not arrays. `granule` is as in `MemoryPlan`.
@@ -230,7 +230,7 @@ def _book_memory(
     config, wanted_len = spec.config, spec.wanted_len
     page_size = config.page_size
     useful = spec.buckets.max_num_seqs * ceil_div(wanted_len, page_size) + 1
-    rooms = [ledger.free - runtime - stage.beside_pages for stage in stages]
+    rooms = [ledger.free - runtime - stage.bytes_without_pages for stage in stages]
     fullest = stages[min(range(len(stages)), key=lambda index: rooms[index] / stages[index].page)]
     min_pages = 2 if config.max_model_len is None else ceil_div(config.max_model_len, page_size) + 1
     _book_fixed_entries(ledger, runtime, fullest, min_pages)

@@ -1,4 +1,4 @@
-"""What follows from a configuration and a model before memory is considered: plan, variants, step shapes."""
+"""EngineSpec: plan, variants and step shapes of an engine, decided before its memory is divided."""
 
 import re
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ DEFAULT_VARIANT = "int4"  # for policies that name no precision
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Decisions that follow from a configuration and a model before memory is considered."""
+    """Decisions that follow from a configuration and a model, before memory is considered."""
 
     config: EngineConfig
     platform: str

@@ -26,7 +26,7 @@ class StageMemory:
     variants: int = 0  # quantised layers pinned in the same memory, without those that weights use in place
 
     @property
-    def beside_pages(self) -> int:
+    def bytes_without_pages(self) -> int:
         """Bytes of everything except the KV pages."""
         return self.weights + self.variants + self.workspace + self.swap_buffer
 

@@ -29,7 +29,7 @@ class Recent:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of an engine at one moment. Bytes are those that the ledger counts as resident, on all devices."""
+    """State of an engine at one moment. Bytes are resident bytes, summed over its devices."""
 
     time: float = 0.0  # s of the engine's clock
     steps: int = 0  # steps finished since the start, from which health checks see progress

@@ -171,9 +171,7 @@ class FakeControl:
     def set_policy(self, name: str) -> None:
         if name not in POLICIES:
             known = ", ".join(POLICIES)
-            raise RequestError(
-                f"there is no policy {name!r}; there are {known}", field="policy", value=name, limit=known
-            )
+            raise RequestError(f"unknown policy {name!r}: choose from {known}", field="policy", value=name, limit=known)
         self.policy, self.plan = name, None
 
     def set_plan(self, yaml_text: str) -> None:

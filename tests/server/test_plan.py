@@ -68,7 +68,7 @@ def test_set_takes_a_policy(run, control):
         (["set"], "either a FILE"),
         (["set", "x.yaml", "--policy", "static"], "either a FILE"),
         (["set", "absent.yaml"], "cannot read absent.yaml: No such file"),
-        (["set", "--policy", "nothing"], "there is no policy 'nothing'; there are static"),
+        (["set", "--policy", "nothing"], "unknown policy 'nothing': choose from static"),
         (["show", "--url", "ftp://x"], "is no address"),
         (["show", "--url", "http://127.0.0.1:1"], "cannot reach http://127.0.0.1:1"),
         (["show", "--admin-key", "wrong"], "(--admin-key or JAXSERVE_ADMIN_KEY)"),
