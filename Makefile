@@ -1,4 +1,4 @@
-# Every target sets up what it needs. PYTHON=/path/to/python overrides the search for an interpreter.
+# Every target installs what it needs. PYTHON=/path/to/python overrides the search for an interpreter.
 VENV ?= .venv
 PYTHON ?=
 HOST ?= 127.0.0.1
@@ -15,7 +15,8 @@ SOURCES := jaxserve tests bench examples scripts setup.py $(wildcard pallas_kern
 
 .DEFAULT_GOAL := help
 .PHONY: help serve demo test check check-gpu-compile format bench bench-peers clean
-.NOTPARALLEL: # one environment
+# All targets share one environment.
+.NOTPARALLEL:
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "make %-17s %s\n", $$1, $$2}'
@@ -23,15 +24,15 @@ help: ## list the targets
 serve: $(RUNTIME) $(NATIVE) ## serve the bundled model (HOST, PORT, ARGS="MODEL --option ...")
 	@exec $(BIN)/jaxserve serve --host $(HOST) --port $(PORT) $(ARGS)
 
-demo: $(RUNTIME) $(NATIVE) ## a burst, and precision and KV capacity that follow it: build/demo/report.html and result.json
+demo: $(RUNTIME) $(NATIVE) ## watch precision and KV cache follow a burst: writes build/demo/report.html and result.json
 	@$(BIN)/python -m bench.demo $(ARGS)
 
-# Three processes on two cores too, since tests wait for servers; they grow to some 5 GB each.
-# The process of a test that hangs ends, and is replaced once.
+# Three processes even on two cores, because tests wait for servers; each takes up to about 5 GB.
+# A process with a hanging test is ended, and replaced once.
 test: $(DEV) $(NATIVE) ## run the tests (ARGS="-k name ...", WORKERS=0 for one process)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 1 $(ARGS)
 
-check: $(DEV) ## lint, format, types of the JAX-free packages, who imports whom
+check: $(DEV) ## lint, format, types of the JAX-free packages, import rules, generated files
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/python -m mypy
@@ -41,7 +42,7 @@ check: $(DEV) ## lint, format, types of the JAX-free packages, who imports whom
 check-gpu-compile: $(DEV) $(CUDA_PLUGIN) ## compile the GPU kernels for an H200: needs ptxas, no GPU; downloads 400 MB once
 	GPU_COMPILE=required PYTHONPATH=$(CUDA_PLUGIN) $(BIN)/python -m pytest tests/pallas $(ARGS)
 
-format: $(DEV) ## format, mend what ruff can, and write the tables of options
+format: $(DEV) ## format, apply ruff's fixes, and generate the tables of options
 	$(BIN)/python scripts/generate-options
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -51,7 +52,7 @@ bench: $(RUNTIME) $(NATIVE) ## replay a minute of bursty traffic: a table, bench
 	  --goodput ttft:500 tpot:50 --label burst --save-result bench/out/burst.json $(ARGS)
 	$(BIN)/jaxserve bench report bench/out/burst.json --out bench/out/burst.html
 
-bench-peers: $(RUNTIME) $(NATIVE) ## speed beside other engines (ARGS="--peer-python PATH ...")
+bench-peers: $(RUNTIME) $(NATIVE) ## compare the speed with other engines (ARGS="--peer-python PATH ...")
 	$(BIN)/python -m bench.peers $(ARGS)
 
 clean: ## remove the environment and everything generated
@@ -66,12 +67,12 @@ $(DEV): pyproject.toml setup.py scripts/make-venv
 	@scripts/make-venv "$(VENV)" ".[dev]" "$(PYTHON)"
 	@touch $(RUNTIME) $@
 
-# Attention and products on CPU; without a C++ compiler plain XLA takes its place. The library's name says what it was built for.
+# Native CPU kernels; without a C++ compiler plain XLA is used instead.
 $(NATIVE): $(wildcard jaxserve/kernels/native/*.cc jaxserve/kernels/native/*.h jaxserve/kernels/native/build.py) $(RUNTIME)
 	@$(BIN)/python -m jaxserve.kernels.native --optional
 	@touch $@
 
-# Beside the environment and not in it: with the plugin, JAX would look for a GPU at every start.
+# Outside of the environment's site-packages: with the plugin there, JAX would look for a GPU at every start.
 $(CUDA_PLUGIN): $(RUNTIME)
 	@version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
 	  if command -v uv >/dev/null 2>&1; then pip="uv pip install --python $(BIN)/python"; \

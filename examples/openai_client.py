@@ -1,4 +1,4 @@
-"""The official OpenAI client against a running `jaxserve serve`: pip install openai, then run this."""
+"""Examples of the official OpenAI client with a running `jaxserve serve`. Needs `pip install openai`."""
 
 import os
 
@@ -6,7 +6,7 @@ from openai import OpenAI
 
 
 def main() -> None:
-    """Completes, streams, compares two pieces of code by their embeddings, and shows what an error looks like."""
+    """Complete a text, stream a chat, compare two embeddings, and show an error."""
     client = OpenAI(
         base_url=os.environ.get("JAXSERVE_URL", "http://127.0.0.1:8000") + "/v1",
         api_key=os.environ.get("JAXSERVE_API_KEY", "none"),

@@ -1,4 +1,4 @@
-"""Shared by all tests: eight virtual CPU devices, programs that compile quickly, and a tiny random model."""
+"""Fixtures of all tests, eight virtual CPU devices, and settings with which programs compile quickly."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(tiny_model: Path):
-    """The tiny model without an engine."""
-    from tests.reference import Reference
+    """The tiny model run without an engine."""
+    from tests.support.reference import Reference
 
     return Reference(tiny_model)

@@ -67,7 +67,7 @@ def checkpoint() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def logits(checkpoint: Checkpoint) -> Logits:
-    """Token ids, at most LENGTH -> logits float32 [tokens, V] of the dense forward pass."""
+    """The dense forward pass as a function from at most LENGTH token ids to logits (float32[tokens, V])."""
     blocks = {block_id: load_block(checkpoint, block_id) for block_id in checkpoint.config.block_ids}
     run = jax.jit(lambda tokens: forward(checkpoint.config, blocks, tokens))
     return lambda ids: np.asarray(run(jnp.asarray(ids + [0] * (LENGTH - len(ids)), jnp.int32)))[: len(ids)]
@@ -82,21 +82,21 @@ def load_block(checkpoint: Checkpoint, block_id: str) -> nnx.Module:
 
 
 def greedy(logits: Logits, tokenizer: Tokenizer, prompt: str, count: int) -> str:
-    """The prompt and its most likely continuation."""
+    """Return the prompt and its most likely continuation."""
     ids = tokenizer.encode(prompt)
     for _ in range(count):
         ids.append(int(logits(ids)[-1].argmax()))
     return tokenizer.decode(ids)
 
 
-def test_the_checkpoint_is_complete_and_fits_in_a_wheel():
+def test_bundled_checkpoint_is_complete_and_fits_in_a_wheel():
     names = {file.name for file in MODEL.iterdir()}
     expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert expected | {"README.md"} <= names
     assert sum(file.stat().st_size for file in MODEL.iterdir()) <= MAX_BYTES
 
 
-def test_it_is_a_small_bfloat16_llama_with_grouped_heads(checkpoint: Checkpoint):
+def test_bundled_model_is_a_small_bfloat16_llama_with_grouped_heads(checkpoint: Checkpoint):
     config = open_checkpoint(MODEL).config
     assert (config.architecture, config.dtype, config.tie_embeddings) == ("LlamaForCausalLM", "bfloat16", True)
     assert config.num_kv_heads < config.num_heads
@@ -105,7 +105,7 @@ def test_it_is_a_small_bfloat16_llama_with_grouped_heads(checkpoint: Checkpoint)
     assert 5e6 < sum(x.size for block in tensors for x in block.values()) < 10e6
 
 
-def test_special_tokens_of_the_configurations_agree(tokenizer: Tokenizer):
+def test_bundled_configurations_agree_on_special_tokens(tokenizer: Tokenizer):
     config = json.loads((MODEL / "config.json").read_text())
     names = json.loads((MODEL / "tokenizer_config.json").read_text())
     for kind in ("bos", "eos", "pad"):
@@ -125,12 +125,12 @@ def test_special_tokens_of_the_configurations_agree(tokenizer: Tokenizer):
         "def f():\n\tpass\n",
     ],
 )
-def test_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str):
+def test_bundled_tokenizer_round_trips_text(tokenizer: Tokenizer, text: str):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(st.text(max_size=200))
-def test_any_text_survives_the_tokenizer_without_special_tokens(text: str):
+def test_bundled_tokenizer_round_trips_any_text_without_special_tokens(text: str):
     tokenizer = LOADED
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
@@ -140,18 +140,18 @@ def test_any_text_survives_the_tokenizer_without_special_tokens(text: str):
 LOADED = Tokenizer.load(MODEL)  # hypothesis allows no fixture narrower than the session's
 
 
-def test_a_prompt_begins_as_the_documents_of_training_did(tokenizer: Tokenizer):
+def test_bundled_tokenizer_begins_prompts_as_training_documents(tokenizer: Tokenizer):
     assert tokenizer.encode("x = 1")[0] == tokenizer.bos_token_id
     assert tokenizer.bos_token_id not in tokenizer.encode("x = 1", add_special_tokens=False)
 
 
-def test_a_chat_is_written_out_as_a_module(tokenizer: Tokenizer):
+def test_bundled_chat_template_writes_a_python_module(tokenizer: Tokenizer):
     messages = [{"role": "system", "content": "Sorting"}, {"role": "user", "content": "def sort(items):"}]
     text = tokenizer.apply_chat_template(messages)
     assert text == "<|endoftext|># Sorting\ndef sort(items):\n"
 
 
-def test_unseen_python_is_predicted_far_better_than_by_chance(logits: Logits, tokenizer: Tokenizer):
+def test_bundled_model_predicts_unseen_python_better_than_chance(logits: Logits, tokenizer: Tokenizer):
     ids = tokenizer.encode(SNIPPET)
     logprobs = jax.nn.log_softmax(logits(ids)[:-1], axis=-1)
     loss = -float(np.mean(np.asarray(logprobs)[np.arange(len(ids) - 1), ids[1:]]))
@@ -173,7 +173,7 @@ UNDERTRAINED = pytest.mark.xfail(reason="it falls into a loop inside the docstri
         pytest.param("def fibonacci(n):\n", marks=UNDERTRAINED),
     ],
 )
-def test_greedy_text_is_python(logits: Logits, tokenizer: Tokenizer, prompt: str):
+def test_bundled_models_greedy_text_parses_as_python(logits: Logits, tokenizer: Tokenizer, prompt: str):
     text = greedy(logits, tokenizer, prompt, count=48)
     lines = text[: text.rindex("\n") + 1].rstrip().splitlines()
     while lines[-1].endswith(":"):  # the limit on tokens cut its block off
@@ -182,7 +182,7 @@ def test_greedy_text_is_python(logits: Logits, tokenizer: Tokenizer, prompt: str
     ast.parse("\n".join(lines))
 
 
-def test_training_minimises_the_loss_of_the_serving_forward_pass():
+def test_training_loss_equals_that_of_the_serving_forward_pass():
     config = ModelConfig("LlamaForCausalLM", 97, 32, 2, 4, 2, 16, 64, 512, tie_embeddings=True, dtype="float32")
     graph, params = build(config, seed=0)
     rows = jax.random.randint(jax.random.key(1), (2, 257), 0, config.vocab_size)
@@ -191,7 +191,7 @@ def test_training_minimises_the_loss_of_the_serving_forward_pass():
     np.testing.assert_allclose(token_losses(config, graph, params, rows), jnp.concatenate(expected), rtol=1e-4)
 
 
-def test_products_in_bfloat16_keep_the_gradient():
+def test_training_products_in_bfloat16_keep_the_gradient():
     config = ModelConfig("LlamaForCausalLM", 96, 32, 2, 4, 2, 16, 64, 512, tie_embeddings=True, dtype="float32")
     graph, params = build(config, seed=0)
     rows = jax.random.randint(jax.random.key(1), (2, 33), 0, config.vocab_size)
@@ -204,7 +204,7 @@ def test_products_in_bfloat16_keep_the_gradient():
     assert 0 < max(jax.tree.leaves(difference)) < 0.05
 
 
-def test_the_training_script_explains_itself():
+def test_training_script_prints_its_help():
     environment = {**os.environ, "PYTHONPATH": str(TRAIN.parents[2])}  # where jaxserve is not installed
     done = subprocess.run([sys.executable, TRAIN, "--help"], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

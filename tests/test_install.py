@@ -1,4 +1,4 @@
-"""What an installed wheel holds: it is built from the source distribution, and run without the repository."""
+"""The contents of a wheel, built from the source distribution and run without the repository."""
 
 import os
 import re

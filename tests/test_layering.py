@@ -1,4 +1,4 @@
-"""Who may import whom, proved in fresh interpreters: import-linter reads sources, these load them."""
+"""Import rules, proved in fresh interpreters: import-linter reads sources, these tests load modules."""
 
 import ast
 import importlib.metadata
@@ -44,7 +44,7 @@ sys.meta_path.insert(0, Blocker())
 
 
 def run_fresh(code: str) -> None:
-    """Runs code in an interpreter that has imported nothing of ours."""
+    """Run code in an interpreter that has imported nothing of jaxserve."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
@@ -54,14 +54,14 @@ def assert_not_loaded(names: tuple[str, ...]) -> str:
 
 
 def modules_of(package: str) -> list[str]:
-    """A package and every module below it, found without importing them."""
+    """Return a package and every module below it, found without importing them."""
     path = ROOT / package.replace(".", "/")
     found = pkgutil.walk_packages([str(path)], prefix=f"{package}.")
     return [package, *(module.name for module in found)]
 
 
 def imports_of(file: Path) -> set[str]:
-    """The full names that a file imports, wherever in it."""
+    """Return the full names that a file imports anywhere."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -80,12 +80,12 @@ def test_package_does_not_load_jax(package):
     run_fresh(f"import {', '.join(modules_of(package))}\n" + assert_not_loaded((*JAX, *WEB)))
 
 
-def test_what_measures_a_server_loads_neither_jax_nor_a_web_framework():
+def test_bench_client_loads_neither_jax_nor_a_web_framework():
     online = [name for name in modules_of("jaxserve.bench") if ".offline" not in name]
     run_fresh(f"import {', '.join(online)}\n" + assert_not_loaded((*JAX, *WEB)))
 
 
-def test_the_command_line_starts_without_what_its_commands_need():
+def test_command_line_starts_without_its_commands_dependencies():
     heavy = ("numpy", "httpx", "matplotlib", "tokenizers")
     run_fresh("import jaxserve.cli.main\n" + assert_not_loaded((*JAX, *WEB, *heavy)))
 
@@ -110,8 +110,10 @@ def test_unknown_public_name_is_an_attribute_error():
         _ = jaxserve.Engine
 
 
-def test_models_know_no_mesh():
-    for file in (ROOT / "jaxserve" / "models").glob("*.py"):
+def test_models_import_no_sharding():
+    files = sorted((ROOT / "jaxserve" / "models").glob("*.py"))
+    assert files
+    for file in files:
         assert not {name for name in imports_of(file) if name.startswith("jax.sharding")}, file
 
 
@@ -119,7 +121,9 @@ def test_every_third_party_import_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in project["dependencies"]}
     homes = importlib.metadata.packages_distributions()
-    for file in (ROOT / "jaxserve").rglob("*.py"):
+    files = sorted((ROOT / "jaxserve").rglob("*.py"))
+    assert files
+    for file in files:
         for top in {name.partition(".")[0] for name in imports_of(file)} - sys.stdlib_module_names:
             if top in ("jaxserve", "pallas_kernels"):
                 continue

@@ -38,17 +38,17 @@ class Document:
 
     @property
     def is_test(self) -> bool:
-        """Whether the document belongs to CPython's own test suite."""
+        """Return whether the document belongs to CPython's own test suite."""
         return re.search(r"(^|/)(test|tests|idle_test)/", self.name) is not None
 
 
 def default_stdlib() -> Path:
-    """The standard library folder of the running interpreter."""
+    """Return the standard library folder of the running interpreter."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def collect(folders: Iterable[Path]) -> list[Document]:
-    """Every usable document below `folders`, sorted by name, without exact duplicates of a text."""
+    """Return every usable document below `folders`, sorted by name, without exact duplicates."""
     seen: set[str] = set()
     documents = []
     for folder in folders:
@@ -89,7 +89,7 @@ def _documents(folder: Path) -> Iterator[Document]:
 
 
 def _read(path: Path) -> str | None:
-    """The text of a module that this interpreter can parse, else None (broken on purpose, or another encoding)."""
+    """Return the text of a module, or None if it cannot be parsed (broken on purpose, or in another encoding)."""
     if path.stat().st_size > MAX_BYTES and path.name != "topics.py":
         return None
     try:
@@ -109,7 +109,7 @@ def _is_prose_or_code(text: str) -> bool:
 
 
 def _topics(name: str, text: str) -> Iterator[Document]:
-    """The language reference that `help()` shows: a dictionary literal from topic to text."""
+    """Yield the topics of the language reference that `help()` shows, from a dictionary literal."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Dict):
             for topic, body in ast.literal_eval(node).items():

@@ -13,7 +13,7 @@ from jaxserve.core.config import ModelConfig
 
 
 def hf_tensors(config: ModelConfig, graph: nnx.GraphDef, params: nnx.State) -> dict[str, np.ndarray]:
-    """The tensors bfloat16 by their Hugging Face names; the tied head has none of its own."""
+    """Return the bfloat16 tensors by their Hugging Face names; the tied head has no tensor."""
     blocks = nnx.merge(graph, params)
     tensors = {
         "model.embed_tokens.weight": blocks["embed"].weight[...],
@@ -39,7 +39,7 @@ def hf_tensors(config: ModelConfig, graph: nnx.GraphDef, params: nnx.State) -> d
 
 
 def save_model(config: ModelConfig, tensors: dict[str, np.ndarray], folder: Path) -> None:
-    """Write model.safetensors, config.json and generation_config.json into `folder`, which exists."""
+    """Write model.safetensors, config.json and generation_config.json into the existing `folder`."""
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     ends = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_ids[0], "pad_token_id": 1}
     _write(

@@ -1,4 +1,4 @@
-"""What is minimised: the loss of whole sequences through the very modules that serve."""
+"""The training loss: the loss of whole sequences, computed by the modules that serve."""
 
 from pathlib import Path
 
@@ -13,16 +13,19 @@ from jaxserve.kernels import Rotated
 from jaxserve.models import Attend, rope_cos_sin
 from jaxserve.models.dense import build_blocks
 
-QUERY_BLOCK = 128  # a block of queries skips the keys behind its end, which halves the work of long sequences
+QUERY_BLOCK = 128  # a block of queries skips the keys after its end, which halves the work of long sequences
 
 
 def build(config: ModelConfig, seed: int) -> tuple[nnx.GraphDef, nnx.State]:
-    """The graph definition and the random float32 parameters of the chain of blocks."""
+    """Return the graph definition and random float32 parameters of the chain of blocks."""
     return nnx.split(nnx.Dict(build_blocks(config, rngs=nnx.Rngs(seed))))
 
 
 def restore(config: ModelConfig, folder: Path) -> tuple[nnx.GraphDef, nnx.State]:
-    """The same with the parameters of a finished checkpoint. Raises `CheckpointError` when it is of another shape."""
+    """Return the graph definition and the parameters of a finished checkpoint.
+
+    Raise `CheckpointError` if its shapes differ from the model's.
+    """
     checkpoint = open_checkpoint(folder, dtype="float32")
     if checkpoint.config != config:
         raise CheckpointError(f"{folder}: {checkpoint.config} is not the model that is trained: {config}")
@@ -35,7 +38,7 @@ def restore(config: ModelConfig, folder: Path) -> tuple[nnx.GraphDef, nnx.State]
 
 
 def causal_attend(batch: int, length: int, head_dim: int) -> Attend:
-    """Dense causal attention over `batch` sequences of `length` tokens that lie end to end in T = batch * length."""
+    """Compute dense causal attention over `batch` sequences of `length` tokens, concatenated to T = batch * length."""
     step = max(QUERY_BLOCK, length // 8)
 
     def attend(qkv: Rotated) -> jax.Array:
@@ -58,7 +61,7 @@ def causal_attend(batch: int, length: int, head_dim: int) -> Attend:
 
 
 def token_losses(config: ModelConfig, graph: nnx.GraphDef, params: nnx.State, rows: jax.Array) -> jax.Array:
-    """Negative log likelihood in nats, float32 [batch * length], of rows int32 [batch, length + 1]."""
+    """Return the negative log likelihood in nats, float32 [batch * length], of rows int32 [batch, length + 1]."""
     blocks = nnx.merge(graph, params)
     batch, length = rows.shape[0], rows.shape[1] - 1
     cos, sin = rope_cos_sin(config, jnp.tile(jnp.arange(length), batch))

@@ -9,11 +9,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 END_OF_TEXT = "<|endoftext|>"  # starts every document, so it serves as both bos and eos
 PAD = "<|pad|>"
 
-# One digit a piece keeps numbers learnable. A line's end is a piece of its own, so that a prompt may stop there; a run
-# of blanks keeps its last one for the word that follows, so that an indentation is one token whatever comes after it.
+# One digit per piece keeps numbers learnable. A line end is a separate piece, so that a prompt may stop there. The last
+# blank of a run belongs to the next word, so that an indentation is one token whatever follows.
 PIECES = r"\n| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
 
-# The model is not tuned for dialogue: a chat is shown to it as the text of a module that it goes on writing.
+# The model is not tuned for dialogue: a chat is rendered as the text of a module, which the model continues.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ '# ' + message['content'] | replace('\\n', '\\n# ') + '\\n' }}"
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer: any UTF-8 text round-trips, and `encode` puts the end-of-text token in front."""
+    """Return a byte-level BPE tokenizer: any UTF-8 text round-trips, and `encode` prepends the end-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `folder`, which exists."""
+    """Write tokenizer.json and tokenizer_config.json into the existing `folder`."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

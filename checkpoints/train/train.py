@@ -1,9 +1,9 @@
-"""Train the bundled model on the standard library of the running interpreter, or of any others that are named.
+"""Train the bundled model on the standard library of the running interpreter, or of other interpreters.
 
     python checkpoints/train/train.py --out checkpoints/jaxserve-python-6m --minutes 40
 
-The learning rate falls with the share of the budget that is used up, in steps or in minutes, whichever is further, so
-that a run on a busy machine ends on time and at rest.
+The learning rate falls with the used share of the budget, in steps or in minutes, whichever is larger. A run on a busy
+machine therefore ends on time and with a learning rate of 0.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from jaxserve.core.config import ModelConfig
 MUON_RATE, ADAM_RATE = 0.02, 0.004  # for the matrices of the layers; for embeddings and norms
 WEIGHT_DECAY = 0.01
 CLIP = 1.0
-PROGRESS_TOKENS = 32_768  # held-out tokens looked at during training; the last report takes all of them
+PROGRESS_TOKENS = 32_768  # held-out tokens measured during training; the last report uses all of them
 MATRICES = {  # (input axes, output axes) of the layers' parameters; Muon treats every head as a matrix of its own
     "qkv": MuonDimensionNumbers(reduction_axis=3, output_axis=2),
     "o": MuonDimensionNumbers(reduction_axis=3, output_axis=0),
@@ -45,7 +45,7 @@ MATRICES = {  # (input axes, output axes) of the layers' parameters; Muon treats
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line; at least one budget is required."""
+    """Parse the command line, which needs at least one budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the finished checkpoint")
     parser.add_argument("--start", type=Path, help="a checkpoint of this script to go on from, with its tokenizer")
@@ -71,7 +71,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
-    """The model that is trained, in float32; token 0 begins and ends documents."""
+    """Return the model's configuration, in float32; token 0 begins and ends documents."""
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=args.vocab,
@@ -90,7 +90,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Muon on the layers' matrices, Adam on the rest, for a schedule that scales the updates from 1 down to 0."""
+    """Return an optimizer: Muon for the layers' matrices, Adam for the rest, with updates scaled by a schedule."""
 
     def matrices(params: nnx.State) -> Any:
         return jax.tree.map_with_path(
@@ -112,14 +112,14 @@ def _names(path: tuple[Any, ...]) -> list[str]:
 
 
 def schedule(progress: float) -> float:
-    """Factor on the learning rates at a share in [0, 1] of the budget: a short warm-up, then linearly down to 0."""
+    """Return the factor on the learning rates at a used share of the budget: a short warm-up, then linear to 0."""
     warm_up = 0.02
     return min(progress / warm_up, (1 - progress) / (1 - warm_up)) if progress < 1 else 0.0
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained: parameters of a chain of blocks, and the means to run them."""
+    """The parameters that are trained, with the chain of blocks that runs them."""
 
     config: ModelConfig
     graph: nnx.GraphDef
@@ -127,7 +127,10 @@ class Model:
 
 
 def make_step(model: Model, rule: optax.GradientTransformation) -> Any:
-    """A jitted (params, state, rows [batch, length + 1], rate) -> (params, state, loss) that uses up the first two."""
+    """Return the jitted step (params, state, rows [batch, length + 1], rate) -> (params, state, loss).
+
+    It donates `params` and `state`.
+    """
 
     def objective(params: nnx.State, rows: jax.Array) -> jax.Array:
         return token_losses(model.config, model.graph, params, rows).mean()
@@ -141,7 +144,7 @@ def make_step(model: Model, rule: optax.GradientTransformation) -> Any:
 
 
 def held_out_loss(losses: Callable[..., jax.Array], params: nnx.State, rows: np.ndarray, batch: int) -> float:
-    """Mean loss in nats a token over rows int32 [N, length + 1]; the last, smaller batch is padded and cut."""
+    """Return the mean loss in nats per token over rows, int32 [N, length + 1]."""
     total = 0.0
     for start in range(0, len(rows), batch):
         part = rows[start : start + batch]
@@ -151,7 +154,7 @@ def held_out_loss(losses: Callable[..., jax.Array], params: nnx.State, rows: np.
 
 
 def train(args: argparse.Namespace, model: Model, texts: list[np.ndarray], held_out: list[np.ndarray]) -> Model:
-    """The model after the budget of `args`; the arrays of the given one are used up. Prints how it goes."""
+    """Train within the budget of `args`, print the progress, and return the model. The given arrays are donated."""
     params, rule = model.params, optimizer()
     state = rule.init(params)
     rng = np.random.default_rng(args.seed)
@@ -165,7 +168,7 @@ def train(args: argparse.Namespace, model: Model, texts: list[np.ndarray], held_
     while progress < 1:
         late = progress >= 1 - args.long_share
         params, state, loss = steps[late](params, state, next(streams[late]), jnp.float32(schedule(progress)))
-        loss = float(loss)  # waits for the step, so that the clock below tells what is done, not what is queued
+        loss = float(loss)  # wait for the step, so that the time below is of finished work
         step, minutes = step + 1, (time.monotonic() - started) / 60
         progress = max(step / args.steps, minutes / args.minutes)
         if step % 10 == 0:
@@ -178,7 +181,7 @@ def train(args: argparse.Namespace, model: Model, texts: list[np.ndarray], held_
 
 
 def report(args: argparse.Namespace, model: Model, held_out: list[np.ndarray], held_out_bytes: int) -> dict[str, float]:
-    """Held-out loss of the weights as saved (rounded to bfloat16), at both lengths, in nats a token and bits a byte."""
+    """Return the held-out loss of the saved (bfloat16) weights at both lengths, in nats per token and bits per byte."""
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), model.params)
     losses = jax.jit(partial(token_losses, model.config, model.graph))
     tokens_per_byte = sum(len(text) - 1 for text in held_out) / held_out_bytes
@@ -191,7 +194,7 @@ def report(args: argparse.Namespace, model: Model, held_out: list[np.ndarray], h
 
 
 def main() -> None:
-    """Corpus, tokenizer, training, report, checkpoint."""
+    """Build the corpus and the tokenizer, train, report, and save the checkpoint."""
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     training, testing = corpus.split(corpus.collect(args.stdlib), args.held_out)

@@ -1,6 +1,6 @@
-"""A policy of one's own: all layers in int8 while sequences wait, full precision again when none does.
+"""An example of a policy: all layers in int8 while sequences wait, full precision again when none waits.
 
-python examples/policies/busy_int8.py      # what it decides while a queue comes and goes; needs no model
+python examples/policies/busy_int8.py      # print its decisions while a queue grows and empties; needs no model
 jaxserve serve --variant int8 --policy examples/policies/busy_int8.py:BusyInt8
 """
 
@@ -14,33 +14,33 @@ from jaxserve.telemetry import Smoother, Snapshot
 
 @dataclass(frozen=True)
 class BusyInt8:
-    """Either all layers of an instance are in int8, or it is as it was at the start."""
+    """A policy with two states for each instance: all layers in int8, or the plan of the start."""
 
     resources: Resources
     swap_order: Sequence[int]
     name: str = "busy-int8"
 
     def init(self, plan: Plan) -> Plan:
-        return plan  # the state: where to return to
+        return plan  # the state: the plan to return to
 
     def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: Plan) -> Proposal[Plan]:
         reasons = []
-        for number, (snapshot, home) in enumerate(zip(snapshots, state.instances, strict=True)):
-            waiting, pages = snapshot.recent.waiting, home.kv_pages - 1
-            away = plan.instances[number] != home
-            if waiting > 4 and not away:
-                plan = plan.with_precisions(number, {f"layers.{layer}": "int8" for layer in self.swap_order})
-                plan = plan.with_kv_pages(number, self.resources.kv_capacity(plan.instances[number]))
+        for index, (snapshot, base) in enumerate(zip(snapshots, state.instances, strict=True)):
+            waiting, pages = snapshot.recent.waiting, base.kv_pages - 1
+            changed = plan.instances[index] != base
+            if waiting > 4 and not changed:
+                plan = plan.with_precisions(index, {f"layers.{layer}": "int8" for layer in self.swap_order})
+                plan = plan.with_kv_pages(index, self.resources.kv_capacity(plan.instances[index]))
                 reasons.append(f"{waiting:.1f} sequences waiting > 4: all layers to int8")
-            elif waiting == 0 and away and snapshot.kv_pages_used < 0.5 * pages:
-                plan = plan.with_precisions(number, {block.block: block.precision for block in home.blocks})
-                plan = plan.with_kv_pages(number, home.kv_pages)
+            elif waiting == 0 and changed and snapshot.kv_pages_used < 0.5 * pages:
+                plan = plan.with_precisions(index, {block.block: block.precision for block in base.blocks})
+                plan = plan.with_kv_pages(index, base.kv_pages)
                 reasons.append(f"none waited for 5 s, {snapshot.kv_pages_used} pages in use < half of {pages}: back")
         return Proposal(plan, state, "; ".join(reasons))
 
 
 def main() -> None:
-    """Shows what the policy wants while a queue comes, at 5 s, and goes, at 15 s."""
+    """Print what the policy wants while 12 sequences wait, from 5 s to 15 s."""
     plan = static_plan(chain_of("bfloat16", ["bfloat16"] * 4, "bfloat16"), kv_pages=101, tp=1, pp=1, dp=1, devices=1)
     sizes = {(f"layers.{n}", name): size for n in range(4) for name, size in {"bfloat16": 200, "int8": 100}.items()}
     resources = Resources(2800, (1000,), sizes, (10,), min_pages=17, max_pages=1000, copy_rate=1e9)  # bytes
@@ -55,7 +55,7 @@ def main() -> None:
             kv_pages_used=4 * queue,
         )
         proposal = policy.update([smoother.observe(snapshot)], plan, state)
-        plan, state = proposal.plan, proposal.state  # the controller would have the actuator carry it out
+        plan, state = proposal.plan, proposal.state  # in a server, the actuator carries the plan out
         if proposal.reason:
             print(f"after {second} s: {proposal.reason}\n{plan_table(plan)}\n")
 

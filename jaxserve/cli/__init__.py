@@ -1,1 +1,1 @@
-"""The command line: one module for each command, and how options become part of it."""
+"""The command line: a module for each command or group of commands, and options made from configurations."""

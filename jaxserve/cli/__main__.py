@@ -1,4 +1,4 @@
-"""`python -m jaxserve.cli` is the command line."""
+"""Run the command line by `python -m jaxserve.cli`."""
 
 from jaxserve.cli.main import main
 

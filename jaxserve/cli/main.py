@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve`, `generate` and `chat`; `bench`, `plan`, `sim` and others have their own files."""
+"""The command line: the commands `serve`, `generate` and `chat`, and the root that gathers all commands."""
 
 import contextlib
 import json
@@ -30,10 +30,10 @@ from jaxserve.cli.sim import sim
 from jaxserve.cli.terminal import (
     Commands,
     console,
+    print_error,
     read_stdin,
     replace_unknown_characters,
-    tell,
-    told_progress,
+    show_progress,
 )
 from jaxserve.cli.vllm_spelling import VllmCommand
 from jaxserve.core.config import EngineConfig
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.client import EngineClient
     from jaxserve.llm import LLM
 
-# What is slow to import is imported by the commands, so that --help is fast.
+# The commands import slow modules when they run, so that --help is fast.
 
 app = typer.Typer(
     name="jaxserve",
@@ -57,11 +57,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench)
-app.add_typer(plan)
-app.add_typer(quantization)
-app.command()(profile)
-app.command(cls=VllmCommand)(sim)
 KEYS = ("JAXSERVE_API_KEY", "JAXSERVE_ADMIN_KEY")  # environment variables
 ENGINE_FIELDS = tuple(field.name for field in options_of(EngineConfig))
 MODEL = next(help_of(field) for field in options_of(EngineConfig) if field.name == "model")
@@ -82,7 +77,7 @@ def serve(
     model: Annotated[str | None, typer.Argument(help=MODEL)] = None,
     *,
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with any of these options, or a name in configs/serve.")
+        Path | None, typer.Option(help="YAML file with any of these options, or the name of a file in configs/serve.")
     ] = None,
     engine: Annotated[Given, OptionsOf(EngineConfig, [name for name in ENGINE_FIELDS if name != "model"])],
     server: Annotated[Given, OptionsOf(ServerSettings)],
@@ -103,7 +98,7 @@ def serve(
         from jaxserve.engine.model_tokenizer import check_serves_text
 
         check_serves_text(engine_config)
-        with told_progress() as progress:
+        with show_progress() as progress:
             return build_async_engine(engine_config, progress)
 
     console.print(f"jaxserve {__version__}: loading {engine_config.model or 'the bundled model'}")
@@ -113,16 +108,16 @@ def serve(
 @app.command()
 @expand_options
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to go on from; -: read it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue. -: read it from standard input.")],
     *,
     model: Model = None,
     engine: TerminalOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Continue a text in the terminal, as it is generated."""
-    with _loaded(model, engine, sampling) as (llm, params):
+    """Continue a text, and print the answer as it is generated."""
+    with _open_llm(model, engine, sampling) as (llm, params):
         ids = llm.tokenizer.encode(read_stdin() if prompt == "-" else prompt)
-        _print_stream(llm.stream(ids, _within(llm, ids, params)), [])
+        _print_stream(llm.stream(ids, _fit_max_tokens(llm, ids, params)), [])
 
 
 @app.command()
@@ -134,9 +129,16 @@ def chat(
     engine: TerminalOptions,
     sampling: ChatSamplingOptions,
 ) -> None:
-    """Converse in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation."""
-    with _loaded(model, engine, sampling) as (llm, params):
+    """Chat with a model in the terminal. Ctrl-C ends an answer, Ctrl-D ends the conversation."""
+    with _open_llm(model, engine, sampling) as (llm, params):
         converse(llm, params, system)
+
+
+app.command(cls=VllmCommand)(sim)
+app.command()(profile)
+app.add_typer(quantization)
+app.add_typer(plan)
+app.add_typer(bench)
 
 
 def main() -> None:
@@ -151,21 +153,21 @@ Messages = list[dict[str, str]]
 
 
 @contextlib.contextmanager
-def _loaded(model: str | None, engine: Given, sampling: SamplingOptions) -> Iterator[tuple["LLM", "SamplingParams"]]:
-    """An LLM for one answer at a time, closed at the end, and how to sample.
+def _open_llm(model: str | None, engine: Given, sampling: SamplingOptions) -> Iterator[tuple["LLM", "SamplingParams"]]:
+    """Open an LLM for one answer at a time, and close it at the end.
 
-    It compiles what the first answer needs when it needs it: sooner than warming everything up.
+    Programs are compiled when an answer first needs them, so the first answer comes sooner than after a warm-up.
     """
     from jaxserve.core.sampling import SamplingParams
 
-    params = SamplingParams(**given(sampling))  # a mistake in it is told before anything is loaded
+    params = SamplingParams(**given(sampling))  # raises before the model is loaded
     _configure_logging("warning", access=False)
-    with told_progress() as progress:
+    with show_progress() as progress:
         from jaxserve.llm import LLM
 
         llm = LLM(model, **engine, max_num_seqs=1, warmup=False, progress=progress)
     with llm:
-        _ = llm.tokenizer  # raises where the model has none
+        _ = llm.tokenizer  # raises if the model has none
         yield llm, params
 
 
@@ -176,7 +178,7 @@ def _configure_logging(level: str, *, access: bool) -> None:
 
 
 def _print_ready(url: str, client: "EngineClient", settings: ServerSettings) -> None:
-    """The ready line, and a command that works as it stands."""
+    """Print that the server is ready, and a `curl` command to try it with."""
     name = (settings.served_model_names or (client.info.name,))[0]
     body = json.dumps({"model": name, "prompt": _example_prompt(client), "max_tokens": 64, "temperature": 0})
     key = ' -H "authorization: Bearer $JAXSERVE_API_KEY"' if settings.api_keys else ""
@@ -194,7 +196,7 @@ def _example_prompt(client: "EngineClient") -> str | list[int]:
 
 
 def _print_stream(outputs: Generator["RequestOutput", None, None], pieces: list[str]) -> None:
-    """Print an answer as it comes, and add its pieces to a list. An exception ends the request."""
+    """Print an answer as it is generated, and append its pieces to a list. An exception ends the request."""
     try:
         with contextlib.closing(outputs):
             for output in outputs:
@@ -204,55 +206,57 @@ def _print_stream(outputs: Generator["RequestOutput", None, None], pieces: list[
         print()
 
 
-def _answer(outputs: Generator["RequestOutput", None, None]) -> str:
-    """Print an answer as it comes and return it; Ctrl-C ends it."""
+def _print_answer(outputs: Generator["RequestOutput", None, None]) -> str:
+    """Print an answer as it is generated, and return it. Ctrl-C ends it."""
     pieces: list[str] = []
     with contextlib.suppress(KeyboardInterrupt):
         _print_stream(outputs, pieces)
     return "".join(pieces)
 
 
-def _within(llm: "LLM", ids: Sequence[int], params: "SamplingParams") -> "SamplingParams":
-    """Return `params` with no more tokens than the model's context has left after a prompt."""
-    room = max(1, llm.max_model_len - len(ids))  # a prompt that leaves no room is refused by the engine
+def _fit_max_tokens(llm: "LLM", ids: Sequence[int], params: "SamplingParams") -> "SamplingParams":
+    """Return `params` with `max_tokens` limited to the room that the context has after a prompt."""
+    room = max(1, llm.max_model_len - len(ids))  # the engine refuses a prompt that leaves no room
     return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
 
 
 def converse(llm: "LLM", params: "SamplingParams", system: str | None) -> None:
-    """Answer each line of standard input until it ends, with what was said before.
+    """Answer each line of standard input as the next turn of a conversation.
 
-    The oldest turns are dropped when the context becomes too small. A line that cannot be answered is told and dropped.
+    The oldest turns are dropped when the context is full. A line that cannot be answered is reported and dropped.
     """
-    head: Messages = [] if system is None else [{"role": "system", "content": system}]
-    said: Messages = []
-    for line in _lines():
-        said.append({"role": "user", "content": line})
+    system_messages: Messages = [] if system is None else [{"role": "system", "content": system}]
+    turns: Messages = []
+    for line in _input_lines():
+        turns.append({"role": "user", "content": line})
         try:
-            ids, dropped = _fitting(llm, head, said, params)
-            answer = _answer(llm.stream(ids, _within(llm, ids, params)))
+            ids, dropped = _fit_conversation(llm, system_messages, turns, params)
+            answer = _print_answer(llm.stream(ids, _fit_max_tokens(llm, ids, params)))
         except RequestError as error:
-            tell(str(error))
-            said.pop()
+            print_error(str(error))
+            turns.pop()
             continue
         if dropped:
-            said = said[2 * dropped :]
+            turns = turns[2 * dropped :]
             console.print(f"(the context is full: {dropped} of the oldest turns were left out)", style="dim")
-        said.append({"role": "assistant", "content": answer})
+        turns.append({"role": "assistant", "content": answer})
 
 
-def _fitting(llm: "LLM", head: Messages, said: Messages, params: "SamplingParams") -> tuple[list[int], int]:
-    """Return the prompt of a conversation, and how many of its oldest turns it leaves out for the answer's sake."""
+def _fit_conversation(
+    llm: "LLM", system_messages: Messages, turns: Messages, params: "SamplingParams"
+) -> tuple[list[int], int]:
+    """Return a conversation's prompt, and the number of oldest turns left out to make room for the answer."""
     room = min(params.max_tokens or llm.max_model_len, llm.max_model_len // 4)
-    for dropped in range(len(said) // 2 + 1):
-        text = llm.tokenizer.apply_chat_template([*head, *said[2 * dropped :]])
-        ids = llm.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+    for dropped in range(len(turns) // 2 + 1):
+        text = llm.tokenizer.apply_chat_template([*system_messages, *turns[2 * dropped :]])
+        ids = llm.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
         if len(ids) + room <= llm.max_model_len:
             break
     return ids, dropped
 
 
-def _lines() -> Iterator[str]:
-    """Yield the lines of standard input that say something."""
+def _input_lines() -> Iterator[str]:
+    """Yield the lines of standard input that are not blank."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")

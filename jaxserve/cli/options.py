@@ -1,4 +1,4 @@
-"""How configurations become options of a command, and the options of the commands that generate text."""
+"""Command-line options made from configurations, and the options of the commands that generate text."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -12,12 +12,12 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.options import Option, OptionField, check_ranges, options_of
 
 Given = dict[str, Any]
-"""The options of a configuration that were given on the command line, by field."""
+"""Options given on the command line, by field of a configuration."""
 
 
 @dataclass(frozen=True)
 class OptionsOf:
-    """Marks a command's parameter that stands for the options of a configuration, all of them or those in `only`."""
+    """A mark on a command's parameter that stands for the options of a configuration: all, or those in `only`."""
 
     kind: type
     only: Collection[str] | None = None
@@ -33,30 +33,36 @@ OFFLINE = IN_TERMINAL | {"model", "kv_pages", "max_num_seqs", "max_num_batched_t
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How an answer is sampled: fields of `SamplingParams`."""
+    """Sampling options of `jaxserve generate`, which are fields of `SamplingParams`."""
 
-    max_tokens: Annotated[int, Option("Sampling", "Most tokens to generate.")] = 128
-    temperature: Annotated[float, Option("Sampling", "0 takes the likeliest token.")] = 0.7
-    top_p: Annotated[float, Option("Sampling", "Share of the probability to sample from.")] = 0.95
-    top_k: Annotated[int, Option("Sampling", "Likeliest tokens to sample from; 0: all.")] = 0
-    repetition_penalty: Annotated[float, Option("Sampling", "Above 1: fewer repetitions.")] = 1.0
-    seed: Annotated[int | None, Option("Sampling", "The same seed gives the same answer.")] = None
-    stop: Annotated[list[str] | None, Option("Sampling", "Text that ends the answer; may be repeated.")] = None
+    max_tokens: Annotated[int, Option("Sampling", "Maximum number of tokens to generate.")] = 128
+    temperature: Annotated[float, Option("Sampling", "Sampling temperature; 0: always the likeliest token.")] = 0.7
+    top_p: Annotated[
+        float, Option("Sampling", "Sample from the likeliest tokens that together have this probability.")
+    ] = 0.95
+    top_k: Annotated[int, Option("Sampling", "Sample from this many of the likeliest tokens; 0: all.")] = 0
+    repetition_penalty: Annotated[
+        float, Option("Sampling", "Penalty on tokens that already occurred; above 1: fewer repetitions.")
+    ] = 1.0
+    seed: Annotated[int | None, Option("Sampling", "Random seed; the same seed gives the same answer.")] = None
+    stop: Annotated[list[str] | None, Option("Sampling", "Text that ends the answer (repeatable).")] = None
 
 
 @dataclass(frozen=True)
 class ChatSamplingOptions(SamplingOptions):
-    """How an answer in a conversation is sampled, which may be longer."""
+    """Sampling options of `jaxserve chat`, whose answers may be longer."""
 
-    max_tokens: Annotated[int, Option("Sampling", "Most tokens of an answer.")] = 512
+    max_tokens: Annotated[int, Option("Sampling", "Maximum number of tokens of an answer.")] = 512
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command for Typer, with options in place of each parameter that stands for a configuration.
+    """Return the command for Typer, with each parameter that stands for a configuration replaced by its options.
 
-    A parameter annotated with a dataclass of options gets an instance of it, made from what was given. One annotated
-    with `Annotated[Given, OptionsOf(kind)]` gets what was given alone, and `Annotated[kind, OptionsOf(kind, only=...)]`
-    an instance made from a part of the options.
+    What the command receives depends on the annotation of such a parameter:
+
+    - a dataclass of options: an instance of it;
+    - `Annotated[kind, OptionsOf(kind, only=...)]`: an instance, of which only some fields are options;
+    - `Annotated[Given, OptionsOf(kind)]`: a dict of the options that were given.
     """
     hints = get_type_hints(command, include_extras=True)
     groups = {name: marked for name, hint in hints.items() if (marked := _options_of(hint)) is not None}
@@ -72,7 +78,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
             found = {field.name: values.pop(field.name) for field in marked.fields()}
             chosen = {field: value for field, value in found.items() if value is not None}
             only_given = get_origin(hints[name]) is Annotated and get_args(hints[name])[0] is Given
-            values[name] = chosen if only_given else _made(marked.kind, chosen)
+            values[name] = chosen if only_given else _build_checked(marked.kind, chosen)
         command(**values)
 
     expanded.__name__, expanded.__doc__ = command.__name__, command.__doc__
@@ -82,8 +88,8 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def help_of(field: OptionField) -> str:
-    """Return what `--help` and the documentation say of an option: what it does, and its default."""
-    default = field.option.default or _words(field.default)
+    """Return the text about an option in `--help` and the documentation: its purpose and its default."""
+    default = field.option.default or _format_default(field.default)
     return f"{field.option.help} Default: {default}." if default else field.option.help
 
 
@@ -93,15 +99,15 @@ def _options_of(hint: Any) -> OptionsOf | None:
     return OptionsOf(hint) if hasattr(hint, "__dataclass_fields__") else None
 
 
-def _made(kind: type, chosen: Given) -> Any:
-    made = kind(**chosen)
-    check_ranges(made)
-    return made
+def _build_checked(kind: type, chosen: Given) -> Any:
+    config = kind(**chosen)
+    check_ranges(config)
+    return config
 
 
 def _parameter(field: OptionField) -> inspect.Parameter:
-    """Return an option that is None if it is not given: the configuration has the default."""
-    kind = _plain(field)
+    """Return the command's parameter for an option. It is None if not given: the configuration holds the default."""
+    kind = _typer_type(field)
     option = field.option
     limits = {"min": option.minimum, "max": option.maximum} if field.type in (int, float) else {}
     if field.type is int:
@@ -119,8 +125,8 @@ def _parameter(field: OptionField) -> inspect.Parameter:
     )
 
 
-def _plain(field: OptionField) -> Any:
-    """Return the type as Typer knows it: a list of what may be repeated, and a path where a text or a path will do."""
+def _typer_type(field: OptionField) -> Any:
+    """Return an option's type for Typer: a list if it is repeatable, and `Path` where a string or a path is allowed."""
     if field.repeated:
         return list[get_args(field.type)[0]]  # type: ignore[misc]
     return Path if Path in get_args(field.type) else field.type
@@ -130,7 +136,7 @@ def _flags(field: OptionField) -> tuple[str, ...]:
     return (f"{field.flag}/--no-{field.flag[2:]}",) if field.type is bool else (field.flag,)
 
 
-def _words(default: Any) -> str:
+def _format_default(default: Any) -> str:
     if default is None or default == () or default == "":
         return ""
     if isinstance(default, bool):

@@ -1,4 +1,4 @@
-"""`jaxserve plan`: a running server's plan in a terminal. What the commands need is imported when they run."""
+"""The commands of `jaxserve plan`, which show and change the plan of a running server."""
 
 import contextlib
 import itertools
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="plan",
-    help="See and change the plan of a running server: layer precisions, KV pages, and what led to them.",
+    help="Show and change the plan of a running server: layer precisions and KV pages.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Url = Annotated[str, typer.Option(help="Where the server listens.", envvar="JAXSERVE_URL")]
+Url = Annotated[str, typer.Option(help="Address of the server.", envvar="JAXSERVE_URL")]
 AdminKey = Annotated[
     str | None,
     typer.Option(help="The server's admin key, if it has one.", envvar="JAXSERVE_ADMIN_KEY", show_default=False),
@@ -32,9 +32,10 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def show(
     *,
     form: Annotated[
-        Literal["table", "yaml", "json"], typer.Option("--format", help="yaml is what `plan set` takes.")
+        Literal["table", "yaml", "json"],
+        typer.Option("--format", help="Output format; `plan set` reads yaml and json."),
     ] = "table",
-    decisions: Annotated[int, typer.Option(help="Latest decisions to show with the table.", min=0, max=1000)] = 5,
+    decisions: Annotated[int, typer.Option(help="Number of decisions to show below the table.", min=0, max=1000)] = 5,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
@@ -54,22 +55,23 @@ def show(
 @app.command(name="set")
 def change(
     file: Annotated[
-        Path | None, typer.Argument(help="YAML or JSON as from `plan show --format yaml`; -: standard input.")
+        Path | None,
+        typer.Argument(help="Plan in YAML or JSON, as printed by `plan show --format yaml`. -: standard input."),
     ] = None,
     *,
     policy: Annotated[
         str | None,
         typer.Option(
-            help="Let this policy decide from now on: morph, static, or that of the server's start, named as then.",
+            help="Policy that decides from now on: a built-in name, or the file that the server was started with.",
             show_default=False,
         ),
     ] = None,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Have the server go over to a plan of yours, or to another policy, while it serves."""
+    """Change a running server to a plan of your own, or to another policy."""
     if (file is None) == (policy is None):
-        raise ConfigError("say either a FILE with a plan, or --policy NAME")
+        raise ConfigError("give either a FILE with a plan or --policy NAME")
     text = None if file is None else _read(file)
     with _client(url, admin_key) as client:
         now = client.set_policy(str(policy)) if text is None else client.set_plan(text)
@@ -80,28 +82,28 @@ def change(
 def watch(
     *,
     count: Annotated[
-        int | None, typer.Option(help="Seconds to watch; default: until Ctrl-C.", min=1, show_default=False)
+        int | None, typer.Option(help="Seconds to watch. Default: until Ctrl-C.", min=1, show_default=False)
     ] = None,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Follow the plan and the load, live; a line a second where there is no terminal."""
+    """Follow the plan and the load live. Where the output is not a terminal, print one line a second."""
     from rich.console import Console
     from rich.live import Live
 
-    from jaxserve.cli.plan_view import Scene
+    from jaxserve.cli.plan_view import LiveView
 
     console = Console(highlight=False)
     with contextlib.suppress(KeyboardInterrupt), _client(url, admin_key) as client:
-        scene = Scene()
+        view = LiveView()
         events = itertools.islice(client.events(), count)
         if not console.is_terminal:
             for event in events:
-                typer.echo(scene.take(event).line())
+                typer.echo(view.update(event).line())
             return
         with Live(console=console, auto_refresh=False) as live:
             for event in events:
-                live.update(scene.take(event).picture(), refresh=True)
+                live.update(view.update(event).render(), refresh=True)
 
 
 # -- inside
@@ -114,5 +116,4 @@ def _client(url: str, admin_key: str | None) -> "PlanClient":
 
 
 def _read(file: Path) -> str:
-    """Return a plan's text. Raises ConfigError for a file that cannot be read."""
     return read_stdin() if str(file) == "-" else read_text(file)

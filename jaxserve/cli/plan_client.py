@@ -1,4 +1,4 @@
-"""PlanClient: the operators' routes of a running server, over HTTP."""
+"""An HTTP client of the routes for operators of a running server."""
 
 import json
 from collections.abc import Iterator
@@ -14,22 +14,24 @@ YAML = "application/yaml"
 
 
 class ServerRefused(JaxserveError):
-    """The server's answer is an error; its message is this one's."""
+    """An error answered by the server, with the server's message."""
 
 
 class PlanClient:
-    """A context manager. Every method raises ServerRefused, or JaxserveError where the server cannot be reached."""
+    """A client of one server's plan, used as a context manager.
+
+    Every method raises `ServerRefused` if the server answers an error, and `JaxserveError` if it cannot be reached.
+    """
 
     def __init__(self, url: str, admin_key: str | None):
-        """Raises ConfigError for a URL that is none."""
         self._url = url.rstrip("/")
         headers = {b"authorization": b"Bearer " + admin_key.encode()} if admin_key else {}
         try:
             scheme = httpx.URL(self._url).scheme
         except httpx.InvalidURL as error:
-            raise ConfigError(f"{url!r} is no address: {error} (--url)") from error
+            raise ConfigError(f"invalid address {url!r}: {error} (--url)") from error
         if scheme not in ("http", "https"):
-            raise ConfigError(f"{url!r} is no address; one is http://127.0.0.1:8000 (--url)")
+            raise ConfigError(f"invalid address {url!r}: give one such as http://127.0.0.1:8000 (--url)")
         self._http = httpx.Client(base_url=self._url, headers=headers, timeout=TIMEOUT)
 
     def __enter__(self) -> "PlanClient":
@@ -41,32 +43,32 @@ class PlanClient:
         self._http.close()
 
     def plan(self, form: str) -> str:
-        """The plan in force as "yaml" or "json"."""
+        """Return the plan in force as "yaml" or "json"."""
         text = self._request("GET", "/admin/plan", params={"format": form}).text
         return json.dumps(json.loads(text), indent=2) if form == "json" else text
 
     def status(self) -> dict[str, Any]:
-        """The engine now."""
+        """Return the engine's current state."""
         return _mapping(self._request("GET", "/admin/status"))
 
     def decisions(self, limit: int) -> list[dict[str, Any]]:
-        """The latest decisions, newest last."""
+        """Return the latest decisions, newest last."""
         found: list[dict[str, Any]] = _mapping(self._request("GET", "/admin/decisions", params={"limit": limit}))[
             "decisions"
         ]
         return found
 
     def set_plan(self, text: str) -> dict[str, Any]:
-        """Has the server go over to a plan, in YAML or JSON; returns its status."""
+        """Make the server change to a plan in YAML or JSON, and return its status."""
         content = text.encode()
         return _mapping(self._request("PUT", "/admin/plan", content=content, headers={"content-type": YAML}))
 
     def set_policy(self, name: str) -> dict[str, Any]:
-        """Has another policy decide; returns the server's status."""
+        """Make another policy decide, and return the server's status."""
         return _mapping(self._request("PUT", "/admin/policy", json={"policy": name}))
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The dashboard's events, until the server ends them."""
+        """Yield the dashboard's events until the server ends them."""
         try:
             with self._http.stream("GET", "/dashboard/events") as response:
                 if response.is_error:
@@ -107,7 +109,7 @@ def _mapping(response: httpx.Response) -> dict[str, Any]:
 
 
 def _refusal(response: httpx.Response) -> ServerRefused:
-    """The server's own words, or its status if it is no jaxserve."""
+    """Return the server's message, or its status if it does not seem to be a jaxserve server."""
     try:
         message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

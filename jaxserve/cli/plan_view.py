@@ -1,4 +1,4 @@
-"""How a server's plan looks in a terminal. Text of the server is printed as it is, never as markup."""
+"""Views of a server's plan for a terminal. Text from the server is printed verbatim, never as markup."""
 
 import time
 from collections import Counter
@@ -12,16 +12,16 @@ from rich.text import Text
 from jaxserve.control.plan_yaml import from_yaml, plan_table
 
 SHOWN_DECISIONS = 8
-BAR = 40  # characters
-# By bits: a block as high as a weight is wide, and a colour that tells the same.
-TONES = ((16, "█", "blue"), (8, "▅", "cyan"), (4, "▃", "yellow"), (0, "▂", "magenta"))
+BAR_WIDTH = 40  # characters
+# The least bits of a weight, a block whose height shows the bits, and a colour.
+BLOCKS = ((16, "█", "blue"), (8, "▅", "cyan"), (4, "▃", "yellow"), (0, "▂", "magenta"))
 OUTCOMES = {"done": ("✓", "green"), "started": ("◐", "yellow"), "failed": ("✕", "red"), "rejected": ("⊘", "red")}
 
 Fields = Mapping[str, Any]
 
 
 def overview(status: Fields, plan_yaml: str, decisions: Sequence[Fields]) -> RenderableType:
-    """The plan as a table, the ledger and the latest decisions."""
+    """Return the plan as a table, the ledger and the latest decisions."""
     ledger = Table.grid(padding=(0, 2))
     ledger.add_column()
     ledger.add_column(justify="right")
@@ -35,23 +35,23 @@ def overview(status: Fields, plan_yaml: str, decisions: Sequence[Fields]) -> Ren
     return Group(*parts)
 
 
-class Scene:
-    """What `plan watch` shows: the newest of everything. Mutated by `take`."""
+class LiveView:
+    """The view of `plan watch`: the newest status, sample and decisions."""
 
     def __init__(self) -> None:
         self._event: Fields = {}
         self._sample: Fields = {}
         self._decisions: Sequence[Fields] = ()
 
-    def take(self, event: Fields) -> "Scene":
-        """Goes on to an event. Mutates, and returns itself."""
+    def update(self, event: Fields) -> "LiveView":
+        """Take in an event of the dashboard, and return the view itself."""
         self._event = event
         self._decisions = event.get("decisions", self._decisions)
         self._sample = event["samples"][-1] if event["samples"] else self._sample
         return self
 
     def line(self) -> str:
-        """One line, for a file or a pipe."""
+        """Return the state in one line, for a file or a pipe."""
         status = self._event["status"]
         counts = Counter(layer["precision"] for instance in status["layers"] for layer in instance)
         layers = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
@@ -59,13 +59,13 @@ class Scene:
         figures = (f"{name} {value}" for name, value in self._figures())
         return "  ".join((time.strftime("%H:%M:%S"), plan, status["policy"], _state(status), layers, *figures))
 
-    def picture(self) -> RenderableType:
-        """The same and more, for a terminal."""
+    def render(self) -> RenderableType:
+        """Return the state with layers, memory and decisions, for a terminal."""
         status = self._event["status"]
         figures = Table.grid(padding=(0, 2))
         for name, value in self._figures():
             figures.add_row(Text(name, style="dim"), value)
-        parts: list[RenderableType] = [_headline(status), "", *_strips(status["layers"]), ""]
+        parts: list[RenderableType] = [_headline(status), "", *_layer_lines(status["layers"]), ""]
         if self._sample:
             parts += [_memory_bar(self._sample), ""]
         shown = self._decisions[-SHOWN_DECISIONS:]
@@ -87,7 +87,10 @@ class Scene:
 
 
 def decision_table(decisions: Sequence[Fields], offset: float) -> Table:
-    """Decisions, newest last. `offset`: from the engine's clock to seconds since the epoch."""
+    """Return a table of decisions, newest last.
+
+    `offset` is added to the engine's clock to get seconds since the epoch.
+    """
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -104,7 +107,7 @@ def decision_table(decisions: Sequence[Fields], offset: float) -> Table:
 
 
 def size_text(size: float) -> str:
-    """Bytes with three digits: "2.47 GB"."""
+    """Return a number of bytes with three digits, such as "2.47 GB"."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(size) >= unit:
             return f"{_digits(size / unit)} {name}"
@@ -112,7 +115,7 @@ def size_text(size: float) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Seconds or milliseconds with three digits; a dash for nothing measured."""
+    """Return a duration in seconds or milliseconds with three digits, or a dash for None."""
     if seconds is None:
         return "-"
     return f"{_digits(seconds)} s" if seconds >= 1 else f"{_digits(seconds * 1e3)} ms"
@@ -122,7 +125,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits that count: 4.20, 42.0, 420."""
+    """Return a number with three significant digits: 4.20, 42.0, 420."""
     return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
 
 
@@ -144,29 +147,29 @@ def _state(status: Fields) -> str:
     return f"changing to {status['target_version']}" if status["busy"] else "steady"
 
 
-def _tone(precision: str) -> tuple[str, str]:
-    """The block and the colour of a precision, by the bits in its name."""
+def _block_of(precision: str) -> tuple[str, str]:
+    """Return the block and the colour of a precision, by the bits in its name."""
     bits = int("".join(filter(str.isdigit, precision)) or 16)
-    return next((block, colour) for least, block, colour in TONES if bits >= least)
+    return next((block, colour) for min_bits, block, colour in BLOCKS if bits >= min_bits)
 
 
-def _strips(instances: Sequence[Sequence[Fields]]) -> list[Text]:
-    """A line per instance with a block for each layer, and what they stand for."""
+def _layer_lines(instances: Sequence[Sequence[Fields]]) -> list[Text]:
+    """Return a line for each instance, with a block for each layer and a legend."""
     lines = []
     for layers in instances:
         line = Text.assemble(("layers ", "dim"))
         for layer in layers:
-            line.append(*_tone(layer["precision"]))
+            line.append(*_block_of(layer["precision"]))
         counts = Counter(layer["precision"] for layer in layers)
         for name, count in counts.items():
-            block, colour = _tone(name)
+            block, colour = _block_of(name)
             line.append(f"  {block} ", colour).append(f"{name} {count}")
         lines.append(line)
     return lines
 
 
 def _memory_bar(sample: Fields) -> Text:
-    """All that the ledger has, as shares of the budget."""
+    """Return a bar with the ledger's parts as shares of the budget."""
     parts = (
         ("other", sample["other_bytes"], "▓", "bright_black"),
         ("weights", sample["weight_bytes"], "█", "bright_black"),
@@ -177,9 +180,9 @@ def _memory_bar(sample: Fields) -> Text:
     line, legend, end, drawn = Text.assemble(("memory ", "dim")), Text(), 0, 0
     for name, size, block, colour in parts:
         end += size
-        width = round(BAR * end / sample["budget"]) - drawn
+        width = round(BAR_WIDTH * end / sample["budget"]) - drawn
         drawn += width
         line.append(block * width, colour)
         legend.append(f"  {block} ", colour).append(f"{name} {size_text(size)}")
-    line.append("·" * (BAR - drawn), "dim")
+    line.append("·" * (BAR_WIDTH - drawn), "dim")
     return line.append(legend).append(f"  budget {size_text(sample['budget'])}", "dim")

@@ -1,4 +1,4 @@
-"""`jaxserve profile`: the command. What it does is imported when it runs, so that --help is fast."""
+"""The command `jaxserve profile`, which imports its implementation only when it runs, so that --help is fast."""
 
 import contextlib
 import math
@@ -26,38 +26,42 @@ def _option(text: str, *names: str, **more: Any) -> Any:
 def profile(
     model: Annotated[
         Path | None,
-        typer.Argument(help="Folder in Hugging Face layout; default: the bundled model.", show_default=False),
+        typer.Argument(help="Folder in Hugging Face layout. Default: the bundled model.", show_default=False),
     ] = None,
     *,
-    calib: Annotated[Path, _option("Text file, or .jsonl with a text per line: the layers are ranked on it.")],
+    calib: Annotated[Path, _option('Text to rank layers on: a text file, or .jsonl with a "text" in each line.')],
     held_out: Annotated[
         Path | None,
-        _option("Another text, for quality; default: the second half of the first.", show_default=False),
+        _option("Text to measure quality on. Default: the second half of --calib.", show_default=False),
     ] = None,
-    precisions: Annotated[str, _option("Any of int8, int4 and int3, with commas.")] = "int8,int4,int3",
+    precisions: Annotated[
+        str, _option("Precisions to rank for, separated by commas: int8, int4, int3.")
+    ] = "int8,int4,int3",
     variants: Annotated[
         Path | None,
-        _option("What `jaxserve quantize` made; default: what an engine runs for the model.", show_default=False),
+        _option("Folder from `jaxserve quantize`. Default: what an engine would run.", show_default=False),
     ] = None,
     out: Annotated[
-        Path | None, _option(f"The profile; default: {FILE_NAME} in the model's folder.", show_default=False)
+        Path | None, _option(f"Profile to write. Default: {FILE_NAME} in the model's folder.", show_default=False)
     ] = None,
-    plot: Annotated[Path | None, _option("A PNG file; default: beside the profile.", show_default=False)] = None,
+    plot: Annotated[
+        Path | None, _option("Plot to write (PNG). Default: next to the profile.", show_default=False)
+    ] = None,
     calib_tokens: Annotated[int, _option("Tokens to rank on.", min=1)] = 4096,
     held_out_tokens: Annotated[int, _option("Tokens to measure quality on.", min=1)] = 4096,
-    length: Annotated[int, _option("Tokens of a sequence.", min=2)] = 256,
+    length: Annotated[int, _option("Tokens per sequence.", min=2)] = 256,
     positions: Annotated[
-        Literal["all", "last"], _option("Where vectors are compared: at all tokens, or at each sequence's last.")
+        Literal["all", "last"], _option("Tokens at which vectors are compared: all, or the last of each sequence.")
     ] = "all",
-    weights: Annotated[str, _option("Of LTS, LRS and MDS in the score.")] = "0.25,0.25,0.5",
-    seeds: Annotated[int, _option("Random orders to compare with.", min=1)] = 5,
+    weights: Annotated[str, _option("Weights of LTS, LRS and MDS in the score.")] = "0.25,0.25,0.5",
+    seeds: Annotated[int, _option("Number of random orders to compare with.", min=1)] = 5,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "auto"], _option("What is computed in; auto: the checkpoint's.")
+        Literal["float32", "bfloat16", "auto"], _option("Precision of the computation; auto: the checkpoint's.")
     ] = "float32",
 ) -> None:
     """Rank a model's layers by how little it costs to swap them for quantised ones."""
     chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
-    of_scores = _weights(weights)
+    score_weights = _parse_weights(weights)
     from jaxserve.calibration.sensitivity.plot import draw
     from jaxserve.calibration.sensitivity.run import Options, profile_model
     from jaxserve.core.bundled import bundled_model_path
@@ -68,30 +72,30 @@ def profile(
     for file in (path, picture):
         ensure_file(file, "--out, --plot")
     options = Options(
-        chosen, length, calib_tokens, held_out_tokens, of_scores, positions, seeds, variants=variants, dtype=dtype
+        chosen, length, calib_tokens, held_out_tokens, score_weights, positions, seeds, variants=variants, dtype=dtype
     )
     with _progress() as begin:
         made = profile_model(folder, calib, held_out, options, begin)
-    _print(made)  # first, so that the figures are there even if they cannot be saved
+    _print(made)  # before saving, which may fail
     made.save(path)
     picture.write_bytes(draw(made))
-    console.print(f"written: {path}, {picture}", markup=False, soft_wrap=True)
+    console.print(f"saved {path} and {picture}", markup=False, soft_wrap=True)
 
 
-def _weights(text: str) -> Weights:
-    """Three numbers that are not negative, and not all 0. Raises ConfigError."""
+def _parse_weights(text: str) -> Weights:
+    """Return three weights that are not negative and not all 0."""
     try:
         lts, lrs, mds = map(float, text.split(","))
     except ValueError:
-        raise ConfigError(f"--weights: {text!r} is not three numbers with commas") from None
+        raise ConfigError(f"--weights is {text!r}: give three numbers with commas, such as 0.25,0.25,0.5") from None
     if not (min(lts, lrs, mds) >= 0 and 0 < lts + lrs + mds < math.inf):
-        raise ConfigError(f"--weights: {text!r}: the three must be 0 or more, and not all 0")
+        raise ConfigError(f"--weights is {text!r}: each must be at least 0, and one of them above 0")
     return Weights(lts, lrs, mds)
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator["Begin"]:
-    """A bar for each thing that is done, on standard error."""
+    """Show a progress bar on standard error for each phase."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -104,7 +108,7 @@ def _progress() -> Iterator["Begin"]:
 
 
 def _print(made: "SensitivityProfile") -> None:
-    """Orders, and what each kind of order costs: the mean over the share of swapped layers, 0 to 1."""
+    """Print the swap orders, and for each kind of order the mean loss over the number of swapped layers."""
     from rich.table import Table
 
     from jaxserve.cli.profile import HEADINGS, MEASURES, mean_and_range
@@ -121,13 +125,16 @@ def _print(made: "SensitivityProfile") -> None:
 
 MEASURES = ("cross_entropy", "kl", "top1")
 HEADINGS = ("cross-entropy, nats", "KL, nats", "top-1 agreement, %")
-DIGITS = (4, 5, 2)  # after the point
+DECIMALS = (4, 5, 2)
 
 
 def mean_and_range(curves: Sequence[Curve], measure: str) -> str:
-    """The area under the curves of one kind of order: the mean and, of several, the range; shares in percent."""
+    """Return the mean area under the curves of one kind of order and, for several curves, its range.
+
+    Top-1 agreement is in percent.
+    """
     areas = [curve.area(measure) * (100 if measure == "top1" else 1) for curve in curves]
-    mean, least, most = (
-        f"{area:.{DIGITS[MEASURES.index(measure)]}f}" for area in (sum(areas) / len(areas), min(areas), max(areas))
+    mean, lowest, highest = (
+        f"{area:.{DECIMALS[MEASURES.index(measure)]}f}" for area in (sum(areas) / len(areas), min(areas), max(areas))
     )
-    return mean if len(areas) == 1 else f"{mean} ({least}-{most})"
+    return mean if len(areas) == 1 else f"{mean} ({lowest}-{highest})"

@@ -1,4 +1,4 @@
-"""Where results go: to the file or folder that was asked for, and to the terminal."""
+"""Output of results: to the requested file or folder, and to the terminal."""
 
 from itertools import count
 from pathlib import Path
@@ -10,18 +10,19 @@ from jaxserve.bench.table import print_result
 from jaxserve.cli.terminal import console
 from jaxserve.core.files import ensure_file, ensure_folder
 
-MAX_NAME_LENGTH = 60  # characters, each of 4 bytes at most, and the file systems' limit is 255 bytes
+# File systems limit a name to 255 bytes, and a character takes up to 4.
+MAX_NAME_LENGTH = 60
 
 
-def prepare(options: ResultOptions) -> None:
-    """Raises `ConfigError` where a result could not be saved."""
+def check_destination(options: ResultOptions) -> None:
+    """Raise `ConfigError` if a result could not be saved where the options say."""
     if path := options.destination():
         ensure = ensure_file if path.suffix == ".json" else ensure_folder
         ensure(path, "--save-result")
 
 
 def publish(measured: dict[str, Any], options: ResultOptions, load: LoadOptions | None = None) -> None:
-    """Saves a result if asked to, to a file or a folder, and prints it, even if it could not be saved."""
+    """Save a result if the options name a file or a folder, and print it even if saving fails."""
     load = load or LoadOptions()
     try:
         if path := options.destination():
@@ -34,7 +35,7 @@ def publish(measured: dict[str, Any], options: ResultOptions, load: LoadOptions 
 
 
 def _new_file(folder: Path, name: str) -> Path:
-    """A file that is not there yet, also where two runs end in one second; a long name keeps its end."""
+    """Return an unused path in a folder, even for two runs that end in the same second. A long name keeps its end."""
     safe = "".join(c if c.isprintable() and c not in "/\\" else "-" for c in name)[-MAX_NAME_LENGTH:].lstrip(".")
     names = (f"{safe}.json" if number == 1 else f"{safe}-{number}.json" for number in count(1))
     return next(path for path in (folder / name for name in names) if not path.exists())

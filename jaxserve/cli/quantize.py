@@ -1,4 +1,4 @@
-"""`jaxserve quantize`: the command. What it does is imported when it runs, so that --help is fast."""
+"""The command `jaxserve quantize`, which imports its implementation only when it runs, so that --help is fast."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,27 +17,35 @@ app = typer.Typer()
 def quantize(
     model: Annotated[
         Path | None,
-        typer.Argument(help="Folder in Hugging Face layout; default: the bundled model.", show_default=False),
+        typer.Argument(help="Folder in Hugging Face layout. Default: the bundled model.", show_default=False),
     ] = None,
     *,
-    precisions: Annotated[str, typer.Option(help="Any of int8, int4 and int3, with commas.")] = "int8,int4,int3",
+    precisions: Annotated[
+        str, typer.Option(help="Precisions to prepare, separated by commas: int8, int4, int3.")
+    ] = "int8,int4,int3",
     method: Annotated[
         Literal["awq", "gptq", "rtn"],
-        typer.Option(help="Activation-aware scaling, error compensation, or rounding to the nearest."),
+        typer.Option(help="awq: activation-aware scaling; gptq: error compensation; rtn: rounding to the nearest."),
     ] = "awq",
     calib: Annotated[
         Path | None,
-        typer.Option(help="Text file, or .jsonl with a text per line, for awq and gptq.", show_default=False),
+        typer.Option(
+            help='Calibration text for awq and gptq: a text file, or .jsonl with a "text" in each line.',
+            show_default=False,
+        ),
     ] = None,
-    calib_samples: Annotated[int, typer.Option(help="Pieces of text to calibrate on.", min=1)] = 64,
-    calib_length: Annotated[int, typer.Option(help="Tokens of each piece.", min=2)] = 512,
-    group: Annotated[int, typer.Option(help="Inputs that share a scale: 128, 64, 32; 0: all.")] = 128,
-    zero_points: Annotated[bool, typer.Option("--zero-points", help="Ranges that need not be symmetric.")] = False,
+    calib_samples: Annotated[int, typer.Option(help="Number of pieces of text to calibrate on.", min=1)] = 64,
+    calib_length: Annotated[int, typer.Option(help="Length of each piece in tokens.", min=2)] = 512,
+    group: Annotated[int, typer.Option(help="Inputs that share a scale: 128, 64 or 32; 0: all.")] = 128,
+    zero_points: Annotated[
+        bool, typer.Option("--zero-points", help="Give every scale a zero point, so that ranges need not be symmetric.")
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the variants; default: variants in the model's.", show_default=False)
+        Path | None,
+        typer.Option(help="Folder to write to. Default: variants in the model's folder.", show_default=False),
     ] = None,
 ) -> None:
-    """Prepare a model's layers in fewer bits, beside the model."""
+    """Quantise a model's layers and store them next to the model."""
     from jaxserve.calibration.pipeline import Settings
     from jaxserve.calibration.run import CalibrationText, run
     from jaxserve.core.bundled import bundled_model_path
@@ -49,7 +57,7 @@ def quantize(
 
 
 def _print_sizes(store: "VariantStore") -> None:
-    """Bytes by precision: of one layer, and of all."""
+    """Print the bytes of one layer and of all layers in each precision."""
     from rich.table import Table
 
     table = Table("precision", "method", "bytes per layer", "bytes of all layers", title=str(store.path))

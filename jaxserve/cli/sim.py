@@ -1,13 +1,11 @@
-"""`jaxserve sim`: the command. What it does is imported when it runs, so that --help is fast."""
+"""The command `jaxserve sim`, which imports its implementation only when it runs, so that --help is fast."""
 
 import sys
-
-import typer
 
 from jaxserve.bench.interrupts import ended_as_by_ctrl_c
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, ResultOptions, TraceOptions
 from jaxserve.cli.options import expand_options
-from jaxserve.cli.terminal import INTERRUPTED
+from jaxserve.cli.terminal import exit_with_status
 from jaxserve.sim.options import ClusterOptions, FigureOptions
 
 
@@ -21,18 +19,15 @@ def sim(
     figures: FigureOptions,
     result: ResultOptions,
 ) -> None:
-    """Simulate a cluster under load: jaxserve's own scheduler and policies on hardware that is not at hand."""
+    """Simulate a cluster under load: jaxserve's own scheduler and policies on hardware that you do not have."""
     with ended_as_by_ctrl_c():
         load = figures.load()
-        load.metrics()  # a mistake is told before anything runs
-        from jaxserve.cli.publish import prepare, publish
+        load.metrics()  # raises before anything runs
+        from jaxserve.cli.publish import check_destination, publish
         from jaxserve.sim.run import SimExperiment, run_simulation
 
-        prepare(result)
+        check_destination(result)
         experiment = SimExperiment(cluster, dataset, arrivals, trace, figures, result.label, not result.quiet)
         measured = run_simulation(experiment, ["jaxserve", *sys.argv[1:]])
         publish(measured, result, load)
-    if measured["interrupted"]:
-        raise typer.Exit(INTERRUPTED)
-    if measured["failed"] and not measured["completed"]:
-        raise typer.Exit(1)
+    exit_with_status([measured])

@@ -1,10 +1,10 @@
-"""Output that the commands share: errors, the end by Ctrl-C, and the progress of an engine's start."""
+"""Terminal output shared by the commands: error messages, Ctrl-C, and the progress of an engine's start."""
 
 import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import typer
@@ -16,61 +16,71 @@ from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.progress import COMPILING, Progress
 
 console = Console(stderr=True, highlight=False)
-LINES_APART = 10  # seconds, where the output is not a terminal
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+PROGRESS_INTERVAL_S = 10  # between progress lines, where the output is not a terminal
+INTERRUPTED = 130  # exit status after Ctrl-C, the convention of shells
 
 
 class Commands(TyperGroup):
-    """A group of commands in which Ctrl-C and every error that a user can mend are one line."""
+    """A group of commands that reports Ctrl-C and every error that a user can correct in one line."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was named."""
-        with ended_in_a_line():
+        """Run the chosen command."""
+        with exit_on_error():
             return super().invoke(ctx)
 
 
 @contextlib.contextmanager
-def ended_in_a_line() -> Iterator[None]:
-    """Turn Ctrl-C, errors that jaxserve raises on purpose, and those of a file into one line and an exit status."""
+def exit_on_error() -> Iterator[None]:
+    """Turn Ctrl-C, a `JaxserveError` or an error about a file into one line and an exit status."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        tell("interrupted")
+        print_error("interrupted")
         raise typer.Exit(INTERRUPTED) from interrupt
     except JaxserveError as error:
-        tell(str(error))
+        print_error(str(error))
         raise typer.Exit(1) from error
     except OSError as error:
-        if error.filename is None:  # of a pipe or a connection, where the message alone would explain nothing
+        # An error of a pipe or a connection names no file, and its message alone would explain nothing.
+        if error.filename is None:
             raise
-        tell(f"{error.filename}: {error.strerror}")
+        print_error(f"{error.filename}: {error.strerror}")
         raise typer.Exit(1) from error
 
 
-def tell(message: str) -> None:
-    """Print one line about what went wrong, on standard error."""
+def exit_with_status(results: Iterable[Mapping[str, Any]]) -> None:
+    """Exit with status 130 if a result was interrupted, or with 1 if none of its requests was answered."""
+    results = tuple(results)
+    if any(result["interrupted"] for result in results):
+        raise typer.Exit(INTERRUPTED)
+    if any(result.get("failed") and not result["completed"] for result in results):
+        raise typer.Exit(1)
+
+
+def print_error(message: str) -> None:
+    """Print an error in one line on standard error."""
     console.print(f"jaxserve: {message}", style="bold red", markup=False, soft_wrap=True)
 
 
 def replace_unknown_characters() -> None:
-    """Have "?" or U+FFFD stand for what a stream's encoding lacks, in place of an error in the middle of an answer."""
+    """Write "?" or U+FFFD for characters that a stream cannot encode, instead of failing in the middle of an answer."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def read_stdin() -> str:
-    """Return all of standard input. Raises ConfigError if it is closed."""
+    """Return all of standard input. Raise `ConfigError` if it is closed."""
     if sys.stdin is None:
         raise ConfigError("standard input is closed")
     return sys.stdin.read()
 
 
 @contextlib.contextmanager
-def told_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
-    """Shows how far an engine's start is: a bar in a terminal, elsewhere a line every ten seconds.
+def show_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
+    """Show the progress of an engine's start: a bar in a terminal, elsewhere a line every ten seconds.
 
-    Says at the end what was compiled, if anything was, and that the next start finds it.
+    At the end, print how many programs were compiled, if any, and that the next start will load them.
     """
     with _bar() if console.is_terminal else _lines(clock) as show:
         compiling = _Compiling(clock)
@@ -102,7 +112,7 @@ def _lines(clock: Callable[[], float]) -> Iterator[Progress]:
 
     def show(doing: str, done: int, total: int) -> None:
         nonlocal last
-        if clock() - last >= LINES_APART:
+        if clock() - last >= PROGRESS_INTERVAL_S:
             last = clock()
             console.print(f"{doing}: {done} of {total}", soft_wrap=True)
 
@@ -110,7 +120,7 @@ def _lines(clock: Callable[[], float]) -> Iterator[Progress]:
 
 
 class _Compiling:
-    """What a start compiles, and how long that takes."""
+    """The number of programs that a start compiles, and how long that takes."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
@@ -118,7 +128,7 @@ class _Compiling:
         self.programs, self.seconds = 0, 0.0
 
     def note(self, doing: str, done: int) -> None:
-        """Takes in what progress is told. Mutates."""
+        """Take note of one progress report."""
         if doing == COMPILING:
             self._began = self._clock() if self._began is None else self._began
             self.programs, self.seconds = max(self.programs, done), self._clock() - self._began

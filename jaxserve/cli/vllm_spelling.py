@@ -1,4 +1,4 @@
-"""What the command line of `vllm bench` spells in a way of its own, respelled."""
+"""Translation of spellings that only the command line of `vllm bench` has."""
 
 import re
 from typing import Any
@@ -6,32 +6,32 @@ from typing import Any
 from typer.core import TyperCommand
 
 OBJECTIVE = re.compile(r"\w+:[\d.]+")
-HERE = "."
+CURRENT_FOLDER = "."
 
 
 class VllmCommand(TyperCommand):
-    """A command that also takes --goodput ttft:500 tpot:50, --save-result without a file, and --random_input_len."""
+    """A command that also accepts --goodput ttft:500 tpot:50, a bare --save-result, and --random_input_len."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Respells, then parses as always."""
-        return super().parse_args(ctx, respelled(args))
+        """Translate vLLM's spellings, then parse."""
+        return super().parse_args(ctx, translate(args))
 
 
-def respelled(args: list[str]) -> list[str]:
-    """--goodput again before each further objective, "." after a bare --save-result, and dashes in names."""
+def translate(args: list[str]) -> list[str]:
+    """Repeat --goodput before each further objective, add "." to a bare --save-result, and use dashes in names."""
     found: list[str] = []
     for argument in args:
         last = found[-1] if found else ""
         if last == "--save-result" and argument.startswith("-"):
-            found.append(HERE)
+            found.append(CURRENT_FOLDER)
         elif found[-2:-1] == ["--goodput"] and OBJECTIVE.fullmatch(argument):
             found.append("--goodput")
-        found.append(_dashed(argument, last))
-    return [*found, HERE] if found[-1:] == ["--save-result"] else found
+        found.append(_with_dashes(argument, last))
+    return [*found, CURRENT_FOLDER] if found[-1:] == ["--save-result"] else found
 
 
-def _dashed(argument: str, option: str) -> str:
-    """--dataset_name=x as --dataset-name=x, and prefix_repetition after it as prefix-repetition."""
+def _with_dashes(argument: str, option: str) -> str:
+    """Write --dataset_name as --dataset-name, and after it prefix_repetition as prefix-repetition."""
     if option in ("--dataset", "--dataset-name"):
         return argument.replace("_", "-")
     name, equals, value = argument.partition("=")

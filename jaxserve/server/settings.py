@@ -15,12 +15,12 @@ class ServerSettings:
     """Frozen. No key ever appears in logs: they are left out of the representation."""
 
     host: Annotated[str, Option("HTTP server", "Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Option("HTTP server", "Port to listen on; 0: any free one.", minimum=0, maximum=65535)] = 8000
+    port: Annotated[int, Option("HTTP server", "Port to listen on; 0: any free port.", minimum=0, maximum=65535)] = 8000
     served_model_names: Annotated[
         tuple[str, ...],
         Option(
             "Model",
-            "Name for clients; may be repeated, and the first is shown.",
+            "Model name for clients (repeatable; the first is shown).",
             default="the folder's name",
             flags=("--served-model-name",),
         ),
@@ -29,7 +29,7 @@ class ServerSettings:
         tuple[str, ...],
         Option(
             "HTTP server",
-            "Key that clients must send; may be repeated.",
+            "Key that clients must send (repeatable).",
             default="none, open to everyone",
             flags=("--api-key",),
             env="JAXSERVE_API_KEY",
@@ -40,38 +40,55 @@ class ServerSettings:
         Option(
             "HTTP server",
             "Key that operators must send to see or change the plan.",
-            default="none, only from this machine",
+            default="none; operators can only connect from this machine",
             env="JAXSERVE_ADMIN_KEY",
         ),
     ] = None
     cors_origins: Annotated[
         tuple[str, ...],
-        Option("HTTP server", "Web origin that may call; may be repeated.", default="none", flags=("--cors-origin",)),
+        Option(
+            "HTTP server",
+            "Web origin whose pages may call the server (repeatable).",
+            default="none",
+            flags=("--cors-origin",),
+        ),
     ] = ()
     root_path: Annotated[
-        str, Option("HTTP server", "Prefix of all paths, such as /llm, for a proxy that keeps it.", default="none")
+        str,
+        Option("HTTP server", "Prefix of all paths, such as /llm, for a proxy that does not strip it.", default="none"),
     ] = ""
     keep_alive_timeout: Annotated[
-        float, Option("HTTP server", "Seconds that a connection may wait for its next request.", above=0)
+        float, Option("HTTP server", "Seconds that an idle connection stays open.", above=0)
     ] = 120.0
     sse_ping_interval: Annotated[
-        float, Option("HTTP server", "Seconds without news after which a stream sends a comment.", above=0)
+        float,
+        Option(
+            "HTTP server",
+            "Seconds without output after which a stream sends a comment to keep the connection alive.",
+            above=0,
+        ),
     ] = 15.0
     max_body_mb: Annotated[
-        float, Option("Limits", "MiB of a request's body, also once it is decompressed.", above=0)
+        float, Option("Limits", "Maximum size of a request's body in MiB, before and after decompression.", above=0)
     ] = 32.0
-    header_timeout: Annotated[float, Option("Limits", "Seconds to receive the head of a request.", above=0)] = 30.0
-    body_timeout: Annotated[float, Option("Limits", "Seconds to receive a body.", above=0)] = 60.0
-    max_prompts: Annotated[int, Option("Limits", "Prompts or embedding inputs of one call.", minimum=1)] = 2048
+    header_timeout: Annotated[
+        float, Option("Limits", "Seconds within which the head of a request must arrive.", above=0)
+    ] = 30.0
+    body_timeout: Annotated[float, Option("Limits", "Seconds within which a request's body must arrive.", above=0)] = (
+        60.0
+    )
+    max_prompts: Annotated[
+        int, Option("Limits", "Maximum number of prompts or embedding inputs in one call.", minimum=1)
+    ] = 2048
     clamp_max_tokens: Annotated[
-        bool, Option("Limits", "Lower a max_tokens that does not fit after the prompt instead of refusing it.")
+        bool, Option("Limits", "Lower max_tokens if it does not fit after the prompt, instead of refusing the request.")
     ] = False
     shutdown_timeout: Annotated[
-        float, Option("HTTP server", "Seconds for requests in flight after SIGTERM.", minimum=0)
+        float, Option("HTTP server", "Seconds that running requests get to finish after SIGTERM.", minimum=0)
     ] = 30.0
-    access_log: Annotated[bool, Option("HTTP server", "Log paths and statuses.")] = False
+    access_log: Annotated[bool, Option("HTTP server", "Log the path and status of every request.")] = False
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Option("HTTP server", "Least severe messages that are logged.")
+        Literal["debug", "info", "warning", "error"], Option("HTTP server", "Log messages of this severity and above.")
     ] = "info"
 
     def __post_init__(self) -> None:

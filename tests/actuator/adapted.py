@@ -25,7 +25,8 @@ from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import LoadedBlock, Parameter
 from jaxserve.kernels.native import pool as native
 from jaxserve.planning.memory import STAGE_ENTRIES
-from tests.canary import Canary
+from tests.support.canary import Canary
+from tests.support.internals import between_steps, kept_variants, layer_source_of, run_pending_calls
 
 PATIENCE = 30.0  # seconds for a thread to do what it will
 MAX_STEPS = 100_000  # of a run; the longest has some hundreds
@@ -48,12 +49,12 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(3, 499, length).tolist())
 
 
-def mixture(plan: Plan, precisions: Sequence[str]) -> Plan:
+def with_layer_precisions(plan: Plan, precisions: Sequence[str]) -> Plan:
     return plan.with_precisions(0, {f"layers.{layer}": precision for layer, precision in enumerate(precisions)})
 
 
 def target_of(change: str, plan: Plan) -> Plan:
-    """A plan that one transition leads to."""
+    """Return the plan that one transition of this kind leads to."""
     return {
         "swap": plan.with_precisions(0, {"layers.1": "int4"}),
         "swap back": plan.with_precisions(0, {"layers.1": "float32"}),
@@ -64,7 +65,7 @@ def target_of(change: str, plan: Plan) -> Plan:
 
 @contextmanager
 def pools_of(kind: str) -> Iterator[None]:
-    """Pools that take memory page by page, where the machine has such, or in segments, as on GPU."""
+    """Build pools that take memory page by page, where the machine has them, or in segments as on GPU."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "segments":
             patch.setattr(native, "supported", lambda: False)
@@ -72,9 +73,10 @@ def pools_of(kind: str) -> Iterator[None]:
 
 
 @dataclass
-class Run:
-    """A request from its admission to its end, or to its preemption: how many tokens were known when it began, and what
-    was in force at each position.
+class RequestRun:
+    """A request from its admission to its end or its preemption.
+
+    `known` is the number of tokens when it began, `in_force` has the precisions by block at each position.
     """
 
     known: int
@@ -82,8 +84,9 @@ class Run:
 
 
 class Adapted:
-    """Steps the engine in the test's thread; transitions come from the actuator's. Of several answers to a request the
-    first is recorded.
+    """An engine that the test's thread steps while the actuator's thread carries transitions out.
+
+    Of several answers to a request, the first is recorded.
     """
 
     def __init__(self, built: BuiltEngine):
@@ -94,7 +97,7 @@ class Adapted:
         self.resources = built.resolved.resources(copy_rate=1e9)
         self.engine = SyncEngine(built.instances, built.info, None, built.clock)
         self.steps = built.instances[0]
-        self.runs: dict[str, list[Run]] = {}  # by request
+        self.runs: dict[str, list[RequestRun]] = {}  # by request
         self.outcomes: list[Outcome] = []
         self.canaries = [Canary(steps) for steps in built.instances]
         self._execute, self._prepare = self.steps.executor.execute, self.steps.executor.prepare
@@ -102,7 +105,7 @@ class Adapted:
         self._beside: list[Array] = []  # copies that have been made and may be in use, or still be there
 
     def close(self) -> None:
-        """Ends the record; the plan is that of the beginning again."""
+        """End the record and return to the first plan."""
         self.change(self.start)
         self.steps.executor.execute, self.steps.executor.prepare = self._execute, self._prepare
         for canary in self.canaries:
@@ -114,14 +117,14 @@ class Adapted:
 
     def execute(self, work: Work):
         executor = self.steps.executor
-        precisions = {row.block: row.precision for row in executor.blocks}
+        precisions = {loaded.block: loaded.precision for loaded in executor.blocks}
         computed = [(s, s.num_computed - 1, 1) for s in work.decodes]
         computed += [(chunk.sequence, chunk.start, chunk.length) for chunk in work.chunks]
         for sequence, start, length in (entry for entry in computed if entry[0].index == 0):
             runs = self.runs.setdefault(sequence.request.id, [])
             if not runs or start != len(runs[-1].in_force):
-                # It starts behind pages of the prefix cache, which would not have been found under another mixture.
-                runs.append(Run(len(sequence.tokens), [precisions] * start))
+                # It starts behind pages of the prefix cache, which would not have been found under other precisions.
+                runs.append(RequestRun(len(sequence.tokens), [precisions] * start))
             runs[-1].in_force.extend([precisions] * length)
         self._beside = [leaf for leaf in self._beside if not leaf.is_deleted()]
         pages = self.check_bytes(self._beside)
@@ -133,10 +136,11 @@ class Adapted:
     def prepare(
         self, block: str, parameters: Mapping[str, Parameter], precision: str, *, copied: Callable[[int], None]
     ) -> LoadedBlock:
-        """Between the arrays of a copy too, what is there is in the ledger: what has been read as well, unless that is
-        what becomes the row.
+        """Prepare a block, and check between the arrays of the copy that the ledger covers what is in memory.
+
+        That includes what has been read, unless it becomes the block itself.
         """
-        (devices,) = (row.placement.devices for row in self.steps.executor.blocks if row.block == block)
+        (devices,) = (loaded.placement.devices for loaded in self.steps.executor.blocks if loaded.block == block)
         read = [] if (block, precision) in self.kept else jax.tree.leaves(dict(parameters))
         same = bool(read) and len(devices) == 1 and all(aligned(leaf) is leaf for leaf in read)
         made = Counter(dict.fromkeys(devices, sum(leaf.nbytes for leaf in read) // len(devices)))
@@ -148,23 +152,25 @@ class Adapted:
             self.check_bytes(made=made)
             copied(size)
 
-        row = self._prepare(block, parameters, precision, copied=counted)
-        self._beside += row.owned
-        return row
+        loaded = self._prepare(block, parameters, precision, copied=counted)
+        self._beside += loaded.owned
+        return loaded
 
     @property
     def kept(self) -> Mapping[tuple[str, str], Mapping[str, Parameter]]:
-        """What the source keeps, by block and precision."""
-        return self.actuator._source._pinned
+        """The parameters that the source keeps, by block and precision."""
+        return kept_variants(layer_source_of(self.actuator))
 
     def kept_arrays(self) -> list[Array]:
-        """Of that, what lies where the devices compute."""
+        """Return the kept parameters that lie in the memory in which the devices compute."""
         leaves = jax.tree.leaves([dict(parameters) for parameters in self.kept.values()])
         return [leaf for leaf in leaves if isinstance(leaf, Array) and leaf.sharding.memory_kind == "device"]
 
     def check_bytes(self, beside: Sequence[Array] = (), made: Mapping[object, int] | None = None) -> int:
-        """The ledger has what lies on each device: rows, layers that are kept, arrays beside them, what of a copy has
-        been made, pages, and room for a step. Returns the bytes of all pages.
+        """Check that the ledger covers everything on each device, and return the bytes of all pages.
+
+        Everything: blocks, kept layers, `beside` (arrays next to them), `made` (bytes by device of an unfinished copy),
+        pages, and room for a step.
         """
         ledger = self.built.resolved.ledger
         while True:
@@ -177,9 +183,9 @@ class Adapted:
         return pages
 
     def _held(self, beside: Sequence[Array], made: Mapping[object, int]) -> tuple[Counter, int]:
-        """Bytes by device, and those of all pages."""
+        """Return the bytes by device, and those of all pages."""
         held, pages = Counter(made), 0
-        used = (leaf for row in list(self.steps.executor.blocks) for leaf in row.leaves)
+        used = (leaf for loaded in list(self.steps.executor.blocks) for leaf in loaded.leaves)
         there = (leaf for leaf in beside if not leaf.is_deleted())
         leaves = {id(leaf): leaf for leaf in (*used, *self.kept_arrays(), *there)}
         for leaf in leaves.values():  # not by its shards: JAX lists them twice if two threads ask at once
@@ -194,28 +200,28 @@ class Adapted:
         return held, pages
 
     def ended(self, outcome: str) -> int:
-        """How many transitions have ended so, as the metrics show it."""
+        """Return how many transitions ended with this outcome, as the metrics show it."""
         lines = self.built.metrics.render().decode().splitlines()
         found = [line for line in lines if line.startswith("jaxserve_transitions_total") and f'"{outcome}"' in line]
         return sum(int(float(line.split()[-1])) for line in found)
 
     def begin(self, target: Plan) -> None:
-        """Starts on the way to a plan."""
+        """Start the transitions to a plan."""
         self.actuator.start(diff(self.plan, target, self.resources))
 
     def settled(self) -> bool:
-        """Whether no transition is under way."""
+        """Return whether no transition is under way."""
         self.outcomes += self.actuator.poll()
         return not self.actuator.busy
 
     def change(self, target: Plan) -> None:
-        """Goes to a plan while nothing runs, after what is still under way."""
+        """Go to a plan while nothing runs, after waiting for running transitions."""
         self.wait()
         self.begin(target)
         self.wait()
 
     def wait(self) -> None:
-        """Waits until no transition is under way, without stepping."""
+        """Wait until no transition is under way, without stepping."""
         end = time.monotonic() + PATIENCE
         while not self.settled():
             assert time.monotonic() < end, "the actuator makes no progress"
@@ -230,9 +236,9 @@ class Adapted:
         targets: list[Plan] | None = None,
         leaving: Mapping[str, int] | None = None,
     ) -> None:
-        """Steps to the end of all requests, adding to their tokens; goes from one target to the next meanwhile.
+        """Step to the end of all requests, add to their tokens, and go from one target to the next meanwhile.
 
-        `leaving`: requests that are aborted, and before which step.
+        `leaving` maps requests to the step before which they are aborted.
         """
         targets = targets or []
         for number in itertools.count():
@@ -244,19 +250,19 @@ class Adapted:
             for request in (request for request, step in (leaving or {}).items() if step == number):
                 self.engine.abort(request)
             self.step(tokens)
-        with self.engine._turn:
+        with between_steps(self.engine):
             for canary in self.canaries:
                 canary.check()
-        self.engine._run_calls()
+        run_pending_calls(self.engine)
 
     def step(self, tokens: dict[str, tuple[int, ...]]) -> None:
-        """One step; adds to the tokens of each request."""
+        """Run one step and add to the tokens of each request."""
         for output in self.engine.step():
             for answer in (answer for answer in output.outputs if answer.index == 0):
                 tokens[output.request_id] = tokens.get(output.request_id, ()) + answer.token_ids
 
     def commit_behind_a_step(self, wanted: Plan, tokens: dict[str, tuple[int, ...]]) -> None:
-        """Has a plan put in force while a step is on the device that is not fetched before the next one."""
+        """Put a plan in force while the device has a step that is not fetched before the next one."""
         for _ in range(3):
             self.step(tokens)
         assert self.steps.in_flight
@@ -265,5 +271,5 @@ class Adapted:
         while self.plan.instances != wanted.instances:
             assert time.monotonic() < deadline, "the actuator makes no progress"
             time.sleep(0.001)
-        with self.engine._turn:  # the commit has ended
+        with between_steps(self.engine):  # the commit has ended
             assert self.steps.in_flight

@@ -15,7 +15,7 @@ from tests.actuator.mixed import MixedReference
 
 @pytest.fixture(scope="session")
 def engines(tiny_model: Path) -> Iterator[Callable[[str], BuiltEngine]]:
-    """The engine with a kind of pools: what it takes seconds to warm is built once for all files."""
+    """Return the function that gives the engine with a kind of pools, built and warmed up once for all files."""
     made: list[BuiltEngine] = []
 
     @cache

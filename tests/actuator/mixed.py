@@ -11,17 +11,17 @@ from jaxserve.checkpoint import open_checkpoint
 from jaxserve.kernels import Rotated
 from jaxserve.models import rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
-from tests.actuator.adapted import Run
-from tests.reference import turned
+from tests.actuator.adapted import RequestRun
+from tests.support.reference import turned
 
 LENGTH = 256  # every sequence is padded to this, so that one compilation serves all
 
 
 class MixedReference:
-    """Every layer in every precision; a mask over positions says which counts.
+    """Every layer in every precision, of which a mask over positions selects one.
 
-    A position's query, key, value and feed-forward are those of its own precision, and it attends to keys and values as
-    they were written: what a change of precision between two steps means when the cache is kept.
+    A position's query, key, value and feed-forward have its own precision, and it attends to keys and values as they
+    were written. That is what a change of precision between two steps means when the cache is kept.
     """
 
     def __init__(self, model: Path, precisions: Sequence[str]):
@@ -41,7 +41,7 @@ class MixedReference:
         self._logits = jax.jit(self._forward)
 
     def logits(self, tokens: Sequence[int], in_force: Sequence[Mapping[str, str]]) -> np.ndarray:
-        """float32[len(tokens), V]. `in_force`: each position's precisions by block."""
+        """Return the logits (float32[len(tokens), V]), with each position's precisions by block in `in_force`."""
         padded = np.zeros(LENGTH, np.int32)
         padded[: len(tokens)] = tokens
         chosen = np.zeros((len(self._layers), LENGTH), np.int32)
@@ -50,8 +50,8 @@ class MixedReference:
                 chosen[layer, position] = self.precisions.index(precisions[f"layers.{layer}"])
         return np.asarray(self._logits(jnp.asarray(padded), jnp.asarray(chosen)))[: len(tokens)]
 
-    def check(self, runs: Sequence[Run], p: Sequence[int], tokens: Sequence[int]) -> None:
-        """Every token after a prompt is the likeliest one by the precisions that were in force at its step."""
+    def check(self, runs: Sequence[RequestRun], p: Sequence[int], tokens: Sequence[int]) -> None:
+        """Check that every token after a prompt is the likeliest in the precisions that were in force at its step."""
         whole = (*p, *tokens)
         ends = [*(run.known for run in runs[1:]), len(whole)]
         for run, end in zip(runs, ends, strict=True):

@@ -1,4 +1,4 @@
-"""The canary that other tests keep in the KV pages falls silent when something goes wrong with them."""
+"""The canary that other tests keep in the KV pages fails when something goes wrong with the pages."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -13,6 +13,14 @@ from jaxserve.core.work import Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.kernels import Pool
 from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, prompt
+from tests.support.internals import (
+    cached_pages,
+    free_pages,
+    hashes_of_pages,
+    pages_of_hashes,
+    wrap_move_batch,
+    wrap_rename,
+)
 
 Break = Callable[[StepLoop, pytest.MonkeyPatch], None]
 
@@ -31,13 +39,16 @@ def moves_go_astray(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
 
 
 def moves_leave_a_layer_out(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
-    calls, move = [], steps.executor.pools._move_batch
+    calls = []
 
-    def moved(pool: Pool, pairs: list) -> Pool:
-        calls.append(pairs)
-        return pool if len(calls) == 2 else move(pool, pairs)
+    def wrap(move: Callable) -> Callable:
+        def moved(pool: Pool, pairs: list) -> Pool:
+            calls.append(pairs)
+            return pool if len(calls) == 2 else move(pool, pairs)
 
-    patch.setattr(steps.executor.pools, "_move_batch", moved)
+        return moved
+
+    wrap_move_batch(patch, steps.executor.pools, wrap)
 
 
 def moves_come_after_the_next_step(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
@@ -54,7 +65,7 @@ def moves_come_after_the_next_step(steps: StepLoop, patch: pytest.MonkeyPatch) -
 
 
 def write_elsewhere(steps: StepLoop, patch: pytest.MonkeyPatch, pages: Callable[[], Iterable[int]]) -> None:
-    """What decodes alone has its next token written to the first of these pages."""
+    """Make a step with a single decode write its token to the first of these pages."""
     execute, rows = steps.executor.execute, steps.core.scheduler.table.rows
 
     def executed(work: Work) -> Any:
@@ -72,11 +83,11 @@ def write_elsewhere(steps: StepLoop, patch: pytest.MonkeyPatch, pages: Callable[
 
 
 def a_step_writes_to_a_free_page(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
-    write_elsewhere(steps, patch, lambda: steps.core.scheduler.pages._free)
+    write_elsewhere(steps, patch, lambda: free_pages(steps.core.scheduler.pages))
 
 
 def a_step_writes_to_a_cached_page(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
-    write_elsewhere(steps, patch, lambda: steps.core.scheduler.pages._cached)
+    write_elsewhere(steps, patch, lambda: cached_pages(steps.core.scheduler.pages))
 
 
 def tables_keep_what_pages_were_called(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
@@ -96,16 +107,20 @@ def pages_of_a_sequence_change_places(steps: StepLoop, patch: pytest.MonkeyPatch
 
 
 def names_of_the_cache_change_places(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
-    pages, rename = steps.core.scheduler.pages, steps.core.scheduler.pages._rename
+    pages = steps.core.scheduler.pages
 
-    def renamed(moves: dict[int, int]) -> None:
-        rename(moves)
-        one, other, *_ = pages._page_of
-        names = {one: pages._page_of[other], other: pages._page_of[one]}
-        pages._page_of.update(names)
-        pages._hash_of.update({page: digest for digest, page in names.items()})
+    def wrap(rename: Callable) -> Callable:
+        def renamed(moves: dict[int, int]) -> None:
+            rename(moves)
+            found = pages_of_hashes(pages)
+            one, other, *_ = found
+            names = {one: found[other], other: found[one]}
+            found.update(names)
+            hashes_of_pages(pages).update({page: digest for digest, page in names.items()})
 
-    patch.setattr(pages, "_rename", renamed)
+        return renamed
+
+    wrap_rename(patch, pages, wrap)
 
 
 def a_page_is_not_given_back(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
@@ -118,20 +133,20 @@ def a_page_is_given_out_that_stays_free(steps: StepLoop, patch: pytest.MonkeyPat
 
     def allocated(count: int) -> list[int]:
         given = allocate(count)
-        pages._free += given[:1]
+        free_pages(pages).extend(given[:1])
         return given
 
     patch.setattr(pages, "allocate", allocated)
 
 
-CHANGED, RENAMED, LOST = "not what was written to or moved there", "is not what it was", "lost, or in two places"
+CHANGED, RENAMED, LOST = "changed without a write or a move", "holders whose tokens changed", "lost, or in two places"
 BREAKS = {
     moves_go_astray: CHANGED,
     moves_leave_a_layer_out: CHANGED,
     moves_come_after_the_next_step: CHANGED,
     a_step_writes_to_a_free_page: CHANGED,
     a_step_writes_to_a_cached_page: CHANGED,
-    tables_keep_what_pages_were_called: "called something else",
+    tables_keep_what_pages_were_called: "differs from the sequence's pages",
     pages_of_a_sequence_change_places: RENAMED,
     names_of_the_cache_change_places: RENAMED,
     a_page_is_not_given_back: LOST,
@@ -140,15 +155,18 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("broken", [nothing, *BREAKS])
-def test_a_canary_sees_what_is_wrong(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, broken: Break) -> None:
-    """While pages move out of the tail, of a request and of the cache, behind a step that the device has."""
+def test_canary_fails_for_each_kind_of_page_corruption(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, broken: Break
+) -> None:
+    """Pages of a request and of the cache move out of the tail while the device has a step."""
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     (steps,) = built.instances
     broken(steps, monkeypatch)
     adapted, moved = Adapted(built), []
-    move = steps.executor.pools._move_batch
-    monkeypatch.setattr(
-        steps.executor.pools, "_move_batch", lambda pool, pairs: moved.append(pairs) or move(pool, pairs)
+    wrap_move_batch(
+        monkeypatch,
+        steps.executor.pools,
+        lambda move: lambda pool, pairs: moved.append(pairs) or move(pool, pairs),
     )
 
     def run() -> None:

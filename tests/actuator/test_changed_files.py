@@ -1,4 +1,4 @@
-"""Layers come back in full precision as they were loaded, or not at all, whatever happens to their file meanwhile."""
+"""Layers return to full precision with the values that were loaded, or not at all, whatever happens to their file."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ def served(model: Path) -> Iterator[Adapted]:
 
 @pytest.fixture
 def adapted(served: Adapted, model: Path) -> Iterator[Adapted]:
-    """The engine with all layers of all instances in int4; its file is as it was in the end, and has its name."""
+    """An engine with all layers of all instances in int4, whose file is restored after the test."""
     file, opened = model / SINGLE, model / "opened"
     content = file.read_bytes()
     os.link(file, opened)
@@ -60,7 +60,7 @@ def in_int4(adapted: Adapted):
 
 
 def answers(adapted: Adapted) -> list[tuple[int, ...]]:
-    """What both instances answer to the same prompt."""
+    """Return the answers of both instances to the same prompt."""
     tokens: dict[str, tuple[int, ...]] = {}
     asked = [adapted.add(prompt(5, 40), SHORT) for _ in range(INSTANCES)]
     adapted.run(tokens)
@@ -75,7 +75,7 @@ def expected(served: Adapted) -> dict[str, list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("change", HARMLESS)
-def test_layers_come_back_as_they_were_loaded(
+def test_layer_swapped_back_equals_the_loaded_layer(
     adapted: Adapted, model: Path, expected: dict, change: Callable[[Path], None]
 ) -> None:
     change(model / SINGLE)
@@ -86,7 +86,7 @@ def test_layers_come_back_as_they_were_loaded(
 
 
 @pytest.mark.parametrize("change", DAMAGE)
-def test_layers_of_a_damaged_file_do_not_come_back_and_serving_goes_on(
+def test_restore_from_a_damaged_file_fails_and_serving_continues(
     adapted: Adapted,
     model: Path,
     expected: dict,

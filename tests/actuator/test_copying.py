@@ -7,8 +7,8 @@ from jaxserve.actuator.copying import LayerSource, Throttle
 from jaxserve.checkpoint import open_checkpoint
 
 
-class Thread:
-    """Works and waits in a time of its own."""
+class SimulatedThread:
+    """A thread that works and waits in a time of its own."""
 
     def __init__(self):
         self.now = self.worked = self.waited = 0.0
@@ -26,21 +26,21 @@ class Thread:
 
 
 @pytest.fixture
-def thread(monkeypatch) -> Thread:
-    thread = Thread()
+def thread(monkeypatch) -> SimulatedThread:
+    thread = SimulatedThread()
     clock = SimpleNamespace(monotonic=lambda: thread.now, thread_time=lambda: thread.worked)
     monkeypatch.setattr(copying, "time", clock)
     return thread
 
 
-def test_large_arrays_take_the_time_that_their_bytes_may(thread):
+def test_copy_of_large_arrays_keeps_to_the_byte_rate(thread):
     throttle = Throttle(1e9, 0.1, lambda: True, thread.wait)
     thread.work(0.01)
     throttle.copied(500_000_000)
     assert thread.now == pytest.approx(0.5)
 
 
-def test_small_arrays_take_no_more_of_a_core_than_their_share(thread):
+def test_copy_of_small_arrays_keeps_to_its_share_of_a_core(thread):
     throttle = Throttle(1e9, 0.1, lambda: True, thread.wait)
     for _ in range(3):
         thread.work(0.002)
@@ -48,7 +48,7 @@ def test_small_arrays_take_no_more_of_a_core_than_their_share(thread):
     assert thread.now == pytest.approx(3 * 0.02)
 
 
-def test_work_without_a_copy_keeps_to_its_share_too(thread):
+def test_throttled_work_without_a_copy_keeps_to_its_share_of_a_core(thread):
     throttle = Throttle(1e9, 0.1, lambda: True, thread.wait)
     for _ in range(3):
         thread.work(0.002)
@@ -56,8 +56,8 @@ def test_work_without_a_copy_keeps_to_its_share_too(thread):
     assert thread.now == pytest.approx(3 * 0.02)
 
 
-def test_a_layer_is_read_tensor_by_tensor_and_other_work_comes_in_between(tiny_model, monkeypatch):
-    """Else the thread would have a core for as long as all of a layer takes."""
+def test_layer_read_calls_between_before_each_tensor(tiny_model, monkeypatch):
+    """Otherwise the thread would occupy a core while it reads a whole layer."""
     checkpoint = open_checkpoint(tiny_model, "dummy")
     source = LayerSource(checkpoint, checkpoint.config, pin_full=False)
     read, happened = checkpoint.store.get, []
@@ -78,7 +78,7 @@ def test_a_layer_is_read_tensor_by_tensor_and_other_work_comes_in_between(tiny_m
     assert happened == [], "what is kept is not read"
 
 
-def test_time_without_the_core_counts_as_waited(thread):
+def test_throttle_counts_time_without_the_core_as_waiting(thread):
     throttle = Throttle(1e9, 0.1, lambda: True, thread.wait)
     thread.work(0.002)
     thread.stand(0.015)
@@ -90,7 +90,7 @@ def test_time_without_the_core_counts_as_waited(thread):
     assert thread.waited == pytest.approx(0.003)
 
 
-def test_nothing_waits_where_no_steps_run(thread):
+def test_throttle_without_running_steps_never_waits(thread):
     throttle = Throttle(1e9, 0.1, lambda: False, thread.wait)
     thread.work(0.01)
     throttle.copied(500_000_000)

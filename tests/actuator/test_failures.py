@@ -1,7 +1,7 @@
-"""A transition that fails, wherever it does, leaves no trace, and the next one succeeds."""
+"""A transition that fails at any point leaves no trace, and the next one succeeds."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,17 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryBudgetError
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.kernels import Pool
-from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, mixture, pools_of, prompt, target_of
+from tests.actuator.adapted import GREEDY, OPTIONS, Adapted, pools_of, prompt, target_of, with_layer_precisions
+from tests.support.internals import layer_source_of, wrap_move_batch, wrap_pool_maker
 
 
 @pytest.mark.parametrize("broken", ["prepare", "replace", "shrink_pools"])
-def test_what_fails_leaves_the_plan_before_it_in_force(
+def test_failed_transition_leaves_the_previous_plan_in_force(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
     executor, start = adapted.steps.executor, adapted.plan
     failed, done = adapted.ended("failed"), adapted.ended("done")
-    entries, rows = dict(adapted.built.resolved.ledger.entries), list(executor.blocks)
+    entries, loaded_blocks = dict(adapted.built.resolved.ledger.entries), list(executor.blocks)
 
     def fail(*args: object, **kwargs: object) -> None:
         raise MemoryError("none left")
@@ -33,13 +34,15 @@ def test_what_fails_leaves_the_plan_before_it_in_force(
     monkeypatch.setattr(executor, broken, fail)
     p, tokens = prompt(7, 60), {}
     request = adapted.add(p, GREEDY)
-    wanted = start.with_kv_pages(0, 30) if broken == "shrink_pools" else mixture(start, ("int4",) * 3)
+    wanted = start.with_kv_pages(0, 30) if broken == "shrink_pools" else with_layer_precisions(start, ("int4",) * 3)
     adapted.run(tokens, [wanted])
     adapted.wait()
     (outcome,) = [outcome for outcome in adapted.outcomes if outcome.error is not None]
     assert "none left" in outcome.error
     assert adapted.plan.instances == start.instances
-    assert [row is other for row, other in zip(executor.blocks, rows, strict=True)] == [True] * len(rows)
+    assert [loaded is other for loaded, other in zip(executor.blocks, loaded_blocks, strict=True)] == [True] * len(
+        loaded_blocks
+    )
     assert adapted.built.resolved.ledger.entries == entries
     assert len(tokens[request]) == 60
     assert adapted.steps.core.scheduler.pages.num_pages == 41
@@ -53,19 +56,17 @@ def test_what_fails_leaves_the_plan_before_it_in_force(
 
 
 @pytest.mark.parametrize("broken", ["prepare", "replace"])
-def test_of_layers_that_change_at_once_all_do_or_none(
-    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
-    """The last of three cannot be prepared, or not be put in its place; those prepared before it are freed."""
-    executor, small = adapted.steps.executor, mixture(adapted.plan, ("int4",) * 3)
+def test_failed_batch_of_swaps_changes_no_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """The last of three layers cannot be prepared or put in place, and those prepared before it are freed."""
+    executor, small = adapted.steps.executor, with_layer_precisions(adapted.plan, ("int4",) * 3)
     adapted.change(small)
     before, original, made = state_of(adapted), executor.prepare, list[LoadedBlock]()
 
     def prepare(block: str, *args: Any, **kwargs: Any) -> LoadedBlock:
         if broken == "prepare" and block == "layers.2":
             raise MemoryError("none left")
-        row = original(block, *args, **kwargs)
-        made.append(replace(row, placement=None) if broken == "replace" and block == "layers.2" else row)
+        loaded = original(block, *args, **kwargs)
+        made.append(replace(loaded, placement=None) if broken == "replace" and block == "layers.2" else loaded)
         return made[-1]
 
     monkeypatch.setattr(executor, "prepare", prepare)
@@ -74,20 +75,20 @@ def test_of_layers_that_change_at_once_all_do_or_none(
     assert outcome.error is not None
     assert state_of(adapted) == before
     assert len(made) == (2 if broken == "prepare" else 3)
-    assert all(leaf.is_deleted() for row in made for leaf in row.leaves)
+    assert all(leaf.is_deleted() for loaded in made for leaf in loaded.leaves)
     monkeypatch.undo()
     adapted.change(adapted.start)
     assert adapted.plan.instances == adapted.start.instances, "the next attempt succeeds"
 
 
 def state_of(adapted: Adapted) -> dict[str, Any]:
-    """What a transition changes."""
+    """Return everything that a transition changes."""
     core, executor = adapted.steps.core, adapted.steps.executor
     gauges = [line for line in adapted.built.metrics.render().decode().splitlines() if "jaxserve_plan_version" in line]
     return {
         "plan": adapted.plan,
-        "rows": [id(row) for row in executor.blocks],
-        "freed": [leaf.is_deleted() for row in executor.blocks for leaf in row.leaves],
+        "blocks": [id(loaded) for loaded in executor.blocks],
+        "freed": [leaf.is_deleted() for loaded in executor.blocks for leaf in loaded.leaves],
         "segments": (executor.pools.segments, executor.pools.nbytes),
         "pages": core.scheduler.pages.num_pages,
         "ledger": dict(adapted.built.resolved.ledger.entries),
@@ -103,7 +104,7 @@ def state_of(adapted: Adapted) -> dict[str, Any]:
         ("grow", "extend"),
     ],
 )
-def test_a_commit_that_fails_halfway_is_taken_back(
+def test_commit_failing_halfway_is_undone(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, change: str, broken: str
 ) -> None:
     core, p, still, tokens = adapted.steps.core, prompt(31, 60), {}, {}
@@ -140,26 +141,28 @@ def test_a_commit_that_fails_halfway_is_taken_back(
     assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
 
 
-def test_pages_that_cannot_be_moved_stay_in_every_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer's are copied when the second one's fail."""
+def test_failed_page_move_leaves_pages_in_every_layer(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of the first layer have been copied when those of the second one fail."""
     pools, scheduler = adapted.steps.executor.pools, adapted.steps.core.scheduler
     p, still, tokens, calls = prompt(32, 60), {}, {}, []
     alone = adapted.add(p, GREEDY)
     adapted.run(still)
-    move = pools._move_batch
 
-    def failing(*args: Any) -> Pool:
-        calls.append(args)
-        if len(calls) == 2:
-            raise MemoryError("none left")
-        return move(*args)
+    def second_call_fails(move: Callable[..., Pool]) -> Callable[..., Pool]:
+        def failing(*args: Any) -> Pool:
+            calls.append(args)
+            if len(calls) == 2:
+                raise MemoryError("none left")
+            return move(*args)
+
+        return failing
 
     scheduler.pages.clear_cache()
     filling, last = adapted.add(prompt(33, 200), replace(GREEDY, max_tokens=8)), adapted.add(p, GREEDY)
     while len(tokens.get(filling, ())) < 8:
         adapted.step(tokens)
     scheduler.pages.clear_cache()  # what is in use lies behind what is free
-    monkeypatch.setattr(pools, "_move_batch", failing)
+    wrap_move_batch(monkeypatch, pools, second_call_fails)
     adapted.begin(adapted.plan.with_kv_pages(0, 17))
     while not adapted.settled():
         adapted.step(tokens)
@@ -171,15 +174,15 @@ def test_pages_that_cannot_be_moved_stay_in_every_layer(adapted: Adapted, monkey
 
 
 def target_of_both(plan: Plan, precision: str) -> Plan:
-    """Layer 1 of two instances in a precision."""
+    """Return the plan with layer 1 of two instances in a precision."""
     return plan.with_precisions(0, {"layers.1": precision}).with_precisions(1, {"layers.1": precision})
 
 
 @pytest.mark.parametrize("to", ["int4", "float32"])
-def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
+def test_unreadable_parameters_leave_the_previous_plan_in_force(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, to: str
 ) -> None:
-    """Of two instances, where a quantised layer is copied too."""
+    """With two instances a quantised layer is copied too."""
     built = build(EngineConfig(model=tiny_model, warmup=False, **(OPTIONS | {"dp": 2, "memory_gb": 8})))
     adapted, tokens = Adapted(built), {}
     full, small = (target_of_both(adapted.start, precision) for precision in ("float32", "int4"))
@@ -189,12 +192,15 @@ def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
         assert [outcome.error for outcome in adapted.outcomes] == [None, None]
         adapted.outcomes.clear()
     start, done = adapted.plan, adapted.ended("done")
-    entries, rows = dict(built.resolved.ledger.entries), [steps.executor.blocks[2] for steps in built.instances]
+    entries, loaded_blocks = (
+        dict(built.resolved.ledger.entries),
+        [steps.executor.blocks[2] for steps in built.instances],
+    )
 
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(adapted.actuator._source, "parameters", fail)
+    monkeypatch.setattr(layer_source_of(adapted.actuator), "parameters", fail)
     requests = [adapted.add(prompt(seed, 40), GREEDY) for seed in (35, 36)]
     adapted.run(tokens, [wanted])
     adapted.wait()
@@ -203,24 +209,26 @@ def test_parameters_that_cannot_be_read_leave_the_plan_before_them_in_force(
     assert (adapted.ended("failed"), adapted.ended("done")) == (1, done)
     assert f"plan {start.version} stays in force" in caplog.text
     assert adapted.plan == start
-    assert [steps.executor.blocks[2] is row for steps, row in zip(built.instances, rows, strict=True)] == [True, True]
-    assert not any(leaf.is_deleted() for row in rows for leaf in row.leaves)
+    assert [
+        steps.executor.blocks[2] is loaded for steps, loaded in zip(built.instances, loaded_blocks, strict=True)
+    ] == [True, True]
+    assert not any(leaf.is_deleted() for loaded in loaded_blocks for leaf in loaded.leaves)
     assert built.resolved.ledger.entries == entries
     assert [len(tokens[request]) for request in requests] == [60, 60]
     monkeypatch.undo()
     adapted.change(wanted)
     assert adapted.plan.instances == wanted.instances, "the next attempt succeeds"
-    assert [row.owned for row in rows] == [row.leaves for row in rows], "each was a copy"
-    assert all(leaf.is_deleted() for row in rows for leaf in row.leaves)
+    assert [loaded.owned for loaded in loaded_blocks] == [loaded.leaves for loaded in loaded_blocks], "each was a copy"
+    assert all(leaf.is_deleted() for loaded in loaded_blocks for leaf in loaded.leaves)
     adapted.close()
     built.close()
 
 
 @pytest.mark.parametrize("patience", [SHRINK_PATIENCE, 0.0])
-def test_a_smaller_pool_waits_a_little_for_pages_in_use(
+def test_shrink_waits_for_pages_in_use_until_patience_ends(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
-    """Steps have taken them since it was decided. Patience is endless here, or there is none."""
+    """Steps have taken pages since the decision. The actuator's patience is endless or zero."""
     monkeypatch.setattr(actuator, "SHRINK_PATIENCE", 1000 * patience)
     before, scheduler, tokens, tries = state_of(adapted), adapted.steps.core.scheduler, {}, []
     shrink = scheduler.shrink
@@ -252,7 +260,7 @@ def test_a_smaller_pool_waits_a_little_for_pages_in_use(
 
 
 @pytest.mark.parametrize("change", ["swap", "shrink"])
-def test_where_freeing_fails_the_plan_is_in_force_and_steps_go_on(
+def test_failed_freeing_leaves_the_new_plan_in_force(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
     ledger, tokens, failed = adapted.built.resolved.ledger, {}, []
@@ -284,21 +292,25 @@ def test_where_freeing_fails_the_plan_is_in_force_and_steps_go_on(
     assert ledger.entries == entries
 
 
-def test_segments_that_cannot_be_made_leave_nothing_behind(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_segment_allocation_frees_the_segments_made_before(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pools_of("segments"):
         built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
         adapted = Adapted(built)
         pools, entries, made = adapted.steps.executor.pools, dict(built.resolved.ledger.entries), []
-        first, second, third = pools._make
         bytes_held = pools.nbytes
 
-        def failing(pages: int) -> Pool:
-            made.append(second(pages))
-            if len(made) > 1:
-                raise MemoryError("none left")
-            return made[-1]
+        def second_call_fails(make: Callable[[int], Pool]) -> Callable[[int], Pool]:
+            def failing(pages: int) -> Pool:
+                made.append(make(pages))
+                if len(made) > 1:
+                    raise MemoryError("none left")
+                return made[-1]
 
-        monkeypatch.setattr(pools, "_make", (first, failing, third))
+            return failing
+
+        wrap_pool_maker(monkeypatch, pools, 1, second_call_fails)
         adapted.change(adapted.plan.with_kv_pages(0, 81))
         assert "none left" in (adapted.outcomes[-1].error or "")
         assert adapted.plan == adapted.start
@@ -312,8 +324,8 @@ def test_segments_that_cannot_be_made_leave_nothing_behind(tiny_model: Path, mon
         built.close()
 
 
-def test_a_plan_that_the_ledger_has_no_room_for_is_not_begun(adapted: Adapted) -> None:
-    ledger, small = adapted.built.resolved.ledger, mixture(adapted.plan, ("int4",) * 3)
+def test_transition_beyond_the_ledgers_budget_is_not_started(adapted: Adapted) -> None:
+    ledger, small = adapted.built.resolved.ledger, with_layer_precisions(adapted.plan, ("int4",) * 3)
     adapted.change(small)
     budget, ledger.budget = ledger.budget, ledger.used
     adapted.change(adapted.start)

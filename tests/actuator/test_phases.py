@@ -1,4 +1,4 @@
-"""What happens in the middle of a transition: a client goes away, or the engine is closed."""
+"""Clients that leave, and engines that are closed, in the middle of a transition."""
 
 import threading
 import time
@@ -18,11 +18,20 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.pools import Growth
-from tests.actuator.adapted import GREEDY, OPTIONS, PATIENCE, Adapted, mixture, pools_of, prompt, target_of
+from tests.actuator.adapted import (
+    GREEDY,
+    OPTIONS,
+    PATIENCE,
+    Adapted,
+    pools_of,
+    prompt,
+    target_of,
+    with_layer_precisions,
+)
 
 
-class Held:
-    """The way to a plan, stopped in one of its transition's phases until it is let go."""
+class HeldTransition:
+    """A transition that stops in one of its phases until the test lets it continue."""
 
     def __init__(self, built: BuiltEngine, target: Plan, phase: str, monkeypatch: pytest.MonkeyPatch):
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -38,10 +47,10 @@ class Held:
                 copied(size)
 
             self.wait("before the copy")
-            row = prepare(*args, copied=copied_slowly)
-            self.prepared += row.leaves
+            loaded = prepare(*args, copied=copied_slowly)
+            self.prepared += loaded.leaves
             self.wait("after the copy")
-            return row
+            return loaded
 
         def make_slowly(pages: int) -> Growth:
             self.wait("before the copy")
@@ -82,12 +91,12 @@ PHASES = [
 
 
 def origin_of(change: str, plan: Plan) -> Plan:
-    """A plan from which one transition leads to `target_of` the same plan."""
+    """Return a plan from which one transition leads to `target_of` the same plan."""
     return target_of("swap", plan) if change == "swap back" else plan
 
 
 @pytest.mark.parametrize(("change", "phase"), PHASES)
-def test_a_client_that_goes_away_in_any_phase_takes_its_pages_along(
+def test_abort_in_any_phase_of_a_transition_frees_the_requests_pages(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, change: str, phase: str
 ) -> None:
     tokens: dict[str, tuple[int, ...]] = {}
@@ -96,7 +105,7 @@ def test_a_client_that_goes_away_in_any_phase_takes_its_pages_along(
     gone, stays = (adapted.add(prompt(seed, 40), GREEDY) for seed in (11, 12))
     for _ in range(5):
         adapted.step(tokens)
-    held = Held(adapted.built, wanted, phase, monkeypatch)
+    held = HeldTransition(adapted.built, wanted, phase, monkeypatch)
     adapted.engine.abort(gone)
     adapted.step(tokens)
     held.go_on.set()
@@ -110,7 +119,7 @@ def test_a_client_that_goes_away_in_any_phase_takes_its_pages_along(
 
 
 @pytest.mark.parametrize(("change", "phase"), PHASES)
-def test_closing_in_any_phase_ends_the_thread_and_frees_what_was_prepared(
+def test_close_in_any_phase_of_a_transition_frees_prepared_arrays(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, change: str, phase: str
 ) -> None:
     with pools_of("segments"):
@@ -119,7 +128,7 @@ def test_closing_in_any_phase_ends_the_thread_and_frees_what_was_prepared(
     adapted.change(origin_of(change, adapted.start))
     built.instances[0].wake = lambda: None  # nobody steps any more
     before, wanted = adapted.plan, target_of(change, adapted.start)
-    held = Held(built, wanted, phase, monkeypatch)
+    held = HeldTransition(built, wanted, phase, monkeypatch)
     closing = threading.Thread(target=built.close)
     closing.start()
     held.go_on.set()
@@ -136,7 +145,7 @@ def test_closing_in_any_phase_ends_the_thread_and_frees_what_was_prepared(
 
 @pytest.mark.parametrize("end", ["a stop", "a failure"])
 @pytest.mark.parametrize("change", ["swap", "shrink"])
-def test_closing_ends_the_thread_though_no_step_follows_the_commit(
+def test_close_after_a_commit_without_a_next_step_ends_the_thread(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, change: str, end: str
 ) -> None:
     """The step that was dispatched before the commit is never fetched."""
@@ -152,7 +161,9 @@ def test_closing_ends_the_thread_though_no_step_follows_the_commit(
     assert steps.in_flight
     steps.wake = lambda: None  # calls wait for the next step
     start, old = actuator.plan, steps.executor.blocks[1]
-    wanted = mixture(start, ("int4", "float32", "float32")) if change == "swap" else start.with_kv_pages(0, 30)
+    wanted = (
+        with_layer_precisions(start, ("int4", "float32", "float32")) if change == "swap" else start.with_kv_pages(0, 30)
+    )
     actuator.start(diff(start, wanted, built.resolved.resources(copy_rate=1e9)))
     deadline = time.monotonic() + PATIENCE
     while not steps.has_calls:
@@ -170,4 +181,4 @@ def test_closing_ends_the_thread_though_no_step_follows_the_commit(
     closing.join(PATIENCE)
     assert not closing.is_alive()
     assert all(leaf.is_deleted() for leaf in old.leaves)
-    assert all(leaf.is_deleted() for row in steps.executor.blocks for leaf in row.owned)
+    assert all(leaf.is_deleted() for loaded in steps.executor.blocks for leaf in loaded.owned)

@@ -1,12 +1,12 @@
-"""Variants in pinned memory: kept once for all instances, copied from there, and in pageable memory where that fails.
+"""Variants in pinned memory: kept once for all instances, copied from there, and pageable where pinning fails.
 
-Devices of the CPU list pinned memory as those of GPUs do; here they are told to use it.
+CPU devices list pinned memory as GPUs do. These tests tell them to use it.
 """
 
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve.actuator import LayerSource, pinned_memory, pinned_store
 from jaxserve.actuator.pinned import PINNED, PinnedStore
-from jaxserve.build import BuiltEngine, build
+from jaxserve.build import build
 from jaxserve.calibration.pipeline import Settings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
@@ -26,6 +26,7 @@ from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from tests.actuator.adapted import Adapted
+from tests.support.internals import layer_source_of, variants_in_memory, wrap_layer_reads
 
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
@@ -50,11 +51,6 @@ def leaves(parameters: Mapping[str, Any]) -> list[Any]:
     return jax.tree.leaves(dict(parameters))
 
 
-def source_of(built: BuiltEngine) -> LayerSource:
-    assert built.actuator is not None
-    return built.actuator._source
-
-
 @pytest.mark.parametrize(
     ("platform", "kinds", "expected"),
     [
@@ -64,26 +60,28 @@ def source_of(built: BuiltEngine) -> LayerSource:
         ("cpu", ("device", "pinned_host", "unpinned_host"), None),
     ],
 )
-def test_devices_with_pinned_memory_use_it_unless_the_host_is_the_device(platform, kinds, expected):
+def test_pinned_memory_is_used_where_the_device_is_not_the_host(platform, kinds, expected):
     memories = [SimpleNamespace(kind=kind) for kind in kinds]
     assert pinned_memory(SimpleNamespace(platform=platform, addressable_memories=lambda: memories)) == expected
 
 
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2, "pp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}])
-def test_layers_change_from_pinned_memory_while_requests_run(
+def test_layers_swap_from_pinned_memory_while_requests_run(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
 ) -> None:
-    """To another plan and back, in the middle of answers. What is kept is read once and freed at the end."""
+    """Layers change to another plan and back during answers. Variants are read once and freed at the end."""
     reads: Counter[tuple[str, str]] = Counter()
-    read = LayerSource._read
 
-    def counted(source: LayerSource, block: str, precision: str) -> Any:
-        reads[block, precision] += 1
-        return read(source, block, precision)
+    def count_reads(read: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(source: LayerSource, block: str, precision: str) -> Any:
+            reads[block, precision] += 1
+            return read(source, block, precision)
 
-    monkeypatch.setattr(LayerSource, "_read", counted)
+        return counted
+
+    wrap_layer_reads(monkeypatch, count_reads)
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)), host_memory=pinned)
-    adapted, source = Adapted(built), source_of(built)
+    adapted, source = Adapted(built), layer_source_of(built.actuator)
     kept = {(block, p): source.parameters(block, p) for block in BLOCKS for p in ("float32", "int4")}
     arrays = [leaf for variant in kept.values() for leaf in leaves(variant)]
     assert {leaf.sharding.memory_kind for leaf in arrays} == {PINNED}
@@ -99,14 +97,15 @@ def test_layers_change_from_pinned_memory_while_requests_run(
     adapted.change(other)
     assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
     for steps in built.instances:
-        rows = [row for row in steps.executor.blocks if row.block in BLOCKS]
-        assert {row.precision for row in rows} == {"int4"}
-        for row in rows:
-            assert {leaf.sharding.memory_kind for leaf in row.leaves} == {"device"}
-            assert all(leaf.sharding.device_set == set(row.placement.devices) for leaf in row.leaves)
-            assert row.owned == row.leaves, "a copy of what is kept, which is freed with the row"
-            expected = {leaf.tobytes() for leaf in map(np.asarray, leaves(kept[row.block, "int4"]))}
-            assert {np.asarray(leaf).tobytes() for leaf in row.leaves} == expected
+        loaded_blocks = [loaded for loaded in steps.executor.blocks if loaded.block in BLOCKS]
+        assert len(loaded_blocks) == len(BLOCKS)
+        assert {loaded.precision for loaded in loaded_blocks} == {"int4"}
+        for loaded in loaded_blocks:
+            assert {leaf.sharding.memory_kind for leaf in loaded.leaves} == {"device"}
+            assert all(leaf.sharding.device_set == set(loaded.placement.devices) for leaf in loaded.leaves)
+            assert loaded.owned == loaded.leaves, "a copy of what is kept, which is freed with the block"
+            expected = {leaf.tobytes() for leaf in map(np.asarray, leaves(kept[loaded.block, "int4"]))}
+            assert {np.asarray(leaf).tobytes() for leaf in loaded.leaves} == expected
     adapted.change(start)
     assert not any(leaf.is_deleted() for leaf in arrays)
     assert reads == Counter(kept.keys()), "each once, for all instances"
@@ -114,41 +113,45 @@ def test_layers_change_from_pinned_memory_while_requests_run(
     assert all(leaf.is_deleted() for leaf in arrays)
 
 
-def test_copies_from_pinned_memory_are_paced_array_by_array(tiny_model: Path) -> None:
+def test_copy_from_pinned_memory_is_paced_after_each_array(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=pinned)
     copied: list[int] = []
-    parameters = source_of(built).parameters("layers.1", "int4")
-    row = built.instances[0].executor.prepare("layers.1", parameters, "int4", copied=copied.append)
+    parameters = layer_source_of(built.actuator).parameters("layers.1", "int4")
+    loaded = built.instances[0].executor.prepare("layers.1", parameters, "int4", copied=copied.append)
     assert sorted(copied) == sorted(leaf.nbytes for leaf in leaves(parameters))
-    row.free()
+    loaded.free()
     assert not any(leaf.is_deleted() for leaf in leaves(parameters))
     built.close()
 
 
-def test_on_cpu_nothing_is_pinned(tiny_model: Path) -> None:
+def test_variants_on_cpu_are_not_pinned(tiny_model: Path) -> None:
     for degrees, kind in (({}, jax.Array), ({"dp": 2}, np.ndarray)):
         built = build(EngineConfig(model=tiny_model, **(OPTIONS | degrees)))
-        for leaf in leaves(source_of(built).parameters("layers.0", "int4")):
+        kept = leaves(layer_source_of(built.actuator).parameters("layers.0", "int4"))
+        assert kept
+        for leaf in kept:
             assert isinstance(leaf, kind)
             assert kind is np.ndarray or leaf.sharding.memory_kind == "device"
         built.close()
 
 
-def test_where_nothing_can_be_kept_there_pageable_memory_is_used(
+def test_unusable_pinned_memory_falls_back_to_pageable_memory(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=lambda device: "nowhere")
     assert caplog.text.count("variants stay in pageable memory, not in nowhere") == 1
-    assert all(isinstance(leaf, np.ndarray) for leaf in leaves(source_of(built).parameters("layers.0", "int4")))
+    kept = leaves(layer_source_of(built.actuator).parameters("layers.0", "int4"))
+    assert kept
+    assert all(isinstance(leaf, np.ndarray) for leaf in kept)
     adapted = Adapted(built)
     adapted.change(adapted.plan.with_precisions(0, dict.fromkeys(BLOCKS, "int4")))
     assert [outcome.error for outcome in adapted.outcomes] == [None] * 3
     built.close()
 
 
-def test_what_no_longer_fits_into_pinned_memory_is_kept_beside_it(caplog: pytest.LogCaptureFixture) -> None:
-    """The rest is not tried, and it is said once."""
+def test_full_pinned_memory_leaves_remaining_variants_pageable(caplog: pytest.LogCaptureFixture) -> None:
+    """Pinning is not tried for the remaining variants, and the log says so once."""
     tried = []
 
     def place(block: str, parameters: Mapping[str, Any], precision: str, memory: str) -> Mapping[str, Any]:
@@ -165,7 +168,7 @@ def test_what_no_longer_fits_into_pinned_memory_is_kept_beside_it(caplog: pytest
     assert caplog.text.count("RESOURCE_EXHAUSTED") == len(caplog.records) == 1
 
 
-def test_transfers_are_left_some_pinned_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_pinned_variants_leave_pinned_memory_for_transfers(caplog: pytest.LogCaptureFixture) -> None:
     keep = PinnedStore(lambda block, parameters, *where: jax.device_put(dict(parameters)), PINNED, 100)
     with caplog.at_level(logging.WARNING):
         kept = [keep(block, {"weight": np.ones(6)}, "int4")["weight"] for block in BLOCKS]
@@ -175,7 +178,7 @@ def test_transfers_are_left_some_pinned_memory(caplog: pytest.LogCaptureFixture)
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with an int4 of its own."""
+    """The bundled model with prepared variants in int4."""
     model = tmp_path_factory.mktemp("prepared") / "model"
     shutil.copytree(bundled_model_path(), model, ignore=shutil.ignore_patterns("variants"))
     run(model, Settings(("int4",), "rtn", 64))
@@ -183,16 +186,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("options", [{"policy": "manual", "variants": ("int4",)}, {"precision": "int4"}])
-def test_the_store_keeps_no_second_copy_of_what_rows_use(prepared: Path, options: dict[str, Any]) -> None:
+def test_variant_store_keeps_no_copy_of_variants_in_use(prepared: Path, options: dict[str, Any]) -> None:
     built = build(EngineConfig(model=prepared, warmup=False, max_num_seqs=1, memory_gb=2, **options))
     assert built.resolved.checkpoint.prepared is not None
     assert built.resolved.checkpoint.prepared.precisions == ("int4",)
-    assert built.resolved.checkpoint.prepared._loaded == {}
+    assert variants_in_memory(built.resolved.checkpoint.prepared) == {}
     built.close()
 
 
-def test_prepared_variants_lie_in_memory_once(prepared: Path) -> None:
-    """The store keeps no second copy of what is pinned."""
+def test_pinned_prepared_variant_is_not_kept_in_the_store_too(prepared: Path) -> None:
+    """The store keeps no second copy of a pinned variant."""
     checkpoint: Checkpoint = open_checkpoint(prepared)
     source = LayerSource(checkpoint, checkpoint.config, pin_full=True)
     assert checkpoint.prepared is not None
@@ -206,7 +209,7 @@ def test_prepared_variants_lie_in_memory_once(prepared: Path) -> None:
     source.close()
 
 
-def test_keepers_are_of_all_placements(tiny_model: Path) -> None:
+def test_keeper_supports_all_placements_of_instances(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | {"pp": 2, "dp": 2})))
     assert isinstance(pinned_store([steps.executor for steps in built.instances], PINNED), PinnedStore)
     built.close()

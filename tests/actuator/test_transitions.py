@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,18 @@ from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.planning.resolve import resolve
-from tests.actuator.adapted import GREEDY, OPTIONS, PRECISIONS, Adapted, mixture, prompt, target_of
+from tests.actuator.adapted import GREEDY, OPTIONS, PRECISIONS, Adapted, prompt, target_of, with_layer_precisions
 from tests.actuator.mixed import MixedReference
+from tests.support.internals import layer_source_of, wrap_replan
 
 
-def test_a_layer_changes_its_precision_in_the_middle_of_an_answer(adapted: Adapted, mixed: MixedReference) -> None:
+def test_layer_swapped_during_an_answer_computes_the_following_tokens(adapted: Adapted, mixed: MixedReference) -> None:
     compiled = dict(adapted.built.compilations.counts)
     tokens: dict[str, tuple[int, ...]] = {}
     p = prompt(1, 50)
     long = replace(GREEDY, max_tokens=180)  # for an actuator that gets little of the machine
     request = adapted.add(p, long)
-    adapted.run(tokens, [mixture(adapted.plan, ("int4", "float32", "int8"))])
+    adapted.run(tokens, [with_layer_precisions(adapted.plan, ("int4", "float32", "int8"))])
     assert adapted.built.compilations.counts == compiled
     assert len(tokens[request]) == 180
     mixed.check(adapted.runs[request], p, tokens[request])
@@ -37,9 +38,11 @@ def test_a_layer_changes_its_precision_in_the_middle_of_an_answer(adapted: Adapt
     assert [outcome.error for outcome in adapted.outcomes] == [None, None]
 
 
-def test_no_step_runs_a_mixture_that_nobody_wanted(adapted: Adapted, mixed: MixedReference) -> None:
-    """Layers that are used where they are kept change between the same two steps, and so back."""
-    wanted = [mixture(adapted.plan, precisions) for precisions in [("int4", "int8", "int4"), ("float32",) * 3]]
+def test_every_step_runs_the_precisions_of_one_plan(adapted: Adapted, mixed: MixedReference) -> None:
+    """Layers used without a copy change between the same two steps, in both directions."""
+    wanted = [
+        with_layer_precisions(adapted.plan, precisions) for precisions in [("int4", "int8", "int4"), ("float32",) * 3]
+    ]
     tokens, p = {}, prompt(41, 50)
     request = adapted.add(p, replace(GREEDY, max_tokens=180))
     adapted.run(tokens, list(wanted))
@@ -61,26 +64,28 @@ targets = st.lists(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(targets, st.sets(st.integers(0, 20)), st.integers(1, 6), st.lists(st.integers(0, 120)), st.integers(0, 2**16))
-def test_any_sequence_of_plans_under_load(
+def test_answers_under_any_sequence_of_plans_match_the_reference(
     adapted: Adapted, mixed: MixedReference, wanted: list, failing: set, requests: int, leaving: list, seed: int
 ) -> None:
-    """Some of whose commits fail, and while clients go away. Requests share pages of their prompts."""
+    """Some commits fail, and clients go away meanwhile. Requests share pages of their prompts."""
     rng, tokens, commits = np.random.default_rng(seed), {}, itertools.count()
     prompts = {}
     for number in range(requests):
         p = (*prompt(0, int(rng.choice([0, 40]))), *prompt(seed + number, int(rng.integers(1, 120))))
         prompts[adapted.add(p, replace(GREEDY, n=int(rng.choice([1, 1, 3]))))] = p
     gone = dict(zip(prompts, leaving, strict=False))
-    plans = [mixture(adapted.plan, precisions).with_kv_pages(0, pages) for precisions, pages in wanted]
-    replan = adapted.actuator._replan
+    plans = [with_layer_precisions(adapted.plan, precisions).with_kv_pages(0, pages) for precisions, pages in wanted]
 
-    def failing_replan(*args: Any) -> None:
-        replan(*args)
-        if next(commits) in failing:
-            raise MemoryError("none left")
+    def some_commits_fail(replan: Callable[..., None]) -> Callable[..., None]:
+        def failing_replan(*args: Any) -> None:
+            replan(*args)
+            if next(commits) in failing:
+                raise MemoryError("none left")
+
+        return failing_replan
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapted.actuator, "_replan", failing_replan)
+        wrap_replan(patch, adapted.actuator, some_commits_fail)
         adapted.run(tokens, plans, gone)
         adapted.wait()
     for request, p in prompts.items():
@@ -95,7 +100,7 @@ def test_any_sequence_of_plans_under_load(
     assert scheduler.idle
 
 
-def test_tokens_do_not_change_where_only_pages_do(adapted: Adapted) -> None:
+def test_pool_resizes_do_not_change_tokens(adapted: Adapted) -> None:
     prompts = [prompt(seed, 30 + 10 * seed) for seed in range(6)]
     still: dict[str, tuple[int, ...]] = {}
     ids = [adapted.add(p, GREEDY) for p in prompts]
@@ -106,7 +111,7 @@ def test_tokens_do_not_change_where_only_pages_do(adapted: Adapted) -> None:
     assert [moving[i] for i in others] == [still[i] for i in ids]
 
 
-def test_what_is_computed_after_a_change_of_pages_alone_is_shared(adapted: Adapted) -> None:
+def test_pages_computed_after_a_pool_resize_are_shared(adapted: Adapted) -> None:
     p, tokens = prompt(21, 50), {}
     request = adapted.add(p, GREEDY)
     for _ in range(5):
@@ -120,56 +125,62 @@ def test_what_is_computed_after_a_change_of_pages_alone_is_shared(adapted: Adapt
     assert adapted.plan.instances[0].kv_pages == 60
 
 
-def test_a_quantised_layer_is_used_where_it_is_kept(adapted: Adapted) -> None:
-    """The host is the device: nothing is copied, and what a layer leaves behind is there for the next time."""
+def test_quantised_layer_on_cpu_is_used_without_a_copy(adapted: Adapted) -> None:
+    """The host is the device, so nothing is copied, and a replaced layer stays available for the next swap."""
     executor, used = adapted.steps.executor, []
     for _ in range(2):
-        adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
+        adapted.change(with_layer_precisions(adapted.plan, ("float32", "int4", "float32")))
         used.append(executor.blocks[2])
         adapted.change(adapted.start)
-    assert [row.owned for row in used] == [(), ()]
+    assert [loaded.owned for loaded in used] == [(), ()]
     assert [id(leaf) for leaf in used[0].leaves] == [id(leaf) for leaf in used[1].leaves]
     assert not any(leaf.is_deleted() for leaf in used[0].leaves)
     assert executor.blocks[2].owned
 
 
-def test_an_exchange_is_paced_though_it_copies_nothing(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Python does for it would take a core from the steps beside it."""
+def test_swap_without_a_copy_is_paced(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python code of a swap would otherwise take a core from running steps."""
     paced = []
     monkeypatch.setattr(Throttle, "worked", lambda throttle: paced.append(throttle))
-    adapted.change(mixture(adapted.plan, ("int4", "int4", "int4")))
+    adapted.change(with_layer_precisions(adapted.plan, ("int4", "int4", "int4")))
     assert len(paced) == 3 + 3, "before each layer is prepared, and after each is freed"
 
 
 @pytest.mark.parametrize("start", ["float32", "int8"])
-def test_every_byte_of_a_layer_is_counted_once(tiny_model: Path, start: str) -> None:
-    """What runs is among the weights, what is kept beside it among the variants: also where layers start with fewer
-    bits, which are not loaded a second time to be kept.
+def test_ledger_counts_every_byte_of_a_layer_once(tiny_model: Path, start: str) -> None:
+    """Layers in use count as weights, and kept layers next to them as variants.
+
+    That holds too where layers start in fewer bits, which are not loaded a second time to be kept.
     """
     built = build(EngineConfig(model=tiny_model, warmup=False, layer_precision=f"0-1:{start}", **OPTIONS))
     adapted, entries = Adapted(built), built.resolved.ledger.entries
-    mixtures = [(start, start, "float32"), ("int4", start, "int8"), ("int4",) * 3, ("float32",) * 3]
-    for precisions in [*mixtures, mixtures[0]]:
-        adapted.change(mixture(adapted.plan, precisions))
-        rows = adapted.steps.executor.blocks
-        running = {id(leaf): leaf.nbytes for row in rows for leaf in row.leaves}
+    assignments = [(start, start, "float32"), ("int4", start, "int8"), ("int4",) * 3, ("float32",) * 3]
+    for precisions in [*assignments, assignments[0]]:
+        adapted.change(with_layer_precisions(adapted.plan, precisions))
+        loaded_blocks = adapted.steps.executor.blocks
+        running = {id(leaf): leaf.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}
         kept = {id(leaf): leaf.nbytes for leaf in adapted.kept_arrays()}
         assert len(adapted.kept) == 6
         assert entries["weights"] == sum(running.values())
         assert entries["weights"] + entries["variants"] == sum((running | kept).values())
-        assert all(row.owned == (() if row.precision in ("int8", "int4") else row.leaves) for row in rows)
+        assert all(
+            loaded.owned == (() if loaded.precision in ("int8", "int4") else loaded.leaves) for loaded in loaded_blocks
+        )
     assert [outcome.error for outcome in adapted.outcomes if outcome.error] == []
     adapted.close()
     built.close()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_full_precision_is_there_once_on_its_way_back(tiny_model: Path, tp: int) -> None:
-    """What has been read becomes the row. Where it is split there is room for both, which `Adapted` looks at."""
+def test_layer_restored_to_full_precision_is_in_memory_once(tiny_model: Path, tp: int) -> None:
+    """The arrays that were read become the block.
+
+    Where the block is split there is room for both, which `Adapted` checks.
+    """
     options = {"tp": tp, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32, "memory_gb": 8, "warmup": False}
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | options)))
-    adapted, source = Adapted(built), built.actuator._source
-    adapted.change(mixture(adapted.plan, ("float32", "int4", "float32")))
+    adapted, source = Adapted(built), layer_source_of(built.actuator)
+    adapted.change(with_layer_precisions(adapted.plan, ("float32", "int4", "float32")))
     read, found = source.parameters, []
 
     def parameters(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
@@ -188,15 +199,15 @@ def test_full_precision_is_there_once_on_its_way_back(tiny_model: Path, tp: int)
     built.close()
 
 
-def test_snapshots_and_the_ledger_follow_the_plan(adapted: Adapted) -> None:
+def test_snapshot_and_ledger_follow_the_plan(adapted: Adapted) -> None:
     core, ledger = adapted.steps.core, adapted.built.resolved.ledger
     full = dict(ledger.entries)
-    freed = adapted.resources.kv_capacity(mixture(adapted.plan, ("int4",) * 3).instances[0])
-    adapted.change(mixture(adapted.plan, ("int4",) * 3).with_kv_pages(0, freed))
+    freed = adapted.resources.kv_capacity(with_layer_precisions(adapted.plan, ("int4",) * 3).instances[0])
+    adapted.change(with_layer_precisions(adapted.plan, ("int4",) * 3).with_kv_pages(0, freed))
     assert core.snapshot.layers_by_precision == {"int4": 3}
     assert core.snapshot.kv_pages_total == freed - 1
     assert core.snapshot.plan_version == adapted.plan.version
-    assert core.snapshot.weight_bytes == sum(row.nbytes for row in adapted.steps.executor.blocks)
+    assert core.snapshot.weight_bytes == sum(loaded.nbytes for loaded in adapted.steps.executor.blocks)
     assert ledger.entries["weights"] < full["weights"]
     assert ledger.entries["weights"] == core.snapshot.weight_bytes
     adapted.change(adapted.start)
@@ -204,12 +215,12 @@ def test_snapshots_and_the_ledger_follow_the_plan(adapted: Adapted) -> None:
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_pools_grow_by_what_the_layers_gave_to_the_page(tiny_model: Path, dp: int) -> None:
-    """All of a layer where the one that replaces it is used where it is kept; else what that takes less."""
+def test_pool_grows_by_exactly_the_pages_that_swapped_layers_free(tiny_model: Path, dp: int) -> None:
+    """A layer whose replacement is used without a copy frees all its bytes, another one the difference."""
     room = {"max_kv_pages": None, "max_num_seqs": 8, "max_num_batched_tokens": 8 + 32}
     resolved = resolve(EngineConfig(model=tiny_model, dp=dp, **(OPTIONS | room)))
     resources, start = resolved.resources(copy_rate=1e9), resolved.plan
-    small = replace(start, instances=mixture(start, ("int4",) * 3).instances[:1] * dp)
+    small = replace(start, instances=with_layer_precisions(start, ("int4",) * 3).instances[:1] * dp)
 
     def beside_pages(plan: Plan) -> int:
         entries = resolved.ledger_entries(plan)
@@ -224,8 +235,8 @@ def test_pools_grow_by_what_the_layers_gave_to_the_page(tiny_model: Path, dp: in
 
 
 @pytest.mark.parametrize(("change", "steps"), [("swap", 1), ("shrink", 2)])
-def test_what_is_replaced_is_freed_after_the_steps_that_use_it(adapted: Adapted, change: str, steps: int) -> None:
-    """To shrink, after the step too that the device runs once it has given the memory back."""
+def test_replaced_arrays_are_freed_after_the_steps_that_use_them(adapted: Adapted, change: str, steps: int) -> None:
+    """A shrink also waits for the step that the device runs after giving the memory back."""
     adapted.change(adapted.plan.with_kv_pages(0, 80))
     ledger, old, tokens = adapted.built.resolved.ledger, adapted.steps.executor.blocks[2], {}
     entries, wanted = dict(ledger.entries), target_of(change, adapted.plan)
@@ -246,12 +257,12 @@ def test_what_is_replaced_is_freed_after_the_steps_that_use_it(adapted: Adapted,
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 2}, {"dp": 2}])
-def test_layers_that_are_split_staged_or_replicated_change_too(
+def test_layers_swap_under_tensor_pipeline_and_data_parallelism(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int]
 ) -> None:
-    """Every instance to another plan and back, in the middle of answers, without compiling.
+    """Every instance changes to another plan and back during answers, without compiling.
 
-    Each quantised layer is read once for all instances, beside the one that each stage is warmed with.
+    Each quantised layer is read once for all instances, besides the one that warms each stage up.
     """
     reads: Counter[str] = Counter()
     variant = Checkpoint.variant

@@ -1,4 +1,4 @@
-"""Files that change while a checkpoint is open: what is read is what was loaded, or an error that names the file."""
+"""Files that change while a checkpoint is open give what was loaded, or an error that names the file."""
 
 import os
 import shutil
@@ -18,12 +18,13 @@ from jaxserve.models import config_from_hf
 from tests.conftest import TINY
 from tests.golden.model import golden
 from tests.quantization import foreign
+from tests.support.internals import wrap_file_reads
 
 SINGLE = "model.safetensors"
 
 
 def other_weights(file: Path) -> bytes:
-    """A file of the same size and header with other numbers."""
+    """Write a file of the same size and header with other numbers."""
     save_file({name: -tensor for name, tensor in load_file(file).items()}, file.with_suffix(".other"))
     return file.with_suffix(".other").read_bytes()
 
@@ -89,7 +90,7 @@ def blocks(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("change", HARMLESS)
-def test_a_tensor_that_is_read_again_is_what_was_loaded(opened: Checkpoint, change: Callable[[Path], None]) -> None:
+def test_tensor_read_again_equals_the_loaded_one(opened: Checkpoint, change: Callable[[Path], None]) -> None:
     opened.store.remember()
     before = blocks(opened)
     change(opened.path / SINGLE)
@@ -98,7 +99,7 @@ def test_a_tensor_that_is_read_again_is_what_was_loaded(opened: Checkpoint, chan
 
 
 @pytest.mark.parametrize("change", DAMAGE)
-def test_a_tensor_that_is_not_what_was_loaded_is_refused(opened: Checkpoint, change: Callable[[Path], None]) -> None:
+def test_tensor_changed_since_it_was_loaded_is_refused(opened: Checkpoint, change: Callable[[Path], None]) -> None:
     opened.store.remember()
     before, file = blocks(opened), opened.path / SINGLE
     content = file.read_bytes()
@@ -112,14 +113,14 @@ def test_a_tensor_that_is_not_what_was_loaded_is_refused(opened: Checkpoint, cha
     assert all(np.array_equal(before[name], after[name]) for name in before), "the original file is back"
 
 
-def test_a_block_is_remembered_before_it_is_ever_loaded(opened: Checkpoint) -> None:
+def test_block_changed_before_its_first_load_is_refused(opened: Checkpoint) -> None:
     opened.remember("layers.0")
     overwrite(opened.path / SINGLE)
     with pytest.raises(CheckpointError, match="not what was loaded"):
         opened.block("layers.0")
 
 
-def test_a_quantised_weight_is_remembered_as_it_is_stored(tmp_path: Path) -> None:
+def test_quantised_weight_is_verified_as_stored(tmp_path: Path) -> None:
     config = config_from_hf(TINY)
     shapes = {name: shape for block in config.block_ids for name, shape in tensor_shapes(config, block).items()}
     foreign.write(tmp_path, TINY, shapes, "gptq")
@@ -134,7 +135,7 @@ def test_a_quantised_weight_is_remembered_as_it_is_stored(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("change", [truncate, empty, touch])
-def test_a_file_that_changes_while_it_is_loaded_is_refused(opened: Checkpoint, change: Callable[[Path], None]) -> None:
+def test_file_changed_during_loading_is_refused(opened: Checkpoint, change: Callable[[Path], None]) -> None:
     opened.block("embed")
     change(opened.path / SINGLE)
     with pytest.raises(CheckpointError) as error:
@@ -143,7 +144,7 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(opened: Checkpoint, c
         assert words in str(error.value)
 
 
-def test_a_file_that_cannot_be_read_any_more_is_an_error(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_became_unreadable_is_an_error(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> int:
         raise OSError(5, "Input/output error")
 
@@ -152,10 +153,10 @@ def test_a_file_that_cannot_be_read_any_more_is_an_error(opened: Checkpoint, mon
         opened.block("layers.0")
 
 
-def test_no_file_stays_open_when_its_checkpoint_is_gone(tmp_path: Path) -> None:
+def test_dropped_checkpoint_closes_its_files(tmp_path: Path) -> None:
     folder, descriptors = golden("llama2").write(tmp_path / "model", shards=3), Path("/proc/self/fd")
     if not descriptors.exists():
-        pytest.skip("open files are read from /proc/self/fd")
+        pytest.skip("needs /proc/self/fd, which lists open files")
 
     def open_files() -> int:
         return sum(os.path.realpath(link).startswith(str(folder)) for link in descriptors.iterdir())
@@ -166,13 +167,16 @@ def test_no_file_stays_open_when_its_checkpoint_is_gone(tmp_path: Path) -> None:
     assert open_files() == 0
 
 
-def test_a_fingerprint_reads_little_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint, read, sizes = open_checkpoint(bundled_model_path()), safetensors._read, []
+def test_fingerprint_reads_a_small_share_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, sizes = open_checkpoint(bundled_model_path()), []
 
-    def noted(descriptor: int, begin: int, into: np.ndarray, **kwargs: bool) -> int | None:
-        sizes.append(len(into))
-        return read(descriptor, begin, into, **kwargs)
+    def note_sizes(read: Callable[..., int | None]) -> Callable[..., int | None]:
+        def noted(descriptor: int, begin: int, into: np.ndarray, **kwargs: bool) -> int | None:
+            sizes.append(len(into))
+            return read(descriptor, begin, into, **kwargs)
 
-    monkeypatch.setattr(safetensors, "_read", noted)
+        return noted
+
+    wrap_file_reads(monkeypatch, note_sizes)
     fingerprint(checkpoint)
     assert 0 < sum(sizes) < 0.2 * (checkpoint.path / SINGLE).stat().st_size

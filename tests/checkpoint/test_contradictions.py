@@ -1,4 +1,4 @@
-"""Checkpoints whose parts contradict each other, or are named otherwise: one of them is used, and a line says which."""
+"""Checkpoints whose parts contradict each other or have other names: one part is used, and a message says which."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def assert_same(a: Path, b: Path) -> None:
 # the head
 
 
-def test_a_head_that_differs_from_the_tied_embedding_is_used(tied: Path, caplog: pytest.LogCaptureFixture):
+def test_stored_head_differing_from_a_tied_embedding_is_used(tied: Path, caplog: pytest.LogCaptureFixture):
     head = tensors_of(tied)[EMBEDDING] + 1
     edit_tensors(tied, **{HEAD: head})
     checkpoint = open_checkpoint(tied, dtype="float32")
@@ -60,13 +60,13 @@ def test_a_head_that_differs_from_the_tied_embedding_is_used(tied: Path, caplog:
     assert "lm_head.weight differs from the embedding" in caplog.text
 
 
-def test_a_copy_of_the_tied_embedding_is_no_contradiction(tied: Path, caplog: pytest.LogCaptureFixture):
+def test_stored_copy_of_a_tied_embedding_gives_no_warning(tied: Path, caplog: pytest.LogCaptureFixture):
     edit_tensors(tied, **{HEAD: tensors_of(tied)[EMBEDDING]})
     assert open_checkpoint(tied).config.tie_embeddings
     assert not caplog.records
 
 
-def test_a_tied_embedding_may_be_stored_as_the_head(tied: Path, tmp_path: Path):
+def test_tied_embedding_stored_as_the_head_is_loaded(tied: Path, tmp_path: Path):
     other = Path(shutil.copytree(tied, tmp_path / "other"))
     tensors = tensors_of(tied)
     tensors[HEAD] = tensors.pop(EMBEDDING)
@@ -74,7 +74,7 @@ def test_a_tied_embedding_may_be_stored_as_the_head(tied: Path, tmp_path: Path):
     assert_same(tied, other)
 
 
-def test_a_missing_head_hints_at_tying(untied: Path):
+def test_missing_head_error_mentions_tied_embeddings(untied: Path):
     edit_tensors(untied, **{HEAD: None})
     refused(untied, HEAD, "missing", '"tie_word_embeddings": true')
 
@@ -82,7 +82,7 @@ def test_a_missing_head_hints_at_tying(untied: Path):
 # the vocabulary
 
 
-def test_rows_beyond_the_vocabulary_are_cut(untied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_embedding_rows_beyond_the_vocabulary_are_cut(untied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     padded = Path(shutil.copytree(untied, tmp_path / "padded"))
     tensors = tensors_of(untied)
     rows = len(tensors[EMBEDDING])
@@ -91,7 +91,7 @@ def test_rows_beyond_the_vocabulary_are_cut(untied: Path, tmp_path: Path, caplog
     assert f"has {rows + 5} rows, vocab_size in config.json is {rows}" in caplog.text
 
 
-def test_fewer_rows_than_the_vocabulary_are_refused(untied: Path):
+def test_embedding_with_fewer_rows_than_the_vocabulary_is_refused(untied: Path):
     edit_tensors(untied, **{EMBEDDING: tensors_of(untied)[EMBEDDING][:-1]})
     refused(untied, EMBEDDING, "shape")
 
@@ -99,7 +99,7 @@ def test_fewer_rows_than_the_vocabulary_are_refused(untied: Path):
 # tensors that are not used
 
 
-def test_tensors_without_a_place_are_told(untied: Path, caplog: pytest.LogCaptureFixture):
+def test_unknown_tensors_give_a_warning(untied: Path, caplog: pytest.LogCaptureFixture):
     biases = {f"model.layers.{n}.self_attn.q_proj.bias": np.ones(48, np.float32) for n in range(3)}
     zero = {f"model.layers.{n}.self_attn.k_proj.bias": np.zeros(48, np.float32) for n in range(3)}
     others = {
@@ -114,7 +114,7 @@ def test_tensors_without_a_place_are_told(untied: Path, caplog: pytest.LogCaptur
     assert message.endswith("model.layers.*.self_attn.q_proj.bias (3), model.layers.*.self_attn.q_norm.weight")
 
 
-def test_layers_beyond_the_last_are_told(untied: Path, caplog: pytest.LogCaptureFixture):
+def test_tensors_of_layers_beyond_the_last_give_a_warning(untied: Path, caplog: pytest.LogCaptureFixture):
     layers = json.loads((untied / "config.json").read_text())["num_hidden_layers"]
     edit_config(untied, num_hidden_layers=layers - 1)
     open_checkpoint(untied)
@@ -125,7 +125,7 @@ def test_layers_beyond_the_last_are_told(untied: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("prefix", ["", "base_model.model.model.", "language_model.model.", "transformer."])
-def test_tensors_may_have_another_prefix(untied: Path, tmp_path: Path, prefix: str):
+def test_tensors_with_a_different_prefix_are_loaded(untied: Path, tmp_path: Path, prefix: str):
     other = Path(shutil.copytree(untied, tmp_path / "other"))
     outer = prefix.removesuffix("model.")
     tensors = {
@@ -137,7 +137,7 @@ def test_tensors_may_have_another_prefix(untied: Path, tmp_path: Path, prefix: s
 
 
 @pytest.mark.parametrize("architecture", ["LlamaModel", "LLaMAForCausalLM", None])
-def test_other_names_of_an_architecture(tied: Path, tmp_path: Path, architecture: str | None):
+def test_architecture_is_recognised_by_its_other_names(tied: Path, tmp_path: Path, architecture: str | None):
     other = Path(shutil.copytree(tied, tmp_path / "other"))
     changes = {"architectures": None if architecture is None else [architecture], "model_type": "llama"}
     edit_config(other, hidden_act="swish", torch_dtype="torch.float32", **changes)
@@ -146,7 +146,7 @@ def test_other_names_of_an_architecture(tied: Path, tmp_path: Path, architecture
     assert_same(tied, other)
 
 
-def test_a_model_without_a_head_is_of_use_for_embeddings(untied: Path, caplog: pytest.LogCaptureFixture):
+def test_model_without_a_head_is_loaded_for_embeddings(untied: Path, caplog: pytest.LogCaptureFixture):
     edit_config(untied, architectures=["LlamaModel"])
     tensors = tensors_of(untied)
     del tensors[HEAD]
@@ -155,13 +155,13 @@ def test_a_model_without_a_head_is_of_use_for_embeddings(untied: Path, caplog: p
     assert "only embeddings are of use" in caplog.text
 
 
-def test_a_model_type_that_contradicts_the_architecture_is_told(untied: Path, caplog: pytest.LogCaptureFixture):
+def test_model_type_contradicting_the_architecture_gives_a_warning(untied: Path, caplog: pytest.LogCaptureFixture):
     edit_config(untied, model_type="qwen2")
     assert open_checkpoint(untied).config.architecture == "LlamaForCausalLM"
     assert "architectures names LlamaForCausalLM, which is used, and model_type is 'qwen2'" in caplog.text
 
 
-def test_an_unknown_model_type_without_architectures_is_refused(untied: Path):
+def test_unknown_model_type_without_architectures_is_refused(untied: Path):
     edit_config(untied, architectures=None, model_type="mamba")
     refused(untied, "none (model_type 'mamba')")
 
@@ -183,18 +183,18 @@ def test_an_unknown_model_type_without_architectures_is_refused(untied: Path):
         ("rotary_pct", 0.25),
     ],
 )
-def test_fields_that_would_change_what_is_computed_are_refused(untied: Path, field: str, value: object):
+def test_unsupported_field_that_changes_the_computation_is_refused(untied: Path, field: str, value: object):
     edit_config(untied, **{field: value})
     refused(untied, "config.json", field, repr(value))
 
 
-def test_such_fields_may_have_the_value_that_changes_nothing(untied: Path):
+def test_unsupported_field_with_a_neutral_value_is_accepted(untied: Path):
     neutral = {"logit_scale": 1.0, "final_logit_softcapping": None, "use_qk_norm": False, "no_rope_layers": [1, 1, 1]}
     edit_config(untied, **neutral, attention_multiplier=8**-0.5, query_pre_attn_scalar=8, attention_dropout=0.1)
     open_checkpoint(untied)
 
 
-def test_two_rotary_embeddings_are_told(untied: Path, caplog: pytest.LogCaptureFixture):
+def test_two_rotary_embeddings_give_a_warning(untied: Path, caplog: pytest.LogCaptureFixture):
     edit_config(
         untied,
         rope_scaling={"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
@@ -207,7 +207,9 @@ def test_two_rotary_embeddings_are_told(untied: Path, caplog: pytest.LogCaptureF
     assert "rope_theta 500.0" in caplog.text
 
 
-def test_another_end_of_sequence_in_generation_config_is_told(untied: Path, caplog: pytest.LogCaptureFixture):
+def test_generation_config_with_a_different_end_of_sequence_gives_a_warning(
+    untied: Path, caplog: pytest.LogCaptureFixture
+):
     (untied / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     assert open_checkpoint(untied).config.eos_token_ids == (7, 2)
     assert not caplog.records, "one more is no contradiction"
@@ -221,7 +223,7 @@ def test_another_end_of_sequence_in_generation_config_is_told(untied: Path, capl
 # files
 
 
-def test_shards_need_no_index(sharded: Path, untied: Path, caplog: pytest.LogCaptureFixture):
+def test_shards_without_an_index_are_loaded(sharded: Path, untied: Path, caplog: pytest.LogCaptureFixture):
     (sharded / INDEX).unlink()
     assert_same(untied, sharded)
     assert f"has no {INDEX}" in caplog.text
@@ -229,13 +231,15 @@ def test_shards_need_no_index(sharded: Path, untied: Path, caplog: pytest.LogCap
     refused(sharded, "model-00002-of-00003.safetensors", "missing")
 
 
-def test_a_single_file_may_have_any_name(untied: Path, tmp_path: Path):
+def test_single_file_with_any_name_is_loaded(untied: Path, tmp_path: Path):
     other = Path(shutil.copytree(untied, tmp_path / "other"))
     (other / SINGLE).rename(other / "merged.safetensors")
     assert_same(untied, other)
 
 
-def test_a_tensor_in_two_shards(sharded: Path, untied: Path, caplog: pytest.LogCaptureFixture):
+def test_tensor_in_two_shards_follows_the_index_and_is_refused_without_one(
+    sharded: Path, untied: Path, caplog: pytest.LogCaptureFixture
+):
     index = json.loads((sharded / INDEX).read_text())["weight_map"]
     other = next(name for name in index.values() if name != index[HEAD])
     save_file(load_file(sharded / other) | {HEAD: np.zeros((96, 48), np.float32)}, sharded / other)
@@ -245,7 +249,7 @@ def test_a_tensor_in_two_shards(sharded: Path, untied: Path, caplog: pytest.LogC
     refused(sharded, HEAD, "is in", "too")
 
 
-def test_a_single_file_beside_an_index_is_told(sharded: Path, untied: Path, caplog: pytest.LogCaptureFixture):
+def test_single_file_next_to_an_index_gives_a_warning(sharded: Path, untied: Path, caplog: pytest.LogCaptureFixture):
     save_file({HEAD: np.zeros(3, np.float32)}, sharded / SINGLE)
     assert_same(untied, sharded)
     assert f"{SINGLE} is not read: {INDEX} lists other files" in caplog.text
@@ -260,12 +264,12 @@ def test_a_single_file_beside_an_index_is_told(sharded: Path, untied: Path, capl
         ("adapter_model.safetensors", ["LoRA", "merge_and_unload"]),
     ],
 )
-def test_what_a_folder_has_instead_of_weights_is_named(untied: Path, file: str, words: list[str]):
+def test_error_without_weights_names_the_files_found(untied: Path, file: str, words: list[str]):
     (untied / SINGLE).rename(untied / file)
     refused(untied, file, *words)
 
 
-def test_what_is_no_model_folder_is_named(untied: Path, tmp_path: Path):
+def test_error_for_a_path_that_is_not_a_model_names_the_reason(untied: Path, tmp_path: Path):
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
     refused(gguf, "model.gguf", "GGUF is not supported")
@@ -292,7 +296,7 @@ def test_what_is_no_model_folder_is_named(untied: Path, tmp_path: Path):
         ),
     ],
 )
-def test_other_quantisations_are_named(untied: Path, changes: dict, word: str):
+def test_error_for_an_unsupported_quantisation_names_it(untied: Path, changes: dict, word: str):
     edit_config(untied, **changes)
     refused(untied, "config.json", word)
 
@@ -303,7 +307,7 @@ def test_other_quantisations_are_named(untied: Path, changes: dict, word: str):
 @pytest.mark.parametrize(
     "wrong", [{"temperature": "hot"}, {"top_p": 1.5}, {"top_k": 50.0}, {"repetition_penalty": 0}, {"min_p": 2}]
 )
-def test_a_default_that_no_request_could_have_is_left_out(wrong: dict, caplog: pytest.LogCaptureFixture):
+def test_invalid_default_in_generation_config_is_ignored(wrong: dict, caplog: pytest.LogCaptureFixture):
     assert sampling_defaults({**wrong, "temperature": wrong.get("temperature", 0.6)}, Path("model")) in (
         {"temperature": 0.6},
         {},
@@ -312,13 +316,13 @@ def test_a_default_that_no_request_could_have_is_left_out(wrong: dict, caplog: p
     assert f"generation_config.json: {name} is {value!r}" in caplog.text
 
 
-def test_do_sample_false_is_greedy():
+def test_do_sample_false_in_generation_config_means_greedy():
     given = {"do_sample": False, "temperature": 0.9, "repetition_penalty": 1.1}
     assert sampling_defaults(given, Path()) == {"temperature": 0.0, "repetition_penalty": 1.1}
     assert sampling_defaults({"do_sample": True, "top_k": 20}, Path()) == {"top_k": 20}
 
 
-def test_max_new_tokens(caplog: pytest.LogCaptureFixture):
+def test_max_new_tokens_in_generation_config_is_a_default(caplog: pytest.LogCaptureFixture):
     assert default_max_new_tokens({"max_new_tokens": 512}, Path()) == 512
     assert default_max_new_tokens({}, Path()) is None
     assert default_max_new_tokens({"max_new_tokens": -1}, Path()) is None

@@ -68,27 +68,27 @@ def test_unsupported_architecture_lists_the_supported_ones(single: Path):
         ({"rms_norm_eps": "small"}, "wrong kind"),
     ],
 )
-def test_unsupported_configuration_names_its_key(single: Path, changes: dict, word: str):
+def test_error_for_an_unsupported_configuration_names_the_key(single: Path, changes: dict, word: str):
     edit_config(single, **changes)
     refused(single, "config.json", word)
 
 
-def test_missing_directory_says_that_nothing_is_downloaded():
+def test_error_for_a_missing_directory_says_that_nothing_is_downloaded():
     refused(Path("meta-llama/Llama-3.1-8B"), "meta-llama/Llama-3.1-8B", "not downloaded")
 
 
-def test_missing_config(single: Path):
+def test_missing_config_is_an_error(single: Path):
     (single / "config.json").unlink()
     refused(single, "config.json")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
-def test_malformed_config(single: Path, text: str):
+def test_malformed_config_is_an_error(single: Path, text: str):
     (single / "config.json").write_text(text)
     refused(single, "config.json", "JSON")
 
 
-def test_no_weights_at_all(single: Path):
+def test_directory_without_weights_is_an_error(single: Path):
     (single / SINGLE).unlink()
     refused(single, SINGLE, INDEX)
 
@@ -98,27 +98,27 @@ def test_pickles_are_refused_by_name(single: Path):
     refused(single, "pytorch_model.bin", "pickle", "safetensors")
 
 
-def test_missing_tensor(single: Path):
+def test_missing_tensor_is_an_error(single: Path):
     edit_tensors(single, **{TENSOR: None})
     refused(single, SINGLE, TENSOR, "missing")
 
 
-def test_missing_head_where_embeddings_are_not_tied(single: Path):
+def test_missing_head_without_tied_embeddings_is_an_error(single: Path):
     edit_tensors(single, **{"lm_head.weight": None})
     refused(single, SINGLE, "lm_head.weight")
 
 
-def test_misshaped_tensor_names_both_shapes(single: Path):
+def test_error_for_a_misshaped_tensor_names_both_shapes(single: Path):
     edit_tensors(single, **{TENSOR: np.zeros((48, 87), np.float32)})
     refused(single, SINGLE, TENSOR, "[48, 87]", "[48, 88]")
 
 
-def test_tensor_of_an_unsupported_dtype(single: Path):
+def test_tensor_of_an_unsupported_dtype_is_an_error(single: Path):
     edit_tensors(single, **{TENSOR: np.zeros((48, 88), np.int8)})
     refused(single, SINGLE, TENSOR, "I8", "BF16")
 
 
-def test_truncated_file_names_the_tensor_that_is_cut(single: Path):
+def test_error_for_a_truncated_file_names_the_truncated_tensor(single: Path):
     file = single / SINGLE
     file.write_bytes(file.read_bytes()[:-10])
     entries = json.loads(file.read_bytes()[8:].split(b"}}", 1)[0] + b"}}")
@@ -127,7 +127,7 @@ def test_truncated_file_names_the_tensor_that_is_cut(single: Path):
 
 
 @pytest.mark.parametrize("size", [0, 5, 100])
-def test_file_cut_in_its_header(single: Path, size: int):
+def test_file_truncated_in_its_header_is_an_error(single: Path, size: int):
     (single / SINGLE).write_bytes((single / SINGLE).read_bytes()[:size])
     refused(single, SINGLE)
 
@@ -142,13 +142,13 @@ def test_file_cut_in_its_header(single: Path, size: int):
         (b'{"model.embed_tokens.weight": {"dtype": [], "shape": [], "data_offsets": [0, 0]}}', ["malformed"]),
     ],
 )
-def test_malformed_header(single: Path, header: bytes, words: list[str]):
+def test_malformed_header_is_an_error(single: Path, header: bytes, words: list[str]):
     (single / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header)
     refused(single, SINGLE, *words)
 
 
 @pytest.mark.parametrize("offsets", [[-8, 4], [0, 4], [4, 0]])
-def test_byte_range_that_does_not_fit_the_shape(single: Path, offsets: list[int]):
+def test_byte_range_contradicting_the_shape_is_an_error(single: Path, offsets: list[int]):
     names = golden("llama2").tensors
     header = {n: {"dtype": "F32", "shape": s, "data_offsets": offsets} for n, s in names.items()}
     data = json.dumps(header).encode()
@@ -156,12 +156,12 @@ def test_byte_range_that_does_not_fit_the_shape(single: Path, offsets: list[int]
     refused(single, SINGLE, "model.embed_tokens.weight", "byte range")
 
 
-def test_missing_shard_names_the_file_and_a_tensor(sharded: Path):
+def test_error_for_a_missing_shard_names_the_file_and_a_tensor(sharded: Path):
     (sharded / "model-00002-of-00003.safetensors").unlink()
     refused(sharded, "model-00002-of-00003.safetensors", "missing", "tensor ")
 
 
-def test_tensor_missing_from_its_shard(sharded: Path):
+def test_tensor_missing_from_its_shard_is_an_error(sharded: Path):
     index = json.loads((sharded / INDEX).read_text())
     other = next(file for file in index["weight_map"].values() if file != index["weight_map"][TENSOR])
     index["weight_map"][TENSOR] = other
@@ -169,7 +169,7 @@ def test_tensor_missing_from_its_shard(sharded: Path):
     refused(sharded, other, TENSOR, "missing")
 
 
-def test_tensor_missing_from_the_index(sharded: Path):
+def test_tensor_missing_from_the_index_is_an_error(sharded: Path):
     index = json.loads((sharded / INDEX).read_text())
     del index["weight_map"][TENSOR]
     (sharded / INDEX).write_text(json.dumps(index))
@@ -177,7 +177,7 @@ def test_tensor_missing_from_the_index(sharded: Path):
 
 
 @pytest.mark.parametrize("form", ["../single/{}", "{parent}/{}", "./{}", "", 7, None, "pytorch_model.bin"])
-def test_file_names_that_leave_the_directory_are_refused(single: Path, tmp_path: Path, form):
+def test_index_naming_files_outside_the_directory_is_refused(single: Path, tmp_path: Path, form):
     evil = tmp_path / "evil"
     evil.mkdir()
     shutil.copy(single / "config.json", evil)
@@ -189,19 +189,19 @@ def test_file_names_that_leave_the_directory_are_refused(single: Path, tmp_path:
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": []}])
-def test_index_without_a_map(sharded: Path, index: dict):
+def test_index_without_a_weight_map_is_an_error(sharded: Path, index: dict):
     (sharded / INDEX).write_text(json.dumps(index))
     refused(sharded, INDEX, "weight_map")
 
 
-def test_unreadable_generation_config(single: Path):
+def test_unreadable_generation_config_is_an_error(single: Path):
     (single / "generation_config.json").write_text("not json")
     refused(single, "generation_config.json")
 
 
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_magnitude_of_any_float(kind: type, sign: int):
+def test_max_magnitude_of_any_float_dtype_is_exact(kind: type, sign: int):
     values = (np.random.default_rng(0).normal(size=(3, 5)) * sign).astype(kind)
     assert largest_magnitude(values) == np.abs(values).max()
     assert largest_magnitude(np.full((2, 2), -0.0, kind)) == 0
@@ -214,7 +214,7 @@ def test_the_largest_magnitude_of_any_float(kind: type, sign: int):
     (np.float32, 65504, True), (np.float32, -65519, True), (np.float32, -65520, False), (np.float32, 1e6, False),
     (ml_dtypes.bfloat16, 65280, True), (ml_dtypes.bfloat16, -65536, False), (np.float16, 65504, True),
 ])  # fmt: skip
-def test_a_value_that_float16_cannot_hold_is_refused_by_name(kind: type, value: float, fits: bool):
+def test_error_for_a_value_beyond_float16_names_the_tensor(kind: type, value: float, fits: bool):
     tensor = np.array([1, value, np.inf if kind is np.float16 else 2], kind)
     if fits:
         check_values("a.weight", tensor, np.dtype(np.float16))
@@ -224,14 +224,14 @@ def test_a_value_that_float16_cannot_hold_is_refused_by_name(kind: type, value: 
     check_values("a.weight", tensor, np.dtype(ml_dtypes.bfloat16))
 
 
-def test_an_overflow_beside_an_infinity_is_found_and_the_infinity_told(caplog: pytest.LogCaptureFixture):
+def test_float16_overflow_next_to_an_infinity_is_refused(caplog: pytest.LogCaptureFixture):
     with pytest.raises(CheckpointError, match="magnitude 70000"):
         check_values("a.weight", np.array([np.inf, -70000], np.float32), np.dtype(np.float16))
     check_values("b.weight", np.array([np.nan, 1], np.float32), np.dtype(np.float32))
     assert "b.weight holds NaN or infinity" in caplog.text
 
 
-def test_loading_checks_every_tensor(tmp_path: Path):
+def test_load_checks_every_tensor_for_overflow(tmp_path: Path):
     folder = golden("llama2").write(tmp_path)
     file = folder / "model.safetensors"
     tensors = load_file(file)

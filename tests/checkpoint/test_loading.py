@@ -1,4 +1,4 @@
-"""What a checkpoint yields: the right numbers, one block at a time, in little memory."""
+"""Checkpoints give the right numbers, one block at a time, in little memory."""
 
 import json
 import tracemalloc
@@ -77,7 +77,7 @@ def test_stacked_experts_equal_separate_ones(tmp_path: Path):
         np.testing.assert_array_equal(stacked.block("layers.1")[key], array)
 
 
-def test_fused_parameters_hold_each_head_in_its_place(tmp_path: Path):
+def test_fused_parameters_hold_every_head_in_its_place(tmp_path: Path):
     checkpoint = open_checkpoint(golden("llama3").write(tmp_path), dtype="float32")
     tensors, block = load_file(tmp_path / "model.safetensors"), checkpoint.block("layers.2")
     attention = {name: tensors[f"model.layers.2.self_attn.{name}_proj.weight"] for name in "qkvo"}
@@ -97,7 +97,7 @@ def test_tied_head_is_the_embedding(tmp_path: Path):
 
 @pytest.mark.parametrize("stored", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("wanted", ["bfloat16", "float16", "float32"])
-def test_tensors_are_cast_to_the_wanted_dtype(stored: type, wanted: str, tmp_path: Path):
+def test_tensors_are_cast_to_the_requested_dtype(stored: type, wanted: str, tmp_path: Path):
     path = golden("llama2").write(tmp_path)
     tensors = load_file(path / "model.safetensors")
     save_file({name: value.astype(stored) for name, value in tensors.items()}, path / "model.safetensors")
@@ -131,8 +131,8 @@ def test_blocks_do_not_alias_the_file(tmp_path: Path):
     assert all(np.array_equal(block[key], before[key]) for key in block)
 
 
-def test_streaming_needs_two_layers_of_memory_beside_the_model(tmp_path: Path):
-    """Counts what numpy allocates; a memory-mapped file takes none."""
+def test_streaming_a_checkpoint_needs_at_most_two_layers_of_extra_memory(tmp_path: Path):
+    """The test counts what numpy allocates. A memory-mapped file takes none."""
     write_dummy(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     layer = nbytes(checkpoint.block("layers.0"))
@@ -149,7 +149,7 @@ def test_streaming_needs_two_layers_of_memory_beside_the_model(tmp_path: Path):
     assert peak <= model + 2 * layer
 
 
-def test_opening_reads_no_tensor(tmp_path: Path):
+def test_opening_a_checkpoint_reads_no_tensor(tmp_path: Path):
     write_dummy(tmp_path)
     tracemalloc.start()
     try:
@@ -161,7 +161,7 @@ def test_opening_reads_no_tensor(tmp_path: Path):
 
 
 def write_dummy(path: Path) -> None:
-    """A 12-layer checkpoint of a few MB a layer, in four shards."""
+    """Write a 12-layer checkpoint of a few MB per layer in four shards."""
     (path / "config.json").write_text(json.dumps(LARGE))
     dummy = open_checkpoint(path, "dummy")
     shapes = {n: s for b in dummy.config.block_ids for n, s in tensor_shapes(dummy.config, b).items()}
@@ -174,7 +174,7 @@ def write_dummy(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3_moe_stacked"])
-def test_dummy_needs_only_a_config(name: str, tmp_path: Path):
+def test_dummy_checkpoint_needs_only_a_config(name: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(CASES[name]))
     checkpoint = open_checkpoint(tmp_path, "dummy", dtype="float32")
     again = open_checkpoint(tmp_path / "config.json", "dummy", dtype="float32")

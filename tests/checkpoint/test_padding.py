@@ -21,7 +21,7 @@ def config(heads: int, kv_heads: int) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "tp", "physical"),
+    ("heads", "kv_heads", "tp", "padded_heads"),
     [
         (6, 3, 1, (6, 3)),
         (6, 3, 2, (8, 4)),  # a kv head of zeros
@@ -35,18 +35,18 @@ def config(heads: int, kv_heads: int) -> ModelConfig:
         (32, 8, 8, (32, 8)),
     ],
 )
-def test_heads(heads: int, kv_heads: int, tp: int, physical: tuple[int, int]):
+def test_padded_heads_stay_next_to_their_kv_head(heads: int, kv_heads: int, tp: int, padded_heads: tuple[int, int]):
     padded = padded_config(config(heads, kv_heads), tp)
-    assert (padded.num_heads, padded.num_kv_heads) == physical
+    assert (padded.num_heads, padded.num_kv_heads) == padded_heads
     query, kv = head_sources(config(heads, kv_heads), padded)
     assert sorted(query[query >= 0]) == list(range(heads)), "each query head runs exactly once"
     group = heads // kv_heads
     for sources, head in zip(query, kv, strict=True):
-        assert all(source // group == head for source in sources if source >= 0), "beside its own kv head"
+        assert all(source // group == head for source in sources if source >= 0), "next to its own kv head"
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
-def test_everything_divides(tp: int):
+def test_padded_sizes_divide_by_tp(tp: int):
     moe = config_from_hf(CASES["qwen3_moe"])
     for model in (config(6, 3), moe):
         padded = padded_config(model, tp)
@@ -56,14 +56,14 @@ def test_everything_divides(tp: int):
         assert padded.vocab_size == model.vocab_size
 
 
-def test_what_divides_already_stays_as_it_is():
+def test_sizes_that_divide_by_tp_are_not_padded():
     model = replace(config(32, 8), vocab_size=128)
     assert padded_config(model, 8) == replace(model, shards=8)
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("unit", [128, 256])
-def test_shares_of_inputs_are_whole_units_where_weights_are_quantised(tp: int, unit: int):
+def test_quantised_input_shares_are_whole_packing_units(tp: int, unit: int):
     for model in (config(6, 3), config(8, 2), config_from_hf(CASES["qwen3_moe"])):
         padded = padded_config(model, tp, unit)
         sizes = [padded.num_heads * padded.head_dim, padded.intermediate_size]
@@ -79,10 +79,10 @@ def test_shares_of_inputs_are_whole_units_where_weights_are_quantised(tp: int, u
 def test_padded_model_computes_the_logits_of_transformers(name: str, tp: int, tmp_path: Path):
     case = golden(name)
     path = case.write(tmp_path)
-    physical = padded_config(open_checkpoint(path, dtype="float32").config, tp)
-    logits = Model(path, physical=physical, length=40).logits(case.prompt)
-    assert logits.shape == (40, physical.vocab_rows)
-    assert physical.vocab_rows > 131, "the vocabulary is prime"
+    padded_to = padded_config(open_checkpoint(path, dtype="float32").config, tp)
+    logits = Model(path, padded_to=padded_to, length=40).logits(case.prompt)
+    assert logits.shape == (40, padded_to.vocab_rows)
+    assert padded_to.vocab_rows > 131, "the vocabulary is prime"
     assert np.all(np.isneginf(logits[:, 131:]))
     assert relative_error(logits[:, :131], case.logits()) < 1e-4
 
@@ -95,7 +95,7 @@ def test_padded_heads_compute_the_same_function(heads: int, kv_heads: int, tp: i
     shapes = {name: shape for block in model.block_ids for name, shape in tensor_shapes(model, block).items()}
     path = write_checkpoint(tmp_path, hf, shapes, seed=0)
     tokens = list(range(20))
-    physical = padded_config(open_checkpoint(path, dtype="float32").config, tp)
-    assert physical.num_heads != heads or physical.num_kv_heads != kv_heads
-    padded = Model(path, physical=physical, length=20).logits(tokens)
+    padded_to = padded_config(open_checkpoint(path, dtype="float32").config, tp)
+    assert padded_to.num_heads != heads or padded_to.num_kv_heads != kv_heads
+    padded = Model(path, padded_to=padded_to, length=20).logits(tokens)
     assert relative_error(padded[:, :131], Model(path, length=20).logits(tokens)) < 1e-5

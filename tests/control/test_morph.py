@@ -1,4 +1,4 @@
-"""The morph policy on snapshots made by hand: when it acts, on which layers, and what it says."""
+"""The morph policy on snapshots made by hand: when it acts, on which layers, and which reasons it gives."""
 
 import re
 from dataclasses import replace
@@ -17,7 +17,7 @@ from jaxserve.control.policies import (
 from jaxserve.control.resources import validate
 from jaxserve.core.errors import ConfigError
 from jaxserve.telemetry import Recent, Snapshot
-from tests.control.worlds import TO_INT4, home_plan, machine, snapshot
+from tests.support.control import TO_INT4, home_plan, machine, snapshot
 
 ORDER = (3, 7, 11, 1, 5, 9, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14)
 HOME, MACHINE = home_plan(), machine()
@@ -25,12 +25,12 @@ CALM = Recent(5.0, 0.0, 0.0, 0.0, 0.0, 0, None, None, 0.0, 0.0, 0.0, 0.0)
 
 
 def int4(plan: Plan, instance: int = 0) -> list[int]:
-    """Layers in int4."""
+    """Return the layers in int4."""
     return [n for n, precision in enumerate(plan.instances[instance].layer_precisions) if precision == "int4"]
 
 
-class Driver:
-    """A policy whose every wish comes true at once."""
+class DrivenPolicy:
+    """A policy whose proposals are carried out at once."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Driver:
         self.note = ""  # what it waits for
 
     def see(self, *snapshots: Snapshot) -> bool:
-        """Whether the plan changed."""
+        """Ask the policy about these snapshots, and return whether the plan changed."""
         proposal = self.policy.update(snapshots, self.plan, self.state)
         changed = proposal.plan.instances != self.plan.instances
         assert proposal.reason or not changed
@@ -57,27 +57,27 @@ class Driver:
         return changed
 
     def see_for(self, start: float, seconds: float, **values: object) -> list[float]:
-        """The times at which the plan changed, while an engine is in one state; ten ticks a second."""
+        """Return the times at which the plan changed while the engine stays in one state (ten ticks a second)."""
         times = [start + n / 10 for n in range(round(seconds * 10))]
         pages = self.plan.instances[0].kv_pages - 1
         return [t for t in times if self.see(snapshot(t, **({"pages": pages} | values)))]  # type: ignore[arg-type]
 
     def press(self, seconds: float = 30.0) -> None:
-        """Takes all layers that the mode allows."""
+        """Keep up pressure until all layers that the mode allows are swapped."""
         self.see_for(0, seconds, num_waiting=9, oldest_wait=0.3)
 
 
-def test_a_long_queue_takes_the_first_layers_of_the_order_and_gives_their_memory_to_the_cache() -> None:
-    driver = Driver()
+def test_long_queue_swaps_the_first_layers_in_order_and_grows_the_pool() -> None:
+    driver = DrivenPolicy()
     assert driver.see_for(0, 0.5, num_waiting=3, oldest_wait=0.24) == [0.2]
     assert int4(driver.plan) == [3, 7]
     assert driver.plan.instances[0].kv_pages == 461
     assert driver.reasons == ["queue delay 240 ms > 100 ms: layers 3, 7 to int4, KV 401 -> 461 pages"]
 
 
-def test_where_pools_grow_by_segments_as_many_layers_change_as_the_next_one_needs() -> None:
+def test_segmented_pool_swaps_as_many_layers_as_the_next_segment_needs() -> None:
     """A layer frees 30 pages."""
-    driver = Driver(resources=machine(max_pages=761, segments=(401, 100, 130, 130)))
+    driver = DrivenPolicy(resources=machine(max_pages=761, segments=(401, 100, 130, 130)))
     assert driver.see_for(0, 0.5, kv_pages_used=390) == [0.2]
     assert int4(driver.plan) == sorted(ORDER[:4]), "two would be too few"
     assert driver.plan.instances[0].kv_pages == 501
@@ -90,18 +90,18 @@ def test_where_pools_grow_by_segments_as_many_layers_change_as_the_next_one_need
     assert driver.plan.instances == HOME.instances
 
 
-def test_for_pages_alone_layers_of_all_stages_change() -> None:
-    """The first two of the order are of the first stage."""
-    driver = Driver(plan=home_plan(pp=2), resources=machine(pp=2))
+def test_kv_pressure_swaps_layers_of_all_stages() -> None:
+    """The first two layers of the order belong to the first stage."""
+    driver = DrivenPolicy(plan=home_plan(pp=2), resources=machine(pp=2))
     assert driver.see_for(0, 0.5, kv_pages_used=390) == [0.2]
     assert int4(driver.plan) == [3, 7, 11]
     assert driver.plan.instances[0].kv_pages == 401 + 60, "a layer frees 60 of its stage's"
 
 
-def test_layers_that_give_nothing_do_not_stop_those_behind_them_from_giving() -> None:
-    """The first two start in int8, which is kept as int4 is: all that they would give is speed."""
+def test_layers_that_free_no_pages_do_not_block_the_following_layers() -> None:
+    """The first two layers start in int8, which is kept as int4 is: a swap would only make them faster."""
     home = HOME.with_precisions(0, {"layers.3": "int8", "layers.7": "int8"})
-    driver = Driver(plan=home, resources=replace(MACHINE, kept=("int8", "int4")))
+    driver = DrivenPolicy(plan=home, resources=replace(MACHINE, kept=("int8", "int4")))
     driver.plan = home.with_kv_pages(0, 481)  # both leave their 40 pages
     driver.state = driver.policy.init(driver.plan)
     assert driver.see_for(0, 0.5, kv_pages_used=470) == [0.2]
@@ -109,46 +109,46 @@ def test_layers_that_give_nothing_do_not_stop_those_behind_them_from_giving() ->
     assert driver.plan.instances[0].kv_pages == 521
 
 
-def test_where_no_segment_can_be_had_only_a_queue_is_a_reason() -> None:
-    driver = Driver(resources=machine(max_pages=901, segments=(401, 500)))
+def test_kv_pressure_without_an_affordable_segment_swaps_no_layer() -> None:
+    driver = DrivenPolicy(resources=machine(max_pages=901, segments=(401, 500)))
     assert driver.see_for(0, 5, kv_pages_used=390) == []
     assert driver.see_for(5, 0.5, kv_pages_used=390, num_waiting=3, oldest_wait=0.2) != []
     assert (len(int4(driver.plan)), driver.plan.instances[0].kv_pages) == (2, 401)
 
 
-def test_layers_larger_than_at_home_go_back_and_pages_follow() -> None:
-    """As when an operator's plan was in force. A layer in int4 leaves 30 pages more than in bfloat16."""
+def test_layers_larger_than_in_the_first_plan_are_swapped_back() -> None:
+    """An operator's plan was in force. A layer in int4 leaves 30 pages more than one in bfloat16."""
     home = HOME.with_precisions(0, {f"layers.{n}": "int4" for n in range(16)}).with_kv_pages(0, 881)
-    driver = Driver(plan=home)
+    driver = DrivenPolicy(plan=home)
     driver.plan = home.with_precisions(0, {f"layers.{n}": "bfloat16" for n in range(8)}).with_kv_pages(0, 600)
     assert driver.see_for(0, 10) != []
     assert driver.plan.instances == home.instances
 
 
-def test_pressure_that_nobody_was_asked_about_holds_layers_back() -> None:
-    driver = Driver()
+def test_recent_pressure_peak_delays_the_release() -> None:
+    driver = DrivenPolicy()
     driver.press()
     assert driver.see_for(40, 10, recent=replace(CALM, max_wait=0.3)) == []
     assert driver.see_for(50, 10, recent=replace(CALM, max_kv_usage=0.9)) == []
     assert driver.see_for(60, 1) != []
 
 
-def test_a_full_cache_does_too() -> None:
-    driver = Driver()
+def test_kv_usage_above_its_threshold_swaps_layers() -> None:
+    driver = DrivenPolicy()
     assert not driver.see_for(0, 5, kv_pages_used=340), "85 % is not more than 85 %"
     driver.see_for(5, 0.3, kv_pages_used=341)
     assert driver.reasons == ["KV usage 85.2% > 85%: layers 3, 7 to int4, KV 401 -> 461 pages"]
 
 
-def test_pressure_that_does_not_last_is_none() -> None:
-    driver = Driver()
+def test_short_pressure_swaps_no_layer() -> None:
+    driver = DrivenPolicy()
     for number in range(100):
         assert not driver.see(snapshot(number * 0.3, num_waiting=1, oldest_wait=0.15))
         assert not driver.see(snapshot(number * 0.3 + 0.15))
 
 
-def test_under_pressure_it_says_what_it_waits_for() -> None:
-    driver, pressed = Driver(), {"num_waiting": 3, "oldest_wait": 0.24}
+def test_note_under_pressure_says_what_is_waited_for() -> None:
+    driver, pressed = DrivenPolicy(), {"num_waiting": 3, "oldest_wait": 0.24}
     driver.see_for(0, 0.2, **pressed)
     assert driver.note == "pressure for 0.1 s < 0.2 s"
     driver.see(snapshot(0.2, **pressed))
@@ -157,13 +157,13 @@ def test_under_pressure_it_says_what_it_waits_for() -> None:
     assert driver.note == "pressure, 0.2 s after the last entry < 0.5 s"
     driver.press()
     assert driver.note == "queue delay 300 ms > 100 ms: no layer is left to go to int4"
-    driver = Driver(resources=replace(MACHINE, max_pages=401))
+    driver = DrivenPolicy(resources=replace(MACHINE, max_pages=401))
     driver.see_for(0, 5, kv_pages_used=399)
     assert driver.note == "KV usage 99.8% > 85%: more layers would give no more pages"
 
 
-def test_at_home_without_pressure_it_waits_for_nothing() -> None:
-    driver = Driver()
+def test_note_in_the_first_plan_without_pressure_is_empty() -> None:
+    driver = DrivenPolicy()
     driver.see_for(0, 10, num_waiting=1, kv_pages_used=300, recent=replace(CALM, preemptions=1))
     assert driver.note == ""
     driver.press(1)
@@ -171,22 +171,22 @@ def test_at_home_without_pressure_it_waits_for_nothing() -> None:
     assert (driver.plan.instances, driver.note) == (HOME.instances, "")
 
 
-def test_layers_go_a_few_at_a_time_up_to_the_modes_share() -> None:
-    driver = Driver()
+def test_sustained_pressure_swaps_layers_step_by_step_up_to_most_layers() -> None:
+    driver = DrivenPolicy()
     times = driver.see_for(0, 30, num_waiting=9, oldest_wait=0.3)
     assert times == pytest.approx([0.2, 0.8, 1.3, 1.8, 2.4, 2.9])
     assert int4(driver.plan) == sorted(ORDER[:12])
     assert driver.plan.instances[0].kv_pages == MACHINE.kv_capacity(driver.plan.instances[0]) == 761
 
 
-def test_performance_mode_takes_all() -> None:
-    driver = Driver(PERFORMANCE)
+def test_performance_mode_swaps_all_layers() -> None:
+    driver = DrivenPolicy(PERFORMANCE)
     driver.press()
     assert int4(driver.plan) == list(range(16))
 
 
-def test_what_is_left_of_the_layers_may_get_another_precision() -> None:
-    driver = Driver(ACCURACY)
+def test_accuracy_mode_swaps_remaining_layers_to_int8() -> None:
+    driver = DrivenPolicy(ACCURACY)
     driver.see_for(0, 30, num_waiting=9, oldest_wait=0.3)
     assert int4(driver.plan) == sorted(ORDER[:4])
     assert [driver.plan.instances[0].layer_precisions[layer] for layer in ORDER[4:]] == ["int8"] * 12
@@ -198,8 +198,8 @@ def test_what_is_left_of_the_layers_may_get_another_precision() -> None:
     assert driver.plan.instances == HOME.instances
 
 
-def test_a_decision_may_go_to_both_precisions_and_says_so() -> None:
-    driver = Driver(replace(ACCURACY, most_layers=0.125, entry_layers=4))
+def test_reason_of_a_decision_with_two_precisions_names_both() -> None:
+    driver = DrivenPolicy(replace(ACCURACY, most_layers=0.125, entry_layers=4))
     driver.see_for(0, 0.3, num_waiting=9, oldest_wait=0.3)
     first, second, third, fourth = ORDER[:4]
     assert f"layers {first}, {second} to int4, layers {third}, {fourth} to int8, KV" in driver.reasons[0]
@@ -208,8 +208,8 @@ def test_a_decision_may_go_to_both_precisions_and_says_so() -> None:
     assert foreseen == driver.plan.instances[0].layer_precisions
 
 
-def test_all_layers_may_go_to_int8_and_none_further() -> None:
-    driver = Driver(INT8)
+def test_int8_mode_swaps_all_layers_to_int8_only() -> None:
+    driver = DrivenPolicy(INT8)
     driver.press()
     assert set(driver.plan.instances[0].layer_precisions) == {"int8"}
     assert driver.plan.instances[0].kv_pages == MACHINE.kv_capacity(driver.plan.instances[0])
@@ -220,7 +220,7 @@ def test_all_layers_may_go_to_int8_and_none_further() -> None:
 @pytest.mark.parametrize(
     ("settings", "counts"), [(ACCURACY, [2, 4, 8, 16]), (TO_INT4, [2, 4, 8, 12]), (PERFORMANCE, [4, 8, 16])]
 )
-def test_where_pressure_leads_is_foreseen(settings: MorphSettings, counts: list[int]) -> None:
+def test_foresee_lists_the_plans_reached_under_pressure(settings: MorphSettings, counts: list[int]) -> None:
     policy = MorphPolicy(MACHINE, ORDER, settings)
     for asked in (policy, chain(StaticPolicy(), policy)):
         foreseen = [plan.instances[0].layer_precisions for plan in asked.foresee(HOME)]
@@ -231,37 +231,37 @@ def test_where_pressure_leads_is_foreseen(settings: MorphSettings, counts: list[
     assert list(chain(StaticPolicy()).foresee(HOME)) == []
 
 
-def test_near_the_slo_more_layers_go_at_once() -> None:
-    driver = Driver()
+def test_queue_delay_near_the_slo_swaps_more_layers_at_once() -> None:
+    driver = DrivenPolicy()
     driver.see_for(0, 0.3, num_waiting=9, oldest_wait=1.2)
     assert int4(driver.plan) == sorted(ORDER[:8])
     assert driver.reasons[0].startswith("queue delay 1200 ms > 100 ms, near the SLO (from 1000 ms): layers 3, 7, 11, 1")
 
 
-def test_usage_alone_takes_no_layer_if_the_pool_cannot_grow() -> None:
-    driver = Driver(resources=replace(MACHINE, max_pages=401))
+def test_kv_pressure_on_a_pool_that_cannot_grow_swaps_no_layer() -> None:
+    driver = DrivenPolicy(resources=replace(MACHINE, max_pages=401))
     assert not driver.see_for(0, 5, kv_pages_used=399)
     assert driver.see_for(5, 1, kv_pages_used=399, num_waiting=2, oldest_wait=0.2), "fewer bits are faster, too"
     assert driver.plan.instances[0].kv_pages == 401
 
 
-def test_layers_that_would_free_nothing_and_those_not_in_the_order_stay() -> None:
+def test_layers_already_swapped_or_outside_the_order_stay() -> None:
     plan = HOME.with_precisions(0, {"layers.3": "int4"})
-    driver = Driver(PERFORMANCE, plan=plan, order=(3, 7, 11))
+    driver = DrivenPolicy(PERFORMANCE, plan=plan, order=(3, 7, 11))
     driver.press()
     assert int4(driver.plan) == [3, 7, 11]
     driver.see_for(30, 20)
     assert driver.plan.instances == plan.instances
 
 
-def test_nothing_happens_without_load() -> None:
+def test_policy_without_load_changes_nothing() -> None:
     for settings in (ACCURACY, PERFORMANCE):
-        assert not Driver(settings).see_for(0, 3600)
+        assert not DrivenPolicy(settings).see_for(0, 3600)
 
 
 @pytest.mark.parametrize("settings", [ACCURACY, TO_INT4, PERFORMANCE])
-def test_all_layers_are_back_in_reverse_order_well_within_ten_seconds(settings: MorphSettings) -> None:
-    driver = Driver(settings)
+def test_quiet_releases_all_layers_in_reverse_order_within_ten_seconds(settings: MorphSettings) -> None:
+    driver = DrivenPolicy(settings)
     driver.press()
     at_home = driver.plan.instances[0].layer_precisions.count("bfloat16")
     swapped = len(ORDER) - at_home
@@ -276,9 +276,9 @@ def test_all_layers_are_back_in_reverse_order_well_within_ten_seconds(settings: 
     )
 
 
-def test_a_release_says_what_lets_no_more_layers_back() -> None:
-    """The use on average, where that is larger than what is in use at the moment."""
-    driver = Driver(PERFORMANCE)
+def test_reason_of_a_partial_release_says_what_limits_it() -> None:
+    """The average use is named where it is larger than the present one."""
+    driver = DrivenPolicy(PERFORMANCE)
     driver.press()
     driver.see_for(30, 6, recent=replace(CALM, kv_usage=0.55), kv_pages_used=0)
     assert driver.reasons[-1].endswith(
@@ -302,8 +302,8 @@ def test_a_release_says_what_lets_no_more_layers_back() -> None:
         ({"recent": replace(CALM, max_kv_usage=0.9)}, "KV usage in the last 5 s: 90.0% > 85%"),
     ],
 )
-def test_none_comes_back_while_it_would_be_missed_and_it_says_why(blocking: dict[str, object], note: str) -> None:
-    driver = Driver()
+def test_blocked_release_keeps_layers_and_notes_the_reason(blocking: dict[str, object], note: str) -> None:
+    driver = DrivenPolicy()
     driver.press()
     assert not driver.see_for(30, 20, **blocking)
     assert driver.note == note
@@ -311,8 +311,8 @@ def test_none_comes_back_while_it_would_be_missed_and_it_says_why(blocking: dict
     assert driver.plan.instances == HOME.instances
 
 
-def test_as_many_come_back_as_fit_with_the_margin() -> None:
-    driver = Driver()
+def test_release_under_load_keeps_the_usage_margin() -> None:
+    driver = DrivenPolicy()
     driver.press()
     for number in range(300):
         driver.see(snapshot(30 + number / 10, pages=driver.plan.instances[0].kv_pages - 1, kv_pages_used=330))
@@ -322,9 +322,9 @@ def test_as_many_come_back_as_fit_with_the_margin() -> None:
     )
 
 
-def test_a_load_that_was_too_much_at_the_last_release_must_fall_before_the_next() -> None:
+def test_release_after_a_relapse_waits_for_lower_arrivals() -> None:
     steady = replace(CALM, arrivals_per_s=10.0)
-    driver = Driver()
+    driver = DrivenPolicy()
     driver.press(1)
     assert driver.see_for(10, 10, recent=steady), "released, with ten arrivals a second"
     assert driver.plan.instances == HOME.instances
@@ -337,9 +337,9 @@ def test_a_load_that_was_too_much_at_the_last_release_must_fall_before_the_next(
     assert driver.see_for(381, 1, recent=replace(CALM, arrivals_per_s=7.4))
 
 
-def test_that_is_forgotten_after_a_while() -> None:
+def test_hold_after_a_relapse_expires() -> None:
     steady = replace(CALM, arrivals_per_s=10.0)
-    driver = Driver()
+    driver = DrivenPolicy()
     driver.press(1)
     driver.see_for(10, 10, recent=steady)
     (entry,) = driver.see_for(20, 0.5, recent=steady, num_waiting=1, oldest_wait=0.2)
@@ -347,17 +347,17 @@ def test_that_is_forgotten_after_a_while() -> None:
     assert release - entry == pytest.approx(600, abs=0.2)
 
 
-def test_a_load_that_has_risen_since_says_nothing_against_the_release() -> None:
+def test_relapse_under_risen_load_does_not_hold_the_next_release() -> None:
     low, high = replace(CALM, arrivals_per_s=3.0), replace(CALM, arrivals_per_s=12.0)
-    driver = Driver()
+    driver = DrivenPolicy()
     for start in range(0, 200, 20):
         assert driver.see_for(start, 5, recent=high, num_waiting=4, oldest_wait=0.3)
         driver.see_for(start + 5, 15, recent=low)
         assert driver.plan.instances == HOME.instances
 
 
-def test_a_release_while_nothing_arrived_says_nothing_about_arrivals() -> None:
-    driver = Driver()
+def test_relapse_after_a_release_without_arrivals_does_not_hold_the_next() -> None:
+    driver = DrivenPolicy()
     driver.press(1)
     driver.see_for(10, 10)
     assert driver.see_for(20, 1, kv_pages_used=390), "long answers fill the cache again"
@@ -366,7 +366,7 @@ def test_a_release_while_nothing_arrived_says_nothing_about_arrivals() -> None:
 
 def test_pressure_never_shrinks_a_pool() -> None:
     larger = replace(HOME, instances=HOME.with_kv_pages(0, 300).instances)
-    driver = Driver(plan=larger)
+    driver = DrivenPolicy(plan=larger)
     driver.plan = HOME
     driver.see_for(0, 0.4, kv_pages_used=390)
     assert driver.plan.instances[0].kv_pages == 461
@@ -376,7 +376,7 @@ def test_pressure_never_shrinks_a_pool() -> None:
 
 
 def test_each_instance_follows_its_own_snapshot() -> None:
-    driver = Driver(plan=home_plan(pp=2, dp=2), resources=machine(pp=2))
+    driver = DrivenPolicy(plan=home_plan(pp=2, dp=2), resources=machine(pp=2))
     for number in range(10):
         pressed = snapshot(number / 10, num_waiting=2, oldest_wait=0.2)
         driver.see(snapshot(number / 10), pressed)
@@ -392,8 +392,8 @@ def test_each_instance_follows_its_own_snapshot() -> None:
     assert "instance 1" not in driver.reasons[-1], "what others wait for is no reason"
 
 
-def test_it_goes_on_from_the_plan_in_force_whatever_has_failed() -> None:
-    driver = Driver()
+def test_policy_continues_from_the_plan_in_force_after_failures() -> None:
+    driver = DrivenPolicy()
     driver.press(1)
     assert int4(driver.plan) == [1, 3, 7, 11]
     driver.plan = driver.plan.with_precisions(0, {"layers.7": "bfloat16"}).with_kv_pages(0, 450)
@@ -414,7 +414,7 @@ def test_it_goes_on_from_the_plan_in_force_whatever_has_failed() -> None:
         ((1,), replace(ACCURACY, rest="int3"), "cannot be int3: choose from bfloat16, int8, int4"),
     ],
 )
-def test_an_order_that_cannot_be_is_refused(order: tuple[int, ...], settings: MorphSettings, message: str) -> None:
+def test_invalid_swap_order_is_refused(order: tuple[int, ...], settings: MorphSettings, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         MorphPolicy(MACHINE, order, settings)
 
@@ -435,12 +435,12 @@ def test_an_order_that_cannot_be_is_refused(order: tuple[int, ...], settings: Mo
         ("release_usage", 0.9),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(name: str, value: float) -> None:
+def test_settings_outside_their_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}, it must be"):
         replace(ACCURACY, **{name: value})
 
 
-def test_with_an_infinite_queue_delay_usage_alone_is_pressure() -> None:
-    driver = Driver(replace(ACCURACY, queue_delay=float("inf")))
+def test_infinite_queue_delay_leaves_kv_usage_as_the_only_pressure() -> None:
+    driver = DrivenPolicy(replace(ACCURACY, queue_delay=float("inf")))
     assert not driver.see_for(0, 2, num_waiting=9, oldest_wait=60.0)
     assert driver.see_for(2, 2, num_waiting=9, oldest_wait=60.0, kv_pages_used=390)

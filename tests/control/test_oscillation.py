@@ -1,5 +1,6 @@
-"""Policy, controller and smoothing against a fluid queue under a virtual clock: loads that rise and fall for two hours,
-in the worst of rhythms and just at what full precision can serve.
+"""Policy, controller and smoothing against a fluid queue under a virtual clock.
+
+Loads rise and fall for two hours, in the worst rhythms and just at what full precision can serve.
 """
 
 import math
@@ -13,7 +14,7 @@ from jaxserve.control import ResizeKVPool
 from jaxserve.control.controller import Controller
 from jaxserve.control.policies import ACCURACY, INT8, PERFORMANCE, MorphPolicy, MorphSettings
 from jaxserve.control.resources import validate
-from tests.control.worlds import TO_INT4, Fluid, VirtualActuator, home_plan, machine, swaps
+from tests.support.control import TO_INT4, Fluid, VirtualActuator, home_plan, machine, swaps
 
 TICK = 0.25  # s
 TWO_HOURS = 7200.0  # s
@@ -25,21 +26,21 @@ Wave = Callable[[float], float]  # seconds -> load, as a share of what full prec
 
 
 @dataclass
-class Run:
-    """What came of a load."""
+class LoadResult:
+    """What a policy did under a load."""
 
     directions: list[str]  # "entry" or "release", one after the other
     late: list[float]  # times at which load had been low for more than 10 s, and a layer was not back
 
     @property
     def changes(self) -> int:
-        """How often entries follow a release, or releases an entry."""
+        """The number of times that entries follow a release, or releases an entry."""
         return sum(a != b for a, b in zip(["release", *self.directions], self.directions, strict=False))
 
 
-def run(load: Wave, seconds: float, mode: MorphSettings, engine: dict[str, int]) -> Run:
-    """Serves a load, and checks at each moment that plans fit and pools hold what is in use."""
-    fluid, actuator, result, low_for = Fluid(**engine), VirtualActuator(), Run([], []), 0.0
+def run(load: Wave, seconds: float, mode: MorphSettings, engine: dict[str, int]) -> LoadResult:
+    """Serve a load, and check at each moment that plans fit and pools hold the pages in use."""
+    fluid, actuator, result, low_for = Fluid(**engine), VirtualActuator(), LoadResult([], []), 0.0
     controller = Controller(HOME, MorphPolicy(MACHINE, ORDER, mode), MACHINE, actuator, tick=TICK)
     capacity = fluid.capacity(HOME.instances[0].kv_pages)
     for number in range(round(seconds / TICK)):
@@ -79,7 +80,7 @@ ENGINES = pytest.mark.parametrize("engine", [CACHE_BOUND, SLOT_BOUND], ids=["cac
 
 @MODES
 @ENGINES
-def test_nothing_ever_happens_without_load_or_with_little(mode: MorphSettings, engine: dict[str, int]) -> None:
+def test_no_load_or_low_load_never_swaps_layers(mode: MorphSettings, engine: dict[str, int]) -> None:
     assert run(lambda _: 0.0, 600, mode, engine).directions == []
     assert run(lambda _: LOW, 600, mode, engine).directions == []
 
@@ -87,9 +88,7 @@ def test_nothing_ever_happens_without_load_or_with_little(mode: MorphSettings, e
 @MODES
 @ENGINES
 @pytest.mark.parametrize("load", [0.95, 1.05])
-def test_a_steady_load_at_the_limit_does_not_send_layers_back_and_forth(
-    mode: MorphSettings, engine: dict[str, int], load: float
-) -> None:
+def test_steady_load_at_the_limit_does_not_oscillate(mode: MorphSettings, engine: dict[str, int], load: float) -> None:
     changes = run(lambda _: load, TWO_HOURS, mode, engine).changes
     assert changes <= 2 + 2 * TWO_HOURS / mode.relapse_memory
 
@@ -106,7 +105,7 @@ def test_a_steady_load_at_the_limit_does_not_send_layers_back_and_forth(
         (sine, 1800, 0.0, 1.5, SLOT_BOUND),
     ],
 )
-def test_layers_go_and_come_at_most_once_in_a_period(
+def test_periodic_load_swaps_layers_at_most_once_per_period(
     wave: Callable[..., Wave], period: float, low: float, high: float, engine: dict[str, int], mode: MorphSettings
 ) -> None:
     result = run(wave(period, low, high), TWO_HOURS, mode, engine)
@@ -116,7 +115,7 @@ def test_layers_go_and_come_at_most_once_in_a_period(
 
 @MODES
 @pytest.mark.parametrize("period", [1, 4])
-def test_a_load_that_changes_faster_than_it_can_be_followed_is_not_followed(mode: MorphSettings, period: float) -> None:
+def test_load_with_a_short_period_is_not_followed(mode: MorphSettings, period: float) -> None:
     seconds = 1800.0
     result = run(square(period, 0.0, 1.5), seconds, mode, CACHE_BOUND)
     assert result.changes <= 2 * seconds / (2 * mode.release_quiet)
@@ -128,7 +127,7 @@ def test_a_load_that_changes_faster_than_it_can_be_followed_is_not_followed(mode
     st.sampled_from(ALL),
     st.sampled_from([CACHE_BOUND, SLOT_BOUND]),
 )
-def test_whatever_the_load_was_full_precision_returns_when_it_ends(
+def test_full_precision_returns_after_any_load_ends(
     phases: list[tuple[float, float]], mode: MorphSettings, engine: dict[str, int]
 ) -> None:
     ends = [sum(length for length, _ in phases[: n + 1]) for n in range(len(phases))]

@@ -14,7 +14,7 @@ from jaxserve.control.plan_yaml import from_yaml, plan_table, to_yaml
 from jaxserve.control.resources import validate
 from jaxserve.control.transitions import batches
 from jaxserve.core.errors import ConfigError, PlanError
-from tests.control.worlds import LAYER, MB, PAGE, home_plan, machine
+from tests.support.control import LAYER, MB, PAGE, home_plan, machine
 
 LAYERS = 6
 MACHINE = machine(LAYERS, pp=2)
@@ -23,7 +23,7 @@ KEEPING = replace(MACHINE, kept=("int8", "int4"))  # a layer in one of these tak
 
 @st.composite
 def plans(draw: st.DrawFn, machine: Resources = MACHINE) -> Plan:
-    """Any plan of two instances of two stages that fits."""
+    """Return any plan of two instances with two stages that fits."""
     plan = home_plan(LAYERS, pp=2, dp=2)
     for instance in range(2):
         precisions = draw(st.lists(st.sampled_from(sorted(LAYER)), min_size=LAYERS, max_size=LAYERS))
@@ -35,7 +35,7 @@ def plans(draw: st.DrawFn, machine: Resources = MACHINE) -> Plan:
 
 @pytest.mark.parametrize("machine", [MACHINE, KEEPING])
 @given(st.data())
-def test_a_diff_leads_to_the_target_and_all_on_the_way_fits(machine: Resources, data: st.DataObject) -> None:
+def test_diff_leads_to_the_target_and_every_intermediate_plan_fits(machine: Resources, data: st.DataObject) -> None:
     old, new = (data.draw(plans(machine)) for _ in range(2))
     validate(old, machine)
     validate(new, machine)
@@ -57,16 +57,16 @@ def test_a_diff_leads_to_the_target_and_all_on_the_way_fits(machine: Resources, 
 
 
 @given(plans())
-def test_a_plan_survives_its_yaml(plan: Plan) -> None:
+def test_plan_survives_a_round_trip_through_yaml(plan: Plan) -> None:
     assert from_yaml(to_yaml(plan)) == plan
 
 
-def test_equal_plans_do_not_differ() -> None:
+def test_diff_of_equal_plans_is_empty() -> None:
     plan = home_plan()
     assert diff(plan, replace(plan, version=9), machine()) == ()
 
 
-def test_transitions_say_what_they_cost() -> None:
+def test_transitions_state_their_bytes_and_seconds() -> None:
     old = home_plan()
     new = old.with_precisions(0, {"layers.3": "int4"}).with_kv_pages(0, 421)
     swap, resize = diff(old, new, machine())
@@ -76,8 +76,8 @@ def test_transitions_say_what_they_cost() -> None:
     assert str(resize) == "instance 0: KV 401 -> 421 pages (needs 10.0 MB)"
 
 
-def test_layers_that_are_used_where_they_are_kept_change_at_once() -> None:
-    """All that free memory, then all that need it; of layers that are copied there is room for one at a time."""
+def test_layers_used_without_a_copy_change_in_one_batch() -> None:
+    """First all that free memory, then all that need it. Copied layers have room for one at a time."""
     plan = home_plan()
     some = plan.with_precisions(0, {"layers.0": "int4", "layers.2": "int8"})
     other = plan.with_precisions(0, {"layers.1": "int4", "layers.3": "int4"}).with_kv_pages(0, 421)
@@ -88,13 +88,13 @@ def test_layers_that_are_used_where_they_are_kept_change_at_once() -> None:
     assert list(batches(())) == []
 
 
-def test_each_instance_changes_by_itself() -> None:
+def test_batches_never_mix_instances() -> None:
     plan, layers = home_plan(dp=2), {"layers.1": "int4", "layers.3": "int4"}
     way = diff(plan, plan.with_precisions(0, layers).with_precisions(1, layers), replace(machine(), kept=("int4",)))
     assert [[transition.instance for transition in batch] for batch in batches(way)] == [[0, 0], [1, 1]]
 
 
-def test_a_transition_applies_only_to_the_plan_it_was_made_for() -> None:
+def test_transition_applied_to_a_different_plan_is_refused() -> None:
     old = home_plan()
     transitions = diff(old, old.with_precisions(0, {"layers.3": "int4"}).with_kv_pages(0, 421), machine())
     done = apply(old, transitions)
@@ -103,7 +103,7 @@ def test_a_transition_applies_only_to_the_plan_it_was_made_for() -> None:
             transition.apply(done)
 
 
-def test_capacity_is_what_the_budget_leaves_to_the_page() -> None:
+def test_kv_capacity_is_what_the_budget_leaves_to_the_page() -> None:
     plan, resources = home_plan(), machine()
     assert resources.kv_capacity(plan.instances[0]) == 401
     smaller = plan.with_precisions(0, {"layers.0": "int4", "layers.9": "int8"}).instances[0]
@@ -111,7 +111,7 @@ def test_capacity_is_what_the_budget_leaves_to_the_page() -> None:
     assert replace(resources, max_pages=410).kv_capacity(smaller) == 410
 
 
-def test_a_layer_that_is_kept_takes_nothing_more_where_it_is_used() -> None:
+def test_pinned_layer_in_use_takes_no_further_bytes() -> None:
     plan, resources = home_plan(), replace(machine(), kept=("int8", "int4"))
     small = plan.with_precisions(0, {"layers.0": "int4", "layers.9": "int8"})
     assert resources.kv_capacity(plan.instances[0]) == 401
@@ -129,7 +129,7 @@ def test_a_layer_that_is_kept_takes_nothing_more_where_it_is_used() -> None:
 
 
 def stage_of(plan: Plan, **changes: object) -> Plan:
-    """The plan with its last stage changed."""
+    """Return the plan with its last stage changed."""
     (instance,) = plan.instances
     last = replace(instance.stages[-1], **changes)  # type: ignore[arg-type]
     return replace(plan, instances=(replace(instance, stages=(*instance.stages[:-1], last)),))
@@ -150,7 +150,7 @@ def stage_of(plan: Plan, **changes: object) -> Plan:
         (lambda p: replace(p, instances=(replace(p.instances[0], stages=p.instances[0].stages[:1]),)), "1 stages, 2"),
     ],
 )
-def test_what_no_transition_can_change_is_refused(change: Callable[[Plan], Plan], message: str) -> None:
+def test_diff_of_plans_that_no_transition_connects_is_refused(change: Callable[[Plan], Plan], message: str) -> None:
     plan = home_plan(LAYERS, pp=2)
     with pytest.raises(PlanError, match=re.escape(message)):
         diff(plan, change(plan), MACHINE)
@@ -167,18 +167,18 @@ def test_what_no_transition_can_change_is_refused(change: Callable[[Plan], Plan]
         (lambda p: p.with_precisions(0, {"layers.1": "fp8"}), "cannot have precision 'fp8'"),
     ],
 )
-def test_what_the_machine_cannot_hold_is_refused(change: Callable[[Plan], Plan], message: str) -> None:
+def test_plan_that_the_machine_cannot_hold_is_refused(change: Callable[[Plan], Plan], message: str) -> None:
     changed = change(home_plan(LAYERS, pp=2))
     with pytest.raises(PlanError, match=re.escape(message)):
         validate(changed, MACHINE)
 
 
-def test_unknown_blocks_cannot_change() -> None:
+def test_precision_of_an_unknown_block_is_refused() -> None:
     with pytest.raises(PlanError, match=re.escape("instance 0 has no block layers.16")):
         home_plan().with_precisions(0, {"layers.16": "int4"})
 
 
-def test_an_operator_may_write_ranges_in_any_granularity() -> None:
+def test_plan_yaml_accepts_layer_ranges_of_any_granularity() -> None:
     text = to_yaml(home_plan(4))
     assert "layers.0-3: bfloat16" in text
     assert from_yaml(text.replace("layers.0-3: bfloat16", "layers.0: bfloat16\n      layers.1-3: bfloat16")) == (
@@ -207,14 +207,14 @@ def test_an_operator_may_write_ranges_in_any_granularity() -> None:
         ("version: 1", "version: [1", "the plan is not valid YAML"),
     ],
 )
-def test_a_plan_that_cannot_be_read_names_the_field(old: str, new: str, message: str) -> None:
+def test_error_for_an_invalid_plan_yaml_names_the_field(old: str, new: str, message: str) -> None:
     text = to_yaml(home_plan(4))
     assert old in text
     with pytest.raises(ConfigError, match=re.escape(message)):
         from_yaml(text.replace(old, new))
 
 
-def test_a_number_longer_than_integers_are_read_names_no_layer() -> None:
+def test_layer_number_with_thousands_of_digits_is_an_unknown_block() -> None:
     odd = "? layers.0-" + 5000 * "9" + "\n      : int4"  # as a key of more than 128 characters is written
     plan = from_yaml(to_yaml(home_plan()).replace("layers.0-15: bfloat16", odd))
     with pytest.raises(PlanError, match=r"has blocks embed, layers\.0-999"):
@@ -222,7 +222,7 @@ def test_a_number_longer_than_integers_are_read_names_no_layer() -> None:
 
 
 @pytest.mark.parametrize("stages", [[["0-9999", "10000"]], [["0-5999"], ["0-5999"]], [["0-999"]] * 11])
-def test_more_blocks_than_a_plan_may_have_are_refused(stages: list[list[str]]) -> None:
+def test_plan_with_too_many_blocks_is_refused(stages: list[list[str]]) -> None:
     blocks = [{f"layers.{run}": "int8" for run in runs} for runs in stages]
     plan = {"instances": [{"stages": [{"devices": [0], "kv_pages": 9, "blocks": some} for some in blocks]}]}
     with pytest.raises(ConfigError, match=rf"with 'layers\.{stages[-1][-1]}' the plan has more than 10000 blocks"):
@@ -230,12 +230,12 @@ def test_more_blocks_than_a_plan_may_have_are_refused(stages: list[list[str]]) -
 
 
 @pytest.mark.parametrize("text", ["", "3", "- 1", "instances: []", "instances: {}", "instances: [{stages: 1}]"])
-def test_what_is_no_plan_is_refused(text: str) -> None:
+def test_yaml_that_is_not_a_plan_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         from_yaml(text)
 
 
-def test_the_table_has_layers_of_one_precision_in_one_row() -> None:
+def test_plan_table_has_one_row_per_run_of_equal_precision() -> None:
     plan = home_plan(6, pp=2, dp=2).with_precisions(1, {"layers.3": "int4", "layers.5": "int8"})
     assert plan_table(plan).splitlines() == [
         "plan 2",
@@ -253,13 +253,13 @@ def test_the_table_has_layers_of_one_precision_in_one_row() -> None:
     ]
 
 
-def test_devices_in_the_table_are_shortened_only_when_they_follow_each_other() -> None:
+def test_plan_table_shortens_only_consecutive_devices() -> None:
     stage = StagePlan(home_plan(1).instances[0].blocks, (0, 1, 2, 5), 20)
     plan = Plan(1, (replace(home_plan(1).instances[0], stages=(stage, replace(stage, devices=(6, 7, 8)))),))
     assert re.search(r"0,1,2,5.*6-8", plan_table(plan), re.DOTALL)
 
 
-def test_the_most_pages_are_those_beside_the_smallest_layers_and_not_those_that_have_addresses() -> None:
+def test_max_capacity_is_the_capacity_next_to_the_smallest_layers() -> None:
     resources, (instance,) = machine(), home_plan().instances
     smallest = home_plan().with_precisions(0, {f"layers.{n}": "int4" for n in range(16)}).instances[0]
     assert resources.max_capacity(instance) == resources.kv_capacity(smallest) == 401 + 16 * 30

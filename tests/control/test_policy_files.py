@@ -1,4 +1,4 @@
-"""Policies by their names and from files: what they are then, and what is said of a file that is wrong."""
+"""Policies by name and from files, and the errors for invalid files."""
 
 import re
 from dataclasses import replace
@@ -17,14 +17,14 @@ from jaxserve.control.policies import (
     load_policy,
 )
 from jaxserve.core.errors import ConfigError
-from tests.control.worlds import home_plan, machine
+from tests.support.control import home_plan, machine
 
 ORDER = tuple(range(16))
 HOME, MACHINE = home_plan(), machine()
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "policies"
 
 
-def test_policies_have_names() -> None:
+def test_policies_are_loaded_by_name() -> None:
     policies = [load_policy(name, MACHINE, ORDER, target=HOME) for name in POLICY_NAMES]
     assert [policy.name for policy in policies] == list(POLICY_NAMES)
     assert policies[:2] == [StaticPolicy(), ManualPolicy(HOME)]
@@ -33,7 +33,7 @@ def test_policies_have_names() -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_each_has_a_file_that_says_the_same(name: str) -> None:
+def test_policy_file_equals_the_built_in_policy(name: str) -> None:
     by_name, by_file = (load_policy(source, MACHINE, ORDER) for source in (name, CONFIGS / f"{name}.yaml"))
     assert by_file.name == by_name.name
     if isinstance(by_name, MorphPolicy):
@@ -41,7 +41,7 @@ def test_each_has_a_file_that_says_the_same(name: str) -> None:
         assert by_file.settings == by_name.settings
 
 
-def test_the_file_of_accuracy_mode_has_every_threshold() -> None:
+def test_morph_policy_file_names_every_setting() -> None:
     text = (CONFIGS / "morph.yaml").read_text()
     assert [name for name in vars(ACCURACY) if f"\n  {name}:" not in text] == []
     assert len(list(CONFIGS.iterdir())) == len(POLICY_NAMES)
@@ -64,14 +64,14 @@ def test_the_file_of_accuracy_mode_has_every_threshold() -> None:
         ("policy: [", "policy.yaml is not valid YAML"),
     ],
 )
-def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, message: str) -> None:
+def test_error_for_an_invalid_policy_file_names_the_field(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_policy(path, MACHINE, ORDER)
 
 
-def test_the_slo_can_be_given_beside_the_policy(tmp_path: Path) -> None:
+def test_slo_given_with_a_policy_overrides_its_setting(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("policy: morph-performance\nsettings: {most_layers: 0.25}")
     policy = load_policy(tmp_path / "own.yaml", MACHINE, ORDER, slo_ttft=5.0)
     assert isinstance(policy, MorphPolicy)
@@ -81,7 +81,7 @@ def test_the_slo_can_be_given_beside_the_policy(tmp_path: Path) -> None:
         load_policy("morph", MACHINE, ORDER, slo_ttft=float("inf"))
 
 
-def test_what_is_no_policy_is_refused(tmp_path: Path) -> None:
+def test_unknown_policy_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("")
     for source in ("morf", tmp_path / "no.yaml", f"{tmp_path}/no.py:Own", f"{tmp_path}/own.py:Own"):
         with pytest.raises(ConfigError):
@@ -108,7 +108,7 @@ def test_what_is_no_policy_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_policy_of_ones_own_that_cannot_work_is_one_line(tmp_path: Path, code: str, message: str) -> None:
+def test_unusable_policy_class_gives_a_one_line_error(tmp_path: Path, code: str, message: str) -> None:
     (tmp_path / "own.py").write_text(code)
     with pytest.raises(ConfigError) as error:
         load_policy(f"{tmp_path}/own.py:Own", MACHINE, ORDER)

@@ -1,4 +1,4 @@
-"""Files that a user gives: every fault is one line that names the file."""
+"""Files given by users: every fault is a one-line error that names the file."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from jaxserve.core.files import ensure_file, ensure_folder, parse_json, parse_ya
 
 
 @pytest.mark.parametrize("name", ["absent.txt", "binary.txt", ".", "x" * 300])
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+def test_error_for_an_unreadable_file_names_it(tmp_path, name):
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError) as caught:
         read_text(tmp_path / name)
@@ -16,20 +16,20 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("text", ["", "{", "NaN}", "[" * 100_000, "\x00"])
-def test_text_that_is_not_json_is_one_line(text):
+def test_invalid_json_gives_a_one_line_error(text):
     with pytest.raises(ConfigError, match=r"^x\.json is not valid JSON: ") as caught:
         parse_json(text, "x.json")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["[", "a: b: c", "2026-99-99", "[" * 100_000, "\x00", "a: !!python/object:x.y {}"])
-def test_text_that_is_not_yaml_is_one_line(text):
+def test_invalid_yaml_gives_a_one_line_error(text):
     with pytest.raises(ConfigError, match=r"^x\.yaml is not valid YAML: ") as caught:
         parse_yaml(text, "x.yaml")
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_written_is_told_before_it_is_computed(tmp_path):
+def test_unwritable_file_is_refused_before_the_computation(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^cannot write into .*file: .* \(--out\)"):
         ensure_folder(tmp_path / "file", "--out")

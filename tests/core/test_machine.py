@@ -1,4 +1,4 @@
-"""Memory and processors that control groups leave to a process: in a folder that looks like a machine's root."""
+"""Memory and processors that control groups leave to a process, in a folder that looks like a machine's root."""
 
 import ctypes
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.core import cgroups, machine as hardware
 from jaxserve.kernels.native import library
+from tests.support.internals import native_library_path
 
 GB = 10**9
 V2 = "25 1 0:22 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
@@ -79,31 +80,31 @@ def root(tmp_path: Path):
         *("outside-of-the-namespace", "v1", "docker-v1"),
     ],
 )
-def test_limits_are_those_of_the_own_group_and_all_above(root, mounts, groups, files, memory, processors):
+def test_cgroup_limit_is_the_smallest_of_the_group_and_its_parents(root, mounts, groups, files, memory, processors):
     machine = root(mounts, groups, **files)
     assert cgroups.memory_limit(machine) == memory
     assert cgroups.cpu_limit(machine) == processors
 
 
-def test_memory_is_what_is_available_within_the_limit(root):
+def test_host_memory_is_what_is_available_within_the_cgroup_limit(root):
     assert hardware.host_memory(root(V2, "0::/a", **{"a/memory.max": "1500000000"})) == 1.5 * GB
     assert hardware.host_memory(root(V2, "0::/a", **{"a/memory.max": "99000000000000"})) == 16_000_000 * 1024
 
 
 @pytest.mark.parametrize(("quota", "threads"), [("max", 64), ("200000", 2), ("150000", 2), ("10000", 1)])
-def test_threads_are_as_many_as_the_quota_pays_for(root, monkeypatch, quota, threads):
+def test_processors_follow_the_cpu_quota(root, monkeypatch, quota, threads):
     monkeypatch.setattr(hardware, "allowed_processors", lambda: 64)
     assert hardware.processors(root(V2, "0::/", **{"cpu.max": f"{quota} 100000"})) == threads
 
 
-def test_a_machine_without_control_groups_has_no_limits(tmp_path):
+def test_machine_without_control_groups_has_no_limits(tmp_path):
     assert cgroups.memory_limit(tmp_path) is None
     assert cgroups.cpu_limit(tmp_path) is None
     assert hardware.host_memory(tmp_path) > 0
 
 
 @pytest.mark.skipif(not library.targets(), reason="needs the native library")
-def test_native_kernels_use_as_many_threads():
-    native = ctypes.CDLL(str(library._library()))
+def test_native_kernels_use_as_many_threads_as_processors():
+    native = ctypes.CDLL(str(native_library_path()()))
     native.jaxserve_processors.restype = ctypes.c_int64
     assert native.jaxserve_processors() == hardware.processors()

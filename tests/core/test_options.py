@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Configuration:
-    """One option of each kind."""
+    """A configuration with one option of each kind."""
 
     port: Annotated[int, Option("Server", "Where to listen.", minimum=0, maximum=65535)] = 8000
     budget: Annotated[float | None, Option("Memory", "How much.", above=0)] = None
@@ -52,7 +52,7 @@ def test_options_are_the_annotated_fields_in_order():
         ({"dtype": "c"}, r"dtype is 'c', it must be one of a, b \(--dtype\)"),
     ],
 )
-def test_value_outside_its_range_is_named_with_the_limit(values, message):
+def test_error_for_a_value_outside_its_range_names_the_limit(values, message):
     with pytest.raises(ConfigError, match=message):
         check_ranges(Configuration(**values))
 
@@ -62,7 +62,7 @@ def test_defaults_are_in_range():
     check_ranges(EngineConfig())
 
 
-def test_signatures_of_the_libraries_are_the_engine_options():
+def test_library_signatures_equal_the_engine_options():
     names = [field.name for field in fields(EngineConfig)]
     for library in (LLM, AsyncLLM):
         assert list(inspect.signature(library).parameters) == names

@@ -1,4 +1,4 @@
-"""Names of precisions, and which layer has which."""
+"""Names of precisions, and assignments of precisions to layers."""
 
 import pytest
 
@@ -17,11 +17,13 @@ from jaxserve.core.precision import assignment_id, layer_precisions, parse_preci
         ("auto", "0-:int3", ("int3",) * 4),
     ],
 )
-def test_every_layer_has_a_precision(precision: str, ranges: str | None, expected: tuple[str, ...]) -> None:
+def test_assignment_gives_every_layer_a_precision(
+    precision: str, ranges: str | None, expected: tuple[str, ...]
+) -> None:
     assert layer_precisions(precision, ranges, ("bfloat16",) * 4, "bfloat16") == expected
 
 
-def test_auto_is_what_the_checkpoint_has() -> None:
+def test_auto_precision_is_the_checkpoints_dtype() -> None:
     stored = ("int4", "int4", "bfloat16")
     assert layer_precisions("auto", None, stored, "bfloat16") == stored
     assert layer_precisions("auto", "0:bf16", stored, "bfloat16") == ("bfloat16", "int4", "bfloat16")
@@ -44,19 +46,19 @@ def test_auto_is_what_the_checkpoint_has() -> None:
         ("all:int4", "it must be ranges as in"),
     ],
 )
-def test_what_is_no_mixture_is_one_error(ranges: str, message: str) -> None:
+def test_invalid_precision_assignment_is_refused(ranges: str, message: str) -> None:
     with pytest.raises(ConfigError, match="layer_precision") as caught:
         layer_precisions("auto", ranges, ("bfloat16",) * 8, "bfloat16")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_precision_is_refused_by_the_name_of_its_option() -> None:
+def test_error_for_an_unknown_precision_names_the_option() -> None:
     with pytest.raises(ConfigError, match="variants is 'int2': choose from"):
         parse_precision("int2", "bfloat16", "variants")
 
 
-def test_a_mixture_is_named_as_it_is_given() -> None:
+def test_assignment_id_repeats_the_given_precisions() -> None:
     precisions = ("bfloat16", "bfloat16", "int4", "int8", "int8")
     name = assignment_id(precisions)
     assert name == "0-1:bfloat16,2-2:int4,3-4:int8"

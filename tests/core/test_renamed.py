@@ -13,10 +13,10 @@ class Window:
     longest_wait = Renamed("max_wait")
 
 
-def test_an_old_name_gives_the_new_attribute_and_warns() -> None:
+def test_renamed_attribute_gives_the_new_one_and_warns() -> None:
     with pytest.warns(DeprecationWarning, match="Window.longest_wait is deprecated: use max_wait"):
         assert Window(2.0).longest_wait == 2.0
 
 
-def test_an_old_name_is_not_a_field() -> None:
+def test_renamed_attribute_is_not_a_dataclass_field() -> None:
     assert [field.name for field in fields(Window)] == ["max_wait"]

@@ -8,19 +8,19 @@ pages = st.integers(1, 10_000)
 
 
 @given(pages, pages)
-def test_segments_of_growth_are_equal_and_make_up_the_most(first: int, more: int) -> None:
+def test_growth_segments_are_equal_and_add_up_to_the_maximum(first: int, more: int) -> None:
     sizes = segments_for(first, first + more)
     assert (sizes[0], sum(sizes)) == (first, first + more)
     assert len(sizes) == 1 + min(more, GROWTH_SEGMENTS)
     assert max(sizes[1:]) - min(sizes[1:]) <= 1
 
 
-def test_pools_that_do_not_grow_have_one() -> None:
+def test_pool_that_cannot_grow_has_one_segment() -> None:
     assert segments_for(7, 7) == (7,)
 
 
 @given(pages, pages, st.data())
-def test_what_is_covered_is_the_least_that_holds_the_pages(first: int, more: int, data: st.DataObject) -> None:
+def test_covered_segments_are_the_fewest_that_hold_the_pages(first: int, more: int, data: st.DataObject) -> None:
     sizes = segments_for(first, first + more)
     wanted = data.draw(st.integers(1, first + more))
     count = segments_covering(sizes, wanted)

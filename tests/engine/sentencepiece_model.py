@@ -1,4 +1,4 @@
-"""Writes small SentencePiece models, so that tests need neither the library nor a file of its own."""
+"""A writer of small SentencePiece models, so that tests need neither the library nor a model file."""
 
 import struct
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def write_model(
     dummy_prefix: bool = True,
     remove_extra_whitespaces: bool = False,
 ) -> None:
-    """<unk>, <s>, </s>, the user's pieces, all bytes, then `words`, whose scores fall in their order."""
+    """Write a model of <unk>, <s>, </s>, the user's pieces, all bytes, and `words` with falling scores."""
     pieces = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
     pieces += [(text, 0.0, USER_DEFINED) for text in user_defined]
     pieces += [(f"<0x{byte:02X}>", 0.0, BYTE) for byte in range(256)]

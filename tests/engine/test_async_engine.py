@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,8 @@ from jaxserve.core.errors import EngineFailed, EngineStopped, PromptTooLong, Que
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
-from tests.reference import Reference
+from tests.support.internals import instance_threads_of, wrap_take_commands
+from tests.support.reference import Reference
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 OPTIONS = {"load_format": "dummy", "warmup": False, "max_num_seqs": 4, "max_queued_requests": 6}
@@ -34,12 +35,12 @@ async def collect(engine: AsyncEngine, p: TokensPrompt, params: SamplingParams, 
 
 
 async def settled(engine: AsyncEngine) -> None:
-    """Waits until nothing runs, and checks that no page is held."""
+    """Wait until nothing runs, and check that no page is held."""
     for _ in range(500):
-        if all(thread.steps.idle for thread in engine._threads):
+        if all(thread.steps.idle for thread in instance_threads_of(engine)):
             break
         await asyncio.sleep(0.01)
-    for thread in engine._threads:
+    for thread in instance_threads_of(engine):
         assert thread.steps.idle
         assert thread.steps.core.scheduler.pages.used == 0
         assert not thread.streams
@@ -64,7 +65,7 @@ def test_concurrent_requests_get_their_own_answers(engine: AsyncEngine, referenc
     asyncio.run(main())
 
 
-def test_an_answer_that_is_not_streamed_comes_at_its_end(engine: AsyncEngine, reference: Reference) -> None:
+def test_answer_without_streaming_arrives_in_one_piece(engine: AsyncEngine, reference: Reference) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, n=2)
 
     async def main() -> None:
@@ -79,7 +80,7 @@ def test_an_answer_that_is_not_streamed_comes_at_its_end(engine: AsyncEngine, re
     asyncio.run(main())
 
 
-def test_cancellation_frees_pages_queued_in_prefill_and_in_decode(engine: AsyncEngine) -> None:
+def test_cancelled_requests_free_their_pages_in_every_stage(engine: AsyncEngine) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(collect(engine, prompt(i, 90), LONG)) for i in range(6)]
         for tick, task in enumerate(tasks):  # some decode by now, some are in prefill, two wait for a slot
@@ -95,7 +96,7 @@ def test_cancellation_frees_pages_queued_in_prefill_and_in_decode(engine: AsyncE
     asyncio.run(main())
 
 
-def test_closing_the_stream_aborts(engine: AsyncEngine) -> None:
+def test_closed_stream_aborts_its_request(engine: AsyncEngine) -> None:
     async def main() -> None:
         stream = engine.generate(prompt(1, 40), LONG)
         first = await anext(stream)
@@ -106,7 +107,7 @@ def test_closing_the_stream_aborts(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_after_an_abort_that_no_step_follows_the_snapshot_holds_nothing(tiny_model: Path) -> None:
+def test_snapshot_after_an_abort_without_a_next_step_is_empty(tiny_model: Path) -> None:
     async def main() -> None:
         async with AsyncLLM(tiny_model, overlap=False, **OPTIONS) as llm:
             for _ in range(5):
@@ -120,7 +121,7 @@ def test_after_an_abort_that_no_step_follows_the_snapshot_holds_nothing(tiny_mod
     asyncio.run(main())
 
 
-def test_a_full_queue_refuses_and_says_the_limit(engine: AsyncEngine) -> None:
+def test_full_queue_refuses_requests(engine: AsyncEngine) -> None:
     async def main() -> None:
         with pytest.raises(RequestError, match="n is 7, the limit is 6"):  # it would never fit: no use in trying again
             await collect(engine, prompt(0, 5), SamplingParams(n=7, max_tokens=2))
@@ -135,7 +136,7 @@ def test_a_full_queue_refuses_and_says_the_limit(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_refusals_come_before_anything_is_queued(engine: AsyncEngine) -> None:
+def test_invalid_request_is_refused_before_it_is_queued(engine: AsyncEngine) -> None:
     async def main() -> None:
         with pytest.raises(PromptTooLong):
             await collect(engine, prompt(0, 256), LONG)
@@ -145,7 +146,7 @@ def test_refusals_come_before_anything_is_queued(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_a_refused_twin_leaves_the_request_of_the_same_id_alone(engine: AsyncEngine) -> None:
+def test_refused_request_with_a_used_id_leaves_the_first_one_running(engine: AsyncEngine) -> None:
     async def main() -> None:
         first = asyncio.create_task(collect(engine, prompt(0, 5), LONG, request_id="twin"))
         await asyncio.sleep(0)  # it asks first
@@ -157,7 +158,7 @@ def test_a_refused_twin_leaves_the_request_of_the_same_id_alone(engine: AsyncEng
     asyncio.run(main())
 
 
-def test_smaller_priority_goes_first(engine: AsyncEngine) -> None:
+def test_request_with_smaller_priority_goes_first(engine: AsyncEngine) -> None:
     finished: list[int] = []
 
     async def one(priority: int) -> None:
@@ -175,7 +176,7 @@ def test_smaller_priority_goes_first(engine: AsyncEngine) -> None:
     assert finished[0] == 0
 
 
-def test_a_failing_step_ends_every_request_with_the_error(engine: AsyncEngine) -> None:
+def test_failed_step_ends_every_request_with_the_error(engine: AsyncEngine) -> None:
     def explode(work):
         raise RuntimeError("device lost")
 
@@ -183,9 +184,11 @@ def test_a_failing_step_ends_every_request_with_the_error(engine: AsyncEngine) -
         engine.check_health()
         tasks = [asyncio.create_task(collect(engine, prompt(i, 20), LONG)) for i in range(5)]
         await asyncio.sleep(0.05)
-        engine._threads[0].steps.executor.execute = explode
+        instance_threads_of(engine)[0].steps.executor.execute = explode
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(r, EngineFailed) and "device lost" in str(r) for r in results if not isinstance(r, tuple))
+        failures = [result for result in results if not isinstance(result, tuple)]
+        assert failures, "every request ended before the step failed"
+        assert all(isinstance(failure, EngineFailed) and "device lost" in str(failure) for failure in failures)
         with pytest.raises(EngineFailed):
             engine.check_health()
         assert not engine.ready
@@ -195,18 +198,21 @@ def test_a_failing_step_ends_every_request_with_the_error(engine: AsyncEngine) -
     asyncio.run(main())
 
 
-def test_a_request_that_comes_while_the_failed_loop_ends_gets_the_error(engine: AsyncEngine) -> None:
-    thread = engine._threads[0]
-    take_commands, taken, go_on = thread._take_commands, threading.Event(), threading.Event()
+def test_request_arriving_while_a_failed_loop_ends_gets_the_error(engine: AsyncEngine) -> None:
+    thread = instance_threads_of(engine)[0]
+    taken, go_on = threading.Event(), threading.Event()
 
-    def take_commands_and_stay() -> None:
-        take_commands()
-        if thread.failure is not None:
-            taken.set()
-            go_on.wait(30)
+    def stay_after_a_failure(take_commands: Callable[[], None]) -> Callable[[], None]:
+        def take_commands_and_stay() -> None:
+            take_commands()
+            if thread.failure is not None:
+                taken.set()
+                go_on.wait(30)
+
+        return take_commands_and_stay
 
     async def main() -> None:
-        thread._take_commands = take_commands_and_stay
+        wrap_take_commands(thread, stay_after_a_failure)
         thread.steps.executor.execute = lambda work: 1 / 0
         try:
             for seed in range(2):
@@ -220,7 +226,7 @@ def test_a_request_that_comes_while_the_failed_loop_ends_gets_the_error(engine: 
     asyncio.run(main())
 
 
-def test_draining_lets_requests_end_and_takes_no_new_ones(engine: AsyncEngine) -> None:
+def test_drain_finishes_running_requests_and_refuses_new_ones(engine: AsyncEngine) -> None:
     async def main() -> None:
         running = asyncio.create_task(collect(engine, prompt(0, 20), LONG))
         await asyncio.sleep(0.05)
@@ -257,13 +263,13 @@ def test_instances_share_the_load(tiny_model: Path, reference: Reference) -> Non
         prompts = [prompt(i, 30) for i in range(8)]
         answers = await asyncio.gather(*(collect(engine, p, greedy) for p in prompts))
         assert answers == [reference.greedy(list(p.token_ids), 10) for p in prompts]
-        assert all(thread.steps.core.snapshot.steps > 0 for thread in engine._threads)
+        assert all(thread.steps.core.snapshot.steps > 0 for thread in instance_threads_of(engine))
         await engine.shutdown()
 
     asyncio.run(main())
 
 
-def test_async_llm_is_the_same_for_a_program(tiny_model: Path, reference: Reference) -> None:
+def test_async_llm_streams_and_embeds(tiny_model: Path, reference: Reference) -> None:
     p = list(range(5, 30))
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""tokenizer.model without tokenizer.json: the expected ids are those of the sentencepiece library for the same file."""
+"""Tokenizers from tokenizer.model alone. The expected ids are those of the sentencepiece library for that file."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def load(folder: Path, **options) -> Tokenizer:
         ({"remove_extra_whitespaces": True}, NO_EXTRA_SPACE),
     ],
 )
-def test_ids_and_text_are_those_of_sentencepiece(tmp_path: Path, options: dict, expected: dict):
+def test_sentencepiece_tokenizer_gives_the_librarys_ids_and_text(tmp_path: Path, options: dict, expected: dict):
     tokenizer = load(tmp_path, **options)
     assert {text: tokenizer.encode(text, add_special_tokens=False) for text in expected} == expected
     if "remove_extra_whitespaces" not in options:
@@ -48,24 +48,24 @@ def test_ids_and_text_are_those_of_sentencepiece(tmp_path: Path, options: dict, 
         assert [tokenizer.decode(expected[text]) for text in texts] == texts
 
 
-def test_special_tokens_come_from_the_model(tmp_path: Path):
+def test_sentencepiece_special_tokens_come_from_the_model_file(tmp_path: Path):
     tokenizer = load(tmp_path)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
-    assert tokenizer.encode("the") == [1, 261], "as LlamaTokenizer, which adds a bos unless it is told otherwise"
+    assert tokenizer.encode("the") == [1, 261], "as LlamaTokenizer, which adds a bos by default"
     assert tokenizer.encode("the</s>the", add_special_tokens=False) == [261, 2, 261]
     assert tokenizer.decode([1, 261, 2]) == "the"
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "add_eos_token": true}')
     assert Tokenizer.load(tmp_path).encode("the") == [261, 2]
 
 
-def test_the_space_before_text_comes_once_where_the_configuration_is_not_legacy(tmp_path: Path):
+def test_non_legacy_configuration_adds_the_leading_space_once(tmp_path: Path):
     write_model(tmp_path / "tokenizer.model", WORDS)
     (tmp_path / "tokenizer_config.json").write_text('{"legacy": false}')
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.encode("the</s>the", add_special_tokens=False) == [261, 2, 266, 260]
 
 
-def test_tokenizer_json_is_taken_first(tmp_path: Path):
+def test_tokenizer_json_is_preferred_to_tokenizer_model(tmp_path: Path):
     source = load(tmp_path)
     source.save(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.model").write_bytes(b"not read")
@@ -73,14 +73,14 @@ def test_tokenizer_json_is_taken_first(tmp_path: Path):
 
 
 @pytest.mark.parametrize("data", [b"", b"IQ== 0\nIg== 1\n", b"\x0a\xff\xff", b"\x08\x01", bytes(100)])
-def test_another_file_of_that_name_is_refused(tmp_path: Path, data: bytes):
+def test_tokenizer_model_in_another_format_is_refused(tmp_path: Path, data: bytes):
     (tmp_path / "tokenizer.model").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"tokenizer\.model: is not a SentencePiece model"):
         Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tekken.json", "merges.txt"])
-def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str):
+def test_error_for_an_unreadable_sentencepiece_file_names_it(tmp_path: Path, name: str):
     (tmp_path / name).write_text("")
     with pytest.raises(CheckpointError, match=rf"there is no tokenizer\.json or tokenizer\.model.*{name}"):
         Tokenizer.load(tmp_path)

@@ -1,4 +1,4 @@
-"""The step log says what the engine did: every step, request, look of the controller, and change of the plan."""
+"""The step log records what the engine did: steps, requests, ticks of the controller, and changes of the plan."""
 
 import json
 import threading
@@ -19,28 +19,28 @@ from jaxserve.core.work import StepOutput, Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.engine.step_log import InstanceLog, LoggedController, Recording, StepLog, read_log
 from jaxserve.telemetry import Snapshot
-from tests.control.worlds import MB, VirtualActuator, home_plan, machine, snapshot
 from tests.sim.clusters import LONGEST, PAGE, TILE, cluster
+from tests.support.control import MB, VirtualActuator, home_plan, machine, snapshot
 
 BUCKETS = Buckets(4, 4, TILE, 1, (LONGEST // PAGE,))
 
 
-class Device:
-    """An executor on which the clock moves: 1 s for a dispatch, 10 s for a step."""
+class ClockedExecutor:
+    """An executor that moves the clock: 1 s for a dispatch, 10 s for a step."""
 
     def __init__(self, clock: VirtualClock):
         self.clock = clock
 
-    def execute(self, work: Work) -> "Pending":
+    def execute(self, work: Work) -> "ClockedStep":
         self.clock.time += 1
-        return Pending(self.clock, len(work.decodes) + len(work.chunks))
+        return ClockedStep(self.clock, len(work.decodes) + len(work.chunks))
 
     def settle(self) -> None:
         pass
 
 
 @dataclass
-class Pending:
+class ClockedStep:
     clock: VirtualClock
     rows: int
 
@@ -55,11 +55,11 @@ def path(tmp_path):
 
 
 def served(path, *requests: Request, overlap: bool = True) -> Recording:
-    """What the log of an engine says that had these requests at once."""
+    """Serve these requests, all added before the first step, and return the log of the engine."""
     clock = VirtualClock(100.0)
     core = cluster().instances[0].core
     log = StepLog(path, {"model": "small"})
-    loop = StepLoop(core, Device(clock), clock, overlap=overlap, log=InstanceLog(log, core, BUCKETS))
+    loop = StepLoop(core, ClockedExecutor(clock), clock, overlap=overlap, log=InstanceLog(log, core, BUCKETS))
     for request in requests:
         loop.add(request)
     while not loop.idle:
@@ -72,7 +72,7 @@ def request(name: str, prompt: int, answer: int) -> Request:
     return Request(name, (7,) * prompt, SamplingParams(max_tokens=answer, ignore_eos=True), arrival=99.0)
 
 
-def test_every_step_is_there_with_its_load_and_its_times(path):
+def test_step_log_has_the_load_and_times_of_every_step(path):
     steps = served(path, request("a", 10, 3), request("b", 3, 2)).steps
     assert [step.number for step in steps] == [0, 1, 2]
     assert steps[0].load == StepLoad(tokens=32, rows=4, sequences=0, context=0, prefill=10 * 11 + 3 * 4)
@@ -83,18 +83,18 @@ def test_every_step_is_there_with_its_load_and_its_times(path):
     assert [(s.begun, s.dispatched, s.ended) for s in steps] == [(100, 101, 112), (101, 102, 123), (112, 113, 133)]
 
 
-def test_a_step_that_is_fetched_before_the_next_one_begins_is_logged_alike(path):
+def test_step_log_without_overlap_has_the_times_of_every_step(path):
     steps = served(path, request("a", 10, 3), overlap=False).steps
     assert [(s.begun, s.dispatched, s.ended) for s in steps] == [(100, 101, 111), (111, 112, 122), (122, 123, 133)]
 
 
-def test_a_chunk_after_a_prefix_counts_the_pairs_with_it(path):
+def test_step_log_counts_a_chunks_pairs_with_its_prefix(path):
     steps = served(path, request("a", 50, 1)).steps
     assert [step.prompt_tokens for step in steps] == [32, 18]
     assert [step.prefill for step in steps] == [32 * 33, 18 * (32 + 18 + 1)]
 
 
-def test_a_request_is_there_when_it_comes_and_when_it_ends(path):
+def test_step_log_has_the_arrival_and_the_answer_of_every_request(path):
     found = served(path, request("a", 10, 3), request("b", 3, 1))
     assert [(a.id, a.step, a.time, a.prompt_tokens, a.max_tokens, a.answers) for a in found.arrivals] == [
         ("a", 0, 99.0, 10, 3, 1),
@@ -105,21 +105,21 @@ def test_a_request_is_there_when_it_comes_and_when_it_ends(path):
     assert (b.tokens, b.first_token, b.last_token, b.preemptions, b.cached_tokens) == (1, 112.0, 112.0, 0, 0)
 
 
-def test_a_refused_request_never_came(path):
+def test_step_log_omits_refused_requests(path):
     clock, core = VirtualClock(), cluster().instances[0].core
     log = StepLog(path, {})
-    loop = StepLoop(core, Device(clock), clock, log=InstanceLog(log, core, BUCKETS))
+    loop = StepLoop(core, ClockedExecutor(clock), clock, log=InstanceLog(log, core, BUCKETS))
     with pytest.raises(RequestError):
         loop.add(request("long", LONGEST, 1))
     log.close()
     assert read_log(path).arrivals == ()
 
 
-def test_the_step_before_which_a_request_came_and_the_plan_that_it_ran_under(path):
+def test_step_log_has_the_step_of_an_arrival_and_the_plan_of_a_step(path):
     clock, core = VirtualClock(), cluster().instances[0].core
     core.replan(core.salt, Snapshot(kv_pages_total=39, plan_version=1, layers_by_precision={"bfloat16": 2}))
     log = StepLog(path, {})
-    loop = StepLoop(core, Device(clock), clock, log=InstanceLog(log, core, BUCKETS))
+    loop = StepLoop(core, ClockedExecutor(clock), clock, log=InstanceLog(log, core, BUCKETS))
     loop.add(request("a", 10, 5))
     loop.step()
     loop.step()
@@ -134,9 +134,9 @@ def test_the_step_before_which_a_request_came_and_the_plan_that_it_ran_under(pat
     assert [(p.version, p.layers, p.kv_pages) for p in found.plans] == [(1, {"bfloat16": 2}, 39), (2, {"int4": 2}, 50)]
 
 
-def test_without_a_log_a_loop_is_as_before():
+def test_step_loop_without_a_log_runs():
     clock, core = VirtualClock(), cluster().instances[0].core
-    loop = StepLoop(core, Device(clock), clock)
+    loop = StepLoop(core, ClockedExecutor(clock), clock)
     loop.add(request("a", 10, 2))
     assert [len(loop.step()) for _ in range(4)] == [0, 1, 1, 0]
 
@@ -144,7 +144,7 @@ def test_without_a_log_a_loop_is_as_before():
 # -- the controller
 
 
-def test_what_the_controller_saw_decided_and_learnt(path):
+def test_step_log_has_the_controllers_ticks_decisions_and_outcomes(path):
     resources, home = replace(machine(), copy_rate=10 * MB), home_plan()  # half a second
     target = home.with_precisions(0, {"layers.3": "int4"})
     log, actuator = StepLog(path, {}), VirtualActuator()
@@ -167,7 +167,7 @@ def test_what_the_controller_saw_decided_and_learnt(path):
     assert (decided.before_version, decided.target_version) == (1, 2)
 
 
-def test_a_failed_transition_is_logged_with_its_error(path):
+def test_step_log_has_the_error_of_a_failed_transition(path):
     home = home_plan()
     target = home.with_precisions(0, {"layers.3": "int4"})
     log, actuator = StepLog(path, {}), VirtualActuator(lambda transition: "no room")
@@ -179,7 +179,7 @@ def test_a_failed_transition_is_logged_with_its_error(path):
     assert [error for tick in read_log(path).ticks for error, _ in tick.outcomes] == ["no room"]
 
 
-def test_a_policy_that_does_nothing_decides_nothing(path):
+def test_step_log_of_a_static_policy_has_no_decisions(path):
     log = StepLog(path, {})
     controller = LoggedController(log, home_plan(), StaticPolicy(), machine(), actuator=VirtualActuator())
     for now in range(5):
@@ -192,7 +192,7 @@ def test_a_policy_that_does_nothing_decides_nothing(path):
 # -- the file
 
 
-def test_records_of_many_threads_are_lines_of_their_own(path):
+def test_step_log_written_by_several_threads_keeps_lines_whole(path):
     log = StepLog(path, {"model": "small"})
     outcome = Outcome(SwapPrecision(0, "layers.0", "a", "b", 1, 0, 1, 0.5), None, 0.5)
     from jaxserve.engine.step_log import Tick
@@ -213,7 +213,7 @@ def test_records_of_many_threads_are_lines_of_their_own(path):
     assert times == [float(1000 * n + i) for n in range(4) for i in range(500)]
 
 
-def test_a_line_that_was_cut_off_is_left_out(path):
+def test_step_log_reader_ignores_a_truncated_last_line(path):
     whole = served(path, request("a", 10, 3))
     text = path.read_text()
     path.write_text(text[:-5])
@@ -222,13 +222,13 @@ def test_a_line_that_was_cut_off_is_left_out(path):
 
 
 @pytest.mark.parametrize("line", ["no json\n", '["step", 1]\n', '["what", 1]\n', "7\n"])
-def test_what_is_no_record_is_an_error_that_names_the_line(path, line):
+def test_error_for_an_invalid_record_names_the_line(path, line):
     path.write_text(json.dumps(["engine", 1, {}]) + "\n" + line)
     with pytest.raises(ConfigError, match=r"steps\.jsonl, line 2"):
         read_log(path)
 
 
-def test_a_file_that_is_no_step_log_is_an_error(path):
+def test_file_that_is_not_a_step_log_is_refused(path):
     with pytest.raises(ConfigError, match="cannot read the step log"):
         read_log(path)
     path.write_text("")
@@ -239,6 +239,6 @@ def test_a_file_that_is_no_step_log_is_an_error(path):
         read_log(path)
 
 
-def test_a_log_that_cannot_be_written_is_an_error_at_once(tmp_path):
+def test_unwritable_step_log_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*: .*directory.* \(step_log\)"):
         StepLog(tmp_path, {})

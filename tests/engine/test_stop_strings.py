@@ -1,4 +1,4 @@
-"""Stop strings: what a stream shows, joined, is the whole answer; found at once, at the same cost in any text."""
+"""Stop strings: the pieces of a stream join to the whole answer, and the search costs the same in any text."""
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -6,15 +6,15 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.core.errors import RequestError
 from jaxserve.core.request import FinishReason, Request, Sequence
 from jaxserve.core.sampling import MAX_STRING, SamplingParams
-from jaxserve.engine.core import EngineCore
 from jaxserve.engine.outputs import RequestState
 from jaxserve.engine.text import StopStrings, flush_text
+from tests.support.internals import check_end
 
 LETTERS = st.text("ab", min_size=1, max_size=5)
 
 
 class Pieces:
-    """A detokenizer whose token i is the i-th of some pieces of text."""
+    """A detokenizer whose token i is the i-th piece of text."""
 
     def __init__(self, pieces: list[str]):
         self.pieces = pieces
@@ -27,14 +27,14 @@ class Pieces:
 
 
 def answer(pieces: list[str], params: SamplingParams) -> tuple[list[str], Sequence]:
-    """What a stream shows after each token, and the sequence at its end."""
+    """Return what a stream shows after each token, and the sequence at its end."""
     request = Request("r", (0,), params, 0.0)
     stops = StopStrings(params.stop_strings) if params.stop_strings else None
     sequence = Sequence(request, 0, 0, max_total=len(pieces) + 1, detokenizer=Pieces(pieces), stops=stops)
     state, shown = RequestState(request, [sequence]), []
     for token in range(len(pieces)):
         sequence.tokens.append(token)
-        EngineCore._check_end(None, sequence, token)
+        check_end(sequence, token)
         if sequence.finish_reason is not None:
             flush_text(sequence)
         shown.append(state.take([sequence]).outputs[0].text)
@@ -44,7 +44,10 @@ def answer(pieces: list[str], params: SamplingParams) -> tuple[list[str], Sequen
 
 
 def expected(pieces: list[str], params: SamplingParams) -> tuple[str, str | None]:
-    """The definition: of the stop strings that end with the first such token after `min_tokens`, the first to begin."""
+    """Return the text and the stop string by definition.
+
+    Of the stop strings that end with the first possible token after `min_tokens`, the first to begin counts.
+    """
     text = ""
     for number, piece in enumerate(pieces, start=1):
         before, text = text, text + piece
@@ -62,7 +65,7 @@ def expected(pieces: list[str], params: SamplingParams) -> tuple[str, str | None
 
 @settings(max_examples=400, derandomize=True)
 @given(st.lists(st.text("ab", max_size=4), min_size=1, max_size=12), st.lists(LETTERS, max_size=3), st.data())
-def test_a_stream_joined_is_the_whole_answer_and_that_is_the_definition(pieces, stops, data) -> None:
+def test_streamed_text_equals_the_definition_for_any_stop_strings(pieces, stops, data) -> None:
     least, keep = data.draw(st.integers(0, len(pieces))), data.draw(st.booleans())
     params = SamplingParams(
         stop=stops, min_tokens=least, max_tokens=len(pieces), include_stop_str_in_output=keep, ignore_eos=True
@@ -73,19 +76,19 @@ def test_a_stream_joined_is_the_whole_answer_and_that_is_the_definition(pieces, 
     assert sequence.finish_reason is (FinishReason.LENGTH if sequence.stop_reason is None else FinishReason.STOP)
 
 
-def test_a_stop_string_that_begins_before_min_tokens_is_never_shown() -> None:
+def test_stop_string_beginning_before_min_tokens_is_never_streamed() -> None:
     shown, sequence = answer(["x", "\n", "\n", "y"], SamplingParams(stop="\n\n", min_tokens=2))
     assert shown == ["x", "", ""]
     assert (sequence.text, sequence.stop_reason) == ("x", "\n\n")
 
 
-def test_one_that_is_complete_before_min_tokens_is_text() -> None:
+def test_stop_string_complete_before_min_tokens_stays_in_the_text() -> None:
     shown, sequence = answer(["a.", "b.", "c", "."], SamplingParams(stop=".", min_tokens=3))
     assert shown == ["a.", "b.", "c", ""]
     assert sequence.text == "a.b.c"
 
 
-def test_the_work_per_character_follows_neither_the_text_nor_the_stop_string() -> None:
+def test_stop_search_costs_constant_work_per_character() -> None:
     class Counted(str):
         looked = 0
 
@@ -105,7 +108,7 @@ def test_the_work_per_character_follows_neither_the_text_nor_the_stop_string() -
 
 
 @pytest.mark.parametrize("field", ["stop", "bad_words"])
-def test_strings_have_a_limit(field: str) -> None:
+def test_stop_strings_and_bad_words_longer_than_the_limit_are_refused(field: str) -> None:
     SamplingParams(**{field: ["a" * MAX_STRING]})
     with pytest.raises(RequestError, match=f"{field} has a string of 1025 characters, the limit is 1024") as caught:
         SamplingParams(**{field: ["short", "a" * (MAX_STRING + 1)]})

@@ -24,7 +24,7 @@ CORPUS = ["def f(x):\n    return x * 2\n", "naïve café, 東京タワー 🦊�
 
 
 def byte_level() -> HfTokenizer:
-    """As in Llama 3, Qwen and GPT-2."""
+    """Return a byte-level tokenizer, as Llama 3, Qwen and GPT-2 have."""
     tokenizer = HfTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def byte_level() -> HfTokenizer:
 
 
 def byte_fallback() -> HfTokenizer:
-    """As in Llama 2 and Mistral: characters, and bytes for those that are not in the vocabulary."""
+    """Return a tokenizer of characters, and of bytes for unknown characters, as Llama 2 and Mistral have."""
     pieces = [*SPECIALS, "<unk>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz.,é"]
     merges = [("\u2581", "a"), ("t", "h"), ("th", "e"), ("\u2581", "the")]
     pieces += [left + right for left, right in merges]
@@ -70,7 +70,7 @@ BUILT = {name: Tokenizer(build(), special_tokens={"eos_token": "</s>"}) for name
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], sizes: list[int], **options: bool) -> str:
-    """The text of a stream that is fed pieces of these sizes, over and over."""
+    """Return the text of a stream that is fed pieces of these sizes in turn."""
     stream, text, position, turn = tokenizer.stream(**options), "", 0, 0
     while position < len(ids):
         size = sizes[turn % len(sizes)]
@@ -99,7 +99,7 @@ def test_stream_of_any_byte_level_tokens_equals_their_decoding(data, sizes, skip
 
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "metaspace"])
-def test_text_that_goes_on_keeps_its_leading_space(kind):
+def test_continued_text_keeps_its_leading_space(kind):
     tokenizer = BUILT[kind]
     ids = tokenizer.encode("the the")
     assert streamed(tokenizer, ids, [1]) == " the the"
@@ -107,7 +107,7 @@ def test_text_that_goes_on_keeps_its_leading_space(kind):
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_no_replacement_character_while_a_character_is_incomplete(kind):
+def test_stream_shows_no_replacement_character_while_a_character_is_incomplete(kind):
     tokenizer = BUILT[kind]
     ids = tokenizer.encode("\U0001f9e0")  # in no vocabulary: several bytes
     stream = tokenizer.stream(start=True)
@@ -117,7 +117,7 @@ def test_no_replacement_character_while_a_character_is_incomplete(kind):
     assert pieces[-1] == "\U0001f9e0"
 
 
-def test_incomplete_character_shows_at_the_end_only():
+def test_incomplete_character_is_shown_only_at_the_end():
     tokenizer = BUILT["byte_level"]
     first, *_ = tokenizer.encode("\U0001f9e0")
     stream = tokenizer.stream()
@@ -132,13 +132,13 @@ def test_special_tokens_are_hidden_or_shown():
     assert streamed(tokenizer, ids, [1], skip_special_tokens=False) == "fox<|a turn|>x</s>"
 
 
-def test_other_decoders_stream_too():
+def test_other_decoders_can_stream():
     tokenizer = Tokenizer(word_piece())
     ids = tokenizer.encode("playing the game playing")
     assert streamed(tokenizer, ids, [1]) == tokenizer.decode(ids) == "playing the game playing"
 
 
-def test_token_text_and_bytes():
+def test_token_bytes_join_to_the_encoded_text():
     tokenizer = BUILT["byte_level"]
     ids = tokenizer.encode("東 quick")
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == "東 quick"
@@ -146,7 +146,7 @@ def test_token_text_and_bytes():
     assert tokenizer.token(10**6) == ""
 
 
-def test_lone_surrogate_is_the_callers_mistake():
+def test_lone_surrogate_is_refused_as_a_request_error():
     with pytest.raises(RequestError, match="surrogate"):
         BUILT["byte_level"].encode("a\ud800b")
 
@@ -165,14 +165,14 @@ def write(folder, name, value):
     (folder / name).write_text(json.dumps(value))
 
 
-def test_load_reads_special_tokens(folder):
+def test_tokenizer_load_reads_special_tokens(folder):
     write(folder, "generation_config.json", {"eos_token_id": [2, 7]})
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.bos_token_id == 0
     assert tokenizer.eos_token_ids == (2, 7, 1)
 
 
-def test_add_bos_token_of_the_configuration_wins(folder):
+def test_add_bos_token_of_the_configuration_overrides_the_file(folder):
     assert Tokenizer.load(folder).encode("fox")[0] != 0
     write(folder, "tokenizer_config.json", {"bos_token": "<s>", "add_bos_token": True})
     tokenizer = Tokenizer.load(folder)
@@ -182,7 +182,7 @@ def test_add_bos_token_of_the_configuration_wins(folder):
 
 @pytest.fixture
 def with_edges(folder):
-    """The same tokenizer, whose file puts <s> before and </s> after every text."""
+    """A folder with a tokenizer that puts <s> before and </s> after every text."""
     tokenizer = byte_level()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
@@ -201,7 +201,7 @@ def with_edges(folder):
         ({"add_bos_token": False, "add_eos_token": False}, [], []),
     ],
 )
-def test_only_what_the_file_adds_is_taken_away(with_edges, flags, before, after):
+def test_add_bos_and_add_eos_false_remove_only_what_the_file_adds(with_edges, flags, before, after):
     write(with_edges, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", **flags})
     tokenizer = Tokenizer.load(with_edges)
     fox = tokenizer.encode("fox", add_special_tokens=False)
@@ -210,21 +210,21 @@ def test_only_what_the_file_adds_is_taken_away(with_edges, flags, before, after)
     assert tokenizer.encode("") == [*before, *after]
 
 
-def test_a_bos_that_the_text_begins_with_stays_where_none_is_added(folder):
+def test_bos_written_in_the_text_is_kept(folder):
     write(folder, "tokenizer_config.json", {"bos_token": "<|a turn|>", "add_bos_token": False})
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode("<|a turn|>fox")[0] == tokenizer.bos_token_id
     assert tokenizer.decode(tokenizer.encode("<|a turn|>fox"), skip_special_tokens=False) == "<|a turn|>fox"
 
 
-def test_a_bos_that_the_configuration_asks_for_is_not_doubled(folder):
+def test_bos_requested_by_the_configuration_is_not_doubled(folder):
     write(folder, "tokenizer_config.json", {"bos_token": "<s>", "add_bos_token": True, "add_eos_token": True})
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode("<s>fox") == tokenizer.encode("fox")
     assert tokenizer.encode("fox")[-1] != tokenizer.bos_token_id, "no eos is named, so none can be added"
 
 
-def test_an_eos_that_is_the_bos_too_is_not_taken_for_it(folder):
+def test_add_bos_token_false_keeps_an_eos_equal_to_the_bos(folder):
     tokenizer = byte_level()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A <s>", special_tokens=[("<s>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -236,7 +236,7 @@ def test_an_eos_that_is_the_bos_too_is_not_taken_for_it(folder):
 # special tokens of the other files
 
 
-def test_special_tokens_map_alone_names_the_tokens(folder):
+def test_special_tokens_map_alone_names_the_special_tokens(folder):
     write(folder, "tokenizer_config.json", {})
     write(folder, "special_tokens_map.json", {"bos_token": {"content": "<s>"}, "eos_token": "</s>"})
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -245,7 +245,7 @@ def test_special_tokens_map_alone_names_the_tokens(folder):
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "<s>hi"
 
 
-def test_special_tokens_map_wins_unless_the_added_tokens_are_listed(folder, caplog):
+def test_special_tokens_map_is_used_unless_added_tokens_are_listed(folder, caplog):
     write(folder, "special_tokens_map.json", {"eos_token": "<|a turn|>"})
     assert Tokenizer.load(folder).eos_token_ids == (2,)
     assert "'</s>' in tokenizer_config.json and '<|a turn|>' in special_tokens_map.json" in caplog.text
@@ -254,7 +254,7 @@ def test_special_tokens_map_wins_unless_the_added_tokens_are_listed(folder, capl
 
 
 @pytest.mark.parametrize("listed", ["tokenizer_config.json", "added_tokens.json"])
-def test_added_tokens_of_the_other_files_are_added(folder, listed, caplog):
+def test_added_tokens_of_the_other_files_are_in_the_vocabulary(folder, listed, caplog):
     size = byte_level().get_vocab_size()
     tokens = {"<|im_start|>": size, "<|im_end|>": size + 1}
     config = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
@@ -271,7 +271,7 @@ def test_added_tokens_of_the_other_files_are_added(folder, listed, caplog):
     assert not caplog.records
 
 
-def test_added_tokens_whose_ids_are_not_free_are_told_and_left(folder, caplog):
+def test_added_tokens_with_used_ids_are_ignored_with_a_warning(folder, caplog):
     size = byte_level().get_vocab_size()
     listed = {str(size + 5): {"content": "<far>"}, "7": {"content": "</s>"}, "2": {"content": "<|a turn|>"}}
     write(folder, "tokenizer_config.json", {"added_tokens_decoder": listed})
@@ -282,13 +282,13 @@ def test_added_tokens_whose_ids_are_not_free_are_told_and_left(folder, caplog):
     assert "'</s>' (7, not 1)" in caplog.text
 
 
-def test_a_named_token_outside_the_vocabulary_is_told(folder, caplog):
+def test_special_token_outside_the_vocabulary_gives_a_warning(folder, caplog):
     write(folder, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "<|im_end|>"})
     assert Tokenizer.load(folder).eos_token_ids == ()
     assert "the eos_token is '<|im_end|>', which is not in the vocabulary" in caplog.text
 
 
-def test_a_named_token_of_the_plain_vocabulary_is_a_special_one(folder):
+def test_special_token_from_the_plain_vocabulary_is_special(folder):
     piece = next(text for text in byte_level().get_vocab(with_added_tokens=False) if text == "qu")
     write(folder, "tokenizer_config.json", {"eos_token": piece})
     tokenizer = Tokenizer.load(folder)
@@ -307,13 +307,13 @@ def test_a_named_token_of_the_plain_vocabulary_is_a_special_one(folder):
         ("added_tokens.json", {"<a>": None}),
     ],
 )
-def test_malformed_files_are_named(folder, file, value):
+def test_error_for_a_malformed_tokenizer_file_names_it(folder, file, value):
     write(folder, file, value)
     with pytest.raises(CheckpointError, match=file):
         Tokenizer.load(folder)
 
 
-def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
+def test_truncation_and_padding_of_the_tokenizer_file_are_ignored(tmp_path):
     source = byte_level()
     source.enable_truncation(3)
     source.enable_padding(length=64)
@@ -324,7 +324,7 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"version": "1.0"}'])
-def test_missing_or_broken_file_is_named(tmp_path, content):
+def test_error_for_a_missing_or_broken_tokenizer_names_the_file(tmp_path, content):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
@@ -336,12 +336,12 @@ def test_missing_or_broken_file_is_named(tmp_path, content):
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<b>&'hi'</b>"}]
 
 
-def test_default_template(folder):
+def test_model_without_a_template_uses_the_plain_format(folder):
     prompt = Tokenizer.load(folder).apply_chat_template(CHAT)
     assert prompt == "System: Be brief.\nUser: <b>&'hi'</b>\nAssistant:"
 
 
-def test_default_template_begins_as_every_text_does(folder):
+def test_plain_format_begins_with_the_bos_that_every_text_gets(folder):
     write(folder, "tokenizer_config.json", {"bos_token": "<s>", "add_bos_token": True})
     tokenizer = Tokenizer.load(folder)
     assert not tokenizer.has_chat_template
@@ -363,7 +363,7 @@ VICUNA = (
 
 
 @pytest.mark.parametrize("name", ["vicuna-7b-v1.5", "my-model", "models--lmsys--vicuna-7b-v1.5/snapshots/0123"])
-def test_vicuna_has_its_own_format(tmp_path, name):
+def test_vicuna_model_uses_its_built_in_template(tmp_path, name):
     model = tmp_path / name
     model.mkdir(parents=True)
     byte_level().save(str(model / "tokenizer.json"))
@@ -374,7 +374,7 @@ def test_vicuna_has_its_own_format(tmp_path, name):
     assert Tokenizer.load(model).apply_chat_template(system) == "<s>Be brief. USER: Hi ASSISTANT:"
 
 
-def test_a_template_may_be_given(folder, tmp_path):
+def test_template_given_by_name_or_file_is_used(folder, tmp_path):
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     named = [{"name": "tool_use", "template": "{% for m in messages %}({{ m.content }}){% endfor %}"}]
     write(folder, "tokenizer_config.json", {"chat_template": named})
@@ -391,14 +391,14 @@ def test_a_template_may_be_given(folder, tmp_path):
         prompt("nothing")
 
 
-def test_the_file_of_a_template_wins_and_says_so(folder, caplog):
+def test_template_file_of_the_model_is_preferred_and_logged(folder, caplog):
     write(folder, "tokenizer_config.json", {"chat_template": "{{ messages }}"})
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert Tokenizer.load(folder).apply_chat_template(CONVERSATION[:1]) == "Hi"
     assert "chat_template.jinja is used" in caplog.text
 
 
-def test_template_of_the_model(folder):
+def test_template_in_the_tokenizer_configuration_is_used(folder):
     template = (
         "{{ bos_token }}{% for m in messages %}\n  {% if loop.index0 > 5 %}{% break %}{% endif %}\n"
         "{% generation %}[{{ m.role }}] {{ m | tojson }}{% endgeneration %}\n{% endfor %}"
@@ -409,7 +409,7 @@ def test_template_of_the_model(folder):
     assert prompt == '<s>[user] {"role": "user", "content": "<b>&\'hi\'</b>"}<think>'
 
 
-def test_content_may_come_in_parts(folder):
+def test_message_content_in_parts_is_joined(folder):
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert Tokenizer.load(folder).apply_chat_template(parts) == "User: a\nb\nAssistant:"
     for other in ({"type": "image_url"}, {"type": "text"}, "text"):
@@ -417,7 +417,7 @@ def test_content_may_come_in_parts(folder):
             Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": [other]}])
 
 
-def test_named_templates_take_the_default(folder):
+def test_list_of_named_templates_uses_the_default(folder):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "hello"}]
     write(folder, "tokenizer_config.json", {"chat_template": named})
     assert Tokenizer.load(folder).apply_chat_template(CHAT) == "hello"
@@ -436,22 +436,22 @@ def open_prompt(template, content, role="assistant"):
 @pytest.mark.parametrize(
     "content", ["<", "|", "e", "d", "end", "```json\n", "Answer: ", "<think>\n", "", " two  ", "hi", "<|im_end|>\n"]
 )
-def test_a_prompt_ends_exactly_where_the_last_message_does(content, role):
+def test_continued_message_ends_the_prompt(content, role):
     assert open_prompt(CHATML, content, role) == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>{role}\n{content}"
 
 
 @pytest.mark.parametrize("content", ["<", "e", "Answer: ", "```json\n", "  a  b "])
-def test_a_template_that_trims_leaves_the_trimmed_message_open(content):
+def test_continued_message_trimmed_by_the_template_stays_open(content):
     assert open_prompt(TRIMMED, content) == f"<user>\n\nhi<|eot_id|><assistant>\n\n{content.strip()}"
 
 
 @pytest.mark.parametrize("content", [None, 7])
-def test_a_message_without_text_cannot_be_continued(content):
+def test_continuation_of_a_message_without_text_is_refused(content):
     with pytest.raises(RequestError, match="text as its content"):
         open_prompt(CHATML, content)
 
 
-def test_a_message_that_the_template_cuts_cannot_be_continued():
+def test_continuation_of_a_message_cut_by_the_template_is_refused():
     with pytest.raises(RequestError, match="cannot be continued"):
         open_prompt("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}", "a</think>b")
 
@@ -469,7 +469,7 @@ def rendered(template, *roles):
     return ChatTemplate(template).render([{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)])
 
 
-def test_developer_is_system_unless_the_template_knows_it():
+def test_developer_role_becomes_system_unless_the_template_knows_it():
     assert rendered(QWEN, "developer", "user") == "<system>text 0<user>text 1"
     template = "{% for m in messages %}{{ m.role }}{{ m.content }}{# developer #}{% endfor %}"
     assert rendered(template, "developer") == "developertext 0"
@@ -485,13 +485,13 @@ def test_developer_is_system_unless_the_template_knows_it():
         (["critic"], 0, "critic"),
     ],
 )
-def test_a_message_that_the_template_leaves_out_is_refused(roles, position, role):
+def test_message_omitted_by_the_template_is_refused(roles, position, role):
     for _ in range(2):  # the second time from memory
         with pytest.raises(RequestError, match=rf"leaves out message {position} \(role '{role}'\)"):
             rendered(QWEN, *roles)
 
 
-def test_a_template_may_show_any_role_or_cut_what_a_message_says():
+def test_template_showing_any_role_or_part_of_a_message_is_accepted():
     assert rendered(CHATML, "critic").startswith("<|im_start|>critic\ntext 0")
     shortened = ChatTemplate("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}")
     assert shortened.render([{"role": "assistant", "content": "thought</think>said"}]) == "said"
@@ -508,18 +508,18 @@ def test_a_template_may_show_any_role_or_cut_what_a_message_says():
         "{{ messages[0].content + 1 }}",
     ],
 )
-def test_template_can_refuse_but_not_escape(folder, template):
+def test_template_can_refuse_messages_but_not_leave_the_sandbox(folder, template):
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(RequestError, match="chat template"):
         Tokenizer.load(folder).apply_chat_template(CHAT)
 
 
-def test_content_is_never_a_template(folder):
+def test_message_content_is_never_rendered_as_a_template(folder):
     prompt = Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "{{ 7 * 7 }}"}])
     assert "{{ 7 * 7 }}" in prompt
 
 
-def test_broken_template_is_the_checkpoints_fault(folder):
+def test_broken_template_is_a_checkpoint_error(folder):
     (folder / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(CheckpointError, match="chat template"):
         Tokenizer.load(folder)

@@ -7,7 +7,7 @@ from jaxserve.compilation.cache import BLOCK_TIER, CompileCounter
 from jaxserve.compilation.programs import Compiler, Program
 
 
-def test_a_call_finds_what_was_compiled_for_it():
+def test_call_uses_the_executable_compiled_for_its_shape():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     pool, numbers = jax.device_put(jnp.zeros(100), sharding), np.arange(7, dtype=np.int32)
     state = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=sharding)
@@ -31,7 +31,7 @@ def test_a_call_finds_what_was_compiled_for_it():
     counter.close()
 
 
-def test_what_cannot_be_compiled_is_said():
+def test_failed_compilation_raises_its_error():
     def fail(x):
         raise ValueError("no such thing")
 

@@ -1,4 +1,4 @@
-"""Where the rows of a step lie in its packed vector."""
+"""The layout of a step's packed vector."""
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def packed(work: Work) -> dict[str, np.ndarray]:
     return {name: SHAPE.view(vector, name) for name in SHAPE.fields}
 
 
-def test_what_is_computed_lies_together() -> None:
+def test_packed_step_has_computed_tokens_side_by_side() -> None:
     decodes = sequence(2, [5, 6, 7], 3), sequence(5, [1, 2, 3, 4, 9], 5, inflight=2)
     chunk = Chunk(sequence(1, list(range(20, 40)), 14), 4, 10, last=True)
     view = packed(Work(0, decodes, (chunk,)))
@@ -38,7 +38,7 @@ def test_what_is_computed_lies_together() -> None:
     assert view["tile_lengths"].tolist() == [8, 2, 0]
 
 
-def test_sampled_rows_are_the_decodes_and_the_ends_of_chunks_and_then_none() -> None:
+def test_sampled_rows_are_decodes_then_chunk_ends_then_padding() -> None:
     chunks = Chunk(sequence(0, [1] * 9, 9), 0, 9, last=True), Chunk(sequence(1, [1] * 3, 3), 0, 3, last=True)
     view = packed(Work(0, (sequence(2, [5, 6], 2),), chunks))
     assert view["rows"].tolist() == [3, 4 + 8, 4 + 16 + 2, *[SHAPE.tokens] * 5]

@@ -1,4 +1,4 @@
-"""What the executables of split blocks do."""
+"""Collectives and native kernels in the executables of split blocks."""
 
 import re
 
@@ -19,20 +19,20 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
 
 
 def lowered(block: str, precision: str, *, dtype: str = "bfloat16") -> jax.stages.Lowered:
-    """A block split over two devices, for four sequences that decode."""
+    """Return the program of a block split over two devices, for four decoding sequences."""
     model = padded_config(config_from_hf(llama(dtype=dtype, head_dim=64, **SIZES)), tp=2)
     placement = Placement(tuple(jax.devices()[:2]))
     _, variables = abstract_block(model, block, precision)
     tensors = {name: jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), v.get_value()) for name, v in variables.items()}
-    row = BlockBuilder(model).build(block, tensors, placement, precision)
+    loaded = BlockBuilder(model).build(block, tensors, placement, precision)
     x, ids = jnp.zeros((4, model.hidden_size), dtype), jnp.arange(4, dtype=jnp.int32)
     if block == "head":
-        return row.executable.lower(x, ids, *row.leaves)
+        return loaded.executable.lower(x, ids, *loaded.leaves)
     pool = kv_pool(9, model.num_kv_heads, 16, model.head_dim, dtype, placement.sharding(POOL_AXES))
     none = jnp.zeros(0, jnp.int32)
     meta = AttentionMeta(jnp.ones((4, 2), jnp.int32), ids + 1, jnp.zeros((0, 2), jnp.int32), none, none)
     rotation = jnp.ones((4, model.head_dim // 2))
-    return row.executable.lower(x, rotation, rotation, ids + 16, meta, pool, *row.leaves)
+    return loaded.executable.lower(x, rotation, rotation, ids + 16, meta, pool, *loaded.leaves)
 
 
 def collectives(program: jax.stages.Lowered) -> list[str]:
@@ -44,17 +44,17 @@ def collectives(program: jax.stages.Lowered) -> list[str]:
     ("dtype", "precision"),
     [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float32", "int4")],
 )
-def test_a_split_layer_adds_up_twice_and_moves_no_weight(dtype: str, precision: str) -> None:
+def test_split_layer_runs_two_all_reduces_and_moves_no_weight(dtype: str, precision: str) -> None:
     assert collectives(lowered("layers.0", precision, dtype=dtype)) == ["all-reduce"] * 2
 
 
-def test_a_split_head_joins_its_logits() -> None:
+def test_split_head_gathers_its_logits_once() -> None:
     assert collectives(lowered("head", "bfloat16")) == ["all-gather"]
 
 
-@pytest.mark.skipif(not native.targets(), reason="the native library has not been built")
+@pytest.mark.skipif(not native.targets(), reason="needs the native library")
 @pytest.mark.parametrize("precision", ["int8", "int4", "int3"])
-def test_native_kernels_run_on_every_devices_share(precision: str) -> None:
+def test_split_layer_runs_native_kernels_on_each_devices_share(precision: str) -> None:
     program = lowered("layers.0", precision).as_text()
     assert program.count(f"@{MATMUL}") >= 4
     assert f"@{WRITE_AND_ATTEND}" in program

@@ -1,4 +1,4 @@
-"""Which step shapes exist, and which one a step gets."""
+"""The step shapes that exist, and the shape that a step gets."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def buckets(seqs: int, *, finer: bool) -> Buckets:
         (1, True, (1,)),
     ],
 )
-def test_decode_rows_come_in_few_sizes(seqs: int, finer: bool, sizes: tuple[int, ...]) -> None:
+def test_step_shapes_have_few_decode_sizes(seqs: int, finer: bool, sizes: tuple[int, ...]) -> None:
     assert buckets(seqs, finer=finer).decodes == sizes
 
 
@@ -30,7 +30,7 @@ def test_decode_rows_come_in_few_sizes(seqs: int, finer: bool, sizes: tuple[int,
     ("most", "finer", "sizes"),
     [(16, False, (1, 2, 4, 8, 16)), (16, True, (1, 2, 4, 6, 8, 12, 16)), (8, True, (1, 2, 4, 6, 8))],
 )
-def test_tiles_come_in_few_numbers(most: int, finer: bool, sizes: tuple[int, ...]) -> None:
+def test_step_shapes_have_few_tile_counts(most: int, finer: bool, sizes: tuple[int, ...]) -> None:
     assert replace(buckets(16, finer=finer), max_tiles=most).tiles == sizes
 
 

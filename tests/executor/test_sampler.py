@@ -1,4 +1,4 @@
-"""What a row gets does not depend on what the rows beside it ask for, although much is computed only if one asks."""
+"""Sampling of a row does not depend on what other rows ask for, although much is computed only if one row asks."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ ASKS: dict[str, dict[str, float]] = {
 
 
 def packed(names: list[str]) -> np.ndarray:
-    """Rows that ask for this, i32[11, R], each in the slot of its number in ASKS."""
+    """Return rows with these requests (i32[11, R]), each in the slot of its position in ASKS."""
     rows = []
     for name in names:
         asks, slot = ASKS[name], list(ASKS).index(name)
@@ -51,7 +51,7 @@ both = pytest.mark.parametrize("kind", FULL)
 
 def sample(kind: str, names: list[str]) -> tuple[np.ndarray, sampler.Logprobs]:
     if kind == "native" and not native.supported():
-        pytest.skip("no native kernels")
+        pytest.skip("needs the native library")
     ids, biases = sampler.sparse_biases([], len(names))
     for row, name in enumerate(names):
         if "bias" in ASKS[name]:
@@ -66,7 +66,7 @@ def sample(kind: str, names: list[str]) -> tuple[np.ndarray, sampler.Logprobs]:
 
 @both
 @pytest.mark.parametrize("name", ASKS)
-def test_a_row_by_itself_and_among_others(name: str, kind: str) -> None:
+def test_row_samples_the_same_token_alone_and_in_a_batch(name: str, kind: str) -> None:
     together, logprobs = sample(kind, list(ASKS))
     alone, own_logprobs = sample(kind, [name])
     row = list(ASKS).index(name)
@@ -78,7 +78,7 @@ def test_a_row_by_itself_and_among_others(name: str, kind: str) -> None:
 
 
 @both
-def test_what_is_asked_for_is_done(kind: str) -> None:
+def test_penalties_biases_and_greedy_choose_the_expected_tokens(kind: str) -> None:
     tokens = dict(zip(ASKS, sample(kind, list(ASKS))[0], strict=True))
     row, asks = list(ASKS).index("penalised"), ASKS["penalised"]
     repeated = np.where(LOGITS[row] > 0, LOGITS[row] / asks["repetition"], LOGITS[row] * asks["repetition"])

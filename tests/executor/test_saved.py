@@ -1,4 +1,4 @@
-"""Programs that an earlier start has compiled: loaded without tracing, and traced where they cannot be loaded."""
+"""Programs compiled by an earlier start are loaded without tracing, and traced where they cannot be loaded."""
 
 import json
 from pathlib import Path
@@ -16,6 +16,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.parallel.placement import Placement
 from jaxserve.planning.resolve import resolve
 from jaxserve.sampling.ops import History
+from tests.support.internals import index_file_of
 
 ONE, TWO = (Placement(tuple(jax.devices()[:count])).sharding() for count in (1, 2))
 
@@ -38,7 +39,7 @@ class Traced:
 
 
 def start(folder: Path, traced: Traced) -> tuple[Any, jax.Array]:
-    """The results of a program that is compiled or loaded ahead, as one of a start."""
+    """Return the results of a program that one start compiles or loads."""
     saved = SavedPrograms(folder / FOLDER / "model.json")
     compiler, arguments = Compiler(saved), traced.arguments()
     outlines = compiler.compile(traced.program, 0, *arguments)
@@ -55,7 +56,7 @@ def cache() -> None:
 
 
 @pytest.mark.parametrize("sharding", [ONE, TWO], ids=["one device", "two devices"])
-def test_the_next_start_traces_nothing(tmp_path: Path, sharding: jax.sharding.NamedSharding) -> None:
+def test_saved_program_is_loaded_without_tracing(tmp_path: Path, sharding: jax.sharding.NamedSharding) -> None:
     first, second = Traced(sharding), Traced(sharding)
     expected, _ = start(tmp_path, first)
     counter = CompileCounter()
@@ -70,7 +71,7 @@ def test_the_next_start_traces_nothing(tmp_path: Path, sharding: jax.sharding.Na
 
 
 @pytest.mark.parametrize("damage", ["key", "arguments", "results", "file"])
-def test_what_cannot_be_loaded_is_traced(tmp_path: Path, damage: str) -> None:
+def test_damaged_saved_program_is_traced_again(tmp_path: Path, damage: str) -> None:
     expected, _ = start(tmp_path, Traced(ONE))
     (file,) = (tmp_path / FOLDER).iterdir()
     ((name, (key, kept, results)),) = json.loads(file.read_text()).items()
@@ -82,7 +83,7 @@ def test_what_cannot_be_loaded_is_traced(tmp_path: Path, damage: str) -> None:
     assert found[0].tolist() == expected[0].tolist()
 
 
-def test_other_arguments_and_other_names_are_other_programs() -> None:
+def test_programs_with_different_names_or_arguments_have_different_signatures() -> None:
     arguments = [jax.ShapeDtypeStruct((2,), np.int32, sharding=sharding) for sharding in (ONE, TWO)]
     wider = jax.ShapeDtypeStruct((3,), np.int32, sharding=ONE)
     programs = [("a", (), (arguments[0],)), ("b", (), (arguments[0],)), ("a", (1,), (arguments[0],))]
@@ -90,11 +91,11 @@ def test_other_arguments_and_other_names_are_other_programs() -> None:
     assert len({signature(*program) for program in programs}) == len(programs)
 
 
-def test_a_setting_of_jax_makes_other_programs(tiny_model: Path) -> None:
+def test_changed_jax_setting_uses_a_different_index_file(tiny_model: Path) -> None:
     resolved = resolve(EngineConfig(model=tiny_model, load_format="dummy"))
 
     def file() -> Path:
-        return saved_programs(resolved.padded_model, resolved.devices)._file
+        return index_file_of(saved_programs(resolved.padded_model, resolved.devices))
 
     before = file()
     assert file() == before

@@ -1,4 +1,4 @@
-"""Tiny models, one per family and feature: their config.json as it is found in the wild, old and new style mixed."""
+"""Tiny models, one for each family and feature, with config.json files in old and new style."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Writes what Hugging Face Transformers computes for the cases: python -m tests.golden.make_golden
+"""Write what Hugging Face Transformers computes for the cases: python -m tests.golden.make_golden
 
 Needs torch and transformers; the tests that read the files do not. For each case it searches the first seed whose
-greedy tokens are clear (the best two logits are never close) and not a short loop, and keeps the names and shapes of
-the checkpoint's tensors, a prompt, its logits and 64 greedy tokens.
+greedy tokens are clear (the best two logits are never close) and not a short loop. It keeps the names and shapes of the
+checkpoint's tensors, a prompt, its logits and 64 greedy tokens.
 """
 
 import json
@@ -27,7 +27,7 @@ MIN_DISTINCT = 16  # among the greedy tokens
 
 
 def main() -> None:
-    """Writes golden.json and one .npy of logits per case."""
+    """Write golden.json and one .npy of logits for each case."""
     torch.set_num_threads(1)
     golden: dict[str, Any] = {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def record(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
-    """A case's entry in golden.json, and its logits float32 [prompt tokens, vocabulary]."""
+    """Return a case's entry in golden.json and its logits (float32[prompt tokens, vocabulary])."""
     with tempfile.TemporaryDirectory() as folder:
         shapes = tensor_shapes(Path(folder) / "shapes", config, name in STACKED_EXPERTS)
         for seed in range(1000):
@@ -59,7 +59,7 @@ def record(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], np.ndarra
 
 
 def tensor_shapes(folder: Path, config: dict[str, Any], stacked_experts: bool) -> dict[str, list[int]]:
-    """Names and shapes as Transformers saves them, or as its module has them where experts are to be stacked."""
+    """Return names and shapes as Transformers saves them, or as its module has them where experts are to be stacked."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
@@ -71,7 +71,7 @@ def tensor_shapes(folder: Path, config: dict[str, Any], stacked_experts: bool) -
 
 
 def load(directory: Path) -> torch.nn.Module:
-    """The model in float32; fails if a tensor was not used or not found."""
+    """Return the model in float32, and fail if a tensor was not used or not found."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -80,7 +80,7 @@ def load(directory: Path) -> torch.nn.Module:
 
 
 def greedy(model: torch.nn.Module, prompt: list[int]) -> Iterator[tuple[int, float]]:
-    """The most likely next token and its lead over the second, 64 times; without a cache."""
+    """Return the most likely next token and its lead over the second, 64 times, computed without a cache."""
     tokens = list(prompt)
     for _ in range(NEW_TOKENS):
         with torch.no_grad():
@@ -90,7 +90,7 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> Iterator[tuple[int, flo
 
 
 def clear(steps: Iterator[tuple[int, float]]) -> Iterator[int]:
-    """The tokens up to the first that is nearly a tie."""
+    """Return the tokens before the first near tie."""
     for token, margin in steps:
         if margin < MIN_MARGIN:
             return
@@ -98,7 +98,7 @@ def clear(steps: Iterator[tuple[int, float]]) -> Iterator[int]:
 
 
 def rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Frequencies for heads of 64 and 128 numbers, and the factor on cosines and sines."""
+    """Return frequencies for heads of 64 and 128 numbers, and the factor on cosines and sines."""
     frequencies = []
     for head_dim in (64, 128):
         config = transformers.LlamaConfig(

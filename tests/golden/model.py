@@ -1,4 +1,4 @@
-"""A checkpoint run without an engine, and what Transformers computed for it."""
+"""A checkpoint run without an engine, and the results of Transformers for it."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Golden:
-    """One case: how its checkpoint is made, and Transformers' results in float32."""
+    """A case: how its checkpoint is made, and Transformers' results in float32."""
 
     name: str
     seed: int
@@ -48,9 +48,9 @@ def golden(name: str) -> Golden:
 class Model:
     """All blocks of a checkpoint, compiled as one function of sequences padded to `length` tokens."""
 
-    def __init__(self, path: Path, dtype: str = "float32", physical: ModelConfig | None = None, length: int = 104):
+    def __init__(self, path: Path, dtype: str = "float32", padded_to: ModelConfig | None = None, length: int = 104):
         checkpoint = open_checkpoint(path, dtype=dtype)
-        config = physical or checkpoint.config
+        config = padded_to or checkpoint.config
         blocks = {name: restore_block(config, name, checkpoint.block(name, config)) for name in config.block_ids}
         self.length, self.config = length, config
         self._forward = jax.jit(lambda tokens: forward(config, blocks, tokens))
@@ -69,5 +69,5 @@ class Model:
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference over the largest expected value."""
+    """Return the largest difference divided by the largest expected value."""
     return float(np.abs(got - expected).max() / np.abs(expected).max())

@@ -1,4 +1,4 @@
-"""Checkpoints made from a seed: the same numbers wherever numpy is, so that no weights need to be kept."""
+"""Checkpoints made from a seed: numpy gives the same numbers everywhere, so that no weights need to be stored."""
 
 import json
 import zlib
@@ -11,14 +11,14 @@ from safetensors.numpy import save_file
 
 
 def tensor(name: str, shape: Sequence[int], seed: int) -> np.ndarray:
-    """float32; drawn by RandomState, whose streams numpy has promised never to change."""
+    """Return a float32 tensor drawn by RandomState, whose streams numpy has promised never to change."""
     values = np.random.RandomState(zlib.crc32(f"{seed}:{name}".encode())).standard_normal(shape)
     if name.endswith("norm.weight"):
         values = 1 + 0.2 * values
     elif name.endswith("bias"):
         values *= 0.3
     elif "embed_tokens" in name:
-        values *= 0.3  # small beside what the layers add, or tied models would repeat their last token
+        values *= 0.3  # small next to what the layers add, or tied models would repeat their last token
     else:
         values *= 1.5 / np.sqrt(shape[-1])
     return values.astype(np.float32)
@@ -27,7 +27,7 @@ def tensor(name: str, shape: Sequence[int], seed: int) -> np.ndarray:
 def write_checkpoint(
     directory: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], seed: int, shards: int = 1
 ) -> Path:
-    """A model directory of config.json and safetensors, in `shards` files."""
+    """Write config.json and safetensors in `shards` files, and return their folder."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(config)))
     names = sorted(shapes)

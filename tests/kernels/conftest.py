@@ -9,6 +9,7 @@ from jaxserve.kernels import native
 def native_kernels():
     """The native kernels, compiled on first use; skips where there is no compiler."""
     if not native.targets() and shutil.which("c++") is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler")
     assert native.targets()
+    assert native.library.variants()
     return native

@@ -1,4 +1,4 @@
-"""Random paged attention problems, and what is right about them said a second time, token by token in numpy."""
+"""Random problems of paged attention, and their answers computed token by token in numpy."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from jaxserve.kernels import AttentionMeta, Pool, storage_dtype
 
 @dataclass(frozen=True)
 class Shape:
-    """Axis letters as in jaxserve.kernels."""
+    """The sizes of an attention problem, by the axis letters of jaxserve.kernels."""
 
     B: int = 3
     N: int = 2
@@ -30,8 +30,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of paged_attention. Whatever no token may see is NaN: unused pages, the null page, the rest of a page,
-    what lies before the window."""
+    """Inputs of paged_attention.
+
+    Whatever no token may see is NaN: unused pages, the null page, the rest of a page, and what lies before the window.
+    """
 
     q: Array  # [T, K, G, D]
     pool: Pool  # of one segment [P, K, 2, S, R]
@@ -40,7 +42,7 @@ class Problem:
 
 
 def stored(values: np.ndarray, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [..., R] that stand for vectors f32 [..., D], as they are stored on CPU; and what they stand for."""
+    """Return rows [..., R] as they are stored on CPU, and the vectors (f32[..., D]) that they stand for."""
     if dtype != jnp.int8:
         rounded = values.astype(dtype)
         return rounded.view(storage_dtype(dtype, "cpu")), rounded.astype(np.float32)
@@ -50,7 +52,10 @@ def stored(values: np.ndarray, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray
 
 
 def make_problem(shape: Shape, seed: int) -> Problem:
-    """Ragged contexts from one token to the whole table; one padding row and one padding tile where there are two."""
+    """Return a problem with ragged contexts from one token to the whole table.
+
+    It has one padding row and one padding tile where there are at least two.
+    """
     rng, dtype, kv_dtype = np.random.default_rng(seed), jnp.dtype(shape.dtype), jnp.dtype(shape.kv_dtype or shape.dtype)
     s, capacity = shape, shape.W * shape.S
     decode_lengths = rng.integers(1, capacity + 1, s.B)
@@ -94,14 +99,14 @@ def make_problem(shape: Shape, seed: int) -> Problem:
 
 
 def in_segments(problem: Problem, *shares: float) -> Problem:
-    """The same problem with its pool cut behind these shares of its pages."""
+    """Return the problem with its pool cut after these shares of its pages."""
     (pool,) = problem.pool
     ends = [int(share * len(pool)) for share in shares]
     return replace(problem, pool=tuple(pool[a:b] for a, b in zip((0, *ends), (*ends, len(pool)), strict=True)))
 
 
 def dense_answer(problem: Problem, scale: float, window: int | None) -> np.ndarray:
-    """Attention of every token over its own context, one token at a time, in float64; padding is zero."""
+    """Return attention of every token over its own context in float64, with zeros for padding."""
     meta = problem.meta
     q = np.asarray(problem.q).astype(np.float64)
     out = np.zeros(q.shape)

@@ -1,4 +1,4 @@
-"""The reference, XLA's path and all native variants of attention beside each other, on random shapes."""
+"""The reference, XLA's path and all native variants of attention on random shapes."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ MAX_TOKENS = 300  # of a context
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    """Small problems: what is computed costs less than what is compiled."""
+    """Return small problems, since compiling costs more than computing."""
     rows = draw(st.integers(0, 4), "decode rows")
     tiles = draw(st.integers(0 if rows else 1, 3), "tiles")
     tokens = draw(st.sampled_from([1, 4, 8, 16, 32]), "tokens of a tile")
@@ -44,7 +44,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(shape=shapes(), seed=st.integers(0, 1000))
-def test_all_are_dense_attention(shape: Shape, seed: int) -> None:
+def test_every_attention_equals_dense_attention_for_any_shape(shape: Shape, seed: int) -> None:
     problems = [make_problem(shape, seed), make_problem(shape, seed + 1)]
     every = {"reference": reference.paged_attention, "xla": xla_cpu.paged_attention}
     if native.attention.supports(shape.dtype, shape.D, problems[0].pool):

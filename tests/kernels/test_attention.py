@@ -10,6 +10,7 @@ import pytest
 from jaxserve.kernels import AttentionMeta, kv_pool, kv_write, native, paged_attention, reference, xla_cpu
 from jaxserve.kernels.native.build import compiler
 from tests.kernels.problems import Shape, dense_answer, in_segments, make_problem
+from tests.support.internals import native_library_path
 
 SHAPES = {
     "gqa": Shape(),
@@ -58,6 +59,9 @@ SHAPES = {
     "int8 f16": Shape(kv_dtype="int8", dtype="float16"),
 }
 SCALE = 0.3  # sharper than 1 / sqrt(D), so that a wrong maximum or mask shows
+NATIVE_SHAPES = {
+    name: shape for name, shape in SHAPES.items() if shape.dtype != "float16"
+}  # float16 has no native path
 TOLERANCE = {"float32": 3e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 
@@ -77,30 +81,28 @@ def check(attention, shape, seeds=(0, 1)):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_reference_is_dense_attention(shape):
+def test_reference_attention_equals_dense_attention(shape):
     check(reference.paged_attention, shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_xla_path_is_dense_attention(shape):
+def test_xla_attention_equals_dense_attention(shape):
     check(xla_cpu.paged_attention, shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_native_kernel_is_dense_attention(native_kernels, shape):
-    if shape.dtype == "float16":
-        pytest.skip("no native path")
+@pytest.mark.parametrize("shape", NATIVE_SHAPES.values(), ids=NATIVE_SHAPES)
+def test_native_attention_equals_dense_attention(native_kernels, shape):
     check(native_kernels.paged_attention, shape)
 
 
 @pytest.mark.parametrize("lanes", [4, 8])
 @pytest.mark.parametrize("name", ["gqa", "D=80", "seven rows", "bf16 window", "int8", "int8 D=80", "int8 bf16 D=96"])
-def test_native_kernel_is_dense_attention_on_lesser_instruction_sets(native_kernels, name, lanes):
+def test_native_attention_with_fewer_lanes_equals_dense_attention(native_kernels, name, lanes):
     check(partial(native_kernels.paged_attention, max_lanes=lanes), SHAPES[name])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dispatcher_is_dense_attention(dtype):
+def test_dispatched_attention_equals_dense_attention(dtype):
     check(paged_attention, Shape(dtype=dtype, B=4, N=3))
     check(paged_attention, Shape(dtype=dtype, D=24))  # no native path for this head_dim
 
@@ -109,8 +111,8 @@ def test_dispatcher_is_dense_attention(dtype):
 @pytest.mark.parametrize(
     ("attention", "rounding"), [(reference.paged_attention, 0), (xla_cpu.paged_attention, 0), (paged_attention, 1e-5)]
 )
-def test_segments_of_the_pool_change_nothing(attention, rounding, kv_dtype):
-    """What is dispatched runs natively if the pool is one array, and else not."""
+def test_attention_over_pool_segments_equals_dense_attention(attention, rounding, kv_dtype):
+    """The dispatcher runs natively only if the pool is one array."""
     whole = make_problem(Shape(kv_dtype=kv_dtype), 0)
     cut = in_segments(whole, 0.2, 0.5, 0.6)
     outputs = [attention(problem.q, problem.pool, problem.meta, scale=SCALE) for problem in (cut, whole)]
@@ -118,7 +120,7 @@ def test_segments_of_the_pool_change_nothing(attention, rounding, kv_dtype):
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("float32", "float32"), ("bfloat16", "uint16")])
-def test_each_platform_gets_its_own_path(native_kernels, dtype, stored):
+def test_attention_lowers_to_each_platforms_own_path(native_kernels, dtype, stored):
     problem = make_problem(Shape(dtype=dtype), 0)
     pool = {"cpu": stored, "cuda": dtype}
 
@@ -132,11 +134,11 @@ def test_each_platform_gets_its_own_path(native_kernels, dtype, stored):
     assert "while" not in lowered("cuda")
 
 
-def test_a_long_context_costs_no_accuracy():
+def test_attention_over_a_long_context_keeps_its_accuracy():
     check(paged_attention, Shape(B=2, N=1, S=16, W=256), seeds=(0,))
 
 
-def test_a_tile_gives_what_its_tokens_would_give_as_decode_rows():
+def test_attention_of_a_tile_equals_that_of_decode_rows():
     problem = make_problem(Shape(B=0, N=1, Q=6, W=20), 3)
     meta = problem.meta
     length = int(meta.tile_lengths[0])
@@ -153,7 +155,7 @@ def test_a_tile_gives_what_its_tokens_would_give_as_decode_rows():
     )
 
 
-def test_a_rows_output_does_not_depend_on_the_rows_beside_it():
+def test_attention_of_a_row_does_not_depend_on_other_rows():
     problem = make_problem(Shape(B=4, N=0, dtype="bfloat16"), 5)
     together = paged_attention(problem.q, problem.pool, problem.meta, scale=SCALE)
     for row in range(4):
@@ -166,9 +168,9 @@ def test_a_rows_output_does_not_depend_on_the_rows_beside_it():
 
 
 @pytest.mark.parametrize("shape", [Shape(Q=32, S=16, W=40), Shape(G=1, D=128, Q=32), Shape(window=9, Q=32)], ids=repr)
-def test_the_matrix_unit_is_as_exact_as_vectors_are(native_kernels, shape):
+def test_attention_on_the_matrix_unit_is_as_exact_as_on_vectors(native_kernels, shape):
     if "amx" not in native_kernels.variants():
-        pytest.skip("this machine has no matrix unit")
+        pytest.skip("needs a CPU with a matrix unit (AMX)")
     problem = make_problem(replace(shape, B=0, N=4, dtype="bfloat16"), 7)
     with_unit, without = (
         native_kernels.paged_attention(
@@ -181,7 +183,7 @@ def test_the_matrix_unit_is_as_exact_as_vectors_are(native_kernels, shape):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_token_gets_the_same_in_whatever_pieces_its_prompt_comes(native_kernels, dtype):
+def test_attention_of_a_token_does_not_depend_on_the_prompts_chunks(native_kernels, dtype):
     problem = make_problem(Shape(B=0, N=1, Q=32, S=16, W=20, dtype=dtype), 3)
     meta, attention = problem.meta, partial(native_kernels.paged_attention, scale=SCALE)
     whole, all_tokens = attention(problem.q, problem.pool, meta), int(meta.tile_lengths[0])
@@ -201,7 +203,7 @@ def test_a_token_gets_the_same_in_whatever_pieces_its_prompt_comes(native_kernel
         Shape(B=0, N=1, dtype="bfloat16"),
     ],
 )
-def test_a_nan_query_is_not_hidden(native_kernels, shape):
+def test_attention_of_a_nan_query_is_nan(native_kernels, shape):
     problem = make_problem(shape, 0)
     q = problem.q.at[0, 0, 0].set(jnp.nan)
     for attention in (xla_cpu.paged_attention, native_kernels.paged_attention):
@@ -212,7 +214,7 @@ def test_a_nan_query_is_not_hidden(native_kernels, shape):
 
 @pytest.mark.parametrize("lanes", [8, 16])
 @pytest.mark.parametrize("shape", [Shape(W=60), Shape(D=128, G=7), Shape(D=224, G=2)], ids=str)
-def test_what_is_decoded_is_the_exact_answer_rounded(native_kernels, shape, lanes):
+def test_native_decode_attention_is_the_exact_answer_rounded(native_kernels, shape, lanes):
     shape = replace(shape, dtype="bfloat16", N=0, B=16)
     problem, answer = solved(shape, 0)
     out = native_kernels.paged_attention(problem.q, problem.pool, problem.meta, scale=SCALE, max_lanes=lanes)
@@ -220,8 +222,8 @@ def test_what_is_decoded_is_the_exact_answer_rounded(native_kernels, shape, lane
 
 
 @pytest.mark.parametrize("lanes", [8, 16])
-def test_integer_products_lose_nothing_beside_a_bfloat16(native_kernels, lanes):
-    """Queries and weights of all magnitudes: what comes out is off by its own rounding and hardly more."""
+def test_native_int8_attention_is_off_only_by_its_own_rounding(native_kernels, lanes):
+    """Queries and weights have all magnitudes."""
     shape = Shape(kv_dtype="int8", dtype="bfloat16", D=128, S=16, W=24)
     problem = make_problem(shape, 0)
     rng = np.random.default_rng(1)
@@ -234,7 +236,7 @@ def test_integer_products_lose_nothing_beside_a_bfloat16(native_kernels, lanes):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
-def test_what_is_not_finite_in_an_int8_page_is_not_hidden(native_kernels, dtype, half):
+def test_attention_over_a_non_finite_int8_page_is_not_finite(native_kernels, dtype, half):
     shape = Shape(B=1, N=0, kv_dtype="int8", dtype=dtype)
     problem = make_problem(shape, 0)
     page = int(problem.meta.decode_pages[0, 0])
@@ -245,7 +247,7 @@ def test_what_is_not_finite_in_an_int8_page_is_not_hidden(native_kernels, dtype,
         assert not jnp.isnan(out[0, 1:]).any()
 
 
-def test_native_kernel_refuses_pages_and_positions_that_do_not_exist(native_kernels):
+def test_native_attention_refuses_pages_and_positions_outside_the_pool(native_kernels):
     problem = make_problem(Shape(B=2, N=0), 0)
     row = int(jnp.argmax(problem.meta.decode_lengths))
     outside = problem.meta._replace(decode_pages=problem.meta.decode_pages.at[row, 0].set(10_000))
@@ -256,9 +258,9 @@ def test_native_kernel_refuses_pages_and_positions_that_do_not_exist(native_kern
         native_kernels.paged_attention(problem.q, problem.pool, beyond, scale=SCALE).block_until_ready()
 
 
-def test_split_by_kv_head_over_devices_it_is_the_same_function():
+def test_attention_split_by_kv_head_over_devices_equals_the_whole():
     if jax.device_count() < 2:
-        pytest.skip("one device")
+        pytest.skip("needs two devices")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",))
     spec = jax.sharding.PartitionSpec
     problem = make_problem(Shape(K=4), 1)
@@ -272,8 +274,8 @@ def test_split_by_kv_head_over_devices_it_is_the_same_function():
     )
 
 
-def test_what_is_written_is_attended_to():
-    """Prefill in two tiles, then decode, each writing its own keys: the same as dense attention over all of it."""
+def test_written_keys_and_values_are_attended_to():
+    """Prefill in two tiles and then a decode write their own keys, and equal dense attention over all of them."""
     tokens, K, G, D, S = 12, 2, 2, 32, 4
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(tokens + 1, K, G, D)), jnp.float32)
@@ -294,8 +296,8 @@ def test_what_is_written_is_attended_to():
     np.testing.assert_allclose(jnp.concatenate([prefill, decode]), dense, atol=1e-5)
 
 
-def test_cost_follows_the_contexts_and_not_the_width_of_the_table():
-    """No buffer of the XLA path grows with W, but for the page table itself."""
+def test_attention_memory_does_not_follow_the_page_tables_width():
+    """No buffer of the XLA path grows with W, except the page table itself."""
 
     def temporary_bytes(width):
         shape = replace(Shape(N=0), W=width)
@@ -309,10 +311,10 @@ def test_cost_follows_the_contexts_and_not_the_width_of_the_table():
 
 @pytest.fixture
 def nowhere(tmp_path, monkeypatch):
-    """No native library in the package, and an empty cache."""
+    """An empty cache folder, with no native library in the package."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native.library, "HERE", tmp_path)
-    caches = (native.targets, native.library._library)
+    caches = (native.targets, native_library_path())
     for cached in caches:
         cached.cache_clear()
     yield tmp_path
@@ -320,7 +322,7 @@ def nowhere(tmp_path, monkeypatch):
         cached.cache_clear()
 
 
-def test_without_a_compiler_one_line_says_so_and_xla_serves(nowhere, monkeypatch, caplog):
+def test_missing_compiler_is_logged_once_and_xla_is_used(nowhere, monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not native.targets()
     assert not native.targets()
@@ -331,15 +333,15 @@ def test_without_a_compiler_one_line_says_so_and_xla_serves(nowhere, monkeypatch
 
 
 @pytest.mark.parametrize(("given", "command"), [("", ["c++"]), (" ", ["c++"]), ("ccache g++", ["ccache", "g++"])])
-def test_an_empty_compiler_is_the_default(monkeypatch, given, command):
+def test_empty_cxx_means_the_default_compiler(monkeypatch, given, command):
     monkeypatch.setenv("CXX", given)
     assert compiler() == command
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-def test_a_library_that_is_nowhere_is_compiled_into_the_cache(nowhere, monkeypatch):
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_missing_native_library_is_compiled_into_the_cache(nowhere, monkeypatch):
     monkeypatch.setattr(native.build, "FLAGS", [*native.build.FLAGS, "-O1"])  # a third of the time
     monkeypatch.setattr(native.build, "UNITS", {})  # what other machines get: an eighth
-    library = native.library._library()  # not loaded: its calls may be registered once in a process
+    library = native_library_path()()  # not loaded: its calls may be registered once in a process
     assert library.parent == nowhere / "jaxserve" / "native"
     assert library.exists()

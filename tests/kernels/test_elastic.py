@@ -1,4 +1,4 @@
-"""Pools that take memory as their pages are written. Memory is counted per page of the system, not as the process's."""
+"""Pools that take memory as their pages are written. Memory is counted by pages of the system, not by process."""
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,23 @@ write = jax.jit(lambda pool, pages, value: pool.at[pages].set(value, mode="drop"
 
 @pytest.fixture
 def elastic_cpu(native_kernels) -> None:
-    """Skips where the platform has no such thing."""
+    """Skip the test where pools on CPU do not take memory page by page."""
     if not elastic.is_elastic("cpu"):
-        pytest.skip("pools are not elastic here")
+        pytest.skip("needs the native library and Linux, where pools take memory page by page")
 
 
 def span(first: int, last: int) -> np.ndarray:
     return np.array([first, last], np.int32)
 
 
-def test_an_untouched_pool_takes_no_memory(elastic_cpu) -> None:
+def test_untouched_pool_takes_no_memory(elastic_cpu) -> None:
     pool = reserve((1 << 19, *PAGE), DTYPE)
     assert pool.nbytes == 1 << 32
     assert committed_bytes((pool,)) <= 2 * GRANULE  # its ends
 
 
 @pytest.mark.parametrize("size", [1, 63, 1024, 5000, 100_000, 3_000_000])
-def test_a_pool_is_zero_even_where_others_left_their_contents(elastic_cpu, size: int) -> None:
+def test_pool_in_reused_memory_is_zero(elastic_cpu, size: int) -> None:
     dirty = [jnp.full((1, size), jnp.nan, jnp.float32) for _ in range(8)]
     jax.block_until_ready(dirty)
     del dirty
@@ -45,9 +45,12 @@ def test_a_pool_is_zero_even_where_others_left_their_contents(elastic_cpu, size:
     assert not any(np.asarray(pool).any() for pool in pools)
 
 
-def test_memory_comes_with_writing_and_goes_with_release(elastic_cpu) -> None:
+def test_pool_memory_grows_with_writes_and_shrinks_with_releases(elastic_cpu) -> None:
     def committed(pages: int, ranges: int) -> bool:
-        """Whether it is the memory of so many pages, in so many ranges whose ends may take a granule each."""
+        """Return whether the pool takes the memory of `pages` pages.
+
+        The ends of each of `ranges` ranges may take a granule more.
+        """
         return 0 <= committed_bytes((pool,)) - pages * PAGE_BYTES <= 2 * ranges * GRANULE
 
     pool = reserve((50_000, *PAGE), DTYPE)
@@ -65,7 +68,7 @@ def test_memory_comes_with_writing_and_goes_with_release(elastic_cpu) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 3000))
-def test_release_leaves_all_other_pages_as_they_were(first: int, count: int, page_bytes: int) -> None:
+def test_release_leaves_all_other_pages_unchanged(first: int, count: int, page_bytes: int) -> None:
     last = min(first + count, 40)
     first = min(first, last)
     whole = jnp.full((40, page_bytes), 5, jnp.uint8)
@@ -75,12 +78,12 @@ def test_release_leaves_all_other_pages_as_they_were(first: int, count: int, pag
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 2), (3, 2), (2, 6)])
-def test_a_range_outside_the_pool_is_refused(elastic_cpu, first: int, last: int) -> None:
+def test_release_of_pages_outside_the_pool_is_refused(elastic_cpu, first: int, last: int) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"pages {first} to {last} of a pool of 5 pages"):
         jax.block_until_ready(release((reserve((5, *PAGE), DTYPE),), span(first, last)))
 
 
-def test_without_the_library_pools_are_ordinary_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_without_the_native_library_are_ordinary_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "supported", lambda: False)
     assert not elastic.is_elastic("cpu")
     pool = reserve((4, *PAGE), DTYPE)
@@ -90,14 +93,16 @@ def test_without_the_library_pools_are_ordinary_arrays(monkeypatch: pytest.Monke
     assert (pool == 3).all()
 
 
-def test_other_platforms_are_not_elastic() -> None:
+def test_pools_on_other_platforms_are_not_elastic() -> None:
     assert not elastic.is_elastic("gpu")
     assert not elastic.is_elastic("tpu")
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from(["uint16", "float32", "int8", "bfloat16"]), st.sampled_from([(), (5,), (3, 4, 10)]))
-def test_moves_read_all_pages_before_they_write_any(data: st.DataObject, dtype: str, cuts: tuple[int, ...]) -> None:
+def test_page_moves_read_all_pages_before_they_write_any(
+    data: st.DataObject, dtype: str, cuts: tuple[int, ...]
+) -> None:
     pages, count = 12, 8
     pool = np.random.default_rng(0).integers(0, 100, (pages, 3, 4)).astype(jnp.dtype(dtype))
     live = data.draw(st.lists(st.integers(1, pages - 1), max_size=count))
@@ -112,7 +117,7 @@ def test_moves_read_all_pages_before_they_write_any(data: st.DataObject, dtype: 
 
 @pytest.mark.parametrize("dtype", ["uint16", "float32", "int8"])
 @pytest.mark.parametrize("operation", ["move", "release"])
-def test_both_are_in_place_at_any_size(operation: str, dtype: str) -> None:
+def test_page_moves_and_releases_are_in_place_at_any_size(operation: str, dtype: str) -> None:
     sizes = []
     for pages in (4096, 65_536):
         segment = jax.ShapeDtypeStruct((pages, *PAGE), dtype)

@@ -8,7 +8,7 @@ from jaxserve.kernels.kv import from_storage, to_storage
 from tests.kernels.problems import stored
 
 
-def test_16_bit_floats_are_stored_as_uint16_on_cpu_only():
+def test_kv_of_16_bit_floats_is_stored_as_uint16_on_cpu_only():
     assert storage_dtype("bfloat16", "cpu") == jnp.uint16
     assert storage_dtype("float16", "cpu") == jnp.uint16
     assert storage_dtype("float32", "cpu") == jnp.float32
@@ -16,7 +16,7 @@ def test_16_bit_floats_are_stored_as_uint16_on_cpu_only():
     assert kv_pool(3, 2, 4, 8, jnp.bfloat16, jax.devices("cpu")[0])[0].dtype == jnp.uint16
 
 
-def test_a_pool_is_zero_and_page_first():
+def test_new_pool_is_zero_and_page_first():
     (pool,) = kv_pool(5, 2, 4, 8, jnp.float32)
     assert pool.shape == (5, 2, 2, 4, 8)
     assert not pool.any()
@@ -27,7 +27,7 @@ def test_a_pool_is_zero_and_page_first():
     [("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("float32", "int8"), ("bfloat16", "int8")],
 )
 @pytest.mark.parametrize("sizes", [(6,), (2, 1, 3)])
-def test_every_token_lands_in_its_slot_and_nothing_else_changes(written, dtype, sizes):
+def test_kv_write_changes_exactly_the_given_slots(written, dtype, sizes):
     pages, K, S, D, tokens = 6, 3, 4, 8, 9
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(tokens, K, D)), written) for _ in range(2))
@@ -42,7 +42,7 @@ def test_every_token_lands_in_its_slot_and_nothing_else_changes(written, dtype, 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_padding_rows_touch_only_the_null_page(dtype):
+def test_kv_write_of_padding_changes_only_the_null_page(dtype):
     pool = kv_pool(4, 1, 2, 8, dtype)
     k = jnp.ones((5, 1, 8), jnp.bfloat16)
     (written,) = kv_write(pool, k, k, jnp.zeros(5, jnp.int32))
@@ -52,7 +52,7 @@ def test_padding_rows_touch_only_the_null_page(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [8, 20, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_the_native_call_writes_the_nearest_codes(native_kernels, dtype, head_dim, tokens):
+def test_native_kv_write_stores_the_nearest_int8_codes(native_kernels, dtype, head_dim, tokens):
     pages, K, S = 12, 2, 4
     rng = np.random.default_rng(head_dim)
     spread = np.logspace(-6, 6, tokens)[:, None, None, None]
@@ -66,7 +66,7 @@ def test_the_native_call_writes_the_nearest_codes(native_kernels, dtype, head_di
 
 
 @pytest.mark.parametrize("slot", [-1, 12])
-def test_a_slot_outside_the_pool_is_an_error(native_kernels, slot):
+def test_kv_write_to_a_slot_outside_the_pool_is_refused(native_kernels, slot):
     pool, kv = kv_pool(3, 1, 4, 8, "int8"), jnp.ones((1, 1, 2, 8))
     with pytest.raises(jax.errors.JaxRuntimeError, match="slot"):
         jax.block_until_ready(native_kernels.kv_write(pool, kv, jnp.array([slot])))
@@ -74,7 +74,7 @@ def test_a_slot_outside_the_pool_is_an_error(native_kernels, slot):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("sizes", [(512,), (256, 128, 128)])
-def test_a_donated_pool_is_written_in_place(dtype, sizes):
+def test_kv_write_to_a_donated_pool_is_in_place(dtype, sizes):
     pool = jax.eval_shape(lambda: tuple(segment for size in sizes for segment in kv_pool(size, 4, 16, 64, dtype)))
     k = jax.ShapeDtypeStruct((32, 4, 64), "float32" if dtype == "float32" else "bfloat16")
     slots = jax.ShapeDtypeStruct((32,), jnp.int32)
@@ -85,18 +85,18 @@ def test_a_donated_pool_is_written_in_place(dtype, sizes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_bytes_of_a_page_are_those_of_the_pool(dtype):
+def test_page_bytes_add_up_to_the_pools_bytes(dtype):
     assert kv_pool(5, 2, 4, 8, dtype)[0].nbytes == 5 * page_bytes(2, 4, 8, dtype, "cpu")
 
 
-def test_an_int8_row_on_gpu_fills_whole_copies():
+def test_int8_rows_on_gpu_are_padded_to_whole_copies():
     assert page_bytes(4, 16, 64, "int8", "gpu") == 4 * 2 * 16 * 80
     assert page_bytes(4, 16, 80, "int8", "gpu") == 4 * 2 * 16 * 96
     assert page_bytes(4, 16, 64, "bfloat16", "gpu") == 4 * 2 * 16 * 128
 
 
 @pytest.mark.parametrize("row", [12, 16])
-def test_what_lies_behind_a_scale_is_not_read(row):
+def test_padding_after_an_int8_scale_is_not_read(row):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 8)), jnp.float32)
     rows = to_storage(x, jnp.int8, row)
     assert rows.shape == (5, row)
@@ -104,12 +104,12 @@ def test_what_lies_behind_a_scale_is_not_read(row):
     np.testing.assert_array_equal(*(from_storage(r, 8, jnp.float32, jnp.float32) for r in (rows, filled)))
 
 
-def test_an_int8_page_takes_a_byte_for_each_number_and_four_for_each_token_and_head():
+def test_int8_page_takes_one_byte_per_number_and_four_per_scale():
     assert page_bytes(4, 16, 64, "int8", "cpu") == 4 * 2 * 16 * (64 + 4)
     assert page_bytes(4, 16, 128, "bfloat16", "cpu") / page_bytes(4, 16, 128, "int8", "cpu") > 1.93
 
 
-def test_a_code_is_the_nearest_and_the_largest_number_is_exact():
+def test_int8_codes_are_the_nearest_and_the_largest_number_is_exact():
     x = np.random.default_rng(0).normal(size=(50, 3, 64)).astype(np.float32) * np.logspace(-20, 20, 50)[:, None, None]
     x = jnp.asarray(x, jnp.float32)
     back = from_storage(to_storage(x, jnp.int8, 68), 64, jnp.float32, jnp.float32)
@@ -119,14 +119,14 @@ def test_a_code_is_the_nearest_and_the_largest_number_is_exact():
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-37, 1e-40])
-def test_vectors_of_zeros_and_of_next_to_nothing_stay_so(value):
+def test_int8_rows_of_zeros_and_tiny_numbers_stay_tiny(value):
     back = from_storage(to_storage(jnp.full((2, 8), value, jnp.float32), jnp.int8, 12), 8, jnp.float32, jnp.float32)
     assert (jnp.abs(back) <= 2 * value).all()
 
 
 @pytest.mark.parametrize("backend", ["auto", "xla"])
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
-def test_what_is_not_finite_is_not_hidden(value, backend):
+def test_int8_rows_with_non_finite_numbers_are_not_finite(value, backend):
     x = jnp.ones((2, 1, 8)).at[0, 0, 3].set(value)
     (pool,) = kv_write(kv_pool(1, 1, 2, 8, "int8"), x, x, jnp.arange(2), backend=backend)
     back = from_storage(pool, 8, jnp.float32, jnp.float32)

@@ -1,4 +1,4 @@
-"""Products with weights, against numpy."""
+"""Products with weights, compared with numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels import grouped_matmul, matmul
-from jaxserve.kernels.grouped_matmul import _ragged
+from tests.support.internals import ragged_matmul
 
 
 def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
@@ -70,4 +70,4 @@ def test_grouped_matmul_on_other_platforms_lowers():
 
 def test_grouped_matmul_is_the_same_function_on_every_platform():
     x, w, sizes = normal(24, 32), normal(4, 12, 32, seed=1), jnp.array([3, 0, 20, 1], jnp.int32)
-    np.testing.assert_allclose(_ragged(x, w, sizes), grouped_matmul(x, w, sizes), atol=1e-4)
+    np.testing.assert_allclose(ragged_matmul(x, w, sizes), grouped_matmul(x, w, sizes), atol=1e-4)

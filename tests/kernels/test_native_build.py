@@ -1,4 +1,4 @@
-"""How the native library comes to be: at installation, without jaxserve or JAX."""
+"""The native library's build during an installation, without jaxserve or JAX."""
 
 import importlib.util
 import subprocess
@@ -10,24 +10,25 @@ from pathlib import Path
 import pytest
 
 from jaxserve.kernels.native import build, library
+from tests.support.internals import native_library_path
 
 PROJECT = tomllib.loads((Path(build.__file__).parents[3] / "pyproject.toml").read_text())
 
 
 @pytest.fixture
 def no_library(tmp_path, monkeypatch):
-    """A folder without a library, and a compiler that is not there."""
+    """A folder without a library, and a compiler that does not exist."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     return tmp_path
 
 
-def test_an_installation_builds_against_the_oldest_jaxlib_that_is_supported():
+def test_build_requirement_is_the_oldest_supported_jaxlib():
     assert f"jaxlib=={build.OLDEST_JAXLIB}" in PROJECT["build-system"]["requires"]
     jax = next(name for name in PROJECT["project"]["dependencies"] if name.startswith("jax>"))
     assert jax.startswith(f"jax>={build.OLDEST_JAXLIB},")
 
 
-def test_what_compiles_it_loads_neither_jaxserve_nor_jax():
+def test_native_build_loads_neither_jaxserve_nor_jax():
     script = (
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('build', {build.__file__!r})\n"
@@ -41,7 +42,7 @@ def test_what_compiles_it_loads_neither_jaxserve_nor_jax():
     assert (Path(headers) / "xla" / "ffi" / "api" / "ffi.h").exists()
 
 
-def test_without_a_compiler_one_line_says_so(no_library, capsys):
+def test_native_build_without_a_compiler_prints_one_line(no_library, capsys):
     assert build.build_or_say(no_library) is None
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -49,13 +50,13 @@ def test_without_a_compiler_one_line_says_so(no_library, capsys):
     assert "no-such-compiler" in said
 
 
-def test_without_jaxlib_one_line_says_so(no_library, capsys, monkeypatch):
+def test_native_build_without_jaxlib_prints_one_line(no_library, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert build.build_or_say(no_library) is None
     assert "jaxlib" in capsys.readouterr().err
 
 
-def test_a_library_of_the_oldest_jaxlib_serves_newer_ones(no_library, monkeypatch):
+def test_native_library_of_the_oldest_jaxlib_is_used_by_newer_ones(no_library, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.0")
     oldest, own = build.library_path(no_library, build.OLDEST_JAXLIB), build.library_path(no_library)
     assert build.built(no_library) is None
@@ -67,7 +68,7 @@ def test_a_library_of_the_oldest_jaxlib_serves_newer_ones(no_library, monkeypatc
 
 @pytest.fixture
 def quick_compiler(tmp_path, monkeypatch):
-    """A compiler that writes empty files, and a package folder in which there is no library."""
+    """A compiler that writes empty files, and a package folder without a library."""
     script = tmp_path / "c++"
     script.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
     script.chmod(0o755)
@@ -75,34 +76,34 @@ def quick_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "HERE", tmp_path / "site-packages")
 
 
-def test_compiling_leaves_the_library_alone_behind(quick_compiler, tmp_path):
+def test_native_build_leaves_only_the_library(quick_compiler, tmp_path):
     sources = set(build.HERE.iterdir())
     found = build.build(tmp_path / "target")
     assert list((tmp_path / "target").iterdir()) == [found]
     assert set(build.HERE.iterdir()) == sources
 
 
-def test_a_failed_compilation_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_failed_native_build_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(subprocess.CalledProcessError):
         build.build(tmp_path / "target")
     assert list((tmp_path / "target").iterdir()) == []
 
 
-def test_a_package_without_a_library_has_one_compiled_into_the_users_cache(quick_compiler, tmp_path, monkeypatch):
+def test_package_without_a_library_compiles_one_into_the_users_cache(quick_compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = library._library.__wrapped__()
+    found = native_library_path().__wrapped__()
     assert found == build.library_path(tmp_path / "cache" / "jaxserve" / "native")
     assert found.is_file()
     assert not (tmp_path / "site-packages").exists()
 
 
 @pytest.mark.parametrize("cache", ["/proc/cache", ""], ids=["not-writable", "no-home"])
-def test_without_a_place_for_a_library_plain_xla_serves(quick_compiler, monkeypatch, caplog, cache):
+def test_package_without_a_writable_cache_uses_plain_xla(quick_compiler, monkeypatch, caplog, cache):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     monkeypatch.setattr(Path, "home", no_home)
-    assert library._library.__wrapped__() is None
+    assert native_library_path().__wrapped__() is None
     assert "plain XLA will be slower" in caplog.text

@@ -1,4 +1,4 @@
-"""The native kernel that draws tokens beside XLA's sampler, in every instruction set that this machine has."""
+"""The native kernel that draws tokens, compared with XLA's sampler in every instruction set of this machine."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxserve.kernels.native import draw as native
 from jaxserve.parallel.placement import Placement
 from jaxserve.sampling import ops as sampler
 from jaxserve.sampling.device_sampler import DeviceSampler
+from tests.support.internals import sampling_calls, uniform_numbers
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 every_width = pytest.mark.parametrize("lanes", [16, 8, 4])
@@ -20,7 +21,7 @@ DRAW_ADJUSTED = jax.jit(native.draw_adjusted, static_argnames="max_lanes")
 
 
 def packed(vocab: int, rows: int = ROWS, **fields: np.ndarray | list | float) -> np.ndarray:
-    """Parameters i32[11, R] of rows in the first slots."""
+    """Return parameters (i32[11, R]) of rows in the first slots."""
     parameters = np.stack([sampler.idle_row(SLOTS, vocab)] * rows, axis=1)
     parameters[sampler.SLOT] = np.arange(rows)
     floats = parameters[sampler.FLOATS].view(np.float32)
@@ -38,7 +39,7 @@ def floats_of(low: float, high: float) -> st.SearchStrategy[float]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_every_instruction_set_draws_what_xla_draws(data: st.DataObject) -> None:
+def test_native_draw_equals_xla_on_every_instruction_set(data: st.DataObject) -> None:
     vocab = data.draw(st.sampled_from([3, 300, 4096]), "vocab")
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), "numbers"))
     logits = rng.normal(0, data.draw(floats_of(0.125, 16), "spread"), (ROWS, vocab)).astype(np.float32)
@@ -76,18 +77,18 @@ def test_every_instruction_set_draws_what_xla_draws(data: st.DataObject) -> None
 
 
 @every_width
-def test_the_uniform_numbers_are_those_of_jax(lanes: int) -> None:
+def test_native_draw_uses_the_uniform_numbers_of_jax(lanes: int) -> None:
     vocab, rows, rng = 1 << 16, 7, np.random.default_rng(0)
     seed, position = rng.integers(-(2**31), 2**31, (2, rows)), rng.integers(0, 1 << 30, rows)
     parameters = packed(vocab, rows, temperature=1.0, seed=seed, position=position)
     tokens, _ = DRAW(np.zeros((rows, vocab), np.float32), parameters, jnp.zeros(SLOTS + 1, jnp.int32), max_lanes=lanes)
     seeds = jnp.asarray(seed.astype(np.int32).view(np.uint32).T)
-    uniform = jax.vmap(sampler._uniform)(seeds, jnp.asarray(position, jnp.int32))
+    uniform = uniform_numbers(seeds, jnp.asarray(position, jnp.int32))
     np.testing.assert_array_equal(tokens, np.floor(np.asarray(uniform) * vocab))
 
 
 @every_width
-def test_of_equal_weights_all_that_reach_the_limit_are_kept(lanes: int) -> None:
+def test_native_draw_keeps_all_equal_weights_at_the_limit(lanes: int) -> None:
     vocab, draws = 300, 40
     limits = {"top_k": [1, 7, 100, 101, vocab], "top_p": [1, 1, 1, 1, 0.3]}
     logits = np.where(np.arange(vocab) % 3, -4.0, 0.0).astype(np.float32)  # a hundred weigh as much as the heaviest
@@ -101,7 +102,7 @@ def test_of_equal_weights_all_that_reach_the_limit_are_kept(lanes: int) -> None:
 
 
 @every_width
-def test_rows_of_the_spare_slot_draw_nothing(lanes: int) -> None:
+def test_native_draw_of_the_spare_slot_changes_nothing(lanes: int) -> None:
     vocab = 300
     parameters = packed(vocab, slot=[2, SLOTS, SLOTS, 0, SLOTS])
     logits = np.random.default_rng(1).normal(size=(ROWS, vocab)).astype(np.float32)
@@ -117,8 +118,8 @@ def test_rows_of_the_spare_slot_draw_nothing(lanes: int) -> None:
 
 @every_width
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logits_that_are_not_finite(temperature: float, lanes: int) -> None:
-    """Both samplers say so of a row, and leave a token in `newest` that the next step can read."""
+def test_draws_report_rows_of_non_finite_logits(temperature: float, lanes: int) -> None:
+    """Both samplers mark the row, and leave a token in `newest` that the next step can read."""
     vocab, slots = 300, 9
     logits = np.random.default_rng(0).normal(size=(slots, vocab)).astype(np.float32)
     logits[0] = -np.inf
@@ -153,21 +154,21 @@ def test_logits_that_are_not_finite(temperature: float, lanes: int) -> None:
 
 
 @pytest.mark.parametrize("slot", [-1, SLOTS + 1])
-def test_a_slot_that_is_not_there_is_an_error(slot: int) -> None:
+def test_native_draw_for_a_slot_out_of_range_is_refused(slot: int) -> None:
     parameters = packed(9, slot=slot)
     with pytest.raises(Exception, match=f"slot {slot} of {SLOTS + 1}"):
         jax.block_until_ready(DRAW(np.zeros((ROWS, 9), np.float32), parameters, jnp.zeros(SLOTS + 1, jnp.int32)))
 
 
 @pytest.mark.parametrize(("backend", "native_runs"), [("auto", True), ("native", True), ("xla", False)])
-def test_who_uses_it(backend: str, native_runs: bool) -> None:
+def test_sampler_on_one_device_draws_natively_unless_xla_is_chosen(backend: str, native_runs: bool) -> None:
     several = jax.devices()[:2]
     for devices in [several[:1], several]:
         made = DeviceSampler(
             Placement(tuple(devices)), slots=SLOTS, vocab=9, max_len=16, top_logprobs=2, backend=backend
         )
         logits = jax.device_put(jnp.zeros((ROWS, 9)), Placement(tuple(devices)).sharding())
-        calls = [function.lower(*arguments).as_text() for function, arguments in made._calls(logits)]
+        calls = [function.lower(*arguments).as_text() for function, arguments in sampling_calls(made, logits)]
         assert {"jaxserve_draw" in call for call in calls} == {native_runs and len(devices) == 1}
         made.rehearse(logits)
         made.close()

@@ -1,4 +1,4 @@
-"""The native kernel for log-probabilities beside XLA's, in every instruction set that this machine has."""
+"""The native kernel for log-probabilities, compared with XLA's in every instruction set of this machine."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def assert_like_xla(logits: np.ndarray, tokens: np.ndarray, top: int) -> None:
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_every_instruction_set_gives_what_xla_gives(data: st.DataObject) -> None:
+def test_native_logprobs_equal_xla_on_every_instruction_set(data: st.DataObject) -> None:
     vocab, top = data.draw(st.sampled_from([(3, 3), (130, 1), (300, 20), (4096, 20), (1000, 0)]), "vocabulary, top")
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), "numbers"))
     logits = rng.normal(data.draw(st.sampled_from([0, -300, 50])), rng.choice([0.1, 1, 30]), (5, vocab))
@@ -37,20 +37,20 @@ def test_every_instruction_set_gives_what_xla_gives(data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("order", [1, -1, 0])
-def test_rows_in_order_and_of_one_number(order: int) -> None:
+def test_native_logprobs_of_sorted_and_constant_rows_equal_xla(order: int) -> None:
     row = order * np.arange(700, dtype=np.float32) / 16
     assert_like_xla(np.stack([row, row]), np.array([0, 699], np.int32), 20)
 
 
 @pytest.mark.parametrize("token", [-1, 9])
-def test_a_token_that_is_not_there_is_an_error(token: int) -> None:
+def test_native_logprobs_of_a_token_out_of_range_are_refused(token: int) -> None:
     with pytest.raises(Exception, match=f"token {token} of 9"):
         jax.block_until_ready(NATIVE(np.zeros((1, 9), np.float32), jnp.array([token]), top=2))
 
 
 @pytest.mark.parametrize("lanes", [16, 8, 4])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_log_probabilities_of_what_is_not_finite_are_nan(lanes: int, value: float) -> None:
+def test_native_logprobs_of_non_finite_logits_are_nan(lanes: int, value: float) -> None:
     logits = np.random.default_rng(0).normal(size=(2, 300)).astype(np.float32)
     logits[0, 299] = value
     logprob, _, _, top = NATIVE(logits, np.array([3, 3], np.int32), top=4, max_lanes=lanes)

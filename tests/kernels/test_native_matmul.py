@@ -1,4 +1,4 @@
-"""The native products against numpy, in every variant that this machine can run, and who uses which."""
+"""The native products compared with numpy, in every variant that this machine can run, and their callers."""
 
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ every_variant = pytest.mark.parametrize("variant", library.VARIANTS)
 
 def skip_unless_there(variant: str) -> None:
     if variant not in library.variants():
-        pytest.skip(f"this machine has no {variant}")
+        pytest.skip(f"needs a CPU with the instructions of {variant}")
 
 
 def operands(rows: int, out: int, inner: int, bits: int = 16, **kwargs) -> tuple[jax.Array, jax.Array | QArray]:
@@ -36,7 +36,7 @@ def operands(rows: int, out: int, inner: int, bits: int = 16, **kwargs) -> tuple
 
 
 def product(x: jax.Array, w: jax.Array | QArray, variant: str) -> np.ndarray:
-    """In float64, of the operands as the variant takes them: the matrix unit multiplies bfloat16."""
+    """Return the product in float64 of the operands as the variant takes them: the matrix unit multiplies bfloat16."""
     if isinstance(w, QArray):
         if variant in native.ROUND_X and x.dtype == jnp.bfloat16:
             x = IN_INTEGERS(x, w)
@@ -56,7 +56,7 @@ def assert_close(got: jax.Array, expected: np.ndarray, bits: int, variant: str) 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_every_variant_is_the_product(data: st.DataObject) -> None:
+def test_every_native_variant_equals_the_exact_product(data: st.DataObject) -> None:
     rows = data.draw(st.one_of(st.integers(1, 33), st.integers(34, 300)), "rows")
     out = data.draw(st.integers(1, 200), "out")
     inner = data.draw(st.one_of(st.integers(1, 40).map(lambda n: 32 * n), st.integers(1, 600)), "inner")
@@ -75,7 +75,7 @@ def test_every_variant_is_the_product(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_rounding_x_costs_little_beside_its_largest_neighbours(bits: int) -> None:
+def test_rounding_activations_to_integers_loses_little(bits: int) -> None:
     x, w = operands(5, 60, 640, bits)
     x = x.at[0, 7].mul(1000).at[1, 128:256].mul(1e-3)
     exact, rounded = product(x, w, ""), np.asarray(IN_INTEGERS(x, w), np.float64) @ np.asarray(w.dequantize()).T
@@ -86,7 +86,7 @@ def test_rounding_x_costs_little_beside_its_largest_neighbours(bits: int) -> Non
 
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_what_is_not_finite_stays_so(poison: float, bits: int) -> None:
+def test_native_product_of_non_finite_rows_is_not_finite(poison: float, bits: int) -> None:
     x, w = operands(6, 40, 384, bits)
     x = x.at[2, 200].set(poison)
     for variant in library.variants():
@@ -97,7 +97,7 @@ def test_what_is_not_finite_stays_so(poison: float, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("rows", [1, 6, 40])
-def test_integers_of_the_largest_numbers_do_not_overflow(rows: int, bits: int) -> None:
+def test_native_product_of_the_largest_integers_does_not_overflow(rows: int, bits: int) -> None:
     x, w = operands(rows, 40, 512, bits)
     x, w = jnp.ones_like(x).at[1::2].mul(-1), replace(w, codes=jnp.full_like(w.codes, 255))
     for variant in library.variants():
@@ -106,7 +106,7 @@ def test_integers_of_the_largest_numbers_do_not_overflow(rows: int, bits: int) -
 
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("rows", [1, 6])
-def test_zeros_and_denormals_are_multiplied(rows: int, bits: int) -> None:
+def test_native_product_of_zeros_and_denormals_is_exact(rows: int, bits: int) -> None:
     x, w = operands(rows, 40, 384, bits)
     x = x.at[:, :256].set(0).at[:, :128].set(1e-39)
     for variant in library.variants():
@@ -116,7 +116,7 @@ def test_zeros_and_denormals_are_multiplied(rows: int, bits: int) -> None:
 @every_variant
 @pytest.mark.parametrize("bits", [16, 8, 4, 3])
 @pytest.mark.parametrize("rows", [1, 600])
-def test_large_operands_in_blocks(rows: int, bits: int, variant: str) -> None:
+def test_native_product_of_large_operands_equals_the_exact_product(rows: int, bits: int, variant: str) -> None:
     skip_unless_there(variant)
     x, w = operands(rows, 300, 1408, bits)
     assert_close(native.matmul(x, w, variant=variant), product(x, w, variant), bits, variant)
@@ -124,7 +124,7 @@ def test_large_operands_in_blocks(rows: int, bits: int, variant: str) -> None:
 
 @pytest.mark.parametrize("group", [96, 160])
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_groups_that_are_no_power_of_two(bits: int, group: int) -> None:
+def test_native_product_with_groups_of_96_and_160_inputs_is_exact(bits: int, group: int) -> None:
     x, w = operands(3, 40, 960, bits, group=32)
     w = QArray(w.codes, w.scales[:, : 960 // group], None, bits, 960)
     for variant in library.variants():
@@ -133,7 +133,7 @@ def test_groups_that_are_no_power_of_two(bits: int, group: int) -> None:
 
 @pytest.mark.parametrize("variant", ["avx512", "avx2", "portable"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_float32_activations_stay_float32(bits: int, variant: str) -> None:
+def test_native_product_keeps_float32_activations(bits: int, variant: str) -> None:
     skip_unless_there(variant)
     x, w = operands(5, 40, 256, bits)
     x = x.astype(jnp.float32) + 1e-3
@@ -143,7 +143,7 @@ def test_float32_activations_stay_float32(bits: int, variant: str) -> None:
 @every_variant
 @pytest.mark.parametrize("inner", [1000, 1056])  # single rows meet numbers in another way up to 1024
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_a_row_does_not_depend_on_the_others(bits: int, inner: int, variant: str) -> None:
+def test_native_product_of_a_row_does_not_depend_on_other_rows(bits: int, inner: int, variant: str) -> None:
     skip_unless_there(variant)
     x, w = operands(70, 100, inner, bits)
     whole = np.asarray(native.matmul(x, w, variant=variant))
@@ -154,7 +154,7 @@ def test_a_row_does_not_depend_on_the_others(bits: int, inner: int, variant: str
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("inner", [32, 96, 768, 1000])
 @pytest.mark.parametrize("rows", [1, 4, 40])
-def test_rows_normalised_and_gated_on_their_way(rows: int, inner: int, dtype: jnp.dtype) -> None:
+def test_native_product_normalises_and_gates_its_rows(rows: int, inner: int, dtype: jnp.dtype) -> None:
     rng = np.random.default_rng([rows, inner])
     x, gate_up = (jnp.asarray(8 * rng.standard_normal((rows, *shape)), dtype) for shape in ((inner,), (1, 2, inner)))
     lefts = Normed(x, jnp.asarray(rng.standard_normal(inner), dtype), 1e-5), Gated(gate_up)
@@ -173,7 +173,7 @@ def test_rows_normalised_and_gated_on_their_way(rows: int, inner: int, dtype: jn
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 3])
 @pytest.mark.parametrize(("front", "rows", "behind"), [(0, 3, 5), (24, 8, 0), (31, 40, 57), (1, 1, 1)])
-def test_rows_of_zeros_around_the_others_have_products_of_zeros(front: int, rows: int, behind: int, bits: int) -> None:
+def test_native_product_of_padding_rows_is_zero(front: int, rows: int, behind: int, bits: int) -> None:
     x, w = operands(rows, 100, 320, bits)
     padded = jnp.pad(x.at[rows // 2].set(0), ((front, behind), (0, 0)))
     got, alone = (np.asarray(native.matmul(a, w)) for a in (padded, x))
@@ -186,7 +186,7 @@ def test_rows_of_zeros_around_the_others_have_products_of_zeros(front: int, rows
 
 @pytest.mark.parametrize("left", ["plain", "normed", "gated"])
 @pytest.mark.parametrize("bits", [16, 8])
-def test_padding_is_not_multiplied(bits: int, left: str) -> None:
+def test_native_product_skips_padding_rows(bits: int, left: str) -> None:
     x, w = operands(12, 40, 64, bits)
     if isinstance(w, QArray):
         w = replace(w, scales=w.scales.at[0].set(jnp.nan))
@@ -206,7 +206,7 @@ def test_padding_is_not_multiplied(bits: int, left: str) -> None:
 @pytest.mark.parametrize("left", ["plain", "normed", "gated"])
 @pytest.mark.parametrize("bits", [16, 8, 4, 3])
 @pytest.mark.parametrize("rows", [1, 3, 17, 70])
-def test_a_residual_is_added_to_the_rounded_product(rows: int, bits: int, left: str, dtype: jnp.dtype) -> None:
+def test_native_product_adds_the_residual_after_rounding(rows: int, bits: int, left: str, dtype: jnp.dtype) -> None:
     x, w = operands(rows + 9, 301, 384, bits)
     x = x.at[:4].set(0).at[-5:].set(0)  # padding: what is added to nothing stays
     residual = jnp.asarray(np.random.default_rng(rows).standard_normal((rows + 9, 301)) * 20, dtype)
@@ -223,25 +223,25 @@ def test_a_residual_is_added_to_the_rounded_product(rows: int, bits: int, left: 
 
 
 @pytest.mark.parametrize("residual", [jnp.zeros((4, 31), jnp.bfloat16), jnp.zeros((4, 32), jnp.float32)])
-def test_a_residual_of_another_form_is_an_error(residual: jax.Array) -> None:
+def test_native_product_refuses_a_residual_of_another_shape_or_dtype(residual: jax.Array) -> None:
     x, w = operands(4, 32, 32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="what is added to the product is like it"):
         jax.block_until_ready(native.matmul(x, w, residual, dtype=jnp.bfloat16))
 
 
-def test_gates_cut_into_parts_are_put_together() -> None:
+def test_product_joins_gates_cut_into_parts() -> None:
     rng = np.random.default_rng(0)
     gate_up, w = Gated(jnp.asarray(rng.standard_normal((3, 2, 2, 64)), jnp.bfloat16)), operands(3, 40, 128)[1]
     np.testing.assert_allclose(matmul(gate_up, w), matmul(gate_up.value(), w), rtol=0.02, atol=0.1)
 
 
-def test_numbers_beyond_the_operands_are_not_read() -> None:
+def test_native_product_reads_nothing_beyond_its_operands() -> None:
     x, w = operands(17, 40, 48)
     poisoned = jnp.pad(w, ((0, 8), (0, 0)), constant_values=jnp.nan)[:40]
     assert np.isfinite(np.asarray(native.matmul(x, poisoned), np.float32)).all()
 
 
-def test_a_variant_that_does_not_exist_is_an_error() -> None:
+def test_unknown_native_variant_is_refused() -> None:
     x, w = operands(4, 32, 32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no variant abacus"):
         jax.block_until_ready(native.matmul(x, w, variant="abacus"))
@@ -249,7 +249,7 @@ def test_a_variant_that_does_not_exist_is_an_error() -> None:
 
 @pytest.mark.parametrize(("backend", "used"), [("auto", True), ("native", True), ("xla", False)])
 @pytest.mark.parametrize("bits", [16, 8, 4, 3])
-def test_it_is_taken_unless_xla_is_asked_for(bits: int, backend: KernelBackend, used: bool) -> None:
+def test_native_product_is_used_unless_xla_is_chosen(bits: int, backend: KernelBackend, used: bool) -> None:
     x, w = operands(1, 64, 128, bits)
     program = jax.jit(partial(matmul, backend=backend)).lower(x, w).compile().as_text()
     assert (library.MATMUL in program) == used
@@ -257,7 +257,7 @@ def test_it_is_taken_unless_xla_is_asked_for(bits: int, backend: KernelBackend, 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_parts_of_the_inputs_are_added_up_in_float32(bits: int, dtype: jnp.dtype) -> None:
+def test_product_split_over_devices_is_summed_in_float32(bits: int, dtype: jnp.dtype) -> None:
     x, w = operands(4, 64, 256, bits, **({"group": 32} if bits < 16 else {}))
     halves = PartitionSpec(None, "tp")
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
@@ -277,14 +277,14 @@ def test_parts_of_the_inputs_are_added_up_in_float32(bits: int, dtype: jnp.dtype
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-def test_other_platforms_lower_to_xla(bits: int) -> None:
+def test_product_on_other_platforms_lowers_to_xla(bits: int) -> None:
     x, w = operands(4, 64, 128, bits)
     assert library.MATMUL not in jax.jit(matmul).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_quantised_weights_of_several_axes(rows: int, dtype: jnp.dtype) -> None:
+def test_product_with_quantised_weights_of_several_axes_is_exact(rows: int, dtype: jnp.dtype) -> None:
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((rows, 2, 64)), rng.standard_normal((3, 5, 128)).astype(np.float32)
     quantised = jax.tree.map(jnp.asarray, quantize(w, 4))

@@ -1,4 +1,4 @@
-"""Rotation, writing and attention in one call, and one after the other."""
+"""Rotation, writing and attention in one call, compared with separate calls."""
 
 from functools import partial
 
@@ -40,7 +40,7 @@ TOLERANCE = {"float32": 3e-5, "bfloat16": 2e-2}
 
 
 def slots_of(meta: AttentionMeta, page_size: int, tokens: int) -> np.ndarray:
-    """Where a step's tokens belong in the pool; padding in the null page."""
+    """Return the pool's slots for a step's tokens, with padding in the null page."""
     slots = []
     for pages, length in zip(meta.decode_pages, meta.decode_lengths, strict=True):
         slots.append(pages[(length - 1) // page_size] * page_size + (length - 1) % page_size if length else 0)
@@ -61,7 +61,7 @@ def projected(shape: Shape, tokens: int, normed: bool) -> Rotated:
 
 
 def rows_at(pool: Pool, slots: np.ndarray, shape: Shape) -> Array:
-    """Keys and values f32 [T, K, 2, D] at slots."""
+    """Return keys and values (f32[T, K, 2, D]) at slots."""
     (segment,) = pool
     rows = segment[slots // shape.S, :, :, slots % shape.S]
     return from_storage(rows, shape.D, shape.dtype, jnp.float32)
@@ -75,7 +75,7 @@ def problem_of(shape: Shape, normed: bool = False) -> tuple[Problem, Rotated, np
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_one_call_does_what_the_operations_do(native_kernels, name, normed):
+def test_write_and_attend_equals_write_then_attend(native_kernels, name, normed):
     shape = SHAPES[name]
     problem, qkv, slots = problem_of(shape, normed)
     arguments = (qkv, problem.pool, jnp.asarray(slots), problem.meta)
@@ -100,7 +100,7 @@ def test_one_call_does_what_the_operations_do(native_kernels, name, normed):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_the_pool_is_written_in_place(native_kernels, dtype):
+def test_write_and_attend_writes_the_pool_in_place(native_kernels, dtype):
     shape = Shape(dtype="bfloat16", kv_dtype=dtype, B=4, N=0)
     _, qkv, slots = problem_of(shape)
     meta = make_problem(shape, seed=3).meta
@@ -111,7 +111,7 @@ def test_the_pool_is_written_in_place(native_kernels, dtype):
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 10
 
 
-def test_a_slot_outside_the_pool_is_an_error(native_kernels):
+def test_write_and_attend_refuses_a_slot_outside_the_pool(native_kernels):
     problem, qkv, slots = problem_of(Shape(B=1, N=0))
     slots[0] = len(problem.pool[0]) * Shape.S
     with pytest.raises(jax.errors.JaxRuntimeError, match="slot"):

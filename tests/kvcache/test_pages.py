@@ -1,4 +1,4 @@
-"""PagePool against a model of it: random histories never leak, double-hand-out or mislabel a page."""
+"""PagePool against a model of it: random histories never leak, hand out twice or mislabel a page."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from jaxserve.kvcache import NULL_PAGE, PagePool, PagesInUse, PageTable, page_hashes
 
 
-def test_pages_come_back() -> None:
+def test_released_pages_are_free_again() -> None:
     pool = PagePool(9)
     pages = pool.allocate(8)
     assert pool.available == 0
@@ -16,7 +16,7 @@ def test_pages_come_back() -> None:
     assert (pool.available, pool.used) == (8, 0)
 
 
-def test_a_shared_page_stays_until_its_last_holder_leaves() -> None:
+def test_shared_page_is_freed_with_its_last_holder() -> None:
     pool = PagePool(3)
     (page,) = pool.allocate(1)
     pool.retain([page])
@@ -26,7 +26,7 @@ def test_a_shared_page_stays_until_its_last_holder_leaves() -> None:
     assert pool.used == 0
 
 
-def test_a_released_prefix_is_found_again_until_its_page_is_needed() -> None:
+def test_released_prefix_is_found_until_its_page_is_evicted() -> None:
     pool = PagePool(4)
     hashes = page_hashes(list(range(32)), 16, "salt")
     pages = pool.allocate(2)
@@ -38,7 +38,7 @@ def test_a_released_prefix_is_found_again_until_its_page_is_needed() -> None:
     assert pool.lookup(hashes) == pages[:1]
 
 
-def test_hashes_depend_on_everything_before_and_on_the_salt() -> None:
+def test_page_hashes_depend_on_all_previous_tokens_and_the_salt() -> None:
     a = page_hashes([1, 2, 3, 4], 2, "salt")
     assert page_hashes([9, 2, 3, 4], 2, "salt")[1] != a[1]
     assert page_hashes([1, 2, 3, 4], 2, "other")[0] != a[0]
@@ -46,7 +46,7 @@ def test_hashes_depend_on_everything_before_and_on_the_salt() -> None:
     assert page_hashes([1, 2, 3, 4, 5, 6], 2, "salt", a) == page_hashes([1, 2, 3, 4, 5, 6], 2, "salt")
 
 
-def test_without_caching_nothing_is_found() -> None:
+def test_pool_without_caching_finds_no_page() -> None:
     pool = PagePool(4, caching=False)
     (page,) = pool.allocate(1)
     pool.register(page, b"x")
@@ -54,7 +54,7 @@ def test_without_caching_nothing_is_found() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("arsf"), st.integers(0, 6)), max_size=120))
-def test_random_histories_keep_the_books(history: list[tuple[str, int]]) -> None:
+def test_pool_accounting_holds_for_random_histories(history: list[tuple[str, int]]) -> None:
     pool = PagePool(12)
     holders: list[list[int]] = []
     contents: dict[bytes, int] = {}
@@ -84,7 +84,7 @@ def test_random_histories_keep_the_books(history: list[tuple[str, int]]) -> None
     assert pool.used == 0
 
 
-def test_growing_adds_free_pages_up_to_what_there_is_room_for() -> None:
+def test_grow_adds_free_pages_up_to_the_maximum() -> None:
     pool = PagePool(4, most=6)
     held = pool.allocate(3)
     pool.grow(2)
@@ -95,7 +95,7 @@ def test_growing_adds_free_pages_up_to_what_there_is_room_for() -> None:
         pool.grow(1)
 
 
-def test_the_lowest_free_page_is_handed_out_first() -> None:
+def test_allocate_returns_the_lowest_free_pages_first() -> None:
     pool = PagePool(9)
     pages = pool.allocate(6)
     pool.release([5, 2, 4])
@@ -103,14 +103,14 @@ def test_the_lowest_free_page_is_handed_out_first() -> None:
     assert pool.allocate(4) == [2, 4, 5, 7]
 
 
-def test_shrinking_a_free_tail_moves_nothing() -> None:
+def test_shrink_of_a_free_tail_moves_no_page() -> None:
     pool = PagePool(9)
     pool.allocate(3)
     assert pool.shrink(5) == {}
     assert (pool.num_pages, pool.available, pool.used) == (4, 0, 3)
 
 
-def test_shrinking_moves_live_pages_with_their_references_and_hashes() -> None:
+def test_shrink_moves_live_pages_with_their_references_and_hashes() -> None:
     pool = PagePool(9)
     pages = pool.allocate(8)
     pool.register(8, b"eight")
@@ -126,7 +126,7 @@ def test_shrinking_moves_live_pages_with_their_references_and_hashes() -> None:
     assert pool.used == 0
 
 
-def test_where_the_device_cannot_move_pages_they_stay_where_they_are() -> None:
+def test_shrink_with_a_failing_device_move_changes_nothing() -> None:
     pool = PagePool(9)
     pages = pool.allocate(8)
     pool.register(8, b"eight")
@@ -142,7 +142,7 @@ def test_where_the_device_cannot_move_pages_they_stay_where_they_are() -> None:
     assert sorted(pool.allocate(8)) == pages
 
 
-def test_shrinking_keeps_the_most_recently_released_cached_pages() -> None:
+def test_shrink_keeps_the_most_recently_released_cached_pages() -> None:
     pool = PagePool(9)
     pages = pool.allocate(8)
     for page in pages:
@@ -156,7 +156,7 @@ def test_shrinking_keeps_the_most_recently_released_cached_pages() -> None:
     assert pool.lookup([bytes([7])]) == [2]
 
 
-class World:
+class PagePoolMachine:
     """A pool with holders of pages and the contents of the device, followed through random histories."""
 
     def __init__(self, most: int):
@@ -224,22 +224,29 @@ class World:
                 assert pool.lookup([digest]), "what is in use keeps its name"
 
 
-ACTIONS = (World.allocate, World.release, World.share, World.name, World.grow, World.shrink)
+ACTIONS = (
+    PagePoolMachine.allocate,
+    PagePoolMachine.release,
+    PagePoolMachine.share,
+    PagePoolMachine.name,
+    PagePoolMachine.grow,
+    PagePoolMachine.shrink,
+)
 
 
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 8)), max_size=80))
-def test_no_history_of_growing_and_shrinking_loses_a_page_or_its_contents(history: list) -> None:
-    world = World(24)
+def test_pages_keep_their_contents_for_random_histories_with_resizes(history: list) -> None:
+    machine = PagePoolMachine(24)
     for action, number in history:
-        action(world, number)
-        world.check()
-    while world.holders:
-        world.release(0)
-    pool = world.pool
+        action(machine, number)
+        machine.check()
+    while machine.holders:
+        machine.release(0)
+    pool = machine.pool
     assert sorted(pool.allocate(pool.available)) == list(range(1, pool.num_pages))
 
 
-def test_pages_in_use_and_those_of_the_longest_sequence_cannot_be_taken() -> None:
+def test_shrink_below_used_pages_or_the_minimum_is_refused() -> None:
     pool = PagePool(9, least=4)
     pages = pool.allocate(6)
     with pytest.raises(PagesInUse, match="9 pages cannot shrink by 3: 2 are not in use"):
@@ -252,7 +259,7 @@ def test_pages_in_use_and_those_of_the_longest_sequence_cannot_be_taken() -> Non
     assert pool.shrink(5) == {}
 
 
-def test_a_page_table_is_renamed_in_all_rows() -> None:
+def test_page_table_rename_changes_all_rows() -> None:
     table = PageTable(3, 4)
     table.take_slot([1, 9, 3])
     table.take_slot([9, 2])

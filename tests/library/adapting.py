@@ -1,5 +1,4 @@
-"""An engine with so few pages that a policy soon has to act, thresholds with which it does so within a second, and the
-load that makes it, on a machine of any speed."""
+"""An engine with few pages, thresholds that act within a second, and a load that makes a policy act on any machine."""
 
 import asyncio
 import time
@@ -21,7 +20,7 @@ T = TypeVar("T")
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what must come about."""
+    """Wait until a condition holds."""
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it never comes true"
@@ -31,7 +30,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def burst_until(
     condition: Callable[[], bool], ask: Callable[[int], Coroutine[Any, Any, T]]
 ) -> list[asyncio.Task[T]]:
-    """Keeps `AT_ONCE` requests (`ask(seed)`) under way until the condition holds; returns all of them, ended or not."""
+    """Keep `AT_ONCE` requests (`ask(seed)`) under way until a condition holds, and return all of them."""
     asked: list[asyncio.Task[T]] = []
 
     def pressed() -> bool:

@@ -1,4 +1,4 @@
-"""Compilation: none while serving after warm-up, and the fused tier takes over without a trace in the answers."""
+"""Compilation: none while serving after warm-up, and the fused tier takes over without changing answers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +14,13 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.fused import FusedTier
-from tests.reference import Reference
+from tests.support.internals import fused_keys, fused_tier_of, unfused_uses
+from tests.support.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 8 + 64}
 
 
-def engine_of(built: BuiltEngine) -> SyncEngine:
+def sync_engine(built: BuiltEngine) -> SyncEngine:
     return SyncEngine(built.instances, built.info, None, built.clock)
 
 
@@ -40,8 +41,8 @@ def built(tiny_model: Path) -> Iterator[BuiltEngine]:
     built.close()
 
 
-def test_nothing_is_compiled_while_serving(built: BuiltEngine) -> None:
-    engine = engine_of(built)
+def test_serving_compiles_nothing_after_warm_up(built: BuiltEngine) -> None:
+    engine = sync_engine(built)
     rng = np.random.default_rng(0)
     kinds = (
         {"temperature": 0},
@@ -65,7 +66,7 @@ def test_nothing_is_compiled_while_serving(built: BuiltEngine) -> None:
     assert built.compilations.counts == before
 
 
-def test_a_compilation_would_be_counted(built: BuiltEngine) -> None:
+def test_compile_counter_counts_a_new_program(built: BuiltEngine) -> None:
     import jax
 
     before = built.compilations.counts["block"]
@@ -73,39 +74,39 @@ def test_a_compilation_would_be_counted(built: BuiltEngine) -> None:
     assert built.compilations.counts["block"] > before
 
 
-def test_steps_that_only_decode_are_fused_at_warm_up(built: BuiltEngine) -> None:
-    fused = built.instances[0].executor._fused
-    shapes = {shape for _, shape, *_ in fused._compiled}
+def test_warm_up_fuses_all_decode_shapes(built: BuiltEngine) -> None:
+    fused = fused_tier_of(built.instances[0].executor)
+    shapes = {shape for _, shape, *_ in fused_keys(fused)}
     assert shapes == {shape for shape in built.instances[0].executor.buckets.all() if not shape.tiles}
-    assert all(fused.find(key) is not None for key in fused._compiled)
+    assert all(fused.find(key) is not None for key in fused_keys(fused))
     assert built.compilations.counts["fused"] >= len(shapes)
 
 
 @pytest.mark.parametrize(("fuse", "warmup"), [(False, True), (None, False)])
-def test_nothing_is_fused_where_it_is_not_wanted(tiny_model: Path, fuse: bool | None, warmup: bool) -> None:
+def test_engine_without_fusion_or_warm_up_fuses_nothing(tiny_model: Path, fuse: bool | None, warmup: bool) -> None:
     built = build(EngineConfig(model=tiny_model, fuse=fuse, warmup=warmup, **OPTIONS))
     assert built.compilations.counts["fused"] == 0
-    assert built.instances[0].executor._fused is None
+    assert fused_tier_of(built.instances[0].executor) is None
     built.close()
 
 
-def test_the_fused_tier_takes_over_and_changes_nothing(tiny_model: Path, reference: Reference) -> None:
+def test_fused_tier_takes_over_without_changing_tokens(tiny_model: Path, reference: Reference) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     executor = built.instances[0].executor
     fused = FusedTier(built.compilations, patience=3)
     executor.fuse(fused)
-    engine = engine_of(built)
+    engine = sync_engine(built)
     prompt = list(range(3, 40))
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected = reference.greedy(prompt, 20)
     assert run(engine, [(prompt, greedy)]) == [expected]
     engine.settle()
-    (key,) = [key for key in fused._compiled if key[1].tiles == 0]
+    (key,) = [key for key in fused_keys(fused) if key[1].tiles == 0]
     assert fused.find(key) is not None
     assert built.compilations.counts["fused"] >= 1
-    before = dict(fused._uses)
+    before = unfused_uses(fused)
     assert run(engine, [(prompt, greedy)]) == [expected]
-    assert fused._uses[key] == before[key], "a ready shape no longer runs block by block"
+    assert unfused_uses(fused)[key] == before[key], "a ready shape no longer runs block by block"
     built.close()
 
 
@@ -114,7 +115,7 @@ def test_the_fused_tier_takes_over_and_changes_nothing(tiny_model: Path, referen
     [{}, {"tp": 2, "pp": 2, "kv_cache_dtype": "int8"}, {"dp": 2}, {"variants": ("int8",)}],
     ids=["one device", "tp and pp", "dp", "variants"],
 )
-def test_the_next_start_traces_nothing_and_answers_alike(
+def test_second_start_traces_nothing_and_gives_equal_answers(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, options: dict
 ) -> None:
     lowered: list[str] = []
@@ -134,19 +135,21 @@ def test_the_next_start_traces_nothing_and_answers_alike(
         counts = dict(built.compilations.counts)
         assert counts["block"] > 0
         assert counts["fused"] > 0
-        answers.append(run(engine_of(built), requests))
+        answers.append(run(sync_engine(built), requests))
         assert built.compilations.counts == counts, "nothing is compiled or loaded while serving"
         built.close()
     assert lowered == []
     assert answers[0] == answers[1]
 
 
-def test_progress_is_told_while_an_engine_starts(tiny_model: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    built = build(EngineConfig(model=tiny_model, precision="int8", **OPTIONS), progress=lambda *how: told.append(how))
-    doing = list(dict.fromkeys(what for what, *_ in told))
+def test_start_reports_its_progress(tiny_model: Path) -> None:
+    reported: list[tuple[str, int, int]] = []
+    built = build(
+        EngineConfig(model=tiny_model, precision="int8", **OPTIONS), progress=lambda *how: reported.append(how)
+    )
+    doing = list(dict.fromkeys(what for what, *_ in reported))
     assert doing[:2] == [READING, QUANTISING]  # the embedding, then layers
     assert doing[-1] in (LOADING, COMPILING)
-    assert told[-1][1] == told[-1][2] > 0
-    assert all(done <= total for _, done, total in told)
+    assert reported[-1][1] == reported[-1][2] > 0
+    assert all(done <= total for _, done, total in reported)
     built.close()

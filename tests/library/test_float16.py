@@ -1,4 +1,4 @@
-"""Checkpoints in float16, as most published AWQ and GPTQ ones are: what they are computed in, and how near that is."""
+"""Checkpoints in float16, as most published AWQ and GPTQ ones are: the dtype they are computed in, and the error."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from jaxserve.sim.hardware import load_hardware
 from jaxserve.sim.shape import ModelShape
 from tests.conftest import TINY
 from tests.quantization import foreign
-from tests.reference import Reference
+from tests.support.reference import Reference
 
 FLOAT16 = TINY | {"torch_dtype": "float16"}
 OPTIONS = {"warmup": False, "max_num_seqs": 4, "memory_gb": 4}
@@ -28,7 +28,7 @@ SCORED = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One model in float16 as AWQ and GPTQ write it, and without quantisation."""
+    """Folders of one model in float16 as AWQ and GPTQ write it, and without quantisation."""
     config, made = config_from_hf(FLOAT16), {}
     shapes = {name: shape for block in config.block_ids for name, shape in tensor_shapes(config, block).items()}
     for layout in ("awq", "gptq"):
@@ -47,14 +47,14 @@ def in_float16(file: Path) -> None:
 
 
 def scores(folder: Path, **options) -> np.ndarray:
-    """Log-probabilities of the prompt's tokens by the engine."""
+    """Return log-probabilities of the prompt's tokens by the engine."""
     with LLM(folder, **OPTIONS, **options) as llm:
         (output,) = llm.generate([PROMPT], SCORED, use_tqdm=False)
     return np.array([e[t].logprob for t, e in zip(PROMPT[1:], output.prompt_logprobs[1:], strict=True)])
 
 
 @pytest.mark.parametrize("kind", ["plain", "awq", "gptq"])
-def test_it_is_computed_in_bfloat16_on_cpu_and_says_so(folders: dict, kind: str, caplog) -> None:
+def test_float16_checkpoint_is_computed_in_bfloat16_on_cpu_with_a_message(folders: dict, kind: str, caplog) -> None:
     with caplog.at_level(logging.INFO, "jaxserve"):
         got = scores(folders[kind])
     assert "the checkpoint is in float16 and is computed in bfloat16" in caplog.text
@@ -66,7 +66,7 @@ def test_it_is_computed_in_bfloat16_on_cpu_and_says_so(folders: dict, kind: str,
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"tp": 2}, {"variants": ("int4",)}])
-def test_all_else_follows_what_it_is_computed_in(folders: dict, options: dict) -> None:
+def test_float16_checkpoints_other_settings_follow_the_computed_dtype(folders: dict, options: dict) -> None:
     resolved = resolve(EngineConfig(model=folders["plain"], **OPTIONS, **options))
     assert {block.precision for block in resolved.plan.instances[0].blocks} == {"bfloat16"}
     assert resolved.padded_model.dtype == "bfloat16"
@@ -75,7 +75,7 @@ def test_all_else_follows_what_it_is_computed_in(folders: dict, options: dict) -
     assert [block.precision for block in quantized.plan.instances[0].blocks] == ["bfloat16", *["int4"] * 3, "bfloat16"]
 
 
-def test_float16_that_is_asked_for_is_kept_with_a_warning(folders: dict, caplog) -> None:
+def test_requested_float16_is_kept_with_a_warning(folders: dict, caplog) -> None:
     resolved = resolve(EngineConfig(model=folders["plain"], dtype="float16", **OPTIONS))
     assert resolved.padded_model.dtype == resolved.kv_dtype == "float16"
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -103,12 +103,14 @@ def test_float16_that_is_asked_for_is_kept_with_a_warning(folders: dict, caplog)
         ({"dtype": "float32"}, "gpu", "float16", "float32"),
     ],
 )
-def test_what_a_float16_checkpoint_is_computed_in(options: dict, platform: str, layer: str, expected: str) -> None:
+def test_float16_checkpoint_is_computed_in_the_platforms_dtype(
+    options: dict, platform: str, layer: str, expected: str
+) -> None:
     assert dtype_of(EngineConfig(**options), "float16", (layer,), platform) == expected
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
-def test_other_checkpoints_are_computed_in_what_they_are_in(stored: str) -> None:
+def test_other_checkpoints_keep_their_dtype(stored: str) -> None:
     for platform in ("cpu", "gpu"):
         assert dtype_of(EngineConfig(policy="morph"), stored, ("int4",), platform) == stored
 
@@ -117,7 +119,7 @@ def test_other_checkpoints_are_computed_in_what_they_are_in(stored: str) -> None
     ("options", "expected"),
     [({}, "float16"), ({"policy": "morph"}, "bfloat16"), ({"head_precision": "bfloat16"}, "bfloat16")],
 )
-def test_the_simulator_chooses_alike(options: dict, expected: str) -> None:
+def test_simulator_chooses_the_engines_dtype(options: dict, expected: str) -> None:
     shape = ModelShape.load("llama-2-7b")
     assert shape.dtype == "float16"
     cluster = resolve_cluster(EngineConfig(**options), shape, load_hardware("h200"))

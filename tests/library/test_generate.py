@@ -1,4 +1,4 @@
-"""LLM against the model's definition: the paged, batched, chunked engine says what a plain forward pass says."""
+"""LLM against the model's definition: the paged, batched, chunked engine gives what a plain forward pass gives."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 
 from jaxserve import LLM, EngineStopped, JaxserveError, PromptTooLong, RequestError, SamplingParams
 from jaxserve.core.errors import NoTokenizer
-from tests.reference import Reference
+from tests.support.internals import core_of, engine_of
+from tests.support.reference import Reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)  # around the edges of pages and tiles
@@ -28,12 +29,12 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_greedy_tokens_are_those_of_a_plain_forward_pass(llm: LLM, reference: Reference) -> None:
+def test_greedy_tokens_equal_those_of_a_plain_forward_pass(llm: LLM, reference: Reference) -> None:
     prompts = [prompt(i, length) for i, length in enumerate(LENGTHS)]
     assert tokens(llm, prompts) == [reference.greedy(p, 12) for p in prompts]
 
 
-def test_logprobs_are_those_of_a_plain_forward_pass(llm: LLM, reference: Reference) -> None:
+def test_logprobs_equal_those_of_a_plain_forward_pass(llm: LLM, reference: Reference) -> None:
     p = prompt(20, 70)
     (output,) = llm.generate([p], SamplingParams(temperature=0, max_tokens=3, logprobs=5, prompt_logprobs=2))
     generated = list(output.outputs[0].token_ids)
@@ -54,18 +55,18 @@ def test_logprobs_are_those_of_a_plain_forward_pass(llm: LLM, reference: Referen
         assert set(np.argsort(-expected[i - 1])[:2]) <= set(entry)
 
 
-def test_a_prompt_of_one_token_has_no_logprobs_but_a_place_for_them(llm: LLM) -> None:
+def test_prompt_logprobs_of_one_token_are_one_none(llm: LLM) -> None:
     (output,) = llm.generate([[7]], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
     assert output.prompt_logprobs == (None,)
 
 
-def test_overlap_changes_nothing(tiny_model: Path, llm: LLM) -> None:
+def test_overlap_does_not_change_tokens(tiny_model: Path, llm: LLM) -> None:
     prompts = [prompt(30 + i, 20 + i) for i in range(6)]
     with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=8, overlap=False) as plain:
         assert tokens(plain, prompts) == tokens(llm, prompts)
 
 
-def test_a_sampled_answer_depends_on_its_seed_and_not_on_its_batch(llm: LLM) -> None:
+def test_sampled_answer_depends_on_its_seed_and_not_on_its_batch(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=200, seed=7, max_tokens=10, ignore_eos=True)
     p = prompt(40, 33)
     (alone,) = tokens(llm, [p], params)
@@ -76,14 +77,14 @@ def test_a_sampled_answer_depends_on_its_seed_and_not_on_its_batch(llm: LLM) -> 
     assert again != alone
 
 
-def test_top_p_of_zero_is_greedy_beside_rows_that_are_not(llm: LLM, reference: Reference) -> None:
+def test_top_p_of_zero_is_greedy_in_a_mixed_batch(llm: LLM, reference: Reference) -> None:
     p = prompt(41, 20)
     drawn = SamplingParams(temperature=1.0, top_p=0.5, seed=1, max_tokens=6, ignore_eos=True)
     both = llm.generate([p, p], [SamplingParams(top_p=0, max_tokens=6), drawn], use_tqdm=False)
     assert list(both[0].outputs[0].token_ids) == list(reference.greedy(p, 6))
 
 
-def test_a_seed_of_minus_one_is_random(llm: LLM) -> None:
+def test_seed_of_minus_one_is_random(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=-1, max_tokens=10, ignore_eos=True)
     assert params.seed is None
     first, second = tokens(llm, [prompt(42, 20)] * 2, params)
@@ -106,18 +107,18 @@ def test_n_greedy_answers_are_equal(llm: LLM, reference: Reference) -> None:
     assert {o.token_ids for o in output.outputs} == {reference.greedy(p, 6)}
 
 
-def test_preempted_sequences_say_the_same(tiny_model: Path, reference: Reference) -> None:
+def test_preempted_sequences_give_the_same_tokens(tiny_model: Path, reference: Reference) -> None:
     prompts = [prompt(70 + i, 60) for i in range(6)]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=8, kv_pages=24, max_model_len=128) as llm:
         answers = tokens(llm, prompts, params)
-        scheduler = llm._engine.instances[0].core.scheduler
+        scheduler = core_of(llm).scheduler
         assert scheduler.num_preemptions > 0
         assert scheduler.pages.used == 0
     assert answers == [reference.greedy(p, 60) for p in prompts]
 
 
-def test_a_cached_prefix_is_used_and_changes_nothing(llm: LLM, reference: Reference) -> None:
+def test_cached_prefix_is_used_without_changing_tokens(llm: LLM, reference: Reference) -> None:
     shared = prompt(80, 100)
     first, second = shared + prompt(81, 9), shared + prompt(82, 9)
     llm.generate([first], GREEDY, use_tqdm=False)
@@ -152,7 +153,7 @@ def test_logit_bias_forces_and_bans(llm: LLM, reference: Reference) -> None:
     assert other != (likely,)
 
 
-def test_stop_tokens_end_an_answer_but_not_before_min_tokens(llm: LLM, reference: Reference) -> None:
+def test_stop_token_ends_an_answer_after_min_tokens(llm: LLM, reference: Reference) -> None:
     p = prompt(110, 12)
     stop = reference.greedy(p, 3)[2]
     first = reference.greedy(p, 3).index(stop) + 1
@@ -185,7 +186,7 @@ def test_stream_pieces_add_up(llm: LLM, reference: Reference) -> None:
     assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-def test_streams_read_in_turns_and_a_call_between_them_lose_nothing(llm: LLM, reference: Reference) -> None:
+def test_streams_read_in_turns_with_a_call_between_keep_their_tokens(llm: LLM, reference: Reference) -> None:
     prompts = [prompt(85, 20), prompt(86, 40), prompt(87, 30)]
     streams = [llm.stream(p, GREEDY) for p in prompts[:2]]
     parts = [list(next(stream).outputs[0].token_ids) for stream in streams]
@@ -194,10 +195,10 @@ def test_streams_read_in_turns_and_a_call_between_them_lose_nothing(llm: LLM, re
         for part, piece in zip(parts, pieces, strict=True):
             part += piece.outputs[0].token_ids
     assert [*map(tuple, parts), between] == [reference.greedy(p, 12) for p in prompts]
-    assert llm._engine.idle
+    assert engine_of(llm).idle
 
 
-def test_a_stream_whose_llm_was_closed_says_so(tiny_model: Path) -> None:
+def test_stream_of_a_closed_llm_raises(tiny_model: Path) -> None:
     with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=2) as llm:
         stream = llm.stream([3, 4], GREEDY)
         next(stream)
@@ -205,11 +206,11 @@ def test_a_stream_whose_llm_was_closed_says_so(tiny_model: Path) -> None:
         list(stream)
 
 
-def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
+def test_abandoned_stream_frees_its_pages(llm: LLM) -> None:
     for piece in llm.stream(prompt(131, 50), SamplingParams(max_tokens=100, ignore_eos=True)):
         assert not piece.finished
         break
-    core = llm._engine.instances[0].core
+    core = core_of(llm)
     assert core.idle
     assert core.scheduler.pages.used == 0
 
@@ -223,7 +224,7 @@ def test_embeddings_are_the_normalised_last_hidden_state(llm: LLM, reference: Re
         np.testing.assert_allclose(embedding, expected / np.linalg.norm(expected), atol=1e-4)
 
 
-def test_an_embedding_may_fill_the_context(llm: LLM, reference: Reference) -> None:
+def test_embedding_prompt_may_fill_the_context(llm: LLM, reference: Reference) -> None:
     p = prompt(142, llm.max_model_len)
     (embedding,) = llm.embed([p], use_tqdm=False)
     expected = reference.hidden(p)[-1]
@@ -232,12 +233,12 @@ def test_an_embedding_may_fill_the_context(llm: LLM, reference: Reference) -> No
         llm.embed([[*p, 5]], use_tqdm=False)
 
 
-def test_more_prompts_than_the_queue_holds(tiny_model: Path) -> None:
+def test_generate_accepts_more_prompts_than_the_queue_holds(tiny_model: Path) -> None:
     with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4, max_queued_requests=3) as llm:
         assert len(llm.generate([prompt(i, 5) for i in range(20)], GREEDY, use_tqdm=False)) == 20
 
 
-def test_bad_requests_say_what_is_wrong_and_leave_the_engine_well(llm: LLM) -> None:
+def test_invalid_requests_name_the_field_and_leave_the_engine_usable(llm: LLM) -> None:
     for bad, error, field in (
         ([], RequestError, "prompt"),
         ([[]], RequestError, "prompt"),
@@ -253,30 +254,30 @@ def test_bad_requests_say_what_is_wrong_and_leave_the_engine_well(llm: LLM) -> N
         assert caught.value.field == field
     with pytest.raises(RequestError, match="max_tokens is 1000, the limit is 246"):
         llm.generate([prompt(150, 10)], SamplingParams(max_tokens=1000), use_tqdm=False)
-    assert llm._engine.idle
+    assert engine_of(llm).idle
     assert len(tokens(llm, [prompt(151, 10)])[0]) == 12
 
 
 @pytest.mark.parametrize("bad", [42, None, [1.5], ["a", 3], [3, "a"], [None], {"prompt_token_ids": None}], ids=str)
-def test_what_is_no_prompt_is_refused(llm: LLM, bad) -> None:
+def test_invalid_prompt_is_refused(llm: LLM, bad) -> None:
     with pytest.raises(RequestError, match="a prompt is a text, a list of token ids, or") as caught:
         llm.generate(bad, GREEDY, use_tqdm=False)
     assert caught.value.field == "prompt"
 
 
 @pytest.mark.parametrize("ids", [np.array([3, 4]), range(3, 5), {"prompt_token_ids": np.array([3, 4])}], ids=str)
-def test_token_ids_may_come_in_any_sequence(llm: LLM, ids) -> None:
+def test_token_ids_are_accepted_in_any_sequence_type(llm: LLM, ids) -> None:
     (output,) = llm.generate(ids, GREEDY, use_tqdm=False)
     assert output.prompt_token_ids == (3, 4)
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, [None], 3])
-def test_what_are_no_params_is_refused(llm: LLM, params) -> None:
+def test_invalid_sampling_params_are_refused(llm: LLM, params) -> None:
     with pytest.raises(RequestError, match="SamplingParams"):
         llm.generate([prompt(1, 5)], params, use_tqdm=False)
 
 
-def test_a_text_without_a_tokenizer_says_which_files_are_missing(llm: LLM) -> None:
+def test_text_prompt_without_a_tokenizer_names_the_missing_files(llm: LLM) -> None:
     uses = (lambda: llm.generate("text"), lambda: llm.chat([{"role": "user", "content": "hi"}]), lambda: llm.tokenizer)
     for use in uses:
         with pytest.raises(NoTokenizer, match=r"tokenizer\.json or tokenizer\.model") as error:
@@ -286,18 +287,18 @@ def test_a_text_without_a_tokenizer_says_which_files_are_missing(llm: LLM) -> No
 
 
 @pytest.mark.parametrize("asked", [{"stop": ["a"]}, {"bad_words": ["a"]}])
-def test_text_means_nothing_without_a_tokenizer(llm: LLM, asked: dict) -> None:
+def test_stop_strings_and_bad_words_without_a_tokenizer_are_refused(llm: LLM, asked: dict) -> None:
     with pytest.raises(RequestError, match="no tokenizer"):
         llm.generate([prompt(1, 5)], SamplingParams(**asked), use_tqdm=False)
 
 
 @pytest.mark.parametrize("asked", [{"stop": ["a"], "detokenize": False}, {"bad_words": "return"}, {"ignore_eos": "no"}])
-def test_what_would_not_be_kept_is_refused(asked: dict) -> None:
+def test_unsupported_sampling_params_are_refused(asked: dict) -> None:
     with pytest.raises(RequestError, match=next(iter(asked))):
         SamplingParams(**asked)
 
 
-def test_a_closed_llm_says_so(tiny_model: Path) -> None:
+def test_closed_llm_refuses_calls(tiny_model: Path) -> None:
     llm = LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=2)
     llm.close()
     with pytest.raises(EngineStopped):

@@ -1,4 +1,4 @@
-"""Interrupts and threads: an exception at any instruction of a call, or other threads' calls, harm no LLM."""
+"""Interrupts and threads: exceptions at any instruction of a call, and calls of other threads, harm no LLM."""
 
 import asyncio
 import gc
@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve import LLM, EngineFailed, EngineStopped, RequestError, SamplingParams
 from jaxserve.engine.prompts import as_prompt, as_prompts
+from tests.support.internals import assert_no_request_left, call_thread_of, instances_of, requests_in
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 36, "warmup": False}
@@ -36,19 +37,11 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) 
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def check_empty(llm: LLM) -> None:
-    """Nothing of any request is left."""
-    (steps,) = llm._engine.instances
-    assert llm._engine.idle
-    assert llm._engine._owners == {}
-    assert steps.core._requests == {}
-    assert steps.core.scheduler.pages.used == 0
-    assert llm._thread._worker._jobs == []
-    assert llm._thread._worker._owners == {}
-
-
 class Interrupts:
-    """Raises KeyboardInterrupt in the main thread, up to `most` times in a row, while a function runs."""
+    """A handler that raises KeyboardInterrupt in the main thread while a function runs.
+
+    It does so up to `most` times in a row.
+    """
 
     def __init__(self) -> None:
         self.left = 0
@@ -84,7 +77,7 @@ def interrupts() -> Iterator[Interrupts]:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_hundreds_of_interrupts_at_random_moments_leave_the_engine_as_it_was(llm: LLM) -> None:
+def test_interrupts_at_random_moments_leave_the_engine_unchanged(llm: LLM) -> None:
     prompts = [prompt(seed) for seed in range(3)]
     demanding = SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.2, logprobs=1, n=2)
     calls = [
@@ -101,10 +94,10 @@ def test_hundreds_of_interrupts_at_random_moments_leave_the_engine_as_it_was(llm
         assert handler.raised > 300
     gc.collect()
     assert tokens(llm, prompts) == before
-    check_empty(llm)
+    assert_no_request_left(llm)
 
 
-def test_ctrl_c_ends_a_call_and_its_requests_at_once(llm: LLM) -> None:
+def test_ctrl_c_ends_a_call_and_its_requests(llm: LLM) -> None:
     endless = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     stream = llm.stream(prompt(1), endless)
     with interrupts() as handler:
@@ -114,29 +107,29 @@ def test_ctrl_c_ends_a_call_and_its_requests_at_once(llm: LLM) -> None:
         assert handler.raised == 1
         assert next(stream).outputs[0].token_ids
         stream.close()
-        check_empty(llm)
+        assert_no_request_left(llm)
 
 
-def test_a_call_that_was_interrupted_before_it_could_say_so_ends_when_it_is_dropped(llm: LLM) -> None:
-    call = llm._thread.call([(each, GREEDY) for each in as_prompts([prompt(4), prompt(5)])], stream=True)
+def test_dropped_call_ends_its_requests(llm: LLM) -> None:
+    call = call_thread_of(llm).call([(each, GREEDY) for each in as_prompts([prompt(4), prompt(5)])], stream=True)
     next(call)
     del call
     tokens(llm, [prompt(3)])  # the thread has seen it
-    check_empty(llm)
+    assert_no_request_left(llm)
 
 
-def test_a_stream_computes_only_what_is_asked_for(llm: LLM) -> None:
-    (steps,) = llm._engine.instances
+def test_stream_computes_only_the_pieces_that_are_read(llm: LLM) -> None:
+    (steps,) = instances_of(llm)
     with closing(llm.stream(prompt(1), SamplingParams(max_tokens=200, ignore_eos=True))) as stream:
         for _ in range(3):
             next(stream)
         assert steps.core.snapshot.generated_tokens
-        (state,) = steps.core._requests.values()
+        (state,) = requests_in(steps.core).values()
         assert len(state.sequences[0].tokens) - 20 <= 4
-    check_empty(llm)
+    assert_no_request_left(llm)
 
 
-def test_threads_get_their_own_answers(llm: LLM) -> None:
+def test_calls_from_several_threads_get_their_own_answers(llm: LLM) -> None:
     prompts = [prompt(seed, 5 + 3 * seed) for seed in range(12)]
     expected = [tokens(llm, [each])[0] for each in prompts]
 
@@ -152,32 +145,32 @@ def test_threads_get_their_own_answers(llm: LLM) -> None:
         embedding = pool.submit(llm.embed, prompts[0], use_tqdm=False)
         assert [answer.result(PATIENCE) for answer in answers] == [expected[number] for _, number in asked]
         assert np.linalg.norm(embedding.result(PATIENCE)[0]) == pytest.approx(1, abs=1e-5)
-    check_empty(llm)
+    assert_no_request_left(llm)
 
 
-def test_one_threads_refused_request_is_its_own(llm: LLM) -> None:
+def test_refused_request_of_one_thread_does_not_affect_the_others(llm: LLM) -> None:
     with ThreadPoolExecutor(2) as pool:
         good = [pool.submit(tokens, llm, [prompt(seed)]) for seed in range(4)]
         bad = pool.submit(tokens, llm, [prompt(1), [500]])
         with pytest.raises(RequestError, match="500"):
             bad.result(PATIENCE)
         assert all(len(answer.result(PATIENCE)[0]) == 12 for answer in good)
-    check_empty(llm)
+    assert_no_request_left(llm)
 
 
-def test_it_answers_from_the_executor_of_a_running_event_loop(llm: LLM) -> None:
+def test_calls_from_an_event_loops_executor_are_answered(llm: LLM) -> None:
     async def main() -> list[list[tuple[int, ...]]]:
         return await asyncio.gather(*(asyncio.to_thread(tokens, llm, [prompt(seed)]) for seed in range(6)))
 
     assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == [tokens(llm, [prompt(seed)]) for seed in range(6)]
 
 
-def test_more_prompt_tokens_than_the_queue_holds_wait_their_turn(tiny_model: Path) -> None:
+def test_prompts_beyond_the_queues_token_limit_wait_their_turn(tiny_model: Path) -> None:
     with LLM(tiny_model, **OPTIONS, max_queued_tokens=50) as llm:
         assert len(tokens(llm, [prompt(seed) for seed in range(12)])) == 12
 
 
-def test_closing_ends_the_calls_of_other_threads(tiny_model: Path) -> None:
+def test_close_ends_the_calls_of_other_threads(tiny_model: Path) -> None:
     threads = set(threading.enumerate())
     llm = LLM(tiny_model, **OPTIONS)
     started = threading.Event()
@@ -195,12 +188,12 @@ def test_closing_ends_the_calls_of_other_threads(tiny_model: Path) -> None:
     llm.close()
     assert set(threading.enumerate()) <= threads
     with pytest.raises(EngineStopped):  # also in a call that had found it open
-        next(llm._thread.call([(as_prompt(prompt(1)), GREEDY)]))
+        next(call_thread_of(llm).call([(as_prompt(prompt(1)), GREEDY)]))
 
 
-def test_an_engine_whose_step_failed_says_so_from_then_on(tiny_model: Path) -> None:
+def test_failed_step_is_reported_by_every_later_call(tiny_model: Path) -> None:
     with LLM(tiny_model, **OPTIONS) as llm:
-        (steps,) = llm._engine.instances
+        (steps,) = instances_of(llm)
         execute, steps.executor.execute = steps.executor.execute, lambda work: [][work.step]
         with pytest.raises(EngineFailed, match=r"opened anew: IndexError: list index") as caught:
             tokens(llm, [prompt(1)])

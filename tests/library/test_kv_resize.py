@@ -1,4 +1,4 @@
-"""Growing and shrinking the KV pools between two steps, while requests run."""
+"""KV pools that grow and shrink between two steps while requests run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,8 @@ from jaxserve.executor.pools import MOVES
 from jaxserve.kernels import GRANULE, committed_bytes, is_elastic
 from jaxserve.kernels.native import pool as native
 from jaxserve.planning.resolve import resolve
-from tests.canary import Canary
+from tests.support.canary import Canary
+from tests.support.internals import move_program_of
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 8}
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -59,8 +60,10 @@ class Resized:
         self.held.clear()
 
     def run(self, *, resizing: bool = False) -> list[tuple[int, ...]]:
-        """Runs requests to their ends; returns their tokens. With `resizing` the pools grow before one step, which then
-        takes its pages from the tail, and shrink before the next, as far as nobody has to wait for pages.
+        """Run requests to their ends and return their tokens.
+
+        With `resizing` the pools grow before one step, which then takes its pages from the tail, and shrink before the
+        next. They shrink only as far as nobody has to wait for pages.
         """
         tokens = {self.engine.add(prompt, PARAMS): () for prompt in prompts(12)}
         while not self.engine.idle:
@@ -86,7 +89,7 @@ def not_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2, "pp": 2}, {"kv_cache_dtype": "int8"}, {"prefix_caching": False}])
-def test_tokens_are_those_of_pools_that_never_change_and_nothing_is_compiled(tiny_model: Path, options: dict) -> None:
+def test_pool_resizes_change_no_token_and_compile_nothing(tiny_model: Path, options: dict) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, **(OPTIONS | options))
     built = build(config)
     resized, compiled = Resized(built), dict(built.compilations.counts)
@@ -102,7 +105,9 @@ def test_tokens_are_those_of_pools_that_never_change_and_nothing_is_compiled(tin
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"kv_cache_dtype": "int8"}])
-def test_where_pools_take_memory_in_segments_the_same_holds(tiny_model: Path, not_elastic: None, options: dict) -> None:
+def test_segmented_pool_resizes_change_no_token_and_compile_nothing(
+    tiny_model: Path, not_elastic: None, options: dict
+) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=80, max_kv_pages=160, kernel_backend="xla", **(OPTIONS | options))
     built = build(config)
     resized, compiled = Resized(built), dict(built.compilations.counts)
@@ -120,7 +125,7 @@ def test_where_pools_take_memory_in_segments_the_same_holds(tiny_model: Path, no
     built.close()
 
 
-def test_what_was_cached_is_found_where_it_has_moved(tiny_model: Path) -> None:
+def test_cached_pages_are_found_after_a_move(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, kv_pages=100, max_kv_pages=100, warmup=False, **OPTIONS))
     resized = Resized(built)
     expected = resized.run()
@@ -136,9 +141,9 @@ def test_what_was_cached_is_found_where_it_has_moved(tiny_model: Path) -> None:
     built.close()
 
 
-def test_the_ledger_counts_pages_in_use_and_the_pools_never_hold_more(tiny_model: Path) -> None:
+def test_ledger_covers_the_memory_that_elastic_pools_hold(tiny_model: Path) -> None:
     if not is_elastic("cpu"):
-        pytest.skip("pools are not elastic here")
+        pytest.skip("needs the native library and Linux, where pools take memory page by page")
     built = build(EngineConfig(model=tiny_model, kv_pages=200, max_kv_pages=100_000, warmup=False, **OPTIONS))
     resized, page = Resized(built, watched=False), built.resolved.stages[0].page
     pools = resized.executor.pools
@@ -152,7 +157,7 @@ def test_the_ledger_counts_pages_in_use_and_the_pools_never_hold_more(tiny_model
     built.close()
 
 
-def test_the_ledger_counts_segments(tiny_model: Path, not_elastic: None) -> None:
+def test_ledger_counts_whole_segments(tiny_model: Path, not_elastic: None) -> None:
     config = EngineConfig(model=tiny_model, kv_pages=20, max_kv_pages=60, max_model_len=128, **OPTIONS)
     resolved = resolve(config)
     assert resolved.segments == (21, 10, 10, 10, 10)
@@ -164,7 +169,7 @@ def test_the_ledger_counts_segments(tiny_model: Path, not_elastic: None) -> None
         resolve(EngineConfig(model=tiny_model, kv_pages=10_000_000, max_model_len=128, **OPTIONS))
 
 
-def test_how_many_pages_there_are_at_first_and_at_most(tiny_model: Path) -> None:
+def test_kv_pages_and_max_kv_pages_set_the_first_and_the_largest_pool(tiny_model: Path) -> None:
     base = {"model": tiny_model, "max_model_len": 128} | OPTIONS
     fixed = resolve(EngineConfig(kv_pages=20, **base))
     assert (fixed.plan.instances[0].stages[0].kv_pages, fixed.reserved_kv_pages) == (21, 21)
@@ -175,10 +180,10 @@ def test_how_many_pages_there_are_at_first_and_at_most(tiny_model: Path) -> None
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"page_size": 64}])
-def test_moving_pages_fits_into_the_workspace(tiny_model: Path, options: dict) -> None:
+def test_page_moves_fit_into_the_workspace(tiny_model: Path, options: dict) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **(OPTIONS | options)))
     executor, workspace = built.instances[0].executor, built.resolved.ledger.entries["workspace"]
-    (move,) = executor.pools._move.values()
+    move = move_program_of(executor.pools)
     ids = np.zeros(MOVES[-1], np.int32)
     assert move.lower(executor.pools[0], ids, ids).compile().memory_analysis().temp_size_in_bytes < workspace
     built.close()

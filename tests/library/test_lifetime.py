@@ -8,24 +8,25 @@ from pathlib import Path
 import jax
 
 from jaxserve import LLM, SamplingParams
+from tests.support.internals import executor_of
 
 
 def resident() -> int:
-    """Bytes of all arrays that JAX holds."""
+    """Return the bytes of all arrays that JAX holds."""
     gc.collect()
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-def test_leaving_the_context_frees_every_array(tiny_model: Path) -> None:
+def test_closed_llm_frees_every_array(tiny_model: Path) -> None:
     before = resident()
     with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4) as llm:
         held = resident() - before
         llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5, repetition_penalty=1.1, logprobs=1), use_tqdm=False)
-        assert held > llm._engine.instances[0].executor.pools.nbytes
+        assert held > executor_of(llm).pools.nbytes
     assert resident() - before < 4096  # constants of a compiled function or two may stay in JAX's caches
 
 
-def test_leaving_by_an_error_frees_them_too(tiny_model: Path) -> None:
+def test_llm_left_by_an_error_frees_every_array(tiny_model: Path) -> None:
     before = resident()
     try:
         with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4):
@@ -35,7 +36,7 @@ def test_leaving_by_an_error_frees_them_too(tiny_model: Path) -> None:
     assert resident() - before < 4096
 
 
-def test_signals_are_left_alone_and_no_thread_is_left(tiny_model: Path) -> None:
+def test_llm_changes_no_signal_handler_and_leaves_no_thread(tiny_model: Path) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = set(threading.enumerate())
     with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4) as llm:
@@ -44,11 +45,12 @@ def test_signals_are_left_alone_and_no_thread_is_left(tiny_model: Path) -> None:
     assert set(threading.enumerate()) == threads
 
 
-def test_an_llm_that_is_dropped_frees_every_array_and_its_thread(tiny_model: Path) -> None:
+def test_dropped_llm_frees_every_array_and_its_thread(tiny_model: Path) -> None:
     before, threads = resident(), set(threading.enumerate())
     llm = LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4)
     llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5), use_tqdm=False)
     started = set(threading.enumerate()) - threads
+    assert started
     del llm
     assert resident() - before < 4096
     for thread in started:
@@ -56,7 +58,7 @@ def test_an_llm_that_is_dropped_frees_every_array_and_its_thread(tiny_model: Pat
         assert not thread.is_alive()
 
 
-def test_two_models_live_side_by_side(tiny_model: Path) -> None:
+def test_two_llms_run_side_by_side(tiny_model: Path) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     options = {"load_format": "dummy", "warmup": False, "max_num_seqs": 4}
     with LLM(tiny_model, **options) as one:

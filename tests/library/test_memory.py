@@ -1,4 +1,4 @@
-"""The memory budget: what follows from it, and what it refuses."""
+"""The memory budget: the sizes that follow from it, and the configurations that it refuses."""
 
 import json
 import re
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, MemoryBudgetError
@@ -14,11 +13,12 @@ from jaxserve.build import build
 from jaxserve.planning.memory import RUNTIME
 from jaxserve.planning.resolve import resolve
 from tests.conftest import TINY
+from tests.support.internals import stage_on_padding
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8}
 
 
-def test_pages_follow_from_the_budget(tiny_model: Path) -> None:
+def test_kv_pages_follow_from_the_memory_budget(tiny_model: Path) -> None:
     roomy = resolve(EngineConfig(model=tiny_model, memory_gb=4, **OPTIONS))
     assert roomy.ledger.used <= roomy.ledger.budget
     assert roomy.plan.instances[0].stages[0].kv_pages == 8 * 256 // 16 + 1  # all that eight sequences can use
@@ -28,10 +28,10 @@ def test_pages_follow_from_the_budget(tiny_model: Path) -> None:
     assert tight.ledger.used <= tight.ledger.budget
 
 
-def test_the_ledger_counts_what_is_really_there(tiny_model: Path) -> None:
+def test_ledger_counts_the_bytes_of_weights_and_pools(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, **OPTIONS))
     executor, entries = built.instances[0].executor, built.resolved.ledger.entries
-    leaves = {id(leaf): leaf for row in executor.blocks for leaf in row.leaves}.values()
+    leaves = {id(leaf): leaf for loaded in executor.blocks for leaf in loaded.leaves}.values()
     assert entries["weights"] == sum(leaf.nbytes for leaf in leaves)
     assert entries["kv"] == executor.pools.nbytes
     built.close()
@@ -45,12 +45,13 @@ def test_workspace_covers_the_compilers_temporaries(tmp_path: Path, precision: s
     options |= {"precision": precision, "kv_cache_dtype": kv}
     built = build(EngineConfig(model=tmp_path, memory_gb=4, warmup=False, **options))
     executor = built.instances[0].executor
-    stage = executor._stages[0]
-    for shape in executor.buckets.all():
-        tokens, rows, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)
-        x = stage.embed.executable(tokens, executor.sampler.newest, *stage.embed.leaves)
-        layer = stage.layers[0].executable.lower(x, *context, executor.pools[0], *stage.layers[0].leaves).compile()
-        head = stage.head.executable.lower(x, rows, *stage.head.leaves).compile()
+    shapes = executor.buckets.all()
+    assert shapes
+    for shape in shapes:
+        step = stage_on_padding(executor, shape)
+        first, last = step.stage.layers[0], step.stage.head
+        layer = first.executable.lower(step.x, *step.context, executor.pools[0], *first.leaves).compile()
+        head = last.executable.lower(step.x, step.rows, *last.leaves).compile()
         for compiled in (layer, head):
             stats = compiled.memory_analysis()
             fresh = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -62,13 +63,12 @@ def test_workspace_covers_the_compilers_temporaries(tmp_path: Path, precision: s
 def test_pools_are_updated_in_place(tiny_model: Path, kv: str) -> None:
     built = build(EngineConfig(model=tiny_model, memory_gb=4, warmup=False, kv_cache_dtype=kv, **OPTIONS))
     executor = built.instances[0].executor
-    stage, shape = executor._stages[0], executor.buckets.all()[0]
-    tokens, _, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)
-    x = stage.embed.executable(tokens, executor.sampler.newest, *stage.embed.leaves)
+    step = stage_on_padding(executor, executor.buckets.all()[0])
+    first = step.stage.layers[0]
     (pool,), temporaries = executor.pools[0], []
     for pages in (pool.shape[0], 8 * pool.shape[0]):
         larger = jax.ShapeDtypeStruct((pages, *pool.shape[1:]), pool.dtype, sharding=pool.sharding)
-        layer = stage.layers[0].executable.lower(x, *context, (larger,), *stage.layers[0].leaves).compile()
+        layer = first.executable.lower(step.x, *step.context, (larger,), *first.leaves).compile()
         stats = layer.memory_analysis()
         assert stats.alias_size_in_bytes >= pool.nbytes * pages // pool.shape[0]
         temporaries.append(stats.temp_size_in_bytes)
@@ -76,7 +76,7 @@ def test_pools_are_updated_in_place(tiny_model: Path, kv: str) -> None:
     built.close()
 
 
-def test_too_small_a_budget_says_how_much_is_needed(tiny_model: Path) -> None:
+def test_too_small_budget_error_says_how_much_is_needed(tiny_model: Path) -> None:
     with pytest.raises(MemoryBudgetError) as caught:
         LLM(tiny_model, memory_gb=0.1, **OPTIONS)
     needed = float(re.search(r"at least ([0-9.]+) GB", str(caught.value)).group(1))
@@ -85,7 +85,7 @@ def test_too_small_a_budget_says_how_much_is_needed(tiny_model: Path) -> None:
         resolve(EngineConfig(model=tiny_model, kv_pages=10**13, memory_gb=4, **OPTIONS))
 
 
-def test_a_length_that_does_not_fit_is_lowered_unless_it_was_asked_for(tiny_model: Path) -> None:
+def test_max_model_len_beyond_the_pool_is_lowered_unless_it_was_given(tiny_model: Path) -> None:
     resolved = resolve(EngineConfig(model=tiny_model, memory_gb=4, kv_pages=5, **OPTIONS))
     assert resolved.info.max_model_len == 80
     with pytest.raises(ConfigError, match="hold 80 tokens"):
@@ -108,12 +108,12 @@ def test_a_length_that_does_not_fit_is_lowered_unless_it_was_asked_for(tiny_mode
         ({"load_format": "gguf"}, "load_format is 'gguf'"),
     ],
 )
-def test_numbers_that_mean_nothing_are_refused(tiny_model: Path, options: dict, message: str) -> None:
+def test_options_outside_their_range_are_refused(tiny_model: Path, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(EngineConfig(**({"model": tiny_model} | OPTIONS | options)))
 
 
-def test_what_is_compiled_counts_on_the_host(tiny_model: Path) -> None:
+def test_ledger_counts_compiled_programs_on_the_host(tiny_model: Path) -> None:
     def runtime(**options: Any) -> int:
         resolved = resolve(EngineConfig(model=tiny_model, memory_gb=8, **(OPTIONS | options)))
         return resolved.ledger.entries["runtime"] * resolved.config.dp
@@ -121,5 +121,5 @@ def test_what_is_compiled_counts_on_the_host(tiny_model: Path) -> None:
     alone = runtime()
     assert alone > RUNTIME
     assert runtime(variants=("int8", "int4")) > alone  # programs of layers in these, too
-    assert runtime(policy="morph") > runtime(variants=("int8", "int4"))  # and steps of the mixtures that it foresees
+    assert runtime(policy="morph") > runtime(variants=("int8", "int4"))  # and steps of the plans that it foresees
     assert runtime(dp=2) - RUNTIME == pytest.approx(2 * (alone - RUNTIME), abs=2)  # each instance has its own

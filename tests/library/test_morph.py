@@ -1,4 +1,4 @@
-"""The whole of it: a burst arrives, layers lose precision and pages come, everybody is answered, all goes back."""
+"""A burst from end to end: layers lose precision, pages are added, all requests are answered, and all goes back."""
 
 import asyncio
 from dataclasses import replace
@@ -40,7 +40,7 @@ async def answer(engine: AsyncEngine, seed: int) -> tuple[int, ...]:
 
 
 def shows_its_ledger(engine: AsyncEngine) -> bool:
-    """Whether the newest sample of the history adds up to what the ledger has now."""
+    """Return whether the newest sample of the history adds up to what the ledger has now."""
     assert engine.control is not None
     sample, status = engine.control.history()[-1], engine.control.status()
     parts = ("weight_bytes", "kv_used_bytes", "kv_free_bytes", "kv_rounding_bytes", "other_bytes")
@@ -49,7 +49,9 @@ def shows_its_ledger(engine: AsyncEngine) -> bool:
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-def test_a_burst_comes_and_goes(tiny_model: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, elastic: bool) -> None:
+def test_burst_swaps_layers_and_quiet_restores_the_first_plan(
+    tiny_model: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, elastic: bool
+) -> None:
     if not elastic:  # pools take memory in segments, as on GPU
         monkeypatch.setattr(native, "supported", lambda: False)
 
@@ -82,7 +84,7 @@ def test_a_burst_comes_and_goes(tiny_model: Path, policy: Path, monkeypatch: pyt
     asyncio.run(scenario())
 
 
-def test_the_operators_plan_comes_into_force_and_the_policy_back(tiny_model: Path, policy: Path) -> None:
+def test_operators_plan_comes_into_force_until_the_policy_returns(tiny_model: Path, policy: Path) -> None:
     async def scenario() -> None:
         engine = build_async_engine(EngineConfig(model=tiny_model, policy=str(policy), **OPTIONS))
         control = engine.control
@@ -114,7 +116,7 @@ def test_the_operators_plan_comes_into_force_and_the_policy_back(tiny_model: Pat
         ({"rest": ""}, ("int4", "float32")),
     ],
 )
-def test_layers_can_become_what_the_policy_wants_without_being_told(
+def test_policy_variants_are_prepared_without_being_named(
     tiny_model: Path, tmp_path: Path, settings: dict | None, variants: tuple[str, ...]
 ) -> None:
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"policy": "morph", "settings": settings}))
@@ -125,7 +127,7 @@ def test_layers_can_become_what_the_policy_wants_without_being_told(
     assert more == (*variants[:-1], "int3", variants[-1])
 
 
-def test_a_server_without_a_policy_shows_its_plan_and_takes_another(tiny_model: Path) -> None:
+def test_engine_without_a_policy_shows_and_changes_its_plan(tiny_model: Path) -> None:
     async def scenario() -> None:
         engine = build_async_engine(EngineConfig(model=tiny_model, **OPTIONS | {"max_kv_pages": 40}))
         control = engine.control
@@ -143,7 +145,7 @@ def test_a_server_without_a_policy_shows_its_plan_and_takes_another(tiny_model: 
     asyncio.run(scenario())
 
 
-def test_shutting_down_in_the_middle_of_a_burst_ends_every_request(tiny_model: Path, policy: Path) -> None:
+def test_shutdown_during_a_burst_ends_every_request(tiny_model: Path, policy: Path) -> None:
     async def scenario() -> None:
         engine = build_async_engine(EngineConfig(model=tiny_model, policy=str(policy), **OPTIONS))
         control = engine.control

@@ -1,4 +1,4 @@
-"""A request for which the model computes NaN or infinity ends with an error; those beside it and after it do not."""
+"""A request for which the model computes NaN or infinity ends with an error, and no other request is affected."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from jaxserve.build import build_async_engine
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import NonFiniteOutput
 from jaxserve.engine.client import TokensPrompt
+from tests.support.internals import assert_no_request_left, instance_threads_of, instances_of
 
 BAD = 7  # the token whose embedding is not finite
 GOOD = list(range(20, 45))
@@ -22,17 +23,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def spoil(engine, value: float) -> None:
-    """Gives the token BAD an embedding of this value."""
+    """Give the token BAD an embedding of this value."""
     for steps in engine:
-        row = steps.executor.blocks[0]
-        (weight,) = row.leaves
-        steps.executor.replace([replace(row, leaves=(jnp.asarray(weight).at[BAD].set(value),))])
+        loaded = steps.executor.blocks[0]
+        (weight,) = loaded.leaves
+        steps.executor.replace([replace(loaded, leaves=(jnp.asarray(weight).at[BAD].set(value),))])
 
 
 @pytest.fixture(scope="module", params=["auto", "xla"])
 def llm(request, tiny_model: Path) -> Iterator[LLM]:
     with LLM(tiny_model, **OPTIONS, kv_pages=9, kernel_backend=request.param) as llm:
-        spoil(llm._engine.instances, np.nan)
+        spoil(instances_of(llm), np.nan)
         yield llm
 
 
@@ -52,7 +53,7 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
     ],
     ids=str,
 )
-def test_it_ends_with_an_error_and_harms_no_other(llm: LLM, asked: dict) -> None:
+def test_non_finite_request_ends_with_an_error_and_harms_no_other(llm: LLM, asked: dict) -> None:
     expected = tokens(llm)
     beside = llm.stream(GOOD, GREEDY)
     seen = [next(beside).outputs[0].token_ids]
@@ -62,13 +63,10 @@ def test_it_ends_with_an_error_and_harms_no_other(llm: LLM, asked: dict) -> None
     assert [sum(seen, ())] == expected
     for _ in range(3):  # in pages that held what is not finite
         assert tokens(llm) == expected
-    (steps,) = llm._engine.instances
-    assert llm._engine.idle
-    assert steps.core._requests == {}
-    assert steps.core.scheduler.pages.used == 0
+    assert_no_request_left(llm)
 
 
-def test_a_stream_and_an_embedding_say_so_too(llm: LLM) -> None:
+def test_non_finite_stream_and_embedding_raise(llm: LLM) -> None:
     with pytest.raises(NonFiniteOutput, match="logits"):
         list(llm.stream([3, BAD], GREEDY))
     with pytest.raises(NonFiniteOutput, match="embeddings"):
@@ -76,9 +74,9 @@ def test_a_stream_and_an_embedding_say_so_too(llm: LLM) -> None:
     assert np.isfinite(llm.embed([GOOD], use_tqdm=False)[0]).all()
 
 
-def test_clients_of_the_server_get_the_error_and_operators_a_count(tiny_model: Path) -> None:
+def test_non_finite_output_of_the_async_engine_raises_and_is_counted(tiny_model: Path) -> None:
     engine = build_async_engine(EngineConfig(model=tiny_model, **OPTIONS))
-    spoil([thread.steps for thread in engine._threads], np.inf)
+    spoil([thread.steps for thread in instance_threads_of(engine)], np.inf)
 
     async def main() -> None:
         for stream in (True, False):
@@ -100,9 +98,9 @@ def test_clients_of_the_server_get_the_error_and_operators_a_count(tiny_model: P
     [{"kernel_backend": "xla"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "int8"}],
     ids=str,
 )
-def test_pages_that_held_it_are_as_good_as_new(tiny_model: Path, how: dict) -> None:
+def test_pages_that_held_non_finite_values_are_reusable(tiny_model: Path, how: dict) -> None:
     with LLM(tiny_model, **OPTIONS, kv_pages=8, prefix_caching=False, **how) as llm:
-        spoil(llm._engine.instances, np.nan)
+        spoil(instances_of(llm), np.nan)
         prompts = [GOOD[:length] for length in (1, 7, 16, 25)]
         greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         expected = [llm.generate([each], greedy, use_tqdm=False)[0].outputs[0].token_ids for each in prompts]

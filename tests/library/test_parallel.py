@@ -1,4 +1,4 @@
-"""Static parallelism: any tp, pp and dp on eight devices says what one device says."""
+"""Static parallelism: any tp, pp and dp on eight devices gives the results of one device."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from jaxserve.models.quantized import group_of
 from jaxserve.planning.resolve import resolve
 from tests.conftest import TINY
 from tests.golden.cases import CASES
-from tests.reference import Reference
+from tests.support.internals import executor_of, instances_of
+from tests.support.reference import Reference
 
 # All prompts fit into one step, so that few step shapes are compiled for each set of devices.
 OPTIONS = {"load_format": "dummy", "warmup": False, "memory_gb": 8, "max_num_seqs": 8}
@@ -36,14 +37,16 @@ def check(llm: LLM, reference: Reference) -> None:
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 2, 2), (1, 1, 4)])
-def test_results_equal_one_device(tiny_model: Path, reference: Reference, tp: int, pp: int, dp: int) -> None:
+def test_parallel_results_equal_those_of_one_device(
+    tiny_model: Path, reference: Reference, tp: int, pp: int, dp: int
+) -> None:
     with LLM(tiny_model, tp=tp, pp=pp, dp=dp, **OPTIONS) as llm:
-        rows = [row for steps in llm._engine.instances for row in steps.executor.blocks]
-        assert len({device for row in rows for device in row.placement.devices}) == tp * pp * dp
+        loaded_blocks = [loaded for steps in instances_of(llm) for loaded in steps.executor.blocks]
+        assert len({device for loaded in loaded_blocks for device in loaded.placement.devices}) == tp * pp * dp
         check(llm, reference)
 
 
-def test_heads_and_sizes_that_do_not_divide(tmp_path: Path) -> None:
+def test_heads_and_sizes_that_tp_does_not_divide_are_padded(tmp_path: Path) -> None:
     shape = {
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
@@ -57,33 +60,34 @@ def test_heads_and_sizes_that_do_not_divide(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
-def test_quantised_layers_split(tiny_model: Path, tp: int, pp: int) -> None:
+def test_quantised_layers_are_split_over_devices(tiny_model: Path, tp: int, pp: int) -> None:
     options = OPTIONS | {"layer_precision": "0:int8,1:int4,2:int3", "tp": tp, "pp": pp}
     built = build(EngineConfig(model=tiny_model, **options))
     padded, entries = built.resolved.padded_model, built.resolved.ledger.entries
-    layers = [row for row in built.instances[0].executor.blocks if row.block.startswith("layers.")]
-    for row in layers:
-        whole = sum(leaf.nbytes for leaf in row.leaves)
-        share = sum(leaf.addressable_shards[0].data.nbytes for leaf in row.leaves)
+    layers = [loaded for loaded in built.instances[0].executor.blocks if loaded.block.startswith("layers.")]
+    assert len(layers) == 3
+    for loaded in layers:
+        whole = sum(leaf.nbytes for leaf in loaded.leaves)
+        share = sum(leaf.addressable_shards[0].data.nbytes for leaf in loaded.leaves)
         assert share < whole / tp + 1024, "all but the norms"
     if pp == 1:
-        rows = built.instances[0].executor.blocks
-        held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
+        loaded_blocks = built.instances[0].executor.blocks
+        held = {id(leaf): leaf.addressable_shards[0].data.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}
         assert entries["weights"] == sum(held.values())
     built.close()
     with LLM(tiny_model, **options) as llm:
-        check(llm, Reference(tiny_model, {0: "int8", 1: "int4", 2: "int3"}, physical=padded))
+        check(llm, Reference(tiny_model, {0: "int8", 1: "int4", 2: "int3"}, padded_to=padded))
 
 
-def test_quantised_experts_split(tmp_path: Path) -> None:
+def test_quantised_experts_are_split_over_devices(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CASES["qwen3_moe"] | {"vocab_size": 500, "dtype": "float32"}))
     options = OPTIONS | {"precision": "int4", "tp": 2}
     padded = resolve(EngineConfig(model=tmp_path, **options)).padded_model
     with LLM(tmp_path, **options) as llm:
-        check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), "int8", physical=padded))
+        check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), "int8", padded_to=padded))
 
 
-def test_a_share_that_is_no_whole_number_of_units_is_refused() -> None:
+def test_share_that_is_not_a_whole_number_of_packing_units_is_refused() -> None:
     with pytest.raises(ConfigError, match="a share of 96 inputs is no multiple of 128"):
         group_of(192, 4, 2)
     assert [group_of(size, bits, parts) for size, bits, parts in ((512, 4, 2), (192, 8, 2), (96, 4, 1))] == [
@@ -93,9 +97,10 @@ def test_a_share_that_is_no_whole_number_of_units_is_refused() -> None:
     ]
 
 
-def test_each_device_holds_its_share(tiny_model: Path) -> None:
+def test_tensor_parallel_device_holds_only_its_share(tiny_model: Path) -> None:
     with LLM(tiny_model, tp=2, **OPTIONS) as llm:
-        executor = llm._engine.instances[0].executor
+        executor = executor_of(llm)
+        assert len(executor.pools[:]) == 3, "one for each layer"
         for (pool,) in executor.pools:
             assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}  # one of two kv heads
         layer = executor.blocks[1]
@@ -105,7 +110,7 @@ def test_each_device_holds_its_share(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"tp": 16}, {"pp": 4}, {"tp": 0}, {"dp": 9}])
-def test_impossible_degrees_are_refused(tiny_model: Path, options: dict) -> None:
+def test_impossible_parallel_degrees_are_refused(tiny_model: Path, options: dict) -> None:
     assert len(jax.devices()) == 8
     with pytest.raises(ConfigError, match=next(iter(options))):
         LLM(tiny_model, **OPTIONS, **options)
@@ -123,9 +128,10 @@ print("scored")
 """
 
 
-def test_prompts_are_scored_on_as_many_threads_as_devices() -> None:
-    """In a process of its own, since XLA ends it where programs wait for each other: with more devices, as here, there
-    would be threads to spare.
+def test_prompt_scoring_on_one_thread_per_device_does_not_deadlock() -> None:
+    """The test needs its own process, which XLA ends if programs wait for each other.
+
+    More devices than the engine uses, as in the other tests, would give spare threads.
     """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-c", SCORES]

@@ -1,4 +1,4 @@
-"""Weights in fewer bits: any mixture runs end to end, says what its weights say, and takes the bytes it is said to."""
+"""Weights in fewer bits: any assignment of precisions runs, gives what its weights give, and takes the stated bytes."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.planning.resolve import resolve
 from jaxserve.quantization import QArray
 from tests.golden.cases import CASES
-from tests.reference import LENGTH, Reference
+from tests.support.reference import LENGTH, Reference
 
 OPTIONS = {"load_format": "dummy", "warmup": False, "max_num_seqs": 4, "memory_gb": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -30,13 +30,13 @@ MIXTURES = [
 
 
 def precisions(model: Path, options: dict) -> tuple[dict[int, str], str]:
-    """Of the layers and of the head."""
+    """Return the precisions of the layers and of the head."""
     (instance,) = resolve(EngineConfig(model=model, **(OPTIONS | options))).plan.instances
     return dict(enumerate(instance.layer_precisions)), instance.blocks[-1].precision
 
 
 def check(llm: LLM, reference: Reference, vocab: int, tolerance: float) -> None:
-    """The engine's tokens are the likeliest, with their log-probabilities, of the same QArrays without an engine."""
+    """Check that the engine's tokens and log-probabilities are those of the same QArrays without an engine."""
     prompts = [np.random.default_rng(i).integers(3, vocab, 5 + 60 * i).tolist() for i in range(2)]
     for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
         (answer,) = output.outputs
@@ -49,14 +49,14 @@ def check(llm: LLM, reference: Reference, vocab: int, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("options", MIXTURES, ids=str)
-def test_a_mixture_says_what_its_weights_say(tiny_model: Path, options: dict) -> None:
+def test_mixed_precision_answers_equal_those_of_the_same_weights(tiny_model: Path, options: dict) -> None:
     reference = Reference(tiny_model, *precisions(tiny_model, options))
     with LLM(tiny_model, **OPTIONS, **options) as llm:
         check(llm, reference, 499, 1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama_linear_biases", "mistral_window", "qwen3_moe"])
-def test_every_family_runs_in_a_mixture(name: str, tmp_path: Path) -> None:
+def test_every_family_runs_in_mixed_precision(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CASES[name]))
     options = {"layer_precision": "0:int8,1:int4,2:int3", "dtype": "float32"}
     reference = Reference(tmp_path, {0: "int8", 1: "int4", 2: "int3"}, dtype="float32")
@@ -64,7 +64,7 @@ def test_every_family_runs_in_a_mixture(name: str, tmp_path: Path) -> None:
         check(llm, reference, 130, 2e-3)
 
 
-def test_a_tied_embedding_is_the_head(tiny_model: Path, tmp_path: Path) -> None:
+def test_quantised_tied_embedding_is_shared_with_the_head(tiny_model: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_model / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = {"precision": "int8", "dtype": "float32"}
@@ -78,7 +78,7 @@ def test_a_tied_embedding_is_the_head(tiny_model: Path, tmp_path: Path) -> None:
         check(llm, reference, config["vocab_size"], 1e-3)
 
 
-def test_what_is_quantised_and_what_is_not(tiny_model: Path) -> None:
+def test_quantised_layer_keeps_its_norms_in_full_precision(tiny_model: Path) -> None:
     reference = Reference(tiny_model, {0: "int4"})
     layer, full = reference.blocks["layers.0"], reference.blocks["layers.1"]
     for matrix in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
@@ -89,10 +89,10 @@ def test_what_is_quantised_and_what_is_not(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("options", MIXTURES, ids=str)
-def test_bytes_are_counted_by_precision(tiny_model: Path, options: dict) -> None:
+def test_ledger_and_metrics_count_bytes_by_precision(tiny_model: Path, options: dict) -> None:
     built = build(EngineConfig(model=tiny_model, **OPTIONS, **options))
     steps = built.instances[0]
-    held = sum(leaf.nbytes for row in steps.executor.blocks for leaf in row.leaves)
+    held = sum(leaf.nbytes for loaded in steps.executor.blocks for leaf in loaded.leaves)
     snapshot = steps.core.snapshot
     layers = list(precisions(tiny_model, options)[0].values())
     try:
@@ -106,7 +106,7 @@ def test_bytes_are_counted_by_precision(tiny_model: Path, options: dict) -> None
         built.close()
 
 
-def test_fewer_bits_take_fewer_bytes_and_leave_more_pages() -> None:
+def test_precision_changes_exactly_the_matrices_bytes() -> None:
     taken = {}
     for precision, bits in (("auto", 16), ("int8", 8), ("int4", 4), ("int3", 3)):
         resolved = resolve(EngineConfig(precision=precision, head_precision="bf16", memory_gb=3))
@@ -118,8 +118,8 @@ def test_fewer_bits_take_fewer_bytes_and_leave_more_pages() -> None:
     assert len(set(taken.values())) == 1, "all but the matrices is the same"
 
 
-def test_loading_rounds_layer_by_layer() -> None:
-    """Beside the arrays that stay, no more than one layer's temporaries; counts what numpy allocates."""
+def test_quantised_loading_holds_one_layers_temporaries() -> None:
+    """The test counts what numpy allocates besides the arrays that stay."""
     import tracemalloc
 
     from jaxserve.checkpoint import open_checkpoint
@@ -144,14 +144,14 @@ def text() -> list[int]:
 
 @pytest.fixture(scope="module")
 def full(text: list[int]) -> np.ndarray:
-    """Log-probabilities in full precision."""
+    """Log-probabilities of the bundled model in full precision."""
     return Reference(bundled_model_path(), load_format="auto").logprobs(text)
 
 
 @pytest.mark.parametrize(
     ("precision", "agreement", "divergence"), [("int8", 0.95, 0.001), ("int4", 0.80, 0.1), ("int3", 0.70, 0.3)]
 )
-def test_the_bundled_model_keeps_its_sense(
+def test_quantised_bundled_model_stays_near_full_precision(
     text: list[int], full: np.ndarray, precision: str, agreement: float, divergence: float
 ) -> None:
     layers = dict.fromkeys(range(8), precision)
@@ -173,6 +173,6 @@ def test_the_bundled_model_keeps_its_sense(
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_loaded(tiny_model: Path, options: dict) -> None:
+def test_invalid_precision_option_is_refused_before_loading(tiny_model: Path, options: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         LLM(tiny_model, **OPTIONS, **options)

@@ -1,4 +1,4 @@
-"""What a real engine did under a burst, its layers changing and coming back, is what the simulator does too."""
+"""The simulator repeats what a real engine did under a burst, with its swaps and restores."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ async def answer(engine: AsyncEngine, seed: int) -> None:
 
 
 def recorded(model: Path, folder: Path) -> Recording:
-    """A calm time, a burst, and the time until all is as before."""
+    """Record a calm time, a burst, and the time until the first plan is restored."""
     policy, log = folder / "quick.yaml", folder / "steps.jsonl"
     policy.write_text(yaml.safe_dump({"policy": "morph-performance", "settings": QUICK}))
 
@@ -47,7 +47,7 @@ def recorded(model: Path, folder: Path) -> Recording:
     return read_log(log)
 
 
-def test_a_real_run_is_simulated_step_by_step_and_decision_by_decision(tiny_model: Path, tmp_path: Path) -> None:
+def test_replay_repeats_every_step_and_decision_of_a_real_run(tiny_model: Path, tmp_path: Path) -> None:
     recording = recorded(tiny_model, tmp_path)
     assert len(recording.decisions) >= 2
     assert any("-> int4" in text for decided in recording.decisions for text in decided.transitions)

@@ -1,4 +1,4 @@
-"""Layers that others quantised, or that were prepared, are served as they are stored."""
+"""Imported and prepared layers are served as they are stored."""
 
 import shutil
 from collections.abc import Mapping
@@ -22,6 +22,7 @@ from jaxserve.planning.resolve import resolve
 from jaxserve.quantization import QArray
 from tests.conftest import TINY
 from tests.quantization.foreign import write
+from tests.support.internals import executor_of, run_on_padding
 
 OPTIONS = {"warmup": False, "max_num_seqs": 4, "memory_gb": 4, "max_num_batched_tokens": 4 + 64}
 CONFIG = config_from_hf(TINY)
@@ -31,9 +32,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1
 
 
 def check(llm: LLM, model: Path, precisions: Mapping[str, str]) -> None:
-    """The answer is that of the blocks as the source has them, x as it is."""
-    rows = llm._engine.instances[0].executor.blocks
-    assert [row.precision for row in rows[1:-1]] == list(precisions.values())
+    """Check that the answer is that of the source's blocks, with activations that are not rounded."""
+    loaded_blocks = executor_of(llm).blocks
+    assert [loaded.precision for loaded in loaded_blocks[1:-1]] == list(precisions.values())
     checkpoint = open_checkpoint(model)
     config = replace(checkpoint.config, kernel_backend="xla")
     blocks = {}
@@ -51,14 +52,14 @@ def check(llm: LLM, model: Path, precisions: Mapping[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("layout", "group", "symmetric"), [("awq", 32, False), ("pack_quantized", 0, True)])
-def test_an_imported_checkpoint_runs_in_its_own_precision(
+def test_imported_checkpoint_runs_in_its_own_precision(
     tmp_path: Path, layout: str, group: int, symmetric: bool
 ) -> None:
     write(tmp_path, TINY, SHAPES, layout, group=group, symmetric=symmetric, skip="layers.0.")
     precisions = {"layers.0": "float32", "layers.1": "int4", "layers.2": "int4"}
     with LLM(tmp_path, **OPTIONS) as llm:
-        rows = llm._engine.instances[0].executor.blocks
-        held = sum(leaf.nbytes for row in rows for leaf in row.leaves)
+        loaded_blocks = executor_of(llm).blocks
+        held = sum(leaf.nbytes for loaded in loaded_blocks for leaf in loaded.leaves)
         counted = resolve(EngineConfig(model=tmp_path, **OPTIONS)).ledger.entries["weights"]
         assert held <= counted <= 1.1 * held, "what its scales are in is known when they are read"
         check(llm, tmp_path, precisions)
@@ -66,7 +67,7 @@ def test_an_imported_checkpoint_runs_in_its_own_precision(
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with variants beside it, in groups and with zeros that rounding would not have."""
+    """The bundled model with prepared variants, whose groups and zeros differ from those of rounding."""
     model = tmp_path_factory.mktemp("prepared") / "model"
     shutil.copytree(bundled_model_path(), model)
     run(model, Settings(("int4",), "rtn", group=64, symmetric=False))
@@ -83,20 +84,20 @@ def test_prepared_variants_are_served_and_counted(prepared: Path) -> None:
     assert (qkv.group, qkv.zeros is None) == (64, False)
     assert resolved.checkpoint.variant("layers.0", "int8")["attention.qkv"].group == 128, "rounded: none is prepared"
     with LLM(prepared, **OPTIONS, **options) as llm:
-        rows = {id(leaf): leaf for row in llm._engine.instances[0].executor.blocks for leaf in row.leaves}
-        assert resolved.ledger.entries["weights"] == sum(leaf.nbytes for leaf in rows.values())
+        leaves = {id(leaf): leaf for loaded in executor_of(llm).blocks for leaf in loaded.leaves}
+        assert resolved.ledger.entries["weights"] == sum(leaf.nbytes for leaf in leaves.values())
         check(llm, prepared, precisions)
 
 
-def test_a_layer_changes_to_its_prepared_variant_without_compiling(prepared: Path) -> None:
+def test_swap_to_a_prepared_variant_compiles_nothing(prepared: Path) -> None:
     built: BuiltEngine = build(EngineConfig(model=prepared, variants=("int4",), **(OPTIONS | {"warmup": True})))
     executor, before = built.instances[0].executor, dict(built.compilations.counts)
-    row = executor.prepare("layers.5", built.resolved.checkpoint.variant("layers.5", "int4"), "int4")
-    assert len(row.leaves) == len(executor.blocks[6].leaves) + 4 * 2, "codes, scales and zeros"
-    (old,) = executor.replace([row])
+    loaded = executor.prepare("layers.5", built.resolved.checkpoint.variant("layers.5", "int4"), "int4")
+    assert len(loaded.leaves) == len(executor.blocks[6].leaves) + 4 * 2, "codes, scales and zeros"
+    (old,) = executor.replace([loaded])
     old.free()
     for shape in executor.buckets.all():
-        executor._forward(np.zeros(shape.size, np.int32), shape)
+        run_on_padding(executor, shape)
     assert built.compilations.counts == before
     built.close()
 
@@ -109,32 +110,32 @@ def test_variants_of_another_model_are_refused(prepared: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("precision", ["int4", "int3"])
-def test_prepared_layers_split(prepared: Path, precision: str) -> None:
-    """int3 needs padding here, so that the layers are rounded anew."""
+def test_prepared_layers_are_split_over_devices(prepared: Path, precision: str) -> None:
+    """int3 needs padding here, so its layers are rounded anew."""
     built = build(EngineConfig(model=prepared, tp=2, precision=precision, **OPTIONS))
-    rows, padded = built.instances[0].executor.blocks, built.resolved.padded_model
+    loaded_blocks, padded = built.instances[0].executor.blocks, built.resolved.padded_model
     qkv = built.resolved.checkpoint.variant("layers.0", precision, padded)["attention.qkv"]
     assert qkv.group == (64 if precision == "int4" else 128)
-    held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
+    held = {id(leaf): leaf.addressable_shards[0].data.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}
     assert built.resolved.ledger.entries["weights"] == sum(held.values())
     built.close()
 
 
-def test_prepared_layers_whose_groups_devices_would_cut_are_rounded(
+def test_prepared_groups_that_tp_would_cut_are_rounded_anew(
     prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(prepared, model)
     run(model, Settings(("int4",), "rtn", group=0))
     built = build(EngineConfig(model=model, tp=2, precision="int4", **OPTIONS))
-    rows = built.instances[0].executor.blocks
-    held = {id(leaf): leaf.addressable_shards[0].data.nbytes for row in rows for leaf in row.leaves}
+    loaded_blocks = built.instances[0].executor.blocks
+    held = {id(leaf): leaf.addressable_shards[0].data.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}
     assert built.resolved.ledger.entries["weights"] == sum(held.values())
     assert "layers.0 in int4 is rounded to the nearest" in caplog.text
     built.close()
 
 
-def test_groups_of_an_imported_checkpoint_that_devices_would_cut_are_refused(tmp_path: Path) -> None:
+def test_imported_groups_that_tp_would_cut_are_refused(tmp_path: Path) -> None:
     write(tmp_path, TINY, SHAPES, "pack_quantized", group=0, symmetric=True)
     with pytest.raises(ConfigError, match="groups of 256 cannot be split over 2 devices"):
         resolve(EngineConfig(model=tmp_path, tp=2, **OPTIONS))

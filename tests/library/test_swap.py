@@ -1,4 +1,4 @@
-"""Exchanging a layer's row for one of another precision, between two steps, while requests run."""
+"""Layers that change their precision between two steps while requests run."""
 
 import shutil
 from collections.abc import Iterator
@@ -21,8 +21,9 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.fused import FusedTier
 from jaxserve.planning.resolve import resolve
-from tests.canary import Canary
-from tests.reference import Reference
+from tests.support.canary import Canary
+from tests.support.internals import fused_keys, fused_tier_of, stages_of
+from tests.support.reference import Reference
 
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 4 + 32, "memory_gb": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -52,7 +53,7 @@ class Swapped:
         old.free()
         self.precisions[layer] = precision
         layers = {name: self.precisions.count(name) for name in self.precisions}
-        held = sum(row.nbytes for row in self.executor.blocks)
+        held = sum(loaded.nbytes for loaded in self.executor.blocks)
         plan_fields = replace(self.core.plan_fields, layers_by_precision=layers, weight_bytes=held)
         self.core.replan(assignment_id(self.precisions), plan_fields)
 
@@ -66,7 +67,7 @@ class Swapped:
         return list(tokens.values())
 
     def logprob(self, p: tuple[int, ...]) -> float:
-        """Of the likeliest token after a prompt."""
+        """Return the log-probability of the likeliest token after a prompt."""
         self.engine.add(TokensPrompt(p), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=1))
         pieces = []
         while not self.engine.idle:
@@ -91,7 +92,7 @@ def swapped(warm: BuiltEngine) -> Iterator[Swapped]:
         swapped.swap(layer, "float32")
 
 
-def test_the_mixture_changes_while_requests_run_and_nothing_is_compiled(swapped: Swapped) -> None:
+def test_swaps_while_requests_run_compile_nothing(swapped: Swapped) -> None:
     before = dict(swapped.built.compilations.counts)
     params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, logprobs=2)
     ids = [swapped.engine.add(TokensPrompt(prompt(i, 30 + 20 * i)), params) for i in range(6)]
@@ -110,7 +111,7 @@ def test_the_mixture_changes_while_requests_run_and_nothing_is_compiled(swapped:
     assert before["block"] > 0
 
 
-def test_nothing_is_compiled_either_where_layers_are_split_and_staged(tiny_model: Path) -> None:
+def test_swaps_of_split_and_staged_layers_compile_nothing(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, tp=2, pp=2, variants=("int4",), **(OPTIONS | SPLIT)))
     swapped, before = Swapped(built), dict(built.compilations.counts)
     for precision in ("int4", "float32"):
@@ -122,14 +123,14 @@ def test_nothing_is_compiled_either_where_layers_are_split_and_staged(tiny_model
     built.close()
 
 
-def test_after_a_swap_the_answers_are_those_of_the_mixture(swapped: Swapped, tiny_model: Path) -> None:
+def test_answers_after_a_swap_equal_those_of_the_new_precisions(swapped: Swapped, tiny_model: Path) -> None:
     swapped.swap(0, "int4")
     swapped.swap(2, "int8")
     p = prompt(1, 40)
     assert swapped.run(p) == [Reference(tiny_model, {0: "int4", 2: "int8"}).greedy(p, 12)]
 
 
-def test_after_a_swap_back_the_answers_are_those_of_a_run_that_never_swapped(swapped: Swapped) -> None:
+def test_answers_after_a_swap_back_equal_those_without_a_swap(swapped: Swapped) -> None:
     prompts = [prompt(2, 50), prompt(3, 70)]
     expected = swapped.run(*prompts)
     for precision in ("int3", "float32"):
@@ -144,7 +145,7 @@ def test_after_a_swap_back_the_answers_are_those_of_a_run_that_never_swapped(swa
 
 @pytest.fixture(scope="module")
 def prepared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with an int8 that AWQ made and channels of the values that differ much, for which it has large scales."""
+    """A model with AWQ variants in int8 and large scales for some channels of the values."""
     folder = tmp_path_factory.mktemp("prepared")
     shutil.copy(tiny_model / "config.json", folder)
     dummy, rng = open_checkpoint(tiny_model, "dummy"), np.random.default_rng(0)
@@ -161,14 +162,14 @@ def prepared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def test_a_layer_made_with_scales_reads_what_full_precision_has_cached(prepared: Path) -> None:
+def test_calibrated_layer_reads_kv_cached_in_full_precision(prepared: Path) -> None:
     options = OPTIONS | {"load_format": "auto", "warmup": False}
     built = build(EngineConfig(model=prepared, variants=("int8",), **options))
     swapped = Swapped(built)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
 
     def run(*, swap: bool) -> list[tuple[int, float]]:
-        """Tokens and their logprobs of a request, during which all layers may be swapped."""
+        """Return tokens and log-probabilities of a request, during which all layers may be swapped."""
         swapped.engine.add(TokensPrompt(prompt(8, 100)), params)
         found: list[tuple[int, float]] = []
         while not swapped.engine.idle:
@@ -186,7 +187,7 @@ def test_a_layer_made_with_scales_reads_what_full_precision_has_cached(prepared:
     assert [logprob for _, logprob in mixed] == pytest.approx([logprob for _, logprob in full], abs=0.005)
 
 
-def test_pages_of_one_mixture_are_not_found_under_another(swapped: Swapped) -> None:
+def test_pages_of_other_precisions_are_not_found(swapped: Swapped) -> None:
     p = prompt(4, 60)
     swapped.run(p)
     swapped.swap(1, "int3")
@@ -197,7 +198,7 @@ def test_pages_of_one_mixture_are_not_found_under_another(swapped: Swapped) -> N
     assert swapped.core.scheduler.prefix_hits == hits + 48
 
 
-def test_pages_of_a_request_that_ran_through_a_swap_are_nobodys(swapped: Swapped) -> None:
+def test_pages_of_a_request_during_a_swap_are_not_shared(swapped: Swapped) -> None:
     p = prompt(5, 40)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     request = swapped.engine.add(TokensPrompt(p), params)
@@ -211,7 +212,7 @@ def test_pages_of_a_request_that_ran_through_a_swap_are_nobodys(swapped: Swapped
     whole = (*p, *tokens)
     hits = swapped.core.scheduler.prefix_hits
     first = swapped.logprob(whole)
-    assert swapped.core.scheduler.prefix_hits == hits, "not under the new mixture"
+    assert swapped.core.scheduler.prefix_hits == hits, "not under the new precisions"
     assert swapped.logprob(whole) == pytest.approx(first, abs=1e-4), "nor behind pages that others have added since"
     hits = swapped.core.scheduler.prefix_hits
     swapped.swap(0, "float32")
@@ -220,7 +221,7 @@ def test_pages_of_a_request_that_ran_through_a_swap_are_nobodys(swapped: Swapped
     assert 0 < found <= 60, "under the old one, only what was computed before the change"
 
 
-def test_a_preempted_request_starts_anew_under_the_new_mixture(tiny_model: Path) -> None:
+def test_preempted_request_restarts_under_the_new_precisions(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, kv_pages=12, max_model_len=128, warmup=False, **OPTIONS))
     swapped = Swapped(built)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -239,7 +240,7 @@ def test_a_preempted_request_starts_anew_under_the_new_mixture(tiny_model: Path)
     built.close()
 
 
-def test_metrics_follow(swapped: Swapped) -> None:
+def test_metrics_follow_a_swap(swapped: Swapped) -> None:
     def value(name: str) -> float:
         lines = swapped.built.metrics.render().decode().splitlines()
         (line,) = [line for line in lines if line.startswith(f"jaxserve_{name}") and "_created" not in line]
@@ -250,13 +251,11 @@ def test_metrics_follow(swapped: Swapped) -> None:
     label = '{model_name="' + swapped.built.info.name + '",precision="int4"}'
     assert value(f"layers_by_precision{label}") == 1
     assert value("weight_bytes") < full
-    assert value("weight_bytes") == sum(leaf.nbytes for row in swapped.executor.blocks for leaf in row.leaves)
+    assert value("weight_bytes") == sum(leaf.nbytes for loaded in swapped.executor.blocks for leaf in loaded.leaves)
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_room_for_the_smaller_one_of_two_variants_is_in_the_ledger_where_layers_are_copied(
-    tiny_model: Path, dp: int
-) -> None:
+def test_ledger_reserves_a_swap_buffer_where_layers_are_copied(tiny_model: Path, dp: int) -> None:
     resolved = resolve(EngineConfig(model=tiny_model, variants=VARIANTS, dp=dp, **OPTIONS))
     sizes: dict[str, list[int]] = {}
     for (layer, _), size in resolved.layer_bytes.items():
@@ -266,15 +265,17 @@ def test_room_for_the_smaller_one_of_two_variants_is_in_the_ledger_where_layers_
 
 
 @pytest.mark.parametrize("split", [{}, SPLIT | {"pp": 2}])
-def test_where_a_policy_may_stay_is_fused_at_warm_up(tiny_model: Path, split: dict) -> None:
+def test_warm_up_fuses_the_plans_that_the_policy_foresees(tiny_model: Path, split: dict) -> None:
     built = build(EngineConfig(model=tiny_model, policy="morph-performance", **(OPTIONS | split)))
     swapped, before = Swapped(built), dict(built.compilations.counts)
-    fused, shapes = swapped.executor._fused, swapped.executor.buckets.all()
-    decodes = {(stage, shape) for stage in range(len(swapped.executor._stages)) for shape in shapes if not shape.tiles}
+    fused, shapes = fused_tier_of(swapped.executor), swapped.executor.buckets.all()
+    decodes = {
+        (stage, shape) for stage in range(len(stages_of(swapped.executor))) for shape in shapes if not shape.tiles
+    }
 
     def ready() -> set:
-        """Stages and shapes for which there is an executable of the mixture as it is."""
-        stages = swapped.executor._stages
+        """Return stages and shapes with an executable for the present precisions."""
+        stages = stages_of(swapped.executor)
         return {at for at in decodes if fused.find((*at, stages[at[0]].executables, 1)) is not None}
 
     assert ready() == decodes
@@ -289,22 +290,22 @@ def test_where_a_policy_may_stay_is_fused_at_warm_up(tiny_model: Path, split: di
     built.close()
 
 
-def test_fused_executables_are_found_again_when_a_mixture_returns(swapped: Swapped, tiny_model: Path) -> None:
+def test_fused_executables_are_reused_when_precisions_return(swapped: Swapped, tiny_model: Path) -> None:
     fused = FusedTier(swapped.built.compilations, patience=3)
     swapped.executor.fuse(fused)
     p, params = prompt(7, 30), SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     full = swapped.run(p, params=params)
     swapped.executor.settle()
-    before = set(fused._compiled)
+    before = fused_keys(fused)
     assert before
     swapped.swap(0, "int3")
     assert swapped.run(p, params=params) == [Reference(tiny_model, {0: "int3"}).greedy(p, 10)]
     swapped.executor.settle()
-    mixture = set(fused._compiled)
-    assert before < mixture
+    with_int3 = fused_keys(fused)
+    assert before < with_int3
     swapped.swap(0, "float32")
     assert swapped.run(p, params=params) == full
     swapped.executor.settle()
-    assert set(fused._compiled) == mixture
+    assert fused_keys(fused) == with_int3
     swapped.executor.fuse(None)
     fused.close()

@@ -18,7 +18,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def text(llm: LLM) -> str:
-    """What the model says if nothing stops it."""
+    """The text of the model without stop strings."""
     return answer(llm).text
 
 
@@ -27,13 +27,13 @@ def answer(llm: LLM, **params):
     return output.outputs[0]
 
 
-def test_text_is_the_decoded_tokens(llm: LLM, text: str) -> None:
+def test_answer_text_is_its_decoded_tokens(llm: LLM, text: str) -> None:
     assert text.strip()
     assert text == llm.tokenizer.decode(answer(llm).token_ids)
     assert answer(llm, detokenize=False).text == ""
 
 
-def test_a_prompt_may_be_text_tokens_or_a_mapping(llm: LLM, text: str) -> None:
+def test_prompt_may_be_text_tokens_or_a_mapping(llm: LLM, text: str) -> None:
     ids = llm.tokenizer.encode(PROMPT)
     prompts = [PROMPT, ids, {"prompt": PROMPT}, {"prompt_token_ids": ids}]
     outputs = llm.generate(prompts, SamplingParams(**GREEDY), use_tqdm=False)
@@ -42,7 +42,7 @@ def test_a_prompt_may_be_text_tokens_or_a_mapping(llm: LLM, text: str) -> None:
         llm.generate({"text": PROMPT})
 
 
-def test_a_stop_string_ends_the_text_before_it(llm: LLM, text: str) -> None:
+def test_stop_string_ends_the_text_before_it(llm: LLM, text: str) -> None:
     stop = text[len(text) // 2 : len(text) // 2 + 5]  # crosses tokens
     cut = answer(llm, stop=[stop, "never said"])
     assert (cut.text, cut.finish_reason, cut.stop_reason) == (text[: text.index(stop)], "stop", stop)
@@ -50,13 +50,13 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM, text: str) -> None:
     assert kept.text == text[: text.index(stop)] + stop
 
 
-def test_a_stream_never_shows_a_part_of_a_stop_string(llm: LLM, text: str) -> None:
+def test_stream_never_shows_part_of_a_stop_string(llm: LLM, text: str) -> None:
     stop = text[10:16]
     pieces = [o.outputs[0].text for o in llm.stream(PROMPT, SamplingParams(**GREEDY, stop=stop))]
     assert "".join(pieces) == text[: text.index(stop)]
 
 
-def test_an_unfinished_stop_string_is_shown_at_the_end(llm: LLM, text: str) -> None:
+def test_unfinished_stop_string_is_shown_at_the_end(llm: LLM, text: str) -> None:
     assert answer(llm, stop=text[-3:] + "\x00").text == text
 
 
@@ -67,7 +67,7 @@ def test_bad_words_are_avoided(llm: LLM, text: str) -> None:
     assert other.strip()
 
 
-def test_a_conversation_follows_the_template(llm: LLM) -> None:
+def test_chat_follows_the_models_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "import os"}]
     (output,) = llm.chat(messages, SamplingParams(**GREEDY), use_tqdm=False)
     template = llm.tokenizer.apply_chat_template(messages)
@@ -78,7 +78,7 @@ def test_a_conversation_follows_the_template(llm: LLM) -> None:
     assert [o.outputs[0].text for o in both] == [streamed, streamed]
 
 
-def test_end_of_text_ends_an_answer_unless_it_is_ignored(llm: LLM) -> None:
+def test_end_of_text_ends_an_answer_unless_ignored(llm: LLM) -> None:
     end = llm.tokenizer.eos_token_ids[0]
     forced = {"logit_bias": {end: 100.0}}
     stopped = answer(llm, **forced)

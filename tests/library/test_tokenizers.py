@@ -1,4 +1,4 @@
-"""Which tokenizer and which chat template an engine gets, and what is told of a model that lacks them."""
+"""The tokenizer and the chat template that an engine gets, and the messages for models without one."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HfTokenizer, models
 
-from jaxserve.cli.main import _example_prompt
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CheckpointError, NoTokenizer
 from jaxserve.engine.model_tokenizer import check_serves_text, load_tokenizer
 from jaxserve.engine.tokenizer import Tokenizer
 from tests.conftest import TINY
+from tests.support.internals import example_prompt
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def loaded(folder: Path, **options: object) -> Tokenizer | None:
     return load_tokenizer(EngineConfig(model=folder, **options), folder, TINY["vocab_size"])
 
 
-def test_a_model_without_a_tokenizer_is_not_served_by_accident(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_without_a_tokenizer_is_served_only_on_request(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "tekken.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json or tokenizer\.model.*tekken\.json.*--tokenizer"):
         check_serves_text(EngineConfig(model=folder))
@@ -40,13 +40,13 @@ def test_a_model_without_a_tokenizer_is_not_served_by_accident(folder: Path, cap
     assert "prompts must be token ids" in caplog.text
 
 
-def test_skipping_the_tokenizer_reads_no_file(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skip_tokenizer_init_reads_no_file(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "tokenizer.json").write_text("broken")
     assert loaded(folder, skip_tokenizer_init=True) is None
     assert not caplog.records
 
 
-def test_a_model_without_a_chat_template_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_without_a_chat_template_gives_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     add_tokenizer(folder)
     loaded(folder, chat_template="chatml")
     assert not caplog.records, "it was chosen"
@@ -54,7 +54,9 @@ def test_a_model_without_a_chat_template_is_told(folder: Path, caplog: pytest.Lo
     assert "has no chat template: conversations are written in the built-in format 'plain'" in caplog.text
 
 
-def test_a_vocabulary_beyond_the_models_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokenizer_larger_than_the_models_vocabulary_gives_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     add_tokenizer(folder, TINY["vocab_size"], chat_template="{{ messages }}")
     loaded(folder)
     assert not caplog.records
@@ -63,7 +65,7 @@ def test_a_vocabulary_beyond_the_models_is_told(folder: Path, caplog: pytest.Log
     assert "has 501 tokens and the model 500" in caplog.text
 
 
-def test_the_example_is_one_that_the_model_takes() -> None:
+def test_example_prompt_is_text_or_token_ids_as_the_model_needs() -> None:
     class Client:
         def __init__(self, tokenizer: object):
             self._tokenizer = tokenizer
@@ -74,5 +76,7 @@ def test_the_example_is_one_that_the_model_takes() -> None:
                 raise NoTokenizer
             return self._tokenizer
 
-    assert isinstance(_example_prompt(Client("any")), str)
-    assert all(isinstance(token, int) for token in _example_prompt(Client(None)))
+    assert isinstance(example_prompt(Client("any")), str)
+    token_ids = example_prompt(Client(None))
+    assert token_ids
+    assert all(isinstance(token, int) for token in token_ids)

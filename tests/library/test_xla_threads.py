@@ -1,5 +1,6 @@
-"""XLA gets one thread, and compiles in little time, where native kernels do all products on a small machine; anywhere
-else all is as it was.
+"""XLA gets one thread, and compiles quickly, where native kernels do all products on a small machine.
+
+Everywhere else its settings stay unchanged.
 """
 
 import os
@@ -12,6 +13,7 @@ from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig, MoEConfig
 from jaxserve.kernels.native import library
 from jaxserve.planning import resolve as resolution
+from tests.support.internals import choose_devices
 
 DENSE = open_checkpoint(bundled_model_path()).config
 EXPERTS = replace(DENSE, moe=MoEConfig(4, 2, 64, True, (True,) * DENSE.num_layers))
@@ -20,18 +22,18 @@ EXPERTS = replace(DENSE, moe=MoEConfig(4, 2, 64, True, (True,) * DENSE.num_layer
 def asked(
     monkeypatch, config: EngineConfig, model, variants: tuple[str, ...], flags: str = "--xla_dump_to=there"
 ) -> tuple[str | None, str]:
-    """How many threads are asked for, and the flags, on a machine of two processors with these kernels."""
+    """Return the requested number of threads and the flags, on a machine of two processors with these kernels."""
     environment = {name: value for name, value in os.environ.items() if name != resolution.XLA_THREADS}
     environment["XLA_FLAGS"] = flags
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(library, "variants", lambda: variants)
     monkeypatch.setattr(resolution, "processors", lambda: 2)
-    resolution._devices(1, busy=not resolution._leaves_xla_little(config, model))
+    choose_devices(config, model)
     return environment.get(resolution.XLA_THREADS), environment["XLA_FLAGS"]
 
 
 @pytest.mark.parametrize("variants", [("amx", "vnni"), ("avx2few", "avx2", "portable")])
-def test_a_dense_model_in_bfloat16_that_native_kernels_multiply_leaves_xla_one_thread(monkeypatch, variants):
+def test_dense_bfloat16_model_on_native_kernels_leaves_xla_one_thread(monkeypatch, variants):
     assert asked(monkeypatch, EngineConfig(), DENSE, variants) == (
         "1",
         " ".join(("--xla_dump_to=there", *resolution.QUICK_COMPILATION)),
@@ -41,7 +43,7 @@ def test_a_dense_model_in_bfloat16_that_native_kernels_multiply_leaves_xla_one_t
 @pytest.mark.parametrize(
     "given", [" ".join(flag.partition("=")[0] + "=given" for flag in resolution.QUICK_COMPILATION), "a/file"]
 )
-def test_flags_that_are_given_stay(monkeypatch, given):
+def test_given_xla_flags_are_kept(monkeypatch, given):
     assert asked(monkeypatch, EngineConfig(), DENSE, ("amx",), given) == ("1", given)
 
 
@@ -56,5 +58,5 @@ def test_flags_that_are_given_stay(monkeypatch, given):
     ],
     ids=["xla", "float32", "experts", "xla-is-faster", "no-kernels"],
 )
-def test_where_xla_multiplies_it_keeps_its_threads(monkeypatch, config, model, variants):
+def test_model_that_xla_multiplies_keeps_its_threads(monkeypatch, config, model, variants):
     assert asked(monkeypatch, config, model, variants) == (None, "--xla_dump_to=there")

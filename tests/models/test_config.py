@@ -1,4 +1,4 @@
-"""config.json files old and new, resolved."""
+"""Configurations from old and new config.json files."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def mistral(**fields):
     return case("MistralForCausalLM", "mistral", **fields)
 
 
-def test_llama_fields():
+def test_llama_configuration_sets_every_field():
     config = config_from_hf(llama(torch_dtype="float16"))
     assert (config.architecture, config.dtype) == ("LlamaForCausalLM", "float16")
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 2, 8)
@@ -31,7 +31,7 @@ def test_absent_kv_heads_mean_as_many_as_query_heads():
     assert config_from_hf(hf).num_kv_heads == 6
 
 
-def test_biases_of_llama():
+def test_llama_bias_options_set_the_biases():
     config = config_from_hf(llama(attention_bias=True, mlp_bias=True))
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
 
@@ -47,7 +47,7 @@ def test_qwen3_has_norms_and_a_head_dim_of_its_own():
 
 
 @pytest.mark.parametrize(("value", "ids"), [(None, ()), (5, (5,)), ([5, 6], (5, 6)), (0, (0,))])
-def test_end_of_sequence_ids(value, ids: tuple[int, ...]):
+def test_end_of_sequence_ids_may_be_one_or_several(value, ids: tuple[int, ...]):
     assert config_from_hf(llama(eos_token_id=value)).eos_token_ids == ids
 
 
@@ -55,7 +55,7 @@ def test_end_of_sequence_ids(value, ids: tuple[int, ...]):
     ("fields", "dtype"),
     [({}, "bfloat16"), ({"torch_dtype": "float32"}, "float32"), ({"dtype": "float16"}, "float16")],
 )
-def test_dtype(fields: dict, dtype: str):
+def test_dtype_comes_from_either_name_and_defaults(fields: dict, dtype: str):
     assert config_from_hf(llama(**fields)).dtype == dtype
 
 
@@ -76,7 +76,7 @@ def test_dtype(fields: dict, dtype: str):
         ),
     ],
 )
-def test_rope_styles(fields: dict, rope: RopeConfig):
+def test_rope_settings_are_read_in_every_style(fields: dict, rope: RopeConfig):
     assert config_from_hf(llama(**fields)).rope == rope
 
 
@@ -116,7 +116,7 @@ def test_scaled_rope_stretches_the_context(scaling: dict | None, length: int):
         (qwen3_moe(sliding_window=8, use_sliding_window=True, max_window_layers=2), (8, 8, 8)),
     ],
 )
-def test_sliding_windows(hf: dict, windows: tuple[int | None, ...]):
+def test_sliding_window_settings_give_each_layers_window(hf: dict, windows: tuple[int | None, ...]):
     assert config_from_hf(hf).windows == windows
 
 
@@ -129,12 +129,12 @@ def test_sliding_windows(hf: dict, windows: tuple[int | None, ...]):
         ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (False, False, False)),
     ],
 )
-def test_which_layers_are_sparse(fields: dict, sparse: tuple[bool, ...]):
+def test_sparse_layers_follow_the_configuration(fields: dict, sparse: tuple[bool, ...]):
     config = config_from_hf(qwen3_moe(**fields))
     assert tuple(config.is_sparse(layer) for layer in range(3)) == sparse
 
 
-def test_experts_under_their_new_name():
+def test_experts_under_their_newer_name_are_read():
     hf = qwen3_moe(num_experts=None, num_local_experts=16)
     moe = config_from_hf(hf).moe
     assert moe is not None
@@ -158,6 +158,6 @@ def test_experts_under_their_new_name():
         (llama(eos_token_id="x"), "eos_token_id is 'x'"),
     ],
 )
-def test_refusals_name_what_was_found(hf: dict, word: str):
+def test_error_for_an_unsupported_configuration_names_the_value(hf: dict, word: str):
     with pytest.raises(CheckpointError, match=word.replace("(", r"\(").replace(")", r"\)")):
         config_from_hf(hf)

@@ -1,4 +1,4 @@
-"""The modules: their parameters, and what the serving path relies on."""
+"""The modules of models: their parameters, and the properties that serving relies on."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.models import build_block, config_from_hf
 from jaxserve.models.dense import build_blocks, dense_causal_attend, forward
 from tests.golden.cases import CASES, llama, qwen3_moe
-from tests.reference import turned
+from tests.support.reference import turned
 
 AXES = {"kv_heads", "mlp", "vocab", "experts", "embed", None}
 
@@ -26,7 +26,7 @@ def abstract(config: ModelConfig, block: str) -> tuple[nnx.GraphDef, nnx.State]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_axis_has_a_logical_name(name: str):
+def test_every_parameter_axis_has_a_logical_name(name: str):
     model = config_from_hf(CASES[name])
     for block in model.block_ids:
         for path, variable in nnx.to_flat_state(abstract(model, block)[1]):
@@ -35,7 +35,7 @@ def test_every_axis_has_a_logical_name(name: str):
 
 
 def test_layers_of_a_kind_share_their_graph():
-    """So that the executor traces a kind once, and a swapped layer compiles nothing."""
+    """The executor then traces a kind once, and a swapped layer compiles nothing."""
     model = config_from_hf(qwen3_moe(num_hidden_layers=4, mlp_only_layers=[0, 2], use_sliding_window=True))
     graphs = [abstract(model, f"layers.{layer}")[0] for layer in range(4)]
     assert graphs[0] == graphs[2]
@@ -54,7 +54,7 @@ def test_tied_embeddings_are_one_parameter():
     assert blocks["head"].weight is blocks["embed"].weight
 
 
-def test_later_tokens_change_nothing_before_them():
+def test_later_tokens_do_not_change_earlier_logits():
     model = config()
     blocks = build_blocks(model, rngs=nnx.Rngs(0))
     tokens = jnp.arange(12)
@@ -64,7 +64,7 @@ def test_later_tokens_change_nothing_before_them():
     assert not np.allclose(before[8:], after[8:])
 
 
-def test_segments_are_sequences_of_their_own():
+def test_packed_segments_do_not_attend_to_each_other():
     model = config()
     blocks = build_blocks(model, rngs=nnx.Rngs(0))
     first, second = jnp.arange(5), jnp.arange(50, 57)
@@ -76,7 +76,7 @@ def test_segments_are_sequences_of_their_own():
 
 
 @pytest.mark.parametrize("window", [1, 3, 50])
-def test_a_window_counts_the_token_itself(window: int):
+def test_attention_window_counts_the_token_itself(window: int):
     positions = jnp.arange(6)
     attend = dense_causal_attend(positions, window=window, scale=1.0)
     values = jnp.eye(6)[:, None]  # token t's value is the unit vector t: the output shows who was seen

@@ -1,4 +1,8 @@
-"""The comparison with Transformers on fresh prompts and weights; runs where torch and transformers are installed."""
+"""Logits and greedy tokens next to those of Transformers, on prompts and weights that are not stored.
+
+Skipped without torch and transformers, which the `dev` extra does not install. tests/models/test_parity.py compares
+stored results and always runs.
+"""
 
 import numpy as np
 import pytest
@@ -6,12 +10,13 @@ import pytest
 from tests.golden.cases import CASES
 from tests.golden.model import Golden, Model, golden, relative_error
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+NEEDS = "needs torch and transformers: pip install torch transformers"
+torch = pytest.importorskip("torch", reason=NEEDS)
+pytest.importorskip("transformers", reason=NEEDS)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path):
+def test_fresh_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path):
     from tests.golden.make_golden import clear, greedy, load
 
     stored = golden(name)

@@ -1,4 +1,4 @@
-"""Every family computes what Hugging Face Transformers computes: stored results, no torch needed."""
+"""Every family computes what Hugging Face Transformers computes. The results are stored, so torch is not needed."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_greedy_tokens_equal_those_of_transformers(case: Golden, model: Model):
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits_stay_close(name: str, dtype: str, tmp_path):
+def test_sixteen_bit_logits_stay_close_to_float32(name: str, dtype: str, tmp_path):
     case = golden(name)
     got, expected = Model(case.write(tmp_path), dtype=dtype).logits(case.prompt), case.logits()
     assert got.dtype == np.float32
@@ -51,7 +51,7 @@ def test_rope_frequencies_equal_those_of_transformers(name: str):
 
 
 def test_rope_variants_differ():
-    """The comparison above would be worth little between equal frequencies."""
+    """A comparison with stored frequencies proves little if the variants are equal."""
     base, _ = rope_frequencies(RopeConfig(theta=500000.0), 64)
     for name in set(ROPE) - {"default"}:
         rope = rope_config({"rope_parameters": {"rope_theta": 500000.0, **ROPE[name]}, "max_position_embeddings": 1})

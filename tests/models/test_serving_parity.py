@@ -1,4 +1,4 @@
-"""Every family, served: paged, chunked and batched, it still says what Transformers says."""
+"""Every family, served with paging, chunks and batches, gives the tokens of Transformers."""
 
 import pytest
 

@@ -11,22 +11,22 @@ from pallas_kernels.targets import compile_for, missing
 
 @pytest.fixture
 def interpret():
-    """How to run a kernel: on the GPU if it is a Hopper, else in JAX's simulation of one.
+    """The argument with which kernels run on a Hopper GPU, or else in JAX's simulation of one.
 
-    There memory starts as NaN, and races and reads out of bounds are errors.
+    In the simulation memory starts as NaN, and races and reads out of bounds are errors.
     """
     if uses_pallas("auto"):
         return False
     if not CAN_INTERPRET:
-        pytest.skip(f"jax {jax.__version__} cannot interpret Mosaic GPU kernels, 0.11 can")
+        pytest.skip(f"needs a Hopper GPU, or jax 0.11 to interpret Mosaic GPU kernels; this is jax {jax.__version__}")
     return plgpu.InterpretGPUParams(detect_races=True)
 
 
 @pytest.fixture
 def compile_for_h200():
-    """`targets.compile_for`, for an H200. Where something is missing for it, tests are skipped.
+    """The function `targets.compile_for` for an H200. Tests are skipped where it cannot compile.
 
-    With GPU_COMPILE=required they fail instead: whoever asks for compilation must not be told that all is well.
+    With GPU_COMPILE=required they fail instead, so that a request to compile never passes by skipping.
     """
     if reason := missing():
         (pytest.fail if os.environ.get("GPU_COMPILE") == "required" else pytest.skip)(reason)
@@ -38,5 +38,5 @@ def compile_for_h200():
 
 
 def lowered(f, *arguments):
-    """The program for CUDA, as text. Needs neither a GPU nor a plugin."""
+    """Return the program for CUDA as text, which needs neither a GPU nor a plugin."""
     return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

@@ -47,7 +47,7 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 
 
 def problem_on_gpu(shape, seed=0):
-    """With the pool as it is stored on a GPU; what int8 stands for is there in the queries' dtype."""
+    """Return a problem whose pool is stored as on a GPU, and whose int8 values are expected in the queries' dtype."""
     problem = make_problem(shape, seed)
     (pool,) = problem.pool
     if shape.kv_dtype == "int8":
@@ -67,12 +67,12 @@ def check(shape, seed=0, **kwargs):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_it_is_dense_attention(interpret, shape):
+def test_gpu_attention_equals_dense_attention(interpret, shape):
     check(shape, interpret=interpret)
 
 
 @pytest.mark.parametrize("sizes", [AttentionBlocks(64, 3), AttentionBlocks(128, 2)], ids=str)
-def test_block_sizes_change_nothing(interpret, sizes):
+def test_gpu_attention_with_other_block_sizes_equals_dense_attention(interpret, sizes):
     check(replace(SMALL, W=20), blocks=replace(HOPPER, decode=sizes, prefill=sizes), interpret=interpret)
 
 
@@ -81,14 +81,14 @@ def test_block_sizes_change_nothing(interpret, sizes):
     [SMALL, replace(SMALL, S=128, W=2), replace(SMALL, kv_dtype="int8")],
     ids=["small pages", "large pages", "int8"],
 )
-def test_segments_of_the_pool_change_nothing(interpret, shape):
+def test_gpu_attention_over_pool_segments_equals_dense_attention(interpret, shape):
     problem = in_segments(problem_on_gpu(shape), 0.2, 0.5, 0.7)
     out = paged_attention(problem.q, problem.pool, problem.meta, scale=SCALE, interpret=interpret)
     np.testing.assert_allclose(out.astype(jnp.float32), dense_answer(problem, SCALE, None), atol=2e-2, rtol=0)
 
 
 @pytest.mark.parametrize(("window", "kv_dtype"), [(None, None), (100, None), (None, "int8")])
-def test_splits_change_nothing(interpret, window, kv_dtype):
+def test_gpu_attention_split_over_programs_equals_dense_attention(interpret, window, kv_dtype):
     """Some of the splits see no key at all."""
     shape = replace(SMALL, N=0, W=20, window=window, kv_dtype=kv_dtype)
     problem = problem_on_gpu(shape)
@@ -101,7 +101,7 @@ def test_splits_change_nothing(interpret, window, kv_dtype):
     np.testing.assert_allclose(out[:, 0].astype(jnp.float32), dense_answer(problem, SCALE, window), atol=2e-2)
 
 
-def test_merging_shares_of_the_keys_is_attention_over_all_of_them():
+def test_merged_shares_of_keys_equal_attention_over_all_keys():
     rng = np.random.default_rng(0)
     scores, values = rng.normal(size=(3, 5, 7)) * 4, rng.normal(size=(3, 7, 2))
     exponentials = np.exp2(scores)
@@ -111,7 +111,7 @@ def test_merging_shares_of_the_keys_is_attention_over_all_of_them():
     np.testing.assert_allclose(merged, whole, atol=1e-5)
 
 
-def test_a_few_long_contexts_are_split_until_all_cores_have_work():
+def test_few_long_contexts_are_split_until_all_cores_have_work():
     assert splits_for(8, 8192, HOPPER) == 33
     assert splits_for(8, 256, HOPPER) == 2  # too short for more
     assert splits_for(1024, 8192, HOPPER) == 1
@@ -141,7 +141,7 @@ def arguments(B, N, Q, K, G, D, S, W, segments=1, kv_dtype="bfloat16"):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
-def test_it_lowers_for_cuda(shape, kv_dtype):
+def test_gpu_attention_lowers_for_cuda(shape, kv_dtype):
     q, pool, meta = arguments(*shape, kv_dtype=kv_dtype)
     assert supports(q, pool)
     assert "mosaic_gpu" in lowered(partial(paged_attention, scale=0.1), q, pool, meta)
@@ -149,7 +149,7 @@ def test_it_lowers_for_cuda(shape, kv_dtype):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
-def test_it_compiles_for_h200(compile_for_h200, shape, kv_dtype):
+def test_gpu_attention_compiles_for_h200_without_a_copy_of_the_pool(compile_for_h200, shape, kv_dtype):
     q, pool, meta = arguments(*shape, kv_dtype=kv_dtype)
     stats = compile_for_h200(partial(paged_attention, scale=0.1, window=1024), q, pool, meta).memory_analysis()
     assert stats.temp_size_in_bytes < pool[0].size * pool[0].dtype.itemsize / 5
@@ -157,7 +157,7 @@ def test_it_compiles_for_h200(compile_for_h200, shape, kv_dtype):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("segments", [1, 2, 5])
-def test_a_layers_write_and_read_leave_the_pool_where_it_is(compile_for_h200, segments, kv_dtype):
+def test_gpu_write_and_attention_leave_the_pool_in_place(compile_for_h200, segments, kv_dtype):
     q, pool, meta = arguments(*REAL["both"], segments, kv_dtype)
     kv = jax.ShapeDtypeStruct((q.shape[0], q.shape[1], q.shape[3]), q.dtype)
     slots = jax.ShapeDtypeStruct((q.shape[0],), jnp.int32)
@@ -174,7 +174,7 @@ def test_a_layers_write_and_read_leave_the_pool_where_it_is(compile_for_h200, se
 
 
 def from_one_vector(packed, q, pool, shape=(2, 9)):
-    """Attention whose meta are parts of a vector, as in a step, and begin anywhere in it."""
+    """Return attention whose metadata are parts of a vector, as in a step, and begin anywhere in it."""
     rows, width = shape
     pages, lengths = packed[3 : 3 + rows * width].reshape(shape), packed[3 + rows * width :][:rows]
     none = jnp.zeros(0, jnp.int32)
@@ -182,7 +182,7 @@ def from_one_vector(packed, q, pool, shape=(2, 9)):
     return dispatched(q, pool, meta, scale=SCALE, backend="pallas")
 
 
-def test_inputs_may_be_parts_of_a_vector():
+def test_gpu_attention_accepts_parts_of_a_packed_vector():
     problem = problem_on_gpu(replace(SMALL, N=0))
     meta = problem.meta
     packed = jnp.concatenate([jnp.zeros(3, jnp.int32), meta.decode_pages.ravel(), meta.decode_lengths])
@@ -190,21 +190,21 @@ def test_inputs_may_be_parts_of_a_vector():
     np.testing.assert_allclose(out.astype(jnp.float32), dense_answer(problem, SCALE, None), atol=2e-2, rtol=0)
 
 
-def test_parts_of_a_vector_are_moved_to_where_a_kernel_may_read_them(compile_for_h200):
-    """At multiples of 256 bytes: XLA hands a slice over where it lies."""
+def test_gpu_attention_realigns_parts_of_a_packed_vector(compile_for_h200):
+    """Kernels read at multiples of 256 bytes, but XLA passes a slice where it lies."""
     q, pool, _ = arguments(2, 0, 8, 1, 4, 64, 16, 9)
     packed = jax.ShapeDtypeStruct((64,), jnp.int32)
     assert "dynamic-slice-fusion" not in compile_for_h200(from_one_vector, packed, q, pool).as_text()
 
 
-def test_the_choice_can_be_forced():
+def test_attention_backend_can_be_forced():
     q, pool, meta = arguments(*REAL["decode"])
     assert "mosaic_gpu" in lowered(partial(dispatched, scale=0.1, backend="pallas"), q, pool, meta)
     assert "mosaic_gpu" not in lowered(partial(dispatched, scale=0.1, backend="xla"), q, pool, meta)
 
 
 @pytest.mark.parametrize("shape", [(4, 0, 8, 2, 2, 72, 16, 8), (4, 0, 8, 2, 2, 64, 4, 8), (4, 0, 8, 2, 2, 64, 24, 8)])
-def test_other_shapes_go_through_xla(shape):
+def test_attention_of_unsupported_shapes_goes_through_xla(shape):
     q, pool, meta = arguments(*shape)
     assert not supports(q, pool)
     assert "mosaic_gpu" not in lowered(partial(dispatched, scale=0.1, backend="pallas"), q, pool, meta)

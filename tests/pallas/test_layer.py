@@ -15,8 +15,8 @@ CONFIG = ModelConfig("LlamaForCausalLM", 128256, 4096, 32, 32, 8, 128, 14336, 81
 
 
 @pytest.mark.parametrize(("precision", "kernels"), [("bfloat16", 1), ("int8", 5), ("int4", 5), ("int3", 1)])
-def test_it_compiles_with_all_its_kernels(compile_for_h200, precision, kernels):
-    """Attention is one kernel; qkv, o, gate_up and down are four where they have 8 or 4 bits."""
+def test_quantised_layer_compiles_with_all_gpu_kernels(compile_for_h200, precision, kernels):
+    """Attention is one kernel; qkv, o, gate_up and down are four more in 8 or 4 bits."""
     graphdef, variables = abstract_block(CONFIG, "layers.0", precision)
     state = block_state(variables, {name: variable.get_value() for name, variable in variables.items()})
     q, pool, meta = arguments(32, 0, 64, 8, 4, 128, 16, 64)

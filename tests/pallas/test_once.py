@@ -1,4 +1,4 @@
-"""What programs share of the kernels that they contain."""
+"""Pallas kernels that several programs share."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,13 +11,14 @@ from pallas_kernels import once
 from pallas_kernels.paged_attention import paged_attention
 from tests.pallas.conftest import lowered
 from tests.pallas.test_attention import REAL, arguments
+from tests.support.internals import replace_lowered_kernels
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """Those that have been lowered: none yet."""
+    """The kernels lowered so far, none at the start of a test."""
     kernels = {}
-    monkeypatch.setattr(once, "_lowered", kernels)
+    replace_lowered_kernels(monkeypatch, kernels)
     return kernels
 
 
@@ -31,7 +32,7 @@ def calls(text):
     return text.count("@mosaic_gpu_v2")
 
 
-def test_a_kernel_in_several_programs_is_lowered_once(kernels):
+def test_kernel_in_several_programs_is_lowered_once(kernels):
     shapes = arguments(*REAL["decode"])
     texts = [lowered(partial(program, 0.1), *shapes), lowered(partial(program, 0.1, times=2), *shapes)]
     assert len(kernels) == 1
@@ -43,14 +44,14 @@ def test_a_kernel_in_several_programs_is_lowered_once(kernels):
     [(0.2, {}, {}), (0.1, {"B": 16}, {}), (0.1, {"segments": 2}, {}), (0.1, {}, {"window": 64})],
     ids=["scale", "rows", "segments", "window"],
 )
-def test_whatever_changes_a_kernel_makes_another_one(kernels, scale, changed, kwargs):
+def test_kernel_with_a_changed_parameter_is_lowered_separately(kernels, scale, changed, kwargs):
     shape = dict(zip("BNQKGDSW", REAL["decode"], strict=True))
     lowered(partial(program, 0.1), *arguments(**shape))
     lowered(partial(program, scale, **kwargs), *arguments(**shape | changed))
     assert len(kernels) == 2
 
 
-def test_threads_that_need_a_kernel_at_the_same_time_share_it(kernels):
+def test_threads_needing_a_kernel_at_once_share_its_lowering(kernels):
     shapes = arguments(*REAL["decode"])
     with ThreadPoolExecutor(4) as threads:
         futures = [threads.submit(lowered, partial(program, 0.1, times=times), *shapes) for times in (1, 2, 3, 4)]
@@ -58,8 +59,8 @@ def test_threads_that_need_a_kernel_at_the_same_time_share_it(kernels):
     assert len(kernels) == 1
 
 
-def test_the_shares_of_several_devices_go_through_it_too(kernels):
-    """As in a layer that is split over devices (`jax.shard_map`): each launches the kernel on its own heads."""
+def test_kernel_under_shard_map_is_lowered_once(kernels):
+    """In a layer split over devices by `jax.shard_map`, each device launches the kernel on its own heads."""
     mesh = jax.sharding.AbstractMesh((2,), ("tp",), (jax.sharding.AxisType.Auto,))
     heads, whole = jax.P(None, "tp"), jax.P()
     split = jax.shard_map(
@@ -70,7 +71,7 @@ def test_the_shares_of_several_devices_go_through_it_too(kernels):
     assert len(kernels) == 1
 
 
-def test_what_fails_is_told_to_all_who_ask(kernels):
+def test_failed_lowering_raises_for_every_caller(kernels):
     def fails(x):
         raise ValueError("no such kernel")
 

@@ -17,7 +17,7 @@ from tests.pallas.conftest import lowered
 
 
 @dataclass(frozen=True)
-class Shape:
+class ProductShape:
     rows: int = 3
     out: tuple[int, ...] = (128,)
     size: int = 512
@@ -28,24 +28,24 @@ class Shape:
 
 
 SHAPES = {
-    "int4": Shape(),
-    "int4, one row": Shape(rows=1),
-    "int4, zeros": Shape(symmetric=False),
-    "int4, groups of 32": Shape(group=32, symmetric=False),
-    "int4, groups of 64": Shape(group=64),
-    "int4, one group": Shape(group=0),
-    "int4, scales in float32": Shape(scales="float32", symmetric=False),
-    "int4, many rows": Shape(rows=130, size=256, symmetric=False),
-    **{f"int4, {rows} rows": Shape(rows=rows, size=256, symmetric=False) for rows in (8, 16, 64, 65, 256)},
-    "int8": Shape(bits=8),
-    "int8, zeros": Shape(bits=8, symmetric=False),
-    "int8, groups of 64": Shape(bits=8, group=64),
-    "int8, one group": Shape(bits=8, group=0),
-    "int8, scales in float32": Shape(bits=8, scales="float32", symmetric=False),
-    "outputs of several axes": Shape(out=(2, 3, 32)),
-    "long, split over programs": Shape(out=(64,), size=4096),
-    "groups of three units": Shape(size=768, group=384),
-    "not a whole number of shares": Shape(out=(64,), size=128 * 19),
+    "int4": ProductShape(),
+    "int4, one row": ProductShape(rows=1),
+    "int4, zeros": ProductShape(symmetric=False),
+    "int4, groups of 32": ProductShape(group=32, symmetric=False),
+    "int4, groups of 64": ProductShape(group=64),
+    "int4, one group": ProductShape(group=0),
+    "int4, scales in float32": ProductShape(scales="float32", symmetric=False),
+    "int4, many rows": ProductShape(rows=130, size=256, symmetric=False),
+    **{f"int4, {rows} rows": ProductShape(rows=rows, size=256, symmetric=False) for rows in (8, 16, 64, 65, 256)},
+    "int8": ProductShape(bits=8),
+    "int8, zeros": ProductShape(bits=8, symmetric=False),
+    "int8, groups of 64": ProductShape(bits=8, group=64),
+    "int8, one group": ProductShape(bits=8, group=0),
+    "int8, scales in float32": ProductShape(bits=8, scales="float32", symmetric=False),
+    "outputs of several axes": ProductShape(out=(2, 3, 32)),
+    "long, split over programs": ProductShape(out=(64,), size=4096),
+    "groups of three units": ProductShape(size=768, group=384),
+    "not a whole number of shares": ProductShape(out=(64,), size=128 * 19),
 }
 
 
@@ -66,12 +66,12 @@ def check(shape, **kwargs):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_it_is_the_product_with_the_dequantised_weight(interpret, shape):
+def test_gpu_product_equals_that_with_the_dequantised_weight(interpret, shape):
     check(shape, interpret=interpret)
 
 
-def test_every_code_is_its_number(interpret):
-    """The identity through the kernel: exact for all 16 and all 256 codes."""
+def test_gpu_product_decodes_every_code(interpret):
+    """The identity goes through the kernel and is exact for all 16 and all 256 codes."""
     for bits in (4, 8):
         codes = np.arange(64 * 128, dtype=np.int64).reshape(64, 128) % (1 << bits)
         w = quantize(codes - (1 << (bits - 1)), bits, group=0)
@@ -83,11 +83,11 @@ def test_every_code_is_its_number(interpret):
 @pytest.mark.parametrize(
     "sizes", [MatmulBlocks(64, 2, 1, 32), MatmulBlocks(64, 3, 2, 64), MatmulBlocks(128, 2, 8, 128)], ids=str
 )
-def test_block_sizes_change_nothing(interpret, sizes):
-    check(Shape(size=2048), blocks=replace(HOPPER, few_rows=sizes, many_rows=sizes), interpret=interpret)
+def test_gpu_product_does_not_depend_on_block_sizes(interpret, sizes):
+    check(ProductShape(size=2048), blocks=replace(HOPPER, few_rows=sizes, many_rows=sizes), interpret=interpret)
 
 
-def test_a_product_is_split_until_all_cores_have_work():
+def test_small_product_is_split_until_all_cores_have_work():
     assert splits_for(steps=16, wanted=5, weight_bytes=2048, rows=8) == 4  # a fifth share would be empty
     assert splits_for(steps=16, wanted=100, weight_bytes=2048, rows=8) == 8
     assert splits_for(steps=16, wanted=100, weight_bytes=2048, rows=32) == 2  # sums are to be read, too
@@ -95,12 +95,12 @@ def test_a_product_is_split_until_all_cores_have_work():
 
 
 REAL = {
-    "one row": Shape(rows=1, out=(28672,), size=4096),
-    "32 rows, zeros": Shape(rows=32, out=(4096,), size=14336, symmetric=False),
-    "64 rows, groups of 32": Shape(rows=64, out=(8, 6, 128), size=4096, group=32),
-    "256 rows": Shape(rows=256, out=(4096,), size=4096),
-    "int8, one row": Shape(rows=1, out=(4096,), size=4096, bits=8),
-    "int8, 200 rows": Shape(rows=200, out=(4096,), size=4096, bits=8, symmetric=False),
+    "one row": ProductShape(rows=1, out=(28672,), size=4096),
+    "32 rows, zeros": ProductShape(rows=32, out=(4096,), size=14336, symmetric=False),
+    "64 rows, groups of 32": ProductShape(rows=64, out=(8, 6, 128), size=4096, group=32),
+    "256 rows": ProductShape(rows=256, out=(4096,), size=4096),
+    "int8, one row": ProductShape(rows=1, out=(4096,), size=4096, bits=8),
+    "int8, 200 rows": ProductShape(rows=200, out=(4096,), size=4096, bits=8, symmetric=False),
 }
 
 
@@ -115,35 +115,42 @@ def arguments(shape):
 
 
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
-def test_it_lowers_for_cuda(shape):
+def test_gpu_product_lowers_for_cuda(shape):
     assert "mosaic_gpu" in lowered(quantized_matmul, *arguments(shape))
 
 
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
-def test_it_compiles_for_h200_without_a_dequantised_copy(compile_for_h200, shape):
+def test_gpu_product_compiles_for_h200_without_a_dequantised_copy(compile_for_h200, shape):
     x, w = arguments(shape)
     compiled = compile_for_h200(partial(matmul, backend="pallas"), x, w)
     assert "mosaic_gpu" in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < int(np.prod(w.shape))
 
 
-def test_the_choice_can_be_forced():
+def test_product_backend_can_be_forced():
     x, w = arguments(SHAPES["int4"])
     assert "mosaic_gpu" in lowered(partial(matmul, backend="pallas"), x, w)
     assert "mosaic_gpu" not in lowered(partial(matmul, backend="xla"), x, w)
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(rows=257), Shape(bits=3), Shape(out=(60,)), Shape(size=192, group=64), Shape(size=768, group=96)]
+    "shape",
+    [
+        ProductShape(rows=257),
+        ProductShape(bits=3),
+        ProductShape(out=(60,)),
+        ProductShape(size=192, group=64),
+        ProductShape(size=768, group=96),
+    ],
 )
-def test_other_shapes_go_through_xla(shape):
+def test_product_of_unsupported_shapes_goes_through_xla(shape):
     x, w = arguments(shape)
     assert not supports(shape.rows, x.dtype, w)
     assert "mosaic_gpu" not in lowered(partial(matmul, backend="pallas"), x, w)
 
 
-def test_on_a_cpu_a_forced_choice_changes_nothing():
+def test_forced_gpu_backend_on_cpu_changes_nothing():
     if uses_pallas("auto"):
-        pytest.skip("this is no CPU")
-    x, w = problem(Shape())
+        pytest.skip("needs JAX to run on CPU")
+    x, w = problem(ProductShape())
     np.testing.assert_array_equal(matmul(x, w, backend="pallas"), matmul(x, w, backend="xla"))

@@ -1,6 +1,6 @@
-"""Writes checkpoints in the layouts of AWQ, GPTQ and compressed-tensors from known codes, scales and zeros.
+"""A writer of checkpoints in the layouts of AWQ, GPTQ and compressed-tensors from known codes, scales and zeros.
 
-Written from the formats' descriptions, code by code, and shares nothing with what reads them.
+It follows the formats' descriptions, code by code, and shares nothing with the code that reads them.
 """
 
 import json
@@ -14,7 +14,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def into_words(codes: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """Unsigned codes packed along an axis of a matrix, the first in the lowest bits."""
+    """Pack unsigned codes along an axis of a matrix, the first in the lowest bits."""
     each = 32 // bits
     codes = np.moveaxis(codes.astype(np.uint64), axis, -1)
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % each)))
@@ -27,7 +27,7 @@ def into_words(codes: np.ndarray, bits: int, axis: int, order: tuple[int, ...] |
 
 
 class Weight:
-    """A random weight [O, C] = scales * (codes - zeros), codes and zeros unsigned."""
+    """A random weight [O, C] = scales * (codes - zeros), with unsigned codes and zeros."""
 
     def __init__(self, rng: np.random.Generator, shape: tuple[int, int], bits: int, group: int, symmetric: bool):
         self.group = group or shape[1]
@@ -83,7 +83,7 @@ class Weight:
 
 
 def quantization_config(layout: str, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
-    """config.json's entry, as each project writes it."""
+    """Return the entry of config.json as each project writes it."""
     size = group or -1
     if layout == "awq":
         return {"quant_method": "awq", "bits": bits, "group_size": size, "zero_point": not symmetric, "version": "gemm"}
@@ -100,9 +100,9 @@ def write(
     folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], layout: str, *, bits: int = 4,
     group: int = 32, symmetric: bool = False, skip: str = "never", ends: tuple[str, ...] = ("_proj.weight",),
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """A model in a layout, where names have one of these ends; those with `skip` in them stay as they are.
+    """Write a model in a layout, and return the float32 tensors that it stands for.
 
-    Returns the float32 tensors that it stands for.
+    Tensors whose names have one of these ends are quantised, except those with `skip` in them.
     """
     rng = np.random.default_rng(11)
     stored, values = {}, {}

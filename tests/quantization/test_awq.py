@@ -1,4 +1,4 @@
-"""AWQ: scaling leaves the function as it was, and what is searched changes outputs less than rounding alone."""
+"""AWQ: scaling keeps the function, and the searched scales change outputs less than rounding alone."""
 
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,7 @@ CALIBRATION = np.random.default_rng(1).integers(0, 500, (20, 60)).astype(np.int3
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [0, 32, 128])
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_the_simulation_is_what_quantize_does(bits, group, symmetric):
+def test_simulated_rounding_equals_quantize(bits, group, symmetric):
     w = np.random.default_rng(0).normal(size=(6, 256)).astype(np.float32)
     w[0, :128] = 0
     expected = np.asarray(quantize(w, bits, group=group, symmetric=symmetric).dequantize())
@@ -63,7 +63,7 @@ def random_leaves(config: ModelConfig) -> dict[str, np.ndarray]:
 
 @partial(jax.jit, static_argnums=0)
 def run_and_write(config: ModelConfig, leaves: dict[str, jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
-    """The layer's output, and the keys and values that it writes into its cache."""
+    """Return the layer's output, and the keys and values that it writes into its cache."""
     positions = jnp.arange(len(x))
     dense, written = dense_causal_attend(positions, scale=config.head_dim**-0.5), []
 
@@ -80,7 +80,7 @@ def run_layer(config: ModelConfig, leaves: dict[str, jax.Array], x: jax.Array) -
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scaling_leaves_the_function_and_the_kv_cache_as_they_were(kind, dtype):
+def test_awq_scaling_keeps_the_outputs_and_the_kv_cache(kind, dtype):
     config, leaves = KINDS[kind], random_leaves(KINDS[kind])
     for norm in ("input_norm.weight", "post_norm.weight"):  # as a checkpoint in this dtype holds them
         leaves[norm] = leaves[norm].astype(dtype).astype(np.float32)
@@ -103,14 +103,14 @@ def test_scaling_leaves_the_function_and_the_kv_cache_as_they_were(kind, dtype):
 
 
 def uneven_inputs(size: int) -> Inputs:
-    """A few inputs are far larger than the others."""
+    """Return inputs of which a few are far larger than the others."""
     rng = np.random.default_rng(5)
     rows = rng.normal(size=(200, size)).astype(np.float32) * np.exp(rng.normal(0, 1.5, size)).astype(np.float32)
     return Inputs(jnp.asarray(rows), jnp.abs(rows).mean(axis=0), None)
 
 
 @pytest.mark.parametrize("bits", [4, 3])
-def test_outputs_change_less_than_by_rounding_alone(bits):
+def test_awq_outputs_change_less_than_rounded_ones(bits):
     leaves = random_leaves(CONFIG)
     sizes = {"attention.qkv": 64, "attention.o": 64, "mlp.gate_up": 64, "mlp.down": 96}
     inputs = {name: uneven_inputs(size) for name, size in sizes.items()}
@@ -132,7 +132,7 @@ def test_outputs_change_less_than_by_rounding_alone(bits):
     assert np.square(rows @ (clipped - w).T).mean() < np.square(rows @ (rounded_w - w).T).mean()
 
 
-def test_what_is_observed_is_what_flows_into_the_weights(tiny_model):
+def test_calibration_observes_the_inputs_of_every_weight(tiny_model):
     checkpoint = open_checkpoint(tiny_model, "dummy")
     config = checkpoint.config
     blocks = {b: restore_block(config, b, checkpoint.block(b)) for b in ("embed", "layers.1")}
@@ -149,7 +149,7 @@ def test_what_is_observed_is_what_flows_into_the_weights(tiny_model):
 
 
 def outputs(checkpoint: Checkpoint, layers: dict[int, dict], tokens: np.ndarray) -> np.ndarray:
-    """Hidden states after the last layer."""
+    """Return the hidden states after the last layer."""
     x = restore_block(checkpoint.config, "embed", checkpoint.block("embed"))(jnp.asarray(tokens))
     for index in range(checkpoint.config.num_layers):
         full = checkpoint.block(f"layers.{index}")
@@ -163,7 +163,7 @@ def outputs(checkpoint: Checkpoint, layers: dict[int, dict], tokens: np.ndarray)
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_calibrated_model_is_nearer_to_full_precision_than_a_rounded_one(tiny_model: Path, method, symmetric):
+def test_calibrated_model_is_nearer_to_full_precision_than_a_rounded_one(tiny_model: Path, method, symmetric):
     checkpoint = open_checkpoint(tiny_model, "dummy")
     unseen = np.random.default_rng(2).integers(0, 500, 60).astype(np.int32)
     full = outputs(checkpoint, {}, unseen)
@@ -174,6 +174,6 @@ def test_a_calibrated_model_is_nearer_to_full_precision_than_a_rounded_one(tiny_
     assert error[method] < error["rtn"]
 
 
-def test_calibration_text_is_needed(tiny_model):
+def test_calibration_without_text_is_refused(tiny_model):
     with pytest.raises(ConfigError, match="--calib FILE"):
         next(quantize_layers(open_checkpoint(tiny_model, "dummy"), Settings(("int4",), "awq")))

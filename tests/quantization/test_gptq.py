@@ -1,4 +1,4 @@
-"""GPTQ: each step is the one that changes the outputs least, and the whole changes them less than rounding."""
+"""GPTQ: each step changes the outputs least, and the whole changes them less than rounding."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from jaxserve.quantization.rounding import quantize
 
 
 def correlated_rows(size: int) -> np.ndarray:
-    """Inputs that depend on each other, as hidden states do."""
+    """Return inputs that depend on each other, as hidden states do."""
     rng = np.random.default_rng(4)
     return (
         rng.normal(size=(400, size // 4)) @ rng.normal(size=(size // 4, size)) + rng.normal(size=(400, size))
@@ -17,7 +17,7 @@ def correlated_rows(size: int) -> np.ndarray:
 
 
 def reference(w: np.ndarray, gram: np.ndarray, scales: np.ndarray, zeros: np.ndarray, bits: int) -> np.ndarray:
-    """Signed codes by the definition: after each input the others solve least squares anew (OBQ, in order)."""
+    """Return signed codes by the definition: after each input the others solve least squares anew (OBQ, in order)."""
     w, chosen = w.astype(np.float64).copy(), np.empty(w.shape)
     h = gram.astype(np.float64) + 0.01 * gram.diagonal().mean() * np.eye(len(gram))
     low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
@@ -31,7 +31,7 @@ def reference(w: np.ndarray, gram: np.ndarray, scales: np.ndarray, zeros: np.nda
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_the_rest_makes_up_for_each_rounded_input(bits, symmetric):
+def test_gptq_remaining_inputs_compensate_for_each_rounded_one(bits, symmetric):
     x = correlated_rows(64)
     gram = x.T @ x / len(x)
     w = np.random.default_rng(6).normal(size=(10, 64)).astype(np.float32)
@@ -45,7 +45,7 @@ def test_the_rest_makes_up_for_each_rounded_input(bits, symmetric):
 
 @pytest.mark.parametrize("shape", [(6, 128), (2, 3, 5, 96)])
 @pytest.mark.parametrize("bits", [4, 3])
-def test_outputs_change_less_than_by_rounding(bits, shape):
+def test_gptq_outputs_change_less_than_rounded_ones(bits, shape):
     x = correlated_rows(shape[-1])
     w = np.random.default_rng(8).normal(size=shape).astype(np.float32)
     factor = cholesky_of_inverse(x.T @ x / len(x))
@@ -58,7 +58,7 @@ def test_outputs_change_less_than_by_rounding(bits, shape):
     assert change(solved) < 0.8 * change(quantize(w, bits, group=32))
 
 
-def test_inputs_that_are_never_seen_do_no_harm():
+def test_gptq_of_inputs_never_seen_equals_rounding():
     gram = np.zeros((64, 64), np.float32)
     w = np.random.default_rng(9).normal(size=(3, 64)).astype(np.float32)
     found = compensated(w, cholesky_of_inverse(gram), 4, group=32, symmetric=True)

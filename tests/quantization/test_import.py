@@ -1,4 +1,4 @@
-"""Checkpoints that others quantised: every layout stands for the weights that were packed into it."""
+"""Checkpoints quantised by other projects: every layout decodes to the weights that were packed."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def dense(q: QArray) -> np.ndarray:
 
 
 def expected_layer(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The matrices of layer 1 as its modules have them: 2 kv heads, 2 query heads for each, of 16."""
+    """Return the matrices of layer 1 as its modules have them: 2 kv heads, each with 2 query heads, of 16 numbers."""
     q, k, v = (values[f"{LAYER}self_attn.{x}_proj.weight"] for x in "qkv")
     heads = [
         np.concatenate([q[32 * j : 32 * j + 32], k[16 * j : 16 * j + 16], v[16 * j : 16 * j + 16]]) for j in (0, 1)
@@ -48,7 +48,7 @@ def expected_layer(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [32, 0, 128])  # 128 is more than there are inputs
 @pytest.mark.parametrize(("layout", "bits"), LAYOUTS)
-def test_a_layout_stands_for_the_weights_that_were_packed(tmp_path, layout, bits, group, symmetric):
+def test_imported_layout_decodes_to_the_packed_weights(tmp_path, layout, bits, group, symmetric):
     values = write(tmp_path, TINY, SHAPES, layout, bits=bits, group=group, symmetric=symmetric)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.precision("layers.1") == f"int{bits}"
@@ -64,14 +64,14 @@ def test_a_layout_stands_for_the_weights_that_were_packed(tmp_path, layout, bits
     np.testing.assert_array_equal(checkpoint.block("embed")["weight"], values["model.embed_tokens.weight"])
 
 
-def test_other_precisions_are_rounded_from_what_is_stored(tmp_path):
+def test_imported_layer_in_another_precision_is_rounded_from_the_stored_one(tmp_path):
     write(tmp_path, TINY, SHAPES, "awq")
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.variant("layers.0", "int8")["mlp.down"].bits == 8
     assert isinstance(checkpoint.variant("layers.0", "float32")["mlp.down"], np.ndarray)
 
 
-def test_a_layer_may_stay_in_full_precision(tmp_path):
+def test_imported_layer_left_in_full_precision_is_recognised(tmp_path):
     write(tmp_path, TINY, SHAPES, "gptq", skip="layers.0.")
     checkpoint = open_checkpoint(tmp_path)
     assert [checkpoint.precision(f"layers.{i}") for i in range(3)] == ["float32", "int4", "int4"]
@@ -79,7 +79,7 @@ def test_a_layer_may_stay_in_full_precision(tmp_path):
     assert checkpoint.method("layers.1", "int8") == "rtn"
 
 
-def test_a_router_that_is_quantised_becomes_the_numbers_that_it_stands_for(tmp_path):
+def test_imported_quantised_router_is_dequantised(tmp_path):
     config, router = config_from_hf(MOE), f"{LAYER}mlp.gate.weight"
     shapes = {name: shape for block in config.block_ids for name, shape in tensor_shapes(config, block).items()}
     values = write(tmp_path, MOE, shapes, "awq", ends=("_proj.weight", "mlp.gate.weight"))
@@ -89,7 +89,7 @@ def test_a_router_that_is_quantised_becomes_the_numbers_that_it_stands_for(tmp_p
     np.testing.assert_array_equal(dense(variant["mlp.experts_down"]), np.stack(down))
 
 
-def test_padding_for_tensor_parallelism_keeps_codes_or_refuses(tmp_path):
+def test_imported_layer_padded_for_tp_keeps_its_codes_or_is_refused(tmp_path):
     values = write(tmp_path, TINY, SHAPES, "awq")
     checkpoint = open_checkpoint(tmp_path)
     two = checkpoint.variant("layers.1", "int4", padded_config(CONFIG, 2))["mlp.gate_up"]
@@ -100,14 +100,14 @@ def test_padding_for_tensor_parallelism_keeps_codes_or_refuses(tmp_path):
 
 
 def edit(folder: Path, **changes) -> None:
-    """Changes config.json's quantization_config."""
+    """Change quantization_config in config.json."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= changes
     (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(("layout", "suffix"), [("gptq", "g_idx"), ("pack_quantized", "weight_g_idx")])
-def test_activation_order_is_refused_where_it_permutes_and_taken_where_not(tmp_path, layout, suffix):
+def test_activation_order_is_refused_only_where_it_permutes(tmp_path, layout, suffix):
     write(tmp_path, TINY, SHAPES, layout)
     file, name = tmp_path / "model.safetensors", f"model.layers.2.mlp.down_proj.{suffix}"
     edit(tmp_path, desc_act=True)
@@ -138,7 +138,7 @@ def test_activation_order_is_refused_where_it_permutes_and_taken_where_not(tmp_p
         ("awq", {"bits": "four"}, "four"),
     ],
 )
-def test_what_is_not_supported_is_named_with_what_is(tmp_path, layout, changes, message):
+def test_error_for_an_unsupported_layout_names_the_supported_ones(tmp_path, layout, changes, message):
     write(tmp_path, TINY, SHAPES, layout)
     edit(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -146,13 +146,13 @@ def test_what_is_not_supported_is_named_with_what_is(tmp_path, layout, changes, 
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-def test_transforms_and_sparsity_that_are_none_are_taken(tmp_path):
+def test_neutral_transforms_and_sparsity_are_accepted(tmp_path):
     write(tmp_path, TINY, SHAPES, "pack_quantized")
     edit(tmp_path, transform_config={}, sparsity_config={"format": "dense", "sparsity_structure": "unstructured"})
     assert open_checkpoint(tmp_path).precision("layers.0") == "int4"
 
 
-def test_a_missing_or_misshaped_tensor_is_named_when_the_checkpoint_is_opened(tmp_path):
+def test_error_for_a_missing_or_misshaped_quantised_tensor_names_it(tmp_path):
     write(tmp_path, TINY, SHAPES, "awq")
     file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.scales"
     tensors = load_file(file)
@@ -165,7 +165,7 @@ def test_a_missing_or_misshaped_tensor_is_named_when_the_checkpoint_is_opened(tm
 
 
 @pytest.mark.parametrize(("layout", "bits"), LAYOUTS)
-def test_a_last_group_of_fewer_inputs_is_refused(tmp_path, layout, bits):
+def test_incomplete_last_group_is_refused(tmp_path, layout, bits):
     write(tmp_path, TINY, SHAPES, layout, bits=bits, group=64, symmetric=True)
     with pytest.raises(
         CheckpointError, match=r"layers\.0\.mlp\.down_proj.* has 96 inputs, .* groups of 64 do not divide"
@@ -174,7 +174,7 @@ def test_a_last_group_of_fewer_inputs_is_refused(tmp_path, layout, bits):
 
 
 @pytest.mark.parametrize("part", ["qweight", "scales", "qzeros"])
-def test_the_fingerprint_is_of_what_is_stored_and_decodes_nothing(tmp_path, monkeypatch, part):
+def test_fingerprint_of_an_imported_checkpoint_decodes_nothing(tmp_path, monkeypatch, part):
     def refuse(*args):
         raise AssertionError("a weight was decoded")
 
@@ -188,14 +188,14 @@ def test_the_fingerprint_is_of_what_is_stored_and_decodes_nothing(tmp_path, monk
     assert fingerprint(open_checkpoint(tmp_path)) != before
 
 
-def test_half_a_layer_in_full_precision_is_refused(tmp_path):
+def test_partly_quantised_layer_is_refused(tmp_path):
     write(tmp_path, TINY, SHAPES, "gptq", skip="layers.1.mlp.down_proj")
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is not quantised"):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(("layout", "file"), [("gptq", "quantize_config.json"), ("awq", "quant_config.json")])
-def test_settings_may_be_in_a_file_beside_the_configuration(tmp_path, layout, file):
+def test_quantisation_settings_in_their_own_file_are_read(tmp_path, layout, file):
     write(tmp_path, TINY, SHAPES, layout)
     config = json.loads((tmp_path / "config.json").read_text())
     settings = config.pop("quantization_config")
@@ -207,7 +207,7 @@ def test_settings_may_be_in_a_file_beside_the_configuration(tmp_path, layout, fi
     assert open_checkpoint(tmp_path).precision("layers.1") == "int4"
 
 
-def test_a_file_beside_the_configuration_that_contradicts_it_is_told(tmp_path, caplog):
+def test_contradicting_quantisation_settings_give_a_warning(tmp_path, caplog):
     write(tmp_path, TINY, SHAPES, "gptq")
     (tmp_path / "quantize_config.json").write_text('{"bits": 8, "group_size": 32, "sym": false}')
     assert open_checkpoint(tmp_path).precision("layers.1") == "int4"
@@ -215,7 +215,7 @@ def test_a_file_beside_the_configuration_that_contradicts_it_is_told(tmp_path, c
     assert "group_size" not in caplog.text
 
 
-def test_the_older_name_of_the_settings(tmp_path):
+def test_quantisation_settings_under_their_older_name_are_read(tmp_path):
     write(tmp_path, TINY, SHAPES, "pack_quantized")
     config = json.loads((tmp_path / "config.json").read_text())
     config["compression_config"] = config.pop("quantization_config")
@@ -223,7 +223,7 @@ def test_the_older_name_of_the_settings(tmp_path):
     assert open_checkpoint(tmp_path).precision("layers.1") == "int4"
 
 
-def test_biases_that_are_not_zero_are_told(tmp_path, caplog):
+def test_unknown_biases_give_a_warning_unless_zero(tmp_path, caplog):
     write(tmp_path, TINY, SHAPES, "gptq")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"{LAYER}self_attn.q_proj.bias"] = np.zeros(64, np.float16)

@@ -1,4 +1,4 @@
-"""The format of quantised weights: what is packed comes out again, and the equation holds."""
+"""The format of quantised weights: packed codes are unpacked unchanged, and the equation holds."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ BITS = (8, 4, 3)
 
 @pytest.mark.parametrize("size", [1, 32, 128, 200, 256, 768])
 @pytest.mark.parametrize("bits", BITS)
-def test_packed_codes_come_out_again(bits, size):
+def test_packed_codes_are_unpacked_unchanged(bits, size):
     codes = np.random.default_rng(size).integers(0, 1 << bits, (3, 2, size)).astype(np.uint8)
     packed = pack(codes, bits)
     assert packed.shape == (3, 2, packed_bytes(bits, size))
@@ -26,7 +26,7 @@ def test_packed_codes_come_out_again(bits, size):
     np.testing.assert_array_equal(unpacked(jnp.asarray(packed), bits, size), codes)
 
 
-def test_three_bits_are_three_bits():
+def test_int3_weights_take_three_bits_each():
     assert packed_bytes(3, 4096) * 8 == 3 * 4096
     assert quantize(np.ones((4, 4096), np.float32), 3).nbytes * 8 == 4 * 4096 * (3 + 16 / 128)
 
@@ -34,7 +34,7 @@ def test_three_bits_are_three_bits():
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [0, 32, 128])
 @pytest.mark.parametrize("bits", BITS)
-def test_the_equation_gives_the_nearest_weights(bits, group, symmetric):
+def test_dequantised_weights_are_the_nearest(bits, group, symmetric):
     w = np.random.default_rng(0).normal(size=(2, 6, 256)).astype(np.float32)
     q = quantize(w, bits, group=group, symmetric=symmetric)
     assert q.shape == w.shape
@@ -48,22 +48,22 @@ def test_the_equation_gives_the_nearest_weights(bits, group, symmetric):
     assert np.all(np.abs(expected - w)[inside] <= np.abs(wide)[inside] * 0.5001)
 
 
-def test_a_group_of_zeros_is_exact():
+def test_quantised_group_of_zeros_is_exact():
     q = quantize(np.zeros((2, 64), np.float32), 4, symmetric=False)
     np.testing.assert_array_equal(q.dequantize(), np.zeros((2, 64)))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_group_that_is_too_small_for_a_scale_is_zero(symmetric):
+def test_quantised_group_too_small_for_a_scale_is_zero(symmetric):
     w = np.linspace(0, 1e-42, 64, dtype=np.float32)[None]
     np.testing.assert_array_equal(quantize(w, 4, symmetric=symmetric).dequantize(), 0)
 
 
-def test_groups_divide_the_inputs():
+def test_group_size_divides_the_inputs():
     assert [group_size(size) for size in (768, 192, 96, 40)] == [128, 64, 32, 40]
 
 
-def test_a_qarray_is_a_pytree_of_flat_arrays():
+def test_qarray_is_a_pytree_of_flat_arrays():
     q = quantize(np.ones((4, 128), np.float32), 4, scale_dtype=np.dtype(np.float32))
     leaves, structure = jax.tree.flatten(q)
     assert [(leaf.shape, str(leaf.dtype)) for leaf in leaves] == [((4, 64), "uint8"), ((4, 1), "float32")]
@@ -73,6 +73,6 @@ def test_a_qarray_is_a_pytree_of_flat_arrays():
     assert quantize(np.ones((4, 128), np.float32), 4).scales.dtype == ml_dtypes.bfloat16
 
 
-def test_five_bits_are_refused():
+def test_quantisation_to_five_bits_is_refused():
     with pytest.raises(ConfigError, match="8, 4 or 3 bits, not 5"):
         quantize(np.ones((4, 128), np.float32), 5)

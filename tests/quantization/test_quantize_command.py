@@ -1,4 +1,4 @@
-"""`jaxserve quantize` with calibration text: what it writes, what it shows, and what it holds in memory meanwhile."""
+"""`jaxserve quantize` with calibration text: what it writes, prints and holds in memory."""
 
 import gc
 import json
@@ -53,7 +53,7 @@ def calib(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantize(model: Path, calib: Path, out: Path, *options: str) -> str:
-    """Runs the command; what it printed."""
+    """Run the command and return what it printed."""
     command = ["quantize", str(model), "--precisions", "int4", "--method", "awq", "--calib", str(calib), *PIECES]
     done = CliRunner().invoke(app, [*command, "--out", str(out), *options])
     assert done.exit_code == 0, done.output
@@ -67,18 +67,20 @@ def quantize(model: Path, calib: Path, out: Path, *options: str) -> str:
         (("--zero-points", "--group", "32"), Settings(("int4",), "awq", 32, symmetric=False)),
     ],
 )
-def test_the_command_writes_the_layers_that_awq_makes(
+def test_quantize_command_writes_the_layers_that_awq_makes(
     model: Path, calib: Path, tmp_path: Path, options: tuple[str, ...], settings: Settings
 ) -> None:
-    told = quantize(model, calib, tmp_path / "variants", *options)
+    printed = quantize(model, calib, tmp_path / "variants", *options)
     store, checkpoint = VariantStore.open(tmp_path / "variants"), open_checkpoint(model)
     store.check(checkpoint)
     method = store.method("int4")
     assert (method.name, method.group, method.symmetric) == ("awq", settings.group, settings.symmetric)
-    assert f"{store.nbytes(0, 'int4'):,}" in told
+    assert f"{store.nbytes(0, 'int4'):,}" in printed
     tokens = CalibrationText(calib, 2, 24).tokens(Tokenizer.load(model))
     assert tokens.shape == (2, 24)
-    for index, precision, leaves in quantize_layers(checkpoint, settings, tokens):
+    layers = list(quantize_layers(checkpoint, settings, tokens))
+    assert len(layers) == LAYERS
+    for index, precision, leaves in layers:
         found = store.layer(index, precision)
         assert_equal_leaves(found, leaves)
         assert {name for name, leaf in found.items() if isinstance(leaf, QArray)} == MATRICES
@@ -90,10 +92,10 @@ def test_the_command_writes_the_layers_that_awq_makes(
         assert store.nbytes(index, precision) == sum(leaf.nbytes for leaf in leaves.values())
 
 
-def test_progress_is_shown_layer_by_layer_and_memory_is_that_of_one(
+def test_quantize_command_holds_one_layer_in_memory_and_shows_progress(
     model: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a layer is written, no array of the layers before it is left, on the host or on the device."""
+    """When a layer is written, no array of the layers before it is left on the host or on the device."""
     block, add = Checkpoint.block, VariantWriter.add
     arrays: dict[int, list[weakref.ref]] = {}  # by layer: those of full precision, and those of the variant
     device: list[int] = []  # bytes of all arrays of JAX while a layer is written
@@ -117,11 +119,11 @@ def test_progress_is_shown_layer_by_layer_and_memory_is_that_of_one(
 
     monkeypatch.setattr(Checkpoint, "block", read)
     monkeypatch.setattr(VariantWriter, "add", write)
-    told = quantize(model, calib, tmp_path / "variants")
+    printed = quantize(model, calib, tmp_path / "variants")
     assert sorted(arrays) == list(range(LAYERS))
     assert all(len(refs) > len(MATRICES) for refs in arrays.values())
     assert max(device) - min(device) < VariantStore.open(tmp_path / "variants").nbytes(0, "int4")
     for index in range(LAYERS):
-        assert f"layer {index} in int4: 0.0" in told
-    assert f"{LAYERS}/{LAYERS}" in told
-    assert "quantizing: 100%" in told
+        assert f"layer {index} in int4: 0.0" in printed
+    assert f"{LAYERS}/{LAYERS}" in printed
+    assert "quantizing: 100%" in printed

@@ -1,4 +1,4 @@
-"""The measures of sensitivity and the greedy order, against cosines known by hand and brute force."""
+"""The measures of sensitivity and the greedy order, compared with values computed by hand and brute force."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, C
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.kernels import HeadNorms
 from jaxserve.models.dense import forward, restore_block
-from tests.reference import turned
+from tests.support.reference import turned
 
 ROWS = np.random.default_rng(0).integers(0, 500, (3, 25), dtype=np.int32)
 TOKENS = ROWS[:, :-1]
@@ -33,7 +33,7 @@ def chain(checkpoint):
 
 
 def mixture_logits(checkpoint, precision: str, swapped: set[int]) -> np.ndarray:
-    """[N, S, V] of the modules themselves, with QArrays in the swapped layers."""
+    """Return the logits [N, S, V] of the modules themselves, with QArrays in the swapped layers."""
     config = checkpoint.config
     blocks = {}
     for block_id in config.block_ids:
@@ -62,11 +62,11 @@ def by_hand(a: np.ndarray, b: np.ndarray) -> float:
         ([0, 0], [1, 0], 0),
     ],
 )
-def test_cosines_known_by_hand(a, b, expected):
+def test_cosine_equals_values_computed_by_hand(a, b, expected):
     assert float(cosine(jnp.array(a, jnp.float32), jnp.array(b, jnp.float32))) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_chain_of_layers_is_the_model(checkpoint, chain):
+def test_chain_of_layers_equals_the_model(checkpoint, chain):
     x = chain.embed(TOKENS)
     for number in range(3):
         x = chain.layer(number, "int4" if number == 1 else None)(x)
@@ -76,7 +76,7 @@ def test_a_chain_of_layers_is_the_model(checkpoint, chain):
 
 
 @pytest.mark.parametrize("norms", [None, HeadNorms(jnp.ones(4), jnp.ones(4), 1e-6)])
-def test_sequences_of_a_batch_do_not_see_each_other(norms):
+def test_chain_keeps_sequences_of_a_batch_apart(norms):
     q, k, v = (jnp.asarray(np.random.default_rng(n).normal(size=(6, 2, 4)), jnp.float32) for n in range(3))
     together = rows_attend(2, 3, None, 4)(replace(turned(q[:, :, None], k, v), norms=norms))
     alone = rows_attend(1, 3, None, 4)(replace(turned(q[3:, :, None], k[3:], v[3:]), norms=norms))
@@ -95,7 +95,7 @@ def test_local_similarities_compare_what_the_full_model_gives_each_layer(chain):
 
 
 @pytest.mark.parametrize("swapped", [frozenset(), frozenset({1}), frozenset({0, 2})])
-def test_degradation_compares_the_logits_of_two_mixtures(checkpoint, chain, swapped):
+def test_degradation_compares_logits_before_and_after_a_swap(checkpoint, chain, swapped):
     candidates = {0, 1, 2} - swapped
     found = Measures(chain, TOKENS, "int3").degradation(swapped, candidates)
     base = mixture_logits(checkpoint, "int3", set(swapped))
@@ -105,13 +105,13 @@ def test_degradation_compares_the_logits_of_two_mixtures(checkpoint, chain, swap
         assert mds < 0.99999
 
 
-def test_last_positions_are_those_of_each_sequence(checkpoint, chain):
+def test_degradation_at_last_positions_compares_each_sequences_last_logits(checkpoint, chain):
     found = Measures(chain, TOKENS, "int3", positions="last").degradation(frozenset(), [1])
     full, mixed = mixture_logits(checkpoint, "int3", set()), mixture_logits(checkpoint, "int3", {1})
     assert found[1] == pytest.approx(by_hand(full[:, -1], mixed[:, -1]), abs=1e-5)
 
 
-def test_weights_that_are_not_kept_are_read_again(checkpoint, chain):
+def test_chain_reads_weights_again_that_it_does_not_keep(checkpoint, chain):
     forgetful = LayerChain(
         checkpoint, lambda number, precision: checkpoint.variant(f"layers.{number}", precision), keep_bytes=0
     )
@@ -124,7 +124,7 @@ def test_weights_that_are_not_kept_are_read_again(checkpoint, chain):
 
 
 def brute_force(local, table, weight):
-    """Every candidate measured at every choice."""
+    """Return the order found by measuring every candidate at every choice."""
     order = []
     while len(order) < len(local):
         left = [p for p in range(len(local)) if p not in order]
@@ -133,7 +133,7 @@ def brute_force(local, table, weight):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_greedy_equals_brute_force(seed):
+def test_ranking_equals_brute_force(seed):
     rng = np.random.default_rng(seed)
     spread = 10.0 ** rng.integers(-3, 2)  # of the local parts: small ones leave many candidates to be measured
     local = (spread * rng.random(6)).tolist()
@@ -151,13 +151,13 @@ def test_greedy_equals_brute_force(seed):
         assert choice.lis == pytest.approx(local[choice.layer] + 0.5 * choice.mds)
 
 
-def test_greedy_equals_brute_force_on_a_model(chain):
+def test_ranking_of_a_model_equals_brute_force(chain):
     measures = Measures(chain, TOKENS, "int3")
     found = rank([0.0, 0.0, 0.0], measures.degradation, 1.0)
     assert tuple(choice.layer for choice in found.choices) == brute_force([0.0] * 3, measures.degradation, 1.0)
 
 
-def test_candidates_that_cannot_win_are_not_measured():
+def test_ranking_does_not_measure_candidates_that_cannot_win():
     asked = []
 
     def constant(swapped, candidates):
@@ -169,7 +169,7 @@ def test_candidates_that_cannot_win_are_not_measured():
     assert asked == [(0, (0, 1, 2, 3)), (1, (2,)), (2, (3,)), (3, (0,))]
 
 
-def test_the_lower_number_wins_between_equals():
+def test_ranking_prefers_the_lower_layer_between_equals():
     found = rank([1.0] * 4, lambda swapped, candidates: dict.fromkeys(candidates, 1.0), 0.5)
     assert [choice.layer for choice in found.choices] == [0, 1, 2, 3]
 
@@ -177,7 +177,7 @@ def test_the_lower_number_wins_between_equals():
 # -- curves
 
 
-def test_qualities_are_those_of_the_mixtures(checkpoint, chain):
+def test_qualities_equal_those_of_the_swapped_model(checkpoint, chain):
     found = qualities(chain, ROWS, "int3", [frozenset({0, 2}), frozenset({1})])
     assert found.keys() == {frozenset(), frozenset({1}), frozenset({0, 2})}
     full = log_softmax(mixture_logits(checkpoint, "int3", set()))
@@ -190,7 +190,7 @@ def test_qualities_are_those_of_the_mixtures(checkpoint, chain):
     assert found[frozenset({1})][1] > 1e-6
 
 
-def test_groups_of_sequences_change_nothing(chain, monkeypatch):
+def test_qualities_do_not_depend_on_groups_of_sequences(chain, monkeypatch):
     sets = [frozenset({0}), frozenset({0, 1})]
     together = qualities(chain, ROWS, "int3", sets)
     monkeypatch.setattr("jaxserve.calibration.sensitivity.curves.STREAM_BYTES", 2 * 3 * 24 * 64 * 4)
@@ -201,7 +201,7 @@ def test_groups_of_sequences_change_nothing(chain, monkeypatch):
         np.testing.assert_allclose(apart[swapped], values, rtol=1e-5, atol=1e-7)
 
 
-def test_all_orders_meet_at_the_ends(chain):
+def test_quality_curves_of_all_orders_meet_at_the_ends(chain):
     compared = orders((1, 0, 2), seeds=2)
     found = curves(chain, ROWS, "int3", compared, points(3, 17))
     ends = {(c.cross_entropy[0], c.cross_entropy[-1]) for group in found.values() for c in group}
@@ -211,7 +211,7 @@ def test_all_orders_meet_at_the_ends(chain):
     assert found[LIS][0].kl[1] == single[1]
 
 
-def test_orders_are_permutations_and_random_ones_are_the_same_each_time():
+def test_compared_orders_are_reproducible_permutations():
     compared = orders(range(9), seeds=3)
     assert compared[FRONT] == (tuple(range(9)),)
     assert compared[BACK] == (tuple(range(8, -1, -1)),)
@@ -220,7 +220,7 @@ def test_orders_are_permutations_and_random_ones_are_the_same_each_time():
     assert all(sorted(order) == list(range(9)) for order in compared[RANDOM])
 
 
-def test_points_begin_and_end_at_the_ends():
+def test_curve_points_include_both_ends():
     assert points(8, 17) == tuple(range(9))
     assert points(32, 5) == (0, 8, 16, 24, 32)
     for most in range(2, 40):
@@ -230,7 +230,7 @@ def test_points_begin_and_end_at_the_ends():
         assert all(a < b for a, b in pairwise(found))
 
 
-def test_area_is_the_mean_height():
+def test_curve_area_is_the_mean_height():
     curve = Curve((0, 1, 4), (1.0, 3.0, 3.0), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     assert curve.area("cross_entropy") == pytest.approx((2 * 1 + 3 * 3) / 4)
     assert curve.area("top1") == 1

@@ -1,4 +1,4 @@
-"""The profile as a file, and the command that makes it."""
+"""The sensitivity profile as a file, and the command that makes it."""
 
 import json
 import shutil
@@ -57,18 +57,18 @@ def changed(path: Path, **values) -> Path:
 # -- the file
 
 
-def test_a_profile_that_is_saved_comes_back(saved):
+def test_profile_survives_saving_and_loading(saved):
     assert SensitivityProfile.load(saved) == PROFILE
     assert [path.name for path in saved.parent.iterdir()] == ["sensitivity.json"]
 
 
-def test_order_is_that_of_the_precision():
+def test_profile_has_an_order_for_each_precision():
     assert PROFILE.order("int4") == (1, 0, 2)
     with pytest.raises(ConfigError, match=r"of tiny has no 'int3', only int4; .*--precisions int3"):
         PROFILE.order("int3")
 
 
-def test_other_weights_are_told():
+def test_profile_of_other_weights_is_refused():
     PROFILE.check_model("ab" * 32, 3)
     with pytest.raises(ConfigError, match=r"other weights \(tiny, sha256 abababababab\) than these \(sha256 00000"):
         PROFILE.check_model("00" * 32, 3)
@@ -76,13 +76,13 @@ def test_other_weights_are_told():
         PROFILE.check_model("ab" * 32, 4)
 
 
-def test_a_missing_file_says_what_makes_one(tmp_path):
+def test_missing_profile_error_names_the_command_that_makes_one(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere\.json: there is no sensitivity profile; `jaxserve profile`"):
         SensitivityProfile.load(tmp_path / "nowhere.json")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "no json", '{"format": "other", "version": 1}'])
-def test_what_is_no_profile_is_refused(saved, text):
+def test_file_that_is_not_a_profile_is_refused(saved, text):
     saved.write_text(text)
     with pytest.raises(CheckpointError, match=r"sensitivity\.json: is not a sensitivity profile"):
         SensitivityProfile.load(saved)
@@ -97,12 +97,12 @@ def test_what_is_no_profile_is_refused(saved, text):
         ({"num_layers": 4}, r"the order of int4 is not one of layers 0-3: \(1, 0, 2\)"),
     ],
 )
-def test_a_defect_names_the_file_and_the_value(saved, values, message):
+def test_error_for_an_invalid_profile_names_the_file_and_the_value(saved, values, message):
     with pytest.raises(CheckpointError, match=rf"sensitivity\.json: .*{message}"):
         SensitivityProfile.load(changed(saved, **values))
 
 
-def test_reading_a_profile_loads_no_jax(saved):
+def test_loading_a_profile_loads_no_jax(saved):
     code = (
         "import sys; from jaxserve.calibration.sensitivity import SensitivityProfile; "
         f"SensitivityProfile.load({str(saved)!r}); assert not {{'jax', 'numpy'}} & set(sys.modules)"
@@ -114,7 +114,7 @@ def test_reading_a_profile_loads_no_jax(saved):
 # -- texts
 
 
-def test_rows_lie_evenly_over_their_part_of_the_file(tmp_path):
+def test_calibration_rows_are_spread_evenly_over_their_part_of_the_text(tmp_path):
     tokenizer, path = Tokenizer.load(MODEL), tmp_path / "text.txt"
     path.write_text(TEXT * 20)
     tokens = tokenizer.encode(TEXT * 20, add_special_tokens=False)
@@ -128,7 +128,7 @@ def test_rows_lie_evenly_over_their_part_of_the_file(tmp_path):
     assert (rows.source.rows, rows.source.length, rows.source.part) == (3, 15, (0.5, 1.0))
 
 
-def test_lines_of_json_are_read_as_texts(tmp_path):
+def test_calibration_texts_are_read_from_json_lines(tmp_path):
     tokenizer, plain, lines = Tokenizer.load(MODEL), tmp_path / "text.txt", tmp_path / "text.jsonl"
     plain.write_text(TEXT * 20)
     lines.write_text("".join(json.dumps({"text": TEXT}) + "\n" for _ in range(20)))
@@ -145,7 +145,7 @@ def test_lines_of_json_are_read_as_texts(tmp_path):
         ("text.jsonl", b'{"words": 1}', r'text\.jsonl: line 1 is no JSON object with a "text"'),
     ],
 )
-def test_a_text_that_does_not_do_is_told(tmp_path, name, content, message):
+def test_unusable_calibration_text_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         read_rows(tmp_path / name, Tokenizer.load(MODEL), length=15, count=2)
@@ -158,7 +158,7 @@ SMALL = ("--calib-tokens", "64", "--held-out-tokens", "64", "--length", "32", "-
 
 
 def run(*args) -> str:
-    """What the command prints, joined to one line."""
+    """Return what the command prints, joined to one line."""
     done = CliRunner().invoke(app, ["profile", *map(str, args)])
     return f"{done.exit_code}: " + " ".join(done.output.split())
 
@@ -171,16 +171,16 @@ def calib(tmp_path_factory) -> Path:
     return path
 
 
-def test_the_command_writes_a_profile_and_a_plot(calib, tmp_path):
+def test_profile_command_writes_a_profile_and_a_plot(calib, tmp_path):
     out = tmp_path / "profile.json"
-    told = run(MODEL, "--calib", calib, "--precisions", "int4,int3", "--out", out, *SMALL)
-    assert told.startswith("0: "), told
+    printed = run(MODEL, "--calib", calib, "--precisions", "int4,int3", "--out", out, *SMALL)
+    assert printed.startswith("0: "), printed
     profile = SensitivityProfile.load(out)
     profile.check_model(fingerprint(open_checkpoint(MODEL)), 8)
     assert profile.precisions == ("int4", "int3")
     assert profile.calibration.part == (0.0, 0.5)
     assert profile.held_out.part == (0.5, 1.0)
-    assert f"swap to int3 in this order: {', '.join(map(str, profile.order('int3')))}" in told
+    assert f"swap to int3 in this order: {', '.join(map(str, profile.order('int3')))}" in printed
     for precision in profile.precisions:
         curves = profile.curves[precision]
         assert [len(group) for group in curves.values()] == [1, 1, 1, 2]
@@ -196,7 +196,7 @@ def test_the_command_writes_a_profile_and_a_plot(calib, tmp_path):
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_same_command_gives_the_same_profile(calib, tmp_path):
+def test_profile_command_is_reproducible(calib, tmp_path):
     args = (MODEL, "--calib", calib, "--held-out", Path(__file__), "--precisions", "int4", *SMALL)
     for name in ("a.json", "b.json"):
         assert run(*args, "--out", tmp_path / name).startswith("0: ")
@@ -205,7 +205,7 @@ def test_the_same_command_gives_the_same_profile(calib, tmp_path):
     assert replace(first.held_out, name="") != replace(first.calibration, name="")
 
 
-def test_prepared_variants_are_profiled_as_those_made_while_loading(calib, tmp_path):
+def test_profile_of_prepared_variants_equals_that_of_rounded_ones(calib, tmp_path):
     prepare = ["quantize", str(MODEL), "--precisions", "int4", "--method", "rtn", "--out", str(tmp_path / "variants")]
     assert CliRunner().invoke(app, prepare).exit_code == 0
     args = (MODEL, "--calib", calib, "--precisions", "int4", *SMALL)
@@ -216,7 +216,7 @@ def test_prepared_variants_are_profiled_as_those_made_while_loading(calib, tmp_p
     assert stored.methods == {"int4": "rtn"}
 
 
-def test_what_was_prepared_beside_the_model_is_profiled_and_named(calib, tmp_path):
+def test_profile_command_uses_and_names_prepared_variants(calib, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("variants"))
     of_text = ["--method", "gptq", "--calib", str(calib), "--calib-samples", "2", "--calib-length", "64"]
@@ -235,21 +235,21 @@ def test_what_was_prepared_beside_the_model_is_profiled_and_named(calib, tmp_pat
     [
         (("--precisions", "int5"), "'int5' is none that weights are quantised to: int8, int4, int3"),
         (("--precisions", ","), "--precisions: name at least one of int8, int4, int3"),
-        (("--weights", "1,2"), "--weights: '1,2' is not three numbers with commas"),
-        (("--weights", "0,0,0"), "the three must be 0 or more, and not all 0"),
-        (("--weights", "1,-1,1"), "the three must be 0 or more, and not all 0"),
+        (("--weights", "1,2"), "--weights is '1,2': give three numbers with commas"),
+        (("--weights", "0,0,0"), "each must be at least 0, and one of them above 0"),
+        (("--weights", "1,-1,1"), "each must be at least 0, and one of them above 0"),
         (("--held-out-tokens", "1000000"), "tokens are to be had"),
         (("--variants", "/nowhere"), "/nowhere: has no variants.json"),
         (("--out", "/proc/profile.json"), "cannot write into /proc: "),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_computed(calib, args, message):
-    told = run(MODEL, "--calib", calib, *SMALL, *args)
-    assert told.startswith("1: ")
-    assert message in told
+def test_profile_command_refuses_invalid_options_before_computing(calib, args, message):
+    printed = run(MODEL, "--calib", calib, *SMALL, *args)
+    assert printed.startswith("1: ")
+    assert message in printed
 
 
-def test_held_out_text_is_not_the_calibration(calib):
-    told = run(MODEL, "--calib", calib, "--held-out", calib, *SMALL)
-    assert told.startswith("1: ")
-    assert "is the calibration text" in told
+def test_profile_command_refuses_held_out_text_equal_to_the_calibration(calib):
+    printed = run(MODEL, "--calib", calib, "--held-out", calib, *SMALL)
+    assert printed.startswith("1: ")
+    assert "is the calibration text" in printed

@@ -1,4 +1,4 @@
-"""The variant store: what is written comes back layer by layer, and nothing else is taken for it."""
+"""The variant store: layers come back as they were written, and nothing else is accepted in their place."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def assert_equal_leaves(found, expected):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model, rounded to the nearest by the command."""
+    """A store of the bundled model, rounded to the nearest by the command."""
     out = tmp_path_factory.mktemp("store") / "variants"
     command = ["quantize", str(MODEL), "--precisions", "int4,int3", "--method", "rtn", "--out", str(out)]
     done = CliRunner().invoke(app, command)
@@ -50,16 +50,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("precision", ["int4", "int3"])
-def test_what_the_command_writes_is_the_rounded_model(store, precision):
+def test_variants_written_by_the_command_equal_the_rounded_model(store, precision):
     variants, checkpoint = VariantStore.open(store), open_checkpoint(MODEL)
     variants.check(checkpoint)
+    assert variants.num_layers == checkpoint.config.num_layers > 0
     for index in range(variants.num_layers):
         expected = round_layer(checkpoint.block(f"layers.{index}"), int(precision[-1]))
         assert_equal_leaves(variants.layer(index, precision), expected)
         assert variants.nbytes(index, precision) == nbytes(expected)
 
 
-def test_one_layer_needs_no_other(store, tmp_path):
+def test_variant_of_one_layer_is_read_without_the_others(store, tmp_path):
     alone = tmp_path / "variants"
     shutil.copytree(
         store, alone, ignore=lambda folder, names: {n for n in names if n.startswith("layers.")} - {"layers.5"}
@@ -69,7 +70,7 @@ def test_one_layer_needs_no_other(store, tmp_path):
         VariantStore.open(alone).layer(4, "int3")
 
 
-def test_a_layer_is_read_once_and_cannot_be_changed(store):
+def test_variant_is_read_once_and_is_read_only(store):
     variants = VariantStore.open(store)
     first = variants.layer(0, "int4")
     assert variants.layer(0, "int4") is first
@@ -77,7 +78,7 @@ def test_a_layer_is_read_once_and_cannot_be_changed(store):
         first["attention.qkv"].codes[0] = 0
 
 
-def test_precisions_are_added_and_replaced_one_by_one(tmp_path):
+def test_variant_store_adds_and_replaces_single_precisions(tmp_path):
     checkpoint = open_checkpoint(MODEL)
     layers = [round_layer(checkpoint.block(f"layers.{index}"), 8) for index in range(8)]
     with_zeros = [round_layer(checkpoint.block(f"layers.{index}"), 8, symmetric=False) for index in range(8)]
@@ -93,7 +94,7 @@ def test_precisions_are_added_and_replaced_one_by_one(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["int4", "int8", MANIFEST, "variants.lock"]
 
 
-def test_one_at_a_time_writes_to_a_store(tmp_path):
+def test_variant_store_refuses_a_second_writer(tmp_path):
     checkpoint = open_checkpoint(MODEL)
     layers = [round_layer(checkpoint.block(f"layers.{index}"), 8) for index in range(8)]
     first = VariantWriter(tmp_path, checkpoint, {"int8": RTN})
@@ -109,7 +110,7 @@ def test_one_at_a_time_writes_to_a_store(tmp_path):
     assert set(VariantStore.open(tmp_path).precisions) == {"int4", "int8"}
 
 
-def test_a_run_that_was_cut_short_leaves_the_old_store(store, tmp_path):
+def test_interrupted_write_leaves_the_old_variant_store(store, tmp_path):
     again = tmp_path / "variants"
     shutil.copytree(store, again)
     checkpoint = open_checkpoint(MODEL)
@@ -119,7 +120,7 @@ def test_a_run_that_was_cut_short_leaves_the_old_store(store, tmp_path):
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
-    """The bundled model with variants beside it that rounding to the nearest alone would not give."""
+    """The bundled model with prepared variants that rounding to the nearest alone would not give."""
     model = tmp_path / "model"
     shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("variants"))
     run(model, Settings(("int4",), "rtn", 64))
@@ -127,16 +128,16 @@ def prepared(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_what_was_prepared_beside_the_model_is_what_its_layers_are(prepared, shards):
+def test_checkpoint_uses_variants_prepared_next_to_it(prepared, shards):
     checkpoint = open_checkpoint(prepared)
-    physical = replace(checkpoint.config, shards=shards)
-    expected = round_layer(checkpoint.block("layers.3", physical), 4, group=64)
-    assert_equal_leaves(checkpoint.variant("layers.3", "int4", physical), expected)
-    assert checkpoint.variant("layers.3", "int8", physical)["mlp.down"].bits == 8  # was not prepared
+    padded = replace(checkpoint.config, shards=shards)
+    expected = round_layer(checkpoint.block("layers.3", padded), 4, group=64)
+    assert_equal_leaves(checkpoint.variant("layers.3", "int4", padded), expected)
+    assert checkpoint.variant("layers.3", "int8", padded)["mlp.down"].bits == 8  # was not prepared
     assert open_checkpoint(prepared, prepared=False).variant("layers.3", "int4")["mlp.down"].group == 128
 
 
-def test_what_was_prepared_follows_the_dtype_and_not_the_padding(prepared, caplog):
+def test_prepared_variants_follow_the_dtype_and_are_not_padded(prepared, caplog):
     checkpoint = open_checkpoint(prepared, dtype="float32")
     assert checkpoint.variant("layers.0", "int4")["post_norm.weight"].dtype == np.float32
     padded = checkpoint.variant("layers.0", "int4", replace(checkpoint.config, intermediate_size=768))
@@ -144,7 +145,7 @@ def test_what_was_prepared_follows_the_dtype_and_not_the_padding(prepared, caplo
     assert "rounded to the nearest" in caplog.text
 
 
-def test_groups_are_not_cut_between_devices(tmp_path):
+def test_prepared_groups_are_not_cut_between_devices(tmp_path):
     checkpoint = open_checkpoint(MODEL)
     layer, two = round_layer(checkpoint.block("layers.0"), 4, group=0), replace(checkpoint.config, shards=2)
     assert fitted(layer, checkpoint.config, checkpoint.config) is not None
@@ -162,7 +163,7 @@ def test_variants_of_older_weights_are_refused_and_replaced(prepared, tmp_path):
     assert open_checkpoint(prepared).prepared is not None
 
 
-def test_the_fingerprint_is_of_rows_all_over_a_tensor(prepared):
+def test_fingerprint_covers_rows_all_over_a_tensor(prepared):
     before = fingerprint(open_checkpoint(prepared))
     file, name = prepared / "model.safetensors", "model.layers.2.self_attn.q_proj.weight"
     tensors = load_file(file)
@@ -171,7 +172,7 @@ def test_the_fingerprint_is_of_rows_all_over_a_tensor(prepared):
     assert fingerprint(open_checkpoint(prepared, prepared=False)) != before
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_error_for_an_unwritable_variant_folder_names_it(tmp_path):
     (tmp_path / "file").write_text("")
     command = ["quantize", str(MODEL), "--method", "rtn", "--out", str(tmp_path / "file")]
     done = CliRunner().invoke(app, command)
@@ -179,13 +180,13 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     assert "cannot be written there" in done.output.replace("\n", " ")
 
 
-def test_what_is_refused_leaves_no_folder(tmp_path):
+def test_refused_quantize_command_leaves_no_folder(tmp_path):
     done = CliRunner().invoke(app, ["quantize", str(MODEL), "--out", str(tmp_path / "variants")])
     assert done.exit_code == 1
     assert not (tmp_path / "variants").exists()
 
 
-def test_a_file_that_was_cut_off_is_named(store, tmp_path, capfd):
+def test_error_for_a_truncated_variant_file_names_it(store, tmp_path, capfd):
     cut = tmp_path / "variants"
     shutil.copytree(store, cut)
     largest = max((cut / "int4" / "layers.2").rglob("*"), key=lambda file: file.stat().st_size)
@@ -203,7 +204,7 @@ def test_variants_of_another_model_are_refused(store, tiny_model):
         VariantStore.open(store).check(open_checkpoint(tiny_model, "dummy"))
 
 
-def test_what_is_not_there_is_named(store, tmp_path):
+def test_error_for_a_missing_layer_precision_or_manifest_names_it(store, tmp_path):
     variants = VariantStore.open(store)
     with pytest.raises(CheckpointError, match="has no int8; it has int4, int3"):
         variants.layer(0, "int8")
@@ -219,7 +220,7 @@ def test_what_is_not_there_is_named(store, tmp_path):
         VariantStore.open(tmp_path)
 
 
-def test_norms_keep_the_checkpoints_dtype(store):
+def test_norms_of_variants_keep_the_checkpoints_dtype(store):
     assert VariantStore.open(store).layer(0, "int4")["input_norm.weight"].dtype == ml_dtypes.bfloat16
 
 
@@ -233,7 +234,7 @@ def test_norms_keep_the_checkpoints_dtype(store):
         (["--calib", "/nowhere.txt"], "/nowhere.txt"),
     ],
 )
-def test_mistakes_are_told_in_one_line(tmp_path, options, message):
+def test_invalid_quantize_options_give_a_one_line_error(tmp_path, options, message):
     done = CliRunner().invoke(app, ["quantize", str(MODEL), "--out", str(tmp_path / "variants"), *options])
     assert done.exit_code == 1
     assert message in done.output

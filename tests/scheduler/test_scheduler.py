@@ -1,5 +1,7 @@
-"""The scheduler under random load, with an executor that only checks: every token is computed once, in order, in pages
-that nobody else writes, and everything comes back."""
+"""The scheduler under random load, with an executor that only checks.
+
+Every token is computed once, in order, in pages that no other sequence writes, and every page is released.
+"""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -16,12 +18,22 @@ from jaxserve.scheduler import Scheduler, SchedulerLimits
 PAGE, TILE = 4, 8
 
 
-class World:
-    """A scheduler with the part of the engine that gives tokens back, one step late."""
+class CheckedScheduler:
+    """A scheduler with the part of the engine that returns tokens, one step late."""
 
     def __init__(
-        self, *, pages: int = 40, seqs: int = 4, tiles: int = 3, caching: bool = True, least: int = 2, most: int = 100
+        self,
+        *,
+        pages: int = 40,
+        seqs: int = 4,
+        tiles: int = 3,
+        caching: bool = True,
+        least: int = 2,
+        most: int = 100,
+        overlap: bool = True,
     ):
+        """`overlap`: a step is scheduled before the tokens of the one before it are known."""
+        self.overlap = overlap
         self.pages = PagePool(pages, caching=caching, least=least, most=most)
         limits = SchedulerLimits(seqs, tiles, TILE, PAGE)
         self.scheduler = Scheduler(limits, self.pages, PageTable(seqs, 64))
@@ -36,6 +48,8 @@ class World:
         self.pages.allocate = allocate_and_note  # type: ignore[method-assign]
         self.sequences: list[Sequence] = []
         self.steps = 0
+        self.ahead: Work | None = None  # the step whose tokens are not known yet
+        self.steady = 0  # what `steady_steps` said right after the last step was scheduled
 
     def add(
         self, prompt: list[int], max_tokens: int, *, n: int = 1, priority: int = 0, salt: str = ""
@@ -50,19 +64,43 @@ class World:
         self.sequences += group
         return group
 
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and self.ahead is None
+
     def run(self, limit: int = 3000) -> None:
-        ahead: Work | None = None
-        while not self.scheduler.idle or ahead:
-            work = self.scheduler.schedule(self.steps, self.steps)
-            self.steps += 1
-            self.check(work)
-            if ahead:
-                self.give_tokens(ahead)
-            ahead = work if work else None
+        while not self.idle:
+            self.step()
             assert self.steps < limit, "the scheduler makes no progress"
 
+    def step(self) -> Work:
+        """Schedule a step, and give the tokens of the step before: afterwards with `overlap`, else first."""
+        if self.ahead and not self.overlap:
+            self.give_tokens(self.ahead)
+        work = self.scheduler.schedule(self.steps, self.steps)
+        all_decode = not work.chunks and len(work.decodes) == len(self.scheduler.running)
+        self.steady = self.scheduler.steady_steps() if all_decode else 0
+        self.steps += 1
+        self.check(work)
+        if self.ahead and self.overlap:
+            self.give_tokens(self.ahead)
+        self.ahead = work if work else None
+        return work
+
+    def repeat(self, count: int) -> None:
+        """Do with `Scheduler.repeat` what `count` calls of `step` do without `overlap`."""
+        computed = [(sequence, sequence.num_computed) for sequence in self.scheduler.running]
+        self.scheduler.repeat(count - 1)
+        for sequence, _ in computed:
+            sequence.tokens += [self.token(sequence, len(sequence.tokens) + n) for n in range(count)]
+            self.scheduler.register_full_pages(sequence)
+        self.scheduler.repeat(1)
+        self.steps += count
+        for sequence, start in computed:
+            self.write(sequence, start, count)
+
     def resize(self, change: int) -> None:
-        """Grows by so many pages, or shrinks, as far as that is possible."""
+        """Grow by `change` pages, or shrink as far as possible."""
         pages = self.pages
         if change >= 0:
             self.scheduler.grow(min(change, pages.most - pages.num_pages))
@@ -97,7 +135,7 @@ class World:
 
     @staticmethod
     def token(sequence: Sequence, position: int) -> int:
-        """Token of a position; generated ones are told apart by request and answer."""
+        """Return the token of a position, in which generated tokens differ by request and answer."""
         if position < sequence.num_prompt:
             return sequence.tokens[position]
         return 1000 + int(sequence.request.id) * 100_000 + sequence.index * 10_000 + position
@@ -115,10 +153,10 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    assert world.pages.used == 0
+def checked() -> Iterator[CheckedScheduler]:
+    checked = CheckedScheduler()
+    yield checked
+    assert checked.pages.used == 0
 
 
 requests = st.lists(
@@ -130,156 +168,201 @@ requests = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(requests, st.integers(24, 60), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 2**32))
-def test_every_request_ends_and_every_page_comes_back(load, pages, seqs, tiles, caching, seed) -> None:
-    world = World(pages=pages, seqs=seqs, tiles=tiles, caching=caching)
+def test_random_load_finishes_and_frees_every_page(load, pages, seqs, tiles, caching, seed) -> None:
+    checked = CheckedScheduler(pages=pages, seqs=seqs, tiles=tiles, caching=caching)
     rng = random.Random(seed)
     shared = [rng.randrange(100) for _ in range(60)]
     for length, max_tokens, n, priority, salt in load:
         prompt = shared[: rng.randrange(length)]
         prompt += [rng.randrange(100) for _ in range(length - len(prompt))]
-        world.add(prompt, max_tokens, n=n, priority=priority, salt=salt)
-    world.run()
-    assert all(s.status is Status.FINISHED and len(s.tokens) == s.max_total for s in world.sequences)
-    assert world.pages.used == 0
-    assert world.scheduler.table.free_slots == seqs
-    assert (world.scheduler.num_waiting, world.scheduler.waiting_tokens) == (0, 0)
+        checked.add(prompt, max_tokens, n=n, priority=priority, salt=salt)
+    checked.run()
+    assert all(s.status is Status.FINISHED and len(s.tokens) == s.max_total for s in checked.sequences)
+    assert checked.pages.used == 0
+    assert checked.scheduler.table.free_slots == seqs
+    assert (checked.scheduler.num_waiting, checked.scheduler.waiting_tokens) == (0, 0)
 
 
 @settings(max_examples=80, deadline=None)
 @given(requests, st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), max_size=10))
-def test_aborts_at_any_time_leak_nothing(load, aborts) -> None:
-    world = World(pages=30)
+def test_aborts_at_random_steps_leak_no_page_or_slot(load, aborts) -> None:
+    checked = CheckedScheduler(pages=30)
     for i, (length, max_tokens, n, priority, _) in enumerate(load):
-        world.add([i] * length, max_tokens, n=n, priority=priority)
+        checked.add([i] * length, max_tokens, n=n, priority=priority)
     due: dict[int, list[int]] = {}
     for step, number in aborts:
         due.setdefault(step, []).append(number)
-    original = world.scheduler.schedule
+    original = checked.scheduler.schedule
 
     def schedule(step: int, now: float) -> Work:
         for number in due.get(step, []):
-            victim = world.sequences[number % len(world.sequences)]
-            for sequence in [s for s in world.sequences if s.request is victim.request]:
+            victim = checked.sequences[number % len(checked.sequences)]
+            for sequence in [s for s in checked.sequences if s.request is victim.request]:
                 sequence.children.clear()
                 if sequence.status is not Status.FINISHED:
-                    world.scheduler.finish(sequence)
+                    checked.scheduler.finish(sequence)
         return original(step, now)
 
-    world.scheduler.schedule = schedule  # type: ignore[method-assign]
-    world.run()
-    assert world.pages.used == 0
-    assert world.scheduler.table.free_slots == 4
-    assert world.scheduler.num_waiting == 0
+    checked.scheduler.schedule = schedule  # type: ignore[method-assign]
+    checked.run()
+    assert checked.pages.used == 0
+    assert checked.scheduler.table.free_slots == 4
+    assert checked.scheduler.num_waiting == 0
 
 
 @settings(max_examples=150, deadline=None)
 @given(requests, st.lists(st.tuples(st.integers(0, 60), st.integers(-40, 40)), max_size=20), st.booleans())
-def test_pools_that_grow_and_shrink_at_any_time_change_no_answer(load, resizes, caching) -> None:
-    world = World(pages=40, caching=caching, least=24)  # the longest sequence has 90 tokens
+def test_pool_resizes_at_random_steps_change_no_answer(load, resizes, caching) -> None:
+    checked = CheckedScheduler(pages=40, caching=caching, least=24)  # the longest sequence has 90 tokens
     for length, max_tokens, n, priority, salt in load:
-        world.add([ord(salt)] * length, max_tokens, n=n, priority=priority, salt=salt)
+        checked.add([ord(salt)] * length, max_tokens, n=n, priority=priority, salt=salt)
     due: dict[int, list[int]] = {}
     for step, change in resizes:
         due.setdefault(step, []).append(change)
-    original = world.scheduler.schedule
+    original = checked.scheduler.schedule
 
     def schedule(step: int, now: float) -> Work:
         for change in due.get(step, []):
-            world.resize(change)
+            checked.resize(change)
         return original(step, now)
 
-    world.scheduler.schedule = schedule  # type: ignore[method-assign]
-    world.run()
-    assert all(s.status is Status.FINISHED and len(s.tokens) == s.max_total for s in world.sequences)
-    assert world.pages.used == 0
-    assert sorted(world.pages.allocate(world.pages.available)) == list(range(1, world.pages.num_pages))
+    checked.scheduler.schedule = schedule  # type: ignore[method-assign]
+    checked.run()
+    assert all(s.status is Status.FINISHED and len(s.tokens) == s.max_total for s in checked.sequences)
+    assert checked.pages.used == 0
+    assert sorted(checked.pages.allocate(checked.pages.available)) == list(range(1, checked.pages.num_pages))
 
 
-def test_answers_of_one_request_share_the_prompt_pages(world: World) -> None:
-    group = world.add(list(range(22)), 4, n=3)
-    world.scheduler.schedule(0, 0.0)
+def state_of(checked: CheckedScheduler) -> list[tuple]:
+    """Return everything about the sequences that does not depend on which pages they hold."""
+    return [
+        (s.status, s.tokens, s.num_computed, s.num_inflight, len(s.pages), s.num_cached, s.preemptions)
+        for s in checked.sequences
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests, st.integers(24, 60), st.integers(1, 4), st.booleans())
+def test_repeat_equals_scheduling_as_many_steps(load, pages, seqs, caching) -> None:
+    stepped, repeated = (CheckedScheduler(pages=pages, seqs=seqs, caching=caching, overlap=False) for _ in range(2))
+    for checked in (stepped, repeated):
+        for length, max_tokens, n, priority, salt in load:
+            checked.add([ord(salt)] * length, max_tokens, n=n, priority=priority, salt=salt)
+    while not stepped.idle:
+        stepped.step(), repeated.step()
+        if count := repeated.steady:
+            running = list(stepped.scheduler.running)
+            for _ in range(count):
+                assert stepped.step().decodes == tuple(running), "only the sequences running before decode"
+            repeated.repeat(count)
+        assert state_of(repeated) == state_of(stepped)
+        assert repeated.pages.available == stepped.pages.available
+    assert repeated.idle
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests, st.integers(24, 60), st.integers(1, 4))
+def test_sequences_are_admitted_by_priority_then_arrival(load, pages, seqs) -> None:
+    checked = CheckedScheduler(pages=pages, seqs=seqs)
+    for length, max_tokens, n, priority, salt in load:
+        checked.add([ord(salt)] * length, max_tokens, n=n, priority=priority, salt=salt)
+
+    def place(sequence: Sequence) -> tuple[int, float, int]:
+        return sequence.request.priority, sequence.request.arrival, sequence.index
+
+    while not checked.idle:
+        before = set(checked.scheduler.running)
+        checked.step()
+        admitted = [place(s) for s in checked.scheduler.running if s not in before]
+        waiting = [place(s) for s in checked.sequences if s.status is Status.WAITING and s.parent is None]
+        assert not admitted or not waiting or max(admitted) < min(waiting)
+
+
+def test_answers_of_one_request_share_the_prompts_full_pages(checked: CheckedScheduler) -> None:
+    group = checked.add(list(range(22)), 4, n=3)
+    checked.scheduler.schedule(0, 0.0)
     while any(s.status is Status.WAITING for s in group):
-        world.scheduler.schedule(0, 0.0)
+        checked.scheduler.schedule(0, 0.0)
     full = 22 // PAGE
     assert all(s.pages[:full] == group[0].pages[:full] for s in group)
     for sequence in group:
-        world.scheduler.finish(sequence)
+        checked.scheduler.finish(sequence)
 
 
-def test_a_prefix_is_shared_with_the_same_salt_only(world: World) -> None:
+def test_prefix_is_shared_under_the_same_salt_only(checked: CheckedScheduler) -> None:
     prompt = list(range(20))
-    world.add(prompt, 1)
-    world.run()
-    (same,) = world.add(prompt, 1)
-    (other,) = world.add(prompt, 1, salt="tenant")
-    world.run()
+    checked.add(prompt, 1)
+    checked.run()
+    (same,) = checked.add(prompt, 1)
+    (other,) = checked.add(prompt, 1, salt="tenant")
+    checked.run()
     assert same.num_cached == 16  # the last token is always computed
     assert other.num_cached == 0
 
 
 @pytest.mark.parametrize(("renamed", "shared"), [("a", 7), ("b", 5)])
-def test_what_is_computed_under_another_name_is_not_shared(world: World, renamed: str, shared: int) -> None:
-    (sequence,) = world.add(list(range(20)), 12, salt="a")
-    work = world.scheduler.schedule(0, 0.0)
-    world.check(work), world.give_tokens(work)
-    world.scheduler.rename(sequence, renamed)
-    world.run()
-    assert len(world.pages.lookup(page_hashes(sequence.tokens, PAGE, "a"))) == shared
+def test_pages_computed_after_a_rename_are_not_shared(checked: CheckedScheduler, renamed: str, shared: int) -> None:
+    (sequence,) = checked.add(list(range(20)), 12, salt="a")
+    work = checked.scheduler.schedule(0, 0.0)
+    checked.check(work), checked.give_tokens(work)
+    checked.scheduler.rename(sequence, renamed)
+    checked.run()
+    assert len(checked.pages.lookup(page_hashes(sequence.tokens, PAGE, "a"))) == shared
 
 
-def test_prefill_and_decode_share_a_step(world: World) -> None:
-    world.add([1] * 5, 20)
-    ahead = world.scheduler.schedule(0, 0.0)
-    world.add([2] * 50, 2)
-    mixed = world.scheduler.schedule(1, 1.0)
+def test_prefill_and_decode_share_a_step(checked: CheckedScheduler) -> None:
+    checked.add([1] * 5, 20)
+    ahead = checked.scheduler.schedule(0, 0.0)
+    checked.add([2] * 50, 2)
+    mixed = checked.scheduler.schedule(1, 1.0)
     assert len(mixed.decodes) == 1
     assert [c.length for c in mixed.chunks] == [24]
     assert not mixed.chunks[0].last
-    world.check(ahead), world.check(mixed)
-    world.give_tokens(ahead), world.give_tokens(mixed)
-    world.run()
+    checked.check(ahead), checked.check(mixed)
+    checked.give_tokens(ahead), checked.give_tokens(mixed)
+    checked.run()
 
 
-def test_the_newest_sequence_of_the_least_priority_is_preempted() -> None:
-    world = World(pages=13, seqs=3)
-    first, second, third = (world.add([i] * 14, 20, priority=p)[0] for i, p in enumerate((0, 1, 0)))
-    world.run()
+def test_newest_sequence_of_the_lowest_priority_is_preempted() -> None:
+    checked = CheckedScheduler(pages=13, seqs=3)
+    first, second, third = (checked.add([i] * 14, 20, priority=p)[0] for i, p in enumerate((0, 1, 0)))
+    checked.run()
     assert second.preemptions > 0
     assert (first.preemptions, third.preemptions <= second.preemptions) == (0, True)
 
 
-def test_a_preempted_sequence_waits_since_its_preemption() -> None:
-    world = World(pages=13, seqs=2)
-    first, second = (world.add([i] * 14, 20)[0] for i in range(2))
-    assert world.scheduler.waiting_since == first.request.arrival
+def test_preempted_sequence_waits_since_its_preemption() -> None:
+    checked = CheckedScheduler(pages=13, seqs=2)
+    first, second = (checked.add([i] * 14, 20)[0] for i in range(2))
+    assert checked.scheduler.waiting_since == first.request.arrival
     step, ahead = 100, Work(0)
     while not second.preemptions:
-        work = world.scheduler.schedule(step, float(step))
-        world.give_tokens(ahead)
+        work = checked.scheduler.schedule(step, float(step))
+        checked.give_tokens(ahead)
         step, ahead = step + 1, work
-        assert world.scheduler.waiting_since is None or second.preemptions
-    assert world.scheduler.waiting_since == step - 1
-    world.scheduler.finish(second)
-    assert world.scheduler.waiting_since is None
+        assert checked.scheduler.waiting_since is None or second.preemptions
+    assert checked.scheduler.waiting_since == step - 1
+    checked.scheduler.finish(second)
+    assert checked.scheduler.waiting_since is None
 
 
-def test_a_more_urgent_sequence_does_not_hide_how_long_another_has_waited() -> None:
-    world = World(seqs=1)
-    running, patient = (world.add([i] * 5, 5, priority=1)[0] for i in range(2))
-    world.scheduler.schedule(0, 0.0)
-    (urgent,) = world.add([2] * 5, 5, priority=0)
-    assert world.scheduler.waiting_since == patient.request.arrival
-    world.scheduler.finish(running)
-    world.scheduler.schedule(1, 50.0)
+def test_waiting_since_counts_the_sequence_that_waited_longest() -> None:
+    checked = CheckedScheduler(seqs=1)
+    running, patient = (checked.add([i] * 5, 5, priority=1)[0] for i in range(2))
+    checked.scheduler.schedule(0, 0.0)
+    (urgent,) = checked.add([2] * 5, 5, priority=0)
+    assert checked.scheduler.waiting_since == patient.request.arrival
+    checked.scheduler.finish(running)
+    checked.scheduler.schedule(1, 50.0)
     assert urgent.status is Status.RUNNING
-    assert world.scheduler.waiting_since == patient.request.arrival
-    world.scheduler.finish(patient)
-    assert world.scheduler.waiting_since is None
+    assert checked.scheduler.waiting_since == patient.request.arrival
+    checked.scheduler.finish(patient)
+    assert checked.scheduler.waiting_since is None
 
 
 def test_waiting_siblings_do_not_starve_the_head_of_the_queue() -> None:
-    world = World(pages=30)
-    world.add([0] * 48, 14)
-    world.add([1] * 57, 1, n=2)
-    world.run()
-    assert world.pages.used == 0
+    checked = CheckedScheduler(pages=30)
+    checked.add([0] * 48, 14)
+    checked.add([1] * 57, 1, n=2)
+    checked.run()
+    assert checked.pages.used == 0

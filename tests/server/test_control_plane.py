@@ -19,9 +19,9 @@ from jaxserve.control.service import ControlPlane
 from jaxserve.core.clock import SystemClock
 from jaxserve.server.schemas.admin import Decision
 from jaxserve.telemetry import Snapshot
-from tests.control.worlds import VirtualActuator, home_plan, machine
 from tests.server.fake import FakeClient
 from tests.server.serving import serving
+from tests.support.control import VirtualActuator, home_plan, machine
 
 HOME, MACHINE = home_plan(), machine()
 OWN_CLASS = (

@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from jaxserve.cli.main import app
-from jaxserve.cli.plan_view import Scene, overview, seconds_text, size_text
+from jaxserve.cli.plan_view import LiveView, overview, seconds_text, size_text
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
 from tests.server.fake_control import FIRST, NOTE, FakeControl
@@ -69,7 +69,7 @@ def test_set_takes_a_policy(run, control):
         (["set", "x.yaml", "--policy", "static"], "either a FILE"),
         (["set", "absent.yaml"], "cannot read absent.yaml: No such file"),
         (["set", "--policy", "nothing"], "unknown policy 'nothing': choose from static"),
-        (["show", "--url", "ftp://x"], "is no address"),
+        (["show", "--url", "ftp://x"], "invalid address"),
         (["show", "--url", "http://127.0.0.1:1"], "cannot reach http://127.0.0.1:1"),
         (["show", "--admin-key", "wrong"], "(--admin-key or JAXSERVE_ADMIN_KEY)"),
         (["watch", "--admin-key", "wrong"], "(--admin-key or JAXSERVE_ADMIN_KEY)"),
@@ -108,14 +108,14 @@ def test_text_of_the_server_is_no_markup(control):
     console = Console(width=200, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
     console.print(overview(status, control.plan_yaml(), decisions))
     event = {"status": status, "samples": control.history()[-1:], "decisions": decisions}
-    console.print(Scene().take(event).picture())
+    console.print(LiveView().update(event).render())
     assert console.export_text().count(hostile) == 4
 
 
 def test_watch_of_an_engine_without_samples(control):
-    scene = Scene().take({"status": control.status(), "samples": [], "decisions": []})
-    assert "steady" in scene.line()
-    scene.picture()
+    view = LiveView().update({"status": control.status(), "samples": [], "decisions": []})
+    assert "steady" in view.line()
+    view.render()
 
 
 @pytest.mark.parametrize(

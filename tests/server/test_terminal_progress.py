@@ -19,7 +19,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 def test_lines_are_few_where_there_is_no_terminal(written: io.StringIO) -> None:
     now = iter(range(1000))  # a second for every look at the clock
-    with terminal.told_progress(lambda: next(now)) as progress:
+    with terminal.show_progress(lambda: next(now)) as progress:
         for done in range(30):
             progress(QUANTISING, done, 30)
         progress(READING, 30, 30)
@@ -31,7 +31,7 @@ def test_lines_are_few_where_there_is_no_terminal(written: io.StringIO) -> None:
 
 def test_what_was_compiled_is_said_at_the_end(written: io.StringIO) -> None:
     now = iter((0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0))
-    with terminal.told_progress(lambda: next(now)) as progress:
+    with terminal.show_progress(lambda: next(now)) as progress:
         progress(COMPILING, 0, 2)
         progress(COMPILING, 2, 2)
     assert "compiled 2 programs in" in written.getvalue()
@@ -39,7 +39,7 @@ def test_what_was_compiled_is_said_at_the_end(written: io.StringIO) -> None:
 
 
 def test_a_start_that_finds_all_compiled_says_nothing(written: io.StringIO) -> None:
-    with terminal.told_progress(lambda: 0.0) as progress:
+    with terminal.show_progress(lambda: 0.0) as progress:
         progress(READING, 1, 1)
         progress(LOADING, 5, 5)
     assert written.getvalue() == ""
@@ -48,7 +48,7 @@ def test_a_start_that_finds_all_compiled_says_nothing(written: io.StringIO) -> N
 def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(terminal, "console", Console(file=file, force_terminal=True, width=100))
-    with terminal.told_progress() as progress:
+    with terminal.show_progress() as progress:
         progress(COMPILING, 3, 143)
     assert "compiling programs" in file.getvalue()
     assert "143" in file.getvalue()

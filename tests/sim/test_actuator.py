@@ -25,7 +25,7 @@ from jaxserve.sim.actuator import SimActuator
 from jaxserve.sim.hardware import Link
 from jaxserve.sim.links import Priority, SharedLinks
 from jaxserve.telemetry import EngineMetrics, Snapshot
-from tests.control.worlds import LAYER, MB, PAGE, home_plan, machine
+from tests.support.control import LAYER, MB, PAGE, home_plan, machine
 
 LAYERS, PAGES = 4, 101
 STEP = 0.1  # s

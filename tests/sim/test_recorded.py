@@ -28,7 +28,7 @@ from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.recorded import Diverged, RecordedTiming, replay
 from jaxserve.telemetry import EngineMetrics, Snapshot
-from tests.control.worlds import home_plan, machine
+from tests.support.control import home_plan, machine
 
 PAGE, TILE, LONGEST, PAGES, SEQS = 4, 8, 128, 50, 8
 BUCKETS = Buckets(SEQS, 4, TILE, 1, (LONGEST // PAGE,))

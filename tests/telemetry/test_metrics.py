@@ -1,4 +1,4 @@
-"""Metrics say what happened, under the names that dashboards know."""
+"""Metrics report what happened, under the names that dashboards know."""
 
 import threading
 
@@ -48,7 +48,7 @@ NAMES = {  # vLLM's set, and ours
 
 
 def scrape(metrics: EngineMetrics) -> dict[tuple, float]:
-    """Samples by name without prefix, and labels without the model's name."""
+    """Return samples by name without prefix, and labels without the model's name."""
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
@@ -63,7 +63,7 @@ def metrics():
     return EngineMetrics("tiny")
 
 
-def test_every_name_is_there(metrics):
+def test_metrics_page_has_every_name(metrics):
     families = {f.name.removeprefix("jaxserve_") for f in text_string_to_metric_families(metrics.render().decode())}
     assert families >= NAMES
 
@@ -94,11 +94,11 @@ def test_gauges_follow_the_snapshot(metrics):
     assert samples[("kv_bytes",)] == 500
 
 
-def test_empty_pool_is_not_in_use():
+def test_kv_usage_of_an_empty_pool_is_zero():
     assert Snapshot().kv_usage == 0
 
 
-def test_counters_add_up(metrics):
+def test_counters_add_up_over_snapshots(metrics):
     for _ in range(2):
         metrics.prompt_tokens(10)
         metrics.generated_tokens(3)
@@ -119,7 +119,7 @@ def test_counters_add_up(metrics):
     assert samples[("transition_seconds_sum", ("kind", "SwapPrecision"))] == 1.0
 
 
-def test_finished_request(metrics):
+def test_finished_request_updates_its_counters_and_histograms(metrics):
     metrics.finished("length", e2e=2.0, queue=0.5, prompt_tokens=7, generated=40, tpot=0.03)
     samples = scrape(metrics)
     assert samples[("request_success_total", ("finished_reason", "length"))] == 1
@@ -131,7 +131,7 @@ def test_finished_request(metrics):
     assert samples[("request_time_per_output_token_seconds_bucket", ("le", "0.05"))] == 1
 
 
-def test_finished_request_of_several_answers(metrics):
+def test_finished_request_counts_each_of_its_answers(metrics):
     metrics.finished(
         "stop",
         e2e=4.0,
@@ -154,13 +154,13 @@ def test_finished_request_of_several_answers(metrics):
     assert samples[("request_params_max_tokens_sum",)] == 100
 
 
-def test_cache_configuration():
+def test_cache_configuration_is_exported():
     metrics = EngineMetrics("tiny", {"block_size": 16})
     metrics.follow(lambda: Snapshot(kv_pages_total=8))
     assert scrape(metrics)[("cache_config_info", ("block_size", "16"), ("num_gpu_blocks", "8"))] == 1
 
 
-def test_request_that_never_ran_has_no_times_but_is_counted(metrics):
+def test_request_that_never_ran_is_counted_without_times(metrics):
     metrics.finished(FinishReason.ABORT, e2e=1.0, queue=None, prompt_tokens=7, generated=0, tpot=None)
     samples = scrape(metrics)
     assert samples[("request_success_total", ("finished_reason", "abort"))] == 1
@@ -170,17 +170,17 @@ def test_request_that_never_ran_has_no_times_but_is_counted(metrics):
     assert samples[("request_time_per_output_token_seconds_count",)] == 0
 
 
-def test_every_reason_is_shown_before_it_happens(metrics):
+def test_finish_reasons_are_exported_before_they_occur(metrics):
     samples = scrape(metrics)
     assert [samples[("request_success_total", ("finished_reason", r.value))] for r in FinishReason] == [0, 0, 0, 0]
 
 
-def test_a_reason_nobody_knows_is_a_bug(metrics):
+def test_unknown_finish_reason_raises(metrics):
     with pytest.raises(ValueError, match="tired"):
         metrics.finished("tired", e2e=1.0, queue=None, prompt_tokens=1, generated=0, tpot=None)
 
 
-def test_step(metrics):
+def test_step_updates_its_counter_and_histograms(metrics):
     metrics.step(33, 0.012)
     metrics.inter_token({0.01: 1, 0.02: 1, 3.0: 1})
     metrics.first_token(0.2)
@@ -192,7 +192,7 @@ def test_step(metrics):
     assert samples[("time_to_first_token_seconds_bucket", ("le", "0.2"))] == 1  # bounds are inclusive
 
 
-def test_nothing_is_lost_between_threads(metrics):
+def test_counters_lose_nothing_between_threads(metrics):
     def work() -> None:
         for _ in range(2000):
             metrics.generated_tokens(1)
@@ -210,7 +210,7 @@ def test_nothing_is_lost_between_threads(metrics):
     assert samples[("admission_rejections_total", ("reason", "queue_full"))] == 8000
 
 
-def test_two_engines_do_not_share_numbers(metrics):
+def test_two_engines_have_separate_metrics(metrics):
     EngineMetrics("tiny").generated_tokens(5)
     assert scrape(metrics)[("generation_tokens_total",)] == 0
 
@@ -221,6 +221,6 @@ def test_histogram_is_cumulative():
     assert histogram.state() == ([("1.0", 2), ("2.0", 3), ("5.0", 4), ("+Inf", 5)], 108)
 
 
-def test_bounds():
+def test_one_two_five_gives_bounds_up_to_the_last():
     assert one_two_five(0.01, 2.0) == (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
     assert one_two_five(1, 10) == (1, 2, 5, 10)

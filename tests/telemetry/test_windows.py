@@ -7,10 +7,11 @@ from hypothesis import given, strategies as st
 
 from jaxserve.telemetry import TIME_BOUNDS, Recent, Smoother, Snapshot
 from jaxserve.telemetry.windows import RESOLUTION, quantile
+from tests.support.internals import kept_snapshots
 
 
 def recent(*snapshots: Snapshot, window: float = 5.0) -> Recent:
-    """What the last of them knows of the past."""
+    """Return the recent past after the last of these snapshots."""
     smoother = Smoother(window)
     for snapshot in snapshots:
         seen = smoother.observe(snapshot).recent
@@ -27,12 +28,12 @@ def every(seconds: float, count: int, **values: object) -> list[Snapshot]:
     return [Snapshot(time=number * seconds, **values) for number in range(count)]  # type: ignore[arg-type]
 
 
-def test_of_one_snapshot_there_is_a_level_and_no_rate() -> None:
+def test_single_snapshot_gives_levels_and_no_rates() -> None:
     seen = recent(Snapshot(time=3, kv_pages_total=100, kv_pages_used=40, num_waiting=2, oldest_wait=0.3))
     assert seen == Recent(0.0, 0.4, None, 2.0, 0.3, 0, None, None, None, None, 0.4, 0.3)
 
 
-def test_the_worst_moment_is_remembered_for_a_window() -> None:
+def test_peaks_are_remembered_for_one_window() -> None:
     calm = [Snapshot(time=number / 10, kv_pages_total=100) for number in range(200)]
     bad = replace(calm[20], kv_pages_total=50, kv_pages_used=45, oldest_wait=0.7)
     history = [*calm[:20], bad, *calm[21:]]
@@ -40,7 +41,7 @@ def test_the_worst_moment_is_remembered_for_a_window() -> None:
     assert worst(history[:20]) == worst(history[:73]) == (0.0, 0.0)
 
 
-def test_what_is_older_than_the_window_is_forgotten() -> None:
+def test_values_older_than_the_window_are_forgotten() -> None:
     busy = every(0.5, 10, num_waiting=8, oldest_wait=1.0, preemptions=3)
     quiet = [Snapshot(time=5 + 0.5 * n, preemptions=3) for n in range(11)]
     seen = recent(*busy, *quiet)
@@ -48,7 +49,7 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
     assert recent(*busy, *quiet[:5]).waiting > 3
 
 
-def test_rates_are_those_of_the_window() -> None:
+def test_rates_cover_the_window() -> None:
     rising = [
         Snapshot(
             time=float(n), preemptions=n, generated_tokens=50 * n, gaps=10 * n, gap_seconds=0.2 * n, finished=2 * n,
@@ -63,7 +64,7 @@ def test_rates_are_those_of_the_window() -> None:
     assert seen.arrivals_per_s == pytest.approx(3)
 
 
-def test_the_trend_is_that_of_the_pages_and_a_resized_pool_is_none() -> None:
+def test_kv_trend_counts_pages_and_ignores_pool_resizes() -> None:
     total = [100] * 5 + [200] * 6
     steady = [Snapshot(time=float(n), kv_pages_total=total[n], kv_pages_used=50) for n in range(11)]
     assert recent(*steady).kv_trend == pytest.approx(0)
@@ -72,7 +73,7 @@ def test_the_trend_is_that_of_the_pages_and_a_resized_pool_is_none() -> None:
     assert recent(*rising).kv_trend == pytest.approx(4 / 200)
 
 
-def test_the_p95_is_that_of_first_tokens_in_the_window() -> None:
+def test_ttft_p95_covers_first_tokens_in_the_window() -> None:
     zero = (0,) * (len(TIME_BOUNDS) + 1)
     before = tuple(100 if bound == 50.0 else 0 for bound in (*TIME_BOUNDS, 0))
     after = tuple(count + (20 if bound == 0.2 else 0) for count, bound in zip(before, (*TIME_BOUNDS, 0), strict=True))
@@ -83,7 +84,7 @@ def test_the_p95_is_that_of_first_tokens_in_the_window() -> None:
 
 
 @given(st.lists(st.floats(0.0011, 900.0), min_size=1, max_size=50), st.floats(0.05, 1.0))
-def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
+def test_quantile_lies_in_the_bucket_of_the_exact_one(values: list[float], share: float) -> None:
     counts = [sum(low < v <= high for v in values) for low, high in zip((0, *TIME_BOUNDS), TIME_BOUNDS, strict=False)]
     estimate = quantile((*counts, 0), share)
     ordered = sorted(values)
@@ -94,12 +95,12 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share:
     assert low - 1e-9 <= estimate <= high + 1e-9
 
 
-def test_beyond_the_last_bound_there_is_no_telling() -> None:
+def test_quantile_beyond_the_last_bound_is_the_last_bound() -> None:
     assert quantile((0,) * len(TIME_BOUNDS) + (5,), 0.95) == TIME_BOUNDS[-1]
     assert quantile((), 0.95) is None
 
 
-def test_a_clock_that_stands_still_replaces_what_it_said() -> None:
+def test_snapshot_at_an_unchanged_time_replaces_the_previous_one() -> None:
     smoother = Smoother(5)
     for waiting in (1, 2, 3):
         seen = smoother.observe(Snapshot(time=1.0, num_waiting=waiting)).recent
@@ -108,29 +109,29 @@ def test_a_clock_that_stands_still_replaces_what_it_said() -> None:
 
 
 @given(st.lists(st.floats(0, 100), max_size=300))
-def test_memory_is_bounded_and_times_only_rise_whatever_the_clock_does(times: list[float]) -> None:
+def test_kept_snapshots_are_few_and_sorted_for_any_clock(times: list[float]) -> None:
     smoother = Smoother(1.0)
     for number, time in enumerate(times):
         seen = smoother.observe(Snapshot(time=time, generated_tokens=number)).recent
         assert seen is not None
         assert seen.seconds >= 0
-        assert len(smoother._snapshots) <= 2 * RESOLUTION + 3
-        kept = [s.time for s in smoother._snapshots]
+        assert len(kept_snapshots(smoother)) <= 2 * RESOLUTION + 3
+        kept = [s.time for s in kept_snapshots(smoother)]
         assert kept == sorted(set(kept))
 
 
-def test_frequent_snapshots_are_thinned_and_nothing_cumulative_is_lost() -> None:
+def test_frequent_snapshots_are_thinned_without_losing_counts() -> None:
     many = [Snapshot(time=0.001 * n, generated_tokens=n) for n in range(20_000)]
     smoother = Smoother(5)
     for snapshot in many:
         seen = smoother.observe(snapshot).recent
     assert seen is not None
-    assert len(smoother._snapshots) < 2 * RESOLUTION + 3
+    assert len(kept_snapshots(smoother)) < 2 * RESOLUTION + 3
     assert seen.tokens_per_s == pytest.approx(1000)
     assert seen.seconds == pytest.approx(5, abs=0.1)
 
 
-def test_a_snapshot_seen_later_has_waited_longer_if_something_waits() -> None:
+def test_snapshot_seen_later_has_a_longer_oldest_wait() -> None:
     idle, stuck = Snapshot(time=10), Snapshot(time=10, num_waiting=1, oldest_wait=0.5)
     assert idle.at(12) == replace(idle, time=12)
     assert stuck.at(12) == replace(stuck, time=12, oldest_wait=2.5)

@@ -1,4 +1,4 @@
-"""What control tests share: a machine, actuators with a clock of their own, and an engine that is a fluid."""
+"""Fakes for tests of policies and controllers: a machine, an actuator with its own clock, and a fluid engine."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ TO_INT4 = MorphSettings(entry_interval=0.5, most_layers=0.75, rest="")  # three 
 def machine(
     layers: int = 16, *, home_pages: int = 401, max_pages: int = 2000, pp: int = 1, segments: tuple[int, ...] = ()
 ) -> Resources:
-    """Devices on which that many pages fit beside layers in full precision; layers are spread evenly."""
+    """Return devices on which `home_pages` pages fit next to layers in full precision, spread evenly over stages."""
     each = layers // pp
     return Resources(
         budget=100 * MB + each * LAYER["bfloat16"] + home_pages * (PAGE // pp),
@@ -38,13 +38,13 @@ def home_plan(layers: int = 16, *, pages: int = 401, pp: int = 1, dp: int = 1) -
 
 
 def snapshot(time: float = 0.0, *, recent: Recent | None = None, pages: int = 400, **values: object) -> Snapshot:
-    """A snapshot with a recent past in which nothing happened, unless told otherwise."""
+    """Return a snapshot whose recent past is empty unless `recent` is given."""
     past = Recent(5.0, 0.0, 0.0, 0.0, 0.0, 0, None, None, 0.0, 0.0, 0.0, 0.0) if recent is None else recent
     return Snapshot(time=time, recent=past, kv_pages_total=pages, **values)  # type: ignore[arg-type]
 
 
 class VirtualActuator:
-    """Transitions take the seconds that they say, and fail where `error_of` has an error for them."""
+    """An actuator whose transitions take their stated seconds, and fail where `error_of` returns an error."""
 
     def __init__(self, error_of: Callable[[Transition], str | None] = lambda _: None):
         self.now = 0.0
@@ -84,7 +84,7 @@ class VirtualActuator:
 class Fluid:
     """An engine as a fluid: sequences arrive at a rate, wait for pages and slots, run, and leave.
 
-    Layers in fewer bits make all of it faster, up to `speedup` if all are.
+    Layers in fewer bits make all of it faster, up to the factor `speedup` if all layers are.
     """
 
     max_seqs: int = 64
@@ -99,11 +99,11 @@ class Fluid:
     ttft: list[int] = field(default_factory=lambda: [0] * (len(TIME_BOUNDS) + 1))
 
     def capacity(self, pages: int) -> float:
-        """Sequences/s that full precision can serve with so many pages."""
+        """Return the sequences per second that full precision can serve with `pages` pages."""
         return min(self.max_seqs, (pages - 1) / self.pages_each) / self.seconds_each
 
     def step(self, now: float, seconds: float, rate: float, plan: Plan) -> Snapshot:
-        """Mutates: the state `seconds` later."""
+        """Advance the state by `seconds`, and return the snapshot afterwards."""
         instance = plan.instances[0]
         share = sum(p != "bfloat16" for p in instance.layer_precisions) / len(instance.layer_precisions)
         done = min(self.running, self.running / self.seconds_each * (1 + (self.speedup - 1) * share) * seconds)
@@ -133,5 +133,5 @@ class Fluid:
 
 
 def swaps(transitions: Sequence[Transition], precision: str) -> list[str]:
-    """The blocks that come to a precision."""
+    """Return the blocks that change to a precision."""
     return [t.block for t in transitions if isinstance(t, SwapPrecision) and t.after == precision]

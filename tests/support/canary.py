@@ -1,7 +1,7 @@
-"""Canaries in KV pages: what a step has written stays what it was for as long as somebody holds it, wherever it is.
+"""Canaries in KV pages: what a step has written stays unchanged as long as somebody holds it, wherever it moves.
 
-A checksum of every token's keys and values in all layers is taken before each step and around each move of pages. It is
-taken on the device, behind the steps that are dispatched, and looked at one step later: nothing waits for it.
+The device takes a checksum of every token's keys and values in all layers before each step and around each move of
+pages. The checksums are taken after the dispatched steps and compared one step later, so that nothing waits for them.
 """
 
 from collections import Counter
@@ -19,6 +19,7 @@ from jaxserve.core.request import Status
 from jaxserve.core.work import PendingStep, Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.kvcache import NULL_PAGE
+from tests.support.internals import cached_pages, hashes_of_pages, pages_of_hashes, requests_in, unused_pages
 
 Slots = tuple[np.ndarray, np.ndarray]  # pages and the tokens within them
 NOWHERE: Slots = (np.zeros(0, int), np.zeros(0, int))
@@ -27,38 +28,38 @@ WIDTHS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 @jax.jit
 def checksums(segment: Array) -> Array:
-    """u32[P, K, S]: of the bytes of each token in a pool's segment [P, K, 2, S, R], on the devices where they lie."""
+    """Return the checksums (u32[P, K, S]) of each token's bytes in a pool's segment [P, K, 2, S, R], on its devices."""
     words = lax.bitcast_convert_type(segment, WIDTHS[segment.dtype.itemsize]).astype(jnp.uint32)
     return (words * odd_numbers(jnp.uint32, 2, 1, segment.shape[-1])).sum((2, 4), dtype=jnp.uint32)
 
 
 def odd_numbers(dtype: Any, *shape: int) -> np.ndarray:
-    """Factors that tell the places of a sum apart, and with which no word of it can change alone unseen."""
+    """Return factors with which a checksum depends on the place of each word, and changes with any single word."""
     return np.random.default_rng(0).integers(2**31, size=shape).astype(dtype) * 2 + 1
 
 
 @dataclass
 class Sight:
-    """All pages at a moment between two steps."""
+    """The checksums of all pages at a moment between two steps."""
 
-    sums: list[list[Array]]  # by layer and segment
-    moved: Mapping[int, int]  # page -> the page that has taken over from it since the sight before
-    pages: int | None  # that have been there since the sight before, if not all have
-    held: list[tuple[Any, int, int]] | None  # names, where they are, and how many tokens; None: that is changing
-    written: Slots  # what the step that follows writes: of what is held it is still to come
+    sums: list[list[Array]]  # checksums by layer and segment
+    moved: Mapping[int, int]  # page -> its new place, for moves since the previous sight
+    pages: int | None  # number of pages that existed at the previous sight too; None: all
+    held: list[tuple[Any, int, int]] | None  # name, page and number of tokens of each holder; None: in change
+    written: Slots  # what the following step writes; held tokens in these slots do not exist yet
 
 
 @dataclass(eq=False)
 class Canary:
-    """Watches the pages of an instance until it is closed. `aside`: pages that the test itself holds."""
+    """A watch over an instance's pages until it is closed. `aside` are pages that the test itself holds."""
 
     steps: StepLoop
     aside: Sequence[int] = ()
-    _sights: list[Sight] = field(default_factory=list)  # that are still to be looked at
-    _sums: np.ndarray | None = None  # u64[P, S] of the sight before
-    _written: Slots = NOWHERE  # since then
-    _known: dict[Any, np.ndarray] = field(default_factory=dict)  # name -> u64[S], 0: not written yet
-    _named: Counter[bytes] = field(default_factory=Counter)  # hash -> how often it was given to a page
+    _sights: list[Sight] = field(default_factory=list)  # not verified yet
+    _sums: np.ndarray | None = None  # u64[P, S] of the last verified sight
+    _written: Slots = NOWHERE  # slots written since the last verified sight
+    _known: dict[Any, np.ndarray] = field(default_factory=dict)  # name -> u64[S]; 0: not written yet
+    _named: Counter[bytes] = field(default_factory=Counter)  # hash -> number of times that a page got it
 
     def __post_init__(self) -> None:
         self._core, self._executor = self.steps.core, self.steps.executor
@@ -75,39 +76,40 @@ class Canary:
         self._patch.setattr(self._pages, "register", self.register)
 
     def close(self) -> None:
-        """Looks for the last time."""
+        """Check all pages for the last time."""
         self.check()
         self._patch.undo()
 
     def check(self) -> None:
-        """Looks at all pages now."""
+        """Check all pages now."""
         self.account()
         self._look(list(self._held()))
         while self._sights:
             self._verify(self._sights.pop(0))
 
     def account(self) -> None:
-        """Every page is free, cached or held, and held by as many as its count says."""
+        """Check that every page is free, cached or held, with the right number of holders."""
         pages, sequences = self._pages, self._sequences()
         held = Counter(page for sequence in sequences for page in sequence.pages) + Counter(self.aside)
-        free = [*pages._free, *range(pages._fresh, pages.num_pages)]
-        everything = sorted([*free, *pages._cached, *held])
-        assert everything == list(range(1, pages.num_pages)), f"lost, or in two places: {everything}"
+        everything = sorted([*unused_pages(pages), *cached_pages(pages), *held])
+        assert everything == list(range(1, pages.num_pages)), f"pages lost, or in two places: {everything}"
         counts = {page: pages.references(page) for page in everything if pages.references(page)}
         assert counts == held
-        assert set(pages._cached) <= set(pages._hash_of) == set(pages._page_of.values())
+        assert set(cached_pages(pages)) <= set(hashes_of_pages(pages)) == set(pages_of_hashes(pages).values())
         rows = self._core.scheduler.table.rows
         for sequence in sequences:
             if sequence.status is Status.RUNNING:
                 listed = rows[sequence.slot, : len(sequence.pages)].tolist()
-                assert listed == sequence.pages, f"called something else: {listed} and {sequence.pages}"
+                assert listed == sequence.pages, (
+                    f"page table {listed} differs from the sequence's pages {sequence.pages}"
+                )
 
     # -- what changes pages
 
     def execute(self, work: Work) -> PendingStep:
         self.account()
         self._look(list(self._held()), written=self._slots(work))
-        while len(self._sights) > 1:  # but not the one that the device is still to see
+        while len(self._sights) > 1:  # the device has not computed the newest one yet
             self._verify(self._sights.pop(0))
         return self._execute(work)
 
@@ -122,7 +124,7 @@ class Canary:
         self._look(moved=dict(moves), pages=pages)
 
     def register(self, page: int, digest: bytes) -> None:
-        self._named[digest] += digest not in self._pages._page_of
+        self._named[digest] += digest not in pages_of_hashes(self._pages)
         self._register(page, digest)
 
     # -- looking
@@ -139,20 +141,20 @@ class Canary:
         self._sights.append(Sight(sums, moved or {}, pages, held, written))
 
     def _sequences(self) -> list:
-        return [sequence for state in self._core._requests.values() for sequence in state.sequences]
+        return [sequence for state in requests_in(self._core).values() for sequence in state.sequences]
 
     def _held(self) -> Iterable[tuple[Any, int, int]]:
-        """What sequences and the prefix cache hold once the step at hand is done."""
+        """Yield what sequences and the prefix cache hold after the present step: name, page and number of tokens."""
         for sequence in self._sequences():
             running = sequence.status is Status.RUNNING  # others hold full pages of what a sibling has computed
             tokens = sequence.num_computed if running else len(sequence.pages) * self._size
             for number, page in enumerate(sequence.pages):
                 yield (sequence.id, sequence.preemptions, number), page, tokens - number * self._size
-        for digest, page in self._pages._page_of.items():
+        for digest, page in pages_of_hashes(self._pages).items():
             yield (digest, self._named[digest]), page, self._size
 
     def _slots(self, work: Work) -> Slots:
-        """Where a step writes."""
+        """Return the slots that a step writes."""
         pages, tokens = [], []
         computed = [(s, s.num_computed - 1, 1) for s in work.decodes]
         computed += [(chunk.sequence, chunk.start, chunk.length) for chunk in work.chunks]
@@ -161,7 +163,7 @@ class Canary:
             pages.append(np.array(sequence.pages)[positions // self._size])
             tokens.append(positions % self._size)
         slots = np.concatenate(pages), np.concatenate(tokens)
-        assert len(set(zip(*slots, strict=True))) == len(slots[0]), "two tokens in one place"
+        assert len(set(zip(*slots, strict=True))) == len(slots[0]), "two tokens in one slot"
         return slots
 
     def _verify(self, sight: Sight) -> None:
@@ -172,7 +174,7 @@ class Canary:
         self._sums, self._written = now, sight.written
 
     def _verify_writes(self, sight: Sight, now: np.ndarray) -> None:
-        """Since the sight before nothing has changed but what the step wrote, or what moved."""
+        """Check that only written and moved slots have changed since the previous sight."""
         assert self._sums is not None
         kept = min(len(self._sums), len(now), sight.pages or len(now))
         expected = self._sums.copy()
@@ -180,10 +182,10 @@ class Canary:
         changed = expected[:kept] != now[:kept]
         pages, tokens = (axis[self._written[0] < kept] for axis in self._written)
         changed[pages, tokens] = changed[NULL_PAGE] = False
-        assert not changed.any(), f"pages {np.flatnonzero(changed.any(1))} are not what was written to or moved there"
+        assert not changed.any(), f"pages {np.flatnonzero(changed.any(1))} changed without a write or a move"
 
     def _verify_held(self, sight: Sight, now: np.ndarray) -> None:
-        """Who held something holds the same."""
+        """Check that every holder's tokens are unchanged."""
         if not sight.held:
             return
         names, pages, tokens = zip(*sight.held, strict=True)
@@ -195,11 +197,11 @@ class Canary:
         known = np.array([self._known.get(name, none) for name in names])
         changed = (known != 0) & (known != current)
         wrong = [(names[i], pages[i]) for i in np.flatnonzero(changed.any(1))]
-        assert not wrong, f"what these hold, and where, is not what it was: {wrong}"
-        self._known = dict(zip(names, current, strict=True))  # what nobody holds any more is forgotten
+        assert not wrong, f"holders whose tokens changed, with their pages: {wrong}"
+        self._known = dict(zip(names, current, strict=True))  # only what is still held
 
     def _combined(self, sums: list[list[Array]]) -> np.ndarray:
-        """u64[P, S] of all layers and heads; none is 0."""
+        """Return checksums of all layers and heads together (u64[P, S]), none of which is 0."""
         whole = np.stack([np.concatenate([np.asarray(segment) for segment in pool]) for pool in sums])
         layers, _, heads, _ = whole.shape
         factors = odd_numbers(np.uint64, layers, 1, heads, 1)

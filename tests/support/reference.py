@@ -1,4 +1,4 @@
-"""The same dummy model without a cache, a batch or an engine: what the engine's answers are compared with."""
+"""A model run without a cache, a batch or an engine, with which the engine's answers are compared."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,13 +22,13 @@ LENGTH = 256  # every sequence is padded to this, so that one compilation serves
 
 
 def turned(q: jax.Array, k: jax.Array, v: jax.Array) -> Rotated:
-    """Queries [T, K, G, D], keys and values [T, K, D] that have been rotated: by no angle any more."""
+    """Return queries [T, K, G, D], keys and values [T, K, D] as rotated by no angle."""
     zeros = jnp.zeros((len(q), q.shape[-1] // 2), jnp.float32)
     return Rotated(jnp.concatenate((q, k[:, :, None], v[:, :, None]), axis=2), zeros + 1, zeros)
 
 
 class Reference:
-    """A checkpoint's modules, by default a dummy's, run over whole sequences."""
+    """A checkpoint's modules, random ones by default, run over whole sequences."""
 
     def __init__(
         self,
@@ -37,16 +37,17 @@ class Reference:
         head: str | None = None,
         load_format: LoadFormat = "dummy",
         dtype: Literal["auto", "float32"] = "auto",
-        physical: ModelConfig | None = None,
+        padded_to: ModelConfig | None = None,
         kv_dtype: Literal["float32", "int8"] = "float32",
     ):
-        """`layers`: the precisions of some, by their numbers, and `head`; the others have that of the checkpoint.
+        """Load the blocks.
 
-        `physical`: padded for tensor parallelism, which decides how weights are grouped when they are rounded.
-        `kv_dtype`: keys and values are attended to as a KV pool of it would give them back.
+        `layers` maps some layers' indices to precisions, and `head` is the head's; other blocks have the checkpoint's.
+        `padded_to` is the configuration padded for tensor parallelism, which decides how weights are grouped for
+        rounding. Keys and values are attended to as a KV pool of `kv_dtype` would return them.
         """
         checkpoint = open_checkpoint(model, load_format, dtype)
-        self.config = physical or checkpoint.config
+        self.config = padded_to or checkpoint.config
         precisions = {f"layers.{number}": precision for number, precision in (layers or {}).items()}
         if head is not None:
             precisions |= {"head": head} | ({"embed": head} if self.config.tie_embeddings else {})
@@ -61,11 +62,11 @@ class Reference:
         self._hidden = jax.jit(lambda tokens: self._norm(self._states(tokens)))
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """float32[len(tokens), V]"""
+        """Return the logits (float32[len(tokens), V])."""
         return self._run(self._logits, tokens)
 
     def hidden(self, tokens: list[int]) -> np.ndarray:
-        """The normalised last hidden states, float32[len(tokens), E]."""
+        """Return the normalised last hidden states (float32[len(tokens), E])."""
         return self._run(self._hidden, tokens)
 
     def logprobs(self, tokens: list[int]) -> np.ndarray:
@@ -78,7 +79,7 @@ class Reference:
         return tuple(tokens[len(prompt) :])
 
     def _states(self, tokens: jax.Array) -> jax.Array:
-        """[T, E] that go into the head."""
+        """Return the hidden states [T, E] before the head."""
         config, positions = self.config, jnp.arange(len(tokens), dtype=jnp.int32)
         cos, sin = rope_cos_sin(config, positions)
         x = self.blocks["embed"](tokens)
@@ -88,7 +89,7 @@ class Reference:
         return x
 
     def _stored(self, attend: Attend) -> Attend:
-        """Attention to what is left of keys and values in the cache."""
+        """Return attention to keys and values as the cache would return them."""
 
         def read_back(x: jax.Array) -> jax.Array:
             rows = to_storage(x, jnp.dtype(self.kv_dtype), int8_row_bytes(x.shape[-1], "cpu"))

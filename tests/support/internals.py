@@ -1,0 +1,286 @@
+"""Private parts of jaxserve's objects that tests look at or replace.
+
+Only this module reaches for them: when an attribute is renamed, one line here changes and no test.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.loop import StepLoop
+from jaxserve.engine.sync_engine import SyncEngine
+
+# -- engines
+
+
+def engine_of(llm: Any) -> SyncEngine:
+    """Return the `SyncEngine` of an `LLM`."""
+    return llm._engine
+
+
+def instances_of(llm: Any) -> list[StepLoop]:
+    """Return the step loops of an `LLM`, one for each instance."""
+    return engine_of(llm).instances
+
+
+def core_of(llm: Any) -> EngineCore:
+    """Return the `EngineCore` of an `LLM`'s first instance."""
+    return instances_of(llm)[0].core
+
+
+def executor_of(llm: Any) -> Any:
+    """Return the executor of an `LLM`'s first instance."""
+    return instances_of(llm)[0].executor
+
+
+def call_thread_of(llm: Any) -> Any:
+    """Return the `EngineThread` that carries out an `LLM`'s calls."""
+    return llm._thread
+
+
+def requests_in(core: Any) -> Mapping[str, Any]:
+    """Return the unfinished requests of an `EngineCore` by id."""
+    return core._requests
+
+
+def assert_no_request_left(llm: Any) -> None:
+    """Fail if an `LLM` of one instance still holds anything of a request."""
+    engine, worker = engine_of(llm), call_thread_of(llm)._worker
+    (steps,) = engine.instances
+    assert engine.idle
+    assert engine._owners == {}
+    assert requests_in(steps.core) == {}
+    assert steps.core.scheduler.pages.used == 0
+    assert worker._jobs == []
+    assert worker._owners == {}
+
+
+def between_steps(engine: Any) -> AbstractContextManager[Any]:
+    """Return the lock of a `SyncEngine` that excludes steps and commits."""
+    return engine._turn
+
+
+def run_pending_calls(engine: Any) -> None:
+    """Run what waits for a moment between two steps of a `SyncEngine`."""
+    engine._run_calls()
+
+
+def check_end(sequence: Any, token: int) -> None:
+    """Let `EngineCore` look for the end of a sequence after a token."""
+    EngineCore._check_end(None, sequence, token)  # type: ignore[arg-type]
+
+
+def instance_threads_of(engine: Any) -> list[Any]:
+    """Return the threads of an `AsyncEngine`, one for each instance."""
+    return engine._threads
+
+
+def wrap_take_commands(thread: Any, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+    """Replace the method with which an instance's thread takes its commands."""
+    thread._take_commands = wrap(thread._take_commands)
+
+
+# -- pages
+
+
+def free_pages(pool: Any) -> list[int]:
+    """Return the free list of a `PagePool` itself, without the pages that were never handed out."""
+    return pool._free
+
+
+def unused_pages(pool: Any) -> list[int]:
+    """Return all free pages of a `PagePool`, including those that were never handed out."""
+    return [*pool._free, *range(pool._fresh, pool.num_pages)]
+
+
+def cached_pages(pool: Any) -> Mapping[int, None]:
+    """Return the pages of a `PagePool` that only the prefix cache holds, least recently used first."""
+    return pool._cached
+
+
+def hashes_of_pages(pool: Any) -> dict[int, bytes]:
+    """Return the hash of each page that the prefix cache can find."""
+    return pool._hash_of
+
+
+def pages_of_hashes(pool: Any) -> dict[bytes, int]:
+    """Return the page of each hash in the prefix cache."""
+    return pool._page_of
+
+
+def wrap_rename(patch: pytest.MonkeyPatch, pool: Any, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace the method that gives moved pages of a `PagePool` their new ids."""
+    patch.setattr(pool, "_rename", wrap(pool._rename))
+
+
+def wrap_move_batch(patch: pytest.MonkeyPatch, pools: Any, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace the method that moves pages of one layer's pool on the device."""
+    patch.setattr(pools, "_move_batch", wrap(pools._move_batch))
+
+
+def move_program_of(pools: Any) -> Any:
+    """Return the only program with which an executor's pools move pages."""
+    (program,) = pools._move.values()
+    return program
+
+
+def wrap_pool_maker(patch: pytest.MonkeyPatch, pools: Any, layer: int, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace the function that allocates segments for one layer."""
+    makers = list(pools._make)
+    makers[layer] = wrap(makers[layer])
+    patch.setattr(pools, "_make", tuple(makers))
+
+
+# -- executors
+
+
+@dataclass
+class StageOnPadding:
+    """The first stage of an executor, and what its blocks are called with in a step that computes only padding."""
+
+    stage: Any
+    tokens: Any
+    rows: Any
+    context: list[Any]  # cos, sin, slots and the attention's metadata
+    x: Any  # after the embedding
+
+
+def stages_of(executor: Any) -> Any:
+    """Return the pipeline stages of an executor."""
+    return executor._stages
+
+
+def stage_on_padding(executor: Any, shape: Any) -> StageOnPadding:
+    """Run the first stage up to its first layer on a step of padding."""
+    stage = stages_of(executor)[0]
+    tokens, rows, *context = executor._inputs[stage.placement](np.zeros(shape.size, np.int32), shape)
+    x = stage.embed.executable(tokens, executor.sampler.newest, *stage.embed.leaves)
+    return StageOnPadding(stage, tokens, rows, context, x)
+
+
+def run_on_padding(executor: Any, shape: Any) -> None:
+    """Run all stages on a step of padding."""
+    executor._forward(np.zeros(shape.size, np.int32), shape)
+
+
+def fused_tier_of(executor: Any) -> Any:
+    """Return the `FusedTier` of an executor, or None."""
+    return executor._fused
+
+
+def fused_keys(tier: Any) -> set[Any]:
+    """Return the keys of all executables that a `FusedTier` has compiled or is compiling."""
+    return set(tier._compiled)
+
+
+def unfused_uses(tier: Any) -> dict[Any, int]:
+    """Return how often steps of each key ran block by block."""
+    return dict(tier._uses)
+
+
+def sampling_calls(sampler: Any, logits: Any) -> list[tuple[Any, tuple]]:
+    """Return every program that a `DeviceSampler` may run for these logits, with its arguments."""
+    return list(sampler._calls(logits))
+
+
+def index_file_of(programs: Any) -> Path:
+    """Return the file in which `SavedPrograms` keeps its index."""
+    return programs._file
+
+
+# -- layers in several precisions
+
+
+def layer_source_of(actuator: Any) -> Any:
+    """Return the `LayerSource` from which an actuator takes parameters."""
+    return actuator._source
+
+
+def kept_variants(source: Any) -> Mapping[tuple[str, str], Mapping[str, Any]]:
+    """Return the parameters that a `LayerSource` keeps in memory, by block and precision."""
+    return source._pinned
+
+
+def wrap_layer_reads(patch: pytest.MonkeyPatch, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace the method with which every `LayerSource` reads a layer from its checkpoint."""
+    from jaxserve.actuator import LayerSource
+
+    patch.setattr(LayerSource, "_read", wrap(LayerSource._read))
+
+
+def wrap_replan(patch: pytest.MonkeyPatch, actuator: Any, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace the method with which an actuator puts a plan in force."""
+    patch.setattr(actuator, "_replan", wrap(actuator._replan))
+
+
+def variants_in_memory(store: Any) -> Mapping[tuple[int, str], Any]:
+    """Return the layers that a `VariantStore` holds in memory."""
+    return store._loaded
+
+
+# -- telemetry
+
+
+def kept_snapshots(smoother: Any) -> Any:
+    """Return the snapshots that a `Smoother` remembers."""
+    return smoother._snapshots
+
+
+# -- functions of modules
+
+
+def example_prompt(client: Any) -> Any:
+    """Return the prompt of the example request that `jaxserve serve` prints."""
+    from jaxserve.cli import main
+
+    return main._example_prompt(client)
+
+
+def choose_devices(config: Any, model: Any) -> None:
+    """Set the environment of XLA as `resolve` does for one device."""
+    from jaxserve.planning import resolve
+
+    resolve._devices(1, xla_multiplies=not resolve._native_multiplies_all(config, model))
+
+
+def ragged_matmul(x: Any, w: Any, sizes: Any) -> Any:
+    """Return a grouped product computed by XLA's ragged dot."""
+    from jaxserve.kernels.grouped_matmul import _ragged
+
+    return _ragged(x, w, sizes)
+
+
+def uniform_numbers(seeds: Any, positions: Any) -> Any:
+    """Return the uniform number that XLA draws for each seed and position."""
+    import jax
+
+    from jaxserve.sampling import ops
+
+    return jax.vmap(ops._uniform)(seeds, positions)
+
+
+def native_library_path() -> Any:
+    """Return the cached function that finds, or compiles, the native library."""
+    from jaxserve.kernels.native import library
+
+    return library._library
+
+
+def wrap_file_reads(patch: pytest.MonkeyPatch, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace the function that reads bytes of safetensors files."""
+    from jaxserve.checkpoint import safetensors
+
+    patch.setattr(safetensors, "_read", wrap(safetensors._read))
+
+
+def replace_lowered_kernels(patch: pytest.MonkeyPatch, kernels: dict) -> None:
+    """Replace the table of the Pallas kernels that were lowered before."""
+    from pallas_kernels import once
+
+    patch.setattr(once, "_lowered", kernels)
