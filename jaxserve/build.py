@@ -1,46 +1,43 @@
-"""The one place where the parts are wired together: from an `EngineConfig` to engines that are ready to serve."""
+"""Wiring: builds engines that are ready to serve from an `EngineConfig`, and connects all their parts."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxserve.actuator import HostMemory, Instance, LayerSource, Place, PlanActuator, keeper, pinned_memory
+from jaxserve.actuator import HostMemory, LayerSource, Place, PlanActuator, RunningInstance, pinned_memory, pinned_store
 from jaxserve.calibration.sensitivity.order import swap_order
-from jaxserve.checkpoint import Checkpoint
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.compilation.cache import CompileCounter, use_persistent_cache
 from jaxserve.compilation.programs import Compiler
 from jaxserve.compilation.saved import saved_programs
-from jaxserve.control import BlockPlan, InstancePlan
+from jaxserve.control import InstancePlan
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, load_policy
 from jaxserve.control.policy import Foresees, Policy
 from jaxserve.control.service import ControlPlane
-from jaxserve.core.block_names import is_layer, layer_index
+from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock, SystemClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import CheckpointError
 from jaxserve.core.machine import trim_heap
 from jaxserve.core.precision import assignment_id
-from jaxserve.core.progress import QUANTISING, READING, Progress, untold
+from jaxserve.core.progress import QUANTISING, READING, Progress, ignore_progress
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
+from jaxserve.engine.model_tokenizer import load_tokenizer
 from jaxserve.engine.step_log import InstanceLog, LoggedController, StepLog
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.engine.tokenizer import Tokenizer
-from jaxserve.engine.tokenizer_files import has_vocabulary, missing_vocabulary
-from jaxserve.executor.blocks import BlockBuilder, BlockSignature, LoadedBlock
+from jaxserve.executor.blocks import BlockBuilder, LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.fused import PATIENCE, FusedTier
 from jaxserve.executor.pools import Pools
+from jaxserve.executor.warmup import warm_variants
 from jaxserve.kernels import Pool, kv_pool
 from jaxserve.parallel.placement import POOL_AXES, Placement
 from jaxserve.planning.memory import COPY_RATES, COPY_SHARES
@@ -50,12 +47,10 @@ from jaxserve.sampling.device_sampler import DeviceSampler
 from jaxserve.scheduler import Scheduler
 from jaxserve.telemetry import EngineMetrics
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
-class Built:
-    """A loaded engine: what the synchronous and the asynchronous front have in common."""
+class BuiltEngine:
+    """The parts of a loaded engine, which `SyncEngine` and `AsyncEngine` are made from."""
 
     instances: tuple[StepLoop, ...]
     info: ModelInfo
@@ -69,17 +64,20 @@ class Built:
     compilations: CompileCounter
 
 
-def build_engine(config: EngineConfig, progress: Progress = untold) -> SyncEngine:
-    """Build an engine that the caller steps. `progress` is told how far its start is.
+def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> SyncEngine:
+    """Build an engine that its caller steps, and report to `progress` how far the start has come.
 
-    Raises `ConfigError`, `CheckpointError` or `MemoryBudgetError`.
+    Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot be built.
     """
     built = build(config, progress=progress)
     return SyncEngine(built.instances, built.info, built.tokenizer, built.clock, on_close=built.close)
 
 
-def build_async_engine(config: EngineConfig, progress: Progress = untold) -> AsyncEngine:
-    """An engine with threads of its own, for servers. Raises as `build_engine`."""
+def build_async_engine(config: EngineConfig, progress: Progress = ignore_progress) -> AsyncEngine:
+    """Build an engine that steps in threads of its own, for servers, with a control plane.
+
+    Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot be built.
+    """
     built = build(config, controlled=True, progress=progress)
     return AsyncEngine(
         built.instances,
@@ -97,10 +95,14 @@ def build(
     *,
     controlled: bool = False,
     host_memory: HostMemory = pinned_memory,
-    progress: Progress = untold,
-) -> Built:
-    """Resolves, loads, places and warms. `controlled`: with a control plane even for a policy that changes nothing, so
-    that operators see the plan and may give another. `host_memory` says where variants are kept for a device.
+    progress: Progress = ignore_progress,
+) -> BuiltEngine:
+    """Resolve a configuration, load the model, place it on the devices and warm it up.
+
+    With `controlled` there is a control plane even if the policy changes nothing, so that operators can see the plan
+    and set another. `host_memory` returns the kind of host memory in which a device's variants are pinned.
+
+    Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot be built.
     """
     use_persistent_cache(config.compile_cache)
     resolved = resolve(config)
@@ -108,19 +110,20 @@ def build(
     load = _policy_loader(resolved) if controlled else None
     policy = load(config.policy) if load else None
     foreseen = policy.foresee(resolved.plan) if isinstance(policy, Foresees) else ()
-    step_log = None if config.step_log is None else StepLog(config.step_log, _facts(resolved))
-    tokenizer = _load_tokenizer(config, resolved.checkpoint)
+    step_log = None if config.step_log is None else StepLog(config.step_log, _step_log_header(resolved))
+    tokenizer = load_tokenizer(config, resolved.checkpoint.path, resolved.checkpoint.config.vocab_size)
     metrics = EngineMetrics(resolved.info.name, _cache_config(resolved))
     compilations = CompileCounter(metrics.compiled)
     clock = SystemClock()
     memory = host_memory(resolved.devices[0])
-    keep_full = memory is not None or resolved.devices[0].platform != "cpu"
-    source = LayerSource(resolved.checkpoint, resolved.physical, keep_full=keep_full)
-    if resolved.variants and not keep_full:
-        resolved.checkpoint.store.remember()  # before layers are loaded, which are to be the same when they come back
-    saved = saved_programs(resolved.physical, resolved.devices)
+    pin_full = memory is not None or resolved.devices[0].platform != "cpu"
+    source = LayerSource(resolved.checkpoint, resolved.padded_model, pin_full=pin_full)
+    if resolved.variants and not pin_full:
+        # Before any layer is loaded: full precision is read again later, and must then be what was loaded.
+        resolved.checkpoint.store.remember()
+    saved = saved_programs(resolved.padded_model, resolved.devices)
     instances, executors = [], []
-    for number, instance in enumerate(resolved.plan.instances):
+    for index, instance in enumerate(resolved.plan.instances):
         executor, scheduler = _build_instance(resolved, instance, compilations, Compiler(saved, progress), progress)
         executors.append(executor)
         core = EngineCore(
@@ -128,15 +131,22 @@ def build(
             resolved.info,
             tokenizer,
             metrics,
-            eos_token_ids=(*resolved.physical.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
+            eos_token_ids=(*resolved.padded_model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
             salt=assignment_id(instance.layer_precisions),
-            seed=config.seed + number,
-            static=resolved.describe(resolved.plan, number),
-            index=number,
+            seed=config.seed + index,
+            plan_fields=resolved.plan_fields(resolved.plan, index),
+            index=index,
         )
         if config.warmup:
             executor.warm()
-            _warm_variants(resolved, instance, executor, source, [plan.instances[number] for plan in foreseen])
+            warm_variants(
+                executor,
+                resolved.padded_model,
+                instance,
+                resolved.variants,
+                source.parameters,
+                [plan.instances[index] for plan in foreseen],
+            )
             executor.settle()
             trim_heap()
         logged = None if step_log is None else InstanceLog(step_log, core, resolved.buckets)
@@ -144,9 +154,9 @@ def build(
 
     actuator = control = None
     if load and policy:
-        pairs = [Instance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
-        actuator = _actuator(resolved, pairs, source, metrics, memory)
-        control = _control_plane(resolved, policy, load, instances, actuator, clock, step_log)
+        running = [RunningInstance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
+        actuator = _build_actuator(resolved, running, source, metrics, memory)
+        control = _build_control_plane(resolved, policy, load, instances, actuator, clock, step_log)
 
     def close() -> None:
         for part in (control, actuator, step_log):
@@ -157,33 +167,33 @@ def build(
             executor.close()
         source.close()
 
-    return Built(
+    return BuiltEngine(
         tuple(instances), resolved.info, tokenizer, metrics, clock, control, actuator, close, resolved, compilations
     )
 
 
-def _actuator(
+def _build_actuator(
     resolved: Resolved,
-    instances: Sequence[Instance],
+    instances: Sequence[RunningInstance],
     source: LayerSource,
     metrics: EngineMetrics,
     memory: str | None,
 ) -> PlanActuator:
-    """What carries changes of the plan out, with every variant in the host's memory if there is more than one.
+    """Load every variant into the host's memory, and return an actuator for the instances.
 
-    They are in the devices' `memory` of this kind there, if it has one. Where the host is the device, and has one
-    instance, rows use what is kept: no copy for such a layer.
+    Variants lie in the host memory of kind `memory`, if the devices have one. Where the host is the device and there
+    is one instance, layers run on the pinned arrays themselves, without a copy.
     """
     place: Place | None = None
-    in_place = memory is None and resolved.kept.in_place
+    in_place = memory is None and resolved.pinned.in_place
     if memory is not None and resolved.variants:
-        place = keeper([instance.executor for instance in instances], memory)
+        place = pinned_store([instance.executor for instance in instances], memory)
     elif in_place:
         place = instances[0].executor.place
     for block, precision in resolved.layer_bytes if resolved.variants else ():
         source.load(block, precision, place)
-        if in_place and precision in resolved.kept.used:
-            _use_kept(instances[0].executor, source, block, precision)
+        if in_place and precision in resolved.pinned.in_place_precisions:
+            _run_on_pinned(instances[0].executor, source, block, precision)
     return PlanActuator(
         resolved.plan,
         instances,
@@ -191,20 +201,18 @@ def _actuator(
         metrics,
         ledger=resolved.ledger,
         entries=resolved.ledger_entries,
-        describe=resolved.describe,
+        plan_fields=resolved.plan_fields,
         copy_rate=_copy_rate(resolved),
         copy_share=COPY_SHARES[resolved.devices[0].platform],
     )
 
 
-def _use_kept(executor: BlockExecutor, source: LayerSource, block: str, precision: str) -> None:
-    """Makes the row of what is kept, and has a layer that runs in this precision from the start use it, instead of what
-    it was loaded with.
-    """
-    row = executor.prepare(block, source.parameters(block, precision), precision)
-    if any((row.block, row.precision) == (block, precision) for row in executor.blocks):
-        for loaded in executor.replace([row]):
-            loaded.free()
+def _run_on_pinned(executor: BlockExecutor, source: LayerSource, block: str, precision: str) -> None:
+    """Prepare a layer on its pinned arrays, and free the copy it was loaded with if it runs in this precision now."""
+    prepared = executor.prepare(block, source.parameters(block, precision), precision)
+    if any((running.block, running.precision) == (block, precision) for running in executor.blocks):
+        for replaced in executor.replace([prepared]):
+            replaced.free()
 
 
 def _copy_rate(resolved: Resolved) -> float:
@@ -212,12 +220,12 @@ def _copy_rate(resolved: Resolved) -> float:
 
 
 def _policy_loader(resolved: Resolved) -> Callable[..., Policy]:
-    """Makes a policy for this engine from what names it."""
+    """Return `load_policy` with the arguments that describe this engine."""
     resources, slo_ttft = resolved.resources(_copy_rate(resolved)), resolved.config.slo_ttft
     return partial(load_policy, resources=resources, swap_order=_swap_order(resolved), slo_ttft=slo_ttft)
 
 
-def _control_plane(
+def _build_control_plane(
     resolved: Resolved,
     policy: Policy,
     load: Callable[..., Policy],
@@ -226,11 +234,10 @@ def _control_plane(
     clock: Clock,
     step_log: StepLog | None,
 ) -> ControlPlane:
-    """The controller of the plan, with the policy that it asks."""
     config = resolved.config
     resources = resolved.resources(_copy_rate(resolved))
-    kind = Controller if step_log is None else partial(LoggedController, step_log)
-    controller = kind(resolved.plan, policy, resources, actuator=actuator)
+    make_controller = Controller if step_log is None else partial(LoggedController, step_log)
+    controller = make_controller(resolved.plan, policy, resources, actuator=actuator)
     return ControlPlane(
         controller,
         resources,
@@ -239,12 +246,12 @@ def _control_plane(
         snapshots=lambda: [steps.core.snapshot for steps in instances],
         policy_names=POLICY_NAMES,
         load_policy=load,
-        started_with=str(config.policy),  # which may be a file
+        started_with=str(config.policy),
     )
 
 
 def _cache_config(resolved: Resolved) -> dict[str, Any]:
-    """Return how the KV cache is set up, under the names of vLLM's metric."""
+    """Return the labels of the KV cache's info metric, named as in vLLM."""
     config = resolved.config
     return {
         "block_size": config.page_size,
@@ -253,8 +260,8 @@ def _cache_config(resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def _facts(resolved: Resolved) -> dict[str, Any]:
-    """What a step log says of the engine first."""
+def _step_log_header(resolved: Resolved) -> dict[str, Any]:
+    """Return the facts about the engine that a step log begins with."""
     config, resources = resolved.config, resolved.resources(_copy_rate(resolved))
     controlled = config.policy != STATIC
     return {
@@ -278,48 +285,53 @@ def _facts(resolved: Resolved) -> dict[str, Any]:
 def _swap_order(resolved: Resolved) -> tuple[int, ...]:
     checkpoint = resolved.checkpoint
     weights = partial(fingerprint, checkpoint)
-    return swap_order(checkpoint.path, resolved.physical.num_layers, resolved.variants, weights)
+    return swap_order(checkpoint.path, resolved.padded_model.num_layers, resolved.variants, weights)
 
 
 def _build_instance(
     resolved: Resolved, instance: InstancePlan, compilations: CompileCounter, compiler: Compiler, progress: Progress
 ) -> tuple[BlockExecutor, Scheduler]:
     config, buckets = resolved.config, resolved.buckets
-    builder = BlockBuilder(resolved.physical)
-    rows: list[LoadedBlock] = []
+    builder = BlockBuilder(resolved.padded_model)
+    blocks: list[LoadedBlock] = []
     pools: list[Callable[[int], Pool]] = []
     total = len(instance.blocks)
     for stage in instance.stages:
         placement = Placement(tuple(resolved.devices[i] for i in stage.devices))
         for block in stage.blocks:
             rounding = resolved.checkpoint.is_rounded(block.block, block.precision)
-            progress(QUANTISING if rounding else READING, len(rows), total)
-            tensors = resolved.checkpoint.variant(block.block, block.precision, resolved.physical)
-            if block.block == "head" and resolved.physical.tie_embeddings and rows[0].placement == placement:
-                tensors |= {"weight": jax.tree.unflatten(jax.tree.structure(tensors["weight"]), rows[0].leaves)}
-            rows.append(builder.build(block.block, tensors, placement, block.precision))
-            resolved.checkpoint.forget(block.block, block.precision)  # else a prepared layer would be there twice
+            progress(QUANTISING if rounding else READING, len(blocks), total)
+            tensors = resolved.checkpoint.variant(block.block, block.precision, resolved.padded_model)
+            if block.block == "head" and resolved.padded_model.tie_embeddings and blocks[0].placement == placement:
+                tensors |= {"weight": jax.tree.unflatten(jax.tree.structure(tensors["weight"]), blocks[0].leaves)}
+            blocks.append(builder.build(block.block, tensors, placement, block.precision))
+            # Otherwise a prepared layer would be in memory twice.
+            resolved.checkpoint.forget(block.block, block.precision)
             if is_layer(block.block):
                 pools.append(_pool_maker(resolved, placement))
     progress(READING, total, total)
     scheduler, table = resolved.scheduler(instance)
     sampler = DeviceSampler(
-        rows[-1].placement,
+        blocks[-1].placement,
         slots=buckets.max_num_seqs,
-        vocab=resolved.physical.vocab_rows,
+        vocab=resolved.padded_model.vocab_rows,
         max_len=resolved.info.max_model_len,
         top_logprobs=max(resolved.info.max_logprobs, 1),
         backend=config.kernel_backend,
     )
     fused = _fused_tier(resolved, compilations, compiler)
     executor = BlockExecutor(
-        rows, Pools(pools, resolved.segments), builder, sampler, buckets, table, config.page_size, fused, compiler
+        blocks, Pools(pools, resolved.segments), builder, sampler, buckets, table, config.page_size, fused, compiler
     )
     return executor, scheduler
 
 
 def _fused_tier(resolved: Resolved, compilations: CompileCounter, compiler: Compiler) -> FusedTier | None:
-    """On CPU at warm-up: it takes half a second a shape there, and later it would take the steps' cores."""
+    """Return the fused tier that the configuration asks for, or None.
+
+    On CPU steps are fused at warm-up only, unless `fuse` asks for more: fusing takes half a second a shape there, and
+    later it would take cores from the steps.
+    """
     config, on_cpu = resolved.config, resolved.devices[0].platform == "cpu"
     if config.fuse is False or (config.fuse is None and on_cpu and not config.warmup):
         return None
@@ -327,40 +339,9 @@ def _fused_tier(resolved: Resolved, compilations: CompileCounter, compiler: Comp
     return FusedTier(compilations, patience=PATIENCE if background else None, at_warmup=on_cpu, compiler=compiler)
 
 
-def _warm_variants(
-    resolved: Resolved,
-    instance: InstancePlan,
-    executor: BlockExecutor,
-    source: LayerSource,
-    foreseen: Sequence[InstancePlan],
-) -> None:
-    """Compiles what a change of any layer's precision will need, with one layer of each kind at a time, and fuses the
-    mixtures that are foreseen.
-    """
-    model = resolved.physical
-    outlines: dict[BlockPlan, BlockSignature] = {}
-    for stage in instance.stages:
-        layers = {b.block: layer_index(b.block) for b in stage.blocks if is_layer(b.block)}
-        kinds = {name: (model.is_sparse(layer), model.window(layer)) for name, layer in layers.items()}
-        warm = {(kinds[row.block], row.precision): row.signature() for row in executor.blocks if row.block in kinds}
-        for name, kind in kinds.items():
-            for precision in resolved.variants:
-                if (kind, precision) not in warm:
-                    row = executor.prepare(name, source.parameters(name, precision), precision)
-                    executor.warm_layer(row)
-                    warm[kind, precision] = row.signature()
-                    row.free()
-        for (kind, precision), outline in warm.items():
-            outlines |= {BlockPlan(name, precision): outline for name in kinds if kinds[name] == kind}
-    for plan in foreseen:
-        layers = [block for block in plan.blocks if is_layer(block.block)]
-        if outlines.keys() >= set(layers):  # a policy of the user's may foresee what cannot be
-            executor.fuse_decodes([outlines[block] for block in layers])
-
-
 def _pool_maker(resolved: Resolved, placement: Placement) -> Callable[[int], Pool]:
-    """Makes segments of a layer's KV pool, of any number of pages."""
-    model = resolved.physical
+    """Return a function that allocates a segment of a layer's KV pool, given its number of pages."""
+    model = resolved.padded_model
     return partial(
         kv_pool,
         kv_heads=model.num_kv_heads,
@@ -369,43 +350,3 @@ def _pool_maker(resolved: Resolved, placement: Placement) -> Callable[[int], Poo
         dtype=resolved.kv_dtype,
         device=placement.sharding(POOL_AXES),
     )
-
-
-def check_serves_text(config: EngineConfig) -> None:
-    """Raise `CheckpointError` for a model without a tokenizer, unless it is to be served without one.
-
-    Random weights (`load_format` "dummy") need none.
-    """
-    if config.model is None or config.tokenizer is not None or config.skip_tokenizer_init:
-        return
-    folder = Path(config.model)
-    if config.load_format != "dummy" and (folder / "config.json").is_file() and not has_vocabulary(folder):
-        raise CheckpointError(
-            f"{missing_vocabulary(folder)}. Name another folder or file by --tokenizer; or, by --skip-tokenizer-init,"
-            " serve prompts of token ids alone"
-        )
-
-
-def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """Return the model's tokenizer, or None where its folder has none: prompts are then token ids."""
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is None and not has_vocabulary(checkpoint.path):
-        log.warning("%s: prompts must be token ids", missing_vocabulary(checkpoint.path))
-        return None
-    source = checkpoint.path if config.tokenizer is None else config.tokenizer
-    tokenizer = Tokenizer.load(source, config.chat_template)
-    if tokenizer.builtin_template is not None and config.chat_template is None:
-        log.warning(
-            "%s has no chat template: conversations are written in the built-in format %r (--chat-template)",
-            source,
-            tokenizer.builtin_template,
-        )
-    if tokenizer.vocab_size > checkpoint.config.vocab_size:
-        log.warning(
-            "the tokenizer in %s has %d tokens and the model %d: a prompt with one of the others is refused",
-            source,
-            tokenizer.vocab_size,
-            checkpoint.config.vocab_size,
-        )
-    return tokenizer

@@ -13,7 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.engine_options import EngineOptions
 from jaxserve.core.errors import EngineStopped, NoTokenizer, RequestError
 from jaxserve.core.options import keyword_signature
-from jaxserve.core.progress import Progress, untold
+from jaxserve.core.progress import Progress, ignore_progress
 from jaxserve.core.request import RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import Prompt, TextPrompt
@@ -34,7 +34,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, progress: Progress = untold, **options: Unpack[EngineOptions]
+        self, model: str | Path | None = None, *, progress: Progress = ignore_progress, **options: Unpack[EngineOptions]
     ):
         """`model`: a directory in Hugging Face layout (default: the bundled model).
 

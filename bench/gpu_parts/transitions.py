@@ -20,7 +20,7 @@ import jax
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.morph_parts.steady import found_in
 from jaxserve import SamplingParams
-from jaxserve.build import Built, build
+from jaxserve.build import BuiltEngine, build
 from jaxserve.control.plan import Plan
 from jaxserve.control.plan_yaml import from_yaml, to_yaml
 from jaxserve.core.config import EngineConfig
@@ -99,7 +99,7 @@ def _all_in(plan: Plan, count: int, precision: str) -> Plan:
 
 
 @asynccontextmanager
-async def _serving(built: Built) -> AsyncIterator[AsyncEngine]:
+async def _serving(built: BuiltEngine) -> AsyncIterator[AsyncEngine]:
     engine = AsyncEngine(
         built.instances,
         built.info,
@@ -115,7 +115,7 @@ async def _serving(built: Built) -> AsyncIterator[AsyncEngine]:
         await engine.shutdown()
 
 
-async def _one_answer(built: Built) -> list[int]:
+async def _one_answer(built: BuiltEngine) -> list[int]:
     async with _serving(built) as engine:
         return await _answer(engine, 7, CHECKED)
 
@@ -130,7 +130,7 @@ async def _answer(engine: AsyncEngine, number: int, tokens: int) -> list[int]:
     return found
 
 
-async def _changed(built: Built, counts: Sequence[int], times: int) -> dict[str, Any]:
+async def _changed(built: BuiltEngine, counts: Sequence[int], times: int) -> dict[str, Any]:
     """Change layers and pools beside streams, then answer one prompt in each of three plans."""
     memory: list[dict[str, Any]] = []
     answers: dict[str, list[int]] = {}
@@ -179,7 +179,7 @@ async def _changed(built: Built, counts: Sequence[int], times: int) -> dict[str,
     return {"memory": memory, "answers": answers, "served": served}
 
 
-def _slots(built: Built) -> int:
+def _slots(built: BuiltEngine) -> int:
     return built.resolved.buckets.max_num_seqs
 
 
@@ -189,7 +189,7 @@ async def _stream(engine: AsyncEngine, number: int, tokens: int, stop: asyncio.E
         lengths.append(len(await _answer(engine, 100 + number, tokens)))
 
 
-async def _reach(built: Built, plan: Plan) -> None:
+async def _reach(built: BuiltEngine, plan: Plan) -> None:
     """Give the control plane a plan and wait until it is in force. Raises `TimeoutError`."""
     await asyncio.sleep(SETTLE_S)
     assert built.control is not None
@@ -201,7 +201,7 @@ async def _reach(built: Built, plan: Plan) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-def _memory(built: Built) -> dict[str, Any]:
+def _memory(built: BuiltEngine) -> dict[str, Any]:
     """Bytes that the device says are in use, and those of the ledger."""
     stats = jax.devices()[0].memory_stats() or {}
     return {

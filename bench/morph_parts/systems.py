@@ -78,13 +78,15 @@ def envelope(setup: Setup, name: str = INT4) -> Envelope:
     """
     resolved = _resolved(setup, name, setup.kv_pages)
     (stage,) = resolved.stages
-    full, layers = resolved.physical.dtype, resolved.physical.num_layers
+    full, layers = resolved.padded_model.dtype, resolved.padded_model.num_layers
 
     def layers_in(precisions: tuple[str, ...]) -> int:
         named = enumerate((*precisions, *[full] * (layers - len(precisions))))
         return sum(resolved.layer_bytes[f"layers.{layer}", precision] for layer, precision in named)
 
-    return Envelope(stage.page, layers_in(()), layers_in(swap_precisions(name, layers)), stage.exchange, full, layers)
+    return Envelope(
+        stage.page, layers_in(()), layers_in(swap_precisions(name, layers)), stage.swap_buffer, full, layers
+    )
 
 
 def _resolved(setup: Setup, name: str, kv_pages: int, max_kv_pages: int | None = None) -> Resolved:

@@ -1,7 +1,16 @@
-"""Transitions of the plan on real arrays: prepared beside serving, committed between two steps."""
+"""The actuator: carries out transitions on real arrays, prepared while steps run and committed between two steps."""
 
-from jaxserve.actuator.actuator import Instance, PlanActuator
+from jaxserve.actuator.actuator import PlanActuator, RunningInstance
 from jaxserve.actuator.copying import LayerSource, Place, Throttle
-from jaxserve.actuator.pinned import HostMemory, keeper, pinned_memory
+from jaxserve.actuator.pinned import HostMemory, pinned_memory, pinned_store
 
-__all__ = ["HostMemory", "Instance", "LayerSource", "Place", "PlanActuator", "Throttle", "keeper", "pinned_memory"]
+__all__ = [
+    "HostMemory",
+    "LayerSource",
+    "Place",
+    "PlanActuator",
+    "RunningInstance",
+    "Throttle",
+    "pinned_memory",
+    "pinned_store",
+]

@@ -1,9 +1,9 @@
-"""PlanActuator: carries transitions out, one batch after the other, in a thread of its own.
+"""PlanActuator: carries out transitions of the plan in its own thread, one batch after the other.
 
-Each has two phases. What it needs is prepared while steps go on: layers' variants are copied beside the rows in use. It
-is committed between two steps of its instance, in that instance's thread: references are exchanged, and from the next
-step on the plan after it is in force. What it replaced is freed when the steps that use it have ended; only then does
-the ledger let the next batch have the memory. A batch that fails in any phase leaves everything as it was.
+A batch is first prepared while steps go on: for example, variants of layers are copied next to those in use. Then it is
+committed between two steps of its instance, in the instance's thread: references are exchanged, and from the next step
+on the new plan is in force. What was replaced is freed when the steps that use it have ended. Only then does the ledger
+release its memory for the next batch. A batch that fails in any phase changes nothing.
 """
 
 import logging
@@ -19,7 +19,15 @@ from jaxserve.actuator.copying import LayerSource, Throttle
 from jaxserve.control.diff import apply
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import Plan
-from jaxserve.control.transitions import PATIENCE, TRY_AGAIN, Outcome, ResizeKVPool, SwapPrecision, Transition, batches
+from jaxserve.control.transitions import (
+    SHRINK_PATIENCE,
+    SHRINK_RETRY,
+    Outcome,
+    ResizeKVPool,
+    SwapPrecision,
+    Transition,
+    batches,
+)
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.precision import assignment_id
 from jaxserve.engine.loop import StepLoop
@@ -31,49 +39,50 @@ from jaxserve.telemetry import EngineMetrics, Snapshot
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN = 0.2  # seconds after which a thread that waits for a step looks whether it is to end
+CLOSING_CHECK_S = 0.2  # how often the thread checks, while it waits for a step, whether the actuator is closing
 
 
 @dataclass(frozen=True)
-class Instance:
-    """What transitions change of one instance of the plan."""
+class RunningInstance:
+    """A running instance of the plan, as far as transitions change it."""
 
     steps: StepLoop
     executor: BlockExecutor
 
 
 class Cancelled(JaxserveError):
-    """The actuator was closed before the transition had ended."""
+    """A transition that was cut off because the actuator was closed."""
 
 
 class PlanActuator:
-    """The `control.Actuator` of real devices."""
+    """An actuator (`control.Actuator`) for real devices."""
 
     def __init__(
         self,
         plan: Plan,
-        instances: Sequence[Instance],
+        instances: Sequence[RunningInstance],
         source: LayerSource,
         metrics: EngineMetrics,
         *,
         ledger: Ledger,
         entries: Callable[[Plan], Mapping[str, int]],
-        describe: Callable[[Plan, int], Snapshot],
+        plan_fields: Callable[[Plan, int], Snapshot],
         copy_rate: float,
         copy_share: float,
     ):
-        """`plan` is the one in force. `entries` are the bytes of a plan in the ledger, by name; `describe` gives the
-        fields of an instance's snapshots that follow from a plan. Copies beside running steps take `copy_rate` bytes/s
-        and `copy_share` of a core, at most.
+        """`plan` is in force now. `entries(plan)` returns the plan's bytes in the ledger, by name.
+
+        `plan_fields(plan, index)` returns the fields of an instance's snapshots that follow from a plan. While steps
+        run, copies take at most `copy_rate` bytes/s and a share `copy_share` of a core.
         """
         self._plan = plan
         self._instances = tuple(instances)
         self._source, self._metrics = source, metrics
         self._copy_rate, self._copy_share = copy_rate, copy_share
-        self._ledger, self._entries, self._describe = ledger, entries, describe
+        self._ledger, self._entries, self._plan_fields = ledger, entries, plan_fields
         self._waiting: queue.SimpleQueue[Sequence[Transition] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._under_way = 0  # sequences of transitions that were started and have not ended
+        self._unfinished = 0  # calls of `start` whose transitions have not ended
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxserve-actuator", daemon=True)
@@ -81,31 +90,32 @@ class PlanActuator:
 
     @property
     def busy(self) -> bool:
-        """Whether a transition is still to end. When not, `poll` has all outcomes."""
+        """True while a transition has not ended. Once it is False, `poll` returns all outcomes."""
         with self._lock:
-            return self._under_way > 0
+            return self._unfinished > 0
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """Plan in force."""
         return self._plan
 
     def start(self, transitions: Sequence[Transition]) -> None:
-        """Begins to carry transitions out, in order; returns at once. From any thread. Mutates."""
+        """Begin to carry out transitions in order, and return at once. May be called from any thread."""
         with self._lock:
-            self._under_way += 1
+            self._unfinished += 1
         self._waiting.put(tuple(transitions))
 
     def poll(self) -> Sequence[Outcome]:
-        """What has ended since the last call, in order. Mutates."""
+        """Return the outcomes of transitions that have ended since the last call, in order."""
         outcomes = []
         while not self._outcomes.empty():
             outcomes.append(self._outcomes.get())
         return outcomes
 
     def close(self) -> None:
-        """Ends the thread; to be called when no loop steps any more. A transition that has not ended is dropped.
-        Idempotent. Mutates.
+        """End the thread, and drop transitions that have not ended. Call it when no instance runs steps any more.
+
+        May be called several times.
         """
         self._closing.set()
         self._waiting.put(None)
@@ -122,103 +132,110 @@ class PlanActuator:
                 if outcomes[-1].error is not None:
                     break
             with self._lock:
-                self._under_way -= 1
+                self._unfinished -= 1
 
     def _attempt(self, batch: Sequence[Transition]) -> list[Outcome]:
-        """All of a batch, or the failure of its first transition, with which the others are dropped."""
+        """Carry out a batch. Return the outcomes of all its transitions, or of the first one if the batch failed."""
         begin = time.monotonic()
         error: str | None = None
         try:
             self._carry_out(batch)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-            unexpected = not isinstance(failure, JaxserveError | ValueError)  # pages in use, no room in the ledger
+            # Expected failures: pages that are in use (a ValueError), no room in the ledger, a changed checkpoint.
+            unexpected = not isinstance(failure, JaxserveError | ValueError)
             names = "; ".join(map(str, batch))
             log.warning("plan %d stays in force: %s: %s", self._plan.version, names, error, exc_info=unexpected)
         seconds = time.monotonic() - begin
-        ended = batch[:1] if error else batch
-        for transition in ended:
+        finished = batch[:1] if error else batch
+        for transition in finished:
             self._metrics.transition(type(transition).__name__, "failed" if error else "done", seconds)
-        return [Outcome(transition, error, seconds) for transition in ended]
+        return [Outcome(transition, error, seconds) for transition in finished]
 
     def _carry_out(self, batch: Sequence[Transition]) -> None:
         after = apply(self._plan, batch)
         instance = self._instances[batch[0].instance]
         match batch:
             case (ResizeKVPool() as transition,) if transition.after >= transition.before:
-                self._extend(instance, transition, after)
+                self._grow_pools(instance, transition, after)
             case (ResizeKVPool() as transition,):
-                self._reduce(instance, transition, after)
+                self._shrink_pools(instance, transition, after)
             case _:
-                self._exchange(instance, [swap for swap in batch if isinstance(swap, SwapPrecision)], after)
+                self._swap_layers(instance, [swap for swap in batch if isinstance(swap, SwapPrecision)], after)
 
-    def _exchange(self, instance: Instance, swaps: Sequence[SwapPrecision], after: Plan) -> None:
-        """Prepares layers' variants and puts them in the place of those in use.
+    def _swap_layers(self, instance: RunningInstance, swaps: Sequence[SwapPrecision], after: Plan) -> None:
+        """Prepare variants of layers, and replace those in use by them between two steps.
 
-        While there are both, the ledger has the larger ones among the weights, and room for the smaller one of one.
+        Until then both variants are resident. The ledger books the larger one of every layer as weights, and the swap
+        buffer has room for the smaller variant of one layer.
         """
-        number, needed = swaps[0].instance, any(swap.bytes_needed for swap in swaps)
+        index, needed = swaps[0].instance, any(swap.bytes_needed for swap in swaps)
         throttle = self._throttle(instance)
         self._ledger.update(self._entries(after if needed else self._plan))
-        blocks = {swap.block for swap in swaps}
-        replaced, prepared = [row for row in instance.executor.blocks if row.block in blocks], list[LoadedBlock]()
+        names = {swap.block for swap in swaps}
+        replaced = [block for block in instance.executor.blocks if block.block in names]
+        prepared: list[LoadedBlock] = []
 
-        def drop() -> None:
-            for row in (*replaced, *prepared):
-                if all(other is not row for other in instance.executor.blocks):
-                    row.free()
+        def free_unused() -> None:
+            for block in (*replaced, *prepared):
+                if all(used is not block for used in instance.executor.blocks):
+                    block.free()
                     throttle.worked()
 
         try:
             for swap in swaps:
                 prepared.append(self._prepare(instance, throttle, swap.block, swap.after))
-            self._between_steps(instance, lambda done: self._swap(instance, number, prepared, after, done))
+            self._between_steps(instance, lambda done: self._commit_swap(instance, index, prepared, after, done))
         except BaseException:
-            drop()
+            free_unused()
             self._ledger.update(self._entries(self._plan))
             raise
-        self._end(drop, after)
+        self._end(free_unused, after)
 
-    def _extend(self, instance: Instance, transition: ResizeKVPool, after: Plan) -> None:
-        """Makes what pools of so many pages need beside what they have, and puts it behind that."""
+    def _grow_pools(self, instance: RunningInstance, transition: ResizeKVPool, after: Plan) -> None:
+        """Allocate the segments that the pools lack for the new number of pages, and append them between two steps."""
         self._ledger.update(self._entries(after))
         growth: Growth = []
         try:
             growth = instance.executor.pools.prepare(transition.after)
-            self._between_steps(instance, lambda done: self._grow(instance, transition, growth, after, done))
+            self._between_steps(instance, lambda done: self._commit_growth(instance, transition, growth, after, done))
         except BaseException:
             free(growth)
             self._ledger.update(self._entries(self._plan))
             raise
 
-    def _reduce(self, instance: Instance, transition: ResizeKVPool, after: Plan) -> None:
-        """Takes pages away once so many are not in use. They were when that was decided; since then some may have been
-        handed out, and under load as many come back soon.
+    def _shrink_pools(self, instance: RunningInstance, transition: ResizeKVPool, after: Plan) -> None:
+        """Take pages away as soon as enough of them are free; raise `PagesInUse` after `SHRINK_PATIENCE` seconds.
+
+        Enough were free when the plan was decided. Sequences may have taken some since, and others soon return theirs.
         """
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + SHRINK_PATIENCE
         while True:
             try:
-                return self._between_steps(instance, lambda done: self._shrink(instance, transition, after, done))
+                return self._between_steps(
+                    instance, lambda done: self._commit_shrink(instance, transition, after, done)
+                )
             except PagesInUse:
                 if time.monotonic() >= end:
                     raise
-            self._closing.wait(TRY_AGAIN)
+            self._closing.wait(SHRINK_RETRY)
 
-    def _throttle(self, instance: Instance) -> Throttle:
-        """For this thread's work beside the instance's steps: copies, and what Python does for layers without any."""
+    def _throttle(self, instance: RunningInstance) -> Throttle:
+        """Return a throttle for this thread's work while the instance runs steps: copies, and Python code."""
         steps = instance.steps
         return Throttle(self._copy_rate, self._copy_share, lambda: not steps.idle, self._closing.wait)
 
-    def _prepare(self, instance: Instance, throttle: Throttle, block: str, precision: str) -> LoadedBlock:
-        """Copies a layer's variant to the devices beside the row in use."""
+    def _prepare(self, instance: RunningInstance, throttle: Throttle, block: str, precision: str) -> LoadedBlock:
+        """Copy a variant of a layer to the devices, next to the one in use."""
         throttle.worked()
         parameters = self._source.parameters(block, precision, between=throttle.worked)
         return instance.executor.prepare(block, parameters, precision, copied=throttle.copied)
 
-    def _between_steps(self, instance: Instance, commit: Callable[[Future[None]], None]) -> None:
-        """Has `commit` run between two steps, and waits until it has settled its future. Raises what it raised, and
-        `Cancelled` if the actuator is closed before that: no step follows then, so that it may have been committed
-        (the plan in force says so) and never be told that the steps before have ended.
+    def _between_steps(self, instance: RunningInstance, commit: Callable[[Future[None]], None]) -> None:
+        """Have the instance call `commit` between two steps, and wait until `commit` has completed its future.
+
+        Raise what `commit` raised. Raise `Cancelled` if the actuator is closed meanwhile. As no further step runs then,
+        the change may have been committed (the plan in force shows it) although its future never completes.
         """
         done: Future[None] = Future()
 
@@ -233,39 +250,42 @@ class PlanActuator:
         instance.steps.call(run)
         while True:
             try:
-                return done.result(LOOK_AGAIN)
+                return done.result(CLOSING_CHECK_S)
             except NotYet:
                 if self._closing.is_set():
                     done.cancel()
                     raise Cancelled("the engine is closing") from None
 
-    # -- between two steps, in the instance's thread: in force at once, or everything is as it was
+    # -- between two steps, in the instance's thread: each commit succeeds as a whole or changes nothing
 
-    def _swap(
-        self, instance: Instance, number: int, rows: Sequence[LoadedBlock], after: Plan, done: Future[None]
+    def _commit_swap(
+        self, instance: RunningInstance, index: int, prepared: Sequence[LoadedBlock], after: Plan, done: Future[None]
     ) -> None:
         executor = instance.executor
         with ExitStack() as undo:
-            undo.callback(executor.replace, executor.replace(rows))
-            self._replan(instance, number, after, undo)
+            undo.callback(executor.replace, executor.replace(prepared))
+            self._replan(instance, index, after, undo)
             undo.pop_all()
         self._plan = after
         instance.steps.after_dispatched(lambda: done.set_result(None))
 
-    def _grow(
-        self, instance: Instance, transition: ResizeKVPool, growth: Growth, after: Plan, done: Future[None]
+    def _commit_growth(
+        self, instance: RunningInstance, transition: ResizeKVPool, growth: Growth, after: Plan, done: Future[None]
     ) -> None:
         scheduler, count = instance.steps.core.scheduler, transition.after - transition.before
         with ExitStack() as undo:
             scheduler.grow(count)
-            undo.callback(scheduler.shrink, count, lambda moves: None)  # they hold nothing yet
+            # The new pages hold nothing yet, so that none needs to be moved.
+            undo.callback(scheduler.shrink, count, lambda moves: None)
             self._replan(instance, transition.instance, after, undo)
             instance.executor.pools.extend(growth)
             undo.pop_all()
         self._plan = after
         done.set_result(None)
 
-    def _shrink(self, instance: Instance, transition: ResizeKVPool, after: Plan, done: Future[None]) -> None:
+    def _commit_shrink(
+        self, instance: RunningInstance, transition: ResizeKVPool, after: Plan, done: Future[None]
+    ) -> None:
         def move(moves: Mapping[int, int]) -> None:
             instance.executor.shrink_pools(moves, transition.after)
 
@@ -280,23 +300,23 @@ class PlanActuator:
         steps = instance.steps
         with ExitStack() as undo:
             self._replan(instance, transition.instance, after, undo)
-            steps.core.scheduler.shrink(transition.before - transition.after, move)  # last: it cannot be undone
+            # Last, because moved pages cannot be moved back.
+            steps.core.scheduler.shrink(transition.before - transition.after, move)
             undo.pop_all()
         self._plan = after
-        # The device gives the memory back after the steps that are dispatched, and before the one after them.
+        # The device frees the memory after the steps that are already dispatched, and before the step that follows.
         steps.after_dispatched(lambda: steps.after_dispatched(ended))
 
-    def _replan(self, instance: Instance, number: int, after: Plan, undo: ExitStack) -> None:
-        """Tells the core what follows from the plan after. `undo` gets what takes it back."""
+    def _replan(self, instance: RunningInstance, index: int, after: Plan, undo: ExitStack) -> None:
+        """Give the engine core what follows from the new plan, and add a callback to `undo` that reverts it."""
         core = instance.steps.core
-        salt, static = assignment_id(after.instances[number].layer_precisions), self._describe(after, number)
-        undo.callback(core.replan, core.salt, core.static)
-        core.replan(salt, static)
+        undo.callback(core.replan, core.salt, core.plan_fields)
+        core.replan(assignment_id(after.instances[index].layer_precisions), self._plan_fields(after, index))
 
     def _end(self, free: Callable[[], None], after: Plan) -> None:
-        """No step uses what has been replaced any more: frees it, and lets the next transition have the memory.
+        """Free what has been replaced, which no step uses any more, and release its memory in the ledger.
 
-        The plan after is in force, so that the transition has not failed even where this does.
+        The new plan is in force already. If freeing fails, the error is logged and the transition counts as done.
         """
         try:
             free()

@@ -1,4 +1,4 @@
-"""Variants in pinned memory of the host: pages that stay where they are, which devices read by themselves (DMA)."""
+"""Variants in pinned host memory, which is never paged out, so that devices read it directly (DMA)."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -13,73 +13,74 @@ from jaxserve.parallel.placement import Placement
 log = logging.getLogger(__name__)
 
 PINNED = "pinned_host"
-MOST = 48_000_000_000  # bytes that are kept: of 64 GB (XLA's default on GPU), through which other transfers go too
-HostMemory = Callable[[jax.Device], str | None]  # the kind of a device's memory on the host to keep variants in
+# XLA has 64 GB of pinned memory by default on GPU. Other transfers use it too.
+MAX_PINNED_BYTES = 48_000_000_000
+HostMemory = Callable[[jax.Device], str | None]  # returns the kind of host memory for a device's variants
 
 
 def pinned_memory(device: jax.Device) -> str | None:
-    """Pinned memory where a device has it; None where it has none, or the host is the device."""
+    """Return the kind of a device's pinned memory; None if it has none, or if the host is the device."""
     if device.platform == "cpu":
         return None
     return PINNED if PINNED in {memory.kind for memory in device.addressable_memories()} else None
 
 
-def keeper(executors: Sequence[BlockExecutor], memory: str) -> "Keeper | None":
-    """What keeps variants for these instances in a memory of the host; None, and a warning, where that does not work.
+def pinned_store(executors: Sequence[BlockExecutor], memory: str) -> "PinnedStore | None":
+    """Return a store for the instances' variants in a kind of host memory; None, with a warning, if that fails.
 
-    That is tried with a few bytes: an error would otherwise come with the first change of the plan.
+    A few bytes are copied as a test. Otherwise an error would appear only at the first change of the plan.
     """
     first, *_ = executors
-    ways = {
-        (kept.placement, row.placement)
+    routes = {
+        (pinned.placement, used.placement)
         for executor in executors
-        for kept, row in zip(first.blocks, executor.blocks, strict=True)
+        for pinned, used in zip(first.blocks, executor.blocks, strict=True)
     }
     try:
-        for kept, used in ways:
-            _try(kept, used, memory)
+        for source, target in routes:
+            _check_copy(source, target, memory)
     except Exception as error:
         _warn(memory, error)
         return None
-    return Keeper(first.place, memory)
+    return PinnedStore(first.place, memory)
 
 
-class Keeper:
-    """Puts variants into a memory of the host, split as the first instance's rows are: what a device will use lies
-    there in one piece, and devices of other instances use the same pieces.
+class PinnedStore:
+    """A store of variants in a kind of host memory, split over devices as the first instance's layers are.
 
-    When that fails, or so much is there that steps could be left without, the rest stays in memory that can be paged.
+    Each device reads its part in one piece, and devices of other instances read the same parts. If pinning fails, or
+    would leave too little pinned memory for other transfers, the remaining variants stay in pageable memory.
     """
 
-    def __init__(self, place: Callable[..., Mapping[str, Parameter]], memory: str, most: int = MOST):
-        """`place` as `BlockExecutor.place`; `most`: bytes that may be kept."""
-        self._place, self._memory, self._left = place, memory, most
+    def __init__(self, place: Callable[..., Mapping[str, Parameter]], memory: str, max_bytes: int = MAX_PINNED_BYTES):
+        """`place` is `BlockExecutor.place` of the first instance. At most `max_bytes` are pinned."""
+        self._place, self._memory, self._remaining = place, memory, max_bytes
         self._works = True
 
     def __call__(self, block: str, parameters: Mapping[str, Parameter], precision: str) -> Mapping[str, Parameter]:
-        """A variant's parameters in the memory, or as they are. Mutates."""
+        """Return a variant's parameters in the store's memory, or unchanged if they cannot be pinned."""
         if not self._works:
             return parameters
         try:
-            self._left -= sum(leaf.nbytes for leaf in jax.tree.leaves(dict(parameters)))
-            if self._left < 0:
+            self._remaining -= sum(leaf.nbytes for leaf in jax.tree.leaves(dict(parameters)))
+            if self._remaining < 0:
                 raise MemoryError("the rest would leave too little of it for transfers")
-            kept = self._place(block, parameters, precision, self._memory)
-            jax.block_until_ready(jax.tree.leaves(dict(kept)))
+            pinned = self._place(block, parameters, precision, self._memory)
+            jax.block_until_ready(jax.tree.leaves(dict(pinned)))
         except Exception as error:
             self._works = False
             _warn(self._memory, error)
             return parameters
-        return kept
+        return pinned
 
 
-def _try(kept: Placement, used: Placement, memory: str) -> None:
-    """Copies a little from one placement's memory on the host to another's devices. Raises if it does not arrive."""
-    sent = np.arange(64 * len(kept.devices), dtype=np.int32)
+def _check_copy(source: Placement, target: Placement, memory: str) -> None:
+    """Copy a few bytes from the host memory of one placement to the devices of another; raise if they do not arrive."""
+    sent = np.arange(64 * len(source.devices), dtype=np.int32)
     for axes in (("mlp",), ()):
-        array = jax.device_put(sent, kept.sharding(axes).with_memory_kind(memory))
-        np.testing.assert_array_equal(jax.device_put(array, used.sharding(axes)), sent)
+        array = jax.device_put(sent, source.sharding(axes).with_memory_kind(memory))
+        np.testing.assert_array_equal(jax.device_put(array, target.sharding(axes)), sent)
 
 
 def _warn(memory: str, error: Exception) -> None:
-    log.warning("variants are kept in memory that can be paged, not in %s: %s: %s", memory, type(error).__name__, error)
+    log.warning("variants stay in pageable memory, not in %s: %s: %s", memory, type(error).__name__, error)

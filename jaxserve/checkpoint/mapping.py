@@ -6,7 +6,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxserve.core.aligned_arrays import zeros
+from jaxserve.core.aligned_arrays import aligned_zeros
 from jaxserve.core.block_names import layer_index
 from jaxserve.core.config import ModelConfig
 from jaxserve.parallel.padding import cast, fill, fill_gate_up, pack_gate_up, pack_o, pack_qkv, pad
@@ -157,8 +157,8 @@ def _pack_experts(target: Target, read: Read, stacked: bool) -> dict[str, np.nda
     assert padded.moe is not None
     experts, hidden, inner = config.moe.num_experts, config.hidden_size, padded.moe.intermediate_size
     shards = padded.shards
-    gate_up = zeros((experts, shards, 2, inner // shards, hidden), dtype)
-    down = zeros((experts, hidden, inner), dtype)
+    gate_up = aligned_zeros((experts, shards, 2, inner // shards, hidden), dtype)
+    down = aligned_zeros((experts, hidden, inner), dtype)
     for expert in range(experts):
         if stacked:
             gates = np.split(read("mlp.experts.gate_up_proj")[expert], 2)

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.folder import INDEX_NAME, SINGLE_NAME, weight_files
-from jaxserve.core.aligned_arrays import zeros
+from jaxserve.core.aligned_arrays import aligned_zeros
 from jaxserve.core.errors import CheckpointError
 from jaxserve.core.files import read_json_object
 
@@ -195,7 +195,7 @@ class StoredTensor:
 
     def read(self) -> np.ndarray:
         """Return the tensor in new memory. Raise `CheckpointError` if its bytes have changed since they were loaded."""
-        array = zeros(self.shape, self.dtype)
+        array = aligned_zeros(self.shape, self.dtype)
         self.file.read(self.name, self.begin, array.reshape(-1).view(np.uint8))
         return array
 

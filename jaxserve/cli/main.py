@@ -94,7 +94,8 @@ def serve(
     _configure_logging(settings.log_level, access=settings.access_log)
 
     def load() -> "EngineClient":
-        from jaxserve.build import build_async_engine, check_serves_text
+        from jaxserve.build import build_async_engine
+        from jaxserve.engine.model_tokenizer import check_serves_text
 
         check_serves_text(engine_config)
         with show_progress() as progress:

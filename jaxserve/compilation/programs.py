@@ -9,7 +9,7 @@ import jax
 
 from jaxserve.compilation.saved import SavedPrograms, signature
 from jaxserve.core.machine import processors, trim_heap
-from jaxserve.core.progress import COMPILING, LOADING, Progress, untold
+from jaxserve.core.progress import COMPILING, LOADING, Progress, ignore_progress
 
 MAX_THREADS = 16
 # Executables between two trims of the heap: each compilation leaves more than 1 MB of freed memory in the process.
@@ -55,7 +55,7 @@ class _Task:
 class Compiler:
     """Compiles programs in threads of its own, or loads saved ones. `executable` alone is thread-safe."""
 
-    def __init__(self, saved: SavedPrograms | None = None, progress: Progress = untold):
+    def __init__(self, saved: SavedPrograms | None = None, progress: Progress = ignore_progress):
         self._saved = saved or SavedPrograms()
         self._progress = progress
         self._activity = LOADING  # until something has to be compiled

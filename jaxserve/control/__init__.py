@@ -1,4 +1,4 @@
-"""The control plane: plans, how they differ, and who decides which one is in force. No JAX."""
+"""The control plane: plans, the transitions between them, and the policies that decide which plan is in force."""
 
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import BlockPlan, InstancePlan, Plan, StagePlan, chain_of, static_plan

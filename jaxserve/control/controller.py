@@ -1,8 +1,8 @@
-"""Controller: asks the policy at a fixed tick, and has the actuator carry out what it wants.
+"""Controller: asks the policy at a fixed interval, and lets the actuator carry out the plan it wants.
 
     snapshots -> smoothing -> policy -> plan -> validate, diff -> actuator -> plan in force
 
-Time is an argument, all effects are the actuator's, and the plan in force changes by committed transitions alone.
+Time is an argument, and only the actuator has effects. The plan in force changes only by committed transitions.
 """
 
 import logging
@@ -22,34 +22,34 @@ from jaxserve.telemetry import Smoother, Snapshot
 
 log = logging.getLogger(__name__)
 
-DECISIONS = 1000  # kept
-HISTORY = 15 * 60  # samples kept
-HISTORY_INTERVAL = 1.0  # s
+DECISIONS = 1000  # latest decisions that are remembered
+HISTORY = 15 * 60  # latest samples that are remembered
+HISTORY_INTERVAL = 1.0  # s between samples
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """How long to wait after failures in a row, in seconds."""
+    """Exponential back-off after consecutive failures, in seconds."""
 
     first: float = 1.0
     factor: float = 2.0
-    most: float = 60.0
+    max_delay: float = 60.0
 
     def delay(self, failures: int) -> float:
-        """After so many failures, at least one."""
-        return min(self.most, self.first * self.factor ** min(failures - 1, 64))
+        """Return how long to wait after this number of consecutive failures (at least 1)."""
+        return min(self.max_delay, self.first * self.factor ** min(failures - 1, 64))
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Failures in a row, and until when the policy is not asked."""
+    """Consecutive failures, and the time before which the policy is not asked again."""
 
     count: int = 0
     until: float = float("-inf")
 
 
 class Controller:
-    """Holds the plan in force. One thread at a time may call its methods."""
+    """A controller of the plan in force. Only one thread at a time may call its methods."""
 
     def __init__(
         self,
@@ -62,60 +62,63 @@ class Controller:
         window: float = 5.0,
         backoff: Backoff | None = None,
     ):
-        """`plan` is in force now, and what policies return to. `tick` and `window` (of the smoothing) are seconds."""
+        """`plan` is in force now, and policies return to it. `tick` is the interval between decisions in seconds, and
+        `window` the seconds over which snapshots are smoothed.
+        """
         self.interval = tick
         self.plan = plan
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS)
         self.history: deque[Sample] = deque(maxlen=HISTORY)
-        self.note = ""  # what the policy waits for
+        self.note = ""  # why the policy keeps the plan
         self.failures = Failures()
         self._start, self._resources, self._actuator = plan, resources, actuator
         self._backoff = Backoff() if backoff is None else backoff
         self._smoothers = [Smoother(window) for _ in plan.instances]
         self._due = self._sample_due = float("-inf")
-        self._pending: list[Transition] = []  # started, and not ended
-        self._decided: Any = None  # the policy's state once they have ended well
+        self._pending: list[Transition] = []  # started, but not ended
+        self._state_when_done: Any = None  # the policy's next state, if the pending transitions succeed
         self._target: Plan | None = None
-        self._open: Decision | None = None  # the one that is being carried out
+        self._open: Decision | None = None  # the decision that is being carried out
         self.set_policy(policy)
 
     @property
     def target(self) -> Plan | None:
-        """The plan that is being carried out; None if none is."""
+        """Plan that is being carried out, or None."""
         return self._target
 
     @property
     def busy(self) -> bool:
-        """Whether a decision is being carried out."""
+        """True while a decision is being carried out."""
         return self._target is not None
 
     def set_policy(self, policy: Policy) -> None:
-        """Lets another policy decide from the next tick on; what has been started is finished. Mutates."""
+        """Let another policy decide from the next tick on. Transitions that have been started are finished."""
         self.policy = policy
         self._state: Any = policy.init(self._start)
-        self._decided = self._state
+        self._state_when_done = self._state
         self.note = ""
         self.failures = Failures()
 
     def change_policy(self, now: float, policy: Policy, change: str) -> None:
-        """As `set_policy`, by an operator: logged as a decision without transitions. Mutates."""
+        """Let an operator set another policy, and record this as a decision without transitions."""
         self.set_policy(policy)
         self._record(self._decision(now, f"by the operator: {change}", self.plan, "done"))
 
     def check(self, plan: Plan) -> None:
-        """Raises `PlanError` for a plan that transitions cannot lead to, or that does not fit."""
+        """Raise `PlanError` if a plan does not fit, or cannot be reached from the plan in force."""
         diff(self.plan, plan, self._resources)
         validate(plan, self._resources)
 
     def tick(self, now: float, snapshots: Sequence[Snapshot]) -> None:
-        """Takes what the actuator has done, and asks the policy if nothing is under way. Mutates.
+        """Take the outcomes of transitions, and ask the policy if no transition is under way.
 
-        Does nothing before the next tick is due. `snapshots` are the latest of all instances, however old.
+        `snapshots` are the latest ones of all instances, however old. Does nothing before the next tick is due.
         """
         if now < self._due:
             return
         self._due = now + self.interval
-        busy = self._actuator.busy  # asked first: when it is not, all outcomes are there
+        # Asked before the outcomes are taken: if the actuator is not busy, all outcomes are available.
+        busy = self._actuator.busy
         self._take_outcomes(now, busy)
         seen = [s.observe(snapshot.at(now)) for s, snapshot in zip(self._smoothers, snapshots, strict=True)]
         if now >= self._sample_due:
@@ -127,9 +130,10 @@ class Controller:
     # -- decisions
 
     def _decide(self, now: float, snapshots: Sequence[Snapshot]) -> None:
-        """Asks the policy, and starts what it wants. A policy that raises is as one whose plan does not fit.
+        """Ask the policy, and start the transitions to the plan that it wants.
 
-        Its state follows when all has been carried out: a decision that came to nothing has not been made.
+        A policy that raises is treated like one whose plan does not fit. The policy's new state is adopted when its
+        plan has been carried out, so that a decision that failed leaves no trace in it.
         """
         reason, plan = "the policy failed", self.plan
         try:
@@ -148,13 +152,13 @@ class Controller:
             self._reject(now, reason, self.plan, f"{type(error).__name__}: {error}")
             return
         self._target, self.note = replace(plan, version=self.plan.version + len(transitions)), ""
-        self._pending, self._decided = list(transitions), proposal.state
+        self._pending, self._state_when_done = list(transitions), proposal.state
         self._open = self._decision(now, reason, self._target, "started", tuple(map(str, transitions)))
         self._record(self._open)
         self._actuator.start(transitions)
 
     def _take_outcomes(self, now: float, busy: bool) -> None:
-        """The plan in force follows what has been committed."""
+        """Apply committed transitions to the plan in force, and end the decision after the last one or a failure."""
         for outcome in self._actuator.poll():
             transition = self._pending.pop(0)
             assert transition == outcome.transition, (transition, outcome)
@@ -165,14 +169,14 @@ class Controller:
                 self.plan = transition.apply(self.plan)
                 if not self._pending:
                     self._end("done")
-                    self._state = self._decided
+                    self._state = self._state_when_done
                     self.failures = Failures()
         if self._pending and not busy:
             self._end(f"failed: {self._pending[0]} was dropped")
             self._fail(now)
 
     def _end(self, outcome: str) -> None:
-        """The decision under way has ended. Others may be behind it in the log: the operators'."""
+        """Record the outcome of the decision under way, which operators' decisions may have followed in the list."""
         assert self._open is not None
         ended = replace(self._open, outcome=outcome)
         if self._open in self.decisions:

@@ -1,4 +1,4 @@
-"""Ledger: every resident byte of one memory (a device, or the host), against its budget."""
+"""Ledger: accounts for every resident byte of one memory (a device's or the host's) against its budget."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from jaxserve.core.errors import MemoryBudgetError
 
 
 class Ledger:
-    """Named entries in bytes. An entry is checked against the budget before the memory is taken."""
+    """A ledger of named entries in bytes, which are checked against the budget before the memory is taken."""
 
     def __init__(self, budget: int):
         self.budget = budget
@@ -14,14 +14,16 @@ class Ledger:
 
     @property
     def used(self) -> int:
+        """Sum of all entries in bytes."""
         return sum(self.entries.values())
 
     @property
     def free(self) -> int:
+        """Bytes of the budget that remain."""
         return self.budget - self.used
 
     def reserve(self, name: str, size: int) -> None:
-        """Accounts `size` bytes under a new name. Raises `MemoryBudgetError` when they do not fit. Mutates."""
+        """Add an entry of `size` bytes under a new name. Raise `MemoryBudgetError` if it does not fit the budget."""
         assert name not in self.entries, name
         if size > self.free:
             needed = (self.used + size) / 1e9
@@ -32,7 +34,7 @@ class Ledger:
         self.entries[name] = size
 
     def check(self, entries: Mapping[str, int]) -> None:
-        """Raises `MemoryBudgetError` if the ledger with these sizes of its entries exceeded the budget."""
+        """Raise `MemoryBudgetError` if the ledger would exceed the budget with these entries."""
         total = sum((self.entries | dict(entries)).values())
         if total > self.budget:
             sizes = ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in entries.items())
@@ -41,6 +43,6 @@ class Ledger:
             )
 
     def update(self, entries: Mapping[str, int]) -> None:
-        """Sets the sizes of entries. Raises as `check`, and then nothing has changed. Mutates."""
+        """Set the sizes of entries. Raise `MemoryBudgetError` if they exceed the budget; then nothing changes."""
         self.check(entries)
         self.entries |= entries

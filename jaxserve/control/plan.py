@@ -1,7 +1,7 @@
-"""Plan: an immutable description of what runs where. Serving is executing the current plan.
+"""Plans: immutable descriptions of what runs where.
 
-A plan has instances (replicas that serve requests independently), an instance has pipeline stages, and a stage has
-blocks that run on its devices with tensor parallelism over all of them.
+A plan has instances, which are replicas of the model that serve requests independently. An instance has pipeline
+stages. A stage has blocks, which run on its devices with tensor parallelism over all of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxserve.core.errors import ConfigError, PlanError
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """One block of the chain ("embed", "layers.0", ..., "head") and the variant of it that runs."""
+    """A block of the model ("embed", "layers.0", ..., "head") and the precision in which it runs."""
 
     block: str
     precision: str
@@ -22,27 +22,27 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Consecutive blocks on the same devices (indices into the machine's device list)."""
+    """A pipeline stage: consecutive blocks on the same devices."""
 
     blocks: tuple[BlockPlan, ...]
-    devices: tuple[int, ...]
-    kv_pages: int
+    devices: tuple[int, ...]  # indices into the machine's list of devices
+    kv_pages: int  # the null page included
 
     @property
     def tp(self) -> int:
-        """The degree of tensor parallelism."""
+        """Degree of tensor parallelism."""
         return len(self.devices)
 
 
 @dataclass(frozen=True)
 class InstancePlan:
-    """A full copy of the model: its stages in order."""
+    """An instance: a replica of the whole model, as stages in order."""
 
     stages: tuple[StagePlan, ...]
 
     @cached_property
     def layer_precisions(self) -> tuple[str, ...]:
-        """The precision of each decoder layer."""
+        """Precision of each decoder layer."""
         return tuple(block.precision for block in self.blocks if is_layer(block.block))
 
     @cached_property
@@ -52,26 +52,29 @@ class InstancePlan:
 
     @property
     def kv_pages(self) -> int:
-        """KV pages in use, the null page included: a page's id is valid in all stages alike."""
+        """Number of KV pages, the null page included. All stages have the same, because page ids are valid in all."""
         return self.stages[0].kv_pages
 
     def precision(self, block: str) -> str:
-        """The precision of a block. Raises `PlanError` if there is none of this name."""
+        """Return the precision of a block. Raise `PlanError` if no block has this name."""
         for known in self.blocks:
             if known.block == block:
                 return known.precision
-        raise PlanError(f"there is no block {block!r}")
+        raise PlanError(f"unknown block {block!r}: blocks are {self.blocks[0].block} to {self.blocks[-1].block}")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole runtime. A change is a new plan with the next version."""
+    """A plan of all instances. It is never changed: a change is another plan with the next version."""
 
     version: int
     instances: tuple[InstancePlan, ...]
 
     def with_precisions(self, instance: int, precisions: Mapping[str, str]) -> "Plan":
-        """The next version, with other precisions of some blocks. Raises `PlanError` for a block that is not there."""
+        """Return the next version of the plan, with the given precisions of some blocks of an instance.
+
+        Raise `PlanError` if the instance has no such block.
+        """
         old = self.instances[instance]
         unknown = precisions.keys() - {block.block for block in old.blocks}
         if unknown:
@@ -84,27 +87,27 @@ class Plan:
         return self._with_instance(instance, InstancePlan(tuple(stages)))
 
     def with_kv_pages(self, instance: int, pages: int) -> "Plan":
-        """The next version, with another number of KV pages in all stages of an instance."""
+        """Return the next version of the plan, with `pages` KV pages in all stages of an instance."""
         stages = tuple(replace(stage, kv_pages=pages) for stage in self.instances[instance].stages)
         return self._with_instance(instance, InstancePlan(stages))
 
-    def _with_instance(self, number: int, instance: InstancePlan) -> "Plan":
-        instances = (*self.instances[:number], instance, *self.instances[number + 1 :])
+    def _with_instance(self, index: int, instance: InstancePlan) -> "Plan":
+        instances = (*self.instances[:index], instance, *self.instances[index + 1 :])
         return Plan(self.version + 1, instances)
 
 
 def chain_of(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:
-    """All blocks of a model: the embedding, the decoder layers and the head, in the precisions given."""
-    layers = (BlockPlan(layer_name(number), precision) for number, precision in enumerate(layer_precisions))
+    """Return all blocks of a model in order, with the given precisions of embedding, decoder layers and head."""
+    layers = (BlockPlan(layer_name(layer), precision) for layer, precision in enumerate(layer_precisions))
     return (BlockPlan("embed", embed), *layers, BlockPlan("head", head))
 
 
 def static_plan(chain: Sequence[BlockPlan], *, kv_pages: int, tp: int, pp: int, dp: int, devices: int) -> Plan:
-    """dp instances of pp stages of tp devices each, layers split evenly, devices taken in order.
+    """Return a plan of `dp` instances with `pp` stages of `tp` devices each.
 
-    `chain` has all blocks: the embedding, the layers, the head.
+    `chain` has all blocks of the model in order. Layers are split evenly over stages, and devices are used in order.
 
-    Raises `ConfigError` when the machine has too few devices or the model too few layers.
+    Raise `ConfigError` if the machine has too few devices or the model too few layers.
     """
     num_layers = len(chain) - 2
     for name, degree in (("tp", tp), ("pp", pp), ("dp", dp)):

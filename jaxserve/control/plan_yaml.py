@@ -1,4 +1,4 @@
-"""Plans as text: YAML that an operator can write, and a table for a terminal.
+"""Plans as text: YAML that operators can write, and a table for a terminal.
 
 version: 7
 instances:
@@ -26,11 +26,11 @@ from jaxserve.core.files import parse_yaml
 
 LAYER = re.compile(r"layers\.(\d{1,9})")
 LAYERS = re.compile(r"layers\.(\d{1,9})-(\d{1,9})")
-MAX_BLOCKS = 10_000  # of a plan: a slip of the finger shall not fill the memory
+MAX_BLOCKS = 10_000  # in a plan, so that a typing error cannot fill the memory
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data with the keys of its YAML; layers of one precision in a row are one entry."""
+    """Return a plan as plain data with the keys of its YAML. Adjacent layers of one precision are one entry."""
     return {
         "version": plan.version,
         "instances": [{"stages": [_stage_dict(stage) for stage in i.stages]} for i in plan.instances],
@@ -38,31 +38,34 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def to_yaml(plan: Plan) -> str:
-    """The plan as YAML, which `from_yaml` reads."""
+    """Return a plan as YAML, which `from_yaml` reads."""
     return yaml.safe_dump(to_dict(plan), sort_keys=False)
 
 
 def from_yaml(text: str) -> Plan:
-    """The plan that a text describes; without a version it is 1. Raises `ConfigError` naming the field."""
+    """Return the plan that a YAML text describes; its version is 1 if the text has none.
+
+    Raise `ConfigError` that names the field if the text is not a plan.
+    """
     value = _mapping(parse_yaml(text, "the plan"), "the plan", {"instances"}, {"version"})
     version = _number(value.get("version", 1), "version")
     instances, room = [], MAX_BLOCKS
-    for number, item in enumerate(_list(value["instances"], "instances")):
-        name = f"instances[{number}]"
+    for index, item in enumerate(_list(value["instances"], "instances")):
+        name = f"instances[{index}]"
         stages = []
-        for index, part in enumerate(_list(_mapping(item, name, {"stages"})["stages"], f"{name}.stages")):
-            stages.append(_stage(part, f"{name}.stages[{index}]", room))
+        for stage, part in enumerate(_list(_mapping(item, name, {"stages"})["stages"], f"{name}.stages")):
+            stages.append(_stage(part, f"{name}.stages[{stage}]", room))
             room -= len(stages[-1].blocks)
         instances.append(InstancePlan(tuple(stages)))
     return Plan(version, tuple(instances))
 
 
 def plan_table(plan: Plan) -> str:
-    """The plan as lines of text, with layers of one precision in one row."""
+    """Return a plan as a table for a terminal. Adjacent layers of one precision are one row."""
     rows = [("instance", "stage", "devices", "KV pages", "blocks", "precision")]
-    for number, instance in enumerate(plan.instances):
-        for index, stage in enumerate(instance.stages):
-            where = (str(number), str(index), _range(stage.devices), str(stage.kv_pages))
+    for index, instance in enumerate(plan.instances):
+        for stage_index, stage in enumerate(instance.stages):
+            where = (str(index), str(stage_index), _range(stage.devices), str(stage.kv_pages))
             for blocks, precision in _runs(stage.blocks):
                 rows.append((*where, blocks, precision))
                 where = ("", "", "", "")
@@ -79,12 +82,12 @@ def _stage_dict(stage: StagePlan) -> dict[str, Any]:
 
 
 def _runs(blocks: Sequence[BlockPlan]) -> list[tuple[str, str]]:
-    """(blocks, precision); decoder layers that follow each other in one precision are one: ("layers.0-3", "int4")."""
+    """Return (blocks, precision) pairs. Adjacent decoder layers of one precision are one: ("layers.0-3", "int4")."""
 
     def key(entry: tuple[int, BlockPlan]) -> tuple[str, str | int]:
-        place, block = entry
+        index, block = entry
         layer = LAYER.fullmatch(block.block)
-        return block.precision, int(layer[1]) - place if layer else block.block
+        return block.precision, int(layer[1]) - index if layer else block.block
 
     runs = []
     for (precision, _), entries in groupby(enumerate(blocks), key):
@@ -94,7 +97,7 @@ def _runs(blocks: Sequence[BlockPlan]) -> list[tuple[str, str]]:
 
 
 def _range(numbers: Sequence[int]) -> str:
-    """Numbers, shortened if they follow each other: "4-7"."""
+    """Return numbers as text, shortened to a range such as "4-7" if they are consecutive."""
     if len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}-{numbers[-1]}"
     return ",".join(map(str, numbers))
@@ -104,16 +107,16 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _stage(value: Any, name: str, room: int) -> StagePlan:
-    """The stage that a value describes; `room`: so many blocks it may have."""
+    """Return the stage that a value describes. Raise `ConfigError` if it has more than `room` blocks."""
     stage = _mapping(value, name, {"devices", "kv_pages", "blocks"})
     devices = tuple(_number(v, f"{name}.devices") for v in _list(stage["devices"], f"{name}.devices"))
     blocks = stage["blocks"]
     if not isinstance(blocks, Mapping) or not blocks:
-        raise ConfigError(f"{name}.blocks is {_short(blocks)}; it must name blocks and their precisions")
+        raise ConfigError(f"{name}.blocks is {_short(blocks)}: it must be a mapping of blocks to precisions")
     expanded: dict[str, BlockPlan] = {}
     for key, precision in blocks.items():
         if not isinstance(precision, str):
-            raise ConfigError(f"{name}.blocks: {_short(key)} has precision {_short(precision)}; it must be a name")
+            raise ConfigError(f"{name}.blocks: {_short(key)} has precision {_short(precision)}: it must be a name")
         for block in _expand(key, name):
             if block in expanded:
                 raise ConfigError(f"{name}.blocks names {block} twice")
@@ -124,41 +127,41 @@ def _stage(value: Any, name: str, room: int) -> StagePlan:
 
 
 def _expand(key: Any, name: str) -> list[str]:
-    """The blocks that a key such as "layers.0-3" stands for."""
+    """Return the names of the blocks that a key such as "layers.0-3" means."""
     if not isinstance(key, str):
-        raise ConfigError(f"{name}.blocks has {_short(key)}; a block's name is text, as layers.0-3")
+        raise ConfigError(f"{name}.blocks has {_short(key)}: it must be a text such as layers.0-3")
     run = LAYERS.fullmatch(key)
     if run is None:
         return [key]
     first, last = int(run[1]), int(run[2])
     if not first <= last < MAX_BLOCKS:
-        raise ConfigError(f"{name}.blocks has {_short(key)}; a range goes up, and below {MAX_BLOCKS}")
+        raise ConfigError(f"{name}.blocks has {_short(key)}: a range must increase and end below {MAX_BLOCKS}")
     return [layer_name(layer) for layer in range(first, last + 1)]
 
 
 def _mapping(value: Any, name: str, needed: set[str], optional: Set[str] = frozenset()) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is {_short(value)}; it must have {', '.join(sorted(needed))}")
+        raise ConfigError(f"{name} is {_short(value)}: it must have {', '.join(sorted(needed))}")
     missing, unknown = sorted(needed - value.keys()), sorted(map(str, value.keys() - needed - optional))
     if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"has {_short(unknown[0])}, which is not known"
-        raise ConfigError(f"{name} {what}; it has {', '.join(sorted(needed | optional))}")
+        fault = f"lacks {missing[0]}" if missing else f"has the unknown key {_short(unknown[0])}"
+        raise ConfigError(f"{name} {fault}: its keys are {', '.join(sorted(needed | optional))}")
     return value
 
 
 def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{name} is {_short(value)}; it must be a list of at least one")
+        raise ConfigError(f"{name} is {_short(value)}: it must be a list with at least one item")
     return value
 
 
 def _number(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{name} is {_short(value)}; it must be a number from 0")
+        raise ConfigError(f"{name} is {_short(value)}: it must be an integer of at least 0")
     return value
 
 
 def _short(value: Any) -> str:
-    """A value as it may stand in a message, however long it is."""
+    """Return the repr of a value, cut to 60 characters for messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

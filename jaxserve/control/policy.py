@@ -1,4 +1,4 @@
-"""Policy: a pure function from what an engine reports and the plan in force to the plan it should have."""
+"""Policies: pure functions from an engine's snapshots and the plan in force to the plan that should be in force."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,44 +12,53 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class Proposal(Generic[State]):
-    """What a policy wants: the same plan when nothing is to do."""
+    """Answer of a policy: the plan that should be in force, which is the present plan if nothing should change.
+
+    `reason` has the numbers and thresholds behind a change, or says what the policy waits for if nothing changes.
+    """
 
     plan: Plan
-    state: State
-    reason: str = ""  # with the numbers and thresholds that led to it; of the same plan, what the policy waits for
+    state: State  # the policy's next state
+    reason: str = ""
 
 
 class Policy(Protocol[State]):
-    """Decides. Keeps nothing to itself: what it has to remember is a value that it returns and gets back."""
+    """A policy decides which plan should be in force.
+
+    It stores nothing in itself: its state is a value that it returns and gets back.
+    """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the policy in logs and in the status."""
+        ...
 
     def init(self, plan: Plan) -> State:
-        """The state at the beginning. `plan` is the one that the engine was started with: the one to return to."""
+        """Return the first state. `plan` is the plan that the engine was started with, and the one to return to."""
         ...
 
     def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: State) -> Proposal[State]:
-        """The plan that should be in force instead of `plan`. `snapshots[i]` belongs to `plan.instances[i]`.
+        """Return the plan that should be in force instead of `plan`. `snapshots[i]` belongs to `plan.instances[i]`.
 
-        Snapshots have their recent past. Time is theirs: it moves on while an engine has nothing to do. The state of a
-        proposal with another plan is kept when that plan has been carried out; of one that was not, the state before.
+        Snapshots have `recent` set. Their `time` goes on while an engine has nothing to do, so that a policy needs no
+        clock. If the proposal has another plan, its state is adopted once that plan has been carried out. If that
+        fails, the policy gets the state before again.
         """
         ...
 
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A policy that can name plans which it may hold for long. Engines prepare for them what may be absent."""
+    """A policy that can name in advance plans that it may hold for long, so that engines can prepare for them."""
 
     def foresee(self, plan: Plan) -> Sequence[Plan]:
-        """Such plans, if the engine is started with `plan`."""
+        """Return such plans for an engine that is started with `plan`."""
         ...
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Policies one after the other: each starts from what the one before proposed."""
+    """A chain of policies, each of which starts from the plan that the previous one proposed."""
 
     policies: tuple[Policy, ...]
 
@@ -62,17 +71,18 @@ class Chain:
 
     def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: tuple[Any, ...]) -> Proposal[tuple[Any, ...]]:
         states, reasons = [], []
-        for policy, before in zip(self.policies, state, strict=True):
-            proposal = policy.update(snapshots, plan, before)
+        for policy, old_state in zip(self.policies, state, strict=True):
+            proposal = policy.update(snapshots, plan, old_state)
             plan = proposal.plan
             states.append(proposal.state)
             reasons.append(proposal.reason)
         return Proposal(plan, tuple(states), "; ".join(filter(None, reasons)))
 
     def foresee(self, plan: Plan) -> Sequence[Plan]:
-        return [found for policy in self.policies if isinstance(policy, Foresees) for found in policy.foresee(plan)]
+        foreseeing = (policy for policy in self.policies if isinstance(policy, Foresees))
+        return [foreseen for policy in foreseeing for foreseen in policy.foresee(plan)]
 
 
 def chain(*policies: Policy) -> Chain:
-    """One policy of several: each gets the plan that those before it want, and may change it further."""
+    """Combine policies into one: each gets the plan that the previous ones want, and may change it further."""
     return Chain(policies)

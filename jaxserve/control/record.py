@@ -1,4 +1,4 @@
-"""What the controller remembers for operators: its decisions, and samples of what the engine was like."""
+"""Records that the controller keeps for operators: its decisions, and samples of the engine's state."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from jaxserve.telemetry import Snapshot
 
 @dataclass(frozen=True)
 class Decision:
-    """A proposal of a policy and what became of it; or, without transitions, an operator's change of policy."""
+    """A policy's proposal and its outcome. Without transitions it is an operator's change of the policy."""
 
     time: float
     policy: str
@@ -24,31 +24,31 @@ class Decision:
 
 @dataclass(frozen=True)
 class Sample:
-    """All instances at one moment. Bytes are the sum over all devices, as the ledger counts them."""
+    """State of all instances at one moment. Bytes are summed over all devices, as the ledger counts them."""
 
     time: float
-    precisions: Mapping[str, int]  # decoder layers
+    precisions: Mapping[str, int]  # precision -> number of decoder layers
     weight_bytes: int
-    variant_bytes: int  # layers that are kept beside them
+    variant_bytes: int  # pinned variants that are not in use as weights
     kv_used_bytes: int
     kv_free_bytes: int
-    kv_rounding_bytes: int  # whole granules or segments beyond the pages
-    waiting: int
-    running: int
-    ttft_p95: float | None  # s, of the worst instance
-    tpot: float | None  # s, of the worst instance
-    kv_usage: float  # of all pages
+    kv_rounding_bytes: int  # what whole granules or segments take beyond the pages
+    waiting: int  # sequences
+    running: int  # sequences
+    ttft_p95: float | None  # s, of the instance where it is longest
+    tpot: float | None  # s, of the instance where it is longest
+    kv_usage: float  # share of the KV pages of all instances that sequences hold
 
 
 def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Resources) -> Sample:
-    """What `snapshots` (with their recent past) and the plan in force say of the moment `now`."""
+    """Return a sample of the time `now`, from smoothed snapshots of all instances and the plan in force."""
     precisions: Counter[str] = Counter()
     used = free = rounding = pages_used = pages_total = 0
     for instance, snapshot in zip(plan.instances, snapshots, strict=True):
         precisions.update(instance.layer_precisions)
         page = sum(size * stage.tp for size, stage in zip(resources.page_bytes, instance.stages, strict=True))
         used += page * snapshot.kv_pages_used
-        pages = snapshot.kv_pages_total + 1  # with the null page
+        pages = snapshot.kv_pages_total + 1  # the null page included
         free += page * (pages - snapshot.kv_pages_used)
         rounding += max(0, snapshot.kv_bytes - page * pages)
         pages_used += snapshot.kv_pages_used

@@ -1,4 +1,4 @@
-"""Resources: what the machine and the model allow a plan, in bytes of one device."""
+"""Resources: the limits that the machine and the model set for a plan, in bytes of one device."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,96 +7,107 @@ from dataclasses import dataclass
 from jaxserve.control.plan import InstancePlan, Plan, StagePlan
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.errors import PlanError
-from jaxserve.core.kv_layout import covered, filled
+from jaxserve.core.kv_layout import pages_covered, pages_filling
 from jaxserve.core.renamed import Renamed
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Equal for all instances. Bytes are those on each device of a stage.
+    """Limits of an instance's plan, the same for all instances. Bytes are those on each device of a stage.
 
-    `fixed` is what a stage takes whatever the plan says: runtime, workspace, embedding and head, granules of the pools,
-    layers that are kept, and room for one layer in two variants at once, beside the larger one, so that an exchange
-    needs no more than the larger of the plans before and after it.
+    `fixed` is what a stage takes under every plan: runtime, workspace, embedding and head, granules of the pools,
+    pinned variants, and the swap buffer. The swap buffer has room for the smaller variant of one layer, so that a swap
+    needs no more memory than the larger of the plans before and after it.
     """
 
-    budget: int  # of each device
+    budget: int  # bytes of each device
     fixed: tuple[int, ...]  # by stage
-    layer_bytes: Mapping[tuple[str, str], int]  # (decoder layer's block, precision): the precisions that there are
+    layer_bytes: Mapping[tuple[str, str], int]  # (decoder layer, precision it may have) -> bytes
     page_bytes: tuple[int, ...]  # by stage: one KV page in the pools of all of its layers
     min_pages: int  # the null page included, here and below
-    max_pages: int  # that the pools have room for
-    copy_rate: float  # bytes/s that are copied from host memory while steps go on
-    kept: tuple[str, ...] = ()  # precisions of which every layer is kept where rows use it, so that it takes no more
-    segments: tuple[int, ...] = ()  # pages of each one in which pools take memory; () where they take it page by page
+    max_pages: int  # largest number that the pools have room for
+    copy_rate: float  # bytes/s of copies from host memory while steps go on
+    kept: tuple[str, ...] = ()  # precisions whose pinned variants layers use in place, so that they take no more memory
+    segments: tuple[int, ...] = ()  # pages of each segment that pools grow by; () if they grow page by page
     least_pages = Renamed("min_pages")
     most_pages = Renamed("max_pages")
 
     def precisions(self, block: str) -> tuple[str, ...]:
-        """Those that a decoder layer may have, the largest first; () for a block that is no decoder layer."""
+        """Return the precisions that a decoder layer may have, the largest first; () for other blocks."""
         sizes = {precision: size for (name, precision), size in self.layer_bytes.items() if name == block}
         return tuple(sorted(sizes, key=lambda precision: -sizes[precision]))
 
     def bytes_of(self, block: str, precision: str) -> int:
-        """Of a decoder layer. Raises `PlanError` naming the precisions that there are."""
+        """Return the bytes of a decoder layer. Raise `PlanError` if it cannot have this precision."""
         try:
             return self.layer_bytes[block, precision]
         except KeyError:
-            known = ", ".join(self.precisions(block)) or "none to choose from"
-            raise PlanError(f"{block} cannot have precision {precision!r}; there are {known} (variants)") from None
+            known = self.precisions(block)
+            allowed = f"choose from {', '.join(known)}" if known else "it cannot change"
+            raise PlanError(f"{block} cannot have precision {precision!r}: {allowed} (variants)") from None
 
     def bytes_taken(self, block: str, precision: str) -> int:
-        """Of a decoder layer, beside what is kept in any case. Raises `PlanError` as `bytes_of`."""
+        """Return the bytes that a decoder layer adds to `fixed`: 0 if it uses its pinned variant in place.
+
+        Raise `PlanError` if it cannot have this precision.
+        """
         size = self.bytes_of(block, precision)
         return 0 if precision in self.kept else size
 
     def weight_bytes(self, stage: StagePlan) -> int:
-        """What the stage's decoder layers take. Raises `PlanError` for a precision that there is not."""
+        """Return the bytes that a stage's decoder layers add to `fixed`.
+
+        Raise `PlanError` if a layer cannot have its precision.
+        """
         return sum(self.bytes_taken(b.block, b.precision) for b in stage.blocks if is_layer(b.block))
 
-    def stage_bytes(self, number: int, stage: StagePlan) -> int:
-        """All that stage `number` of an instance takes. Raises `PlanError` for a precision that there is not."""
-        return (
-            self.fixed[number] + self.weight_bytes(stage) + self.page_bytes[number] * self.pages_taken(stage.kv_pages)
-        )
+    def stage_bytes(self, index: int, stage: StagePlan) -> int:
+        """Return all bytes that a stage takes; `index` is its position in the instance.
+
+        Raise `PlanError` if a layer cannot have its precision.
+        """
+        return self.fixed[index] + self.weight_bytes(stage) + self.page_bytes[index] * self.pages_taken(stage.kv_pages)
 
     def kv_capacity(self, instance: InstancePlan) -> int:
-        """The most KV pages that fit beside an instance's layers, and that its pools have room for."""
+        """Return the largest number of KV pages that fit besides an instance's layers, at most `max_pages`."""
         fitting = (
-            (self.budget - self.fixed[number] - self.weight_bytes(stage)) // self.page_bytes[number]
-            for number, stage in enumerate(instance.stages)
+            (self.budget - self.fixed[index] - self.weight_bytes(stage)) // self.page_bytes[index]
+            for index, stage in enumerate(instance.stages)
         )
         pages = max(0, min(self.max_pages, *fitting))
-        return filled(self.segments, pages) if self.segments else pages
+        return pages_filling(self.segments, pages) if self.segments else pages
 
     def max_capacity(self, instance: InstancePlan) -> int:
-        """The most KV pages that an instance can have: beside all of its layers in what takes least."""
+        """Return the largest number of KV pages that an instance can have, with all its layers at their smallest."""
         layers = [block.block for block in instance.blocks if is_layer(block.block)]
-        least = {
+        smallest = {
             layer: min(self.precisions(layer), key=lambda precision: self.bytes_taken(layer, precision))
             for layer in layers
         }
-        return self.kv_capacity(Plan(0, (instance,)).with_precisions(0, least).instances[0])
+        return self.kv_capacity(Plan(0, (instance,)).with_precisions(0, smallest).instances[0])
 
     def pages_taken(self, pages: int) -> int:
-        """How many take memory while so many may be in use."""
-        return covered(self.segments, pages) if self.segments else pages
+        """Return how many pages take memory while `pages` may be in use: whole segments, if pools have segments."""
+        return pages_covered(self.segments, pages) if self.segments else pages
 
 
 def validate(plan: Plan, resources: Resources) -> None:
-    """Raises `PlanError` naming what is wrong and the limit it breaks.
+    """Raise `PlanError` that names the fault and the limit if a plan does not fit.
 
-    What `diff` puts between two valid plans is valid too: bytes fall to what both have, then rise.
+    The plans that `diff` leads through from one valid plan to another are valid too, as memory is freed before it is
+    taken.
     """
     devices = Counter(device for instance in plan.instances for stage in instance.stages for device in stage.devices)
     for device, stages in devices.items():
         if stages > 1:
             raise PlanError(f"device {device} has {stages} stages, it can have one")
-    for number, instance in enumerate(plan.instances):
+    for instance_index, instance in enumerate(plan.instances):
         if len(instance.stages) != len(resources.fixed):
-            raise PlanError(f"instance {number} has {len(instance.stages)} stages, there are {len(resources.fixed)}")
+            raise PlanError(
+                f"instance {instance_index} has {len(instance.stages)} stages, it must have {len(resources.fixed)}"
+            )
         for index, stage in enumerate(instance.stages):
-            where = f"instance {number}, stage {index}"
+            where = f"instance {instance_index}, stage {index}"
             if not resources.min_pages <= stage.kv_pages <= resources.max_pages:
                 raise PlanError(
                     f"{where} has {stage.kv_pages} KV pages, it must be from {resources.min_pages} (max_model_len) "
@@ -108,5 +119,5 @@ def validate(plan: Plan, resources: Resources) -> None:
             if needed > resources.budget:
                 raise PlanError(
                     f"{where} needs {needed / 1e9:.3f} GB per device, the budget is {resources.budget / 1e9:.3f} GB; "
-                    f"beside its layers {resources.kv_capacity(instance) or 'no'} KV pages fit (memory_gb)"
+                    f"besides its layers {resources.kv_capacity(instance) or 'no'} KV pages fit (memory_gb)"
                 )

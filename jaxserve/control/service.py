@@ -1,4 +1,4 @@
-"""ControlPlane: the controller of a running engine in a thread of its own, and its face to the server."""
+"""ControlPlane: runs the controller of an engine in its own thread, and serves operators' requests about the plan."""
 
 import logging
 import threading
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class ControlPlane:
-    """A `ControlClient`. Its methods may be called from any thread."""
+    """A control plane, which implements `engine.client.ControlClient`. Its methods may be called from any thread."""
 
     def __init__(
         self,
@@ -34,23 +34,25 @@ class ControlPlane:
         load_policy: Callable[..., Policy],
         started_with: str,
     ):
-        """`snapshots`: the latest of each instance. `load_policy` makes a policy by one of `policy_names`, with a plan
-        as `target` for "manual". `started_with`: the name or the file of the policy that the controller has now; it is
-        kept, so that what comes over HTTP never has a file read or run.
+        """`snapshots()` returns the latest snapshot of each instance.
+
+        `load_policy(name)` returns a policy of `policy_names`, and takes a plan as `target` for "manual".
+        `started_with` is the name or the file of the controller's present policy. That policy can be set again by the
+        same text, so that no request over HTTP makes the engine read or run a file.
         """
         self._controller, self._resources, self._ledger, self._clock = controller, resources, ledger, clock
         self._snapshots = snapshots
         self._max_pages = sum(resources.max_capacity(instance) - 1 for instance in controller.plan.instances)
         self._policy_names = tuple(dict.fromkeys((*policy_names, started_with)))
         self._load_policy, self._first = load_policy, (started_with, controller.policy)
-        self._named = started_with  # the policy that decides, as it was named
+        self._policy_name = started_with  # as it was given
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxserve-control", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; the actuator is the caller's to close. Idempotent. Mutates."""
+        """End the thread. The caller closes the actuator. May be called several times."""
         self._closing.set()
         self._thread.join()
 
@@ -62,7 +64,7 @@ class ControlPlane:
             except Exception:
                 log.exception("the control plane failed; the plan in force stays")
 
-    # -- what it shows
+    # -- what operators see
 
     def plan_yaml(self) -> str:
         return to_yaml(self._controller.plan)
@@ -111,13 +113,13 @@ class ControlPlane:
             sample["budget"] = devices * self._ledger.budget
         return shown
 
-    # -- what it lets the operator change
+    # -- what operators change
 
     def set_policy(self, name: str) -> None:
         shown = name[:100]
         if name not in self._policy_names:
             names = ", ".join(self._policy_names)
-            raise RequestError(f"there is no policy {shown!r}; there are {names}", field="policy", value=shown)
+            raise RequestError(f"unknown policy {shown!r}: choose from {names}", field="policy", value=shown)
         first_name, first = self._first
         try:
             policy = first if name == first_name else self._load_policy(name)
@@ -136,9 +138,9 @@ class ControlPlane:
             self._change(self._load_policy("manual", target=plan), "manual", "a plan, ")
 
     def _change(self, policy: Policy, name: str, what: str) -> None:
-        """Has another policy decide, and the log tell it; with the lock held. Mutates."""
-        self._controller.change_policy(self._clock.now(), policy, f"{what}policy {self._named} -> {name}")
-        self._named = name
+        """Set another policy and record it. Call with the lock held."""
+        self._controller.change_policy(self._clock.now(), policy, f"{what}policy {self._policy_name} -> {name}")
+        self._policy_name = name
 
 
 def _plain(snapshot: Snapshot) -> Mapping[str, Any]:

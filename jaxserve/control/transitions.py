@@ -1,4 +1,4 @@
-"""Transitions: the primitive changes of a plan, with what they cost."""
+"""Transitions: the elementary changes of a plan and their costs, and the interface of what carries them out."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from jaxserve.core.errors import PlanError
 
 @dataclass(frozen=True)
 class SwapPrecision:
-    """One decoder layer of an instance changes its precision. Bytes are those on each device of its stage."""
+    """Change of one decoder layer's precision. Bytes are those on each device of its stage."""
 
     instance: int
     block: str
     before: str
     after: str
-    bytes_freed: int  # for others, once it is done
-    bytes_needed: int  # more than before, once it is done
-    peak_bytes: int  # beside what is held already, while it is prepared; `Resources.fixed` has room for it
+    bytes_freed: int  # afterwards
+    bytes_needed: int  # afterwards, in addition to those before
+    peak_bytes: int  # during the change, in addition to those before; the swap buffer has room for the excess
     seconds: float  # estimated
 
     def apply(self, plan: Plan) -> Plan:
-        """The plan's next version, with this done. Raises `PlanError` if it does not start from this plan."""
+        """Return the plan's next version with this change. Raise `PlanError` if it does not start from this plan."""
         if plan.instances[self.instance].precision(self.block) != self.before:
             raise PlanError(f"{self.block} of plan {plan.version} is not {self.before}")
         return plan.with_precisions(self.instance, {self.block: self.after})
@@ -38,18 +38,18 @@ class SwapPrecision:
 
 @dataclass(frozen=True)
 class ResizeKVPool:
-    """An instance's KV pools get more or fewer pages. Bytes are those on each device, where pages are largest."""
+    """Change of the number of KV pages of an instance. Bytes are those on each device, of the largest stage."""
 
     instance: int
     before: int  # pages, the null page included
-    after: int
+    after: int  # pages, the null page included
     bytes_freed: int
     bytes_needed: int
     peak_bytes: int
-    seconds: float  # estimated: to shrink, as if all pages had to move
+    seconds: float  # estimated; for a smaller pool, as if all removed pages were moved
 
     def apply(self, plan: Plan) -> Plan:
-        """The plan's next version, with this done. Raises `PlanError` if it does not start from this plan."""
+        """Return the plan's next version with this change. Raise `PlanError` if it does not start from this plan."""
         if plan.instances[self.instance].kv_pages != self.before:
             raise PlanError(f"plan {plan.version} has {plan.instances[self.instance].kv_pages} KV pages")
         return plan.with_kv_pages(self.instance, self.after)
@@ -63,19 +63,20 @@ Transition = SwapPrecision | ResizeKVPool
 
 
 def batches(transitions: Sequence[Transition]) -> Iterator[tuple[Transition, ...]]:
-    """Consecutive transitions that are put in force at once, between the same two steps; most are alone.
+    """Yield groups of consecutive transitions that are committed together, between the same two steps.
 
-    Together are layers of an instance that all free memory or all need it, and take none on the way that they do not
-    keep: where quantised ones are used where they are kept. So no step runs a mixture that nobody wanted.
+    Most transitions are alone. Swaps of an instance are committed together if all free memory or all need it, and if
+    none takes more memory during the swap than afterwards, as where layers use pinned variants in place. So no step
+    runs an assignment of precisions that no plan has.
     """
 
-    def batch(numbered: tuple[int, Transition]) -> object:
-        number, transition = numbered
+    def group(indexed: tuple[int, Transition]) -> object:
+        index, transition = indexed
         if isinstance(transition, SwapPrecision) and transition.peak_bytes == transition.bytes_needed:
             return transition.instance, transition.bytes_needed > 0
-        return number
+        return index
 
-    for _, run in groupby(enumerate(transitions), key=batch):
+    for _, run in groupby(enumerate(transitions), key=group):
         yield tuple(transition for _, transition in run)
 
 
@@ -83,35 +84,36 @@ def _mb(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
 
 
-# Seconds for which a smaller pool waits for pages in use, and from try to try. Not long: no policy is asked meanwhile,
-# even if a burst has come.
-PATIENCE, TRY_AGAIN = 0.3, 0.02
+# Seconds for which shrinking a pool waits for pages in use. Not long, because no policy is asked meanwhile, even if a
+# burst of requests arrives.
+SHRINK_PATIENCE = 0.3
+SHRINK_RETRY = 0.02  # seconds between two attempts
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a transition ended: `error` says why it failed, and then nothing of it is in force.
-
-    `seconds` are those of all that were put in force with it.
-    """
+    """Outcome of a transition. One that failed has changed nothing."""
 
     transition: Transition
-    error: str | None
-    seconds: float
+    error: str | None  # why it failed; None if it is in force
+    seconds: float  # duration of its whole batch
 
 
 class Actuator(Protocol):
-    """Carries transitions out in order, batch after batch (`transitions.batches`), while steps go on."""
+    """An actuator, which carries out transitions in order while steps go on, one batch (see `batches`) at a time."""
 
     @property
     def busy(self) -> bool:
-        """Whether a transition is still to end. When not, `poll` has all outcomes."""
+        """True while a transition has not ended. Once it is False, `poll` returns all outcomes."""
         ...
 
     def start(self, transitions: Sequence[Transition]) -> None:
-        """Begins, and returns at once; only called when not busy. After a transition that fails the rest is dropped."""
+        """Begin to carry out transitions, and return at once. Call it only when the actuator is not busy.
+
+        After a transition that fails, the remaining ones are dropped.
+        """
         ...
 
     def poll(self) -> Sequence[Outcome]:
-        """What has ended since the last call, in order."""
+        """Return the outcomes of transitions that have ended since the last call, in order."""
         ...

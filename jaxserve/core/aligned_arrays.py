@@ -1,4 +1,4 @@
-"""Host arrays that lie so that XLA uses them on CPU as they are, without a copy."""
+"""Host arrays aligned to 64 bytes, which XLA on CPU uses without a copy."""
 
 from math import prod
 
@@ -7,8 +7,8 @@ import numpy as np
 ALIGNMENT = 64  # bytes
 
 
-def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array of zeros that lies so."""
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an aligned array of zeros."""
     size = prod(shape) * dtype.itemsize
     memory = np.zeros(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -16,9 +16,9 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """The array itself if it lies so, else a copy that does."""
+    """Return the array if it is contiguous and aligned, else an aligned copy."""
     if array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
         return array
-    copy = zeros(array.shape, array.dtype)
+    copy = aligned_zeros(array.shape, array.dtype)
     np.copyto(copy, array)
     return copy

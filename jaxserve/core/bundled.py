@@ -1,7 +1,7 @@
-"""Files that come with jaxserve: the bundled model, and the configurations of configs/.
+"""Files that come with jaxserve: the bundled model, and the configuration files in configs/.
 
-A wheel holds them inside the package (setup.py copies them there). A source tree and an editable install, which
-imports from one, have them at the top of the repository.
+A wheel holds them inside the package, where setup.py copies them. A source tree, which an editable install imports
+from, has them at the top of the repository.
 """
 
 import os
@@ -18,7 +18,7 @@ _CONFIG_FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 def bundled_model_path() -> Path:
     """Return the directory of the bundled model, in Hugging Face layout.
 
-    Raises `CheckpointError` when this installation has none.
+    Raise `CheckpointError` if this installation has no bundled model.
     """
     for folder in _MODEL_FOLDERS:
         for config in sorted(folder.glob("*/config.json")):
@@ -29,24 +29,25 @@ def bundled_model_path() -> Path:
 
 
 def configs_path(kind: str) -> Path:
-    """Return the folder of configs/ with the files of one kind: "hardware", "models", "policies" or "serve".
+    """Return the folder of configs/ for a kind of file: "hardware", "models", "policies" or "serve".
 
-    Raises `ConfigError` when this installation has none.
+    Raise `ConfigError` if this installation has no such folder.
     """
     for folder in _CONFIG_FOLDERS:
         if (folder / kind).is_dir():
             return folder / kind
-    raise ConfigError(f"this installation has no configs/{kind}: not in {' nor in '.join(map(str, _CONFIG_FOLDERS))}")
+    raise ConfigError(f"this installation has no configs/{kind}: looked in {' and '.join(map(str, _CONFIG_FOLDERS))}")
 
 
 def config_names(kind: str) -> list[str]:
-    """Return the names that `config_path` knows, sorted."""
+    """Return the names of the files of one kind in configs/, sorted and without suffixes."""
     return sorted(file.stem for file in configs_path(kind).iterdir() if file.is_file())
 
 
 def config_path(kind: str, path_or_name: str | Path) -> Path | None:
-    """Return the file at a path, or else the one of configs/`kind` with that name; None where there is neither."""
-    if os.path.isfile(path_or_name):  # and not Path.is_file, which raises for a name that is too long
+    """Return the file at a path, or else the file in configs/`kind` with that name, or None if neither exists."""
+    # Path.is_file would raise for a name that is too long.
+    if os.path.isfile(path_or_name):
         return Path(path_or_name)
     known = (file for file in configs_path(kind).iterdir() if file.stem == str(path_or_name))
     return next(known, None)

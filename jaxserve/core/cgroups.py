@@ -1,4 +1,4 @@
-"""Limits that control groups put on this process: cgroup v1 and v2, the process's own group and all above it.
+"""Limits that control groups (cgroup v1 and v2) set for this process, in its own group and all groups above it.
 
 Containers, systemd (`MemoryMax=`, `CPUQuota=`), Slurm and Kubernetes limit processes this way. Only what the process
 can see counts: inside a cgroup namespace the groups above its root are hidden, and the kernel enforces them unseen.
@@ -11,29 +11,30 @@ ROOT = Path("/")
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
-    """Return the bytes of memory that the process may take, or None without a limit. `root` holds /proc and /sys."""
+    """Return the bytes of memory that the process may use, or None if unlimited. `root` holds /proc and /sys."""
     limits = [
         int(text)
         for folder in _folders("memory", root)
-        for name in ("memory.max", "memory.limit_in_bytes")  # of v2 and v1
-        if (text := _read(folder / name)).isdigit()  # and not "max"
+        for name in ("memory.max", "memory.limit_in_bytes")  # cgroup v2, cgroup v1
+        if (text := _read(folder / name)).isdigit()  # "max" means unlimited
     ]
     return min(limits, default=None)
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:
-    """Return how many processors' time the process may use, or None without a limit. `root` holds /proc and /sys."""
+    """Return how many processors the process may use at once, or None if unlimited. `root` holds /proc and /sys."""
     limits = []
     for folder in _folders("cpu", root):
         v1 = " ".join(_read(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
         quota, _, period = (_read(folder / "cpu.max") or v1).partition(" ")
-        if quota.isdigit() and period.isdigit() and int(quota) and int(period):  # and neither "max" nor "-1"
+        # A quota of "max" (v2) or "-1" (v1) means unlimited.
+        if quota.isdigit() and period.isdigit() and int(quota) and int(period):
             limits.append(int(quota) / int(period))
     return min(limits, default=None)
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folder of the process's group, then those of the groups above it, wherever they are mounted."""
+    """Yield the folder of the process's group and the folders of all groups above it, wherever they are mounted."""
     groups = dict(_groups(root))
     for line in _read(root / "proc/self/mountinfo").splitlines():
         mount, _, filesystem = line.partition(" - ")
@@ -50,14 +51,14 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _groups(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield (controller, the process's group) for each controller of v1, and ("", group) for v2."""
+    """Yield (controller, the process's group) for each controller of cgroup v1, and ("", group) for cgroup v2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         yield from ((controller, group) for controller in controllers.split(","))
 
 
 def _path_to(group: str, mount_root: str, top: Path) -> Iterator[Path]:
-    """Yield the folder of a group and its parents, up to `top`, where the hierarchy is mounted from `mount_root` on."""
+    """Yield the folder of a group and its parents up to `top`, the mount point of the group `mount_root`."""
     path = PurePosixPath(group)
     if path.is_relative_to(mount_root) and ".." not in path.parts:
         folder = top / path.relative_to(mount_root)
@@ -68,7 +69,7 @@ def _path_to(group: str, mount_root: str, top: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text without the white space around it, or "" where there is no such file."""
+    """Return a file's text without surrounding white space, or "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

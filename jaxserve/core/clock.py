@@ -1,4 +1,4 @@
-"""Time is an argument: the only place that reads the machine's clock."""
+"""Clocks: the machine's, and one that moves only on demand. Code that needs the time gets a clock as an argument."""
 
 import time
 from typing import Protocol
@@ -7,7 +7,9 @@ from typing import Protocol
 class Clock(Protocol):
     """A monotonic clock in seconds."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Return the time in seconds since an arbitrary start."""
+        ...
 
 
 class SystemClock:
@@ -18,7 +20,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to; for tests and the simulator."""
+    """A clock that moves only when `advance` is called, for tests and the simulator."""
 
     def __init__(self, start: float = 0.0):
         self.time = start
@@ -27,5 +29,5 @@ class VirtualClock:
         return self.time
 
     def advance(self, seconds: float) -> None:
-        """Mutates: moves the clock forward."""
+        """Move the clock forward."""
         self.time += seconds

@@ -1,20 +1,20 @@
-"""Every way in which jaxserve refuses or fails, with what was got, the limit and the knob.
+"""Errors that jaxserve raises on purpose. Messages say what was given, what is allowed, and which option decides.
 
-`RequestError` and its subclasses are the caller's to mend (HTTP 4xx/503); the others are the operator's.
+The caller of the API can avoid a `RequestError` (HTTP 400 or 503); all other errors concern the operator.
 """
 
 from typing import Any
 
 
 class JaxserveError(Exception):
-    """Base of all errors that jaxserve raises on purpose."""
+    """Base class of all errors that jaxserve raises on purpose."""
 
 
 class RequestError(JaxserveError):
-    """A request that cannot be served as it stands.
+    """A request that cannot be served as it is.
 
-    `field` names the offending parameter, `value` what was got and `limit` the bound it broke (or None). `code` is
-    OpenAI's name for the kind of error, where it has one.
+    `field` names the parameter at fault, `value` is what was given and `limit` what is allowed (or None). `code` is
+    OpenAI's name for this kind of error, or None.
     """
 
     status = 400
@@ -26,34 +26,37 @@ class RequestError(JaxserveError):
 
 
 class ContextLengthExceeded(RequestError):
-    """The prompt, or the prompt and the tokens asked for, do not fit the model's context."""
+    """A prompt that, alone or with the tokens asked for, exceeds the model's context length."""
 
     code = "context_length_exceeded"
 
 
 class PromptTooLong(ContextLengthExceeded):
-    """The prompt alone does not fit, or leaves no room for a single generated token."""
+    """A prompt that leaves no room in the model's context for a single generated token."""
 
 
 class UnsupportedParameter(RequestError):
-    """A parameter that would change the answer and that is not served."""
+    """A parameter that would change the answer but is not supported."""
 
     code = "unsupported_parameter"
 
 
 class NoTokenizer(RequestError, ValueError):
-    """Text was given to, or wanted from, a model without a tokenizer."""
+    """A request that gives text to, or wants text from, a model without a tokenizer."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the model has no tokenizer (there is no tokenizer.json or tokenizer.model in its folder, and the option"
-            " tokenizer names none): give prompts as token ids",
+            "the model has no tokenizer (its folder has no tokenizer.json or tokenizer.model, and the option tokenizer"
+            " names none): give prompts as token ids",
             field="prompt",
         )
 
 
 class QueueFull(RequestError):
-    """The bounded queue (requests or tokens) has no room; try again after `retry_after` seconds."""
+    """A request for which the queue (bounded in requests and tokens) has no room, to be sent again later.
+
+    `retry_after` suggests after how many seconds.
+    """
 
     status = 503
     code = "queue_full"
@@ -64,26 +67,27 @@ class QueueFull(RequestError):
 
 
 class EngineStopped(JaxserveError):
-    """The engine is draining or has stopped; the request was not finished."""
+    """A request that was not finished because the engine is stopping or has stopped."""
 
     status = 503
 
 
 class EngineFailed(JaxserveError):
-    """The engine loop raised; every request in flight ends with this error."""
+    """An error in the engine's loop, which ends every request in flight."""
 
     status = 500
 
 
 class NonFiniteOutput(JaxserveError):
-    """The model computed NaN or infinity for a request, which cannot go on."""
+    """A request for which the model computed NaN or infinity, so that it cannot go on."""
 
     status = 500
 
     def __init__(self, what: str):
+        """`what` names the values that are not finite, e.g. "logits"."""
         super().__init__(
             f"the model computed {what} that are not finite (NaN or infinity). Most often its values exceed what "
-            "float16 can hold: run it with --dtype bfloat16 or float32. Otherwise its weights may be damaged"
+            "float16 can hold: run the model with --dtype bfloat16 or float32. Otherwise its weights may be damaged"
         )
 
 
@@ -92,14 +96,14 @@ class ConfigError(JaxserveError):
 
 
 class CheckpointError(JaxserveError):
-    """An unsupported architecture, or a missing, truncated or mis-shaped file or tensor (named in the message)."""
+    """A checkpoint that cannot be loaded: its architecture is unsupported, or a file or tensor is missing or broken."""
 
 
 class MemoryBudgetError(ConfigError):
-    """The memory budget is too small; the message says how many bytes are needed."""
+    """A memory budget that is too small; the message says how much memory is needed."""
 
 
 class PlanError(JaxserveError):
-    """A plan that does not fit the machine or the model, or that no transition leads to."""
+    """A plan that does not fit the machine or the model, or that cannot be reached from the plan in force."""
 
     status = 400

@@ -1,4 +1,4 @@
-"""Readers of text, JSON and YAML files. Every error is one line that names the file."""
+"""Reads and checks files that users name: every fault raises a `ConfigError` of one line that names the file."""
 
 import json
 import tempfile
@@ -9,7 +9,7 @@ from jaxserve.core.errors import CheckpointError, ConfigError
 
 
 def read_text(path: str | Path, *, encoding: str = "utf-8") -> str:
-    """Return a file's text. Raises `ConfigError` for a file that cannot be read or is in another encoding."""
+    """Return a file's text. Raise `ConfigError` if it cannot be read or has another encoding."""
     try:
         return Path(path).read_text(encoding=encoding)
     except (OSError, ValueError) as error:  # UnicodeError is a ValueError
@@ -18,7 +18,7 @@ def read_text(path: str | Path, *, encoding: str = "utf-8") -> str:
 
 
 def parse_json(text: str, name: str | Path) -> Any:
-    """Return the value of a JSON text. Raise `ConfigError`, which calls the text `name`, if it is malformed."""
+    """Return the value of a JSON text. Raise `ConfigError` with `name` if the text is not valid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -42,17 +42,18 @@ def read_json_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, name: str | Path) -> Any:
-    """Return the value of a YAML text. Raise `ConfigError`, which calls the text `name`, if it is malformed."""
-    import yaml  # slow, and commands import this module for --help too
+    """Return the value of a YAML text. Raise `ConfigError` with `name` if the text is not valid YAML."""
+    # Imported late: it is slow, and every command imports this module, even for --help.
+    import yaml
 
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date or a number, from its parts
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date or number
         raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def ensure_folder(folder: Path, option: str) -> None:
-    """Make a folder for results before they are computed. Raises `ConfigError` if nothing can be written there."""
+    """Make a folder for results before they are computed. Raise `ConfigError` if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -62,7 +63,7 @@ def ensure_folder(folder: Path, option: str) -> None:
 
 
 def ensure_file(file: Path, option: str) -> None:
-    """Make the folder of a file that will be written. Raises `ConfigError` if the file cannot be written there."""
+    """Make the folder of a file that will be written. Raise `ConfigError` if the file cannot be written."""
     if file.is_dir():
         raise ConfigError(f"cannot write {file}: it is a folder ({option})")
     ensure_folder(file.parent, option)

@@ -1,4 +1,4 @@
-"""The machine: its devices, the memory of the host and of accelerators, processors."""
+"""The machine that jaxserve runs on: its memory and its processors."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ from jaxserve.core import cgroups
 
 
 def host_memory(root: Path = cgroups.ROOT) -> int:
-    """Return the bytes of memory that are available, or the limit of a control group if that is less."""
+    """Return the bytes of host memory that are available, or the limit of a control group if that is less."""
     fields = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
     available = int(fields.get("MemAvailable", "8388608 kB").split()[0]) * 1024
     limit = cgroups.memory_limit(root)
@@ -18,7 +18,7 @@ def host_memory(root: Path = cgroups.ROOT) -> int:
 
 
 def trim_heap() -> None:
-    """Return memory that has been freed to the system, which glibc would keep for later: much after compiling."""
+    """Return freed memory to the system. Otherwise glibc keeps it, which is much after compiling."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -29,13 +29,13 @@ def allowed_processors() -> int:
 
 
 def processor_features() -> str:
-    """The names of the instruction sets that the processor has, where the system tells them."""
+    """Return the names of the processor's instruction sets, separated by spaces; "" if they are unknown."""
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def processors(root: Path = cgroups.ROOT) -> int:
-    """Return how many threads may compute at once: processors, or the quota of a control group if that is less."""
+    """Return how many threads may compute at once: the processors, or the quota of a control group if it is less."""
     limit = cgroups.cpu_limit(root)
     return allowed_processors() if limit is None else min(allowed_processors(), math.ceil(limit))
 

@@ -1,12 +1,12 @@
-"""The name of a model by the folder that it is in."""
+"""Names of models, derived from their folders."""
 
 from pathlib import Path
 
 
 def model_name(path: Path) -> str:
-    """Return the folder's name, or the repository's where the folder is a snapshot in Hugging Face's cache.
+    """Return the name of a model's folder, or of its repository if the folder is in Hugging Face's cache.
 
-    There it is `.../models--org--name/snapshots/<commit>`, which stands for `org/name`.
+    A folder `.../models--org--name/snapshots/<commit>` in the cache has the name `org/name`.
     """
     folder = path.resolve()
     repository = folder.parent.parent.name

@@ -1,4 +1,4 @@
-"""Small functions on whole numbers."""
+"""Arithmetic with whole numbers."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -7,5 +7,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least n."""
+    """Return the smallest multiple of `multiple` that is at least `n`."""
     return ceil_div(n, multiple) * multiple

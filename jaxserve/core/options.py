@@ -1,4 +1,4 @@
-"""Options: what users are told about the fields of a configuration.
+"""Options: annotations on the fields of a configuration, from which its user interfaces are made.
 
 A configuration is a frozen dataclass whose fields are `Annotated[type, Option(...)]`. The command line, YAML files, the
 library's signatures, range checks and the tables in docs/options.md are all made from these annotations, so that an
@@ -17,7 +17,7 @@ from jaxserve.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Option:
-    """What users are told about one field, and which numbers it may hold.
+    """Help text, names and allowed values of an option.
 
     `help` says what the option does; the default is appended to it. `default` describes a default that depends on the
     model or the machine. `flags` are the spellings on the command line if they differ from the field's name, and `env`
@@ -38,7 +38,7 @@ class Option:
 
 @dataclass(frozen=True)
 class OptionField:
-    """A field of a configuration that is an option."""
+    """A field of a configuration that is annotated with an `Option`."""
 
     name: str
     type: Any  # without None and without annotations
@@ -48,22 +48,22 @@ class OptionField:
 
     @property
     def key(self) -> str:
-        """The option's name in YAML files and errors, with underscores: the singular of a repeated option."""
+        """Name of the option in YAML files and errors, with underscores; singular if the option is repeated."""
         first = self.option.flags[0].partition("/")[0] if self.option.flags else self.name
         return first.lstrip("-").replace("-", "_")
 
     @property
     def flag(self) -> str:
-        """The option's name on the command line, as "--max-model-len"."""
+        """Name of the option on the command line, e.g. "--max-model-len"."""
         return "--" + self.key.replace("_", "-")
 
     @property
     def repeated(self) -> bool:
-        """Whether the option may be given several times."""
+        """True if the option may be given several times."""
         return get_origin(self.type) in (tuple, list)
 
     def check(self, value: Any) -> None:
-        """Raise `ConfigError` for a number outside the option's range, or a word that is none of its choices."""
+        """Raise `ConfigError` if a value is outside the option's range or not one of its choices."""
         if value is None and self.optional:
             return
         if self.type in (int, float):
@@ -78,7 +78,8 @@ class OptionField:
     def _allows(self, value: float) -> bool:
         option = self.option
         if option.minimum is option.above is option.maximum is None:
-            return not isnan(value)  # infinite where the option says what that means
+            # Options without a range may be infinite: their help says what that means.
+            return not isnan(value)
         return (
             isfinite(value)
             and (option.minimum is None or value >= option.minimum)
@@ -88,7 +89,7 @@ class OptionField:
 
     @property
     def range(self) -> str:
-        """The allowed numbers in words, as "from 1 to 65535"; "" where every number is allowed."""
+        """Allowed numbers in words, e.g. "from 1 to 65535"; "" if every number is allowed."""
         option = self.option
         if option.minimum is not None and option.maximum is not None:
             return f"from {option.minimum:g} to {option.maximum:g}"
@@ -103,7 +104,7 @@ class OptionField:
 
 
 def options_of(kind: type) -> Iterator[OptionField]:
-    """Yield the options of a configuration class in the order of their definition."""
+    """Yield the options of a configuration class in the order of its fields."""
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         if get_origin(hint := hints[field.name]) is not Annotated:
@@ -116,15 +117,15 @@ def options_of(kind: type) -> Iterator[OptionField]:
 
 
 def check_ranges(config: Any) -> None:
-    """Raise `ConfigError` for the first value of a configuration that its option does not allow."""
+    """Raise `ConfigError` if an option of a configuration has a value that is not allowed."""
     for field in options_of(type(config)):
         field.check(getattr(config, field.name))
 
 
 def keyword_signature(kind: type, first: str) -> Signature:
-    """Return the signature of a function that takes the fields of a configuration: `first` by position, others by name.
+    """Return the signature of a function with a configuration's fields as arguments, all but `first` by keyword only.
 
-    Notebooks show it where the function itself takes `**options`.
+    Notebooks and IDEs show it for functions that are declared with `**options`.
     """
     hints = get_type_hints(kind)
     parameters = [

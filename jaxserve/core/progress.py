@@ -1,13 +1,14 @@
-"""Progress: how an engine that starts tells how far it is."""
+"""Progress reports of an engine that is starting."""
 
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""(what is being done, how many are done, of how many). Called from any thread, often; it must return at once."""
+"""A function that is called with (activity, items done, items in all). It is called often and from any thread, and must
+return at once."""
 
 READING, QUANTISING = "reading weights", "quantising weights"
 LOADING, COMPILING = "loading compiled programs", "compiling programs"
 
 
-def untold(doing: str, done: int, total: int) -> None:
-    """The progress of which nobody wants to know."""
+def ignore_progress(doing: str, done: int, total: int) -> None:
+    """Do nothing with a progress report."""

@@ -1,4 +1,4 @@
-"""Old names of public attributes, which keep working with a warning."""
+"""Old names of public attributes, which still work but warn."""
 
 import warnings
 from typing import Any

@@ -1,6 +1,6 @@
-"""The life of a request: Request (what was asked), Sequence (one of its n answers, mutable), and the outputs.
+"""Requests, the sequences that are computed for them, and their outputs.
 
-A request with n > 1 has n sequences that share the prompt's pages.
+A request for n answers has n sequences, which share the pages of the prompt.
 """
 
 from collections import abc
@@ -14,7 +14,7 @@ from jaxserve.core.sampling import SamplingParams
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the values are what clients and metrics see."""
+    """Reason why a sequence ended, as clients and metrics see it."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -23,7 +23,7 @@ class FinishReason(StrEnum):
 
 
 class Status(Enum):
-    """Where a sequence is."""
+    """State of a sequence in the scheduler."""
 
     WAITING = 0
     RUNNING = 1
@@ -32,80 +32,78 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """One accepted request. `priority`: smaller is served first; `salt` separates prefix caches of tenants; `stream`:
-    new tokens are told as they come, and else with the end of an answer.
-    """
+    """An accepted request. Requests with different `salt` share no pages of the prefix cache."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    arrival: float
+    arrival: float  # s
     prompt: str | None = None
-    priority: int = 0
+    priority: int = 0  # smaller is served first
     salt: str = ""
     embed: bool = False  # return the pooled last hidden state instead of generating
-    stream: bool = True
+    stream: bool = True  # return tokens as they are generated, not at the end of each answer
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token's log-probability under the model's raw distribution; rank 1 is the most likely token."""
+    """Log-probability of a token under the model's raw distribution; rank 1 is the most likely token."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
 
-TokenLogprobs = Mapping[int, Logprob]  # token id -> Logprob, the sampled (or prompt) token first
+TokenLogprobs = Mapping[int, Logprob]  # by token id; the sampled token, or the prompt's, comes first
 
 
 class Detokenizer(Protocol):
-    """Incremental detokenizer of one sequence."""
+    """An incremental detokenizer of one sequence."""
 
     def push(self, token_ids: abc.Sequence[int]) -> str:
-        """The text that became certain with these tokens ('' while a character is incomplete). Mutates."""
+        """Add tokens and return the text that they complete; "" while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end. Mutates."""
+        """Return the remaining text at the end of the sequence."""
         ...
 
 
 class StopFinder(Protocol):
-    """Looks for the stop strings of one sequence while its text grows."""
+    """A search for the stop strings of one sequence while its text grows."""
 
     @property
     def begun(self) -> int:
-        """How many characters at the end of the text may still become a stop string."""
+        """Number of characters at the end of the text that may be the beginning of a stop string."""
         ...
 
     def push(self, new: str) -> tuple[int, str] | None:
-        """Adds text. Return where a stop string begins, relative to the new text, and which. Mutates."""
+        """Add text. Return (position, stop string) if one is complete, relative to the new text, else None."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One answer in the making. Mutated only by the scheduler and the engine core.
+    """One answer in the making, changed only by the scheduler and the engine core.
 
-    Positions: tokens [0, num_computed) have their keys and values in pages (or in a step already dispatched).
-    `num_inflight` tokens were sampled by a dispatched step and are not yet known to the host.
+    The keys and values of tokens [0, num_computed) are in pages, or will be after the steps already dispatched.
+    `num_inflight` tokens were sampled by dispatched steps, and the host does not know them yet.
     """
 
     request: Request
-    index: int
+    index: int  # among the request's answers
     seed: int
     max_total: int  # tokens, prompt included
-    salt: str = ""  # of the prefix cache: the plan's and the request's
+    salt: str = ""  # for the prefix cache: the plan's salt and the request's
     detokenizer: Detokenizer | None = None
     stops: StopFinder | None = None
-    parent: "Sequence | None" = None  # n > 1: the sibling whose prompt pages will be shared
-    children: "list[Sequence]" = field(default_factory=list)  # siblings that wait for this prompt
-    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop_token_ids in force
-    length_alone: bool = False  # ends it: no token and no text does
+    parent: "Sequence | None" = None  # answer of the same request whose prompt pages will be shared
+    children: "list[Sequence]" = field(default_factory=list)  # answers that wait for this one's prompt pages
+    stop_ids: frozenset[int] = frozenset()  # token ids that end the answer
+    length_alone: bool = False  # only the length ends the answer: no token and no text does
     bad_words: tuple[tuple[int, ...], ...] = ()
     status: Status = Status.WAITING
-    tokens: list[int] = field(default_factory=list)  # prompt, then generated
+    tokens: list[int] = field(default_factory=list)  # prompt, then generated tokens
     num_prompt: int = 0
     num_computed: int = 0
     num_inflight: int = 0
@@ -113,11 +111,11 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     num_registered: int = 0  # pages whose hashes are in the prefix cache
-    private: bool = False  # its pages were computed under two plans: they are shared with none
+    private: bool = False  # never share the pages: they were computed under two plans
     slot: int = -1
     preemptions: int = 0
     text: str = ""
-    held: int = 0  # characters of `text` that may still become a stop string
+    held: int = 0  # characters at the end of `text` that may be the beginning of a stop string
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cumulative_logprob: float = 0.0
@@ -128,8 +126,8 @@ class Sequence:
     first_token: float | None = None
     last_token: float | None = None
     finished_at: float | None = None
-    queued_at: float = 0.0  # when it arrived, or was preempted
-    order: tuple[int, float, str, int] = (0, 0.0, "", 0)  # who goes first: priority, then arrival
+    queued_at: float = 0.0  # time of arrival or of the latest preemption
+    order: tuple[int, float, str, int] = (0, 0.0, "", 0)  # sort key of the queue: priority, then arrival
 
     def __post_init__(self) -> None:
         request = self.request
@@ -148,28 +146,29 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated and known to the host."""
+        """Number of tokens generated and known to the host."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def total(self) -> int:
-        """Tokens known or in flight."""
+        """Number of tokens, known to the host or in flight."""
         return len(self.tokens) + self.num_inflight
 
     @property
     def decoding(self) -> bool:
-        """Whether only the newest token is left to compute."""
+        """True if only the newest token remains to be computed."""
         return self.num_computed == self.total - 1 and self.total > self.num_prompt
 
     @property
     def synchronous(self) -> bool:
-        """Whether the next token's logits depend on the value of the newest one on the host."""
+        """True if the host must know the newest token before the next one can be sampled."""
         return bool(self.bad_words) and any(len(word) > 1 for word in self.bad_words)
 
 
-@dataclass(slots=True)  # not frozen: one is made for every token, and frozen ones take three times as long to make
+# Not frozen: one is made for every token, and making a frozen one takes three times as long.
+@dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n answers. In a stream `text`, `token_ids` and `logprobs` hold what is new."""
+    """One answer of a request. In a stream, `text`, `token_ids` and `logprobs` hold only what is new."""
 
     index: int
     text: str
@@ -182,7 +181,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of one request in seconds of the engine's clock."""
+    """Times of a request's events, in seconds of the engine's clock."""
 
     arrival: float
     first_scheduled: float | None = None
@@ -193,7 +192,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a request has produced: all of it (`generate`), or what is new (`stream`)."""
+    """Output of a request: everything (`generate`), or only what is new (`stream`)."""
 
     request_id: str
     prompt: str | None
@@ -204,4 +203,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     embedding: Any = None  # float32[hidden] for an embedding request
-    error: JaxserveError | None = None  # what ended the request before its time; then there is nothing new
+    error: JaxserveError | None = None  # why the request ended early; the other fields then hold nothing new

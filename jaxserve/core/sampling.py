@@ -1,4 +1,4 @@
-"""SamplingParams: what a request asks of the sampler. Frozen, validated once, names as in the OpenAI API and vLLM."""
+"""Sampling parameters of a request, named as in the OpenAI API and vLLM, and their limits."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 
 from jaxserve.core.errors import RequestError
 
-MAX_SPARSE_BIAS = 512  # token ids a row may bias or ban at once: logit_bias, bad_words, min_tokens together
+MAX_SPARSE_BIAS = 512  # token ids that logit_bias, bad_words and min_tokens of one sequence may bias together
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 64
-MAX_STRING = 1024  # characters of a stop string or a bad word, which every token is compared with
+MAX_STRING = 1024  # characters of a stop string or a bad word, with which every token is compared
 MAX_SEED = 2**63 - 1
-RANDOM_SEED = -1  # what clients of vLLM and llama.cpp send for no seed
+RANDOM_SEED = -1  # sent by clients of vLLM and llama.cpp that want no seed
 
 
 def _require(ok: bool, name: str, value: Any, limit: str) -> None:
@@ -39,12 +39,13 @@ def _short(name: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one request.
+    """Sampling parameters of one request.
 
-    `max_tokens=None` means: until the model's length limit. `top_k=0` or -1 and `top_p=1` mean off;
-    `temperature=0` and `top_p=0` are greedy; `seed=-1` means None: random. `logprobs=k` returns the sampled token's
-    log-probability and the k most likely ones, computed from the raw logits. Raises `RequestError` naming the field,
-    the value and the limit.
+    `max_tokens=None` generates up to the model's length limit. `top_k=0` (or -1) and `top_p=1` are off, `temperature=0`
+    and `top_p=0` are greedy, and `seed=-1` is random, as None. `logprobs=k` returns the log-probabilities of the
+    sampled token and of the k most likely tokens, computed from the raw logits.
+
+    Raise `RequestError` that names the field, the value and the limit if a value is not allowed.
     """
 
     n: int = 1
@@ -125,15 +126,15 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
+        """Stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always chosen."""
         return self.temperature < 1e-5 or self.top_p == 0
 
     @property
     def penalized(self) -> bool:
-        """Whether the tokens seen so far change the logits."""
+        """True if the tokens that have occurred so far change the logits."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1

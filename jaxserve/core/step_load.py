@@ -1,4 +1,4 @@
-"""StepLoad: what a step has to compute, in the numbers that its time follows from. Imports no JAX."""
+"""The load of a step: numbers of what it computes, from which its duration can be estimated."""
 
 from dataclasses import dataclass
 
@@ -9,23 +9,23 @@ from jaxserve.core.work import Work
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What a step has to compute."""
+    """Load of one step."""
 
-    tokens: int  # through the layers, padded as the executor pads them
-    rows: int  # through the head, padded too
-    sequences: int  # that decode
-    context: int  # tokens that these attend to, in all
-    prefill: int  # p c + c^2 + c, over the chunks of c tokens after p
+    tokens: int  # tokens that pass through the layers, padding included
+    rows: int  # rows that pass through the head, padding included
+    sequences: int  # sequences that decode
+    context: int  # tokens that the decodes attend to, in all
+    prefill: int  # sum of p c + c^2 + c over all chunks of c tokens that follow p tokens
 
 
 class Loads:
-    """Tells the load of steps of one engine's shapes."""
+    """Computes the load of steps that are padded to the shapes of `buckets`."""
 
     def __init__(self, buckets: Buckets):
         self._buckets = buckets
 
     def of(self, work: Work) -> StepLoad:
-        """Of a step that has just been scheduled: before the next one is."""
+        """Return the load of a step. Call it before the next step is scheduled, which changes the sequences."""
         decodes, tile = len(work.decodes), self._buckets.tile
         context = prefill = tiles = 0
         for sequence in work.decodes:

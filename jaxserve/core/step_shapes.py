@@ -1,7 +1,7 @@
-"""The static shape of a step, and how its inputs lie in one int32 vector. Imports no JAX: a simulator needs it too.
+"""Shapes that steps are padded to, and the layout of a step's inputs in one int32 vector.
 
-Tokens of a step, in order: B decode rows of one token each, then N prefill tiles of Q tokens. Sampled rows, in order:
-the decode rows, then one row per chunk.
+The tokens of a step are B decode rows of one token each, then N prefill tiles of Q tokens. The sampled rows are the
+decode rows, then one row per chunk.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from jaxserve.core.work import Work
 
 @dataclass(frozen=True)
 class StepShape:
-    """One executable of each kind per shape."""
+    """Shape of a step. Every kind of block has one executable per shape."""
 
-    decodes: int  # B
-    tiles: int  # N
-    tile: int  # Q
-    width: int  # W, pages
-    rows: int  # R, sampled rows
+    decodes: int  # B: decode rows
+    tiles: int  # N: prefill tiles
+    tile: int  # Q: tokens of a tile
+    width: int  # W: pages of a row of the page table
+    rows: int  # R: sampled rows
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Number T of tokens, padding included."""
         return self.decodes + self.tiles * self.tile
 
     @cached_property
     def fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
-        """Name -> where it lies in the packed vector, and its shape."""
+        """Fields of the packed vector: name -> (slice of the vector, shape)."""
         sizes = {
             "tokens": (self.tokens,),
             "positions": (self.tokens,),
@@ -53,13 +53,13 @@ class StepShape:
         return sum(prod(shape) for _, shape in self.fields.values())
 
     def view(self, packed: np.ndarray, name: str) -> np.ndarray:
-        """A writable view of a field of a packed numpy vector."""
+        """Return a writable view of a field of a packed vector."""
         place, shape = self.fields[name]
         return packed[place] if len(shape) == 1 else packed[place].reshape(shape)
 
 
 def powers_of_two(low: int, high: int) -> tuple[int, ...]:
-    """low, 2 low, 4 low, ... up to and including high."""
+    """Return low, 2 low, 4 low, ... below `high`, and `high` itself."""
     sizes = []
     while low < high:
         sizes.append(low)
@@ -67,69 +67,73 @@ def powers_of_two(low: int, high: int) -> tuple[int, ...]:
     return (*sizes, high)
 
 
-def halfway_too(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Powers of two with those sizes between them, from 6 on, that are half as large again as the one before."""
+def with_midpoints(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return powers of two together with 6, 12, 24, ...: the sizes halfway between two of them, from 4 on."""
     between = {low + low // 2 for low, high in pairwise(sizes) if low >= 4 and low + low // 2 < high}
     return tuple(sorted({*sizes, *between}))
 
 
-def at_least(sizes: tuple[int, ...], wanted: int) -> int:
-    """The smallest size that holds `wanted`."""
+def smallest_holding(sizes: tuple[int, ...], wanted: int) -> int:
+    """Return the smallest of the sizes that is at least `wanted`."""
     return next(size for size in sizes if size >= wanted)
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The grid of step shapes: B of pure decode steps; B and N of steps with prefill; W of the page tables."""
+    """The grid of shapes that steps are padded to."""
 
     max_num_seqs: int
     max_tiles: int
-    tile: int
-    min_rows: int  # smaller products are slower on some platforms than padded ones
-    widths: tuple[int, ...]
-    finer: bool = False  # rows and tiles also between powers of two: where padded rows may cost as much as others
+    tile: int  # tokens of a prefill tile
+    min_rows: int  # smallest padding of decode rows: on some platforms fewer rows are slower
+    widths: tuple[int, ...]  # pages of a row of the page table
+    finer: bool = False  # also sizes between powers of two, for platforms where padded rows cost as much as others
 
     @cached_property
     def decodes(self) -> tuple[int, ...]:
+        """Numbers of decode rows that steps without prefill are padded to."""
         return self._sizes(min(self.min_rows, self.max_num_seqs), self.max_num_seqs)
 
     @cached_property
     def mixed_decodes(self) -> tuple[int, ...]:
-        """None, or all: beside a tile of prefill, unused decode rows cost little."""
+        """Numbers of decode rows that steps with prefill are padded to: 0 or all, as unused rows cost little there."""
         return (0, self.max_num_seqs)
 
     @cached_property
     def tiles(self) -> tuple[int, ...]:
+        """Numbers of prefill tiles that steps are padded to."""
         return self._sizes(1, self.max_tiles)
 
     @cached_property
     def _shapes(self) -> dict[tuple[int, int, int], StepShape]:
-        return {}  # by decode rows, tiles and width: every step asks
+        # A cache, by decode rows, tiles and width: every step looks its shape up.
+        return {}
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
+        """Numbers of sampled rows that steps are padded to."""
         return powers_of_two(self.min_rows, max(self.max_num_seqs + self.max_tiles, self.min_rows))
 
     def _sizes(self, low: int, high: int) -> tuple[int, ...]:
         sizes = powers_of_two(low, high)
-        return halfway_too(sizes) if self.finer else sizes
+        return with_midpoints(sizes) if self.finer else sizes
 
     def shape(self, decodes: int, tiles: int, pages: int) -> StepShape:
-        """The smallest shape that holds a step of so many decode rows, prefill tiles and pages per row."""
-        key = decodes, tiles, at_least(self.widths, pages)
+        """Return the smallest shape for a step with these numbers of decode rows, prefill tiles and pages per row."""
+        key = decodes, tiles, smallest_holding(self.widths, pages)
         if key not in self._shapes:
             self._shapes[key] = self._shape(*key)
         return self._shapes[key]
 
     def _shape(self, decodes: int, tiles: int, width: int) -> StepShape:
         if tiles == 0:
-            size = at_least(self.decodes, decodes)
-            return StepShape(size, 0, self.tile, width, at_least(self.rows, size))
-        size, tiles = at_least(self.mixed_decodes, decodes), at_least(self.tiles, tiles)
-        return StepShape(size, tiles, self.tile, width, at_least(self.rows, size + tiles))
+            size = smallest_holding(self.decodes, decodes)
+            return StepShape(size, 0, self.tile, width, smallest_holding(self.rows, size))
+        size, tiles = smallest_holding(self.mixed_decodes, decodes), smallest_holding(self.tiles, tiles)
+        return StepShape(size, tiles, self.tile, width, smallest_holding(self.rows, size + tiles))
 
     def of(self, work: Work) -> StepShape:
-        """The shape for a step's work."""
+        """Return the smallest shape for a step's work."""
         tiles = pages = 0
         for chunk in work.chunks:
             tiles += ceil_div(chunk.length, self.tile)
@@ -138,7 +142,7 @@ class Buckets:
         return self.shape(len(work.decodes), tiles, pages)
 
     def all(self) -> tuple[StepShape, ...]:
-        """Every shape that `of` can return, largest first."""
+        """Return every shape that `of` can return, largest first."""
         shapes = {self.shape(b, 0, w) for b in self.decodes for w in self.widths}
         shapes |= {self.shape(b, n, w) for b in self.mixed_decodes for n in self.tiles for w in self.widths}
         return tuple(sorted(shapes, key=lambda s: (s.tokens, s.width), reverse=True))

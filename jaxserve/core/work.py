@@ -1,4 +1,4 @@
-"""Values that pass between the scheduler and the executor: one step's work and its result."""
+"""A step's work and its result, which pass between the scheduler and the executor."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,9 +10,9 @@ from jaxserve.core.request import Sequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a sequence's tokens, [start, start + length), to be computed in this step.
+    """A range of a sequence's tokens, [start, start + length), that a step computes.
 
-    `last`: the chunk reaches the newest known token, so that the step samples the next one.
+    The `last` chunk reaches the newest known token, so that the step samples the next one.
     """
 
     sequence: Sequence
@@ -23,7 +23,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Work:
-    """One step: sequences that decode one token each, and prefill chunks."""
+    """Work of one step: sequences that decode one token each, and prefill chunks."""
 
     step: int
     decodes: tuple[Sequence, ...] = ()
@@ -34,43 +34,43 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens that the step computes, without padding."""
         return len(self.decodes) + sum(c.length for c in self.chunks)
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step sampled, on the host. Rows: `work.decodes`, then `work.chunks` (rows of chunks not `last` are void).
+    """Result of a step, on the host.
 
-    tokens int32[rows], -1 for a row whose logits are not finite; logprob f32[rows], rank int32[rows], top_ids
-    int32[rows, K] and top_logprobs f32[rows, K] are None unless a row asked for log-probabilities. prompt_logprobs: by
-    chunk index, (logprob [length], rank [length], top_ids [length, K], top_logprobs [length, K]) of each *next* prompt
-    token. embeddings: by chunk index, f32[hidden].
+    The rows are `work.decodes`, then `work.chunks`. Rows of chunks that are not `last` have no meaning.
+    Log-probabilities are None unless a row asked for them. `prompt_logprobs` has, by chunk index, (logprob [length],
+    rank [length], top_ids [length, K], top_logprobs [length, K]) of the prompt tokens that follow the chunk's tokens.
     """
 
-    tokens: np.ndarray
-    logprob: np.ndarray | None = None
-    rank: np.ndarray | None = None
-    top_ids: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None
+    tokens: np.ndarray  # int32[rows]; -1 if the row's logits are not finite
+    logprob: np.ndarray | None = None  # float32[rows]
+    rank: np.ndarray | None = None  # int32[rows]
+    top_ids: np.ndarray | None = None  # int32[rows, K]
+    top_logprobs: np.ndarray | None = None  # float32[rows, K]
     prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] | None = None
-    embeddings: dict[int, np.ndarray] | None = None
+    embeddings: dict[int, np.ndarray] | None = None  # by chunk index: float32[hidden]
 
 
 class PendingStep(Protocol):
     """A dispatched step whose result is still on the device."""
 
     def fetch(self) -> StepOutput:
-        """Waits for the device and returns the result."""
+        """Wait for the device and return the result."""
         ...
 
 
 class Executor(Protocol):
-    """Carries out steps: `executor.BlockExecutor` on real devices, and the simulator's."""
+    """A backend that runs steps: `executor.BlockExecutor` on real devices, or the simulator's."""
 
     def execute(self, work: Work) -> PendingStep:
-        """Dispatches a step without waiting for it."""
+        """Dispatch a step without waiting for its result."""
         ...
 
     def settle(self) -> None:
-        """Waits for what is prepared in the background: steps that come next have it."""
+        """Wait until everything that is being prepared in the background is ready for the next step."""
         ...

@@ -50,12 +50,12 @@ class EngineCore:
         eos_token_ids: abc.Sequence[int] = (),
         salt: str = "",
         seed: int = 0,
-        static: Snapshot,
+        plan_fields: Snapshot,
         index: int = 0,
     ):
         """`index`: the index of the instance. `salt`: the plan's name in the prefix cache.
 
-        `static`: the fields of the snapshot that follow from the plan.
+        `plan_fields`: the fields of the snapshot that follow from the plan.
         """
         self.scheduler = scheduler
         self.info = info
@@ -64,7 +64,7 @@ class EngineCore:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
         self.index = index
-        self._counters = EngineCounters(scheduler, metrics, static)
+        self._counters = EngineCounters(scheduler, metrics, plan_fields)
         metrics.follow(lambda: self.snapshot, index)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
@@ -111,12 +111,12 @@ class EngineCore:
                 self.scheduler.finish(sequence)
         self._end(state, reason, now)
 
-    def replan(self, salt: str, static: Snapshot) -> None:
+    def replan(self, salt: str, plan_fields: Snapshot) -> None:
         """Set the plan's name in the prefix cache and its fields of the snapshot, after a change between two steps.
 
         Requests in flight continue. If the name differs, the pages that they compute from now on are not shared.
         """
-        self.salt, self._counters.static = salt, static
+        self.salt, self._counters.plan_fields = salt, plan_fields
         for state in self._requests.values():
             for sequence in state.sequences:
                 if sequence.status is not Status.FINISHED:
@@ -134,9 +134,9 @@ class EngineCore:
         return self.scheduler.waiting_tokens + len(self.scheduler.running)
 
     @property
-    def static(self) -> Snapshot:
+    def plan_fields(self) -> Snapshot:
         """The fields of the snapshot that follow from the plan in force."""
-        return self._counters.static
+        return self._counters.plan_fields
 
     @property
     def snapshot(self) -> Snapshot:

@@ -14,13 +14,13 @@ from jaxserve.telemetry import TIME_BOUNDS, EngineMetrics, Snapshot
 class EngineCounters:
     """Counters that the engine core updates between two steps. `snapshot` may be read from any thread."""
 
-    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, static: Snapshot):
-        """`static`: the fields of the snapshot that follow from the plan."""
-        self.static = static
+    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, plan_fields: Snapshot):
+        """`plan_fields`: the fields of the snapshot that follow from the plan."""
+        self.plan_fields = plan_fields
         self.steps = 0  # scheduled steps
         self._scheduler = scheduler
         self._metrics = metrics
-        self._latest: tuple[Snapshot, dict[str, Any]] = (static, {})  # the two parts of `snapshot`
+        self._latest: tuple[Snapshot, dict[str, Any]] = (plan_fields, {})  # the two parts of `snapshot`
         self._reported = (0, 0, 0)  # preemptions, prefix queries and prefix hits that the metrics already have
         self._first_tokens = (0,) * (len(TIME_BOUNDS) + 1)  # histogram of seconds from arrival to first token
         self._gaps, self._gap_seconds = 0, 0.0  # number and sum of the times between two tokens of a sequence
@@ -29,8 +29,8 @@ class EngineCounters:
     @property
     def snapshot(self) -> Snapshot:
         """The state at the latest `take`."""
-        static, latest = self._latest
-        return replace(static, **latest)
+        plan_fields, latest = self._latest
+        return replace(plan_fields, **latest)
 
     def take(self, now: float) -> None:
         """Take the state at time `now` for `snapshot`."""
@@ -50,7 +50,7 @@ class EngineCounters:
             "gaps": self._gaps,
             "gap_seconds": self._gap_seconds,
         }
-        self._latest = (self.static, latest)
+        self._latest = (self.plan_fields, latest)
 
     def first_token(self, seconds: float) -> None:
         """Count a first token that came `seconds` after its request's arrival."""

@@ -202,11 +202,11 @@ class InstanceLog:
 
     def dispatched(self, work: Work, begun: float, now: float) -> None:
         """Note that a step has been dispatched. Call before the next step is scheduled."""
-        static, load = self._core.static, self._loads.of(work)
-        if static.plan_version != self._version:
-            self._version = static.plan_version
-            layers = dict(static.layers_by_precision)
-            self._log.write(InForce(self._core.index, self._version, layers, static.kv_pages_total))
+        plan_fields, load = self._core.plan_fields, self._loads.of(work)
+        if plan_fields.plan_version != self._version:
+            self._version = plan_fields.plan_version
+            layers = dict(plan_fields.layers_by_precision)
+            self._log.write(InForce(self._core.index, self._version, layers, plan_fields.kv_pages_total))
         self._open.append((begun, now, load, self._version))
         self._next = work.step + 1
 

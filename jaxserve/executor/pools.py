@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.compilation.programs import Compiler, Program, abstract
-from jaxserve.core.kv_layout import MAX_MOVED_PAGES, covering
-from jaxserve.core.step_shapes import at_least
+from jaxserve.core.kv_layout import MAX_MOVED_PAGES, segments_covering
+from jaxserve.core.step_shapes import smallest_holding
 from jaxserve.kernels import Pool, move_pages, release_pages
 from jaxserve.parallel.placement import bytes_held
 
@@ -77,7 +77,7 @@ class Pools:
 
         Any thread may call this. Steps do not see the segments before `extend`.
         """
-        sizes = self.sizes[self.segments : covering(self.sizes, pages)]
+        sizes = self.sizes[self.segments : segments_covering(self.sizes, pages)]
         growth: Growth = []
         try:
             for layer in range(len(self)):
@@ -101,7 +101,7 @@ class Pools:
         Elastic pools release page by page, other pools whole segments. If copying raises, only the target pages have
         changed.
         """
-        pairs, batch, kept = list(moves.items()), MOVES[-1], covering(self.sizes, pages)
+        pairs, batch, kept = list(moves.items()), MOVES[-1], segments_covering(self.sizes, pages)
         for layer in range(len(self)):  # copy in all layers before any page is released
             for start in range(0, len(pairs), batch):
                 self._pools[layer] = self._move_batch(self._pools[layer], pairs[start : start + batch])
@@ -142,7 +142,7 @@ class Pools:
         free(self._pools)
 
     def _move_batch(self, pool: Pool, pairs: list[tuple[int, int]]) -> Pool:
-        sharding, size = pool[0].sharding, at_least(MOVES, len(pairs))
+        sharding, size = pool[0].sharding, smallest_holding(MOVES, len(pairs))
         ids = np.zeros((2, size), np.int32)
         ids[:, : len(pairs)] = np.transpose(pairs)
         return self._move[sharding].at((len(pool), size))(pool, *ids)

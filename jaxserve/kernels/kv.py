@@ -24,7 +24,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxserve.core.config import KernelBackend
-from jaxserve.core.kv_layout import SCALE_BYTES, int8_row
+from jaxserve.core.kv_layout import SCALE_BYTES, int8_row_bytes
 from jaxserve.kernels.backend import uses_native
 from jaxserve.kernels.elastic import platform_of, reserve
 from jaxserve.kernels.native import kv as native
@@ -35,7 +35,7 @@ MAX_CODE = 127
 
 def row_size(head_dim: int, dtype: DTypeLike, platform: str) -> int:
     """Return the entries R of a row, in a pool for `dtype` values on a platform ("cpu", "gpu", ...)."""
-    return int8_row(head_dim, platform) if jnp.dtype(dtype) == jnp.int8 else head_dim
+    return int8_row_bytes(head_dim, platform) if jnp.dtype(dtype) == jnp.int8 else head_dim
 
 
 def page_bytes(kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, platform: str) -> int:

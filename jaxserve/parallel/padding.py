@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxserve.core.aligned_arrays import aligned, zeros
+from jaxserve.core.aligned_arrays import aligned, aligned_zeros
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.numeric import ceil_div, round_up
 
@@ -64,7 +64,7 @@ def pack_qkv(
     """Return projections q [H*D, ...], k and v [K*D, ...] (or their biases) as one array [K', G' + 2, D, ...]."""
     query, kv = head_sources(config, padded)
     q, k, v = (x.reshape(-1, config.head_dim, *x.shape[1:]) for x in (q, k, v))
-    packed = zeros((len(query), query.shape[1] + 2, *q.shape[1:]), dtype)
+    packed = aligned_zeros((len(query), query.shape[1] + 2, *q.shape[1:]), dtype)
     for j, (heads, head) in enumerate(zip(query, kv, strict=True)):
         for g, source in enumerate(heads):
             if source >= 0:
@@ -78,7 +78,7 @@ def pack_o(o: np.ndarray, config: ModelConfig, padded: ModelConfig, dtype: np.dt
     """Return the output projection [E, H*D] as [E, K', G', D]."""
     query, _ = head_sources(config, padded)
     o = o.reshape(len(o), -1, config.head_dim)
-    packed = zeros((len(o), *query.shape, config.head_dim), dtype)
+    packed = aligned_zeros((len(o), *query.shape, config.head_dim), dtype)
     for (j, g), source in np.ndenumerate(query):
         if source >= 0:
             packed[:, j, g] = o[:, source]
@@ -87,7 +87,7 @@ def pack_o(o: np.ndarray, config: ModelConfig, padded: ModelConfig, dtype: np.dt
 
 def pack_gate_up(gates: Sequence[np.ndarray], size: int, shards: int, dtype: np.dtype) -> np.ndarray:
     """Return the gate and up projections [I, ...] (or their biases) as one array [shards, 2, size/shards, ...]."""
-    packed = zeros((shards, 2, size // shards, *gates[0].shape[1:]), dtype)
+    packed = aligned_zeros((shards, 2, size // shards, *gates[0].shape[1:]), dtype)
     fill_gate_up(packed, gates)
     return packed
 
@@ -105,7 +105,7 @@ def pad(x: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return x in the given dtype, padded with zeros at the end of every axis to `shape`. May return x itself."""
     if (x.shape, x.dtype) == (shape, dtype):
         return aligned(x)
-    padded = zeros(shape, dtype)
+    padded = aligned_zeros(shape, dtype)
     fill(padded, x)
     return padded
 

@@ -1,4 +1,4 @@
-"""What is chosen on each platform where the user leaves it open. Imports no JAX: a simulator chooses alike."""
+"""Defaults of each platform, for what the user leaves open; the simulator uses them too."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from jaxserve.core.config import DType
 
 @dataclass(frozen=True)
 class PlatformDefaults:
-    """What is chosen where the user leaves it open."""
+    """Defaults of one platform."""
 
     max_num_seqs: int
-    prefill_tokens: int  # of a step, beside the decodes
+    prefill_tokens: int  # prompt tokens of a step, besides its decodes
     tile: int  # tokens of a prefill tile; a prompt is padded to whole tiles
-    min_rows: int  # that a step decodes; fewer are padded
-    memory_fraction: float  # of what is available on the host, or of the device's memory
+    min_rows: int  # rows of a step that decodes; fewer sequences are padded
+    memory_fraction: float  # of the host's available memory on CPU, of the device's memory elsewhere
 
 
 PLATFORMS = {
@@ -25,10 +25,10 @@ PLATFORMS = {
 
 
 def served_dtype(stored: DType, platform: str, *, quantized: bool) -> DType:
-    """Return what a checkpoint is computed in where the user leaves it open. `quantized`: some weights have fewer bits.
+    """Return the dtype in which a checkpoint stored in `stored` is computed by default.
 
-    It is the checkpoint's own dtype, but bfloat16 for float16 on platforms without kernels for it: on CPU float16 is
-    tens of times slower.
+    That is `stored`, except that float16 becomes bfloat16 on platforms without kernels for it (on CPU float16 is tens
+    of times slower) and wherever some weights are `quantized`.
     """
     if quantized or platform != "gpu":
         return dtype_beside_quantized(stored)
@@ -36,7 +36,8 @@ def served_dtype(stored: DType, platform: str, *, quantized: bool) -> DType:
 
 
 def dtype_beside_quantized(stored: DType) -> DType:
-    """Return what a checkpoint is computed in where some weights have fewer bits: on no platform do kernels multiply
-    these by float16.
+    """Return the dtype in which a checkpoint is computed if some weights are quantised.
+
+    Float16 becomes bfloat16: no platform has kernels that multiply quantised weights by float16.
     """
     return "bfloat16" if stored == "float16" else stored

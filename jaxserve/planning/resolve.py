@@ -1,5 +1,6 @@
-"""From an `EngineConfig` to numbers: everything that follows from the user's wishes, the checkpoint and the machine,
-decided before any memory is taken.
+"""Resolves an `EngineConfig`: decides all that follows from it, the checkpoint and the machine.
+
+No memory is taken meanwhile: of the checkpoint only its configuration and the tensors' headers are read.
 """
 
 import contextlib
@@ -34,9 +35,10 @@ from jaxserve.planning.spec import EngineSpec, dtype_of, has_quantized
 log = logging.getLogger(__name__)
 
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
-XLA_THREADS = "PJRT_NPROC"  # environment variable: how many XLA computes with on CPU, and how many start its programs
-# For what is between native kernels: the older emitters, which JAX 0.10 still has and which need no MLIR context for
-# each fusion, and one module for each program.
+# Environment variable: the number of threads that XLA computes with on CPU, and that start its programs.
+XLA_THREADS = "PJRT_NPROC"
+# Flags to compile quickly what runs between native kernels: the older emitters, which JAX 0.10 still has and which need
+# no MLIR context for each fusion, and one module for each program.
 QUICK_COMPILATION = (
     *(("--xla_cpu_use_fusion_emitters=false",) if jax.__version_info__ < (0, 11) else ()),
     "--xla_cpu_parallel_codegen_split_count=1",
@@ -46,44 +48,47 @@ SMALL_MACHINE = 4  # processors
 
 @dataclass(frozen=True)
 class Resolved(MemoryPlan):
-    """A configuration with nothing left open, and what it is resolved for."""
+    """A configuration with everything decided, and the checkpoint and devices that it is resolved for."""
 
     checkpoint: Checkpoint
-    physical: ModelConfig  # padded for the degree of tensor parallelism
+    padded_model: ModelConfig  # padded for the degree of tensor parallelism
     info: ModelInfo
     devices: tuple[jax.Device, ...]
 
 
 def resolve(config: EngineConfig) -> Resolved:
-    """Decides everything; of the checkpoint it reads only the configuration and the tensors' headers.
+    """Decide everything that a configuration leaves open, for its checkpoint and this machine.
 
-    Raises `ConfigError`, `CheckpointError` or `MemoryBudgetError`.
+    Raise `ConfigError` for a configuration that cannot work here, `CheckpointError` for a checkpoint that cannot be
+    read, `MemoryBudgetError` if the memory budget is too small.
     """
     check_ranges(config)
     path = Path(config.model) if config.model is not None else bundled_model_path()
     checkpoint = open_checkpoint(path, load_format=config.load_format)
-    busy = not _leaves_xla_little(config, _in_dtype(config, checkpoint, "cpu").config)
-    devices = _devices(config.tp * config.pp * config.dp, busy=busy)
+    xla_multiplies = not _native_multiplies_all(config, _in_dtype(config, checkpoint, "cpu").config)
+    devices = _devices(config.tp * config.pp * config.dp, xla_multiplies=xla_multiplies)
     platform = devices[0].platform
     if platform not in PLATFORMS:
         raise ConfigError(f"platform {platform!r} is not supported; supported: {', '.join(PLATFORMS)}")
     opened, checkpoint = checkpoint, _in_dtype(config, checkpoint, platform)
     model = checkpoint.config
-    _tell_dtype(config, opened, model.dtype, platform)
-    outline = EngineSpec.of(config, model, _stored(checkpoint), platform, PLATFORMS[platform], len(devices))
-    physical = padded_config(model, config.tp, split_unit(outline.precisions) if config.tp > 1 else 1)
-    physical = replace(physical, kernel_backend=_kernel_backend(config, platform))
-    layout = partial(stored_layout, checkpoint, physical)
-    sizes = BlockSizes(physical, config.tp, config.page_size, outline.kv_dtype, platform, layout)
+    _log_dtype(config, opened, model.dtype, platform)
+    spec = EngineSpec.of(config, model, _stored(checkpoint), platform, PLATFORMS[platform], len(devices))
+    padded = padded_config(model, config.tp, split_unit(spec.precisions) if config.tp > 1 else 1)
+    padded = replace(padded, kernel_backend=_kernel_backend(config, platform))
+    layout = partial(stored_layout, checkpoint, padded)
+    sizes = BlockSizes(padded, config.tp, config.page_size, spec.kv_dtype, platform, layout)
     granule = GRANULE if is_elastic(platform) else 0
-    runtime = runtime_bytes(outline, model, config.dp) // _sharing(config, platform) if platform == "cpu" else 0
-    memory = plan_memory(outline, physical, sizes, _budget(config, devices), granule, runtime=runtime)
+    runtime = 0
+    if platform == "cpu":  # elsewhere the process is not in the devices' memory
+        runtime = runtime_bytes(spec, model, config.dp) // _devices_per_memory(config, platform)
+    memory = plan_memory(spec, padded, sizes, _budget(config, devices), granule, runtime=runtime)
     info = _info(config, checkpoint, path, memory.max_model_len)
-    return Resolved(**vars(memory), checkpoint=checkpoint, physical=physical, info=info, devices=devices)
+    return Resolved(**vars(memory), checkpoint=checkpoint, padded_model=padded, info=info, devices=devices)
 
 
 def _in_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: str) -> Checkpoint:
-    """Return the checkpoint in the dtype that it is computed in."""
+    """Return the checkpoint in the dtype that the engine computes in."""
     return checkpoint.in_dtype(dtype_of(config, checkpoint.config.dtype, _stored(checkpoint), platform))
 
 
@@ -92,7 +97,7 @@ def _stored(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(map(checkpoint.precision, checkpoint.config.block_ids[1:-1]))
 
 
-def _tell_dtype(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, platform: str) -> None:
+def _log_dtype(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, platform: str) -> None:
     """Log that a float16 checkpoint is computed in bfloat16, or that float16 will be slow."""
     stored = checkpoint.config.dtype
     if dtype != stored and config.dtype == "auto":
@@ -104,18 +109,20 @@ def _tell_dtype(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, plat
 
 
 def _kernel_backend(config: EngineConfig, platform: str) -> KernelBackend:
-    """As the user says. Raises `ConfigError` for kernels that cannot run here."""
+    """Return the configuration's kernel backend. Raise `ConfigError` if it cannot run here."""
     backend = config.kernel_backend
-    homes = {"native": "cpu", "pallas": "gpu"}
-    if homes.get(backend, platform) != platform:
-        raise ConfigError(f"kernel_backend is {backend!r}, which runs on {homes[backend]}; the devices are {platform}")
+    platforms = {"native": "cpu", "pallas": "gpu"}
+    if platforms.get(backend, platform) != platform:
+        raise ConfigError(
+            f"kernel_backend is {backend!r}, which runs on {platforms[backend]}: the devices are {platform}"
+        )
     if backend == "native" and not native.targets():
-        raise ConfigError("kernel_backend is 'native', and the native kernels are not there: see the warning above")
+        raise ConfigError("kernel_backend is 'native', but the native kernels are missing: see the warning above")
     return backend
 
 
-def _leaves_xla_little(config: EngineConfig, model: ModelConfig) -> bool:
-    """Whether native kernels do all products with a model's weights on this machine, whatever the rows."""
+def _native_multiplies_all(config: EngineConfig, model: ModelConfig) -> bool:
+    """Return whether native kernels do all products with the model's weights here, for any number of rows."""
     return (
         config.kernel_backend in ("auto", "native")
         and model.dtype == "bfloat16"
@@ -124,49 +131,52 @@ def _leaves_xla_little(config: EngineConfig, model: ModelConfig) -> bool:
     )
 
 
-def _devices(wanted: int, *, busy: bool) -> tuple[jax.Device, ...]:
-    """The machine's devices; on CPU, if JAX has not started yet, as many virtual ones as are wanted.
+def _devices(wanted: int, *, xla_multiplies: bool) -> tuple[jax.Device, ...]:
+    """Return the machine's devices; on CPU make `wanted` virtual devices, if JAX has not started yet.
 
-    `busy`: XLA has products to do, so that it needs all of its threads.
+    XLA needs all of its threads if it multiplies by weights (`xla_multiplies`).
     """
-    if not busy and processors() <= SMALL_MACHINE:
-        _leave_little_to_xla()
-    elif processors() < allowed_processors():  # XLA knows affinity, and no quota of a control group
+    if not xla_multiplies and processors() <= SMALL_MACHINE:
+        _limit_xla_to_one_thread()
+    elif processors() < allowed_processors():
+        # XLA respects the affinity of the process, but not the quota of a control group.
         os.environ.setdefault(XLA_THREADS, str(processors()))
     if wanted > 1 and VIRTUAL_DEVICES not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):  # JAX has started: its devices are what they are
+        # After JAX has started, its devices can no longer change.
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", wanted)
     return devices()
 
 
-def _leave_little_to_xla() -> None:
-    """Asks XLA for one thread, and to compile in little time, if JAX has not started yet and where the environment does
-    not say otherwise. Mutates the environment.
+def _limit_xla_to_one_thread() -> None:
+    """Set environment variables that give XLA one thread and make it compile quickly, unless they are set already.
 
-    Native kernels have threads of their own. With several of XLA's, the programs of a step start on one after the other
-    in turn, and each waits 0.1 ms for a processor that the host's Python and the kernels' helpers share.
+    This has an effect only before JAX has started. Native kernels have threads of their own. If XLA had several, the
+    programs of a step would start on each in turn, and each would wait 0.1 ms for a processor, which the host's Python
+    and the kernels' helpers use too.
     """
     os.environ.setdefault(XLA_THREADS, "1")
     given = os.environ.get("XLA_FLAGS", "").strip()
-    if given and not given.startswith("-"):  # a file's name
+    # XLA_FLAGS may also be the name of a file with flags.
+    if given and not given.startswith("-"):
         return
     flags = (flag for flag in QUICK_COMPILATION if flag.partition("=")[0] not in given)
     os.environ["XLA_FLAGS"] = " ".join((given, *flags)).strip()
 
 
 def _budget(config: EngineConfig, devices: tuple[jax.Device, ...]) -> int:
-    """Bytes of one device. Virtual CPU devices share the host's."""
+    """Return the memory budget of one device in bytes."""
     platform = devices[0].platform
     memory = device_memory(devices[0]) if platform != "cpu" else None
     if config.memory_gb is not None:
         budget = int(config.memory_gb * 1e9)
     else:
         budget = int((memory or host_memory()) * PLATFORMS[platform].memory_fraction)
-    return budget // _sharing(config, platform)
+    return budget // _devices_per_memory(config, platform)
 
 
-def _sharing(config: EngineConfig, platform: str) -> int:
-    """How many devices there are in one memory, in which the process itself counts too if it is the host's."""
+def _devices_per_memory(config: EngineConfig, platform: str) -> int:
+    """Return how many devices share one memory: on CPU all virtual devices share the host's."""
     return config.tp * config.pp * config.dp if platform == "cpu" else 1
 
 

@@ -1,4 +1,4 @@
-"""How many bytes blocks and pages take on each device, known before anything is loaded."""
+"""Bytes of blocks and KV pages on each device, computed from shapes before anything is loaded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from jaxserve.quantization import QArray
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """`Sizes` of the blocks as modules hold them, under the physical `config`, on each of tp devices."""
+    """Sizes (`workspace.Sizes`) of the model with the padded `config`, on each of `tp` devices."""
 
     config: ModelConfig
     tp: int
     page_size: int
-    kv_dtype: str  # of the KV pools
+    kv_dtype: str
     platform: str
-    layout: Callable[[str, str], Layout | None]  # (block, precision) -> that of quantised weights, if not the modules'
+    layout: Callable[[str, str], Layout | None]  # (block, precision) -> layout of stored quantised weights, if any
 
     def block(self, block: str, precision: str) -> int:
         return block_bytes(self.config, block, precision, self.tp, self.layout(block, precision))
@@ -40,9 +40,10 @@ class BlockSizes:
 
 
 def block_bytes(config: ModelConfig, block: str, precision: str, tp: int, layout: Layout | None = None) -> int:
-    """Bytes of a block's parameters on each of tp devices.
+    """Return the bytes of a block's parameters on each of `tp` devices.
 
-    `layout`: that of its quantised weights, if not the modules'. Raises `ConfigError` where it cannot be split.
+    `layout` is the layout of its quantised weights if it differs from the module's. Raise `ConfigError` if weights in
+    that layout cannot be split over `tp` devices.
     """
     _, variables = abstract_block(config, block, precision)
     total = 0
@@ -57,7 +58,10 @@ def block_bytes(config: ModelConfig, block: str, precision: str, tp: int, layout
 
 
 def dequantized_bytes(config: ModelConfig, block: str, tp: int, precision: str) -> int:
-    """What the largest quantised weight of a layer takes on each device while XLA multiplies by it; 0 if none is."""
+    """Return the bytes that a layer's largest quantised weight takes while XLA multiplies by it; 0 in full precision.
+
+    That is twice its size in the model's dtype, on each of `tp` devices.
+    """
     if "." not in block or precision not in BITS:
         return 0
     _, variables = abstract_block(config, block, precision)
@@ -65,6 +69,7 @@ def dequantized_bytes(config: ModelConfig, block: str, tp: int, precision: str) 
     for variable in variables.values():
         value = variable.get_value()
         if isinstance(value, QArray):
-            shape = value.shape[1:] if variable.axes[0] == "experts" else value.shape  # one expert at a time
+            # Experts are multiplied one at a time.
+            shape = value.shape[1:] if variable.axes[0] == "experts" else value.shape
             sizes.append(prod(shape) // (tp if any(axis in RULES for axis in variable.axes) else 1))
     return 2 * max(sizes) * jnp.dtype(config.dtype).itemsize

@@ -1,4 +1,4 @@
-"""EngineSpec: what follows from a configuration and the sizes of a model before memory is looked at. Imports no JAX."""
+"""EngineSpec: plan, variants and step shapes of an engine, decided before its memory is divided."""
 
 import re
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.planning.defaults import PlatformDefaults, served_dtype
 
 STATIC = "static"  # the policy that changes nothing
-DEFAULT_VARIANT = "int4"  # of a policy that names none
+DEFAULT_VARIANT = "int4"  # for policies that name no precision
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What follows from a configuration and a model before memory is looked at."""
+    """Decisions that follow from a configuration and a model, before memory is considered."""
 
     config: EngineConfig
     platform: str
-    plan: Plan  # without KV pages
-    variants: tuple[str, ...]  # precisions that any layer may change to while serving; () if none ever does
-    kv_dtype: str  # of the KV pools
-    wanted_len: int  # tokens of the longest sequence that is asked for
+    plan: Plan  # with 0 KV pages
+    variants: tuple[str, ...]  # precisions that any layer may change to while serving; () if layers never change
+    kv_dtype: str
+    wanted_len: int  # tokens of the longest sequence that the user asks for
     buckets: Buckets
 
     @classmethod
@@ -39,7 +39,10 @@ class EngineSpec:
         defaults: PlatformDefaults,
         devices: int,
     ) -> "EngineSpec":
-        """`stored`: the precision of each layer in the checkpoint. Raises `ConfigError`."""
+        """Return the spec of an engine. `stored` is the precision of each layer in the checkpoint.
+
+        Raise `ConfigError` if the configuration contradicts itself, the model or the number of `devices`.
+        """
         precisions = layer_precisions(config.precision, config.layer_precision, stored, model.dtype)
         variants = _variants(config, precisions, model.dtype)
         head = head_precision(config.head_precision, config.precision, model.dtype)
@@ -51,15 +54,15 @@ class EngineSpec:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """All that layers may have, now or later."""
+        """All precisions that layers may have, at the start or later."""
         return tuple(dict.fromkeys((*self.plan.instances[0].layer_precisions, *self.variants)))
 
 
 def dtype_of(config: EngineConfig, stored: DType, layers: Sequence[str], platform: str) -> DType:
-    """Return what the engine computes in: the configuration's `dtype`, or what `served_dtype` chooses for "auto".
+    """Return the dtype that the engine computes in: the configuration's, or what `served_dtype` chooses for "auto".
 
-    `stored`: the dtype of the checkpoint; `layers`: the precision of each layer in it. A precision that is given as
-    float16 or bfloat16 decides for a float16 checkpoint, since there is only one full precision.
+    `stored` is the checkpoint's dtype, and `layers` are the precisions of its layers. For a float16 checkpoint, a
+    precision option of float16 or bfloat16 decides, because an engine has only one full precision.
     """
     if config.dtype != "auto":
         return config.dtype
@@ -71,23 +74,22 @@ def dtype_of(config: EngineConfig, stored: DType, layers: Sequence[str], platfor
 
 
 def has_quantized(config: EngineConfig, layers: Sequence[str]) -> bool:
-    """Return whether some weights have fewer bits, now or later. `layers`: the precision of each in the checkpoint."""
+    """Return whether some weights are quantised or may be while serving. `layers` are the checkpoint's precisions."""
     return config.policy != STATIC or any(name in BITS for name in (*_precisions_given(config), *layers))
 
 
 def _precisions_given(config: EngineConfig) -> set[str]:
-    mixture = re.findall(r":(\w+)", config.layer_precision or "")
-    return {config.precision, config.head_precision, *mixture, *config.variants}
+    of_layers = re.findall(r":(\w+)", config.layer_precision or "")
+    return {config.precision, config.head_precision, *of_layers, *config.variants}
 
 
 def _variants(config: EngineConfig, precisions: Sequence[str], dtype: str) -> tuple[str, ...]:
-    """What the policy changes layers to, those that the user names, and those that layers start with, to which they may
-    return.
-    """
+    """Return the precisions that layers may change to: the policy's, the user's, and those they start with."""
     wanted = config.variants
     if config.policy != STATIC:
         morph = settings_of(config.policy)
-        wanted = (*morph.precisions, *wanted) if morph else wanted or (DEFAULT_VARIANT,)  # its own give the swap order
+        # The policy's come first: they determine the swap order.
+        wanted = (*morph.precisions, *wanted) if morph else wanted or (DEFAULT_VARIANT,)
     named = [parse_precision(name, dtype, "variants") for name in wanted]
     return tuple(dict.fromkeys((*named, *precisions))) if named else ()
 
@@ -97,7 +99,6 @@ def _kv_dtype(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def _wanted_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens of the longest sequence that is asked for."""
     if config.max_model_len is None:
         return model.max_position
     if not 1 < config.max_model_len <= model.max_position:
@@ -124,7 +125,7 @@ def _buckets(config: EngineConfig, platform: str, defaults: PlatformDefaults, wa
 
 
 def _width_buckets(width: int) -> tuple[int, ...]:
-    """Page-table widths on platforms whose attention reads the whole table: 64 pages, then times 4."""
+    """Return page-table widths for platforms whose attention reads the whole table: 64 pages, then times 4."""
     widths, size = [], 64
     while size < width:
         widths.append(size)

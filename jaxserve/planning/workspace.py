@@ -1,4 +1,4 @@
-"""How many bytes a stage needs on each device, from those of its blocks. Imports no JAX: a simulator counts alike."""
+"""Bytes that a stage of the plan needs on each device, computed from the sizes of its blocks and the step shapes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.core.kv_layout import MAX_MOVED_PAGES
 from jaxserve.core.step_shapes import Buckets
 
-RESERVE = 1.25  # XLA's temporaries beyond those counted here
-LIVE_COPIES = 3  # of the largest intermediate, alive at once
+TEMPORARIES_FACTOR = 1.25  # for XLA's temporaries beyond those counted here
+LIVE_COPIES = 3  # copies of the largest intermediate that are alive at once
 
 
 @dataclass(frozen=True)
@@ -19,48 +19,48 @@ class StageMemory:
     """Bytes of one stage on each of its devices."""
 
     weights: int
-    page: int  # one KV page in the pools of all of the stage's layers
-    workspace: int  # activations, logits, sampler; or pages on their way, between steps
-    pools: int  # KV pools: one for each layer
-    exchange: int = 0  # a layer in two variants at once, beside the larger one
-    variants: int = 0  # quantised layers that are kept in the same memory, but for weights that are used there
+    page: int  # bytes of one KV page in the pools of all of the stage's layers
+    workspace: int  # activations, logits and sampler; between steps, pages that are being moved
+    pools: int  # number of KV pools: one for each layer
+    swap_buffer: int = 0  # room for the smaller of two variants of one layer during a swap
+    variants: int = 0  # quantised layers pinned in the same memory, without those that weights use in place
 
     @property
-    def beside_pages(self) -> int:
-        """All but the pages."""
-        return self.weights + self.variants + self.workspace + self.exchange
+    def bytes_without_pages(self) -> int:
+        """Bytes of everything except the KV pages."""
+        return self.weights + self.variants + self.workspace + self.swap_buffer
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Which variants of layers are kept in the devices' own memory."""
+class PinnedVariants:
+    """Precisions whose layer variants are pinned in the devices' own memory: on CPU the host is the device."""
 
     precisions: tuple[str, ...] = ()
-    in_place: bool = False  # rows use them where they are: no such layer is copied, or there twice
+    in_place: bool = False  # layers run on the pinned arrays, without a copy
 
     @property
-    def used(self) -> tuple[str, ...]:
-        """Precisions of which a row takes nothing more than what is kept."""
+    def in_place_precisions(self) -> tuple[str, ...]:
+        """Precisions in which a layer takes no memory besides its pinned variant."""
         return self.precisions if self.in_place else ()
 
 
-NOTHING = Kept()
+NOTHING_PINNED = PinnedVariants()
 
 
 class Sizes(Protocol):
-    """Bytes of a model's parts on each device."""
+    """Sizes of a model's parts, in bytes on each device."""
 
     def block(self, block: str, precision: str) -> int:
-        """Of a block's parameters."""
+        """Return the bytes of a block's parameters."""
         ...
 
     def dequantized(self, block: str, precision: str) -> int:
-        """Of a layer's largest quantised weight while XLA multiplies by it; 0 if none is quantised."""
+        """Return the bytes of a layer's largest quantised weight while XLA multiplies by it; 0 in full precision."""
         ...
 
     @property
     def page(self) -> int:
-        """Of a KV page in the pool of one layer."""
+        """Bytes of one KV page in the pool of one layer."""
         ...
 
 
@@ -71,9 +71,9 @@ def stage_memory(
     buckets: Buckets,
     top: int,
     variants: Sequence[str] = (),
-    kept: Kept = NOTHING,
+    pinned: PinnedVariants = NOTHING_PINNED,
 ) -> StageMemory:
-    """The bytes of a stage under the physical `config`.
+    """Return the bytes that a stage of the model with the padded `config` needs on each device.
 
     `top` is the largest number of log-probabilities, and `variants` are the precisions that layers may change to.
     """
@@ -83,23 +83,29 @@ def stage_memory(
     if config.tie_embeddings and {"embed", "head"} <= set(names):
         weights -= sizes.block("embed", stage.blocks[0].precision)
     layers = [name for name in names if is_layer(name)]
-    copied = [precision for precision in variants if precision not in kept.used]
-    # Where the host is the device, and splits a layer, what has been read is there until all is split.
-    room = _largest if kept.precisions and stage.tp > 1 else _second
-    exchange = max((room(sizes.block(name, precision) for precision in copied) for name in layers), default=0)
-    beside = {(name, precision) for name in layers for precision in kept.precisions}
-    if kept.in_place:
-        beside -= running
+    copied = [precision for precision in variants if precision not in pinned.in_place_precisions]
+    # Two variants of one layer exist at once. The larger one is booked among the weights, the smaller one here. Where
+    # the host is the device and splits a layer, the whole layer that was read stays until all its parts are made.
+    room = _largest if pinned.precisions and stage.tp > 1 else _second_largest
+    swap_buffer = max((room(sizes.block(name, precision) for precision in copied) for name in layers), default=0)
+    pinned_layers = {(name, precision) for name in layers for precision in pinned.precisions}
+    if pinned.in_place:
+        pinned_layers -= running
     workspace = workspace_bytes(config, buckets, stage.tp, sampling="head" in names, top=top)
-    wanted = running | {(name, precision) for name in layers for precision in variants}
-    workspace += max(sizes.dequantized(name, precision) for name, precision in wanted)
-    workspace = max(workspace, int(MAX_MOVED_PAGES * sizes.page * RESERVE))
-    lying = sum(sizes.block(name, precision) for name, precision in beside)
-    return StageMemory(weights, len(layers) * sizes.page, workspace, len(layers), exchange, lying)
+    possible = running | {(name, precision) for name in layers for precision in variants}
+    workspace += max(sizes.dequantized(name, precision) for name, precision in possible)
+    return StageMemory(
+        weights,
+        page=len(layers) * sizes.page,
+        workspace=max(workspace, int(MAX_MOVED_PAGES * sizes.page * TEMPORARIES_FACTOR)),
+        pools=len(layers),
+        swap_buffer=swap_buffer,
+        variants=sum(sizes.block(name, precision) for name, precision in pinned_layers),
+    )
 
 
 def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, sampling: bool, top: int) -> int:
-    """An upper estimate of a step's temporaries on each device, with what the sampler keeps."""
+    """Estimate from above the bytes of a step's temporaries on each device, the sampler's state included."""
     tokens = max(shape.tokens for shape in buckets.all())
     inner = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim) // tp
     if config.moe is not None:
@@ -109,19 +115,17 @@ def workspace_bytes(config: ModelConfig, buckets: Buckets, tp: int, *, sampling:
         rows = max(max(buckets.rows), buckets.tile)
         total += LIVE_COPIES * rows * (config.vocab_rows + top) * 4
         total += sampler_bytes(buckets.max_num_seqs, config.vocab_rows)
-    return int(total * RESERVE)
+    return int(total * TEMPORARIES_FACTOR)
 
 
 def sampler_bytes(slots: int, vocab: int) -> int:
-    """What `DeviceSampler` keeps on the device: newest tokens, and what has occurred in each sequence."""
+    """Return the bytes of `DeviceSampler`'s state: for each slot the newest token, and which tokens have occurred."""
     return (slots + 1) * (4 + 5 * vocab)
 
 
 def _largest(sizes: Iterable[int]) -> int:
-    """0 if there is none."""
     return max(sizes, default=0)
 
 
-def _second(sizes: Iterable[int]) -> int:
-    """The largest but one; 0 if there is none."""
+def _second_largest(sizes: Iterable[int]) -> int:
     return max(sorted(sizes, reverse=True)[1:], default=0)

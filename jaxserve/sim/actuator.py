@@ -13,7 +13,15 @@ from typing import Protocol
 from jaxserve.control.diff import apply
 from jaxserve.control.ledger import Ledger
 from jaxserve.control.plan import InstancePlan, Plan
-from jaxserve.control.transitions import PATIENCE, TRY_AGAIN, Outcome, ResizeKVPool, SwapPrecision, Transition, batches
+from jaxserve.control.transitions import (
+    SHRINK_PATIENCE,
+    SHRINK_RETRY,
+    Outcome,
+    ResizeKVPool,
+    SwapPrecision,
+    Transition,
+    batches,
+)
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.precision import assignment_id
@@ -59,21 +67,21 @@ class SimActuator:
         *,
         ledger: Ledger,
         entries: Callable[[Plan], Mapping[str, int]],
-        describe: Callable[[Plan, int], Snapshot],
+        plan_fields: Callable[[Plan, int], Snapshot],
         compile_seconds: float = 0.0,
         warm: Collection[Signature] = (),
     ):
         """Start with `plan` in force.
 
         `pcie` names for each instance the link over which weights come from its host; every device of a stage has its
-        own host link. `entries` returns the ledger's bytes of a plan, by name. `describe` returns the fields of an
+        own host link. `entries` returns the ledger's bytes of a plan, by name. `plan_fields` returns the fields of an
         instance's snapshots that follow from a plan. Compiling takes `compile_seconds` for each signature that is new
         to an instance: that is neither in `plan` nor in `warm`, and was not compiled since.
         """
         self._plan = plan
         self._instances, self._pcie = tuple(instances), tuple(pcie)
         self._clock, self._links = clock, links
-        self._ledger, self._entries, self._describe = ledger, entries, describe
+        self._ledger, self._entries, self._plan_fields = ledger, entries, plan_fields
         self._compile_seconds = compile_seconds
         running = ({_signature(block.block, block.precision) for block in i.blocks} for i in plan.instances)
         self._compiled = [signatures.union(warm) for signatures in running]
@@ -188,8 +196,8 @@ class SimActuator:
     def _shrink_when_unused(
         self, instance: ActuatedInstance, transition: ResizeKVPool, after: Plan
     ) -> Generator[Due, None, None]:
-        """Shrink the KV pool, retrying for `PATIENCE` seconds while too many pages are in use."""
-        end = self._clock.now() + PATIENCE
+        """Shrink the KV pool, retrying for `SHRINK_PATIENCE` seconds while too many pages are in use."""
+        end = self._clock.now() + SHRINK_PATIENCE
         while True:
             try:
                 yield from self._between_steps(instance, lambda freed: self._shrink(instance, transition, after, freed))
@@ -197,7 +205,7 @@ class SimActuator:
             except PagesInUse:
                 if self._clock.now() >= end:
                     raise
-            yield from self._wait_until(self._clock.now() + TRY_AGAIN)
+            yield from self._wait_until(self._clock.now() + SHRINK_RETRY)
 
     def _between_steps(
         self, instance: ActuatedInstance, commit: Callable[[Future[float]], None]
@@ -249,7 +257,7 @@ class SimActuator:
     def _put_in_force(self, instance: ActuatedInstance, index: int, after: Plan) -> None:
         self._plan, own = after, after.instances[index]
         instance.set_plan(own)
-        instance.core.replan(assignment_id(own.layer_precisions), self._describe(after, index))
+        instance.core.replan(assignment_id(own.layer_precisions), self._plan_fields(after, index))
 
 
 def _signature(block: str, precision: str) -> Signature:

@@ -66,6 +66,6 @@ def _core(cluster: Cluster, index: int, metrics: EngineMetrics) -> EngineCore:
         None,
         metrics,
         salt=assignment_id(instance.layer_precisions),
-        static=memory.describe(memory.plan, index),
+        plan_fields=memory.plan_fields(memory.plan, index),
         index=index,
     )

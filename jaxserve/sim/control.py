@@ -80,7 +80,7 @@ def build_control(
         names,
         ledger=memory.ledger,
         entries=memory.ledger_entries,
-        describe=memory.describe,
+        plan_fields=memory.plan_fields,
         compile_seconds=hardware.overheads.compile,
         warm=[("layers", precision) for precision in memory.variants] if config.warmup else (),
     )

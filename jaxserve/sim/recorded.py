@@ -172,7 +172,7 @@ class _ReplayActuator:
                 self._core.scheduler.grow(more)
             else:
                 self._core.scheduler.shrink(-more, lambda moves: None)
-        self._core.replan(assignment_id(self.plan.instances[0].layer_precisions), _describe(self.plan))
+        self._core.replan(assignment_id(self.plan.instances[0].layer_precisions), _plan_fields(self.plan))
 
 
 class _Replay:
@@ -252,7 +252,7 @@ class _Replay:
         self._actuator.tick = tick
         ((time, version),) = tick.seen
         # A plan may come into force while no step runs.
-        if self._core.static.plan_version < version:
+        if self._core.plan_fields.plan_version < version:
             self._actuator.commit(version)
         self._controller.tick(tick.time, [self._core.snapshot_at(time, version)])
         if (decided := decided_at(self._controller, tick.time)) is not None:
@@ -279,7 +279,9 @@ class _Replay:
             max_queued_tokens=UNLIMITED,
         )
         salt = assignment_id(instance.layer_precisions)
-        return _ReplayCore(self, scheduler, info, None, EngineMetrics(info.name), salt=salt, static=_describe(plan))
+        return _ReplayCore(
+            self, scheduler, info, None, EngineMetrics(info.name), salt=salt, plan_fields=_plan_fields(plan)
+        )
 
 
 def _check(recording: Recording) -> None:
@@ -309,7 +311,7 @@ def _time_of(tick: Tick) -> float:
     return max(tick.time, float(seen))
 
 
-def _describe(plan: Plan) -> Snapshot:
+def _plan_fields(plan: Plan) -> Snapshot:
     """Return the fields of a snapshot that follow from the plan, without bytes, which no policy reads."""
     (instance,) = plan.instances
     layers = dict(Counter(instance.layer_precisions))

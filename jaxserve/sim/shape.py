@@ -10,7 +10,7 @@ from jaxserve.core.bundled import config_names, config_path
 from jaxserve.core.config import DType
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_json, read_text
-from jaxserve.core.kv_layout import int8_row
+from jaxserve.core.kv_layout import int8_row_bytes
 from jaxserve.core.numeric import ceil_div
 from jaxserve.core.precision import BITS
 
@@ -119,7 +119,7 @@ class ModelShape:
 
         `dtype` is that of the pool: "auto" for the dtype of the activations, or "int8".
         """
-        row = int8_row(self.head_dim, platform) if dtype == "int8" else self.head_dim * self.itemsize
+        row = int8_row_bytes(self.head_dim, platform) if dtype == "int8" else self.head_dim * self.itemsize
         return 2 * self._kv_heads(tp) * row
 
     @property

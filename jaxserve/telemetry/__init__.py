@@ -1,4 +1,4 @@
-"""What the engine reports of itself: the immutable Snapshot and the Prometheus metrics. Imports no JAX."""
+"""Telemetry: immutable snapshots of an engine, their smoothing, and Prometheus metrics. Imports no JAX."""
 
 from jaxserve.telemetry.metrics import TIME_BOUNDS, EngineMetrics
 from jaxserve.telemetry.snapshot import Recent, Snapshot, combine

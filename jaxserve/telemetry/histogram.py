@@ -1,4 +1,4 @@
-"""A histogram that takes a whole step's observations at once: a bisection each and one lock for all of them."""
+"""A histogram that adds all observations of a step at once, under one lock."""
 
 import math
 import threading
@@ -9,7 +9,7 @@ INFINITY = "+Inf"
 
 
 def one_two_five(first: float, last: float) -> tuple[float, ...]:
-    """Bucket bounds 1, 2, 5, 10, 20, ... times `first` (a power of ten), up to `last`."""
+    """Return the bucket bounds 1, 2, 5, 10, 20, ... times `first` (a power of ten), up to `last`."""
     decade = round(math.log10(first))
     bounds: list[float] = []
     while True:
@@ -22,22 +22,23 @@ def one_two_five(first: float, last: float) -> tuple[float, ...]:
 
 
 class Histogram:
-    """Observations per bucket and their sum. `bounds`: increasing upper bounds, inclusive, without infinity."""
+    """A histogram: the number of observations in each bucket, and their sum. Thread-safe."""
 
     def __init__(self, bounds: Iterable[float]):
+        """`bounds` are the inclusive upper bounds of the buckets, increasing and without infinity."""
         self.bounds = tuple(map(float, bounds))
         self._counts = [0] * (len(self.bounds) + 1)
         self._sum = 0.0
         self._lock = threading.Lock()
 
     def observe(self, value: float) -> None:
-        """Mutates: adds one observation."""
+        """Add one observation."""
         with self._lock:
             self._counts[bisect_left(self.bounds, value)] += 1
             self._sum += value
 
     def observe_all(self, values: Mapping[float, int]) -> None:
-        """Mutates: adds several observations: value -> how often it was seen."""
+        """Add several observations, given as value -> number of times it was observed."""
         bounds, counts = self.bounds, self._counts
         with self._lock:
             for value, times in values.items():
@@ -45,7 +46,7 @@ class Histogram:
                 self._sum += value * times
 
     def state(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative buckets as Prometheus wants them [(upper bound, count so far)], and the sum."""
+        """Return the buckets in Prometheus' cumulative form, [(upper bound, count up to it)], and the sum."""
         with self._lock:
             counts, total = list(self._counts), self._sum
         buckets, running = [], 0

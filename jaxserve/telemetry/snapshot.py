@@ -1,4 +1,4 @@
-"""Snapshot: the state of one engine between two steps, as policies, health checks and metrics see it."""
+"""Snapshots of an engine between two steps, as policies, health checks and metrics see it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,64 +9,67 @@ from jaxserve.core.renamed import Renamed
 
 @dataclass(frozen=True)
 class Recent:
-    """Means and trends over a short window of snapshots; None where the window has seen nothing of the kind."""
+    """Means, extremes and trends over a short window of snapshots; None if the window has no such observations."""
 
-    seconds: float  # that the window really covers
-    kv_usage: float  # mean KV pages held by sequences, as a share of the pages that there are now
-    kv_trend: float | None  # how they change per second, by least squares, as a share of the pages that there are now
-    waiting: float  # mean sequences
-    queue_delay: float  # s, mean of the longest wait
+    seconds: float  # length of time that the window covers
+    kv_usage: float  # mean of the KV pages held by sequences, as a share of the present number of pages
+    kv_trend: float | None  # change of the KV pages held, by least squares: share of the present pages per second
+    waiting: float  # mean number of waiting sequences
+    queue_delay: float  # s: mean over time of the longest wait
     preemptions: int  # in the window
     ttft_p95: float | None  # s
-    tpot: float | None  # s, mean
-    tokens_per_s: float | None  # generated
+    tpot: float | None  # s: mean time between two tokens of a sequence
+    tokens_per_s: float | None  # generated tokens
     arrivals_per_s: float | None  # sequences
-    max_kv_usage: float  # at any moment, as a share of the pages that there were then
-    max_wait: float  # s, at any moment
+    max_kv_usage: float  # largest share of the KV pages held by sequences at any moment
+    max_wait: float  # s: longest wait at any moment
     most_kv_usage = Renamed("max_kv_usage")
     longest_wait = Renamed("max_wait")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of an engine at `time` (seconds of the engine's clock). Bytes are resident bytes of the ledger."""
+    """State of an engine at one moment. Bytes are resident bytes, summed over its devices."""
 
-    time: float = 0.0
-    steps: int = 0  # finished since the start; health checks look for progress here
+    time: float = 0.0  # s of the engine's clock
+    steps: int = 0  # steps finished since the start, from which health checks see progress
     num_running: int = 0  # sequences
     num_waiting: int = 0  # sequences
-    waiting_tokens: int = 0  # prompt tokens of the waiting sequences that are still to be computed
+    waiting_tokens: int = 0  # prompt tokens of waiting sequences that remain to be computed
     kv_pages_total: int = 0  # without the null page
-    kv_pages_used: int = 0  # held by sequences; pages kept only by the prefix cache are free
+    kv_pages_used: int = 0  # pages held by sequences; pages that only the prefix cache holds are free
     plan_version: int = 0
     layers_by_precision: Mapping[str, int] = field(default_factory=dict)  # e.g. {"bfloat16": 16}
     weight_bytes: int = 0
-    variant_bytes: int = 0  # layers that are kept beside them on the devices
-    kv_bytes: int = 0  # all that the pools take: pages, and what rounds them up
-    oldest_wait: float = 0.0  # s since the sequence queued first arrived or was preempted; 0 if none waits
-    # cumulative since the start
+    variant_bytes: int = 0  # pinned variants on the devices that are not in use as weights
+    kv_bytes: int = 0  # KV pools: their pages, rounded up to granules or segments
+    oldest_wait: float = 0.0  # s: longest time that a waiting sequence has waited since it arrived or was preempted
+    # Cumulative since the start:
     preemptions: int = 0
     generated_tokens: int = 0
     finished: int = 0  # sequences
-    first_tokens: tuple[int, ...] = ()  # times to first token by bucket: `metrics.TIME_BOUNDS`, then infinity
-    gaps: int = 0  # between two tokens of a sequence
-    gap_seconds: float = 0.0
-    recent: Recent | None = None  # filled by `windows.Smoother` alone
+    first_tokens: tuple[int, ...] = ()  # number of first tokens by time: buckets `metrics.TIME_BOUNDS` and infinity
+    gaps: int = 0  # number of gaps between two tokens of a sequence
+    gap_seconds: float = 0.0  # sum of these gaps
+    recent: Recent | None = None  # set only by `windows.Smoother`
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV pages held by sequences, from 0 to 1."""
+        """Share of the KV pages held by sequences (0 to 1)."""
         return self.kv_pages_used / self.kv_pages_total if self.kv_pages_total else 0.0
 
     def at(self, now: float) -> "Snapshot":
-        """The same state seen later: an engine without steps takes no snapshots, but what waits goes on waiting."""
+        """Return the snapshot moved to the time `now`, with waits that have grown longer.
+
+        An engine that runs no steps takes no snapshots, but its waiting sequences go on waiting.
+        """
         passed = max(0.0, now - self.time)
         waited = self.oldest_wait + passed if self.num_waiting else self.oldest_wait
         return replace(self, time=self.time + passed, oldest_wait=waited)
 
 
 def combine(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """The state of several instances as one: sums, the latest time and plan, the longest wait. No recent window."""
+    """Combine snapshots of several instances: sums, the latest time and plan version, the longest wait; no `recent`."""
     if len(snapshots) == 1:
         return snapshots[0]
     layers: Counter[str] = Counter()

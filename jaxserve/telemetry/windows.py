@@ -1,4 +1,4 @@
-"""Smoothing: what the snapshots of the last seconds say together. Time comes with the snapshots."""
+"""Smoothing of snapshots over a window of the last seconds. Time is that of the snapshots."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,38 +7,39 @@ from dataclasses import replace
 from jaxserve.telemetry.metrics import TIME_BOUNDS
 from jaxserve.telemetry.snapshot import Recent, Snapshot
 
-RESOLUTION = 64  # snapshots kept per window; of more frequent ones the latest counts
+RESOLUTION = 64  # snapshots per window; if they come more often, a later one replaces the one before it
 
 
 class Smoother:
-    """Keeps the snapshots of one engine over a window of `window` seconds."""
+    """A smoother of one engine's snapshots over the last `window` seconds."""
 
     def __init__(self, window: float = 5.0):
         self.window = window
-        self._kept: deque[Snapshot] = deque()
+        self._snapshots: deque[Snapshot] = deque()
 
     def observe(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with its recent past. Mutates.
+        """Add a snapshot to the window, and return it with `recent` set.
 
-        Nothing is lost of what is cumulative, however seldom snapshots come; a clock that stands still, or goes back,
-        replaces the latest one.
+        Cumulative counts stay exact, however rarely snapshots come. Earlier snapshots whose time is not before the new
+        one's are replaced.
         """
-        kept = self._kept
-        if len(kept) > 1 and snapshot.time - kept[-2].time < self.window / RESOLUTION:
-            kept.pop()
-        while kept and kept[-1].time >= snapshot.time:
-            kept.pop()
-        kept.append(replace(snapshot, recent=None))
-        while len(kept) > 1 and kept[1].time <= snapshot.time - self.window:
-            kept.popleft()
-        return replace(snapshot, recent=summary(kept))
+        seen = self._snapshots
+        if len(seen) > 1 and snapshot.time - seen[-2].time < self.window / RESOLUTION:
+            seen.pop()
+        while seen and seen[-1].time >= snapshot.time:
+            seen.pop()
+        seen.append(replace(snapshot, recent=None))
+        while len(seen) > 1 and seen[1].time <= snapshot.time - self.window:
+            seen.popleft()
+        return replace(snapshot, recent=summary(seen))
 
 
 def summary(snapshots: Sequence[Snapshot]) -> Recent:
-    """What snapshots in the order of their times, at least one, say together."""
+    """Summarise snapshots: at least one, in the order of their times."""
     first, last, count = snapshots[0], snapshots[-1], len(snapshots)
     seconds = last.time - first.time
-    pages = max(1, last.kv_pages_total)  # of now: a resized pool is no trend
+    # Shares are of the present number of pages, so that resizing the pool does not look like a trend.
+    pages = max(1, last.kv_pages_total)
     gaps, gap_seconds = last.gaps - first.gaps, last.gap_seconds - first.gap_seconds
     return Recent(
         seconds=seconds,
@@ -57,9 +58,10 @@ def summary(snapshots: Sequence[Snapshot]) -> Recent:
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
-    """A quantile of times counted by bucket (`TIME_BOUNDS`, then infinity), linear within a bucket; None of nothing.
+    """Return a quantile (`share` from 0 to 1) of times counted in the buckets `TIME_BOUNDS` and infinity, or None.
 
-    Beyond the last bound there is no telling: it is that bound then.
+    It is interpolated linearly within its bucket, and None without observations. In the last bucket it is the last
+    bound, because times beyond it are unknown.
     """
     wanted, lower = share * sum(counts), 0.0
     if wanted == 0:
@@ -72,17 +74,17 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
 
 
 def _arrived(snapshot: Snapshot) -> int:
-    """Sequences that have arrived since the start."""
+    """Return the number of sequences that have arrived since the start."""
     return snapshot.finished + snapshot.num_running + snapshot.num_waiting
 
 
 def _between(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-    """Counts by bucket that were added; no buckets before means none counted."""
+    """Return the counts added to each bucket; empty `before` means that nothing had been counted."""
     return tuple(b - a for a, b in zip(before or (0,) * len(after), after, strict=True))
 
 
 def _slope(snapshots: Sequence[Snapshot]) -> float:
-    """Of the pages held over time, by least squares; pages/s."""
+    """Return how fast the number of held pages changes, by least squares, in pages/s."""
     start, count = snapshots[0].time, len(snapshots)
     mean_time = sum(s.time - start for s in snapshots) / count
     mean_used = sum(s.kv_pages_used for s in snapshots) / count

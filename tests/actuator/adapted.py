@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxserve.build import Built
+from jaxserve.build import BuiltEngine
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
 from jaxserve.control.transitions import Outcome
@@ -24,7 +24,7 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import LoadedBlock, Parameter
 from jaxserve.kernels.native import pool as native
-from jaxserve.planning.memory import OF_STAGES
+from jaxserve.planning.memory import STAGE_ENTRIES
 from tests.support.canary import Canary
 from tests.support.internals import between_steps, kept_variants, layer_source_of, run_pending_calls
 
@@ -89,7 +89,7 @@ class Adapted:
     Of several answers to a request, the first is recorded.
     """
 
-    def __init__(self, built: Built):
+    def __init__(self, built: BuiltEngine):
         assert built.actuator is not None
         assert built.control is not None
         built.control.close()  # the test decides
@@ -179,7 +179,7 @@ class Adapted:
             if ledger.entries == entries:  # otherwise a transition has ended meanwhile, in the actuator's thread
                 break
         assert sum(entries.values()) <= ledger.budget
-        assert max(held.values()) <= sum(entries.get(name, 0) for name in OF_STAGES)
+        assert max(held.values()) <= sum(entries.get(name, 0) for name in STAGE_ENTRIES)
         return pages
 
     def _held(self, beside: Sequence[Array], made: Mapping[object, int]) -> tuple[Counter, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.build import Built, build
+from jaxserve.build import BuiltEngine, build
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning.memory import COPY_SHARES
 from tests.actuator.adapted import OPTIONS, PRECISIONS, Adapted, pools_of
@@ -14,12 +14,12 @@ from tests.actuator.mixed import MixedReference
 
 
 @pytest.fixture(scope="session")
-def engines(tiny_model: Path) -> Iterator[Callable[[str], Built]]:
+def engines(tiny_model: Path) -> Iterator[Callable[[str], BuiltEngine]]:
     """Return the function that gives the engine with a kind of pools, built and warmed up once for all files."""
-    made: list[Built] = []
+    made: list[BuiltEngine] = []
 
     @cache
-    def engine(kind: str) -> Built:
+    def engine(kind: str) -> BuiltEngine:
         with pools_of(kind):
             made.append(build(EngineConfig(model=tiny_model, **OPTIONS)))
         return made[-1]
@@ -42,7 +42,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def adapted(engines: Callable[[str], Built], kind: str) -> Iterator[Adapted]:
+def adapted(engines: Callable[[str], BuiltEngine], kind: str) -> Iterator[Adapted]:
     with pools_of(kind):
         adapted = Adapted(engines(kind))
         yield adapted

@@ -59,7 +59,7 @@ def test_throttled_work_without_a_copy_keeps_to_its_share_of_a_core(thread):
 def test_layer_read_calls_between_before_each_tensor(tiny_model, monkeypatch):
     """Otherwise the thread would occupy a core while it reads a whole layer."""
     checkpoint = open_checkpoint(tiny_model, "dummy")
-    source = LayerSource(checkpoint, checkpoint.config, keep_full=False)
+    source = LayerSource(checkpoint, checkpoint.config, pin_full=False)
     read, happened = checkpoint.store.get, []
 
     def noted(name, shape):

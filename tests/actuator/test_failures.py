@@ -11,7 +11,7 @@ import pytest
 from jaxserve.actuator import actuator
 from jaxserve.build import build
 from jaxserve.control.plan import Plan
-from jaxserve.control.transitions import PATIENCE
+from jaxserve.control.transitions import SHRINK_PATIENCE
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import MemoryBudgetError
 from jaxserve.executor.blocks import LoadedBlock
@@ -92,7 +92,7 @@ def state_of(adapted: Adapted) -> dict[str, Any]:
         "segments": (executor.pools.segments, executor.pools.nbytes),
         "pages": core.scheduler.pages.num_pages,
         "ledger": dict(adapted.built.resolved.ledger.entries),
-        "names": (core.salt, core.static),
+        "names": (core.salt, core.plan_fields),
         "shown": (core.snapshot.plan_version, core.snapshot.layers_by_precision, core.snapshot.kv_pages_total, gauges),
     }
 
@@ -100,7 +100,7 @@ def state_of(adapted: Adapted) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "broken"),
     [
-        *[(change, broken) for change in ("swap", "grow", "shrink") for broken in ("describe", "replan")],
+        *[(change, broken) for change in ("swap", "grow", "shrink") for broken in ("plan_fields", "replan")],
         ("grow", "extend"),
     ],
 )
@@ -119,7 +119,7 @@ def test_commit_failing_halfway_is_undone(
         raise MemoryError("none left")
 
     owner, name = {
-        "describe": (adapted.actuator, "_describe"),
+        "plan_fields": (adapted.actuator, "_plan_fields"),
         "replan": (core, "replan"),
         "extend": (adapted.steps.executor.pools, "extend"),
     }[broken]
@@ -224,12 +224,12 @@ def test_unreadable_parameters_leave_the_previous_plan_in_force(
     built.close()
 
 
-@pytest.mark.parametrize("patience", [PATIENCE, 0.0])
+@pytest.mark.parametrize("patience", [SHRINK_PATIENCE, 0.0])
 def test_shrink_waits_for_pages_in_use_until_patience_ends(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
     """Steps have taken pages since the decision. The actuator's patience is endless or zero."""
-    monkeypatch.setattr(actuator, "PATIENCE", 1000 * patience)
+    monkeypatch.setattr(actuator, "SHRINK_PATIENCE", 1000 * patience)
     before, scheduler, tokens, tries = state_of(adapted), adapted.steps.core.scheduler, {}, []
     shrink = scheduler.shrink
 

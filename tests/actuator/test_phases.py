@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jax import Array
 
-from jaxserve.build import Built, build
+from jaxserve.build import BuiltEngine, build
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
 from jaxserve.core.config import EngineConfig
@@ -33,7 +33,7 @@ from tests.actuator.adapted import (
 class HeldTransition:
     """A transition that stops in one of its phases until the test lets it continue."""
 
-    def __init__(self, built: Built, target: Plan, phase: str, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, built: BuiltEngine, target: Plan, phase: str, monkeypatch: pytest.MonkeyPatch):
         self.reached, self.go_on = threading.Event(), threading.Event()
         self.phase = phase
         self.prepared: list[Array] = []

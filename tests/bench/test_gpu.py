@@ -19,14 +19,14 @@ from bench.gpu import write
 from bench.gpu_parts import costs, transitions
 from bench.gpu_parts.kernels import Case, cases
 from bench.gpu_parts.measure import BELOW_NOISE, decode
-from bench.gpu_parts.worker import ensure_model
 from bench.gpu_parts.parts import PARTS, Outcome, Part, Settings, run_part, run_parts
 from bench.gpu_parts.sizes import REAL, TINY
 from bench.gpu_parts.table import ceilings, reached, table, with_shares
 from bench.gpu_parts.targets import targets, targets_table
+from bench.gpu_parts.worker import ensure_model
 from bench.peers.checkpoints import _parts
 from jaxserve import kernels
-from jaxserve.core.kv_layout import SCALE_BYTES, int8_row
+from jaxserve.core.kv_layout import SCALE_BYTES, int8_row_bytes
 from pallas_kernels.quantized_matmul import MAX_ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +118,7 @@ def as_on_gpu(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     if leaf.ndim == 5 and leaf.dtype == jnp.uint16:
         return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
     if leaf.ndim == 5 and leaf.dtype == jnp.int8:
-        return jax.ShapeDtypeStruct((*leaf.shape[:-1], int8_row(leaf.shape[-1] - SCALE_BYTES, "gpu")), jnp.int8)
+        return jax.ShapeDtypeStruct((*leaf.shape[:-1], int8_row_bytes(leaf.shape[-1] - SCALE_BYTES, "gpu")), jnp.int8)
     return leaf
 
 

@@ -409,9 +409,9 @@ def test_policy_continues_from_the_plan_in_force_after_failures() -> None:
     ("order", "settings", "message"),
     [
         ((1, 2, 1), ACCURACY, "names a layer twice: [1, 2, 1]"),
-        ((1, 16), ACCURACY, "layers.16 of the swap order cannot be int4; there are none: there is no such layer"),
-        ((1,), replace(ACCURACY, precision="int3"), "cannot be int3; there are bfloat16, int8, int4"),
-        ((1,), replace(ACCURACY, rest="int3"), "cannot be int3; there are bfloat16, int8, int4"),
+        ((1, 16), ACCURACY, "layers.16 of the swap order cannot be int4: the model has no such layer"),
+        ((1,), replace(ACCURACY, precision="int3"), "cannot be int3: choose from bfloat16, int8, int4"),
+        ((1,), replace(ACCURACY, rest="int3"), "cannot be int3: choose from bfloat16, int8, int4"),
     ],
 )
 def test_invalid_swap_order_is_refused(order: tuple[int, ...], settings: MorphSettings, message: str) -> None:

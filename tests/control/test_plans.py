@@ -142,8 +142,11 @@ def stage_of(plan: Plan, **changes: object) -> Plan:
         (lambda p: stage_of(p, devices=(7,)), "stage 1 is on devices 7, it runs on 1"),
         (lambda p: stage_of(p, blocks=p.instances[0].stages[1].blocks[::-1]), "has blocks head, layers.5"),
         (lambda p: stage_of(p, kv_pages=300), "stages of 300, 401 KV pages"),
-        (lambda p: p.with_precisions(0, {"layers.1": "int3"}), "layers.1 cannot have precision 'int3'; there are bf"),
-        (lambda p: p.with_precisions(0, {"head": "int8"}), "head is bfloat16, and only decoder layers can change"),
+        (lambda p: p.with_precisions(0, {"layers.1": "int3"}), "layers.1 cannot have precision 'int3': choose from bf"),
+        (
+            lambda p: p.with_precisions(0, {"head": "int8"}),
+            "head is bfloat16 and cannot change to 'int8': only decoder layers can",
+        ),
         (lambda p: replace(p, instances=(replace(p.instances[0], stages=p.instances[0].stages[:1]),)), "1 stages, 2"),
     ],
 )
@@ -156,7 +159,7 @@ def test_diff_of_plans_that_no_transition_connects_is_refused(change: Callable[[
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p.with_kv_pages(0, 402), "stage 0 needs 0.261 GB per device, the budget is 0.260 GB; beside its"),
+        (lambda p: p.with_kv_pages(0, 402), "stage 0 needs 0.261 GB per device, the budget is 0.260 GB; besides its"),
         (lambda p: p.with_kv_pages(0, 16), "16 KV pages, it must be from 17 (max_model_len) to 2000 (max_kv_pages)"),
         (lambda p: p.with_kv_pages(0, 2001), "2001 KV pages, it must be from 17"),
         (lambda p: stage_of(p, kv_pages=300), "stage 1 has 300 KV pages, stage 0 has 401"),
@@ -186,17 +189,21 @@ def test_plan_yaml_accepts_layer_ranges_of_any_granularity() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("version: 1", "version: one", "version is 'one'; it must be a number"),
-        ("version: 1", "versoin: 1", "the plan has 'versoin', which is not known"),
+        ("version: 1", "version: one", "version is 'one': it must be an integer"),
+        ("version: 1", "versoin: 1", "the plan has the unknown key 'versoin'"),
         ("kv_pages: 401", "kv_pages: true", "instances[0].stages[0].kv_pages is True"),
         ("kv_pages: 401", "kv_pages: -1", "instances[0].stages[0].kv_pages is -1"),
         ("kv_pages: 401\n", "\n", "instances[0].stages[0] lacks kv_pages"),
-        ("layers.0-3: bfloat16", "layers.0-3: 4", "'layers.0-3' has precision 4; it must be a name"),
-        ("layers.0-3: bfloat16", "layers.3-0: int4", "has 'layers.3-0'; a range goes up"),
-        ("layers.0-3: bfloat16", "layers.0-99999999: int4", "has 'layers.0-99999999'; a range goes up, and below"),
+        ("layers.0-3: bfloat16", "layers.0-3: 4", "'layers.0-3' has precision 4: it must be a name"),
+        ("layers.0-3: bfloat16", "layers.3-0: int4", "has 'layers.3-0': a range must increase"),
+        (
+            "layers.0-3: bfloat16",
+            "layers.0-99999999: int4",
+            "has 'layers.0-99999999': a range must increase and end below",
+        ),
         ("layers.0-3: bfloat16", "layers.0-3: int4\n      layers.2: int4", "blocks names layers.2 twice"),
-        ("layers.0-3: bfloat16", "7: int4", "blocks has 7; a block's name is text"),
-        ("instances:", "instances: 5\nversion2:", "the plan has 'version2'"),
+        ("layers.0-3: bfloat16", "7: int4", "blocks has 7: it must be a text"),
+        ("instances:", "instances: 5\nversion2:", "the plan has the unknown key 'version2'"),
         ("version: 1", "version: [1", "the plan is not valid YAML"),
     ],
 )

@@ -33,17 +33,17 @@ def test_auto_precision_is_the_checkpoints_dtype() -> None:
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ("0-99:int4", "'0-99:int4', the model's 8 layers are 0-7"),
+        ("0-99:int4", "'0-99:int4': the model's 8 layers are 0-7"),
         ("8-:int4", "0-7"),
         ("3-1:int4", "0-7"),
-        ("0-3:int5", "'int5'; there are auto, bfloat16, int8, int4, int3"),
+        ("0-3:int5", "'int5': choose from auto, bfloat16, int8, int4, int3"),
         ("0-3:int4,2-5:int8", "names layer 2 twice"),
         ("0-3:fp16", "full precision is bfloat16 here"),
-        ("", "it is ranges as in"),
-        ("0-3", "it is ranges as in"),
-        ("-3:int4", "it is ranges as in"),
-        ("0-3:int4,", "it is ranges as in"),
-        ("all:int4", "it is ranges as in"),
+        ("", "it must be ranges as in"),
+        ("0-3", "it must be ranges as in"),
+        ("-3:int4", "it must be ranges as in"),
+        ("0-3:int4,", "it must be ranges as in"),
+        ("all:int4", "it must be ranges as in"),
     ],
 )
 def test_invalid_precision_assignment_is_refused(ranges: str, message: str) -> None:
@@ -54,7 +54,7 @@ def test_invalid_precision_assignment_is_refused(ranges: str, message: str) -> N
 
 
 def test_error_for_an_unknown_precision_names_the_option() -> None:
-    with pytest.raises(ConfigError, match="variants is 'int2'; there are"):
+    with pytest.raises(ConfigError, match="variants is 'int2': choose from"):
         parse_precision("int2", "bfloat16", "variants")
 
 

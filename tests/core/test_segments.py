@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from jaxserve.core.kv_layout import GROWTH_SEGMENTS, covered, covering, filled, segments_for
+from jaxserve.core.kv_layout import GROWTH_SEGMENTS, pages_covered, pages_filling, segments_covering, segments_for
 
 pages = st.integers(1, 10_000)
 
@@ -23,11 +23,15 @@ def test_pool_that_cannot_grow_has_one_segment() -> None:
 def test_covered_segments_are_the_fewest_that_hold_the_pages(first: int, more: int, data: st.DataObject) -> None:
     sizes = segments_for(first, first + more)
     wanted = data.draw(st.integers(1, first + more))
-    count = covering(sizes, wanted)
-    assert sum(sizes[: count - 1]) < wanted <= sum(sizes[:count]) == covered(sizes, wanted)
-    assert covered(sizes, filled(sizes, wanted)) == max(filled(sizes, wanted), first) <= max(wanted, first)
+    count = segments_covering(sizes, wanted)
+    assert sum(sizes[: count - 1]) < wanted <= sum(sizes[:count]) == pages_covered(sizes, wanted)
     assert (
-        filled(sizes, wanted) == wanted
+        pages_covered(sizes, pages_filling(sizes, wanted))
+        == max(pages_filling(sizes, wanted), first)
+        <= max(wanted, first)
+    )
+    assert (
+        pages_filling(sizes, wanted) == wanted
         if wanted < first
-        else covered(sizes, wanted + 1) > wanted or wanted == sum(sizes)
+        else pages_covered(sizes, wanted + 1) > wanted or wanted == sum(sizes)
     )

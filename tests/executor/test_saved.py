@@ -95,7 +95,7 @@ def test_changed_jax_setting_uses_a_different_index_file(tiny_model: Path) -> No
     resolved = resolve(EngineConfig(model=tiny_model, load_format="dummy"))
 
     def file() -> Path:
-        return index_file_of(saved_programs(resolved.physical, resolved.devices))
+        return index_file_of(saved_programs(resolved.padded_model, resolved.devices))
 
     before = file()
     assert file() == before

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.build import Built, build
+from jaxserve.build import BuiltEngine, build
 from jaxserve.compilation.programs import Program
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.progress import COMPILING, LOADING, QUANTISING, READING
@@ -20,7 +20,7 @@ from tests.support.reference import Reference
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 8 + 64}
 
 
-def sync_engine(built: Built) -> SyncEngine:
+def sync_engine(built: BuiltEngine) -> SyncEngine:
     return SyncEngine(built.instances, built.info, None, built.clock)
 
 
@@ -35,13 +35,13 @@ def run(engine: SyncEngine, requests: list[tuple[list[int], SamplingParams]]) ->
 
 
 @pytest.fixture
-def built(tiny_model: Path) -> Iterator[Built]:
+def built(tiny_model: Path) -> Iterator[BuiltEngine]:
     built = build(EngineConfig(model=tiny_model, **OPTIONS))
     yield built
     built.close()
 
 
-def test_serving_compiles_nothing_after_warm_up(built: Built) -> None:
+def test_serving_compiles_nothing_after_warm_up(built: BuiltEngine) -> None:
     engine = sync_engine(built)
     rng = np.random.default_rng(0)
     kinds = (
@@ -66,7 +66,7 @@ def test_serving_compiles_nothing_after_warm_up(built: Built) -> None:
     assert built.compilations.counts == before
 
 
-def test_compile_counter_counts_a_new_program(built: Built) -> None:
+def test_compile_counter_counts_a_new_program(built: BuiltEngine) -> None:
     import jax
 
     before = built.compilations.counts["block"]
@@ -74,7 +74,7 @@ def test_compile_counter_counts_a_new_program(built: Built) -> None:
     assert built.compilations.counts["block"] > before
 
 
-def test_warm_up_fuses_all_decode_shapes(built: Built) -> None:
+def test_warm_up_fuses_all_decode_shapes(built: BuiltEngine) -> None:
     fused = fused_tier_of(built.instances[0].executor)
     shapes = {shape for _, shape, *_ in fused_keys(fused)}
     assert shapes == {shape for shape in built.instances[0].executor.buckets.all() if not shape.tiles}

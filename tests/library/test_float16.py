@@ -69,7 +69,7 @@ def test_float16_checkpoint_is_computed_in_bfloat16_on_cpu_with_a_message(folder
 def test_float16_checkpoints_other_settings_follow_the_computed_dtype(folders: dict, options: dict) -> None:
     resolved = resolve(EngineConfig(model=folders["plain"], **OPTIONS, **options))
     assert {block.precision for block in resolved.plan.instances[0].blocks} == {"bfloat16"}
-    assert resolved.physical.dtype == "bfloat16"
+    assert resolved.padded_model.dtype == "bfloat16"
     assert resolved.kv_dtype == options.get("kv_cache_dtype", "bfloat16")
     quantized = resolve(EngineConfig(model=folders["awq"], **OPTIONS, **options))
     assert [block.precision for block in quantized.plan.instances[0].blocks] == ["bfloat16", *["int4"] * 3, "bfloat16"]
@@ -77,7 +77,7 @@ def test_float16_checkpoints_other_settings_follow_the_computed_dtype(folders: d
 
 def test_requested_float16_is_kept_with_a_warning(folders: dict, caplog) -> None:
     resolved = resolve(EngineConfig(model=folders["plain"], dtype="float16", **OPTIONS))
-    assert resolved.physical.dtype == resolved.kv_dtype == "float16"
+    assert resolved.padded_model.dtype == resolved.kv_dtype == "float16"
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "dtype is float16, which is much slower than bfloat16 here" in record.getMessage()
     caplog.clear()

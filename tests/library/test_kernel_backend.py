@@ -66,7 +66,7 @@ def test_every_kernel_backend_gives_the_same_tokens(tiny_model: Path, reference:
 
 @pytest.mark.parametrize(
     ("backend", "message"),
-    [("pallas", "'pallas', which runs on gpu; the devices are cpu"), ("cuda", "one of auto, native, pallas, xla")],
+    [("pallas", "'pallas', which runs on gpu: the devices are cpu"), ("cuda", "one of auto, native, pallas, xla")],
 )
 def test_kernel_backend_of_another_platform_is_refused(tiny_model: Path, backend: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -75,6 +75,6 @@ def test_kernel_backend_of_another_platform_is_refused(tiny_model: Path, backend
 
 def test_missing_native_kernels_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "targets", frozenset)
-    with pytest.raises(ConfigError, match="the native kernels are not there"):
+    with pytest.raises(ConfigError, match="the native kernels are missing"):
         resolve(EngineConfig(model=tiny_model, kernel_backend="native", **OPTIONS))
-    assert resolve(EngineConfig(model=tiny_model, **OPTIONS)).physical.kernel_backend == "auto"
+    assert resolve(EngineConfig(model=tiny_model, **OPTIONS)).padded_model.kernel_backend == "auto"

@@ -125,7 +125,7 @@ def test_int8_page_count_follows_from_the_page_bytes(tiny_model: Path) -> None:
 def test_ledger_counts_the_int8_pools_bytes(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, warmup=False, **OPTIONS))
     assert built.resolved.ledger.entries["kv"] == built.instances[0].executor.pools.nbytes
-    assert built.instances[0].core.static.kv_bytes == built.resolved.ledger.entries["kv"]
+    assert built.instances[0].core.plan_fields.kv_bytes == built.resolved.ledger.entries["kv"]
     built.close()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve import ConfigError, MemoryBudgetError
-from jaxserve.build import Built, build
+from jaxserve.build import BuiltEngine, build
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import TokensPrompt
@@ -32,7 +32,7 @@ def prompts(count: int) -> list[TokensPrompt]:
 class Resized:
     """A built engine whose KV pools change their size."""
 
-    def __init__(self, built: Built, *, watched: bool = True):
+    def __init__(self, built: BuiltEngine, *, watched: bool = True):
         (steps,) = built.instances
         self.held: list[int] = []  # pages that no request gets
         self.canary = Canary(steps, self.held) if watched else None

@@ -63,7 +63,7 @@ def test_heads_and_sizes_that_tp_does_not_divide_are_padded(tmp_path: Path) -> N
 def test_quantised_layers_are_split_over_devices(tiny_model: Path, tp: int, pp: int) -> None:
     options = OPTIONS | {"layer_precision": "0:int8,1:int4,2:int3", "tp": tp, "pp": pp}
     built = build(EngineConfig(model=tiny_model, **options))
-    physical, entries = built.resolved.physical, built.resolved.ledger.entries
+    padded, entries = built.resolved.padded_model, built.resolved.ledger.entries
     layers = [loaded for loaded in built.instances[0].executor.blocks if loaded.block.startswith("layers.")]
     assert len(layers) == 3
     for loaded in layers:
@@ -76,15 +76,15 @@ def test_quantised_layers_are_split_over_devices(tiny_model: Path, tp: int, pp: 
         assert entries["weights"] == sum(held.values())
     built.close()
     with LLM(tiny_model, **options) as llm:
-        check(llm, Reference(tiny_model, {0: "int8", 1: "int4", 2: "int3"}, padded_to=physical))
+        check(llm, Reference(tiny_model, {0: "int8", 1: "int4", 2: "int3"}, padded_to=padded))
 
 
 def test_quantised_experts_are_split_over_devices(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CASES["qwen3_moe"] | {"vocab_size": 500, "dtype": "float32"}))
     options = OPTIONS | {"precision": "int4", "tp": 2}
-    physical = resolve(EngineConfig(model=tmp_path, **options)).physical
+    padded = resolve(EngineConfig(model=tmp_path, **options)).padded_model
     with LLM(tmp_path, **options) as llm:
-        check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), "int8", padded_to=physical))
+        check(llm, Reference(tmp_path, dict.fromkeys(range(3), "int4"), "int8", padded_to=padded))
 
 
 def test_share_that_is_not_a_whole_number_of_packing_units_is_refused() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams
-from jaxserve.build import Built, build
+from jaxserve.build import BuiltEngine, build
 from jaxserve.calibration.pipeline import Settings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import open_checkpoint
@@ -90,7 +90,7 @@ def test_prepared_variants_are_served_and_counted(prepared: Path) -> None:
 
 
 def test_swap_to_a_prepared_variant_compiles_nothing(prepared: Path) -> None:
-    built: Built = build(EngineConfig(model=prepared, variants=("int4",), **(OPTIONS | {"warmup": True})))
+    built: BuiltEngine = build(EngineConfig(model=prepared, variants=("int4",), **(OPTIONS | {"warmup": True})))
     executor, before = built.instances[0].executor, dict(built.compilations.counts)
     loaded = executor.prepare("layers.5", built.resolved.checkpoint.variant("layers.5", "int4"), "int4")
     assert len(loaded.leaves) == len(executor.blocks[6].leaves) + 4 * 2, "codes, scales and zeros"
@@ -113,8 +113,8 @@ def test_variants_of_another_model_are_refused(prepared: Path, tmp_path: Path) -
 def test_prepared_layers_are_split_over_devices(prepared: Path, precision: str) -> None:
     """int3 needs padding here, so its layers are rounded anew."""
     built = build(EngineConfig(model=prepared, tp=2, precision=precision, **OPTIONS))
-    loaded_blocks, physical = built.instances[0].executor.blocks, built.resolved.physical
-    qkv = built.resolved.checkpoint.variant("layers.0", precision, physical)["attention.qkv"]
+    loaded_blocks, padded = built.instances[0].executor.blocks, built.resolved.padded_model
+    qkv = built.resolved.checkpoint.variant("layers.0", precision, padded)["attention.qkv"]
     assert qkv.group == (64 if precision == "int4" else 128)
     held = {id(leaf): leaf.addressable_shards[0].data.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}
     assert built.resolved.ledger.entries["weights"] == sum(held.values())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.build import Built, build
+from jaxserve.build import BuiltEngine, build
 from jaxserve.calibration.pipeline import Settings, quantize_layers
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
@@ -38,7 +38,7 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 class Swapped:
     """A built engine whose layers change their precision."""
 
-    def __init__(self, built: Built):
+    def __init__(self, built: BuiltEngine):
         self.built = built
         (steps,) = built.instances
         self.core, self.executor, self.canary = steps.core, steps.executor, Canary(steps)
@@ -48,14 +48,14 @@ class Swapped:
     def swap(self, layer: int, precision: str) -> None:
         block = f"layers.{layer}"
         resolved = self.built.resolved
-        parameters = resolved.checkpoint.variant(block, precision, resolved.physical)
+        parameters = resolved.checkpoint.variant(block, precision, resolved.padded_model)
         (old,) = self.executor.replace([self.executor.prepare(block, parameters, precision)])
         old.free()
         self.precisions[layer] = precision
         layers = {name: self.precisions.count(name) for name in self.precisions}
         held = sum(loaded.nbytes for loaded in self.executor.blocks)
-        static = replace(self.core.static, layers_by_precision=layers, weight_bytes=held)
-        self.core.replan(assignment_id(self.precisions), static)
+        plan_fields = replace(self.core.plan_fields, layers_by_precision=layers, weight_bytes=held)
+        self.core.replan(assignment_id(self.precisions), plan_fields)
 
     def run(self, *prompts: tuple[int, ...], params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
         ids = [self.engine.add(TokensPrompt(p), params) for p in prompts]
@@ -77,14 +77,14 @@ class Swapped:
 
 
 @pytest.fixture(scope="module")
-def warm(tiny_model: Path) -> Iterator[Built]:
+def warm(tiny_model: Path) -> Iterator[BuiltEngine]:
     built = build(EngineConfig(model=tiny_model, variants=VARIANTS, **OPTIONS))
     yield built
     built.close()
 
 
 @pytest.fixture
-def swapped(warm: Built) -> Iterator[Swapped]:
+def swapped(warm: BuiltEngine) -> Iterator[Swapped]:
     swapped = Swapped(warm)
     yield swapped
     swapped.canary.close()

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HfTokenizer, models
 
-from jaxserve.build import check_serves_text
-from jaxserve.checkpoint import open_checkpoint
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CheckpointError, NoTokenizer
+from jaxserve.engine.model_tokenizer import check_serves_text, load_tokenizer
 from jaxserve.engine.tokenizer import Tokenizer
 from tests.conftest import TINY
-from tests.support.internals import example_prompt, load_tokenizer
+from tests.support.internals import example_prompt
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def add_tokenizer(folder: Path, size: int = 10, **config: object) -> None:
 
 
 def loaded(folder: Path, **options: object) -> Tokenizer | None:
-    return load_tokenizer(EngineConfig(model=folder, **options), open_checkpoint(folder, "dummy"))
+    return load_tokenizer(EngineConfig(model=folder, **options), folder, TINY["vocab_size"])
 
 
 def test_model_without_a_tokenizer_is_served_only_on_request(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

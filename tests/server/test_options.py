@@ -52,7 +52,7 @@ def test_layer_precisions_are_resolved(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--precision", "int5"), "precision is 'int5'; there are auto, bfloat16, int8, int4, int3"),
+        (("--precision", "int5"), "precision is 'int5': choose from auto, bfloat16, int8, int4, int3"),
         (("--layer-precision", "0-99:int4"), "layers are 0-7"),
         (("--layer-precision", "0-3:int4,2-5:int8"), "names layer 2 twice"),
         (("--variant", "int4", "--variant", "half"), "variants is 'half'"),

@@ -60,7 +60,7 @@ def cluster(
         pool = PagePool(pages, caching=caching, min_pages=LONGEST // PAGE + 1, max_pages=pages)
         scheduler = Scheduler(SchedulerLimits(seqs, 4, TILE, PAGE), pool, PageTable(seqs, LONGEST // PAGE))
         core = EngineCore(
-            scheduler, info, None, EngineMetrics("small"), static=Snapshot(kv_pages_total=pages - 1), index=number
+            scheduler, info, None, EngineMetrics("small"), plan_fields=Snapshot(kv_pages_total=pages - 1), index=number
         )
         made.append(SimInstance(core, instance, Formula(alike), buckets, clock, detailed=detailed))
     return Simulation(made, clock, frontend=frontend, control=control)

@@ -11,7 +11,7 @@ from jaxserve.control import InstancePlan, Ledger, Outcome, Plan, ResizeKVPool, 
 from jaxserve.control.controller import Controller
 from jaxserve.control.diff import apply, diff
 from jaxserve.control.policies.fixed import ManualPolicy
-from jaxserve.control.transitions import PATIENCE, TRY_AGAIN
+from jaxserve.control.transitions import SHRINK_PATIENCE, SHRINK_RETRY
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
@@ -25,8 +25,8 @@ from jaxserve.sim.actuator import SimActuator
 from jaxserve.sim.hardware import Link
 from jaxserve.sim.links import Priority, SharedLinks
 from jaxserve.telemetry import EngineMetrics, Snapshot
-from tests.support.control import LAYER, MB, PAGE, home_plan, machine
 from tests.sim.devices import PendingStep, VirtualDevice
+from tests.support.control import LAYER, MB, PAGE, home_plan, machine
 
 LAYERS, PAGES = 4, 101
 STEP = 0.1  # s
@@ -120,7 +120,7 @@ class World:
             ["pcie"] * dp,
             ledger=self.ledger,
             entries=self.entries,
-            describe=self.describe,
+            plan_fields=self.plan_fields,
             compile_seconds=compile_seconds,
             warm=warm,
         )
@@ -131,8 +131,8 @@ class World:
     def _instance(self, number: int) -> ServedInstance:
         pages = PagePool(PAGES, caching=False, min_pages=self.resources.min_pages, max_pages=self.resources.max_pages)
         scheduler = Scheduler(SchedulerLimits(4, 4, 16, 16), pages, PageTable(4, 64))
-        static = self.describe(self.home, number)
-        core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), static=static, index=number)
+        plan_fields = self.plan_fields(self.home, number)
+        core = EngineCore(scheduler, INFO, None, EngineMetrics("model"), plan_fields=plan_fields, index=number)
         return ServedInstance(core, PlannedDevice(self.clock, self.run_until), self.home.instances[number])
 
     def entries(self, plan: Plan) -> dict[str, int]:
@@ -141,7 +141,7 @@ class World:
         weights, kv = max(sizes, key=sum)
         return {"weights": weights, "kv": kv}
 
-    def describe(self, plan: Plan, number: int) -> Snapshot:
+    def plan_fields(self, plan: Plan, number: int) -> Snapshot:
         return Snapshot(plan_version=plan.version, kv_pages_total=plan.instances[number].kv_pages - 1)
 
     def add(self, *, tokens: int, prompt: int = 16, number: int = 0) -> None:
@@ -376,7 +376,7 @@ def test_pages_in_use_keep_the_old_plan_and_the_rest_is_dropped() -> None:
     (outcome,) = world.outcomes
     assert outcome.transition == world.resize(51)
     assert outcome.error == "PagesInUse: 101 pages cannot shrink by 50: 5 are not in use"
-    assert outcome.seconds == pytest.approx(PATIENCE, abs=TRY_AGAIN)
+    assert outcome.seconds == pytest.approx(SHRINK_PATIENCE, abs=SHRINK_RETRY)
     assert unchanged(world)
     assert world.carry_out(world.swap(0, "int8")) == pytest.approx([0.010]), "it may try again"
 
@@ -386,13 +386,13 @@ def test_a_smaller_pool_waits_a_little_for_pages_in_use() -> None:
     pages = world.instances[0].core.scheduler.pages
     taken = pages.allocate(95)
     world.start(world.resize(51))
-    world.run_until(PATIENCE / 2)
+    world.run_until(SHRINK_PATIENCE / 2)
     assert (world.actuator.busy, world.outcomes, pages.num_pages) == (True, [], PAGES)
     pages.release(taken)
-    world.run_until(PATIENCE)
+    world.run_until(SHRINK_PATIENCE)
     (outcome,) = world.outcomes
     assert (outcome.error, pages.num_pages) == (None, 51)
-    assert outcome.seconds == pytest.approx(PATIENCE / 2, abs=2 * TRY_AGAIN)
+    assert outcome.seconds == pytest.approx(SHRINK_PATIENCE / 2, abs=2 * SHRINK_RETRY)
 
 
 def test_what_the_ledger_has_no_room_for_is_not_begun() -> None:

@@ -28,8 +28,8 @@ from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.recorded import Diverged, RecordedCostModel, replay
 from jaxserve.telemetry import EngineMetrics, Snapshot
-from tests.support.control import home_plan, machine
 from tests.sim.devices import PendingStep, VirtualDevice
+from tests.support.control import home_plan, machine
 
 PAGE, TILE, LONGEST, PAGES, SEQS = 4, 8, 128, 50, 8
 BUCKETS = Buckets(SEQS, 4, TILE, 1, (LONGEST // PAGE,))
@@ -69,7 +69,7 @@ class RecordedEngine(VirtualClock):
             None,
             EngineMetrics("small"),
             salt=assignment_id(self.plan.instances[0].layer_precisions),
-            static=self.describe(),
+            plan_fields=self.plan_fields(),
         )
         self.loop = StepLoop(self.core, self.device(), self, log=InstanceLog(self.log, self.core, BUCKETS))
         self.loop.wake = lambda: None
@@ -87,7 +87,7 @@ class RecordedEngine(VirtualClock):
 
         return SlowDispatch(self, seconds_of, lambda end: self.pass_time(max(0.0, end - self.time)), token=1)
 
-    def describe(self) -> Snapshot:
+    def plan_fields(self) -> Snapshot:
         return Snapshot(kv_pages_total=self.plan.instances[0].kv_pages - 1, plan_version=self.plan.version)
 
     def now(self) -> float:
@@ -165,7 +165,7 @@ class StepwiseActuator:
                 count, scheduler = transition.after - transition.before, engine.core.scheduler
                 scheduler.grow(count) if count >= 0 else scheduler.shrink(-count, lambda moves: None)
             engine.plan = transition.apply(engine.plan)
-            engine.core.replan(assignment_id(engine.plan.instances[0].layer_precisions), engine.describe())
+            engine.core.replan(assignment_id(engine.plan.instances[0].layer_precisions), engine.plan_fields())
         except ValueError as failure:  # pages in use
             error = str(failure)
         engine.loop.after_dispatched(lambda: self.add_outcome(transition, error))

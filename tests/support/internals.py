@@ -204,7 +204,7 @@ def layer_source_of(actuator: Any) -> Any:
 
 def kept_variants(source: Any) -> Mapping[tuple[str, str], Mapping[str, Any]]:
     """Return the parameters that a `LayerSource` keeps in memory, by block and precision."""
-    return source._kept
+    return source._pinned
 
 
 def wrap_layer_reads(patch: pytest.MonkeyPatch, wrap: Callable[[Callable], Callable]) -> None:
@@ -229,17 +229,10 @@ def variants_in_memory(store: Any) -> Mapping[tuple[int, str], Any]:
 
 def kept_snapshots(smoother: Any) -> Any:
     """Return the snapshots that a `Smoother` remembers."""
-    return smoother._kept
+    return smoother._snapshots
 
 
 # -- functions of modules
-
-
-def load_tokenizer(config: Any, checkpoint: Any) -> Any:
-    """Call the function with which `build` loads a tokenizer."""
-    from jaxserve import build
-
-    return build._load_tokenizer(config, checkpoint)
 
 
 def example_prompt(client: Any) -> Any:
@@ -253,7 +246,7 @@ def choose_devices(config: Any, model: Any) -> None:
     """Set the environment of XLA as `resolve` does for one device."""
     from jaxserve.planning import resolve
 
-    resolve._devices(1, busy=not resolve._leaves_xla_little(config, model))
+    resolve._devices(1, xla_multiplies=not resolve._native_multiplies_all(config, model))
 
 
 def ragged_matmul(x: Any, w: Any, sizes: Any) -> Any:

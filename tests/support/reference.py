@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.loader import LoadFormat
 from jaxserve.core.config import ModelConfig
-from jaxserve.core.kv_layout import int8_row
+from jaxserve.core.kv_layout import int8_row_bytes
 from jaxserve.kernels import ProjectedQKV
 from jaxserve.kernels.kv import from_storage, to_storage
 from jaxserve.models import rope_cos_sin
@@ -92,7 +92,7 @@ class Reference:
         """Return attention to keys and values as the cache would return them."""
 
         def read_back(x: jax.Array) -> jax.Array:
-            rows = to_storage(x, jnp.dtype(self.kv_dtype), int8_row(x.shape[-1], "cpu"))
+            rows = to_storage(x, jnp.dtype(self.kv_dtype), int8_row_bytes(x.shape[-1], "cpu"))
             return from_storage(rows, x.shape[-1], x.dtype, x.dtype)
 
         def attend_to_stored(qkv: ProjectedQKV) -> jax.Array:

@@ -1,9 +1,9 @@
 """Calibration: `jaxserve bench latency --calibrate FILE` writes a file of configs/hardware for this machine.
 
 For each precision a server with a step log is started and loaded over HTTP (`calibration_load`), because on a CPU the
-work of server and client next to the engine is part of the duration of its steps. `sim.cost_model_fit` turns the steps into
-shares of the roofline. The roofline itself is nominal: measured with numpy on a CPU, and taken from configs/hardware for a
-GPU.
+work of server and client next to the engine is part of the duration of its steps. `sim.cost_model_fit` turns the steps
+into shares of the roofline. The roofline itself is nominal: measured with numpy on a CPU, and taken from
+configs/hardware for a GPU.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Policies: static, manual, morph; no one knows another."""
+"""Policies: static, manual and morph, which do not import each other."""
 
 from jaxserve.control.policies.fixed import ManualPolicy, StaticPolicy
 from jaxserve.control.policies.loading import POLICY_NAMES, load_policy, settings_of

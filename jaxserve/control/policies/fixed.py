@@ -1,4 +1,4 @@
-"""Going to a given plan and staying there, as soon as what is in use fits into it."""
+"""Policies that go to a given plan as soon as the KV pages in use fit into it, and stay there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,21 +9,19 @@ from jaxserve.telemetry import Snapshot
 
 
 def hold_plan(target: Plan, snapshots: Sequence[Snapshot], plan: Plan, state: State, reason: str) -> Proposal[State]:
-    """Proposes `target` for `reason`; keeps `plan` if they are alike, and while sequences hold more than its pages."""
+    """Propose `target` for `reason`, but keep `plan` while sequences hold more KV pages than `target` has."""
     if plan.instances == target.instances:
         return Proposal(plan, state)
-    for number, (snapshot, instance) in enumerate(zip(snapshots, target.instances, strict=False)):
-        pages = instance.kv_pages - 1  # but for the null page
+    for index, (snapshot, instance) in enumerate(zip(snapshots, target.instances, strict=False)):
+        pages = instance.kv_pages - 1  # without the null page
         if snapshot.kv_pages_used > pages:
-            return Proposal(
-                plan, state, f"waiting: instance {number} holds {snapshot.kv_pages_used} > {pages} KV pages"
-            )
+            return Proposal(plan, state, f"waiting: instance {index} holds {snapshot.kv_pages_used} > {pages} KV pages")
     return Proposal(replace(target, version=plan.version + 1), state, reason)
 
 
 @dataclass(frozen=True)
 class ManualPolicy:
-    """Goes to `target` and stays there; without one it stays at the plan that is in force. Has no state."""
+    """A policy without state that goes to the operator's plan `target`; without one it keeps the plan in force."""
 
     target: Plan | None = None
     name: str = "manual"
@@ -39,7 +37,10 @@ class ManualPolicy:
 
 @dataclass(frozen=True)
 class StaticPolicy:
-    """Changes nothing; after another policy it goes back to the plan at the start. That plan is its state."""
+    """A policy that changes nothing, except to return to the plan at the start after another policy.
+
+    Its state is the plan at the start.
+    """
 
     name: str = "static"
 

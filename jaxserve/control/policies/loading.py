@@ -1,4 +1,4 @@
-"""Policies by name, from a YAML file, or from a Python file of one's own."""
+"""Loads policies: by name, from a YAML file with settings, or from a user's Python file."""
 
 import importlib.util
 import inspect
@@ -30,12 +30,16 @@ def load_policy(
     target: Plan | None = None,
     slo_ttft: float | None = None,
 ) -> Policy:
-    """A policy by one of `POLICY_NAMES`, from a YAML file, or "FILE.py:NAME".
+    """Return the policy that `source` names: one of `POLICY_NAMES`, a YAML file, or "FILE.py:NAME".
 
-    `swap_order`: layers in the order in which they may lose precision, the least important first. `target`: the manual
-    policy's plan. `slo_ttft` (s) goes before what settings say. A YAML file names a policy (`policy`) and, for morph,
-    settings that differ (`settings`). NAME of a Python file is called with `resources` and `swap_order` and returns a
-    policy; the file is run, so take none from strangers. Raises `ConfigError`.
+    A YAML file names a policy (`policy`) and, for morph, the settings that differ from its mode's (`settings`). NAME in
+    a Python file is called with `resources` and `swap_order`, and returns a policy. The file is executed, so use only
+    files that you trust.
+
+    `swap_order` has the layers in the order in which they may lose precision, the least important first. `target` is
+    the manual policy's plan. `slo_ttft` (s) overrides the settings.
+
+    Raise `ConfigError` if `source` or a setting is not valid, or if the user's code raises.
     """
 
     def make(name: str, settings: MorphSettings | None = None) -> Policy:
@@ -55,12 +59,17 @@ def load_policy(
     if colon and file.endswith(".py"):
         return _from_python(Path(file), name, resources, swap_order)
     if not text.endswith((".yaml", ".yml")):
-        raise ConfigError(f"policy is {text!r}; it is {', '.join(POLICY_NAMES)}, a .yaml file or FILE.py:NAME")
+        raise ConfigError(
+            f"policy is {text!r}: choose from {', '.join(POLICY_NAMES)}, or give a .yaml file or FILE.py:NAME"
+        )
     return make(*_from_yaml(Path(text)))
 
 
 def settings_of(source: str | Path) -> MorphSettings | None:
-    """Those of a morph policy, by its name or of its YAML file; None of other policies. Raises `ConfigError`."""
+    """Return the settings of a morph policy, given by its name or YAML file; None for other policies.
+
+    Raise `ConfigError` if the YAML file is not valid.
+    """
     text = str(source)
     if text.endswith((".yaml", ".yml")):
         _, settings = _from_yaml(Path(text))
@@ -69,10 +78,13 @@ def settings_of(source: str | Path) -> MorphSettings | None:
 
 
 def _from_yaml(path: Path) -> tuple[str, MorphSettings | None]:
-    """The policy that a file names, and its settings."""
+    """Return the name of the policy in a YAML file, and its settings (None unless it is a morph policy)."""
     value = parse_yaml(read_text(path), f"policy {path}")
     if not isinstance(value, dict) or value.get("policy") not in POLICY_NAMES or value.keys() - {"policy", "settings"}:
-        raise ConfigError(f"policy {path}: it has 'policy', one of {', '.join(POLICY_NAMES)}, and 'settings'")
+        raise ConfigError(
+            f"policy {path}: it must have the key policy, which is one of {', '.join(POLICY_NAMES)}, "
+            "and may have the key settings"
+        )
     name, settings = value["policy"], value.get("settings") or {}
     if name in MORPH_MODES:
         return name, _settings(path, MORPH_MODES[name], settings)
@@ -82,38 +94,39 @@ def _from_yaml(path: Path) -> tuple[str, MorphSettings | None]:
 
 
 def _settings(path: Path, defaults: MorphSettings, given: Any) -> MorphSettings:
-    """The defaults with what a file says otherwise."""
+    """Return the default settings, changed by those given in a file."""
     known = {field.name: type(getattr(defaults, field.name)) for field in fields(defaults)}
     if not isinstance(given, dict):
-        raise ConfigError(f"policy {path}: settings is {given!r}; it has names and values")
+        raise ConfigError(f"policy {path}: settings is {given!r}: it must be a mapping of names to values")
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"policy {path}: settings has {name!r}; there are {', '.join(known)}")
+            raise ConfigError(f"policy {path}: unknown setting {name!r}: choose from {', '.join(known)}")
         kinds = (int, float) if known[name] is float else known[name]
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ConfigError(f"policy {path}: settings.{name} is {value!r}; it must be of type {known[name].__name__}")
+            raise ConfigError(f"policy {path}: settings.{name} is {value!r}: it must be of type {known[name].__name__}")
     return replace(defaults, **given)
 
 
 def _from_python(path: Path, name: str, resources: Resources, swap_order: Sequence[int]) -> Policy:
     spec = importlib.util.spec_from_file_location(f"jaxserve_policy_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError(f"policy {path}: there is no such file")
+        raise ConfigError(f"policy {path}: the file does not exist")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    with _told(f"policy {path}"):
+    # Dataclasses look up the module that defines them.
+    sys.modules[spec.name] = module
+    with _errors_as_config_errors(f"policy {path}"):
         spec.loader.exec_module(module)
     if not hasattr(module, name):
-        raise ConfigError(f"policy {path}: it has no {name}")
-    with _told(f"policy {path}: {name}(resources, swap_order)"):
+        raise ConfigError(f"policy {path}: the file defines no {name}")
+    with _errors_as_config_errors(f"policy {path}: {name}(resources, swap_order)"):
         policy: Policy = getattr(module, name)(resources, swap_order)
-    _check(policy, f"policy {path}: what {name} returns")
+    _check_protocol(policy, f"policy {path}: what {name} returns")
     return policy
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Raises `ConfigError` for whatever a user's code raises."""
+def _errors_as_config_errors(what: str) -> Iterator[None]:
+    """Turn every error of a user's code into a `ConfigError` that says `what` raised it."""
     try:
         yield
     except ConfigError:
@@ -122,14 +135,14 @@ def _told(what: str) -> Iterator[None]:
         raise ConfigError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
-def _check(policy: object, what: str) -> None:
-    """Raises `ConfigError` for what is no `Policy`."""
+def _check_protocol(policy: object, what: str) -> None:
+    """Raise `ConfigError` if an object does not implement `Policy`."""
     if not isinstance(getattr(policy, "name", None), str):
-        raise ConfigError(f"{what} has no `name` that is a string; a policy has a name, init and update")
+        raise ConfigError(f"{what} has no `name` that is a string: a policy has name, init and update")
     for method, arguments in (("init", (None,)), ("update", (None,) * 3)):
         function = getattr(policy, method, None)
         if not callable(function):
-            raise ConfigError(f"{what} has no method {method}; a policy has a name, init and update")
+            raise ConfigError(f"{what} has no method {method}: a policy has name, init and update")
         try:
             inspect.signature(function).bind(*arguments)
         except TypeError as error:

@@ -1,7 +1,8 @@
-"""morph: layers change to fewer bits under pressure, their memory becomes KV pages, and all comes back (MorphServe).
+"""The morph policy: layers change to fewer bits under pressure, and their memory becomes KV pages (after MorphServe).
 
-Entry follows the level of pressure, release its trend. What each instance does depends on its own snapshot alone. How
-far it has gone is read off the plan in force, so that failed transitions need no care.
+In an entry, layers change to fewer bits because pressure has lasted. In a release, they change back because pressure is
+over and the trend of KV usage allows it. Each instance is decided by its own snapshot. Which layers have changed is
+read from the plan in force, so that failed transitions need no special care.
 """
 
 import math
@@ -23,30 +24,30 @@ NEVER = -math.inf
 
 @dataclass(frozen=True)
 class InstanceState:
-    """What the policy remembers of one instance; times are seconds of the snapshots' clock."""
+    """State of the policy for one instance. Times are seconds of the snapshots' clock."""
 
-    home: InstancePlan  # to return to
+    initial: InstancePlan  # plan to return to
     pressure_since: float | None = None
     quiet_since: float | None = None
     last_entry: float = NEVER
     last_release: float = NEVER
-    released_at: float = 0.0  # arrivals/s at the last release
-    peak: float = 0.0  # arrivals/s since then
-    returned: float | None = None  # time of the first entry since then
-    ceiling: float = math.inf  # arrivals/s that were too many for a release
-    learned: float = NEVER  # time when that showed
+    release_arrivals: float = 0.0  # arrivals/s at the last release
+    peak_arrivals: float = 0.0  # largest arrivals/s since the last release
+    first_entry: float | None = None  # time of the first entry since the last release
+    relapse_arrivals: float = math.inf  # arrivals/s at a release that was a mistake
+    relapse_time: float = NEVER  # when pressure returned after that release
 
 
 MorphState = tuple[InstanceState, ...]
 
 
 @dataclass(frozen=True)
-class _View:
-    """One instance at one moment."""
+class _InstanceView:
+    """An instance at one moment."""
 
     snapshot: Snapshot
     recent: Recent
-    number: int
+    index: int
     plan: Plan
 
     @property
@@ -59,11 +60,11 @@ class _View:
 
     @property
     def instance(self) -> InstancePlan:
-        return self.plan.instances[self.number]
+        return self.plan.instances[self.index]
 
 
 class MorphPolicy:
-    """Swaps layers in `swap_order`, the least important first, and back in reverse."""
+    """A policy that swaps layers to fewer bits in `swap_order`, the least important first, and back in reverse."""
 
     def __init__(
         self,
@@ -73,23 +74,25 @@ class MorphPolicy:
         *,
         name: str = "morph",
     ):
-        """Layers that are not in `swap_order` keep their precision. Raises `ConfigError` for layers that are not
-        there, or named twice, or that cannot have the precision of the settings.
+        """Layers that are not in `swap_order` keep their precision.
+
+        Raise `ConfigError` if `swap_order` names a layer twice, or one that cannot have the precisions of `settings`.
         """
         self.name, self.settings, self._resources = name, settings, resources
         self._order = tuple(layer_name(layer) for layer in swap_order)
-        self._rank = {block: place for place, block in enumerate(self._order)}
+        self._rank = {block: rank for rank, block in enumerate(self._order)}
         if len(self._rank) < len(self._order):
             raise ConfigError(f"the swap order names a layer twice: {list(swap_order)}")
         for block in self._order:
             for precision in settings.precisions:
                 if precision not in resources.precisions(block):
-                    known = ", ".join(resources.precisions(block)) or "none: there is no such layer"
-                    raise ConfigError(f"{block} of the swap order cannot be {precision}; there are {known} (--variant)")
+                    known = resources.precisions(block)
+                    allowed = f"choose from {', '.join(known)}" if known else "the model has no such layer"
+                    raise ConfigError(f"{block} of the swap order cannot be {precision}: {allowed} (--variant)")
 
     @property
     def slo_ttft(self) -> float:
-        """Seconds to the first token that the thresholds are meant to keep."""
+        """Objective for the time to the first token, in seconds."""
         return self.settings.slo_ttft
 
     def init(self, plan: Plan) -> MorphState:
@@ -98,36 +101,34 @@ class MorphPolicy:
     def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: MorphState) -> Proposal[MorphState]:
         states: list[InstanceState] = []
         reasons: list[str] = []
-        notes: list[str] = []  # of the instances that wait for something
-        for number, (snapshot, before) in enumerate(zip(snapshots, state, strict=True)):
-            assert snapshot.recent is not None, "the controller fills it"
-            view = _View(snapshot, snapshot.recent, number, plan)
-            plan, after, words = self._update_instance(view, before)
+        notes: list[str] = []  # why instances keep their plan
+        for index, (snapshot, before) in enumerate(zip(snapshots, state, strict=True)):
+            assert snapshot.recent is not None, "the controller sets it"
+            view = _InstanceView(snapshot, snapshot.recent, index, plan)
+            plan, after, reason = self._update_instance(view, before)
             states.append(after)
-            if words:
-                told = notes if plan is view.plan else reasons
-                told.append(f"instance {number}: {words}" if len(snapshots) > 1 else words)
+            if reason:
+                texts = notes if plan is view.plan else reasons
+                texts.append(f"instance {index}: {reason}" if len(snapshots) > 1 else reason)
         return Proposal(plan, tuple(states), "; ".join(reasons or notes))
 
     def foresee(self, plan: Plan) -> Sequence[Plan]:
-        """After the first two decisions, after an urgent one, and with all layers swapped that may be: where load leads
-        that lasts.
-        """
-        settings, most = self.settings, len(self._order)
-        counts = {settings.entry_layers, 2 * settings.entry_layers, settings.urgent_layers, most}
-        return list(dict.fromkeys(self._with_swapped(plan, count) for count in sorted(counts)))
+        """Return the plans after one and two decisions, after an urgent one, and with all layers swapped."""
+        settings = self.settings
+        counts = {settings.entry_layers, 2 * settings.entry_layers, settings.urgent_layers, len(self._order)}
+        return list(dict.fromkeys(self._with_first_layers_swapped(plan, count) for count in sorted(counts)))
 
-    def _with_swapped(self, plan: Plan, count: int) -> Plan:
-        """The plan at the start with the first layers of the order swapped, as many as the mode allows."""
+    def _with_first_layers_swapped(self, plan: Plan, count: int) -> Plan:
+        """Return the initial plan with up to `count` layers of the swap order swapped in every instance."""
         version = plan.version
-        for number, home in enumerate(plan.instances):
-            plan = plan.with_precisions(number, self._next_swaps(home, home, count))
+        for index, initial in enumerate(plan.instances):
+            plan = plan.with_precisions(index, self._next_swaps(initial, initial, count))
         return replace(plan, version=version)
 
-    def _update_instance(self, view: _View, state: InstanceState) -> tuple[Plan, InstanceState, str]:
-        """The next plan, the next state, and why; of the same plan, what is waited for."""
+    def _update_instance(self, view: _InstanceView, state: InstanceState) -> tuple[Plan, InstanceState, str]:
+        """Return the next plan, the next state and the reason, which says what is waited for if the plan stays."""
         now, pressure = view.now, self._pressure(view.snapshot)
-        state = replace(state, peak=max(state.peak, view.arrivals))
+        state = replace(state, peak_arrivals=max(state.peak_arrivals, view.arrivals))
         if pressure:
             since = now if state.pressure_since is None else state.pressure_since
             state = replace(state, pressure_since=since, quiet_since=None)
@@ -138,15 +139,15 @@ class MorphPolicy:
     # -- entry
 
     def _pressure(self, snapshot: Snapshot) -> list[str]:
-        """The thresholds that are exceeded, in words."""
-        settings, found = self.settings, []
+        """Return the thresholds of pressure that are exceeded, as texts."""
+        settings, exceeded = self.settings, []
         if snapshot.oldest_wait > settings.queue_delay:
-            found.append(f"queue delay {_ms(snapshot.oldest_wait)} > {_ms(settings.queue_delay)}")
+            exceeded.append(f"queue delay {_ms(snapshot.oldest_wait)} > {_ms(settings.queue_delay)}")
         if snapshot.kv_usage > settings.kv_usage:
-            found.append(f"KV usage {snapshot.kv_usage:.1%} > {settings.kv_usage:.0%}")
-        return found
+            exceeded.append(f"KV usage {snapshot.kv_usage:.1%} > {settings.kv_usage:.0%}")
+        return exceeded
 
-    def _enter(self, view: _View, state: InstanceState, pressure: list[str]) -> tuple[Plan, InstanceState, str]:
+    def _enter(self, view: _InstanceView, state: InstanceState, pressure: list[str]) -> tuple[Plan, InstanceState, str]:
         settings, now, instance = self.settings, view.now, view.instance
         assert state.pressure_since is not None
         if (lasted := now - state.pressure_since) < settings.entry_hold:
@@ -158,82 +159,87 @@ class MorphPolicy:
         if view.snapshot.oldest_wait >= urgent_after:
             count = max(count, settings.urgent_layers)
             pressure = [*pressure, f"near the SLO (from {_ms(urgent_after)})"]
-        swaps, plan = self._entered(view, state.home, count)
-        pages = plan.instances[view.number].kv_pages
-        faster = bool(swaps) and view.snapshot.oldest_wait > settings.queue_delay and pages == instance.kv_pages
-        if pages <= instance.kv_pages and not faster:  # with no more pages to be had, only a queue is a reason
+        swaps, plan = self._entry_swaps(view, state.initial, count)
+        pages = plan.instances[view.index].kv_pages
+        # Swaps that give no more pages still make steps faster, which helps only if there is a queue.
+        for_speed = bool(swaps) and view.snapshot.oldest_wait > settings.queue_delay and pages == instance.kv_pages
+        if pages <= instance.kv_pages and not for_speed:
             no_layer = f"no layer is left to go to {' or '.join(settings.precisions)}"
-            left = "more layers would give no more pages" if swaps else no_layer
-            return view.plan, state, f"{', '.join(pressure)}: {left}"
-        state = replace(state, last_entry=now, returned=now if state.returned is None else state.returned)
-        return plan, state, f"{', '.join(pressure)}: {_change(swaps, instance, pages)}"
+            obstacle = "more layers would give no more pages" if swaps else no_layer
+            return view.plan, state, f"{', '.join(pressure)}: {obstacle}"
+        state = replace(state, last_entry=now, first_entry=now if state.first_entry is None else state.first_entry)
+        return plan, state, f"{', '.join(pressure)}: {_change_text(swaps, instance, pages)}"
 
-    def _entered(self, view: _View, home: InstancePlan, count: int) -> tuple[dict[str, str], Plan]:
-        """The precisions that the next layers of the order get, and the plan with them: so many layers, or, where pools
-        grow by segments, and where pages alone are wanted, as many more as the pools need to grow, if that can be had.
+    def _entry_swaps(self, view: _InstanceView, initial: InstancePlan, count: int) -> tuple[dict[str, str], Plan]:
+        """Return the next `count` layers to swap, with their new precisions, and the plan with these swaps.
+
+        More than `count` layers are swapped if the pools cannot grow otherwise, provided that pools grow by segments or
+        that only pages are short (no sequence waits too long).
         """
-        swaps, before = list(self._next_swaps(view.instance, home, len(self._order)).items()), view.instance.kv_pages
+        swaps, before = list(self._next_swaps(view.instance, initial, len(self._order)).items()), view.instance.kv_pages
 
         def swapped(count: int) -> Plan:
-            return self._swapped(view, home, dict(swaps[:count]))
+            return self._plan_with_precisions(view, initial, dict(swaps[:count]))
 
         count = min(count, len(swaps))
         if self._resources.segments or view.snapshot.oldest_wait <= self.settings.queue_delay:
             counts = range(count, len(swaps) + 1)
-            more = bisect_left(counts, True, key=lambda count: swapped(count).instances[view.number].kv_pages > before)
-            count = counts[more] if more < len(counts) else count
+            enough = bisect_left(counts, True, key=lambda n: swapped(n).instances[view.index].kv_pages > before)
+            count = counts[enough] if enough < len(counts) else count
         return dict(swaps[:count]), swapped(count)
 
-    def _next_swaps(self, instance: InstancePlan, home: InstancePlan, count: int) -> dict[str, str]:
-        """The next layers of the swap order and the precisions that they get, as many as the mode allows."""
-        bytes_of, num_layers = self._resources.bytes_of, len(home.layer_precisions)
-        now, then = _precisions(instance), _precisions(home)
-        changed, swaps = len(self._away(instance, home)), dict[str, str]()
+    def _next_swaps(self, instance: InstancePlan, initial: InstancePlan, count: int) -> dict[str, str]:
+        """Return the next layers of the swap order that may change, at most `count`, with their new precisions."""
+        bytes_of, num_layers = self._resources.bytes_of, len(initial.layer_precisions)
+        current, at_start = _precisions(instance), _precisions(initial)
+        changed, swaps = len(self._changed_layers(instance, initial)), dict[str, str]()
         for block in self._order:
             precision = self.settings.precision_at(changed + len(swaps), num_layers)
             if len(swaps) == count or not precision:
                 break
-            if now[block] == then[block] and bytes_of(block, precision) < bytes_of(block, then[block]):
+            unchanged = current[block] == at_start[block]
+            if unchanged and bytes_of(block, precision) < bytes_of(block, at_start[block]):
                 swaps[block] = precision
         return swaps
 
     # -- release
 
-    def _release(self, view: _View, state: InstanceState) -> tuple[Plan, InstanceState, str]:
-        settings, now, home = self.settings, view.now, state.home
-        if view.instance == home:
+    def _release(self, view: _InstanceView, state: InstanceState) -> tuple[Plan, InstanceState, str]:
+        settings, now, initial = self.settings, view.now, state.initial
+        if view.instance == initial:
             return view.plan, state, ""
         if (passed := now - state.last_release) < settings.release_interval:
             return view.plan, state, f"{passed:.1f} s after the last release < {settings.release_interval:g} s"
-        state = self._learn(state)
-        if held := self._unrest(view, state) or self._relapsed(view, state):
-            return view.plan, state, held
-        back = self._away(view.instance, home)[::-1]
-        most = min(len(back), math.ceil(settings.release_layers * len(home.layer_precisions)))
+        state = self._with_relapse(state)
+        if obstacle := self._release_obstacle(view, state) or self._backoff(view, state):
+            return view.plan, state, obstacle
+        candidates = self._changed_layers(view.instance, initial)[::-1]
+        max_count = min(len(candidates), math.ceil(settings.release_layers * len(initial.layer_precisions)))
 
         def restored(count: int) -> dict[str, str]:
-            return {block: home.precision(block) for block in back[:count]}
+            return {block: initial.precision(block) for block in candidates[:count]}
 
         @cache
-        def with_back(count: int) -> Plan:
-            return self._swapped(view, home, restored(count))
+        def plan_with(count: int) -> Plan:
+            return self._plan_with_precisions(view, initial, restored(count))
 
-        # The more layers are back, the fewer pages are left: the most that fit.
-        count = bisect_left(range(1, most + 1), True, key=lambda count: not self._fits(view, with_back(count)))
-        plan = with_back(count)
+        # The more layers change back, the fewer pages remain. Find the largest count whose pages suffice.
+        count = bisect_left(range(1, max_count + 1), True, key=lambda n: not self._fits(view, plan_with(n)))
+        plan = plan_with(count)
         if plan is view.plan or not self._fits(view, plan):
-            least = with_back(1) if plan is view.plan else plan
-            return view.plan, state, self._in_use(view, ">", least.instances[view.number].kv_pages)
-        pages = plan.instances[view.number].kv_pages
-        calm = self._calm(view, state)
-        reason = f"{calm}, {self._in_use(view, '<=', pages)}: {_change(restored(count), view.instance, pages)}"
-        if count < most:
-            reason += f"; for more: {self._in_use(view, '>', with_back(count + 1).instances[view.number].kv_pages)}"
-        load = view.arrivals
-        return plan, replace(state, last_release=now, released_at=load, peak=load, returned=None), reason
+            refused = plan_with(1) if plan is view.plan else plan
+            return view.plan, state, self._usage_text(view, ">", refused.instances[view.index].kv_pages)
+        pages = plan.instances[view.index].kv_pages
+        calm = self._calm_text(view, state)
+        reason = f"{calm}, {self._usage_text(view, '<=', pages)}: {_change_text(restored(count), view.instance, pages)}"
+        if count < max_count:
+            reason += f"; for more: {self._usage_text(view, '>', plan_with(count + 1).instances[view.index].kv_pages)}"
+        arrivals = view.arrivals
+        state = replace(state, last_release=now, release_arrivals=arrivals, peak_arrivals=arrivals, first_entry=None)
+        return plan, state, reason
 
-    def _unrest(self, view: _View, state: InstanceState) -> str:
-        """What holds layers back as long as it lasts, in words; nothing if they may come back."""
+    def _release_obstacle(self, view: _InstanceView, state: InstanceState) -> str:
+        """Return why no layer may change back yet, as a text; "" if there is no obstacle."""
         settings, recent = self.settings, view.recent
         window = f"in the last {recent.seconds:.0f} s"
         assert state.quiet_since is not None
@@ -245,15 +251,15 @@ class MorphPolicy:
             return f"preemptions {window}: {recent.preemptions} > 0"
         if recent.waiting > settings.release_waiting:
             return f"mean queue {recent.waiting:.1f} > {settings.release_waiting:g}"
-        # Pressure while layers were on their way: nobody was asked then.
+        # Pressure while transitions were under way, when no policy was asked.
         if recent.max_wait > settings.queue_delay:
             return f"queue delay {window}: {_ms(recent.max_wait)} > {_ms(settings.queue_delay)}"
         if recent.max_kv_usage > settings.kv_usage:
             return f"KV usage {window}: {recent.max_kv_usage:.1%} > {settings.kv_usage:.0%}"
         return ""
 
-    def _calm(self, view: _View, state: InstanceState) -> str:
-        """Why layers may come back, in words."""
+    def _calm_text(self, view: _InstanceView, state: InstanceState) -> str:
+        """Return why layers may change back, as a text."""
         settings, recent = self.settings, view.recent
         assert state.quiet_since is not None
         return (
@@ -262,61 +268,64 @@ class MorphPolicy:
             f"no preemption in {recent.seconds:.0f} s"
         )
 
-    def _relapsed(self, view: _View, state: InstanceState) -> str:
-        """What was learnt and holds layers back, in words; nothing if it is forgotten, or if load has fallen."""
-        settings, past = self.settings, view.now - state.learned
-        if past > settings.relapse_memory or view.arrivals <= settings.relapse_load * state.ceiling:
+    def _backoff(self, view: _InstanceView, state: InstanceState) -> str:
+        """Return why an earlier relapse forbids a release, as a text; "" if it is long ago or load has fallen."""
+        settings, past = self.settings, view.now - state.relapse_time
+        if past > settings.relapse_memory or view.arrivals <= settings.relapse_load * state.relapse_arrivals:
             return ""
-        limit = f"{settings.relapse_load:.0%} of {state.ceiling:.1f}"
-        left = settings.relapse_memory - past
-        until = "" if left == math.inf else f", for {left:.0f} s more"
+        limit = f"{settings.relapse_load:.0%} of {state.relapse_arrivals:.1f}"
+        remaining = settings.relapse_memory - past
+        until = "" if remaining == math.inf else f", for {remaining:.0f} s more"
         return f"held after a relapse: {view.arrivals:.1f} arrivals/s > {limit}{until}"
 
-    def _learn(self, state: InstanceState) -> InstanceState:
-        """If pressure came back soon after the last release though little more arrived, that was too much already."""
-        settings = self.settings
-        if state.returned is None or state.returned - state.last_release > settings.relapse:
-            return state
-        if state.released_at == 0 or state.peak > settings.relapse_rise * state.released_at:
-            return state
-        return replace(state, ceiling=state.released_at, learned=state.returned)
+    def _with_relapse(self, state: InstanceState) -> InstanceState:
+        """Return the state with a relapse noted, if pressure returned soon after the last release.
 
-    def _fits(self, view: _View, plan: Plan) -> bool:
-        """Whether what is in use fits into a plan's pages with the margin: on average, now, and at the horizon."""
-        pages = plan.instances[view.number].kv_pages
+        It is no relapse if arrivals have grown so much that the release was not the cause.
+        """
+        settings = self.settings
+        if state.first_entry is None or state.first_entry - state.last_release > settings.relapse:
+            return state
+        if state.release_arrivals == 0 or state.peak_arrivals > settings.relapse_rise * state.release_arrivals:
+            return state
+        return replace(state, relapse_arrivals=state.release_arrivals, relapse_time=state.first_entry)
+
+    def _fits(self, view: _InstanceView, plan: Plan) -> bool:
+        """Return whether the KV pages in use fit into a plan with the margin: on average, now, and at the horizon."""
+        pages = plan.instances[view.index].kv_pages
         if pages >= view.instance.kv_pages:
             return True
-        usage = max(self._usages(view).values())
+        usage = max(self._kv_usages(view).values())
         return usage * view.snapshot.kv_pages_total <= self.settings.release_usage * (pages - 1)
 
-    def _usages(self, view: _View) -> dict[str, float]:
-        """Shares of the KV pages that are to fit into fewer, by when they are in use."""
+    def _kv_usages(self, view: _InstanceView) -> dict[str, float]:
+        """Return shares of the present KV pages that a smaller pool must hold, by a text that says when."""
         snapshot, recent, horizon = view.snapshot, view.recent, self.settings.release_horizon
         rise = max(0.0, recent.kv_trend or 0.0) * horizon
         now = snapshot.kv_usage
         return {"in use": now, "in use on average": recent.kv_usage, f"in use in {horizon:g} s": now + rise}
 
-    def _in_use(self, view: _View, relation: str, pages: int) -> str:
-        """What decides whether so many pages are enough, in words: the largest use, beside what the margin leaves."""
-        usages = self._usages(view)
-        when = max(usages, key=lambda when: usages[when])
+    def _usage_text(self, view: _InstanceView, relation: str, pages: int) -> str:
+        """Return a text that compares the largest usage with the margin of a pool of `pages`."""
+        usages = self._kv_usages(view)
+        when = max(usages, key=lambda text: usages[text])
         used = usages[when] * view.snapshot.kv_pages_total
         return f"{used:.0f} pages {when} {relation} {self.settings.release_usage:.0%} of {pages - 1}"
 
     # -- plans
 
-    def _away(self, instance: InstancePlan, home: InstancePlan) -> list[str]:
-        """Layers that differ from home, in the order in which they are swapped; others' doing comes last."""
-        then, last = _precisions(home), len(self._order)
-        changed = (block for block, precision in _precisions(instance).items() if precision != then[block])
+    def _changed_layers(self, instance: InstancePlan, initial: InstancePlan) -> list[str]:
+        """Return the layers that differ from the initial plan, in swap order; layers outside that order come last."""
+        at_start, last = _precisions(initial), len(self._order)
+        changed = (block for block, precision in _precisions(instance).items() if precision != at_start[block])
         return sorted(changed, key=lambda block: self._rank.get(block, last))
 
-    def _swapped(self, view: _View, home: InstancePlan, precisions: dict[str, str]) -> Plan:
-        """The plan with these precisions, and the KV pages that then fit; the same plan if nothing changes."""
-        plan = view.plan.with_precisions(view.number, precisions)
-        instance = plan.instances[view.number]
-        pages = self._resources.kv_capacity(instance) if self._away(instance, home) else home.kv_pages
-        plan = plan.with_kv_pages(view.number, pages)
+    def _plan_with_precisions(self, view: _InstanceView, initial: InstancePlan, precisions: dict[str, str]) -> Plan:
+        """Return the plan with these precisions and the KV pages that then fit, or `view.plan` if nothing changes."""
+        plan = view.plan.with_precisions(view.index, precisions)
+        instance = plan.instances[view.index]
+        pages = self._resources.kv_capacity(instance) if self._changed_layers(instance, initial) else initial.kv_pages
+        plan = plan.with_kv_pages(view.index, pages)
         return view.plan if plan.instances == view.plan.instances else plan
 
 
@@ -324,12 +333,12 @@ def _precisions(instance: InstancePlan) -> dict[str, str]:
     return {block.block: block.precision for block in instance.blocks}
 
 
-def _change(swaps: Mapping[str, str], instance: InstancePlan, pages: int) -> str:
-    """What a decision changes, in words: "layers 3, 7 to int4, KV 800 -> 960 pages"."""
+def _change_text(swaps: Mapping[str, str], instance: InstancePlan, pages: int) -> str:
+    """Return what a decision changes, as a text such as "layers 3, 7 to int4, KV 800 -> 960 pages"."""
     parts = []
     for precision in dict.fromkeys(swaps.values()):
-        numbers = [block.removeprefix("layers.") for block, after in swaps.items() if after == precision]
-        parts.append(f"layer{'s' if len(numbers) > 1 else ''} {', '.join(numbers)} to {precision}")
+        layers = [block.removeprefix("layers.") for block, after in swaps.items() if after == precision]
+        parts.append(f"layer{'s' if len(layers) > 1 else ''} {', '.join(layers)} to {precision}")
     if pages != instance.kv_pages:
         parts.append(f"KV {instance.kv_pages} -> {pages} pages")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""MorphSettings: every threshold of the morph policy, and its modes. configs/policies/ says where each is from."""
+"""Settings of the morph policy and its modes. The files in configs/policies/ say where each value comes from."""
 
 from dataclasses import dataclass, replace
 from math import inf
@@ -9,44 +9,51 @@ from jaxserve.core.precision import BITS
 
 @dataclass(frozen=True)
 class MorphSettings:
-    """Thresholds; the defaults are accuracy mode. Seconds, and shares from 0 to 1. Raises `ConfigError`.
+    """Settings of the morph policy, in seconds and in shares from 0 to 1. The defaults are those of accuracy mode.
 
-    Times may be infinite where that means never, as in `queue_delay`: KV usage alone is pressure then.
+    A time may be infinite if that means never: with an infinite `queue_delay`, only KV usage is pressure. Raise
+    `ConfigError` if a setting is not allowed.
     """
 
-    precision: str = "int4"  # that layers get under pressure
-    slo_ttft: float = 2.0  # s to the first token
-    # pressure: one of the two is enough
-    kv_usage: float = 0.85  # above this share of the KV pages
-    queue_delay: float = 0.1  # s; when a sequence has waited longer
-    # entry
+    precision: str = "int4"  # that layers change to under pressure
+    slo_ttft: float = 2.0  # s: objective for the time to the first token
+
+    # Pressure: either of these is exceeded.
+    kv_usage: float = 0.85  # share of the KV pages that sequences hold
+    queue_delay: float = 0.1  # s that a sequence has waited
+
+    # Entry: layers change after pressure has lasted.
     entry_hold: float = 0.2  # s that pressure must last
-    entry_interval: float = 0.25  # s from one decision to the next
-    entry_layers: int = 2  # per decision
-    urgent_delay: float = 0.5  # a share of the SLO; when a sequence has waited that long:
-    urgent_layers: int = 8  # per decision
-    most_layers: float = 0.25  # the share of the decoder layers that may get it
-    rest: str = "int8"  # the precision that the others may get after these; "": they keep theirs
-    # release
+    entry_interval: float = 0.25  # s between two decisions
+    entry_layers: int = 2  # layers per decision
+    urgent_delay: float = 0.5  # share of `slo_ttft` after which a waiting sequence makes a decision urgent
+    urgent_layers: int = 8  # layers per urgent decision
+    most_layers: float = 0.25  # largest share of the decoder layers that may change to `precision`
+    rest: str = "int8"  # precision that the other layers may change to after these; "" if they do not change
+
+    # Release: layers change back if all of these hold.
     release_quiet: float = 5.0  # s without pressure
-    release_waiting: float = 0.5  # mean sequences waiting, at most
-    release_usage: float = 0.7  # of the smaller pool, at most,
-    release_horizon: float = 5.0  # s, even if usage goes on rising so long as it does now
-    release_interval: float = 0.5  # s from one decision to the next
-    release_layers: float = 0.25  # the share of the decoder layers that come back per decision
-    # against going back and forth
-    relapse: float = 60.0  # s after a release; if pressure is back so soon,
-    relapse_rise: float = 1.5  # and arrivals are not above so many times those at the release,
-    relapse_load: float = 0.75  # nothing is released while they are above this share of them,
-    relapse_memory: float = 600.0  # for so many s
+    release_waiting: float = 0.5  # largest mean number of waiting sequences
+    release_usage: float = 0.7  # largest share of the smaller pool that sequences hold, now and in `release_horizon`
+    release_horizon: float = 5.0  # s for which usage is assumed to go on rising as it does now
+    release_interval: float = 0.5  # s between two decisions
+    release_layers: float = 0.25  # largest share of the decoder layers that change back per decision
+
+    # Back-off. If pressure returns within `relapse` seconds of a release although arrivals have not grown by
+    # `relapse_rise`, the release was a mistake. Then layers change back only if arrivals fall below `relapse_load` of
+    # what they were at that release, or when `relapse_memory` seconds have passed.
+    relapse: float = 60.0  # s
+    relapse_rise: float = 1.5  # factor
+    relapse_load: float = 0.75  # share
+    relapse_memory: float = 600.0  # s
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Those that layers get under pressure."""
+        """Precisions that layers change to under pressure."""
         return (self.precision, self.rest) if self.rest and self.most_layers < 1 else (self.precision,)
 
     def precision_at(self, place: int, num_layers: int) -> str:
-        """What the layer at a place of the swap order gets under pressure; "": it keeps its own."""
+        """Return the precision that the layer at `place` of the swap order changes to; "" if it does not change."""
         return self.precision if place < max(1, int(self.most_layers * num_layers)) else self.rest
 
     def __post_init__(self) -> None:
@@ -63,7 +70,8 @@ class MorphSettings:
         times = ("entry_hold", "entry_interval", "release_quiet", "release_waiting", "release_horizon")
         for name in (*times, "release_interval", "relapse", "relapse_memory"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
-        # The objective is shown as JSON, which has no infinity; with the others there would be no entry, and no trend.
+        # JSON, which shows the objective, has no infinity. With an infinite `entry_hold` layers would never change, and
+        # with an infinite `release_horizon` a trend would have no meaning.
         for name in ("slo_ttft", "entry_hold", "release_horizon"):
             _check(name, getattr(self, name), getattr(self, name) < inf, "finite")
         below = f"below kv_usage, {self.kv_usage}, or a release would be pressure"

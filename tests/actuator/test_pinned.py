@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxserve.actuator import LayerSource, keeper, pinned_memory
-from jaxserve.actuator.pinned import PINNED, Keeper
+from jaxserve.actuator import LayerSource, pinned_memory, pinned_store
+from jaxserve.actuator.pinned import PINNED, PinnedStore
 from jaxserve.build import build
 from jaxserve.calibration.pipeline import Settings
 from jaxserve.calibration.run import run
@@ -140,7 +140,7 @@ def test_unusable_pinned_memory_falls_back_to_pageable_memory(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         built = build(EngineConfig(model=tiny_model, **OPTIONS), host_memory=lambda device: "nowhere")
-    assert caplog.text.count("variants are kept in memory that can be paged, not in nowhere") == 1
+    assert caplog.text.count("variants stay in pageable memory, not in nowhere") == 1
     kept = leaves(layer_source_of(built.actuator).parameters("layers.0", "int4"))
     assert kept
     assert all(isinstance(leaf, np.ndarray) for leaf in kept)
@@ -160,7 +160,7 @@ def test_full_pinned_memory_leaves_remaining_variants_pageable(caplog: pytest.Lo
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of pinned memory")
         return jax.device_put(dict(parameters), SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
 
-    keep = Keeper(place, PINNED)
+    keep = PinnedStore(place, PINNED)
     with caplog.at_level(logging.WARNING):
         kept = [keep(block, {"weight": np.ones(8)}, "int4")["weight"] for block in BLOCKS]
     assert [type(leaf) is np.ndarray for leaf in kept] == [False, True, True]
@@ -169,7 +169,7 @@ def test_full_pinned_memory_leaves_remaining_variants_pageable(caplog: pytest.Lo
 
 
 def test_pinned_variants_leave_pinned_memory_for_transfers(caplog: pytest.LogCaptureFixture) -> None:
-    keep = Keeper(lambda block, parameters, *where: jax.device_put(dict(parameters)), PINNED, 100)
+    keep = PinnedStore(lambda block, parameters, *where: jax.device_put(dict(parameters)), PINNED, 100)
     with caplog.at_level(logging.WARNING):
         kept = [keep(block, {"weight": np.ones(6)}, "int4")["weight"] for block in BLOCKS]
     assert [type(leaf) is np.ndarray for leaf in kept] == [False, False, True]
@@ -197,11 +197,11 @@ def test_variant_store_keeps_no_copy_of_variants_in_use(prepared: Path, options:
 def test_pinned_prepared_variant_is_not_kept_in_the_store_too(prepared: Path) -> None:
     """The store keeps no second copy of a pinned variant."""
     checkpoint: Checkpoint = open_checkpoint(prepared)
-    source = LayerSource(checkpoint, checkpoint.config, keep_full=True)
+    source = LayerSource(checkpoint, checkpoint.config, pin_full=True)
     assert checkpoint.prepared is not None
     first = checkpoint.prepared.layer(0, "int4")
     there = SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
-    keep = Keeper(lambda b, parameters, p, memory: jax.device_put(dict(parameters), there), PINNED)
+    keep = PinnedStore(lambda b, parameters, p, memory: jax.device_put(dict(parameters), there), PINNED)
     source.load("layers.0", "int4", keep)
     assert checkpoint.prepared.layer(0, "int4") is not first
     for kept, read in zip(leaves(source.parameters("layers.0", "int4")), leaves(first), strict=True):
@@ -211,5 +211,5 @@ def test_pinned_prepared_variant_is_not_kept_in_the_store_too(prepared: Path) ->
 
 def test_keeper_supports_all_placements_of_instances(tiny_model: Path) -> None:
     built = build(EngineConfig(model=tiny_model, **(OPTIONS | {"pp": 2, "dp": 2})))
-    assert isinstance(keeper([steps.executor for steps in built.instances], PINNED), Keeper)
+    assert isinstance(pinned_store([steps.executor for steps in built.instances], PINNED), PinnedStore)
     built.close()

@@ -1,0 +1,44 @@
+"""Warm-up of the variants that layers may change to: what a change of the plan will run is compiled before serving."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxserve.control import BlockPlan, InstancePlan
+from jaxserve.core.block_names import is_layer, layer_index
+from jaxserve.core.config import ModelConfig
+from jaxserve.executor.blocks import BlockSignature, Parameter
+from jaxserve.executor.executor import BlockExecutor
+
+
+def warm_variants(
+    executor: BlockExecutor,
+    model: ModelConfig,
+    instance: InstancePlan,
+    variants: Sequence[str],
+    parameters: Callable[[str, str], Mapping[str, Parameter]],
+    foreseen: Sequence[InstancePlan] = (),
+) -> None:
+    """Compile what a change of any layer to one of `variants` will need, and fuse the steps of `foreseen` plans.
+
+    One layer of each kind (dense or sparse, and its sliding window) stands for all layers of that kind in a stage.
+    `parameters(block, precision)` returns the parameters of a variant. At most one variant is loaded at a time.
+    """
+    signatures: dict[BlockPlan, BlockSignature] = {}
+    for stage in instance.stages:
+        layers = {block.block: layer_index(block.block) for block in stage.blocks if is_layer(block.block)}
+        kinds = {name: (model.is_sparse(layer), model.window(layer)) for name, layer in layers.items()}
+        running = [block for block in executor.blocks if block.block in kinds]
+        warm = {(kinds[block.block], block.precision): block.signature() for block in running}
+        for name, kind in kinds.items():
+            for precision in variants:
+                if (kind, precision) not in warm:
+                    loaded = executor.prepare(name, parameters(name, precision), precision)
+                    executor.warm_layer(loaded)
+                    warm[kind, precision] = loaded.signature()
+                    loaded.free()
+        for (kind, precision), signature in warm.items():
+            signatures |= {BlockPlan(name, precision): signature for name in kinds if kinds[name] == kind}
+    for plan in foreseen:
+        blocks = [block for block in plan.blocks if is_layer(block.block)]
+        # A user's policy may foresee plans whose variants are not available.
+        if signatures.keys() >= set(blocks):
+            executor.fuse_decodes([signatures[block] for block in blocks])
