@@ -13,6 +13,8 @@ from math import inf
 
 from jaxserve.sim.hardware import Link
 
+ROUNDING = 1e-6  # bytes; less than this is left of a transfer only because floating-point sums are rounded
+
 
 class Priority(IntEnum):
     """Priorities of transfers; the smallest number is sent first."""
@@ -63,7 +65,10 @@ class _LinkQueue:
 
     def send(self, now: float) -> Iterator[tuple[float, int, Transfer]]:
         """Remove the transfers that are completely sent by `now`. Yield (arrival, order, transfer) for each."""
-        while (sent := self.next_sent) <= now:
+        # Otherwise a transfer that ends just as one of higher priority starts could wait for that one to end.
+        tolerance = ROUNDING / self.link.bandwidth
+        while (sent := self.next_sent) <= now + tolerance:
+            sent = min(sent, now)
             priority = min(self._classes)
             first = self._classes[priority]
             first.served, order, transfer = heapq.heappop(first.queue)

@@ -129,6 +129,14 @@ def test_a_higher_class_never_waits_for_a_lower_one(several: list[Wanted]) -> No
         assert ends(higher) == pytest.approx(beside)
 
 
+def test_a_transfer_that_ends_as_a_higher_priority_starts_does_not_wait_for_it() -> None:
+    """Three transfers share the link, so that what was sent of the third at 2.875 s is a rounded sum."""
+    kv = [Wanted("a", start, size, Priority.KV) for start, size in ((0.25, 30), (0.5, 15), (1.0, 10))]
+    weights = [Wanted("a", start, 10, Priority.WEIGHTS) for start in (1.125, 2.625)]
+    several = [*kv, *weights, Wanted("a", 2.875, 27, Priority.ACTIVATIONS)]
+    assert ends(several)[2] == pytest.approx(2.875 + LATENCY)
+
+
 @given(wanted(), wanted())
 def test_links_do_not_know_of_each_other(several: list[Wanted], others: list[Wanted]) -> None:
     own = [Wanted("a", w.start, w.size, w.priority) for w in several]
