@@ -3,8 +3,10 @@
 import re
 import shlex
 from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
 
+import click
 import pytest
 import typer
 
@@ -17,6 +19,8 @@ SERVER = (ROOT / "docs" / "server.md").read_text()
 BENCHMARKING = (ROOT / "docs" / "benchmarking.md").read_text()
 LIBRARY = (ROOT / "docs" / "library.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "bench").glob("*.md"))]
+
+SOURCES = ("jaxserve", "pallas_kernels", "bench", "tests", "scripts", "checkpoints", "examples")
 
 
 def section(text: str, heading: str) -> str:
@@ -76,6 +80,85 @@ def test_structure_page_names_every_package():
     packages = {path.name for path in (ROOT / "jaxserve").iterdir() if path.is_dir() and any(path.rglob("*.py"))}
     text = section((ROOT / "docs" / "structure.md").read_text(), "Packages")
     assert {name.removesuffix("/") for name in names_in_table(text) if name.endswith("/")} == packages
+
+
+def test_structure_page_names_every_module():
+    table = section((ROOT / "docs" / "structure.md").read_text(), "Modules")
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    named = {(row[0].strip("| `"), name) for row in rows for name in re.findall(r"`([\w/]+\.py)`", row[1])}
+    package = ROOT / "jaxserve"
+    paths = [path.relative_to(package) for path in package.rglob("*.py") if not path.name.startswith("__")]
+    existing = {
+        (path.parts[0], "/".join(path.parts[1:])) if path.parts[1:] else ("jaxserve", path.name) for path in paths
+    }
+    assert named == existing
+
+
+def known_options(command: click.Command) -> set[str]:
+    """Return the options of a command and of its subcommands."""
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return known.union(*map(known_options, getattr(command, "commands", {}).values()))
+
+
+# Options of other programs: vllm serve, hf download, rsync.
+FOREIGN_OPTIONS = {
+    "--revision",
+    "--download-dir",
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+    "--data-parallel-size",
+    "--block-size",
+    "--gpu-memory-utilization",
+    "--num-gpu-blocks-override",
+    "--quantization",
+    "--enable-prefix-caching",
+    "--enable-chunked-prefill",
+    "--scheduling-policy",
+    "--allowed-origins",
+    "--uvicorn-log-level",
+    "--disable-log-requests",
+    "--trust-remote-code",
+    "--local-dir",
+    "--inplace",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_name_existing_options(page: Path):
+    known = known_options(typer.main.get_command(app)) | FOREIGN_OPTIONS | {"--help"}
+    scripts = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "checkpoints").rglob("*.py")]
+    known |= {name for script in scripts for name in re.findall(r'"(--[a-z][a-z0-9-]+)"', script.read_text())}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text())) <= known
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "bench"], ids=lambda page: page.name)
+def test_pages_command_lines_parse(page: Path):
+    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines() if "[options]" not in line]
+    for part in (part.strip() for line in lines for part in line.partition(" >")[0].split("&&")):
+        if part.startswith("jaxserve "):
+            args = shlex.split(part, comments=True)[1:]
+            command = typer.main.get_command(app)
+            while hasattr(command, "commands"):
+                command = command.commands[args.pop(0)]
+            command.make_context(command.name, args)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_name_existing_files_of_the_code(page: Path):
+    files = [path.as_posix() for folder in SOURCES for path in (ROOT / folder).rglob("*.*")]
+    named = re.findall(r"`((?:[\w-]+/)*[\w*-]+\.(?:py|cc|h|txtpb))`", page.read_text())
+    assert not [name for name in named if not any(fnmatch(file, f"*/{name}") for file in files)]
+
+
+@pytest.mark.parametrize("name", ["structure.md", "adaptation.md", "simulator.md", "library.md"])
+def test_pages_name_existing_classes_and_their_attributes(name: str):
+    source = "\n".join(path.read_text() for path in (ROOT / "jaxserve").rglob("*.py"))
+    defined = set(re.findall(r"(?:^|\s)(?:class|def) (\w+)|^ *(\w+): ", source, re.MULTILINE))
+    known = {word for found in defined for word in found}
+    page = (ROOT / "docs" / name).read_text()
+    named = re.findall(r"`([A-Z][a-z]\w*[A-Z]\w*|[A-Z]\w*\.\w+)(?:\([^`]*\))?`", page)
+    assert {word for dotted in named for word in dotted.split(".")} - known <= {"False", "True"}
 
 
 def anchors(page: Path) -> set[str]:
