@@ -91,7 +91,7 @@ def a_step_writes_to_a_cached_page(steps: StepLoop, patch: pytest.MonkeyPatch) -
 
 
 def tables_keep_what_pages_were_called(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(steps.core.scheduler.table, "rename", lambda moves: None)
+    patch.setattr(steps.core.scheduler.table, "replace_pages", lambda moves: None)
 
 
 def pages_of_a_sequence_change_places(steps: StepLoop, patch: pytest.MonkeyPatch) -> None:
