@@ -102,7 +102,7 @@ def chain_of(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[Bl
     return (BlockPlan("embed", embed), *layers, BlockPlan("head", head))
 
 
-def static_plan(chain: Sequence[BlockPlan], *, kv_pages: int, tp: int, pp: int, dp: int, devices: int) -> Plan:
+def parallel_plan(chain: Sequence[BlockPlan], *, kv_pages: int, tp: int, pp: int, dp: int, devices: int) -> Plan:
     """Return a plan of `dp` instances with `pp` stages of `tp` devices each.
 
     `chain` has all blocks of the model in order. Layers are split evenly over stages, and devices are used in order.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.control.plan import Plan, chain_of, static_plan
+from jaxserve.control.plan import Plan, chain_of, parallel_plan
 from jaxserve.control.policies import settings_of
 from jaxserve.core.config import DType, EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError
@@ -47,7 +47,7 @@ class EngineSpec:
         variants = _variants(config, precisions, model.dtype)
         head = head_precision(config.head_precision, config.precision, model.dtype)
         chain = chain_of(head if model.tie_embeddings else model.dtype, precisions, head)
-        plan = static_plan(chain, kv_pages=0, tp=config.tp, pp=config.pp, dp=config.dp, devices=devices)
+        plan = parallel_plan(chain, kv_pages=0, tp=config.tp, pp=config.pp, dp=config.dp, devices=devices)
         wanted_len = _wanted_len(config, model)
         buckets = _buckets(config, platform, defaults, wanted_len)
         return cls(config, platform, plan, variants, _kv_dtype(config, model), wanted_len, buckets)
