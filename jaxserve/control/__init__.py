@@ -1,7 +1,7 @@
 """The control plane: plans, the transitions between them, and the policies that decide which plan is in force."""
 
 from jaxserve.control.ledger import Ledger
-from jaxserve.control.plan import BlockPlan, InstancePlan, Plan, StagePlan, chain_of, parallel_plan
+from jaxserve.control.plan import BlockPlan, InstancePlan, Plan, StagePlan, block_chain, parallel_plan
 from jaxserve.control.policy import Policy, Proposal, chain
 from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Actuator, Outcome, ResizeKVPool, SwapPrecision, Transition
@@ -21,6 +21,6 @@ __all__ = [
     "SwapPrecision",
     "Transition",
     "chain",
-    "chain_of",
+    "block_chain",
     "parallel_plan",
 ]

@@ -96,7 +96,7 @@ class Plan:
         return Plan(self.version + 1, instances)
 
 
-def chain_of(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:
+def block_chain(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:
     """Return all blocks of a model in order, with the given precisions of embedding, decoder layers and head."""
     layers = (BlockPlan(layer_name(layer), precision) for layer, precision in enumerate(layer_precisions))
     return (BlockPlan("embed", embed), *layers, BlockPlan("head", head))

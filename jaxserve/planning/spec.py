@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.control.plan import Plan, chain_of, parallel_plan
+from jaxserve.control.plan import Plan, block_chain, parallel_plan
 from jaxserve.control.policies import settings_of
 from jaxserve.core.config import DType, EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError
@@ -46,7 +46,7 @@ class EngineSpec:
         precisions = layer_precisions(config.precision, config.layer_precision, stored, model.dtype)
         variants = _variants(config, precisions, model.dtype)
         head = head_precision(config.head_precision, config.precision, model.dtype)
-        chain = chain_of(head if model.tie_embeddings else model.dtype, precisions, head)
+        chain = block_chain(head if model.tie_embeddings else model.dtype, precisions, head)
         plan = parallel_plan(chain, kv_pages=0, tp=config.tp, pp=config.pp, dp=config.dp, devices=devices)
         wanted_len = _wanted_len(config, model)
         buckets = _buckets(config, platform, defaults, wanted_len)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.control import chain_of, parallel_plan
+from jaxserve.control import block_chain, parallel_plan
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.step_shapes import Buckets
@@ -49,7 +49,7 @@ TRUTH = replace(
 
 
 def plan(int4: int = 0):
-    chain = chain_of("bfloat16", ["int4"] * int4 + ["bfloat16"] * (SHAPE.num_layers - int4), "bfloat16")
+    chain = block_chain("bfloat16", ["int4"] * int4 + ["bfloat16"] * (SHAPE.num_layers - int4), "bfloat16")
     return parallel_plan(chain, kv_pages=400, tp=1, pp=1, dp=1, devices=1)
 
 
@@ -151,7 +151,7 @@ def step(number: int, begun: float, ended: float, **more: int) -> Step:
 
 
 def recording(*made: Step, tp: int = 1) -> Recording:
-    chain = chain_of("bfloat16", ["int4", "bfloat16"], "int8")
+    chain = block_chain("bfloat16", ["int4", "bfloat16"], "int8")
     facts = {"plan": to_dict(parallel_plan(chain, kv_pages=9, tp=tp, pp=1, dp=1, devices=tp))}
     return Recording(facts, made, (InForce(0, 1, {"int4": 1, "bfloat16": 1}, 8),))
 
