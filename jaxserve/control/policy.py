@@ -48,7 +48,7 @@ class Policy(Protocol[State]):
 
 
 @runtime_checkable
-class Foresees(Protocol):
+class ForesightPolicy(Protocol):
     """A policy that can name in advance plans that it may hold for long, so that engines can prepare for them."""
 
     def foresee(self, plan: Plan) -> Sequence[Plan]:
@@ -79,7 +79,7 @@ class Chain:
         return Proposal(plan, tuple(states), "; ".join(filter(None, reasons)))
 
     def foresee(self, plan: Plan) -> Sequence[Plan]:
-        foreseeing = (policy for policy in self.policies if isinstance(policy, Foresees))
+        foreseeing = (policy for policy in self.policies if isinstance(policy, ForesightPolicy))
         return [foreseen for policy in foreseeing for foreseen in policy.foresee(plan)]
 
 
