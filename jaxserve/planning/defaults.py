@@ -31,11 +31,11 @@ def served_dtype(stored: DType, platform: str, *, quantized: bool) -> DType:
     of times slower) and wherever some weights are `quantized`.
     """
     if quantized or platform != "gpu":
-        return dtype_beside_quantized(stored)
+        return dtype_with_quantized(stored)
     return stored
 
 
-def dtype_beside_quantized(stored: DType) -> DType:
+def dtype_with_quantized(stored: DType) -> DType:
     """Return the dtype in which a checkpoint is computed if some weights are quantised.
 
     Float16 becomes bfloat16: no platform has kernels that multiply quantised weights by float16.
