@@ -62,7 +62,7 @@ def _check_room(info: ModelInfo, name: str, value: int | None, prompt_tokens: in
         )
 
 
-def capped(info: ModelInfo, max_tokens: int | None, prompt_tokens: int) -> int | None:
+def cap_max_tokens(info: ModelInfo, max_tokens: int | None, prompt_tokens: int) -> int | None:
     """Return `max_tokens` of a request, limited to `max_new_tokens` of the model's generation_config.json."""
     if info.max_new_tokens is None:
         return max_tokens
