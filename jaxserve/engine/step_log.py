@@ -39,7 +39,7 @@ class Engine(NamedTuple):
     facts: Mapping[str, Any]
 
 
-class InForce(NamedTuple):
+class PlanRecord(NamedTuple):
     """The plan of an instance from its next step on."""
 
     instance: int
@@ -118,10 +118,10 @@ class Decided(NamedTuple):
     outcome: str  # "started", or "rejected: ..."
 
 
-Record = Engine | InForce | Step | Arrival | AnswerRecord | Tick | Decided
+Record = Engine | PlanRecord | Step | Arrival | AnswerRecord | Tick | Decided
 KINDS: Mapping[str, type[Any]] = {
     "engine": Engine,
-    "inforce": InForce,
+    "inforce": PlanRecord,
     "step": Step,
     "arrival": Arrival,
     "answer": AnswerRecord,
@@ -206,7 +206,7 @@ class InstanceLog:
         if plan_fields.plan_version != self._version:
             self._version = plan_fields.plan_version
             layers = dict(plan_fields.layers_by_precision)
-            self._log.write(InForce(self._core.index, self._version, layers, plan_fields.kv_pages_total))
+            self._log.write(PlanRecord(self._core.index, self._version, layers, plan_fields.kv_pages_total))
         self._open.append((begun, now, load, self._version))
         self._next = work.step + 1
 
@@ -258,7 +258,7 @@ class Recording:
 
     facts: Mapping[str, Any]
     steps: tuple[Step, ...] = ()
-    plans: tuple[InForce, ...] = ()
+    plans: tuple[PlanRecord, ...] = ()
     arrivals: tuple[Arrival, ...] = ()
     answers: Mapping[str, AnswerRecord] = field(default_factory=dict)  # by request id
     ticks: tuple[Tick, ...] = ()
@@ -282,7 +282,7 @@ def read_log(path: str | Path) -> Recording:
     return Recording(
         records[Engine][0].facts,
         tuple(records[Step]),
-        tuple(records[InForce]),
+        tuple(records[PlanRecord]),
         tuple(records[Arrival]),
         {answer.id: answer for answer in records[AnswerRecord]},
         tuple(records[Tick]),

@@ -9,7 +9,7 @@ from jaxserve.control import block_chain, parallel_plan
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.step_shapes import Buckets
-from jaxserve.engine.step_log import InForce, Recording, Step
+from jaxserve.engine.step_log import PlanRecord, Recording, Step
 from jaxserve.sim.cost_model import RooflineModel, StepLoad
 from jaxserve.sim.cost_model_fit import MeasuredStep, fit, fit_frontend, measured_steps, non_negative, robust_fit
 from jaxserve.sim.hardware import Curve, Hardware, Overheads, from_yaml, to_yaml
@@ -153,7 +153,7 @@ def step(number: int, begun: float, ended: float, **more: int) -> Step:
 def recording(*made: Step, tp: int = 1) -> Recording:
     chain = block_chain("bfloat16", ["int4", "bfloat16"], "int8")
     facts = {"plan": to_dict(parallel_plan(chain, kv_pages=9, tp=tp, pp=1, dp=1, devices=tp))}
-    return Recording(facts, made, (InForce(0, 1, {"int4": 1, "bfloat16": 1}, 8),))
+    return Recording(facts, made, (PlanRecord(0, 1, {"int4": 1, "bfloat16": 1}, 8),))
 
 
 def test_a_step_takes_from_the_end_of_the_one_before_or_from_its_begin_on_an_idle_device():
