@@ -106,7 +106,7 @@ class Tick(NamedTuple):
     outcomes: Sequence[Sequence[Any]]  # (error or None, seconds) of each transition ended since the last tick
 
 
-class Decided(NamedTuple):
+class DecisionRecord(NamedTuple):
     """The controller's decision at a tick."""
 
     time: float
@@ -118,7 +118,7 @@ class Decided(NamedTuple):
     outcome: str  # "started", or "rejected: ..."
 
 
-Record = Engine | PlanRecord | Step | Arrival | AnswerRecord | Tick | Decided
+Record = Engine | PlanRecord | Step | Arrival | AnswerRecord | Tick | DecisionRecord
 KINDS: Mapping[str, type[Any]] = {
     "engine": Engine,
     "inforce": PlanRecord,
@@ -126,7 +126,7 @@ KINDS: Mapping[str, type[Any]] = {
     "arrival": Arrival,
     "answer": AnswerRecord,
     "tick": Tick,
-    "decided": Decided,
+    "decided": DecisionRecord,
 }
 _KIND_OF = {record: kind for kind, record in KINDS.items()}
 
@@ -262,7 +262,7 @@ class Recording:
     arrivals: tuple[Arrival, ...] = ()
     answers: Mapping[str, AnswerRecord] = field(default_factory=dict)  # by request id
     ticks: tuple[Tick, ...] = ()
-    decisions: tuple[Decided, ...] = ()
+    decisions: tuple[DecisionRecord, ...] = ()
 
 
 def read_log(path: str | Path) -> Recording:
@@ -286,7 +286,7 @@ def read_log(path: str | Path) -> Recording:
         tuple(records[Arrival]),
         {answer.id: answer for answer in records[AnswerRecord]},
         tuple(records[Tick]),
-        tuple(decided._replace(transitions=tuple(decided.transitions)) for decided in records[Decided]),
+        tuple(decided._replace(transitions=tuple(decided.transitions)) for decided in records[DecisionRecord]),
     )
 
 
@@ -342,11 +342,11 @@ class LoggedController(Controller):
             self._log.write(decided)
 
 
-def decided_at(controller: Controller, now: float) -> Decided | None:
+def decided_at(controller: Controller, now: float) -> DecisionRecord | None:
     """Return the decision of a controller's latest tick, which was at time `now`, or None without a decision.
 
     A decision that is "done" at the time of its own tick is a change by an operator, and does not count.
     """
     if not controller.decisions or (d := controller.decisions[-1]).time != now or d.outcome == "done":
         return None
-    return Decided(now, d.policy, d.reason, d.before_version, d.target_version, d.transitions, d.outcome)
+    return DecisionRecord(now, d.policy, d.reason, d.before_version, d.target_version, d.transitions, d.outcome)
