@@ -338,11 +338,11 @@ class LoggedController(Controller):
         outcomes = [(outcome.error, outcome.seconds) for outcome in self._logged.outcomes]
         self._logged.outcomes.clear()
         self._log.write(Tick(now, self._logged.was_busy, seen, outcomes))
-        if (decided := decided_at(self, now)) is not None:
+        if (decided := decision_record(self, now)) is not None:
             self._log.write(decided)
 
 
-def decided_at(controller: Controller, now: float) -> DecisionRecord | None:
+def decision_record(controller: Controller, now: float) -> DecisionRecord | None:
     """Return the decision of a controller's latest tick, which was at time `now`, or None without a decision.
 
     A decision that is "done" at the time of its own tick is a change by an operator, and does not count.

@@ -33,7 +33,7 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.step_log import Arrival, DecisionRecord, Recording, Step, Tick, decided_at
+from jaxserve.engine.step_log import Arrival, DecisionRecord, Recording, Step, Tick, decision_record
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.instance import SimInstance
@@ -255,7 +255,7 @@ class _Replay:
         if self._core.plan_fields.plan_version < version:
             self._actuator.commit(version)
         self._controller.tick(tick.time, [self._core.snapshot_at(time, version)])
-        if (decided := decided_at(self._controller, tick.time)) is not None:
+        if (decided := decision_record(self._controller, tick.time)) is not None:
             expected = self._recording.decisions[len(self._decisions) :][:1]
             if (decided,) != expected:
                 raise Diverged(f"at {tick.time:.6f} s {decided} was decided, recorded {expected or 'nothing'}")
