@@ -22,7 +22,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     """State of a sequence in the scheduler."""
 
     WAITING = 0
@@ -102,7 +102,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()  # token ids that end the answer
     length_alone: bool = False  # only the length ends the answer: no token and no text does
     bad_words: tuple[tuple[int, ...], ...] = ()
-    status: Status = Status.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt, then generated tokens
     num_prompt: int = 0
     num_computed: int = 0

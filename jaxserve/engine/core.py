@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.core.errors import NonFiniteOutput, QueueFull, RequestError
-from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, Status, TokenLogprobs
+from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, SequenceStatus, TokenLogprobs
 from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.counters import EngineCounters
@@ -105,7 +105,7 @@ class EngineCore:
 
     def _end_early(self, state: RequestState, reason: FinishReason, now: float) -> None:
         for sequence in state.sequences:
-            if sequence.status is not Status.FINISHED:
+            if sequence.status is not SequenceStatus.FINISHED:
                 sequence.finish_reason = reason
                 sequence.children.clear()  # siblings end with it
                 self.scheduler.finish(sequence)
@@ -119,7 +119,7 @@ class EngineCore:
         self.salt, self._counters.plan_fields = salt, plan_fields
         for state in self._requests.values():
             for sequence in state.sequences:
-                if sequence.status is not Status.FINISHED:
+                if sequence.status is not SequenceStatus.FINISHED:
                     self.scheduler.set_salt(sequence, self._salt_of(state.request))
         self._take_snapshot(self.snapshot.time)
 
@@ -268,7 +268,7 @@ class EngineCore:
 
     def _take_token(self, step: _Step, sequence: Sequence, row: int) -> None:
         sequence.num_inflight -= 1
-        if sequence.status is Status.FINISHED:
+        if sequence.status is SequenceStatus.FINISHED:
             return  # it ended while this token was in flight
         request, token, now = sequence.request, step.tokens[row], step.now
         if token < 0:
@@ -339,7 +339,7 @@ class EngineCore:
 
     def _take_prompt_logprobs(self, step: _Step, chunk: Chunk, arrays: tuple[np.ndarray, ...]) -> None:
         sequence = chunk.sequence
-        if sequence.status is Status.FINISHED:
+        if sequence.status is SequenceStatus.FINISHED:
             return
         if np.isnan(arrays[0]).any() or np.isnan(arrays[3]).any():
             self._fail(step, sequence.request, "log-probabilities")
@@ -359,7 +359,7 @@ class EngineCore:
         return entry
 
     def _take_embedding(self, step: _Step, sequence: Sequence, chunk: int) -> None:
-        if sequence.status is Status.FINISHED:
+        if sequence.status is SequenceStatus.FINISHED:
             return
         assert step.output.embeddings is not None
         embedding = step.output.embeddings[chunk]
@@ -375,7 +375,7 @@ class EngineCore:
 
     def _output(self, request_id: str, sequences: list[Sequence], now: float) -> RequestOutput:
         state = self._requests[request_id]
-        state.unfinished -= sum(s.status is Status.FINISHED for s in sequences)
+        state.unfinished -= sum(s.status is SequenceStatus.FINISHED for s in sequences)
         if state.unfinished == 0:
             del self._requests[request_id]
             self._end(state, state.sequences[0].finish_reason or FinishReason.STOP, now)
