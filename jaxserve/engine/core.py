@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Step:
+class _StepResult:
     """A step's result while `EngineCore.update` processes it."""
 
     output: StepOutput
@@ -157,7 +157,7 @@ class EngineCore:
 
     def update(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
         """Process the result of a step, and return the new outputs of its requests."""
-        step = _Step(output, output.tokens.tolist(), now)
+        step = _StepResult(output, output.tokens.tolist(), now)
         for row, sequence in enumerate(work.decodes):
             self._take_token(step, sequence, row)
         for index, chunk in enumerate(work.chunks):
@@ -266,7 +266,7 @@ class EngineCore:
 
     # -- tokens
 
-    def _take_token(self, step: _Step, sequence: Sequence, row: int) -> None:
+    def _take_token(self, step: _StepResult, sequence: Sequence, row: int) -> None:
         sequence.num_inflight -= 1
         if sequence.status is SequenceStatus.FINISHED:
             return  # it ended while this token was in flight
@@ -298,7 +298,7 @@ class EngineCore:
         if request.stream or sequence.finish_reason is not None:
             step.changed.setdefault(request.id, []).append(sequence)
 
-    def _fail(self, step: _Step, request: Request, what: str) -> None:
+    def _fail(self, step: _StepResult, request: Request, what: str) -> None:
         """End a request for which the model computed values that are not finite, and name them in the error."""
         state, error = self._requests.pop(request.id), NonFiniteOutput(what)
         log.error("request %s: %s", request.id, error)
@@ -337,7 +337,7 @@ class EngineCore:
         sequence.logprobs.append(entry)
         sequence.cumulative_logprob += entry[token].logprob
 
-    def _take_prompt_logprobs(self, step: _Step, chunk: Chunk, arrays: tuple[np.ndarray, ...]) -> None:
+    def _take_prompt_logprobs(self, step: _StepResult, chunk: Chunk, arrays: tuple[np.ndarray, ...]) -> None:
         sequence = chunk.sequence
         if sequence.status is SequenceStatus.FINISHED:
             return
@@ -358,7 +358,7 @@ class EngineCore:
             entry.setdefault(other, Logprob(value, place, text(other)))
         return entry
 
-    def _take_embedding(self, step: _Step, sequence: Sequence, chunk: int) -> None:
+    def _take_embedding(self, step: _StepResult, sequence: Sequence, chunk: int) -> None:
         if sequence.status is SequenceStatus.FINISHED:
             return
         assert step.output.embeddings is not None
