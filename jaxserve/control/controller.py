@@ -14,7 +14,7 @@ from typing import Any
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
 from jaxserve.control.policy import Policy
-from jaxserve.control.record import Decision, Sample, sample
+from jaxserve.control.record import Decision, HistorySample, sample
 from jaxserve.control.resources import Resources, validate
 from jaxserve.control.transitions import Actuator, Transition
 from jaxserve.core.errors import PlanError
@@ -68,7 +68,7 @@ class Controller:
         self.interval = tick
         self.plan = plan
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS)
-        self.history: deque[Sample] = deque(maxlen=HISTORY)
+        self.history: deque[HistorySample] = deque(maxlen=HISTORY)
         self.note = ""  # why the policy keeps the plan
         self.failures = Failures()
         self._start, self._resources, self._actuator = plan, resources, actuator

@@ -23,7 +23,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Sample:
+class HistorySample:
     """State of all instances at one moment. Bytes are summed over all devices, as the ledger counts them."""
 
     time: float
@@ -40,7 +40,7 @@ class Sample:
     kv_usage: float  # share of the KV pages of all instances that sequences hold
 
 
-def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Resources) -> Sample:
+def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Resources) -> HistorySample:
     """Return a sample of the time `now`, from smoothed snapshots of all instances and the plan in force."""
     precisions: Counter[str] = Counter()
     used = free = rounding = pages_used = pages_total = 0
@@ -54,7 +54,7 @@ def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Res
         pages_used += snapshot.kv_pages_used
         pages_total += snapshot.kv_pages_total
     recent = [snapshot.recent for snapshot in snapshots if snapshot.recent is not None]
-    return Sample(
+    return HistorySample(
         time=now,
         precisions=dict(precisions),
         weight_bytes=sum(snapshot.weight_bytes for snapshot in snapshots),
