@@ -38,7 +38,7 @@ from jaxserve.cli.terminal import (
 from jaxserve.cli.vllm_spelling import VllmCommand
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, NoTokenizer, RequestError
-from jaxserve.core.options import given, options_of
+from jaxserve.core.options import given_options, options_of
 from jaxserve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _open_llm(model: str | None, engine: Given, sampling: SamplingOptions) -> It
     """
     from jaxserve.core.sampling import SamplingParams
 
-    params = SamplingParams(**given(sampling))  # raises before the model is loaded
+    params = SamplingParams(**given_options(sampling))  # raises before the model is loaded
     _configure_logging("warning", access=False)
     with show_progress() as progress:
         from jaxserve.llm import LLM

@@ -140,7 +140,7 @@ def keyword_signature(kind: type, first: str) -> Signature:
     return Signature(sorted(parameters, key=lambda parameter: parameter.name != first))
 
 
-def given(options: Any) -> Mapping[str, Any]:
+def given_options(options: Any) -> Mapping[str, Any]:
     """Return the fields of a dataclass of options that are not None, by name."""
     return {field.name: value for field in fields(options) if (value := getattr(options, field.name)) is not None}
 
