@@ -33,14 +33,14 @@ INTERVAL = 0.1
 
 
 class Engine(NamedTuple):
-    """The first record: the facts from which a simulator builds the same engine."""
+    """The first record of a log: the facts from which a simulator builds the same engine."""
 
     format: int
     facts: Mapping[str, Any]
 
 
 class PlanRecord(NamedTuple):
-    """The plan of an instance from its next step on."""
+    """The plan that an instance has from its next step on."""
 
     instance: int
     version: int
@@ -49,7 +49,7 @@ class PlanRecord(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step that has ended."""
+    """A step that has ended. Times are seconds."""
 
     instance: int
     number: int
@@ -85,7 +85,7 @@ class Arrival(NamedTuple):
 
 
 class AnswerRecord(NamedTuple):
-    """The end of a request. With several answers, the one that ended last."""
+    """The end of a request: the fields of its answer that ended last."""
 
     id: str
     instance: int
@@ -128,6 +128,8 @@ KINDS: Mapping[str, type[Any]] = {
     "tick": Tick,
     "decided": DecisionRecord,
 }
+# Earlier names of the fields of `Resources`, which logs may have.
+OLD_RESOURCES = {"least_pages": "min_pages", "most_pages": "max_pages", "kept": "in_place"}
 _KIND_OF = {record: kind for kind, record in KINDS.items()}
 
 
@@ -201,7 +203,10 @@ class InstanceLog:
         )
 
     def dispatched(self, work: Work, begun: float, now: float) -> None:
-        """Note that a step has been dispatched. Call before the next step is scheduled."""
+        """Log a change of the plan, and remember a step that was scheduled at `begun` and dispatched at `now`.
+
+        Call it before the next step is scheduled.
+        """
         plan_fields, load = self._core.plan_fields, self._loads.of(work)
         if plan_fields.plan_version != self._version:
             self._version = plan_fields.plan_version
@@ -280,7 +285,7 @@ def read_log(path: str | Path) -> Recording:
     if not records[Engine] or records[Engine][0].format != FORMAT:
         raise ConfigError(f"{path} is not a step log of format {FORMAT}")
     return Recording(
-        records[Engine][0].facts,
+        _with_present_names(records[Engine][0].facts),
         tuple(records[Step]),
         tuple(records[PlanRecord]),
         tuple(records[Arrival]),
@@ -288,6 +293,14 @@ def read_log(path: str | Path) -> Recording:
         tuple(records[Tick]),
         tuple(decided._replace(transitions=tuple(decided.transitions)) for decided in records[DecisionRecord]),
     )
+
+
+def _with_present_names(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the facts of a log, which an earlier version may have written, with the present names of resources."""
+    if "resources" not in facts:
+        return facts
+    resources = {OLD_RESOURCES.get(name, name): value for name, value in facts["resources"].items()}
+    return {**facts, "resources": resources}
 
 
 def _parsed(line: str, where: str) -> Any:
@@ -326,7 +339,7 @@ class LoggedController(Controller):
     def __init__(
         self, log: StepLog, plan: Plan, policy: Policy, resources: Resources, actuator: Actuator, **timing: Any
     ):
-        """Make a `Controller` with these arguments that logs to `log`."""
+        """Make a `Controller` with the remaining arguments, which logs to `log`."""
         self._log, self._logged = log, LoggedActuator(actuator)
         super().__init__(plan, policy, resources, self._logged, **timing)
 

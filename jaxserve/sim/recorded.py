@@ -324,5 +324,5 @@ def _buckets(facts: Mapping[str, Any]) -> Buckets:
 
 def _resources(value: Mapping[str, Any]) -> Resources:
     layers = {(block, precision): size for block, precision, size in value["layer_bytes"]}
-    sequences = {name: tuple(value[name]) for name in ("fixed", "page_bytes", "segments", "kept") if name in value}
+    sequences = {name: tuple(value[name]) for name in ("fixed", "page_bytes", "segments", "in_place") if name in value}
     return Resources(**{**value, **sequences, "layer_bytes": layers})

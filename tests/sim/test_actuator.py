@@ -102,7 +102,7 @@ class World:
         `kept` are the precisions in which layers are pinned on the host.
         """
         self.clock = VirtualClock()
-        self.resources: Resources = replace(machine(LAYERS, home_pages=PAGES), kept=kept)
+        self.resources: Resources = replace(machine(LAYERS, home_pages=PAGES), in_place=kept)
         self.home = home_plan(LAYERS, pages=PAGES, dp=dp)
         self.links = SharedLinks({"pcie": Link(bandwidth, 0.0)})
         self.instances = [self._instance(number) for number in range(dp)]
@@ -424,7 +424,7 @@ def test_a_variant_needs_room_beside_the_layer_in_use() -> None:
 def test_a_transition_that_does_not_start_from_the_plan_fails() -> None:
     world = World()
     world.carry_out(world.swap(0, "int4", before="int8"))
-    assert world.outcomes[0].error == "PlanError: layers.0 of plan 1 is not int8"
+    assert world.outcomes[0].error == "PlanError: layers.0 of plan 1 is bfloat16: the change starts from int8"
     assert unchanged(world)
 
 
