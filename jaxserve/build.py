@@ -1,4 +1,4 @@
-"""Wiring: builds engines that are ready to serve from an `EngineConfig`, and connects all their parts."""
+"""Construction of engines: all parts are made from an `EngineConfig`, connected and warmed up."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -99,8 +99,8 @@ def build(
 ) -> BuiltEngine:
     """Resolve a configuration, load the model, place it on the devices and warm it up.
 
-    With `controlled` there is a control plane even if the policy changes nothing, so that operators can see the plan
-    and set another. `host_memory` returns the kind of host memory in which a device's variants are pinned.
+    With `controlled`, the engine has a control plane even if the policy changes nothing, so that operators can see the
+    plan and set another one. `host_memory` returns the kind of host memory in which a device's variants are pinned.
 
     Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot be built.
     """

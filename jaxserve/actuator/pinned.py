@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 PINNED = "pinned_host"
 # XLA has 64 GB of pinned memory by default on GPU. Other transfers use it too.
 MAX_PINNED_BYTES = 48_000_000_000
-HostMemory = Callable[[jax.Device], str | None]  # returns the kind of host memory for a device's variants
+# A function that returns the kind of host memory in which a device's variants are pinned, or None.
+HostMemory = Callable[[jax.Device], str | None]
 
 
 def pinned_memory(device: jax.Device) -> str | None:

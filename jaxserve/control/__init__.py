@@ -20,7 +20,7 @@ __all__ = [
     "StagePlan",
     "SwapPrecision",
     "Transition",
-    "chain",
     "block_chain",
+    "chain",
     "parallel_plan",
 ]

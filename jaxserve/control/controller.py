@@ -1,4 +1,4 @@
-"""Controller: asks the policy at a fixed interval, and lets the actuator carry out the plan it wants.
+"""The controller, which asks the policy at a fixed interval and has the actuator carry out the plan that it wants.
 
     snapshots -> smoothing -> policy -> plan -> validate, diff -> actuator -> plan in force
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 DECISIONS = 1000  # latest decisions that are remembered
 HISTORY = 15 * 60  # latest samples that are remembered
-HISTORY_INTERVAL = 1.0  # s between samples
+HISTORY_INTERVAL = 1.0  # s between two samples
 
 
 @dataclass(frozen=True)

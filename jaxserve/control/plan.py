@@ -60,7 +60,7 @@ class InstancePlan:
         for known in self.blocks:
             if known.block == block:
                 return known.precision
-        raise PlanError(f"unknown block {block!r}: blocks are {self.blocks[0].block} to {self.blocks[-1].block}")
+        raise PlanError(f"unknown block {block!r}: the blocks are {self.blocks[0].block} to {self.blocks[-1].block}")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,10 @@ class Plan:
         old = self.instances[instance]
         unknown = precisions.keys() - {block.block for block in old.blocks}
         if unknown:
-            raise PlanError(f"instance {instance} has no block {', '.join(sorted(unknown))}")
+            first, last = old.blocks[0].block, old.blocks[-1].block
+            raise PlanError(
+                f"instance {instance} has no block {', '.join(sorted(unknown))}: its blocks are {first} to {last}"
+            )
 
         def changed(block: BlockPlan) -> BlockPlan:
             return BlockPlan(block.block, precisions[block.block]) if block.block in precisions else block
@@ -112,11 +115,13 @@ def parallel_plan(chain: Sequence[BlockPlan], *, kv_pages: int, tp: int, pp: int
     num_layers = len(chain) - 2
     for name, degree in (("tp", tp), ("pp", pp), ("dp", dp)):
         if degree < 1:
-            raise ConfigError(f"{name} is {degree}, it must be at least 1")
+            raise ConfigError(f"{name} is {degree}: it must be at least 1")
     if tp * pp * dp > devices:
-        raise ConfigError(f"tp x pp x dp = {tp} x {pp} x {dp} needs {tp * pp * dp} devices, there are {devices}")
+        raise ConfigError(
+            f"tp x pp x dp is {tp} x {pp} x {dp}, which needs {tp * pp * dp} devices: the machine has {devices}"
+        )
     if pp > num_layers:
-        raise ConfigError(f"pp is {pp}, the model has only {num_layers} layers")
+        raise ConfigError(f"pp is {pp}: it must be at most {num_layers}, the number of the model's layers")
     bounds = [num_layers * i // pp for i in range(pp + 1)]
     instances = []
     for replica in range(dp):

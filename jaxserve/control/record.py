@@ -32,7 +32,7 @@ class HistorySample:
     variant_bytes: int  # pinned variants that are not in use as weights
     kv_used_bytes: int
     kv_free_bytes: int
-    kv_rounding_bytes: int  # what whole granules or segments take beyond the pages
+    kv_rounding_bytes: int  # of whole granules or segments beyond the pages
     waiting: int  # sequences
     running: int  # sequences
     ttft_p95: float | None  # s, of the instance where it is longest
@@ -41,7 +41,7 @@ class HistorySample:
 
 
 def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Resources) -> HistorySample:
-    """Return a sample of the time `now`, from smoothed snapshots of all instances and the plan in force."""
+    """Return a sample at time `now` (s), from smoothed snapshots of all instances and the plan in force."""
     precisions: Counter[str] = Counter()
     used = free = rounding = pages_used = pages_total = 0
     for instance, snapshot in zip(plan.instances, snapshots, strict=True):

@@ -18,7 +18,7 @@ RANDOM_SEED = -1  # sent by clients of vLLM and llama.cpp that want no seed
 
 def _require(ok: bool, name: str, value: Any, limit: str) -> None:
     if not ok:
-        raise RequestError(f"{name} is {value!r}, it must be {limit}", field=name, value=value, limit=limit)
+        raise RequestError(f"{name} is {value!r}: it must be {limit}", field=name, value=value, limit=limit)
 
 
 def _number(name: str, value: Any, low: float, high: float, limit: str, *, low_open: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The engine core: requests go in, each step's work comes out, sampled tokens go in, outputs come out.
+"""The engine core, which turns requests into the work of steps, and the sampled tokens into outputs.
 
 It has no device, no clock and no thread. Time is an argument.
 """
@@ -88,7 +88,7 @@ class EngineCore:
             self.scheduler.add(sequence)
 
     def has_room(self, request: Request) -> bool:
-        """Return whether the queue has room. A request that is never accepted counts as fitting: `add` says why."""
+        """Return whether the queue has room. An empty queue has room for every request: `add` refuses one too large."""
         waiting, params = self.scheduler.num_waiting, request.params
         tokens = len(request.prompt_token_ids) * params.n
         return waiting == 0 or (
@@ -101,7 +101,7 @@ class EngineCore:
         state = self._requests.pop(request_id, None)
         if state is not None:
             self._end_early(state, reason, now)
-            self._take_snapshot(now)  # there may be no further step to take it
+            self._take_snapshot(now)  # the next step, which would take it, may never come
 
     def _end_early(self, state: RequestState, reason: FinishReason, now: float) -> None:
         for sequence in state.sequences:

@@ -1,4 +1,4 @@
-"""Defaults of each platform, for what the user leaves open; the simulator uses them too."""
+"""Defaults of each platform for options that the user leaves open. The simulator uses them too."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ class PlatformDefaults:
     """Defaults of one platform."""
 
     max_num_seqs: int
-    prefill_tokens: int  # prompt tokens of a step, besides its decodes
+    prefill_tokens: int  # prompt tokens of a step, in addition to its decodes
     tile: int  # tokens of a prefill tile; a prompt is padded to whole tiles
     min_rows: int  # rows of a step that decodes; fewer sequences are padded
-    memory_fraction: float  # of the host's available memory on CPU, of the device's memory elsewhere
+    memory_fraction: float  # share of the host's available memory on CPU, elsewhere of the device's memory
 
 
 PLATFORMS = {

@@ -1,4 +1,4 @@
-"""EngineSpec: plan, variants and step shapes of an engine, decided before its memory is divided."""
+"""The plan, variants and step shapes of an engine, which are decided before its memory is divided."""
 
 import re
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ def _wanted_len(config: EngineConfig, model: ModelConfig) -> int:
         return model.max_position
     if not 1 < config.max_model_len <= model.max_position:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, it must be from 2 to the model's {model.max_position} positions"
+            f"max_model_len is {config.max_model_len}: it must be from 2 to the model's {model.max_position} positions"
         )
     return config.max_model_len
 
@@ -115,7 +115,7 @@ def _buckets(config: EngineConfig, platform: str, defaults: PlatformDefaults, wa
         prefill = config.max_num_batched_tokens - seqs
     if prefill < defaults.tile:
         raise ConfigError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}, it must be at least max_num_seqs + "
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}: it must be at least max_num_seqs + "
             f"{defaults.tile} = {seqs + defaults.tile}"
         )
     width = ceil_div(wanted_len, config.page_size)

@@ -2,7 +2,7 @@
 
 This replaces three behaviours of uvicorn. It lets a client keep a connection without ever sending a request. It parses
 everything that has arrived without a pause for other connections. It closes a connection while the client is still
-sending, whereupon the client's system discards the answer. uvloop, besides, accepts as many connections as it finds
+sending, whereupon the client's system discards the answer. In addition, uvloop accepts as many connections as it finds
 and resets those for which no file descriptor is left.
 """
 

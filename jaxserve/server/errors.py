@@ -137,13 +137,13 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
 
 
 def error_response(error: Exception) -> Response:
-    """Return the HTTP response for an error."""
+    """Return the HTTP response that reports an error."""
     status, body, headers = describe(error)
     return json_response(body, status, headers)
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a JSON response, faster than FastAPI's way through a model."""
+    """Return a JSON response, without FastAPI's slower serialization by a model."""
     return Response(to_json(body), status, headers, media_type="application/json")
 
 

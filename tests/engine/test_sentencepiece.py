@@ -82,5 +82,5 @@ def test_tokenizer_model_in_another_format_is_refused(tmp_path: Path, data: byte
 @pytest.mark.parametrize("name", ["tekken.json", "merges.txt"])
 def test_error_for_an_unreadable_sentencepiece_file_names_it(tmp_path: Path, name: str):
     (tmp_path / name).write_text("")
-    with pytest.raises(CheckpointError, match=rf"there is no tokenizer\.json or tokenizer\.model.*{name}"):
+    with pytest.raises(CheckpointError, match=rf" has no tokenizer\.json or tokenizer\.model.*{name}"):
         Tokenizer.load(tmp_path)

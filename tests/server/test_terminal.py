@@ -139,7 +139,7 @@ def test_model_without_tokenizer_is_reported_in_one_line(environment, random_mod
     shutil.copy(random_model / "config.json", tmp_path)
     done = run(environment, "generate", "abc", "--model", str(tmp_path), "--load-format", "dummy")
     assert done.returncode == 1
-    assert "jaxserve: the model has no tokenizer (there is no tokenizer.json or tokenizer.model" in done.stderr
+    assert "jaxserve: the model has no tokenizer (its folder has no tokenizer.json or tokenizer.model" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -74,7 +74,7 @@ class MorphPolicy:
         *,
         name: str = "morph",
     ):
-        """Layers that are not in `swap_order` keep their precision.
+        """Make the policy. Layers that are not in `swap_order` keep their precision.
 
         Raise `ConfigError` if `swap_order` names a layer twice, or one that cannot have the precisions of `settings`.
         """
@@ -281,7 +281,7 @@ class MorphPolicy:
     def _with_relapse(self, state: InstanceState) -> InstanceState:
         """Return the state with a relapse noted, if pressure returned soon after the last release.
 
-        It is no relapse if arrivals have grown so much that the release was not the cause.
+        It is not a relapse if arrivals have grown so much that the release was not the cause.
         """
         settings = self.settings
         if state.first_entry is None or state.first_entry - state.last_release > settings.relapse:
