@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.server.auth import PROBES
-from jaxserve.server.errors import describe, error_response
+from jaxserve.server.errors import error_response, response_parts
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class HttpProtocol(H11Protocol):
 
     def _refuse(self, error: HTTPException) -> None:
         """Answer a malformed or incomplete request with an error, and close."""
-        status, body, _ = describe(error)
+        status, body, _ = response_parts(error)
         data = to_json(body)
         headers = [("content-type", "application/json"), ("content-length", str(len(data))), ("connection", "close")]
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=data), h11.EndOfMessage()):

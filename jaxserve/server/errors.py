@@ -111,7 +111,7 @@ def envelope(
     return {"error": error}
 
 
-def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+def response_parts(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return (status, body, headers) for an error. The message of an unexpected exception is not included."""
     match error:
         case QueueFull():
@@ -138,7 +138,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
 
 def error_response(error: Exception) -> Response:
     """Return the HTTP response that reports an error."""
-    status, body, headers = describe(error)
+    status, body, headers = response_parts(error)
     return json_response(body, status, headers)
 
 
