@@ -216,7 +216,7 @@ def startup(
     _measure_engine("startup", lambda step: measure(options, step), 2 * repeats * (1 + server), result)
 
 
-# -- inside
+# -- helpers
 
 
 def _measure(kind: "Kind", load: LoadOptions, result: ResultOptions, server: ServerOptions, *workload: Any) -> None:

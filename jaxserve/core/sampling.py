@@ -11,7 +11,7 @@ MAX_SPARSE_BIAS = 512  # token ids that logit_bias, bad_words and min_tokens of 
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 64
-MAX_STRING = 1024  # characters of a stop string or a bad word, with which every token is compared
+MAX_STRING = 1024  # characters of a stop string or a bad word, as every token is compared with it
 MAX_SEED = 2**63 - 1
 RANDOM_SEED = -1  # sent by clients of vLLM and llama.cpp that want no seed
 

@@ -114,10 +114,8 @@ def choose_template(given: str | None, own: Mapping[str, str], folder: Path) -> 
     try:
         if Path(given).is_file():
             return Path(given).read_text(encoding="utf-8"), None
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # also raised for file names that are too long, and for bytes that are not UTF-8
+    except (OSError, ValueError) as error:
+        # Also raised for a template that is too long for a file's name, and for a file that is not UTF-8.
         if "{" not in given:
             raise ConfigError(f"the chat template {given!r} cannot be read: {error} (--chat-template)") from error
     if "{" in given:

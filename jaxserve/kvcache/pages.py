@@ -128,7 +128,7 @@ class PagePool:
         """Add `count` free pages. Raise `ValueError` beyond `max_pages`."""
         size = self.num_pages + count
         if count < 0 or size > self.max_pages:
-            raise ValueError(f"{self.num_pages} pages cannot grow by {count}, there is room for {self.max_pages}")
+            raise ValueError(f"{self.num_pages} pages cannot grow by {count}: at most {self.max_pages} fit")
         self.num_pages = size
 
     def shrink(self, count: int, move: Callable[[Mapping[int, int]], None] | None = None) -> dict[int, int]:
@@ -144,9 +144,9 @@ class PagePool:
         """
         size = self.num_pages - count
         if count < 0 or size < self.min_pages:
-            raise ValueError(f"{self.num_pages} pages cannot shrink by {count}: at least {self.min_pages} must be left")
+            raise ValueError(f"{self.num_pages} pages cannot shrink by {count}: at least {self.min_pages} must remain")
         if count > self.available:
-            raise PagesInUse(f"{self.num_pages} pages cannot shrink by {count}: {self.available} are not in use")
+            raise PagesInUse(f"{self.num_pages} pages cannot shrink by {count}: only {self.available} are not in use")
         self._free.extend(range(self._fresh, self.num_pages))  # still a heap: these ids are the largest
         self._references.extend([0] * (self.num_pages - self._fresh))
         self._fresh = self.num_pages
@@ -176,7 +176,7 @@ class PagePool:
         return page
 
 
-_DIGEST_BYTES = 16  # 16 bytes: a collision is likely only among about 2**64 pages
+_DIGEST_BYTES = 16  # so that a collision is likely only among about 2**64 pages
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:

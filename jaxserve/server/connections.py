@@ -1,4 +1,4 @@
-"""HTTP connections: accepting them, limiting their number and their silence, and closing them without losing answers.
+"""HTTP connections: accepting them, limiting their number and idle time, and closing them without losing answers.
 
 This replaces three behaviours of uvicorn. It lets a client keep a connection without ever sending a request. It parses
 everything that has arrived without a pause for other connections. It closes a connection while the client is still
@@ -25,7 +25,7 @@ from jaxserve.server.errors import error_response, response_parts
 
 logger = logging.getLogger(__name__)
 
-# How long, and how many bytes, a closing connection is still read after the answer.
+# A closing connection is read for at most this time and this number of bytes after the answer.
 LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * 1024 * 1024
 # After this time a connection without a request may be closed to make room for another.
@@ -34,7 +34,7 @@ LOG_INTERVAL = 60.0  # seconds between two warnings
 # Bytes of one connection that are parsed before other connections have their turn.
 SLICE_BYTES = 32 * 1024
 ACCEPTED_AT_ONCE = 16  # connections per event of the loop
-ACCEPT_PAUSE = 0.1  # seconds after a connection could not be accepted
+ACCEPT_PAUSE = 0.1  # seconds until the next attempt if a connection cannot be accepted
 
 
 class Connections:
@@ -42,7 +42,7 @@ class Connections:
 
     def __init__(self, header_timeout: float, limit: int):
         self.header_timeout = header_timeout  # seconds
-        self.idle: dict[HttpProtocol, float] = {}  # time since when each waits for a request
+        self.idle: dict[HttpProtocol, float] = {}  # time at which each began to wait for a request
         self._limit = limit
         self._next_log = 0.0
 

@@ -255,7 +255,7 @@ def test_shrink_waits_for_pages_in_use_until_patience_ends(
         assert (outcome.error, adapted.plan.instances) == (None, wanted.instances)
         assert len(tries) > 1
     else:
-        assert outcome.error == f"PagesInUse: 41 pages cannot shrink by 21: {tries[0]} are not in use"
+        assert outcome.error == f"PagesInUse: 41 pages cannot shrink by 21: only {tries[0]} are not in use"
         assert (len(tries), state_of(adapted)) == (1, before)
 
 

@@ -375,7 +375,7 @@ def test_pages_in_use_keep_the_old_plan_and_the_rest_is_dropped() -> None:
     world.carry_out(world.resize(51), world.swap(0, "int8"))
     (outcome,) = world.outcomes
     assert outcome.transition == world.resize(51)
-    assert outcome.error == "PagesInUse: 101 pages cannot shrink by 50: 5 are not in use"
+    assert outcome.error == "PagesInUse: 101 pages cannot shrink by 50: only 5 are not in use"
     assert outcome.seconds == pytest.approx(SHRINK_PATIENCE, abs=SHRINK_RETRY)
     assert unchanged(world)
     assert world.carry_out(world.swap(0, "int8")) == pytest.approx([0.010]), "it may try again"
