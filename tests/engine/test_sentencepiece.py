@@ -75,7 +75,7 @@ def test_tokenizer_json_is_preferred_to_tokenizer_model(tmp_path: Path):
 @pytest.mark.parametrize("data", [b"", b"IQ== 0\nIg== 1\n", b"\x0a\xff\xff", b"\x08\x01", bytes(100)])
 def test_tokenizer_model_in_another_format_is_refused(tmp_path: Path, data: bytes):
     (tmp_path / "tokenizer.model").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model: is not a SentencePiece model"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model is not a SentencePiece model"):
         Tokenizer.load(tmp_path)
 
 

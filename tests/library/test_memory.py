@@ -88,7 +88,9 @@ def test_too_small_budget_error_says_how_much_is_needed(tiny_model: Path) -> Non
 def test_max_model_len_beyond_the_pool_is_lowered_unless_it_was_given(tiny_model: Path) -> None:
     resolved = resolve(EngineConfig(model=tiny_model, memory_gb=4, kv_pages=5, **OPTIONS))
     assert resolved.info.max_model_len == 80
-    with pytest.raises(ConfigError, match="hold 80 tokens"):
+    with pytest.raises(
+        ConfigError, match="max_model_len is 200: it must be at most 80, the tokens in 5 KV pages of 16"
+    ):
         resolve(EngineConfig(model=tiny_model, memory_gb=4, kv_pages=5, max_model_len=200, **OPTIONS))
 
 
