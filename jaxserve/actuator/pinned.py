@@ -65,7 +65,7 @@ class PinnedStore:
         try:
             self._remaining -= sum(leaf.nbytes for leaf in jax.tree.leaves(dict(parameters)))
             if self._remaining < 0:
-                raise MemoryError("the rest would leave too little of it for transfers")
+                raise MemoryError("more variants would leave too little pinned memory for transfers")
             pinned = self._place(block, parameters, precision, self._memory)
             jax.block_until_ready(jax.tree.leaves(dict(pinned)))
         except Exception as error:

@@ -17,9 +17,9 @@ class SwapPrecision:
     block: str
     before: str
     after: str
-    bytes_freed: int  # afterwards
-    bytes_needed: int  # afterwards, in addition to those before
-    peak_bytes: int  # during the change, in addition to those before; the swap buffer has room for the excess
+    bytes_freed: int  # after the change
+    bytes_needed: int  # after the change, in addition to the bytes before it
+    peak_bytes: int  # during the change, in addition to the bytes before it; the swap buffer holds the excess
     seconds: float  # estimated
 
     def apply(self, plan: Plan) -> Plan:

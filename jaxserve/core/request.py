@@ -168,7 +168,7 @@ class Sequence:
 # Not frozen: one is made for every token, and making a frozen one takes three times as long.
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer of a request. In a stream, `text`, `token_ids` and `logprobs` hold only what is new."""
+    """One answer of a request. In a stream, `text`, `token_ids` and `logprobs` hold only the new part."""
 
     index: int
     text: str
@@ -192,7 +192,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Output of a request: everything (`generate`), or only what is new (`stream`)."""
+    """Output of a request. From `generate` it holds the whole answers, and in a stream only their new parts."""
 
     request_id: str
     prompt: str | None
