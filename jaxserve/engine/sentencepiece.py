@@ -56,7 +56,7 @@ class SentencePieceModel:
         algorithm = trainer.get(3, UNIGRAM)
         if algorithm not in (UNIGRAM, BPE):
             raise CheckpointError(
-                f"{file} has the algorithm {algorithm}: only Unigram ({UNIGRAM}) and BPE ({BPE}) are supported"
+                f"{file} has the algorithm {algorithm!r}: only Unigram ({UNIGRAM}) and BPE ({BPE}) are supported"
             )
 
         def token(number: int, default: int) -> int | None:

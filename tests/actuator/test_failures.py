@@ -284,7 +284,7 @@ def test_failed_freeing_leaves_the_new_plan_in_force(
     assert [outcome.error for outcome in adapted.outcomes] == [None], "what is in force has not failed"
     assert adapted.plan.instances == wanted.instances
     assert len(tokens[request]) == 60
-    assert "may not be freed" in caplog.text
+    assert "the arrays that it replaced may not have been freed" in caplog.text
     assert ledger.entries == entries
     monkeypatch.undo()
     adapted.change(adapted.start)
