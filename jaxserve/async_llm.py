@@ -47,18 +47,24 @@ class AsyncLLM:
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **request: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the new parts of the answers to a conversation, as `stream` does for a prompt."""
+        """Yield the new parts of the answers to a conversation, as `stream` does for a prompt.
+
+        Raise `NoTokenizer` for a model without a tokenizer, and the errors of `stream`.
+        """
         text = self._engine.tokenizer.apply_chat_template(list(messages))
         prompt = TextPrompt(text, add_special_tokens=False)
         return self._engine.generate(prompt, params or SamplingParams(), **request)
 
     async def embed(self, prompt: PromptLike) -> np.ndarray:
-        """Return the pooled last hidden state of a prompt, float32 [hidden_size], of unit length."""
+        """Return the pooled last hidden state of a prompt, float32 [hidden_size], of unit length.
+
+        Raise the errors of `stream`.
+        """
         output = await self._engine.embed(as_prompt(prompt))
         return np.asarray(output.embedding)
 
     async def close(self) -> None:
-        """End all requests and free everything. Idempotent."""
+        """End all requests, and free the model and everything else on the device. Idempotent."""
         await self._engine.shutdown()
 
     async def __aenter__(self) -> "AsyncLLM":

@@ -1,4 +1,4 @@
-"""Wiring: builds engines that are ready to serve from an `EngineConfig`, and connects all their parts."""
+"""Construction of engines: all parts are made from an `EngineConfig`, connected and warmed up."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ from jaxserve.control import InstancePlan
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, load_policy
-from jaxserve.control.policy import Foresees, Policy
+from jaxserve.control.policy import ForesightPolicy, Policy
 from jaxserve.control.service import ControlPlane
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock, SystemClock
@@ -99,8 +99,8 @@ def build(
 ) -> BuiltEngine:
     """Resolve a configuration, load the model, place it on the devices and warm it up.
 
-    With `controlled` there is a control plane even if the policy changes nothing, so that operators can see the plan
-    and set another. `host_memory` returns the kind of host memory in which a device's variants are pinned.
+    With `controlled`, the engine has a control plane even if the policy changes nothing, so that operators can see the
+    plan and set another one. `host_memory` returns the kind of host memory in which a device's variants are pinned.
 
     Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot be built.
     """
@@ -109,7 +109,7 @@ def build(
     controlled = controlled or config.policy != STATIC
     load = _policy_loader(resolved) if controlled else None
     policy = load(config.policy) if load else None
-    foreseen = policy.foresee(resolved.plan) if isinstance(policy, Foresees) else ()
+    foreseen = policy.foresee(resolved.plan) if isinstance(policy, ForesightPolicy) else ()
     step_log = None if config.step_log is None else StepLog(config.step_log, _step_log_header(resolved))
     tokenizer = load_tokenizer(config, resolved.checkpoint.path, resolved.checkpoint.config.vocab_size)
     metrics = EngineMetrics(resolved.info.name, _cache_config(resolved))

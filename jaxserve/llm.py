@@ -91,11 +91,17 @@ class LLM:
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> Generator[RequestOutput, None, None]:
-        """Yield the new parts of the answers to a conversation, as `stream` does for a prompt."""
+        """Yield the new parts of the answers to a conversation, as `stream` does for a prompt.
+
+        `template`: further variables of the chat template, as in `chat`. Raise the errors of `generate`.
+        """
         return self._stream(self._chat_prompt(messages, template), params or SamplingParams())
 
     def embed(self, prompts: PromptLike | Sequence[PromptLike], use_tqdm: bool = True) -> list[np.ndarray]:
-        """Return the pooled last hidden state of each prompt, float32 [hidden_size], of unit length."""
+        """Return the pooled last hidden state of each prompt, float32 [hidden_size], of unit length.
+
+        Raise the errors of `generate`.
+        """
         params = SamplingParams(max_tokens=1, detokenize=False)
         requests = [(prompt, params) for prompt in as_prompts(prompts)]
         return [output.embedding for output in self._run(requests, use_tqdm, embed=True)]
@@ -104,7 +110,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises `NoTokenizer` if the model has none."""
+        """The model's tokenizer. Raise `NoTokenizer` if the model has none."""
         if self._engine.tokenizer is None:
             raise NoTokenizer
         return self._engine.tokenizer
@@ -149,9 +155,9 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [(prompt, params or SamplingParams()) for prompt in prompts]
         if not (isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params)):
-            raise RequestError(
-                "params must be SamplingParams, for all prompts or for each prompt", field="params", value=params
-            )
+            given = type(params).__name__
+            message = f"params is of type {given}: it must be SamplingParams, or a sequence of one for each prompt"
+            raise RequestError(message, field="params", value=params)
         if len(params) != len(prompts):
             raise RequestError(
                 f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each", field="params"

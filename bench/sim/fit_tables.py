@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from jaxserve.control.plan import chain_of, static_plan
+from jaxserve.control.plan import block_chain, parallel_plan
 from jaxserve.sim.cost_model import RooflineModel, StepLoad
 from jaxserve.sim.hardware import Curve, Hardware, Link, load_hardware
 from jaxserve.sim.shape import ModelShape
@@ -227,8 +227,8 @@ def print_whole(rows: Iterable[dict[str, str]], gpu: str, hardware: Hardware) ->
 def whole_step(hardware: Hardware, tp: int, tokens: int, batch: int) -> tuple[float, float]:
     """Return the ms of a step with `batch` whole prompts, and of a step that then decodes them."""
     shape = replace(ModelShape.load("llama-3-70b"), vocab_size=32000)
-    chain = chain_of(shape.dtype, (shape.dtype,) * shape.num_layers, shape.dtype)
-    plan = static_plan(chain, kv_pages=2, tp=tp, pp=1, dp=1, devices=tp)
+    chain = block_chain(shape.dtype, (shape.dtype,) * shape.num_layers, shape.dtype)
+    plan = parallel_plan(chain, kv_pages=2, tp=tp, pp=1, dp=1, devices=tp)
     time = RooflineModel(shape, hardware).of(plan.instances[0])
     prompt = StepLoad(batch * tokens, batch, 0, 0, batch * (tokens**2 + tokens))
     token = StepLoad(batch, batch, batch, batch * tokens, 0)

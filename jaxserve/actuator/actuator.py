@@ -1,9 +1,10 @@
-"""PlanActuator: carries out transitions of the plan in its own thread, one batch after the other.
+"""The actuator for real devices, which carries out transitions of the plan in its own thread, batch after batch.
 
 A batch is first prepared while steps go on: for example, variants of layers are copied next to those in use. Then it is
-committed between two steps of its instance, in the instance's thread: references are exchanged, and from the next step
-on the new plan is in force. What was replaced is freed when the steps that use it have ended. Only then does the ledger
-release its memory for the next batch. A batch that fails in any phase changes nothing.
+committed between two steps of its instance, in the instance's thread: the executor and the scheduler switch to the new
+layers or pools, and from the next step on the new plan is in force. Replaced arrays are freed when the steps that use
+them have ended. Only then does the ledger release their memory for the next batch. A batch that fails in any phase
+changes nothing.
 """
 
 import logging
@@ -44,7 +45,7 @@ CLOSING_CHECK_S = 0.2  # how often the thread checks, while it waits for a step,
 
 @dataclass(frozen=True)
 class RunningInstance:
-    """A running instance of the plan, as far as transitions change it."""
+    """A running instance of the plan: the parts of it that transitions change."""
 
     steps: StepLoop
     executor: BlockExecutor
@@ -314,7 +315,7 @@ class PlanActuator:
         core.replan(assignment_id(after.instances[index].layer_precisions), self._plan_fields(after, index))
 
     def _end(self, free: Callable[[], None], after: Plan) -> None:
-        """Free what has been replaced, which no step uses any more, and release its memory in the ledger.
+        """Free replaced arrays, which no step uses any more, and release their memory in the ledger.
 
         The new plan is in force already. If freeing fails, the error is logged and the transition counts as done.
         """
@@ -322,4 +323,4 @@ class PlanActuator:
             free()
             self._ledger.update(self._entries(after))
         except Exception:
-            log.exception("plan %d is in force, but what was replaced may not be freed", after.version)
+            log.exception("plan %d is in force, but the arrays that it replaced may not have been freed", after.version)

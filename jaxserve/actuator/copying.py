@@ -11,7 +11,7 @@ from jaxserve.core.config import ModelConfig
 from jaxserve.core.precision import BITS
 from jaxserve.executor.blocks import Parameter
 
-# Moves a variant to where it will be pinned: (block, parameters, precision) -> the parameters there.
+# A function that moves a variant into pinned memory: (block, parameters, precision) -> parameters there.
 Place = Callable[[str, Mapping[str, Parameter], str], Mapping[str, Parameter]]
 
 

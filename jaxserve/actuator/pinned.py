@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 PINNED = "pinned_host"
 # XLA has 64 GB of pinned memory by default on GPU. Other transfers use it too.
 MAX_PINNED_BYTES = 48_000_000_000
-HostMemory = Callable[[jax.Device], str | None]  # returns the kind of host memory for a device's variants
+# A function that returns the kind of host memory in which a device's variants are pinned, or None.
+HostMemory = Callable[[jax.Device], str | None]
 
 
 def pinned_memory(device: jax.Device) -> str | None:
@@ -64,7 +65,7 @@ class PinnedStore:
         try:
             self._remaining -= sum(leaf.nbytes for leaf in jax.tree.leaves(dict(parameters)))
             if self._remaining < 0:
-                raise MemoryError("the rest would leave too little of it for transfers")
+                raise MemoryError("more variants would leave too little pinned memory for transfers")
             pinned = self._place(block, parameters, precision, self._memory)
             jax.block_until_ready(jax.tree.leaves(dict(pinned)))
         except Exception as error:

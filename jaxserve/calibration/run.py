@@ -14,7 +14,7 @@ from jaxserve.checkpoint.variants import FOLDER, Method, VariantStore, VariantWr
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.parallel.devices import devices
-from jaxserve.planning.defaults import dtype_beside_quantized
+from jaxserve.planning.defaults import dtype_with_quantized
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def run(model: Path, settings: Settings, text: CalibrationText | None = None, ou
     # First of all, so that an error of JAX at its start comes before the model is read.
     devices()
     checkpoint = open_checkpoint(model, prepared=False)
-    checkpoint = checkpoint.in_dtype(dtype_beside_quantized(checkpoint.config.dtype))
+    checkpoint = checkpoint.in_dtype(dtype_with_quantized(checkpoint.config.dtype))
     settings.check(calibrated=text is not None)
     tokens = None if text is None else text.tokens(Tokenizer.load(model))
     digest = None if tokens is None or settings.method == "rtn" else hashlib.sha256(tokens.tobytes()).hexdigest()

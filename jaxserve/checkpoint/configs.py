@@ -109,7 +109,7 @@ def _valid(name: str, values: Mapping[str, Any], directory: Path, shown: str | N
         SamplingParams(**{name: value})
     except RequestError as error:
         log.warning(
-            "%s: %s is %r, it must be %s: it is ignored",
+            "%s: %s is %r: it must be %s: it is ignored",
             directory / "generation_config.json",
             shown or name,
             value,

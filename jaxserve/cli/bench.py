@@ -216,7 +216,7 @@ def startup(
     _measure_engine("startup", lambda step: measure(options, step), 2 * repeats * (1 + server), result)
 
 
-# -- inside
+# -- helpers
 
 
 def _measure(kind: "Kind", load: LoadOptions, result: ResultOptions, server: ServerOptions, *workload: Any) -> None:
@@ -302,7 +302,7 @@ def _command() -> list[str]:
 
 
 def _parse_integers(text: str, option: str) -> tuple[int, ...]:
-    """Return the positive integers of a list such as "1,8,32"."""
+    """Return the integers of a list such as "1,8,32". Raise `ConfigError` if one is not above 0."""
     parts = text.replace(" ", "").split(",")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(f"{option} is {text!r}: give integers above 0 with commas, such as 1,8,32")
@@ -318,5 +318,6 @@ def _parse_configurations(configurations: list[str]) -> dict[str, str]:
         raise ConfigError(f"--run is {wrong[0]!r}: give LABEL=ARGS, such as long='MODEL --max-num-seqs 64'")
     arguments = {label: args for label, _, args in pairs}
     if len(arguments) < len(pairs):
-        raise ConfigError("two configurations of --run have the same label: give each its own")
+        doubled = next(label for label in arguments if sum(label == other for other, *_ in pairs) > 1)
+        raise ConfigError(f"--run has the label {doubled!r} twice: give each configuration its own")
     return arguments

@@ -38,7 +38,7 @@ from jaxserve.cli.terminal import (
 from jaxserve.cli.vllm_spelling import VllmCommand
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, NoTokenizer, RequestError
-from jaxserve.core.options import given, options_of
+from jaxserve.core.options import given_options, options_of
 from jaxserve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -147,20 +147,20 @@ def main() -> None:
     app()
 
 
-# -- inside
+# -- helpers
 
 Messages = list[dict[str, str]]
 
 
 @contextlib.contextmanager
 def _open_llm(model: str | None, engine: Given, sampling: SamplingOptions) -> Iterator[tuple["LLM", "SamplingParams"]]:
-    """Open an LLM for one answer at a time, and close it at the end.
+    """Yield an LLM for one answer at a time and its sampling parameters, and close it at the end.
 
     Programs are compiled when an answer first needs them, so the first answer comes sooner than after a warm-up.
     """
     from jaxserve.core.sampling import SamplingParams
 
-    params = SamplingParams(**given(sampling))  # raises before the model is loaded
+    params = SamplingParams(**given_options(sampling))  # raises before the model is loaded
     _configure_logging("warning", access=False)
     with show_progress() as progress:
         from jaxserve.llm import LLM
@@ -249,7 +249,7 @@ def _fit_conversation(
     room = min(params.max_tokens or llm.max_model_len, llm.max_model_len // 4)
     for dropped in range(len(turns) // 2 + 1):
         text = llm.tokenizer.apply_chat_template([*system_messages, *turns[2 * dropped :]])
-        ids = llm.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
+        ids = llm.tokenizer.encode(text, add_special_tokens=False)  # the template writes the special tokens
         if len(ids) + room <= llm.max_model_len:
             break
     return ids, dropped

@@ -106,7 +106,7 @@ def watch(
                 live.update(view.update(event).render(), refresh=True)
 
 
-# -- inside
+# -- helpers
 
 
 def _client(url: str, admin_key: str | None) -> "PlanClient":

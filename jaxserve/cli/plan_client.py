@@ -14,7 +14,7 @@ YAML = "application/yaml"
 
 
 class ServerRefused(JaxserveError):
-    """An error answered by the server, with the server's message."""
+    """Raised when the server answers an error, with the server's message."""
 
 
 class PlanClient:
@@ -64,7 +64,7 @@ class PlanClient:
         return _mapping(self._request("PUT", "/admin/plan", content=content, headers={"content-type": YAML}))
 
     def set_policy(self, name: str) -> dict[str, Any]:
-        """Make another policy decide, and return the server's status."""
+        """Set the policy that decides from now on, and return the server's status."""
         return _mapping(self._request("PUT", "/admin/policy", json={"policy": name}))
 
     def events(self) -> Iterator[dict[str, Any]]:

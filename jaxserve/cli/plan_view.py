@@ -13,7 +13,7 @@ from jaxserve.control.plan_yaml import from_yaml, plan_table
 
 SHOWN_DECISIONS = 8
 BAR_WIDTH = 40  # characters
-# The least bits of a weight, a block whose height shows the bits, and a colour.
+# The smallest number of bits of a weight, a block whose height shows the bits, and a colour.
 BLOCKS = ((16, "█", "blue"), (8, "▅", "cyan"), (4, "▃", "yellow"), (0, "▂", "magenta"))
 OUTCOMES = {"done": ("✓", "green"), "started": ("◐", "yellow"), "failed": ("✕", "red"), "rejected": ("⊘", "red")}
 
@@ -44,7 +44,7 @@ class LiveView:
         self._decisions: Sequence[Fields] = ()
 
     def update(self, event: Fields) -> "LiveView":
-        """Take in an event of the dashboard, and return the view itself."""
+        """Show an event of the dashboard from now on, and return the view itself."""
         self._event = event
         self._decisions = event.get("decisions", self._decisions)
         self._sample = event["samples"][-1] if event["samples"] else self._sample
@@ -121,7 +121,7 @@ def seconds_text(seconds: float | None) -> str:
     return f"{_digits(seconds)} s" if seconds >= 1 else f"{_digits(seconds * 1e3)} ms"
 
 
-# -- inside
+# -- helpers
 
 
 def _digits(value: float) -> str:

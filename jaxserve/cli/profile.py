@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from jaxserve.calibration.sensitivity.profile import SensitivityProfile
 
 
+MEASURES = ("cross_entropy", "kl", "top1")
+HEADINGS = ("cross-entropy, nats", "KL, nats", "top-1 agreement, %")
+DECIMALS = (4, 5, 2)
+
+
 def _option(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, **more)
 
@@ -83,7 +88,7 @@ def profile(
 
 
 def _parse_weights(text: str) -> Weights:
-    """Return three weights that are not negative and not all 0."""
+    """Return the weights in a list such as "0.25,0.25,0.5". Raise `ConfigError` if one is negative or all are 0."""
     try:
         lts, lrs, mds = map(float, text.split(","))
     except ValueError:
@@ -111,8 +116,6 @@ def _print(made: "SensitivityProfile") -> None:
     """Print the swap orders, and for each kind of order the mean loss over the number of swapped layers."""
     from rich.table import Table
 
-    from jaxserve.cli.profile import HEADINGS, MEASURES, mean_and_range
-
     for precision in made.precisions:
         table = Table("order", *HEADINGS, title=f"{precision}: mean over the number of swapped layers")
         for name, found in made.curves[precision].items():
@@ -121,11 +124,6 @@ def _print(made: "SensitivityProfile") -> None:
         console.print(
             f"swap to {precision} in this order: {', '.join(map(str, made.order(precision)))}", soft_wrap=True
         )
-
-
-MEASURES = ("cross_entropy", "kl", "top1")
-HEADINGS = ("cross-entropy, nats", "KL, nats", "top-1 agreement, %")
-DECIMALS = (4, 5, 2)
 
 
 def mean_and_range(curves: Sequence[Curve], measure: str) -> str:

@@ -21,7 +21,7 @@ INTERRUPTED = 130  # exit status after Ctrl-C, the convention of shells
 
 
 class Commands(TyperGroup):
-    """A group of commands that reports Ctrl-C and every error that a user can correct in one line."""
+    """A group of commands that ends with one line after Ctrl-C, and after an error that a user can correct."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""

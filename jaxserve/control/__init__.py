@@ -1,7 +1,7 @@
 """The control plane: plans, the transitions between them, and the policies that decide which plan is in force."""
 
 from jaxserve.control.ledger import Ledger
-from jaxserve.control.plan import BlockPlan, InstancePlan, Plan, StagePlan, chain_of, static_plan
+from jaxserve.control.plan import BlockPlan, InstancePlan, Plan, StagePlan, block_chain, parallel_plan
 from jaxserve.control.policy import Policy, Proposal, chain
 from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Actuator, Outcome, ResizeKVPool, SwapPrecision, Transition
@@ -20,7 +20,7 @@ __all__ = [
     "StagePlan",
     "SwapPrecision",
     "Transition",
+    "block_chain",
     "chain",
-    "chain_of",
-    "static_plan",
+    "parallel_plan",
 ]

@@ -1,4 +1,4 @@
-"""Controller: asks the policy at a fixed interval, and lets the actuator carry out the plan it wants.
+"""The controller, which asks the policy at a fixed interval and has the actuator carry out the plan that it wants.
 
     snapshots -> smoothing -> policy -> plan -> validate, diff -> actuator -> plan in force
 
@@ -14,7 +14,7 @@ from typing import Any
 from jaxserve.control.diff import diff
 from jaxserve.control.plan import Plan
 from jaxserve.control.policy import Policy
-from jaxserve.control.record import Decision, Sample, sample
+from jaxserve.control.record import Decision, HistorySample, sample
 from jaxserve.control.resources import Resources, validate
 from jaxserve.control.transitions import Actuator, Transition
 from jaxserve.core.errors import PlanError
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 DECISIONS = 1000  # latest decisions that are remembered
 HISTORY = 15 * 60  # latest samples that are remembered
-HISTORY_INTERVAL = 1.0  # s between samples
+HISTORY_INTERVAL = 1.0  # s between two samples
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Controller:
         self.interval = tick
         self.plan = plan
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS)
-        self.history: deque[Sample] = deque(maxlen=HISTORY)
+        self.history: deque[HistorySample] = deque(maxlen=HISTORY)
         self.note = ""  # why the policy keeps the plan
         self.failures = Failures()
         self._start, self._resources, self._actuator = plan, resources, actuator

@@ -1,4 +1,4 @@
-"""Computes the transitions from one plan to another, ordered so that every plan in between fits."""
+"""The transitions from one plan to another, ordered so that every plan in between fits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -18,7 +18,7 @@ def diff(old: Plan, new: Plan, resources: Resources) -> tuple[Transition, ...]:
     order of blocks, or the precision of a block that is not a decoder layer.
     """
     if len(old.instances) != len(new.instances):
-        raise PlanError(f"the plan has {len(new.instances)} instances, {len(old.instances)} are running (dp)")
+        raise PlanError(f"the plan has {len(new.instances)} instances: it must have {len(old.instances)} (dp)")
     swaps: list[Transition] = []
     resizes: list[Transition] = []
     for index, (before, after) in enumerate(zip(old.instances, new.instances, strict=True)):
@@ -43,14 +43,16 @@ def apply(plan: Plan, transitions: Sequence[Transition]) -> Plan:
 def _check_structure(instance: int, before: InstancePlan, after: InstancePlan) -> None:
     """Raise `PlanError` if two plans of an instance differ in what no transition changes."""
     if len(before.stages) != len(after.stages):
-        raise PlanError(f"instance {instance} has {len(after.stages)} stages, {len(before.stages)} are running (pp)")
+        raise PlanError(f"instance {instance} has {len(after.stages)} stages: it must have {len(before.stages)} (pp)")
     for stage, (old, new) in enumerate(zip(before.stages, after.stages, strict=True)):
         where = f"instance {instance}, stage {stage}"
         if old.devices != new.devices:
-            raise PlanError(f"{where} is on devices {_words(new.devices)}, it runs on {_words(old.devices)}")
+            raise PlanError(f"{where} is on devices {_words(new.devices)}: it must stay on {_words(old.devices)}")
         old_blocks, new_blocks = ([block.block for block in plan.blocks] for plan in (old, new))
         if old_blocks != new_blocks:
-            raise PlanError(f"{where} has blocks {_words(new_blocks)}: it runs {_words(old_blocks)}")
+            raise PlanError(
+                f"{where} has blocks {_words(new_blocks)}: they must be {_words(old_blocks)}, in this order"
+            )
     pages = sorted({stage.kv_pages for stage in after.stages})
     if len(pages) > 1:
         raise PlanError(f"instance {instance} has stages of {_words(pages)} KV pages: all must have the same number")

@@ -1,4 +1,4 @@
-"""Ledger: accounts for every resident byte of one memory (a device's or the host's) against its budget."""
+"""The ledger, which checks the resident bytes of one memory (a device's or the host's) against its budget."""
 
 from collections.abc import Mapping
 

@@ -60,7 +60,7 @@ class InstancePlan:
         for known in self.blocks:
             if known.block == block:
                 return known.precision
-        raise PlanError(f"unknown block {block!r}: blocks are {self.blocks[0].block} to {self.blocks[-1].block}")
+        raise PlanError(f"unknown block {block!r}: the blocks are {self.blocks[0].block} to {self.blocks[-1].block}")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,10 @@ class Plan:
         old = self.instances[instance]
         unknown = precisions.keys() - {block.block for block in old.blocks}
         if unknown:
-            raise PlanError(f"instance {instance} has no block {', '.join(sorted(unknown))}")
+            first, last = old.blocks[0].block, old.blocks[-1].block
+            raise PlanError(
+                f"instance {instance} has no block {', '.join(sorted(unknown))}: its blocks are {first} to {last}"
+            )
 
         def changed(block: BlockPlan) -> BlockPlan:
             return BlockPlan(block.block, precisions[block.block]) if block.block in precisions else block
@@ -96,13 +99,13 @@ class Plan:
         return Plan(self.version + 1, instances)
 
 
-def chain_of(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:
+def block_chain(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:
     """Return all blocks of a model in order, with the given precisions of embedding, decoder layers and head."""
     layers = (BlockPlan(layer_name(layer), precision) for layer, precision in enumerate(layer_precisions))
     return (BlockPlan("embed", embed), *layers, BlockPlan("head", head))
 
 
-def static_plan(chain: Sequence[BlockPlan], *, kv_pages: int, tp: int, pp: int, dp: int, devices: int) -> Plan:
+def parallel_plan(chain: Sequence[BlockPlan], *, kv_pages: int, tp: int, pp: int, dp: int, devices: int) -> Plan:
     """Return a plan of `dp` instances with `pp` stages of `tp` devices each.
 
     `chain` has all blocks of the model in order. Layers are split evenly over stages, and devices are used in order.
@@ -112,11 +115,13 @@ def static_plan(chain: Sequence[BlockPlan], *, kv_pages: int, tp: int, pp: int, 
     num_layers = len(chain) - 2
     for name, degree in (("tp", tp), ("pp", pp), ("dp", dp)):
         if degree < 1:
-            raise ConfigError(f"{name} is {degree}, it must be at least 1")
+            raise ConfigError(f"{name} is {degree}: it must be at least 1")
     if tp * pp * dp > devices:
-        raise ConfigError(f"tp x pp x dp = {tp} x {pp} x {dp} needs {tp * pp * dp} devices, there are {devices}")
+        raise ConfigError(
+            f"tp x pp x dp is {tp} x {pp} x {dp}, which needs {tp * pp * dp} devices: the machine has {devices}"
+        )
     if pp > num_layers:
-        raise ConfigError(f"pp is {pp}, the model has only {num_layers} layers")
+        raise ConfigError(f"pp is {pp}: it must be at most {num_layers}, the number of the model's layers")
     bounds = [num_layers * i // pp for i in range(pp + 1)]
     instances = []
     for replica in range(dp):

@@ -23,7 +23,7 @@ class Proposal(Generic[State]):
 
 
 class Policy(Protocol[State]):
-    """A policy decides which plan should be in force.
+    """A policy, which decides which plan should be in force.
 
     It stores nothing in itself: its state is a value that it returns and gets back.
     """
@@ -42,17 +42,17 @@ class Policy(Protocol[State]):
 
         Snapshots have `recent` set. Their `time` goes on while an engine has nothing to do, so that a policy needs no
         clock. If the proposal has another plan, its state is adopted once that plan has been carried out. If that
-        fails, the policy gets the state before again.
+        fails, the policy gets the previous state again.
         """
         ...
 
 
 @runtime_checkable
-class Foresees(Protocol):
+class ForesightPolicy(Protocol):
     """A policy that can name in advance plans that it may hold for long, so that engines can prepare for them."""
 
     def foresee(self, plan: Plan) -> Sequence[Plan]:
-        """Return such plans for an engine that is started with `plan`."""
+        """Return the plans that the policy may hold for long in an engine that is started with `plan`."""
         ...
 
 
@@ -79,10 +79,10 @@ class Chain:
         return Proposal(plan, tuple(states), "; ".join(filter(None, reasons)))
 
     def foresee(self, plan: Plan) -> Sequence[Plan]:
-        foreseeing = (policy for policy in self.policies if isinstance(policy, Foresees))
+        foreseeing = (policy for policy in self.policies if isinstance(policy, ForesightPolicy))
         return [foreseen for policy in foreseeing for foreseen in policy.foresee(plan)]
 
 
 def chain(*policies: Policy) -> Chain:
-    """Combine policies into one: each gets the plan that the previous ones want, and may change it further."""
+    """Combine policies into one: each gets the plan that the previous one proposes, and may change it further."""
     return Chain(policies)

@@ -23,7 +23,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Sample:
+class HistorySample:
     """State of all instances at one moment. Bytes are summed over all devices, as the ledger counts them."""
 
     time: float
@@ -32,7 +32,7 @@ class Sample:
     variant_bytes: int  # pinned variants that are not in use as weights
     kv_used_bytes: int
     kv_free_bytes: int
-    kv_rounding_bytes: int  # what whole granules or segments take beyond the pages
+    kv_rounding_bytes: int  # of whole granules or segments beyond the pages
     waiting: int  # sequences
     running: int  # sequences
     ttft_p95: float | None  # s, of the instance where it is longest
@@ -40,8 +40,8 @@ class Sample:
     kv_usage: float  # share of the KV pages of all instances that sequences hold
 
 
-def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Resources) -> Sample:
-    """Return a sample of the time `now`, from smoothed snapshots of all instances and the plan in force."""
+def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Resources) -> HistorySample:
+    """Return a sample at time `now` (s), from smoothed snapshots of all instances and the plan in force."""
     precisions: Counter[str] = Counter()
     used = free = rounding = pages_used = pages_total = 0
     for instance, snapshot in zip(plan.instances, snapshots, strict=True):
@@ -54,7 +54,7 @@ def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Res
         pages_used += snapshot.kv_pages_used
         pages_total += snapshot.kv_pages_total
     recent = [snapshot.recent for snapshot in snapshots if snapshot.recent is not None]
-    return Sample(
+    return HistorySample(
         time=now,
         precisions=dict(precisions),
         weight_bytes=sum(snapshot.weight_bytes for snapshot in snapshots),

@@ -1,4 +1,4 @@
-"""Resources: the limits that the machine and the model set for a plan, in bytes of one device."""
+"""The limits that the machine and the model set for a plan, in bytes of one device."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -24,13 +24,14 @@ class Resources:
     fixed: tuple[int, ...]  # by stage
     layer_bytes: Mapping[tuple[str, str], int]  # (decoder layer, precision it may have) -> bytes
     page_bytes: tuple[int, ...]  # by stage: one KV page in the pools of all of its layers
-    min_pages: int  # the null page included, here and below
-    max_pages: int  # largest number that the pools have room for
+    min_pages: int  # smallest number of KV pages, the null page included, as in all numbers of pages here
+    max_pages: int  # largest number of KV pages that the pools have room for
     copy_rate: float  # bytes/s of copies from host memory while steps go on
-    kept: tuple[str, ...] = ()  # precisions whose pinned variants layers use in place, so that they take no more memory
+    in_place: tuple[str, ...] = ()  # precisions in which layers run on their pinned variants and take no more memory
     segments: tuple[int, ...] = ()  # pages of each segment that pools grow by; () if they grow page by page
     least_pages = Renamed("min_pages")
     most_pages = Renamed("max_pages")
+    kept = Renamed("in_place")
 
     def precisions(self, block: str) -> tuple[str, ...]:
         """Return the precisions that a decoder layer may have, the largest first; () for other blocks."""
@@ -52,7 +53,7 @@ class Resources:
         Raise `PlanError` if it cannot have this precision.
         """
         size = self.bytes_of(block, precision)
-        return 0 if precision in self.kept else size
+        return 0 if precision in self.in_place else size
 
     def weight_bytes(self, stage: StagePlan) -> int:
         """Return the bytes that a stage's decoder layers add to `fixed`.
@@ -100,24 +101,26 @@ def validate(plan: Plan, resources: Resources) -> None:
     devices = Counter(device for instance in plan.instances for stage in instance.stages for device in stage.devices)
     for device, stages in devices.items():
         if stages > 1:
-            raise PlanError(f"device {device} has {stages} stages, it can have one")
+            raise PlanError(f"device {device} has {stages} stages: it can have one")
     for instance_index, instance in enumerate(plan.instances):
         if len(instance.stages) != len(resources.fixed):
             raise PlanError(
-                f"instance {instance_index} has {len(instance.stages)} stages, it must have {len(resources.fixed)}"
+                f"instance {instance_index} has {len(instance.stages)} stages: it must have {len(resources.fixed)}"
             )
         for index, stage in enumerate(instance.stages):
             where = f"instance {instance_index}, stage {index}"
             if not resources.min_pages <= stage.kv_pages <= resources.max_pages:
                 raise PlanError(
-                    f"{where} has {stage.kv_pages} KV pages, it must be from {resources.min_pages} (max_model_len) "
+                    f"{where} has {stage.kv_pages} KV pages: it must be from {resources.min_pages} (max_model_len) "
                     f"to {resources.max_pages} (max_kv_pages)"
                 )
             if stage.kv_pages != instance.kv_pages:
-                raise PlanError(f"{where} has {stage.kv_pages} KV pages, stage 0 has {instance.kv_pages}")
+                raise PlanError(
+                    f"{where} has {stage.kv_pages} KV pages: it must have {instance.kv_pages}, as many as stage 0"
+                )
             needed = resources.stage_bytes(index, stage)
             if needed > resources.budget:
                 raise PlanError(
-                    f"{where} needs {needed / 1e9:.3f} GB per device, the budget is {resources.budget / 1e9:.3f} GB; "
-                    f"besides its layers {resources.kv_capacity(instance) or 'no'} KV pages fit (memory_gb)"
+                    f"{where} needs {needed / 1e9:.3f} GB per device: the budget is {resources.budget / 1e9:.3f} GB, "
+                    f"in which {resources.kv_capacity(instance) or 'no'} KV pages fit besides its layers (memory_gb)"
                 )

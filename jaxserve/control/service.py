@@ -1,4 +1,4 @@
-"""ControlPlane: runs the controller of an engine in its own thread, and serves operators' requests about the plan."""
+"""The control plane, which runs an engine's controller in a thread and serves operators' requests about the plan."""
 
 import logging
 import threading

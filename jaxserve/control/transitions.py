@@ -1,4 +1,4 @@
-"""Transitions: the elementary changes of a plan and their costs, and the interface of what carries them out."""
+"""Transitions: the elementary changes of a plan with their costs, and the interface of the actuator."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ class SwapPrecision:
     block: str
     before: str
     after: str
-    bytes_freed: int  # afterwards
-    bytes_needed: int  # afterwards, in addition to those before
-    peak_bytes: int  # during the change, in addition to those before; the swap buffer has room for the excess
+    bytes_freed: int  # after the change
+    bytes_needed: int  # after the change, in addition to the bytes before it
+    peak_bytes: int  # during the change, in addition to the bytes before it; the swap buffer holds the excess
     seconds: float  # estimated
 
     def apply(self, plan: Plan) -> Plan:
         """Return the plan's next version with this change. Raise `PlanError` if it does not start from this plan."""
-        if plan.instances[self.instance].precision(self.block) != self.before:
-            raise PlanError(f"{self.block} of plan {plan.version} is not {self.before}")
+        if (now := plan.instances[self.instance].precision(self.block)) != self.before:
+            raise PlanError(f"{self.block} of plan {plan.version} is {now}: the change starts from {self.before}")
         return plan.with_precisions(self.instance, {self.block: self.after})
 
     def __str__(self) -> str:
@@ -50,8 +50,8 @@ class ResizeKVPool:
 
     def apply(self, plan: Plan) -> Plan:
         """Return the plan's next version with this change. Raise `PlanError` if it does not start from this plan."""
-        if plan.instances[self.instance].kv_pages != self.before:
-            raise PlanError(f"plan {plan.version} has {plan.instances[self.instance].kv_pages} KV pages")
+        if (now := plan.instances[self.instance].kv_pages) != self.before:
+            raise PlanError(f"plan {plan.version} has {now} KV pages: the change starts from {self.before}")
         return plan.with_kv_pages(self.instance, self.after)
 
     def __str__(self) -> str:
@@ -65,8 +65,8 @@ Transition = SwapPrecision | ResizeKVPool
 def batches(transitions: Sequence[Transition]) -> Iterator[tuple[Transition, ...]]:
     """Yield groups of consecutive transitions that are committed together, between the same two steps.
 
-    Most transitions are alone. Swaps of an instance are committed together if all free memory or all need it, and if
-    none takes more memory during the swap than afterwards, as where layers use pinned variants in place. So no step
+    Most groups have one transition. Swaps of an instance are committed together if all free memory or all need it, and
+    if none takes more memory during the swap than afterwards, as where layers use pinned variants in place. So no step
     runs an assignment of precisions that no plan has.
     """
 

@@ -1,1 +1,4 @@
-"""The vocabulary: requests, sampling, configurations, errors, clocks, protocols. Imports nothing of ours and no JAX."""
+"""The types that all packages share, such as requests, configurations and errors.
+
+Imports no other package of jaxserve, and no JAX.
+"""

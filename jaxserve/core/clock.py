@@ -1,4 +1,4 @@
-"""Clocks: the machine's, and one that moves only on demand. Code that needs the time gets a clock as an argument."""
+"""Clocks: the machine's clock, and a virtual one. Code that needs the time gets a clock as an argument."""
 
 import time
 from typing import Protocol
@@ -29,5 +29,5 @@ class VirtualClock:
         return self.time
 
     def advance(self, seconds: float) -> None:
-        """Move the clock forward."""
+        """Move the clock forward by `seconds`."""
         self.time += seconds

@@ -1,4 +1,4 @@
-"""Configurations, frozen and JAX-free: `ModelConfig` is read from a checkpoint, `EngineConfig` is what a user asks."""
+"""Configurations: `ModelConfig` describes a checkpoint's model, and `EngineConfig` holds the options of an engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ DType = Literal["bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "int8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 KernelBackend = Literal["auto", "native", "pallas", "xla"]
-"""What runs an operation: native kernels (on CPU), Pallas kernels (on GPU), XLA alone, or the best of what is there.
-Whatever is chosen, XLA does what a kernel does not take."""
+"""Kernels that run operations: native (on CPU), pallas (on GPU), xla, or the fastest that are available ("auto").
+XLA runs every operation that the chosen kernels do not support."""
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -36,7 +36,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts: which layers have one and how tokens are routed."""
+    """Mixture of experts: the sizes of its experts, the routing of tokens, and the layers that have one."""
 
     num_experts: int
     experts_per_token: int
@@ -47,7 +47,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything about a decoder-only transformer that its modules need; one per checkpoint."""
+    """Architecture of a decoder-only transformer, and how its blocks are split over devices and computed."""
 
     architecture: str  # e.g. "LlamaForCausalLM"
     vocab_size: int
@@ -72,30 +72,30 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     shards: int = 1  # devices that every block is split over
     vocab_padding: int = 0  # zero rows after the vocabulary, so that it splits evenly over devices
-    kernel_backend: KernelBackend = "auto"  # what may run its operations
+    kernel_backend: KernelBackend = "auto"  # kernels that may run its operations
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding and of the head, padding included."""
+        """Number of rows of the embedding and of the head, padding included."""
         return self.vocab_size + self.vocab_padding
 
     @property
     def block_ids(self) -> tuple[str, ...]:
-        """The chain of blocks in the order in which they run."""
+        """Names of all blocks in the order in which they run."""
         return ("embed", *(layer_name(layer) for layer in range(self.num_layers)), "head")
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a layer in tokens, or None for full attention."""
+        """Return the sliding window of a layer in tokens, or None for full attention."""
         return self.windows[layer] if self.windows else None
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer's feed-forward half is a mixture of experts."""
+        """Return whether the feed-forward half of a layer is a mixture of experts."""
         return self.moe is not None and self.moe.layers[layer]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What a user may set for one engine. None: chosen from the model and the machine when the engine is built."""
+    """Options of one engine. Those that are None are chosen from the model and the machine when it is built."""
 
     # -- model
     model: Annotated[
@@ -117,7 +117,7 @@ class EngineConfig:
             in_terminal=True,
         ),
     ] = None
-    served_model_name: str | None = None  # for clients and metrics; None: the folder's
+    served_model_name: str | None = None  # for clients and metrics; None: the name of the folder
     load_format: Annotated[
         LoadFormat,
         Option(

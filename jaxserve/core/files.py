@@ -1,4 +1,4 @@
-"""Reads and checks files that users name: every fault raises a `ConfigError` of one line that names the file."""
+"""Reading of files that users name. Every fault raises a `ConfigError` of one line that names the file."""
 
 import json
 import tempfile

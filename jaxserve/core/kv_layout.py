@@ -13,7 +13,7 @@ COPIED_BYTES = 16  # a GPU's bulk copy engine takes multiples of this
 
 
 def segments_for(first: int, max_pages: int) -> tuple[int, ...]:
-    """Return the pages of each segment: `first`, then equal segments that lead up to `max_pages` in all."""
+    """Return the pages of each segment: `first`, then equal segments up to `max_pages` in total."""
     growth = max_pages - first
     ends = [first + growth * index // GROWTH_SEGMENTS for index in range(1, GROWTH_SEGMENTS + 1)]
     return tuple(end - start for start, end in zip((0, first, *ends), (first, *ends), strict=False) if end > start)
@@ -25,7 +25,7 @@ def segments_covering(sizes: Sequence[int], pages: int) -> int:
 
 
 def pages_covered(sizes: Sequence[int], pages: int) -> int:
-    """Return the pages of the segments that are needed to hold `pages`, so `pages` rounded up to whole segments."""
+    """Return `pages` rounded up to whole segments; the pages of all segments if they hold fewer."""
     return sum(sizes[: segments_covering(sizes, pages)])
 
 

@@ -18,7 +18,7 @@ def host_memory(root: Path = cgroups.ROOT) -> int:
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system. Otherwise glibc keeps it, which is much after compiling."""
+    """Return freed memory to the system. Otherwise glibc would hold it, and compiling frees a lot."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -59,7 +59,7 @@ class OptionField:
 
     @property
     def repeated(self) -> bool:
-        """True if the option may be given several times."""
+        """True if the option can be given several times."""
         return get_origin(self.type) in (tuple, list)
 
     def check(self, value: Any) -> None:
@@ -70,10 +70,10 @@ class OptionField:
             kinds, word = ((int,), "an integer") if self.type is int else ((int, float), "a number")
             if isinstance(value, bool) or not isinstance(value, kinds) or not self._allows(value):
                 allowed = f"{word} {self.range}".rstrip()
-                raise ConfigError(f"{self.key} is {value!r}, it must be {allowed} ({self.flag})")
+                raise ConfigError(f"{self.key} is {value!r}: it must be {allowed} ({self.flag})")
         elif get_origin(self.type) is Literal and value not in get_args(self.type):
             choices = ", ".join(map(str, get_args(self.type)))
-            raise ConfigError(f"{self.key} is {value!r}, it must be one of {choices} ({self.flag})")
+            raise ConfigError(f"{self.key} is {value!r}: it must be one of {choices} ({self.flag})")
 
     def _allows(self, value: float) -> bool:
         option = self.option
@@ -140,7 +140,7 @@ def keyword_signature(kind: type, first: str) -> Signature:
     return Signature(sorted(parameters, key=lambda parameter: parameter.name != first))
 
 
-def given(options: Any) -> Mapping[str, Any]:
+def given_options(options: Any) -> Mapping[str, Any]:
     """Return the fields of a dataclass of options that are not None, by name."""
     return {field.name: value for field in fields(options) if (value := getattr(options, field.name)) is not None}
 

@@ -25,7 +25,7 @@ def parse_precision(name: str, dtype: str, option: str = "precision") -> str:
     """
     precision = dtype if name == AUTO else FULL.get(name, name)
     if precision in FULL and precision != dtype:
-        raise ConfigError(f"{option} is {name!r}, but full precision is {dtype} here (dtype)")
+        raise ConfigError(f"{option} is {name!r}: full precision is {dtype} here (dtype)")
     if precision not in FULL and precision not in BITS:
         raise ConfigError(f"{option} is {name!r}: choose from {', '.join((AUTO, dtype, *BITS))}")
     return precision

@@ -22,7 +22,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     """State of a sequence in the scheduler."""
 
     WAITING = 0
@@ -84,25 +84,25 @@ class StopFinder(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One answer in the making, changed only by the scheduler and the engine core.
+    """One answer that is being generated. Only the scheduler and the engine core change it.
 
     The keys and values of tokens [0, num_computed) are in pages, or will be after the steps already dispatched.
     `num_inflight` tokens were sampled by dispatched steps, and the host does not know them yet.
     """
 
     request: Request
-    index: int  # among the request's answers
+    index: int  # index of the answer within the request
     seed: int
     max_total: int  # tokens, prompt included
-    salt: str = ""  # for the prefix cache: the plan's salt and the request's
+    salt: str = ""  # salt of the prefix cache, from the plan's and the request's
     detokenizer: Detokenizer | None = None
     stops: StopFinder | None = None
     parent: "Sequence | None" = None  # answer of the same request whose prompt pages will be shared
     children: "list[Sequence]" = field(default_factory=list)  # answers that wait for this one's prompt pages
     stop_ids: frozenset[int] = frozenset()  # token ids that end the answer
-    length_alone: bool = False  # only the length ends the answer: no token and no text does
+    length_alone: bool = False  # the answer ends only by its length, not by a token or a text
     bad_words: tuple[tuple[int, ...], ...] = ()
-    status: Status = Status.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt, then generated tokens
     num_prompt: int = 0
     num_computed: int = 0
@@ -168,7 +168,7 @@ class Sequence:
 # Not frozen: one is made for every token, and making a frozen one takes three times as long.
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer of a request. In a stream, `text`, `token_ids` and `logprobs` hold only what is new."""
+    """One answer of a request. In a stream, `text`, `token_ids` and `logprobs` hold only the new part."""
 
     index: int
     text: str
@@ -192,7 +192,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Output of a request: everything (`generate`), or only what is new (`stream`)."""
+    """Output of a request. From `generate` it holds the whole answers, and in a stream only their new parts."""
 
     request_id: str
     prompt: str | None

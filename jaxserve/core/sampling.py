@@ -11,14 +11,14 @@ MAX_SPARSE_BIAS = 512  # token ids that logit_bias, bad_words and min_tokens of 
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 64
-MAX_STRING = 1024  # characters of a stop string or a bad word, with which every token is compared
+MAX_STRING = 1024  # characters of a stop string or a bad word, as every token is compared with it
 MAX_SEED = 2**63 - 1
 RANDOM_SEED = -1  # sent by clients of vLLM and llama.cpp that want no seed
 
 
 def _require(ok: bool, name: str, value: Any, limit: str) -> None:
     if not ok:
-        raise RequestError(f"{name} is {value!r}, it must be {limit}", field=name, value=value, limit=limit)
+        raise RequestError(f"{name} is {value!r}: it must be {limit}", field=name, value=value, limit=limit)
 
 
 def _number(name: str, value: Any, low: float, high: float, limit: str, *, low_open: bool = False) -> None:
@@ -29,6 +29,11 @@ def _number(name: str, value: Any, low: float, high: float, limit: str, *, low_o
 def _integer(name: str, value: Any, low: int, high: int | None, limit: str) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool)
     _require(ok and value >= low and (high is None or value <= high), name, value, limit)
+
+
+def _count(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise RequestError(f"{name} has {count} entries, the limit is {limit}", field=name, value=count, limit=limit)
 
 
 def _short(name: str, text: str) -> None:
@@ -109,17 +114,17 @@ class SamplingParams:
             _short("stop", text)
         _require(self.detokenize or not self.stop_strings, "stop", self.stop, "empty without detokenize")
         stop_ids = self.stop_token_ids or ()
-        _require(len(stop_ids) <= MAX_STOP_TOKENS, "stop_token_ids", len(stop_ids), f"at most {MAX_STOP_TOKENS} ids")
+        _count("stop_token_ids", len(stop_ids), MAX_STOP_TOKENS)
         for token in stop_ids:
-            _integer("stop_token_ids", token, 0, None, "token ids")
+            _integer("stop_token_ids", token, 0, None, "integers of at least 0")
         words = self.bad_words or ()
-        _require(len(words) <= MAX_BAD_WORDS, "bad_words", len(words), f"at most {MAX_BAD_WORDS} strings")
+        _count("bad_words", len(words), MAX_BAD_WORDS)
         for text in words:
             _require(isinstance(text, str) and text.strip() != "", "bad_words", text, "a non-empty string")
             _short("bad_words", text)
         bias = {} if self.logit_bias is None else self.logit_bias
         _require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token id to bias")
-        _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", len(bias), f"at most {MAX_LOGIT_BIAS} entries")
+        _count("logit_bias", len(bias), MAX_LOGIT_BIAS)
         for token, value in bias.items():
             _integer("logit_bias", token, 0, None, "keyed by token id")
             _number("logit_bias", value, -100, 100, "a number from -100 to 100")

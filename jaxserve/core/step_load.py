@@ -1,4 +1,4 @@
-"""The load of a step: numbers of what it computes, from which its duration can be estimated."""
+"""The load of a step: counts of its tokens, rows and attended tokens, from which its duration can be estimated."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,12 @@ class StepLoad:
     tokens: int  # tokens that pass through the layers, padding included
     rows: int  # rows that pass through the head, padding included
     sequences: int  # sequences that decode
-    context: int  # tokens that the decodes attend to, in all
+    context: int  # sum of the tokens that the decodes attend to
     prefill: int  # sum of p c + c^2 + c over all chunks of c tokens that follow p tokens
 
 
 class Loads:
-    """Computes the load of steps that are padded to the shapes of `buckets`."""
+    """A calculator of the load of steps, which are padded to the shapes of `buckets`."""
 
     def __init__(self, buckets: Buckets):
         self._buckets = buckets

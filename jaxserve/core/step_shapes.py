@@ -87,7 +87,7 @@ class Buckets:
     tile: int  # tokens of a prefill tile
     min_rows: int  # smallest padding of decode rows: on some platforms fewer rows are slower
     widths: tuple[int, ...]  # pages of a row of the page table
-    finer: bool = False  # also sizes between powers of two, for platforms where padded rows cost as much as others
+    finer: bool = False  # also use sizes between powers of two, for platforms where padded rows cost as much as others
 
     @cached_property
     def decodes(self) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ class InstanceThread:
         self.progress = steps.clock.now()  # time at which the latest step ended, or the thread was last idle
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
-        self._over = False  # whether the thread may never look at its commands again
+        self._over = False  # set before the thread takes its commands for the last time
         steps.wake = lambda: self._commands.put(lambda: None)  # wakes a thread that waits for commands
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

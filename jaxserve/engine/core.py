@@ -1,4 +1,4 @@
-"""The engine core: requests go in, each step's work comes out, sampled tokens go in, outputs come out.
+"""The engine core, which turns requests into the work of steps, and the sampled tokens into outputs.
 
 It has no device, no clock and no thread. Time is an argument.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.core.errors import NonFiniteOutput, QueueFull, RequestError
-from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, Status, TokenLogprobs
+from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, SequenceStatus, TokenLogprobs
 from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.counters import EngineCounters
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Step:
+class _StepResult:
     """A step's result while `EngineCore.update` processes it."""
 
     output: StepOutput
@@ -88,7 +88,7 @@ class EngineCore:
             self.scheduler.add(sequence)
 
     def has_room(self, request: Request) -> bool:
-        """Return whether the queue has room. A request that is never accepted counts as fitting: `add` says why."""
+        """Return whether the queue has room. An empty queue has room for every request: `add` refuses one too large."""
         waiting, params = self.scheduler.num_waiting, request.params
         tokens = len(request.prompt_token_ids) * params.n
         return waiting == 0 or (
@@ -101,11 +101,11 @@ class EngineCore:
         state = self._requests.pop(request_id, None)
         if state is not None:
             self._end_early(state, reason, now)
-            self._take_snapshot(now)  # there may be no further step to take it
+            self._take_snapshot(now)  # the next step, which would take it, may never come
 
     def _end_early(self, state: RequestState, reason: FinishReason, now: float) -> None:
         for sequence in state.sequences:
-            if sequence.status is not Status.FINISHED:
+            if sequence.status is not SequenceStatus.FINISHED:
                 sequence.finish_reason = reason
                 sequence.children.clear()  # siblings end with it
                 self.scheduler.finish(sequence)
@@ -119,7 +119,7 @@ class EngineCore:
         self.salt, self._counters.plan_fields = salt, plan_fields
         for state in self._requests.values():
             for sequence in state.sequences:
-                if sequence.status is not Status.FINISHED:
+                if sequence.status is not SequenceStatus.FINISHED:
                     self.scheduler.set_salt(sequence, self._salt_of(state.request))
         self._take_snapshot(self.snapshot.time)
 
@@ -157,7 +157,7 @@ class EngineCore:
 
     def update(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
         """Process the result of a step, and return the new outputs of its requests."""
-        step = _Step(output, output.tokens.tolist(), now)
+        step = _StepResult(output, output.tokens.tolist(), now)
         for row, sequence in enumerate(work.decodes):
             self._take_token(step, sequence, row)
         for index, chunk in enumerate(work.chunks):
@@ -266,9 +266,9 @@ class EngineCore:
 
     # -- tokens
 
-    def _take_token(self, step: _Step, sequence: Sequence, row: int) -> None:
+    def _take_token(self, step: _StepResult, sequence: Sequence, row: int) -> None:
         sequence.num_inflight -= 1
-        if sequence.status is Status.FINISHED:
+        if sequence.status is SequenceStatus.FINISHED:
             return  # it ended while this token was in flight
         request, token, now = sequence.request, step.tokens[row], step.now
         if token < 0:
@@ -298,7 +298,7 @@ class EngineCore:
         if request.stream or sequence.finish_reason is not None:
             step.changed.setdefault(request.id, []).append(sequence)
 
-    def _fail(self, step: _Step, request: Request, what: str) -> None:
+    def _fail(self, step: _StepResult, request: Request, what: str) -> None:
         """End a request for which the model computed values that are not finite, and name them in the error."""
         state, error = self._requests.pop(request.id), NonFiniteOutput(what)
         log.error("request %s: %s", request.id, error)
@@ -337,9 +337,9 @@ class EngineCore:
         sequence.logprobs.append(entry)
         sequence.cumulative_logprob += entry[token].logprob
 
-    def _take_prompt_logprobs(self, step: _Step, chunk: Chunk, arrays: tuple[np.ndarray, ...]) -> None:
+    def _take_prompt_logprobs(self, step: _StepResult, chunk: Chunk, arrays: tuple[np.ndarray, ...]) -> None:
         sequence = chunk.sequence
-        if sequence.status is Status.FINISHED:
+        if sequence.status is SequenceStatus.FINISHED:
             return
         if np.isnan(arrays[0]).any() or np.isnan(arrays[3]).any():
             self._fail(step, sequence.request, "log-probabilities")
@@ -358,8 +358,8 @@ class EngineCore:
             entry.setdefault(other, Logprob(value, place, text(other)))
         return entry
 
-    def _take_embedding(self, step: _Step, sequence: Sequence, chunk: int) -> None:
-        if sequence.status is Status.FINISHED:
+    def _take_embedding(self, step: _StepResult, sequence: Sequence, chunk: int) -> None:
+        if sequence.status is SequenceStatus.FINISHED:
             return
         assert step.output.embeddings is not None
         embedding = step.output.embeddings[chunk]
@@ -375,7 +375,7 @@ class EngineCore:
 
     def _output(self, request_id: str, sequences: list[Sequence], now: float) -> RequestOutput:
         state = self._requests[request_id]
-        state.unfinished -= sum(s.status is Status.FINISHED for s in sequences)
+        state.unfinished -= sum(s.status is SequenceStatus.FINISHED for s in sequences)
         if state.unfinished == 0:
             del self._requests[request_id]
             self._end(state, state.sequences[0].finish_reason or FinishReason.STOP, now)

@@ -43,9 +43,8 @@ class _Job:
     caller: "weakref.ref[OutputIterator] | None" = None
 
 
-Inbox = queue.SimpleQueue[
-    "tuple[_Worker, _Job | None] | None"
-]  # None ends the thread, (worker, None) closes the engine
+# None ends the thread, (worker, None) closes the engine.
+Inbox = queue.SimpleQueue["tuple[_Worker, _Job | None] | None"]
 
 
 class OutputIterator:
@@ -226,7 +225,7 @@ class _Worker:
             self._end(job, error)
 
     def _end(self, job: _Job, error: BaseException | None = None) -> None:
-        """Remove a job's requests from the engine, then tell its caller that the job has ended."""
+        """Remove a job's requests from the engine, then put the end of the job into its answers."""
         if job in self._jobs:
             self._jobs.remove(job)
         if self._failure is None:

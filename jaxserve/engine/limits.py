@@ -62,7 +62,7 @@ def _check_room(info: ModelInfo, name: str, value: int | None, prompt_tokens: in
         )
 
 
-def capped(info: ModelInfo, max_tokens: int | None, prompt_tokens: int) -> int | None:
+def cap_max_tokens(info: ModelInfo, max_tokens: int | None, prompt_tokens: int) -> int | None:
     """Return `max_tokens` of a request, limited to `max_new_tokens` of the model's generation_config.json."""
     if info.max_new_tokens is None:
         return max_tokens
@@ -80,7 +80,7 @@ def _check_vocabulary(info: ModelInfo, name: str, token_ids: Sequence[int]) -> N
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < info.vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < info.vocab_size)
         raise RequestError(
-            f"{name} has the token id {wrong}, the vocabulary goes from 0 to {info.vocab_size - 1}",
+            f"{name} has the token id {wrong}: token ids are 0 to {info.vocab_size - 1}",
             field=name,
             value=wrong,
             limit=info.vocab_size - 1,

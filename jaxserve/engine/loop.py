@@ -77,7 +77,7 @@ class StepLoop:
     # -- between steps
 
     def call(self, function: Callback) -> None:
-        """Run a function soon, between two steps, in the thread that steps. Call from any thread."""
+        """Have the thread that steps run a function soon, between two steps. Call from any thread."""
         self._calls.put(function)
         self.wake()
 

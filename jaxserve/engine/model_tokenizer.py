@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def check_serves_text(config: EngineConfig) -> None:
-    """Raise `CheckpointError` if the model has no tokenizer and the configuration does not do without one.
+    """Raise `CheckpointError` if the model has no tokenizer and `skip_tokenizer_init` is not set.
 
     Models with random weights (`load_format` "dummy") need no tokenizer.
     """

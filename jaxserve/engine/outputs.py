@@ -13,14 +13,14 @@ class RequestState:
 
     request: Request
     sequences: list[Sequence]
-    given_tokens: list[int] = field(default_factory=list)
-    given_text: list[int] = field(default_factory=list)
+    returned_tokens: list[int] = field(default_factory=list)  # by sequence
+    returned_characters: list[int] = field(default_factory=list)  # by sequence
     unfinished: int = 0
     finished_at: float | None = None
 
     def __post_init__(self) -> None:
-        self.given_tokens = [0] * len(self.sequences)
-        self.given_text = [0] * len(self.sequences)
+        self.returned_tokens = [0] * len(self.sequences)
+        self.returned_characters = [0] * len(self.sequences)
         self.unfinished = len(self.sequences)
 
     def take(self, changed: Iterable[Sequence]) -> RequestOutput:
@@ -51,9 +51,9 @@ class RequestState:
 
     def _take_sequence(self, sequence: Sequence) -> CompletionOutput:
         index, tokens = sequence.index, sequence.tokens
-        start_token, start_text = self.given_tokens[index], self.given_text[index]
+        start_token, start_text = self.returned_tokens[index], self.returned_characters[index]
         end_text = max(len(sequence.text) - sequence.held, start_text)
-        self.given_tokens[index], self.given_text[index] = len(tokens) - sequence.num_prompt, end_text
+        self.returned_tokens[index], self.returned_characters[index] = len(tokens) - sequence.num_prompt, end_text
         return CompletionOutput(
             index=index,
             text=sequence.text[start_text:end_text],

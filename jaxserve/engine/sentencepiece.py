@@ -50,12 +50,14 @@ class SentencePieceModel:
             trainer, normalizer = (dict(_fields(fields.get(number, [b""])[-1])) for number in (2, 3))
         except (OSError, KeyError, IndexError, ValueError, TypeError, struct.error) as error:
             raise CheckpointError(
-                f"{file}: is not a SentencePiece model; use a tokenizer.json instead (transformers'"
+                f"{file} is not a SentencePiece model: use a tokenizer.json instead (transformers'"
                 " AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one)"
             ) from error
         algorithm = trainer.get(3, UNIGRAM)
         if algorithm not in (UNIGRAM, BPE):
-            raise CheckpointError(f"{file}: only the SentencePiece algorithms BPE and Unigram are supported")
+            raise CheckpointError(
+                f"{file} has the algorithm {algorithm!r}: only Unigram ({UNIGRAM}) and BPE ({BPE}) are supported"
+            )
 
         def token(number: int, default: int) -> int | None:
             found = trainer.get(number, default)
@@ -161,7 +163,7 @@ def _piece(fields: dict[int, int | bytes]) -> Piece:
 
 
 def _grouped(data: bytes) -> dict[int, list[bytes]]:
-    """Return the nested messages of a message by their field number."""
+    """Return the nested messages of a protocol buffer message by their field number. Raise ValueError for others."""
     groups: dict[int, list[bytes]] = {}
     for number, value in _fields(data):
         if not isinstance(value, bytes):

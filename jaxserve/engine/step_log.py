@@ -33,14 +33,14 @@ INTERVAL = 0.1
 
 
 class Engine(NamedTuple):
-    """The first record: the facts from which a simulator builds the same engine."""
+    """The first record of a log: the facts from which a simulator builds the same engine."""
 
     format: int
     facts: Mapping[str, Any]
 
 
-class InForce(NamedTuple):
-    """The plan of an instance from its next step on."""
+class PlanRecord(NamedTuple):
+    """The plan that an instance has from its next step on."""
 
     instance: int
     version: int
@@ -49,7 +49,7 @@ class InForce(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step that has ended."""
+    """A step that has ended. Times are seconds."""
 
     instance: int
     number: int
@@ -85,7 +85,7 @@ class Arrival(NamedTuple):
 
 
 class AnswerRecord(NamedTuple):
-    """The end of a request. With several answers, the one that ended last."""
+    """The end of a request: the fields of its answer that ended last."""
 
     id: str
     instance: int
@@ -106,7 +106,7 @@ class Tick(NamedTuple):
     outcomes: Sequence[Sequence[Any]]  # (error or None, seconds) of each transition ended since the last tick
 
 
-class Decided(NamedTuple):
+class DecisionRecord(NamedTuple):
     """The controller's decision at a tick."""
 
     time: float
@@ -118,16 +118,18 @@ class Decided(NamedTuple):
     outcome: str  # "started", or "rejected: ..."
 
 
-Record = Engine | InForce | Step | Arrival | AnswerRecord | Tick | Decided
+Record = Engine | PlanRecord | Step | Arrival | AnswerRecord | Tick | DecisionRecord
 KINDS: Mapping[str, type[Any]] = {
     "engine": Engine,
-    "inforce": InForce,
+    "inforce": PlanRecord,
     "step": Step,
     "arrival": Arrival,
     "answer": AnswerRecord,
     "tick": Tick,
-    "decided": Decided,
+    "decided": DecisionRecord,
 }
+# Earlier names of the fields of `Resources`, which logs may have.
+OLD_RESOURCES = {"least_pages": "min_pages", "most_pages": "max_pages", "kept": "in_place"}
 _KIND_OF = {record: kind for kind, record in KINDS.items()}
 
 
@@ -201,12 +203,15 @@ class InstanceLog:
         )
 
     def dispatched(self, work: Work, begun: float, now: float) -> None:
-        """Note that a step has been dispatched. Call before the next step is scheduled."""
+        """Log a change of the plan, and remember a step that was scheduled at `begun` and dispatched at `now`.
+
+        Call it before the next step is scheduled.
+        """
         plan_fields, load = self._core.plan_fields, self._loads.of(work)
         if plan_fields.plan_version != self._version:
             self._version = plan_fields.plan_version
             layers = dict(plan_fields.layers_by_precision)
-            self._log.write(InForce(self._core.index, self._version, layers, plan_fields.kv_pages_total))
+            self._log.write(PlanRecord(self._core.index, self._version, layers, plan_fields.kv_pages_total))
         self._open.append((begun, now, load, self._version))
         self._next = work.step + 1
 
@@ -258,11 +263,11 @@ class Recording:
 
     facts: Mapping[str, Any]
     steps: tuple[Step, ...] = ()
-    plans: tuple[InForce, ...] = ()
+    plans: tuple[PlanRecord, ...] = ()
     arrivals: tuple[Arrival, ...] = ()
     answers: Mapping[str, AnswerRecord] = field(default_factory=dict)  # by request id
     ticks: tuple[Tick, ...] = ()
-    decisions: tuple[Decided, ...] = ()
+    decisions: tuple[DecisionRecord, ...] = ()
 
 
 def read_log(path: str | Path) -> Recording:
@@ -280,14 +285,22 @@ def read_log(path: str | Path) -> Recording:
     if not records[Engine] or records[Engine][0].format != FORMAT:
         raise ConfigError(f"{path} is not a step log of format {FORMAT}")
     return Recording(
-        records[Engine][0].facts,
+        _with_present_names(records[Engine][0].facts),
         tuple(records[Step]),
-        tuple(records[InForce]),
+        tuple(records[PlanRecord]),
         tuple(records[Arrival]),
         {answer.id: answer for answer in records[AnswerRecord]},
         tuple(records[Tick]),
-        tuple(decided._replace(transitions=tuple(decided.transitions)) for decided in records[Decided]),
+        tuple(decided._replace(transitions=tuple(decided.transitions)) for decided in records[DecisionRecord]),
     )
+
+
+def _with_present_names(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the facts of a log, which an earlier version may have written, with the present names of resources."""
+    if "resources" not in facts:
+        return facts
+    resources = {OLD_RESOURCES.get(name, name): value for name, value in facts["resources"].items()}
+    return {**facts, "resources": resources}
 
 
 def _parsed(line: str, where: str) -> Any:
@@ -326,7 +339,7 @@ class LoggedController(Controller):
     def __init__(
         self, log: StepLog, plan: Plan, policy: Policy, resources: Resources, actuator: Actuator, **timing: Any
     ):
-        """Make a `Controller` with these arguments that logs to `log`."""
+        """Make a `Controller` with the remaining arguments, which logs to `log`."""
         self._log, self._logged = log, LoggedActuator(actuator)
         super().__init__(plan, policy, resources, self._logged, **timing)
 
@@ -338,15 +351,15 @@ class LoggedController(Controller):
         outcomes = [(outcome.error, outcome.seconds) for outcome in self._logged.outcomes]
         self._logged.outcomes.clear()
         self._log.write(Tick(now, self._logged.was_busy, seen, outcomes))
-        if (decided := decided_at(self, now)) is not None:
+        if (decided := decision_record(self, now)) is not None:
             self._log.write(decided)
 
 
-def decided_at(controller: Controller, now: float) -> Decided | None:
+def decision_record(controller: Controller, now: float) -> DecisionRecord | None:
     """Return the decision of a controller's latest tick, which was at time `now`, or None without a decision.
 
     A decision that is "done" at the time of its own tick is a change by an operator, and does not count.
     """
     if not controller.decisions or (d := controller.decisions[-1]).time != now or d.outcome == "done":
         return None
-    return Decided(now, d.policy, d.reason, d.before_version, d.target_version, d.transitions, d.outcome)
+    return DecisionRecord(now, d.policy, d.reason, d.before_version, d.target_version, d.transitions, d.outcome)

@@ -88,7 +88,7 @@ def missing_vocabulary(folder: Path) -> str:
     """Return the error message for a folder without a supported vocabulary."""
     others = ", ".join(name for name in OTHERS if (folder / name).is_file())
     found = f"; {others} cannot be read: {ADVICE}" if others else ""
-    return f"there is no {' or '.join(FILES)} in {folder}{found}"
+    return f"{folder} has no {' or '.join(FILES)}{found}"
 
 
 def has_vocabulary(folder: Path) -> bool:
@@ -114,7 +114,8 @@ def choose_template(given: str | None, own: Mapping[str, str], folder: Path) -> 
     try:
         if Path(given).is_file():
             return Path(given).read_text(encoding="utf-8"), None
-    except (OSError, ValueError) as error:  # also too long file names, and bytes that are not UTF-8
+    except (OSError, ValueError) as error:
+        # Also raised for a template that is too long for a file's name, and for a file that is not UTF-8.
         if "{" not in given:
             raise ConfigError(f"the chat template {given!r} cannot be read: {error} (--chat-template)") from error
     if "{" in given:
@@ -132,7 +133,7 @@ def _is_vicuna(folder: Path) -> bool:
 def _flag(config: Mapping[str, Any], name: str, folder: Path) -> bool | None:
     value = config.get(name)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: {name} is {value!r}, it must be true or false")
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: {name} is {value!r}: it must be true or false")
     return value
 
 

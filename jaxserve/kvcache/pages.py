@@ -1,4 +1,4 @@
-"""The bookkeeping of KV pages: free, shared or cached. A page id is valid in the pools of all layers."""
+"""Bookkeeping of KV pages, which are free, shared or cached. A page id is valid in the pools of all layers."""
 
 import hashlib
 import heapq
@@ -11,7 +11,7 @@ NULL_PAGE = 0  # padding rows write to it, and it is never handed out
 
 
 class PagesInUse(ValueError):
-    """More pages are to be taken away than are free or cached."""
+    """Raised when more pages are to be removed than are free or cached."""
 
 
 class PagePool:
@@ -25,10 +25,10 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, *, caching: bool = True, min_pages: int = 2, max_pages: int | None = None):
-        """All numbers of pages include the null page.
+        """Make a pool of free pages. All numbers of pages include the null page.
 
-        `min_pages`: what the longest sequence needs. `max_pages`: what the device's pools have room for, by default
-        `num_pages`.
+        `caching`: released pages stay in the prefix cache. `min_pages`: the smallest number of pages, which the longest
+        sequence needs. `max_pages`: the number of pages that the device's pools have room for (default: `num_pages`).
         """
         self.min_pages, self.max_pages = min_pages, num_pages if max_pages is None else max_pages
         assert 2 <= self.min_pages <= num_pages <= self.max_pages, (self.min_pages, num_pages, self.max_pages)
@@ -128,7 +128,7 @@ class PagePool:
         """Add `count` free pages. Raise `ValueError` beyond `max_pages`."""
         size = self.num_pages + count
         if count < 0 or size > self.max_pages:
-            raise ValueError(f"{self.num_pages} pages cannot grow by {count}, there is room for {self.max_pages}")
+            raise ValueError(f"{self.num_pages} pages cannot grow by {count}: at most {self.max_pages} fit")
         self.num_pages = size
 
     def shrink(self, count: int, move: Callable[[Mapping[int, int]], None] | None = None) -> dict[int, int]:
@@ -144,9 +144,9 @@ class PagePool:
         """
         size = self.num_pages - count
         if count < 0 or size < self.min_pages:
-            raise ValueError(f"{self.num_pages} pages cannot shrink by {count}: at least {self.min_pages} must be left")
+            raise ValueError(f"{self.num_pages} pages cannot shrink by {count}: at least {self.min_pages} must remain")
         if count > self.available:
-            raise PagesInUse(f"{self.num_pages} pages cannot shrink by {count}: {self.available} are not in use")
+            raise PagesInUse(f"{self.num_pages} pages cannot shrink by {count}: only {self.available} are not in use")
         self._free.extend(range(self._fresh, self.num_pages))  # still a heap: these ids are the largest
         self._references.extend([0] * (self.num_pages - self._fresh))
         self._fresh = self.num_pages
@@ -176,7 +176,7 @@ class PagePool:
         return page
 
 
-_DIGEST_BYTES = 16  # a collision needs about 2**64 pages
+_DIGEST_BYTES = 16  # so that a collision is likely only among about 2**64 pages
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:

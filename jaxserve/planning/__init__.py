@@ -1,1 +1,1 @@
-"""From a configuration to numbers, before any memory is taken: plan, step shapes, bytes, KV pages."""
+"""Planning of an engine before any memory is taken: its plan, step shapes, bytes and number of KV pages."""

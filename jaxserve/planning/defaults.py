@@ -1,4 +1,4 @@
-"""Defaults of each platform, for what the user leaves open; the simulator uses them too."""
+"""Defaults of each platform for options that the user leaves open. The simulator uses them too."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ class PlatformDefaults:
     """Defaults of one platform."""
 
     max_num_seqs: int
-    prefill_tokens: int  # prompt tokens of a step, besides its decodes
+    prefill_tokens: int  # prompt tokens of a step, in addition to its decodes
     tile: int  # tokens of a prefill tile; a prompt is padded to whole tiles
     min_rows: int  # rows of a step that decodes; fewer sequences are padded
-    memory_fraction: float  # of the host's available memory on CPU, of the device's memory elsewhere
+    memory_fraction: float  # share of the host's available memory on CPU, elsewhere of the device's memory
 
 
 PLATFORMS = {
@@ -31,11 +31,11 @@ def served_dtype(stored: DType, platform: str, *, quantized: bool) -> DType:
     of times slower) and wherever some weights are `quantized`.
     """
     if quantized or platform != "gpu":
-        return dtype_beside_quantized(stored)
+        return dtype_with_quantized(stored)
     return stored
 
 
-def dtype_beside_quantized(stored: DType) -> DType:
+def dtype_with_quantized(stored: DType) -> DType:
     """Return the dtype in which a checkpoint is computed if some weights are quantised.
 
     Float16 becomes bfloat16: no platform has kernels that multiply quantised weights by float16.

@@ -1,4 +1,4 @@
-"""Decides how the memory of a device is divided: weights, workspace, KV pages, and what remains.
+"""Division of a device's memory into weights, workspace, KV pages and the rest.
 
 Imports no JAX, so that the simulator divides the memory of simulated devices by the same code.
 """
@@ -31,20 +31,20 @@ RUNTIME = 420_000_000  # bytes: interpreter, JAX and server, with a margin of ab
 PROGRAM = 2_000_000  # bytes of a block's program for one step shape
 FUSED_LAYER = 500_000  # bytes of each layer in a program that runs a whole step
 PROGRAMS = 3  # programs per step shape besides those of the layers
-MAX_FORESEEN = 4  # precision assignments that a policy names in advance, besides the one at the start
+MAX_FORESEEN = 4  # precision assignments that a policy names in advance, in addition to the one at the start
 POLICIES_WITHOUT_FORESIGHT = (STATIC, "manual")
 
 MAX_POOL_BYTES = 2**46  # half of what a process can address
 STAGE_ENTRIES = ("weights", "variants", "kv", "workspace", "exchange")  # ledger entries that depend on the stage
 
-# How fast a change of the plan may copy while steps go on, which need the memory's bandwidth and the cores.
+# Limits on the copies of a change of the plan while steps go on, which need the memory's bandwidth and the cores.
 COPY_RATES = {"cpu": 0.25e9, "gpu": 8e9, "tpu": 8e9}  # bytes/s
 COPY_SHARES = {"cpu": 0.05, "gpu": 1.0, "tpu": 1.0}  # of a core, for the thread that copies
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of an engine: everything about it that takes memory is decided. The ledger is the fullest device's."""
+    """Sizes of everything in an engine that takes memory. `ledger` is that of the fullest device."""
 
     config: EngineConfig
     plan: Plan
@@ -90,7 +90,7 @@ class MemoryPlan:
         return {name: size for name, size in entries.items() if name in self.ledger.entries}
 
     def resources(self, copy_rate: float) -> Resources:
-        """Return what plans may use, with copies estimated at `copy_rate` bytes/s.
+        """Return the limits of plans, with copies estimated at `copy_rate` bytes/s.
 
         If the user set `kv_pages` without `max_kv_pages`, pages grow only by what smaller weights free.
         """
@@ -112,7 +112,7 @@ class MemoryPlan:
             min_pages=self.min_kv_pages,
             max_pages=self.reserved_kv_pages,
             copy_rate=copy_rate,
-            kept=self.pinned.in_place_precisions,
+            in_place=self.pinned.in_place_precisions,
             segments=() if self.granule else self.segments,
         )
 
@@ -249,13 +249,14 @@ def _book_memory(
     ledger.reserve("kv", _kv_bytes(fullest, pages, segments, granule))
     if sum(segments) * fullest.page > MAX_POOL_BYTES:
         raise ConfigError(
-            f"max_kv_pages is {config.max_kv_pages}: pools of so many pages exceed the addresses of a process, "
-            f"it must be at most {MAX_POOL_BYTES // fullest.page - 1}"
+            f"max_kv_pages is {config.max_kv_pages}: it must be at most {MAX_POOL_BYTES // fullest.page - 1}, because "
+            "a process cannot address larger pools"
         )
     max_len = min(wanted_len, (pages - 1) * page_size)
     if config.max_model_len is not None and max_len < wanted_len:
         raise ConfigError(
-            f"{pages - 1} KV pages of {page_size} tokens hold {max_len} tokens, max_model_len is {wanted_len}"
+            f"max_model_len is {wanted_len}: it must be at most {max_len}, the tokens in {pages - 1} KV pages of "
+            f"{page_size} tokens (kv_pages)"
         )
     if max_len < wanted_len:
         log.warning("max_model_len is lowered from %d to the %d tokens that the memory holds", wanted_len, max_len)
@@ -281,7 +282,7 @@ def _check_room(ledger: Ledger, needs: Mapping[str, int]) -> None:
     if sum(needs.values()) > ledger.free:
         parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in (ledger.entries | dict(needs)).items())
         raise MemoryBudgetError(
-            f"the memory budget is {ledger.budget / 1e9:.3f} GB per device, at least "
+            f"the memory budget is {ledger.budget / 1e9:.3f} GB per device: at least "
             f"{(ledger.used + sum(needs.values())) / 1e9:.3f} GB are needed: {parts} "
             "(memory_gb, max_model_len, max_num_seqs)"
         )
@@ -310,7 +311,7 @@ def _pages_and_max_pages(config: EngineConfig, fitting: int) -> tuple[int, int]:
     if config.max_kv_pages is None:
         return pages, pages
     if config.kv_pages is not None and config.max_kv_pages < config.kv_pages:
-        raise ConfigError(f"max_kv_pages is {config.max_kv_pages}, it must be at least kv_pages, {config.kv_pages}")
+        raise ConfigError(f"max_kv_pages is {config.max_kv_pages}: it must be at least kv_pages ({config.kv_pages})")
     reserved = config.max_kv_pages + 1
     return min(pages, reserved), reserved
 

@@ -1,6 +1,6 @@
-"""Resolves an `EngineConfig`: decides all that follows from it, the checkpoint and the machine.
+"""Resolution of an `EngineConfig`: all decisions that follow from it, the checkpoint and the machine.
 
-No memory is taken meanwhile: of the checkpoint only its configuration and the tensors' headers are read.
+It takes no memory: of the checkpoint only its configuration and the tensors' headers are read.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ SMALL_MACHINE = 4  # processors
 
 @dataclass(frozen=True)
 class Resolved(MemoryPlan):
-    """A configuration with everything decided, and the checkpoint and devices that it is resolved for."""
+    """A resolved configuration: the memory plan, the checkpoint, the model and the devices of an engine."""
 
     checkpoint: Checkpoint
     padded_model: ModelConfig  # padded for the degree of tensor parallelism

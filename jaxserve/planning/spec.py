@@ -1,10 +1,10 @@
-"""EngineSpec: plan, variants and step shapes of an engine, decided before its memory is divided."""
+"""The plan, variants and step shapes of an engine, which are decided before its memory is divided."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.control.plan import Plan, chain_of, static_plan
+from jaxserve.control.plan import Plan, block_chain, parallel_plan
 from jaxserve.control.policies import settings_of
 from jaxserve.core.config import DType, EngineConfig, ModelConfig
 from jaxserve.core.errors import ConfigError
@@ -46,8 +46,8 @@ class EngineSpec:
         precisions = layer_precisions(config.precision, config.layer_precision, stored, model.dtype)
         variants = _variants(config, precisions, model.dtype)
         head = head_precision(config.head_precision, config.precision, model.dtype)
-        chain = chain_of(head if model.tie_embeddings else model.dtype, precisions, head)
-        plan = static_plan(chain, kv_pages=0, tp=config.tp, pp=config.pp, dp=config.dp, devices=devices)
+        chain = block_chain(head if model.tie_embeddings else model.dtype, precisions, head)
+        plan = parallel_plan(chain, kv_pages=0, tp=config.tp, pp=config.pp, dp=config.dp, devices=devices)
         wanted_len = _wanted_len(config, model)
         buckets = _buckets(config, platform, defaults, wanted_len)
         return cls(config, platform, plan, variants, _kv_dtype(config, model), wanted_len, buckets)
@@ -103,7 +103,7 @@ def _wanted_len(config: EngineConfig, model: ModelConfig) -> int:
         return model.max_position
     if not 1 < config.max_model_len <= model.max_position:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, it must be from 2 to the model's {model.max_position} positions"
+            f"max_model_len is {config.max_model_len}: it must be from 2 to the model's {model.max_position} positions"
         )
     return config.max_model_len
 
@@ -115,7 +115,7 @@ def _buckets(config: EngineConfig, platform: str, defaults: PlatformDefaults, wa
         prefill = config.max_num_batched_tokens - seqs
     if prefill < defaults.tile:
         raise ConfigError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}, it must be at least max_num_seqs + "
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}: it must be at least max_num_seqs + "
             f"{defaults.tile} = {seqs + defaults.tile}"
         )
     width = ceil_div(wanted_len, config.page_size)

@@ -75,7 +75,8 @@ def stage_memory(
 ) -> StageMemory:
     """Return the bytes that a stage of the model with the padded `config` needs on each device.
 
-    `top` is the largest number of log-probabilities, and `variants` are the precisions that layers may change to.
+    `top` is the largest number of log-probabilities per token, and `variants` are the precisions that layers may change
+    to.
     """
     names = [block.block for block in stage.blocks]
     running = {(block.block, block.precision) for block in stage.blocks}

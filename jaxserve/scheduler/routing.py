@@ -4,7 +4,10 @@ import numpy as np
 
 
 class LeastLoaded:
-    """A router to the instance with the fewest outstanding prompt tokens, the first of equals. For one thread."""
+    """A router that picks the instance with the fewest outstanding prompt tokens, or the first of several.
+
+    One thread at a time may use it.
+    """
 
     def __init__(self, instances: int):
         self.outstanding = np.zeros(instances, np.int64)  # prompt tokens of unfinished requests, by instance

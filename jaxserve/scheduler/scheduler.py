@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from jaxserve.core.numeric import ceil_div
-from jaxserve.core.request import Sequence, Status
+from jaxserve.core.request import Sequence, SequenceStatus
 from jaxserve.core.work import Chunk, Work
 from jaxserve.kvcache import PagePool, PageTable, page_hashes
 
@@ -93,15 +93,15 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """End a waiting or running sequence and give its pages back."""
-        if sequence.status is Status.RUNNING:
+        if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
-        elif sequence.status is Status.WAITING:
+        elif sequence.status is SequenceStatus.WAITING:
             self._queued.pop(sequence, None)  # a sequence that waits for a sibling is not in it
             self._count_waiting(sequence, -1)
             self.pages.release(sequence.pages)  # shared with a sibling
             sequence.pages = []
-        sequence.status = Status.FINISHED
+        sequence.status = SequenceStatus.FINISHED
         orphans, sequence.children = sequence.children, []
         if orphans:  # it ended before its prompt was computed, so the next sibling takes its place
             heir, *others = orphans
@@ -109,7 +109,7 @@ class Scheduler:
             heir.parent, heir.children = None, others
             for other in others:
                 other.parent = heir
-            if heir.status is Status.WAITING:
+            if heir.status is SequenceStatus.WAITING:
                 self._push(heir)
 
     def set_salt(self, sequence: Sequence, salt: str) -> None:
@@ -145,7 +145,7 @@ class Scheduler:
         full = min(sequence.num_computed, len(sequence.tokens)) // size
         if full <= sequence.num_registered:  # most tokens do not fill a page
             return
-        if not self.pages.caching or sequence.private or sequence.status is not Status.RUNNING:
+        if not self.pages.caching or sequence.private or sequence.status is not SequenceStatus.RUNNING:
             return
         if full > known:
             tokens = sequence.tokens[: full * size]
@@ -204,7 +204,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, now: float) -> None:
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.status = Status.WAITING
+        sequence.status = SequenceStatus.WAITING
         sequence.num_computed = 0
         sequence.private = False
         sequence.preemptions += 1
@@ -225,7 +225,7 @@ class Scheduler:
     def _admit(self, chunks: list[Chunk], tiles: int) -> None:
         while tiles > 0 and self._waiting and self.table.free_slots:
             sequence = self._waiting[0][1]
-            if sequence.status is not Status.WAITING:
+            if sequence.status is not SequenceStatus.WAITING:
                 heapq.heappop(self._waiting)
                 continue
             if sequence.num_inflight:
@@ -236,7 +236,7 @@ class Scheduler:
             del self._queued[sequence]
             self._count_waiting(sequence, -1)
             sequence.slot = self.table.take_slot(sequence.pages)
-            sequence.status = Status.RUNNING
+            sequence.status = SequenceStatus.RUNNING
             insort(self.running, sequence, key=_order)
             tiles -= self._add_chunk(chunks, sequence, tiles)
 
@@ -302,7 +302,7 @@ class Scheduler:
         children, sequence.children = sequence.children, []
         for child in children:
             child.parent = None
-            if child.status is not Status.WAITING:
+            if child.status is not SequenceStatus.WAITING:
                 continue
             child.pages = sequence.pages[:full]
             self.pages.retain(child.pages)

@@ -1,8 +1,8 @@
 """Parsing of JSON bodies in a bounded time.
 
 The cost of a body depends on the number of its items (list entries, fields, objects), far more than on its bytes.
-Items are therefore counted first, without parsing. A body is parsed only if it has at most `MAX_ITEMS` items, besides
-the entries of the fields that hold prompts, which may be as many as the queue takes tokens.
+Items are therefore counted first, without parsing. A body is parsed only if it has at most `MAX_ITEMS` items, not
+counting the entries of the fields that hold prompts. Those may be as many as the tokens that the queue has room for.
 """
 
 import json
@@ -21,7 +21,7 @@ PROMPT_FIELDS = ("prompt", "input", "tokens")
 ENCODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 MAX_DIGITS = 400  # a float has at most 309 digits before its point
 DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
-# Of a body with too many items only the beginning is parsed, to name the field in the error.
+# If a body has too many items, only its beginning is parsed, to name the field in the error.
 HEAD_BYTES = 64 * 1024
 
 
@@ -127,7 +127,7 @@ def _too_many(value: Any, count: int, limit: int) -> RequestError:
             field = None
     where = "the body itself" if field is None else field[:100]
     message = (
-        f"the body has {count} items (list entries, fields, objects), most of them in {where}; the limit is {limit}"
+        f"the body has {count} items (list entries, fields, objects), most of them in {where}: the limit is {limit}"
     )
     return RequestError(message, field=field, value=count, limit=limit)
 

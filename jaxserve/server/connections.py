@@ -1,8 +1,8 @@
-"""HTTP connections: accepting them, limiting their number and their silence, and closing them without losing answers.
+"""HTTP connections: accepting them, limiting their number and idle time, and closing them without losing answers.
 
 This replaces three behaviours of uvicorn. It lets a client keep a connection without ever sending a request. It parses
 everything that has arrived without a pause for other connections. It closes a connection while the client is still
-sending, whereupon the client's system discards the answer. uvloop, besides, accepts as many connections as it finds
+sending, whereupon the client's system discards the answer. In addition, uvloop accepts as many connections as it finds
 and resets those for which no file descriptor is left.
 """
 
@@ -21,11 +21,11 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.server.auth import PROBES
-from jaxserve.server.errors import describe, error_response
+from jaxserve.server.errors import error_response, response_parts
 
 logger = logging.getLogger(__name__)
 
-# How long, and how many bytes, a closing connection is still read after the answer.
+# A closing connection is read for at most this time and this number of bytes after the answer.
 LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * 1024 * 1024
 # After this time a connection without a request may be closed to make room for another.
@@ -34,7 +34,7 @@ LOG_INTERVAL = 60.0  # seconds between two warnings
 # Bytes of one connection that are parsed before other connections have their turn.
 SLICE_BYTES = 32 * 1024
 ACCEPTED_AT_ONCE = 16  # connections per event of the loop
-ACCEPT_PAUSE = 0.1  # seconds after a connection could not be accepted
+ACCEPT_PAUSE = 0.1  # seconds until the next attempt if a connection cannot be accepted
 
 
 class Connections:
@@ -42,7 +42,7 @@ class Connections:
 
     def __init__(self, header_timeout: float, limit: int):
         self.header_timeout = header_timeout  # seconds
-        self.idle: dict[HttpProtocol, float] = {}  # time since when each waits for a request
+        self.idle: dict[HttpProtocol, float] = {}  # time at which each began to wait for a request
         self._limit = limit
         self._next_log = 0.0
 
@@ -225,7 +225,7 @@ class HttpProtocol(H11Protocol):
 
     def _refuse(self, error: HTTPException) -> None:
         """Answer a malformed or incomplete request with an error, and close."""
-        status, body, _ = describe(error)
+        status, body, _ = response_parts(error)
         data = to_json(body)
         headers = [("content-type", "application/json"), ("content-length", str(len(data))), ("connection", "close")]
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=data), h11.EndOfMessage()):

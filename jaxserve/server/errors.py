@@ -111,7 +111,7 @@ def envelope(
     return {"error": error}
 
 
-def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+def response_parts(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return (status, body, headers) for an error. The message of an unexpected exception is not included."""
     match error:
         case QueueFull():
@@ -137,13 +137,13 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
 
 
 def error_response(error: Exception) -> Response:
-    """Return the HTTP response for an error."""
-    status, body, headers = describe(error)
+    """Return the HTTP response that reports an error."""
+    status, body, headers = response_parts(error)
     return json_response(body, status, headers)
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a JSON response, faster than FastAPI's way through a model."""
+    """Return a JSON response, without FastAPI's slower serialization by a model."""
     return Response(to_json(body), status, headers, media_type="application/json")
 
 

@@ -1,4 +1,4 @@
-"""Generation for one HTTP request: run its prompts, collect the answers, and build OpenAI's objects around them."""
+"""Generation for one HTTP request: its prompts are run, and their answers become OpenAI's JSON objects."""
 
 import asyncio
 import contextlib
@@ -69,7 +69,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Job:
-    """The engine's share of one HTTP request: prompts with their sampling parameters."""
+    """The work of the engine for one HTTP request: prompts with their sampling parameters."""
 
     id: str
     prompts: Sequence[TokensPrompt]

@@ -11,7 +11,7 @@ from jaxserve.engine.tokenizer import Tokenizer
 # Sent for minus infinity, which JSON lacks, as other servers do.
 MIN_LOGPROB = -9999.0
 
-TokenText = Callable[[int], str]  # from a token id to the form in which responses write it
+TokenText = Callable[[int], str]  # token id -> the form in which responses write the token
 
 
 @dataclass

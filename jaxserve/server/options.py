@@ -39,7 +39,7 @@ def read_config(path_or_name: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ConfigError(f"{file} must be a mapping of options to values")
-    return {_known(key, file): entry for key, entry in value.items()}
+    return {_field_name(key, file): entry for key, entry in value.items()}
 
 
 def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
@@ -47,7 +47,7 @@ def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Eng
 
     Raise ConfigError, naming the option, if an option is unknown or has the wrong type.
     """
-    chosen = {**from_file, **{_known(key): value for key, value in given.items() if value is not None}}
+    chosen = {**from_file, **{_field_name(key): value for key, value in given.items() if value is not None}}
     for key in RENAMED.values():
         if isinstance(chosen.get(key), str):
             chosen[key] = [chosen[key]]
@@ -60,7 +60,7 @@ def resolve(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Eng
     return _validated(EngineConfig, engine), _validated(ServerSettings, server)
 
 
-def _known(key: str, file: Path | None = None) -> str:
+def _field_name(key: str, file: Path | None = None) -> str:
     """Return the field name of an option. Raise ConfigError, with the most similar option, if it is unknown."""
     name = key.replace("-", "_")
     name = RENAMED.get(name, name)

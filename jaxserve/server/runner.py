@@ -1,4 +1,4 @@
-"""Running the server: bind first, load the engine while probes are answered, drain on the first signal.
+"""The run of a server: it binds first, loads the engine while it answers probes, and drains on the first signal.
 
 After the first SIGTERM or SIGINT, new requests are refused and requests in flight have `shutdown_timeout` seconds to
 end. A second signal, or a signal while the model is loading, ends the process at once.

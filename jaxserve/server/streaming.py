@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.core.errors import JaxserveError
-from jaxserve.server.errors import ClientGone, describe
+from jaxserve.server.errors import ClientGone, response_parts
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class EventStream(Response):
         except Exception as error:
             if not isinstance(error, JaxserveError):
                 logger.exception("a stream failed")
-            await _send_part(send, event(describe(error)[1]))
+            await _send_part(send, event(response_parts(error)[1]))
         finally:
             await _cancel(pings)
         await send({"type": "http.response.body", "body": DONE, "more_body": False})

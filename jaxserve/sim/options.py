@@ -8,7 +8,7 @@ from jaxserve.bench.options import LoadOptions
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.core.config import EngineConfig, KVCacheDType
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.options import Option, given, options_of
+from jaxserve.core.options import Option, given_options, options_of
 
 RENAMED = {"variant": "variants"}
 
@@ -94,7 +94,7 @@ class ClusterOptions:
                 "the devices of an instance"
             )
         known = {field.name for field in fields(EngineConfig)}
-        values = {RENAMED.get(name, name): value for name, value in given(self).items()}
+        values = {RENAMED.get(name, name): value for name, value in given_options(self).items()}
         values = {name: tuple(value) if name == "variants" else value for name, value in values.items()}
         chosen = {name: value for name, value in values.items() if name in known}
         return EngineConfig(**chosen | {"dp": devices // each, "prefix_caching": prefix_caching})

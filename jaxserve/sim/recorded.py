@@ -33,7 +33,7 @@ from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.step_log import Arrival, Decided, Recording, Step, Tick, decided_at
+from jaxserve.engine.step_log import Arrival, DecisionRecord, Recording, Step, Tick, decision_record
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.instance import SimInstance
@@ -81,7 +81,7 @@ class RecordedCostModel:
 class Replayed:
     """The result of a replay, all of it as recorded."""
 
-    decisions: tuple[Decided, ...]
+    decisions: tuple[DecisionRecord, ...]
     steps: int
     plan: Plan  # at the end
 
@@ -189,7 +189,7 @@ class _Replay:
             self._arrivals.setdefault(arrival.step, []).append(arrival)
         self._num_added = 0
         self._ticks = deque(recording.ticks)
-        self._decisions: list[Decided] = []
+        self._decisions: list[DecisionRecord] = []
         self._core = self._new_core(plan)
         cost_model = RecordedCostModel(recording.steps, self._clock)
         self._instance = SimInstance(self._core, plan.instances[0], cost_model, _buckets(facts), self._clock)
@@ -255,7 +255,7 @@ class _Replay:
         if self._core.plan_fields.plan_version < version:
             self._actuator.commit(version)
         self._controller.tick(tick.time, [self._core.snapshot_at(time, version)])
-        if (decided := decided_at(self._controller, tick.time)) is not None:
+        if (decided := decision_record(self._controller, tick.time)) is not None:
             expected = self._recording.decisions[len(self._decisions) :][:1]
             if (decided,) != expected:
                 raise Diverged(f"at {tick.time:.6f} s {decided} was decided, recorded {expected or 'nothing'}")
@@ -324,5 +324,5 @@ def _buckets(facts: Mapping[str, Any]) -> Buckets:
 
 def _resources(value: Mapping[str, Any]) -> Resources:
     layers = {(block, precision): size for block, precision, size in value["layer_bytes"]}
-    sequences = {name: tuple(value[name]) for name in ("fixed", "page_bytes", "segments", "kept") if name in value}
+    sequences = {name: tuple(value[name]) for name in ("fixed", "page_bytes", "segments", "in_place") if name in value}
     return Resources(**{**value, **sequences, "layer_bytes": layers})

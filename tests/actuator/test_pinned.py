@@ -173,7 +173,7 @@ def test_pinned_variants_leave_pinned_memory_for_transfers(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING):
         kept = [keep(block, {"weight": np.ones(6)}, "int4")["weight"] for block in BLOCKS]
     assert [type(leaf) is np.ndarray for leaf in kept] == [False, False, True]
-    assert "too little of it for transfers" in caplog.text
+    assert "too little pinned memory for transfers" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from bench.morph_parts import plots
 from bench.morph_parts.steady import Exchange, exchange_table, found_in
 from bench.morph_parts.summary import cells, verdict_table, verdicts, workload_tables
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, INT8, LABELS, NAMES, PERFORMANCE
-from jaxserve.engine.step_log import Decided, Recording, Step
+from jaxserve.engine.step_log import DecisionRecord, Recording, Step
 from tests.bench.morph_results import made_results
 
 
@@ -63,9 +63,9 @@ def test_exchanges_are_found_in_a_step_log():
     swaps = tuple(f"instance 0: layers.{n} bfloat16 -> int4 (frees 1.0 MB, about 5 ms)" for n in range(3))
     grown = "instance 0: KV 50 -> 60 pages (needs 1.0 MB)"
     decided = [
-        Decided(0.2, "morph", "two things at once", 0, 1, (swaps[0], grown), "started"),
-        Decided(1.0001, "manual", "the operator's plan", 1, 4, swaps, "started"),
-        Decided(9.0, "manual", "nothing ran since", 4, 7, swaps, "started"),
+        DecisionRecord(0.2, "morph", "two things at once", 0, 1, (swaps[0], grown), "started"),
+        DecisionRecord(1.0001, "manual", "the operator's plan", 1, 4, swaps, "started"),
+        DecisionRecord(9.0, "manual", "nothing ran since", 4, 7, swaps, "started"),
     ]
     (found,) = found_in(Recording({}, steps=tuple(steps), decisions=tuple(decided)))
     assert (found.after, found.steps) == ("int4", 9), "of ten steps one had a prompt"

@@ -18,7 +18,7 @@ from tests.support.control import LAYER, MB, PAGE, home_plan, machine
 
 LAYERS = 6
 MACHINE = machine(LAYERS, pp=2)
-KEEPING = replace(MACHINE, kept=("int8", "int4"))  # a layer in one of these takes nothing more
+KEEPING = replace(MACHINE, in_place=("int8", "int4"))  # a layer in one of these takes nothing more
 
 
 @st.composite
@@ -81,7 +81,7 @@ def test_layers_used_without_a_copy_change_in_one_batch() -> None:
     plan = home_plan()
     some = plan.with_precisions(0, {"layers.0": "int4", "layers.2": "int8"})
     other = plan.with_precisions(0, {"layers.1": "int4", "layers.3": "int4"}).with_kv_pages(0, 421)
-    way = diff(some, other, replace(machine(), kept=("int8", "int4")))
+    way = diff(some, other, replace(machine(), in_place=("int8", "int4")))
     changed = [[getattr(transition, "block", "KV") for transition in batch] for batch in batches(way)]
     assert changed == [["layers.1", "layers.3"], ["layers.0", "layers.2"], ["KV"]]
     assert [len(batch) for batch in batches(diff(some, other, machine()))] == [1] * 5
@@ -90,7 +90,7 @@ def test_layers_used_without_a_copy_change_in_one_batch() -> None:
 
 def test_batches_never_mix_instances() -> None:
     plan, layers = home_plan(dp=2), {"layers.1": "int4", "layers.3": "int4"}
-    way = diff(plan, plan.with_precisions(0, layers).with_precisions(1, layers), replace(machine(), kept=("int4",)))
+    way = diff(plan, plan.with_precisions(0, layers).with_precisions(1, layers), replace(machine(), in_place=("int4",)))
     assert [[transition.instance for transition in batch] for batch in batches(way)] == [[0, 0], [1, 1]]
 
 
@@ -112,7 +112,7 @@ def test_kv_capacity_is_what_the_budget_leaves_to_the_page() -> None:
 
 
 def test_pinned_layer_in_use_takes_no_further_bytes() -> None:
-    plan, resources = home_plan(), replace(machine(), kept=("int8", "int4"))
+    plan, resources = home_plan(), replace(machine(), in_place=("int8", "int4"))
     small = plan.with_precisions(0, {"layers.0": "int4", "layers.9": "int8"})
     assert resources.kv_capacity(plan.instances[0]) == 401
     assert resources.kv_capacity(small.instances[0]) == 401 + 40 * MB // PAGE, "both layers' bytes, to the page"
@@ -138,8 +138,8 @@ def stage_of(plan: Plan, **changes: object) -> Plan:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: replace(p, instances=p.instances * 2), "2 instances, 1 are running"),
-        (lambda p: stage_of(p, devices=(7,)), "stage 1 is on devices 7, it runs on 1"),
+        (lambda p: replace(p, instances=p.instances * 2), "2 instances: it must have 1 (dp)"),
+        (lambda p: stage_of(p, devices=(7,)), "stage 1 is on devices 7: it must stay on 1"),
         (lambda p: stage_of(p, blocks=p.instances[0].stages[1].blocks[::-1]), "has blocks head, layers.5"),
         (lambda p: stage_of(p, kv_pages=300), "stages of 300, 401 KV pages"),
         (lambda p: p.with_precisions(0, {"layers.1": "int3"}), "layers.1 cannot have precision 'int3': choose from bf"),
@@ -147,7 +147,10 @@ def stage_of(plan: Plan, **changes: object) -> Plan:
             lambda p: p.with_precisions(0, {"head": "int8"}),
             "head is bfloat16 and cannot change to 'int8': only decoder layers can",
         ),
-        (lambda p: replace(p, instances=(replace(p.instances[0], stages=p.instances[0].stages[:1]),)), "1 stages, 2"),
+        (
+            lambda p: replace(p, instances=(replace(p.instances[0], stages=p.instances[0].stages[:1]),)),
+            "1 stages: it must",
+        ),
     ],
 )
 def test_diff_of_plans_that_no_transition_connects_is_refused(change: Callable[[Plan], Plan], message: str) -> None:
@@ -159,10 +162,10 @@ def test_diff_of_plans_that_no_transition_connects_is_refused(change: Callable[[
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p.with_kv_pages(0, 402), "stage 0 needs 0.261 GB per device, the budget is 0.260 GB; besides its"),
-        (lambda p: p.with_kv_pages(0, 16), "16 KV pages, it must be from 17 (max_model_len) to 2000 (max_kv_pages)"),
-        (lambda p: p.with_kv_pages(0, 2001), "2001 KV pages, it must be from 17"),
-        (lambda p: stage_of(p, kv_pages=300), "stage 1 has 300 KV pages, stage 0 has 401"),
+        (lambda p: p.with_kv_pages(0, 402), "needs 0.261 GB per device: the budget is 0.260 GB, in which 401 KV"),
+        (lambda p: p.with_kv_pages(0, 16), "16 KV pages: it must be from 17 (max_model_len) to 2000 (max_kv_pages)"),
+        (lambda p: p.with_kv_pages(0, 2001), "2001 KV pages: it must be from 17"),
+        (lambda p: stage_of(p, kv_pages=300), "stage 1 has 300 KV pages: it must have 401, as many as stage 0"),
         (lambda p: stage_of(p, devices=(0,)), "device 0 has 2 stages"),
         (lambda p: p.with_precisions(0, {"layers.1": "fp8"}), "cannot have precision 'fp8'"),
     ],
@@ -174,7 +177,7 @@ def test_plan_that_the_machine_cannot_hold_is_refused(change: Callable[[Plan], P
 
 
 def test_precision_of_an_unknown_block_is_refused() -> None:
-    with pytest.raises(PlanError, match=re.escape("instance 0 has no block layers.16")):
+    with pytest.raises(PlanError, match=re.escape("instance 0 has no block layers.16: its blocks are embed to head")):
         home_plan().with_precisions(0, {"layers.16": "int4"})
 
 

@@ -57,9 +57,9 @@ def test_morph_policy_file_names_every_setting() -> None:
         ("policy: morph\nsettings: {kv_usage: high}", "settings.kv_usage is 'high': it must be of type float"),
         ("policy: morph\nsettings: {entry_layers: 1.5}", "settings.entry_layers is 1.5: it must be of type int"),
         ("policy: morph\nsettings: [1]", "it must be a mapping of names to values"),
-        ("policy: morph\nsettings: {kv_usage: 2}", "kv_usage is 2, it must be a share"),
-        ("policy: morph\nsettings: {precision: bfloat16}", "precision is bfloat16, it must be one of int8, int4, int3"),
-        ("policy: morph\nsettings: {rest: float32}", "rest is 'float32', it must be empty, or one of int8, int4, int3"),
+        ("policy: morph\nsettings: {kv_usage: 2}", "kv_usage is 2: it must be a share"),
+        ("policy: morph\nsettings: {precision: bfloat16}", "precision is bfloat16: it must be one of int8, int4, int3"),
+        ("policy: morph\nsettings: {rest: float32}", "rest is 'float32': it must be empty, or one of int8, int4, int3"),
         ("- 1", "it must have the key policy"),
         ("policy: [", "policy.yaml is not valid YAML"),
     ],
@@ -77,7 +77,7 @@ def test_slo_given_with_a_policy_overrides_its_setting(tmp_path: Path) -> None:
     assert isinstance(policy, MorphPolicy)
     assert policy.settings == replace(PERFORMANCE, most_layers=0.25, slo_ttft=5.0)
     assert policy.slo_ttft == 5.0
-    with pytest.raises(ConfigError, match="slo_ttft is inf, it must be finite"):
+    with pytest.raises(ConfigError, match="slo_ttft is inf: it must be finite"):
         load_policy("morph", MACHINE, ORDER, slo_ttft=float("inf"))
 
 

@@ -43,13 +43,13 @@ def test_options_are_the_annotated_fields_in_order():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"port": 65536}, r"port is 65536, it must be an integer from 0 to 65535 \(--port\)"),
-        ({"port": True}, "port is True, it must be an integer"),
-        ({"port": None}, "port is None, it must be an integer"),
-        ({"budget": 0}, r"budget is 0, it must be a number above 0 \(--budget\)"),
+        ({"port": 65536}, r"port is 65536: it must be an integer from 0 to 65535 \(--port\)"),
+        ({"port": True}, "port is True: it must be an integer"),
+        ({"port": None}, "port is None: it must be an integer"),
+        ({"budget": 0}, r"budget is 0: it must be a number above 0 \(--budget\)"),
         ({"budget": float("inf")}, "budget is inf"),
         ({"rate": float("nan")}, "rate is nan"),
-        ({"dtype": "c"}, r"dtype is 'c', it must be one of a, b \(--dtype\)"),
+        ({"dtype": "c"}, r"dtype is 'c': it must be one of a, b \(--dtype\)"),
     ],
 )
 def test_error_for_a_value_outside_its_range_names_the_limit(values, message):

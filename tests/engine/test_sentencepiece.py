@@ -75,12 +75,12 @@ def test_tokenizer_json_is_preferred_to_tokenizer_model(tmp_path: Path):
 @pytest.mark.parametrize("data", [b"", b"IQ== 0\nIg== 1\n", b"\x0a\xff\xff", b"\x08\x01", bytes(100)])
 def test_tokenizer_model_in_another_format_is_refused(tmp_path: Path, data: bytes):
     (tmp_path / "tokenizer.model").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model: is not a SentencePiece model"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model is not a SentencePiece model"):
         Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tekken.json", "merges.txt"])
 def test_error_for_an_unreadable_sentencepiece_file_names_it(tmp_path: Path, name: str):
     (tmp_path / name).write_text("")
-    with pytest.raises(CheckpointError, match=rf"there is no tokenizer\.json or tokenizer\.model.*{name}"):
+    with pytest.raises(CheckpointError, match=rf" has no tokenizer\.json or tokenizer\.model.*{name}"):
         Tokenizer.load(tmp_path)

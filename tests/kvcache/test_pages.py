@@ -91,7 +91,7 @@ def test_grow_adds_free_pages_up_to_the_maximum() -> None:
     assert (pool.num_pages, pool.available) == (6, 2)
     assert pool.allocate(2) == [4, 5]
     assert held == [1, 2, 3]
-    with pytest.raises(ValueError, match="6 pages cannot grow by 1, there is room for 6"):
+    with pytest.raises(ValueError, match="6 pages cannot grow by 1: at most 6 fit"):
         pool.grow(1)
 
 
@@ -249,10 +249,10 @@ def test_pages_keep_their_contents_for_random_histories_with_resizes(history: li
 def test_shrink_below_used_pages_or_the_minimum_is_refused() -> None:
     pool = PagePool(9, min_pages=4)
     pages = pool.allocate(6)
-    with pytest.raises(PagesInUse, match="9 pages cannot shrink by 3: 2 are not in use"):
+    with pytest.raises(PagesInUse, match="9 pages cannot shrink by 3: only 2 are not in use"):
         pool.shrink(3)
     pool.release(pages)
-    with pytest.raises(ValueError, match="9 pages cannot shrink by 6: at least 4 must be left") as refused:
+    with pytest.raises(ValueError, match="9 pages cannot shrink by 6: at least 4 must remain") as refused:
         pool.shrink(6)
     assert not isinstance(refused.value, PagesInUse), "to wait for pages would not help"
     assert (pool.num_pages, pool.available) == (9, 8)

@@ -175,7 +175,7 @@ def test_kv_pages_and_max_kv_pages_set_the_first_and_the_largest_pool(tiny_model
     assert (fixed.plan.instances[0].stages[0].kv_pages, fixed.reserved_kv_pages) == (21, 21)
     capped = resolve(EngineConfig(max_kv_pages=25, **base))
     assert (capped.plan.instances[0].stages[0].kv_pages, capped.reserved_kv_pages) == (26, 26)
-    with pytest.raises(ConfigError, match="max_kv_pages is 10, it must be at least kv_pages, 20"):
+    with pytest.raises(ConfigError, match=r"max_kv_pages is 10: it must be at least kv_pages \(20\)"):
         resolve(EngineConfig(kv_pages=20, max_kv_pages=10, **base))
 
 

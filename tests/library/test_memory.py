@@ -88,7 +88,9 @@ def test_too_small_budget_error_says_how_much_is_needed(tiny_model: Path) -> Non
 def test_max_model_len_beyond_the_pool_is_lowered_unless_it_was_given(tiny_model: Path) -> None:
     resolved = resolve(EngineConfig(model=tiny_model, memory_gb=4, kv_pages=5, **OPTIONS))
     assert resolved.info.max_model_len == 80
-    with pytest.raises(ConfigError, match="hold 80 tokens"):
+    with pytest.raises(
+        ConfigError, match="max_model_len is 200: it must be at most 80, the tokens in 5 KV pages of 16"
+    ):
         resolve(EngineConfig(model=tiny_model, memory_gb=4, kv_pages=5, max_model_len=200, **OPTIONS))
 
 
@@ -100,11 +102,11 @@ def test_max_model_len_beyond_the_pool_is_lowered_unless_it_was_given(tiny_model
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"memory_gb": -1}, "memory_gb is -1"),
         ({"memory_gb": float("inf")}, "memory_gb is inf"),
-        ({"slo_ttft": -1}, "slo_ttft is -1, it must be a number above 0"),
-        ({"max_num_seqs": 2.5}, "max_num_seqs is 2.5, it must be an integer of at least 1"),
+        ({"slo_ttft": -1}, "slo_ttft is -1: it must be a number above 0"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs is 2.5: it must be an integer of at least 1"),
         ({"memory_gb": "8"}, "memory_gb is '8'"),
         ({"max_kv_pages": 10**13}, "max_kv_pages is 10000000000000"),
-        ({"dtype": "int8"}, "dtype is 'int8', it must be one of auto, bfloat16, float16, float32"),
+        ({"dtype": "int8"}, "dtype is 'int8': it must be one of auto, bfloat16, float16, float32"),
         ({"load_format": "gguf"}, "load_format is 'gguf'"),
     ],
 )

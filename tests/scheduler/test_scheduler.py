@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.core.request import Request, Sequence, Status
+from jaxserve.core.request import Request, Sequence, SequenceStatus
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.work import Work
 from jaxserve.kvcache import NULL_PAGE, PagePool, PageTable, page_hashes
@@ -143,7 +143,7 @@ class CheckedScheduler:
     def give_tokens(self, work: Work) -> None:
         for sequence in (*work.decodes, *(c.sequence for c in work.chunks if c.last)):
             sequence.num_inflight -= 1
-            if sequence.status is Status.FINISHED:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             sequence.tokens.append(self.token(sequence, len(sequence.tokens)))
             if len(sequence.tokens) >= sequence.max_total:
@@ -177,7 +177,7 @@ def test_random_load_finishes_and_frees_every_page(load, pages, seqs, tiles, cac
         prompt += [rng.randrange(100) for _ in range(length - len(prompt))]
         checked.add(prompt, max_tokens, n=n, priority=priority, salt=salt)
     checked.run()
-    assert all(s.status is Status.FINISHED and len(s.tokens) == s.max_total for s in checked.sequences)
+    assert all(s.status is SequenceStatus.FINISHED and len(s.tokens) == s.max_total for s in checked.sequences)
     assert checked.pages.used == 0
     assert checked.scheduler.table.free_slots == seqs
     assert (checked.scheduler.num_waiting, checked.scheduler.waiting_tokens) == (0, 0)
@@ -199,7 +199,7 @@ def test_aborts_at_random_steps_leak_no_page_or_slot(load, aborts) -> None:
             victim = checked.sequences[number % len(checked.sequences)]
             for sequence in [s for s in checked.sequences if s.request is victim.request]:
                 sequence.children.clear()
-                if sequence.status is not Status.FINISHED:
+                if sequence.status is not SequenceStatus.FINISHED:
                     checked.scheduler.finish(sequence)
         return original(step, now)
 
@@ -228,7 +228,7 @@ def test_pool_resizes_at_random_steps_change_no_answer(load, resizes, caching) -
 
     checked.scheduler.schedule = schedule  # type: ignore[method-assign]
     checked.run()
-    assert all(s.status is Status.FINISHED and len(s.tokens) == s.max_total for s in checked.sequences)
+    assert all(s.status is SequenceStatus.FINISHED and len(s.tokens) == s.max_total for s in checked.sequences)
     assert checked.pages.used == 0
     assert sorted(checked.pages.allocate(checked.pages.available)) == list(range(1, checked.pages.num_pages))
 
@@ -274,14 +274,14 @@ def test_sequences_are_admitted_by_priority_then_arrival(load, pages, seqs) -> N
         before = set(checked.scheduler.running)
         checked.step()
         admitted = [place(s) for s in checked.scheduler.running if s not in before]
-        waiting = [place(s) for s in checked.sequences if s.status is Status.WAITING and s.parent is None]
+        waiting = [place(s) for s in checked.sequences if s.status is SequenceStatus.WAITING and s.parent is None]
         assert not admitted or not waiting or max(admitted) < min(waiting)
 
 
 def test_answers_of_one_request_share_the_prompts_full_pages(checked: CheckedScheduler) -> None:
     group = checked.add(list(range(22)), 4, n=3)
     checked.scheduler.schedule(0, 0.0)
-    while any(s.status is Status.WAITING for s in group):
+    while any(s.status is SequenceStatus.WAITING for s in group):
         checked.scheduler.schedule(0, 0.0)
     full = 22 // PAGE
     assert all(s.pages[:full] == group[0].pages[:full] for s in group)
@@ -354,7 +354,7 @@ def test_waiting_since_counts_the_sequence_that_waited_longest() -> None:
     assert checked.scheduler.waiting_since == patient.request.arrival
     checked.scheduler.finish(running)
     checked.scheduler.schedule(1, 50.0)
-    assert urgent.status is Status.RUNNING
+    assert urgent.status is SequenceStatus.RUNNING
     assert checked.scheduler.waiting_since == patient.request.arrival
     checked.scheduler.finish(patient)
     assert checked.scheduler.waiting_since is None

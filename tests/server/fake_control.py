@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxserve.control.plan import InstancePlan, Plan, StagePlan, chain_of
+from jaxserve.control.plan import InstancePlan, Plan, StagePlan, block_chain
 from jaxserve.control.plan_yaml import from_yaml, to_dict, to_yaml
 from jaxserve.core.errors import ConfigError, PlanError, RequestError
 
@@ -42,7 +42,7 @@ def pages(int4: int) -> int:
 def plan_at(time: float) -> Plan:
     """Return the plan in force. Each change of a layer has its own version."""
     turned = set(ORDER[: int4_layers(time)])
-    chain = chain_of("bfloat16", ["int4" if i in turned else "bfloat16" for i in range(LAYERS)], "bfloat16")
+    chain = block_chain("bfloat16", ["int4" if i in turned else "bfloat16" for i in range(LAYERS)], "bfloat16")
     version = 1 + int(time // CYCLE) * 4 * len(ORDER)
     version += len(turned) if time % CYCLE < LAST else 2 * len(ORDER) - len(turned)
     return Plan(version, (InstancePlan((StagePlan(chain, (0,), pages(len(turned))),)),))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.control import chain_of, static_plan
+from jaxserve.control import block_chain, parallel_plan
 from jaxserve.control.plan import InstancePlan
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.step_shapes import Buckets
@@ -50,8 +50,8 @@ def cluster(
     control: Control | None = None,
 ) -> Simulation:
     """Return a simulation of instances with `pages` KV pages and at most `seqs` sequences each."""
-    chain = chain_of("bfloat16", ["bfloat16"] * 2, "bfloat16")
-    plan = static_plan(chain, kv_pages=pages, tp=1, pp=1, dp=instances, devices=instances)
+    chain = block_chain("bfloat16", ["bfloat16"] * 2, "bfloat16")
+    plan = parallel_plan(chain, kv_pages=pages, tp=1, pp=1, dp=instances, devices=instances)
     clock = VirtualClock()
     info = ModelInfo("small", LONGEST, 2**31 - 1, 8, 0, max_queued_requests=max_queued)
     buckets = Buckets(seqs, 4, TILE, 1, (LONGEST // PAGE,))

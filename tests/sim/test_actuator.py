@@ -102,7 +102,7 @@ class World:
         `kept` are the precisions in which layers are pinned on the host.
         """
         self.clock = VirtualClock()
-        self.resources: Resources = replace(machine(LAYERS, home_pages=PAGES), kept=kept)
+        self.resources: Resources = replace(machine(LAYERS, home_pages=PAGES), in_place=kept)
         self.home = home_plan(LAYERS, pages=PAGES, dp=dp)
         self.links = SharedLinks({"pcie": Link(bandwidth, 0.0)})
         self.instances = [self._instance(number) for number in range(dp)]
@@ -375,7 +375,7 @@ def test_pages_in_use_keep_the_old_plan_and_the_rest_is_dropped() -> None:
     world.carry_out(world.resize(51), world.swap(0, "int8"))
     (outcome,) = world.outcomes
     assert outcome.transition == world.resize(51)
-    assert outcome.error == "PagesInUse: 101 pages cannot shrink by 50: 5 are not in use"
+    assert outcome.error == "PagesInUse: 101 pages cannot shrink by 50: only 5 are not in use"
     assert outcome.seconds == pytest.approx(SHRINK_PATIENCE, abs=SHRINK_RETRY)
     assert unchanged(world)
     assert world.carry_out(world.swap(0, "int8")) == pytest.approx([0.010]), "it may try again"
@@ -424,7 +424,7 @@ def test_a_variant_needs_room_beside_the_layer_in_use() -> None:
 def test_a_transition_that_does_not_start_from_the_plan_fails() -> None:
     world = World()
     world.carry_out(world.swap(0, "int4", before="int8"))
-    assert world.outcomes[0].error == "PlanError: layers.0 of plan 1 is not int8"
+    assert world.outcomes[0].error == "PlanError: layers.0 of plan 1 is bfloat16: the change starts from int8"
     assert unchanged(world)
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from jaxserve.control.plan import InstancePlan, Plan, chain_of, static_plan
+from jaxserve.control.plan import InstancePlan, Plan, block_chain, parallel_plan
 from jaxserve.core.errors import ConfigError
 from jaxserve.sim.cost_model import InstanceRoofline, RooflineModel, StepLoad, all_reduce
 from jaxserve.sim.hardware import Curve, Hardware, Link, Overheads, load_hardware
@@ -33,8 +33,8 @@ LAYERS = SHAPE.num_layers
 
 
 def plan(precisions: tuple[str, ...] | None = None, tp: int = 1, pp: int = 1, head: str = "bfloat16") -> InstancePlan:
-    chain = chain_of("bfloat16", precisions or ("bfloat16",) * LAYERS, head)
-    made: Plan = static_plan(chain, kv_pages=100, tp=tp, pp=pp, dp=1, devices=tp * pp)
+    chain = block_chain("bfloat16", precisions or ("bfloat16",) * LAYERS, head)
+    made: Plan = parallel_plan(chain, kv_pages=100, tp=tp, pp=pp, dp=1, devices=tp * pp)
     return made.instances[0]
 
 
@@ -183,8 +183,8 @@ SPLITWISE = {
 @pytest.mark.parametrize("name", SPLITWISE)
 def test_llama_2_70b_on_two_gpus_is_as_fast_as_splitwise_says(name: str):
     shape = replace(ModelShape.load("llama-3-70b"), vocab_size=32000)
-    chain = chain_of("bfloat16", ("bfloat16",) * 80, "bfloat16")
-    instance = static_plan(chain, kv_pages=2, tp=2, pp=1, dp=1, devices=2).instances[0]
+    chain = block_chain("bfloat16", ("bfloat16",) * 80, "bfloat16")
+    instance = parallel_plan(chain, kv_pages=2, tp=2, pp=1, dp=1, devices=2).instances[0]
     time = RooflineModel(shape, load_hardware(name)).of(instance)
     for tokens, batch, prompt, token in SPLITWISE[name]:
         pairs = batch * (tokens**2 + tokens)

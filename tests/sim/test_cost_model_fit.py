@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxserve.control import chain_of, static_plan
+from jaxserve.control import block_chain, parallel_plan
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.step_shapes import Buckets
-from jaxserve.engine.step_log import InForce, Recording, Step
+from jaxserve.engine.step_log import PlanRecord, Recording, Step
 from jaxserve.sim.cost_model import RooflineModel, StepLoad
 from jaxserve.sim.cost_model_fit import MeasuredStep, fit, fit_frontend, measured_steps, non_negative, robust_fit
 from jaxserve.sim.hardware import Curve, Hardware, Overheads, from_yaml, to_yaml
@@ -49,8 +49,8 @@ TRUTH = replace(
 
 
 def plan(int4: int = 0):
-    chain = chain_of("bfloat16", ["int4"] * int4 + ["bfloat16"] * (SHAPE.num_layers - int4), "bfloat16")
-    return static_plan(chain, kv_pages=400, tp=1, pp=1, dp=1, devices=1)
+    chain = block_chain("bfloat16", ["int4"] * int4 + ["bfloat16"] * (SHAPE.num_layers - int4), "bfloat16")
+    return parallel_plan(chain, kv_pages=400, tp=1, pp=1, dp=1, devices=1)
 
 
 def steps(count: int, int4: int = 0, *, seed: int = 0, noise: float = 0.05, spikes: float = 0.0) -> list[MeasuredStep]:
@@ -151,9 +151,9 @@ def step(number: int, begun: float, ended: float, **more: int) -> Step:
 
 
 def recording(*made: Step, tp: int = 1) -> Recording:
-    chain = chain_of("bfloat16", ["int4", "bfloat16"], "int8")
-    facts = {"plan": to_dict(static_plan(chain, kv_pages=9, tp=tp, pp=1, dp=1, devices=tp))}
-    return Recording(facts, made, (InForce(0, 1, {"int4": 1, "bfloat16": 1}, 8),))
+    chain = block_chain("bfloat16", ["int4", "bfloat16"], "int8")
+    facts = {"plan": to_dict(parallel_plan(chain, kv_pages=9, tp=tp, pp=1, dp=1, devices=tp))}
+    return Recording(facts, made, (PlanRecord(0, 1, {"int4": 1, "bfloat16": 1}, 8),))
 
 
 def test_a_step_takes_from_the_end_of_the_one_before_or_from_its_begin_on_an_idle_device():

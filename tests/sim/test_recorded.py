@@ -309,3 +309,15 @@ def test_recorded_steps_end_when_they_did(recording):
 
 def test_the_facts_of_a_recording_are_json(recording):
     assert json.loads(json.dumps(recording.facts)) == recording.facts
+
+
+def test_a_log_with_the_earlier_names_of_resources_is_replayed(tmp_path):
+    RecordedEngine(tmp_path / "log", burst(0), policy="morph").run()
+    text, earlier = (tmp_path / "log").read_text(), {"min_pages": "least_pages", "max_pages": "most_pages"}
+    for name, old in (earlier | {"in_place": "kept"}).items():
+        assert text.count(f'"{name}"') == 1, "in the first record only"
+        text = text.replace(f'"{name}"', f'"{old}"')
+    (tmp_path / "earlier").write_text(text)
+    found = read_log(tmp_path / "earlier")
+    assert found == read_log(tmp_path / "log")
+    assert replay(found).decisions == found.decisions

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.control.plan import chain_of, static_plan
+from jaxserve.control.plan import block_chain, parallel_plan
 from jaxserve.core.bundled import bundled_model_path, configs_path
 from jaxserve.core.errors import ConfigError
 from jaxserve.sim.shape import ModelShape
@@ -69,11 +69,11 @@ def test_every_file_of_models_is_a_model():
 
 
 def test_a_stage_has_the_bytes_of_its_blocks_and_tied_embeddings_once(bundled: ModelShape):
-    chain = chain_of("bfloat16", ("bfloat16",) * 7 + ("int4",), "bfloat16")
-    whole = static_plan(chain, kv_pages=2, tp=1, pp=1, dp=1, devices=1).instances[0].stages[0]
+    chain = block_chain("bfloat16", ("bfloat16",) * 7 + ("int4",), "bfloat16")
+    whole = parallel_plan(chain, kv_pages=2, tp=1, pp=1, dp=1, devices=1).instances[0].stages[0]
     layers = 7 * bundled.layer_bytes("bfloat16") + bundled.layer_bytes("int4")
     assert bundled.stage_bytes(whole) == layers + bundled.head_bytes("bfloat16")
-    first, last = static_plan(chain, kv_pages=2, tp=1, pp=2, dp=1, devices=2).instances[0].stages
+    first, last = parallel_plan(chain, kv_pages=2, tp=1, pp=2, dp=1, devices=2).instances[0].stages
     both = bundled.stage_bytes(first) + bundled.stage_bytes(last)
     assert both == layers + bundled.head_bytes("bfloat16") + bundled.embed_bytes()
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from jaxserve.core.request import Status
+from jaxserve.core.request import SequenceStatus
 from jaxserve.core.work import PendingStep, Work
 from jaxserve.engine.loop import StepLoop
 from jaxserve.kvcache import NULL_PAGE
@@ -98,7 +98,7 @@ class Canary:
         assert set(cached_pages(pages)) <= set(hashes_of_pages(pages)) == set(pages_of_hashes(pages).values())
         rows = self._core.scheduler.table.rows
         for sequence in sequences:
-            if sequence.status is Status.RUNNING:
+            if sequence.status is SequenceStatus.RUNNING:
                 listed = rows[sequence.slot, : len(sequence.pages)].tolist()
                 assert listed == sequence.pages, (
                     f"page table {listed} differs from the sequence's pages {sequence.pages}"
@@ -146,7 +146,7 @@ class Canary:
     def _held(self) -> Iterable[tuple[Any, int, int]]:
         """Yield what sequences and the prefix cache hold after the present step: name, page and number of tokens."""
         for sequence in self._sequences():
-            running = sequence.status is Status.RUNNING  # others hold full pages of what a sibling has computed
+            running = sequence.status is SequenceStatus.RUNNING  # others hold full pages of what a sibling has computed
             tokens = sequence.num_computed if running else len(sequence.pages) * self._size
             for number, page in enumerate(sequence.pages):
                 yield (sequence.id, sequence.preemptions, number), page, tokens - number * self._size

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.control import Outcome, Plan, Resources, SwapPrecision, Transition, chain_of, static_plan
+from jaxserve.control import Outcome, Plan, Resources, SwapPrecision, Transition, block_chain, parallel_plan
 from jaxserve.control.policies import MorphSettings
 from jaxserve.telemetry import Recent, Snapshot
 from jaxserve.telemetry.metrics import TIME_BOUNDS
@@ -33,8 +33,8 @@ def machine(
 
 
 def home_plan(layers: int = 16, *, pages: int = 401, pp: int = 1, dp: int = 1) -> Plan:
-    chain = chain_of("bfloat16", ["bfloat16"] * layers, "bfloat16")
-    return static_plan(chain, kv_pages=pages, tp=1, pp=pp, dp=dp, devices=pp * dp)
+    chain = block_chain("bfloat16", ["bfloat16"] * layers, "bfloat16")
+    return parallel_plan(chain, kv_pages=pages, tp=1, pp=pp, dp=dp, devices=pp * dp)
 
 
 def snapshot(time: float = 0.0, *, recent: Recent | None = None, pages: int = 400, **values: object) -> Snapshot:

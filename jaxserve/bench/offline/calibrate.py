@@ -35,7 +35,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.machine import processors
 from jaxserve.core.precision import BITS, parse_precision
 from jaxserve.engine.step_log import Recording, read_log
-from jaxserve.planning.defaults import dtype_beside_quantized
+from jaxserve.planning.defaults import dtype_with_quantized
 from jaxserve.sim.cost_model_fit import OVERHEADS, Fit, fit, fit_frontend, measured_steps
 from jaxserve.sim.hardware import Curve, Hardware, Link, load_hardware, to_yaml
 from jaxserve.sim.shape import ModelShape
@@ -60,7 +60,7 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
             "calibration takes precisions from --precisions alone: all layers have one, and the head keeps the model's"
         )
     shape = ModelShape.load(engine.model if engine.model is not None else bundled_model_path())
-    dtype = dtype_beside_quantized(shape.dtype) if engine.dtype == "auto" else engine.dtype
+    dtype = dtype_with_quantized(shape.dtype) if engine.dtype == "auto" else engine.dtype
     # Set explicitly, so that all runs use one dtype.
     shape, options = replace(shape, dtype=dtype), replace(options, engine=replace(engine, dtype=dtype))
     precisions = [parse_precision(name, shape.dtype, "precisions") for name in options.precisions]

@@ -16,7 +16,7 @@ from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.parallel.devices import devices
-from jaxserve.planning.defaults import dtype_beside_quantized
+from jaxserve.planning.defaults import dtype_with_quantized
 from jaxserve.quantization.layer import BITS, bits_of
 
 
@@ -51,7 +51,7 @@ def profile_model(
     # First of all, so that an error of JAX at its start comes before the model is read.
     devices()
     checkpoint, tokenizer = open_checkpoint(folder, dtype=options.dtype), Tokenizer.load(folder)
-    checkpoint = checkpoint.in_dtype(dtype_beside_quantized(checkpoint.config.dtype))
+    checkpoint = checkpoint.in_dtype(dtype_with_quantized(checkpoint.config.dtype))
     calibration, unseen = _read_texts(calib, held_out, tokenizer, options)
     return make_profile(checkpoint, calibration, unseen, options, begin)
 

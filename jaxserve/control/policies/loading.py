@@ -1,4 +1,4 @@
-"""Loads policies: by name, from a YAML file with settings, or from a user's Python file."""
+"""Loading of policies: by name, from a YAML file with settings, or from a user's Python file."""
 
 import importlib.util
 import inspect

@@ -74,7 +74,7 @@ class MorphPolicy:
         *,
         name: str = "morph",
     ):
-        """Layers that are not in `swap_order` keep their precision.
+        """Make the policy. Layers that are not in `swap_order` keep their precision.
 
         Raise `ConfigError` if `swap_order` names a layer twice, or one that cannot have the precisions of `settings`.
         """
@@ -127,7 +127,7 @@ class MorphPolicy:
 
     def _update_instance(self, view: _InstanceView, state: InstanceState) -> tuple[Plan, InstanceState, str]:
         """Return the next plan, the next state and the reason, which says what is waited for if the plan stays."""
-        now, pressure = view.now, self._pressure(view.snapshot)
+        now, pressure = view.now, self._exceeded_thresholds(view.snapshot)
         state = replace(state, peak_arrivals=max(state.peak_arrivals, view.arrivals))
         if pressure:
             since = now if state.pressure_since is None else state.pressure_since
@@ -138,7 +138,7 @@ class MorphPolicy:
 
     # -- entry
 
-    def _pressure(self, snapshot: Snapshot) -> list[str]:
+    def _exceeded_thresholds(self, snapshot: Snapshot) -> list[str]:
         """Return the thresholds of pressure that are exceeded, as texts."""
         settings, exceeded = self.settings, []
         if snapshot.oldest_wait > settings.queue_delay:
@@ -211,7 +211,7 @@ class MorphPolicy:
         if (passed := now - state.last_release) < settings.release_interval:
             return view.plan, state, f"{passed:.1f} s after the last release < {settings.release_interval:g} s"
         state = self._with_relapse(state)
-        if obstacle := self._release_obstacle(view, state) or self._backoff(view, state):
+        if obstacle := self._release_obstacle(view, state) or self._relapse_obstacle(view, state):
             return view.plan, state, obstacle
         candidates = self._changed_layers(view.instance, initial)[::-1]
         max_count = min(len(candidates), math.ceil(settings.release_layers * len(initial.layer_precisions)))
@@ -268,8 +268,8 @@ class MorphPolicy:
             f"no preemption in {recent.seconds:.0f} s"
         )
 
-    def _backoff(self, view: _InstanceView, state: InstanceState) -> str:
-        """Return why an earlier relapse forbids a release, as a text; "" if it is long ago or load has fallen."""
+    def _relapse_obstacle(self, view: _InstanceView, state: InstanceState) -> str:
+        """Return why an earlier relapse forbids a release, as a text; "" after a long time or for a lower load."""
         settings, past = self.settings, view.now - state.relapse_time
         if past > settings.relapse_memory or view.arrivals <= settings.relapse_load * state.relapse_arrivals:
             return ""
@@ -281,7 +281,7 @@ class MorphPolicy:
     def _with_relapse(self, state: InstanceState) -> InstanceState:
         """Return the state with a relapse noted, if pressure returned soon after the last release.
 
-        It is no relapse if arrivals have grown so much that the release was not the cause.
+        It is not a relapse if arrivals have grown so much that the release was not the cause.
         """
         settings = self.settings
         if state.first_entry is None or state.first_entry - state.last_release > settings.relapse:

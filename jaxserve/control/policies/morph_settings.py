@@ -15,7 +15,7 @@ class MorphSettings:
     `ConfigError` if a setting is not allowed.
     """
 
-    precision: str = "int4"  # that layers change to under pressure
+    precision: str = "int4"  # precision that layers change to under pressure
     slo_ttft: float = 2.0  # s: objective for the time to the first token
 
     # Pressure: either of these is exceeded.
@@ -57,7 +57,7 @@ class MorphSettings:
         return self.precision if place < max(1, int(self.most_layers * num_layers)) else self.rest
 
     def __post_init__(self) -> None:
-        fewer = f"{', '.join(BITS)}: layers change to fewer bits"
+        fewer = f"{', '.join(BITS)}, because layers change to fewer bits"
         _check("precision", self.precision, self.precision in BITS, f"one of {fewer}")
         _check("rest", repr(self.rest), not self.rest or self.rest in BITS, f"empty, or one of {fewer}")
         shares = ("kv_usage", "urgent_delay", "most_layers", "release_usage", "release_layers", "relapse_load")
@@ -74,13 +74,13 @@ class MorphSettings:
         # with an infinite `release_horizon` a trend would have no meaning.
         for name in ("slo_ttft", "entry_hold", "release_horizon"):
             _check(name, getattr(self, name), getattr(self, name) < inf, "finite")
-        below = f"below kv_usage, {self.kv_usage}, or a release would be pressure"
+        below = f"below kv_usage ({self.kv_usage}), because a release would otherwise cause pressure"
         _check("release_usage", self.release_usage, self.release_usage < self.kv_usage, below)
 
 
 def _check(name: str, value: object, valid: bool, rule: str) -> None:
     if not valid:
-        raise ConfigError(f"{name} is {value}, it must be {rule} (morph)")
+        raise ConfigError(f"{name} is {value}: it must be {rule} (morph)")
 
 
 ACCURACY = MorphSettings()

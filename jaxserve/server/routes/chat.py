@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from jaxserve.engine.limits import capped, check_params
+from jaxserve.engine.limits import cap_max_tokens, check_params
 from jaxserve.server.chat import ChatResponse
 from jaxserve.server.errors import json_response, rename_error_fields
 from jaxserve.server.generation import Job
@@ -25,7 +25,7 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     prompt = await conversation_prompt(client, body, add_special_tokens=body.add_special_tokens, keep=keep)
     length = len(prompt.token_ids)
     limit = answer_tokens(body.token_limit, client.info.max_model_len - length, clamp=state.settings.clamp_max_tokens)
-    limit = capped(client.info, limit, length)
+    limit = cap_max_tokens(client.info, limit, length)
     with rename_error_fields(body.client_names):
         params = body.sampling_params(client.info.default_sampling, max_tokens=limit, logprobs=body.num_logprobs)
         check_params(client.info, params, length)

@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request, Response
 from jaxserve.core.errors import RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, TokensPrompt
-from jaxserve.engine.limits import capped, check_params
+from jaxserve.engine.limits import cap_max_tokens, check_params
 from jaxserve.server.completion import CompletionResponse
 from jaxserve.server.errors import json_response, rename_error_fields
 from jaxserve.server.generation import Job
@@ -65,7 +65,9 @@ def _params(client: EngineClient, body: CompletionBody, room: int, *, clamp: boo
     return body.sampling_params(
         client.info.default_sampling,
         n=body.candidates,
-        max_tokens=capped(client.info, answer_tokens(asked, room, clamp=clamp), client.info.max_model_len - room),
+        max_tokens=cap_max_tokens(
+            client.info, answer_tokens(asked, room, clamp=clamp), client.info.max_model_len - room
+        ),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )

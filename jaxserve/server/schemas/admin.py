@@ -40,7 +40,7 @@ class Status(AdminResponse):
     policy: str
     policies: list[str] = []  # allowed in `PUT /admin/policy`
     plan_version: int
-    target_version: int | None = None  # of the plan that the engine is changing to
+    target_version: int | None = None  # version of the plan that the engine is changing to
     busy: bool
     note: str = ""  # why the policy waits
     budget: int
@@ -86,8 +86,8 @@ class Sample(AdminResponse):
     weight_bytes: int
     kv_used_bytes: int
     kv_free_bytes: int
-    kv_rounding_bytes: int = 0  # of pools beyond their pages
-    other_bytes: int = 0  # of all other ledger entries
+    kv_rounding_bytes: int = 0  # bytes of the pools beyond their pages
+    other_bytes: int = 0  # bytes of all other ledger entries
     budget: int
     waiting: int
     running: int

@@ -23,7 +23,7 @@ from jaxserve.server.schemas.unsupported import UNSUPPORTED, Unsupported, check_
 logger = logging.getLogger(__name__)
 
 PRIORITY_BOUND = 2**31
-# In max_tokens and truncate_prompt_tokens: as many tokens as fit.
+# The value of max_tokens and truncate_prompt_tokens for as many tokens as fit.
 ALL_THAT_FITS = -1
 SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
