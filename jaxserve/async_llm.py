@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import numpy as np
 
@@ -66,6 +66,10 @@ class AsyncLLM:
     async def close(self) -> None:
         """End all requests, and free the model and everything else on the device. Idempotent."""
         await self._engine.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        """Raise `TypeError`: an engine can neither be pickled nor copied."""
+        raise TypeError("an AsyncLLM cannot be pickled or copied: open the model in each process that uses it")
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

@@ -4,7 +4,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import numpy as np
 
@@ -134,6 +134,10 @@ class LLM:
         """
         self._closed = True
         self._thread.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Raise `TypeError`: an engine can neither be pickled nor copied."""
+        raise TypeError("an LLM cannot be pickled or copied: open the model in each process that uses it")
 
     def __enter__(self) -> "LLM":
         return self

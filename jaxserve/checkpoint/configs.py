@@ -9,10 +9,9 @@ from typing import Any
 from jaxserve.checkpoint.folder import check_folder
 from jaxserve.core.config import ModelConfig
 from jaxserve.core.errors import CheckpointError, RequestError
-from jaxserve.core.files import read_json_object
+from jaxserve.core.files import read_json_object, token_ids
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.models import config_from_hf
-from jaxserve.models.hf import token_ids
 from jaxserve.models.registry import is_headless
 from jaxserve.quantization.formats import Scheme, read_scheme
 

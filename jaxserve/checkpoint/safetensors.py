@@ -24,7 +24,7 @@ import numpy as np
 from jaxserve.checkpoint.folder import INDEX_NAME, SINGLE_NAME, weight_files
 from jaxserve.core.aligned_arrays import aligned_zeros
 from jaxserve.core.errors import CheckpointError
-from jaxserve.core.files import read_json_object
+from jaxserve.core.files import is_lfs_pointer, lfs_error, read_json_object
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ class SafetensorsFile:
     def _header(self) -> tuple[int, dict[str, Any]]:
         first = os.pread(self._descriptor, 8, 0)
         length = int.from_bytes(first, "little")
+        if is_lfs_pointer(os.pread(self._descriptor, 64, 0)):
+            raise lfs_error(self.path)
         if len(first) < 8 or length > min(self.size - 8, MAX_HEADER_BYTES):
             raise CheckpointError(
                 f"{self.path}: not a safetensors file, or truncated in its header ({self.size} bytes)"
@@ -285,6 +287,8 @@ def _stored_names(files: Mapping[str, SafetensorsFile]) -> dict[str, str]:
     """
     _, _, suffix = EMBEDDING.partition(".")
     found = [name.removesuffix(suffix) for name in files if name == suffix or name.endswith(f".{suffix}")]
+    if len(found) > 1:  # towers for images and draft heads have embeddings too
+        found = [prefix for prefix in found if any(name.startswith(f"{prefix}layers.0.self_attn.") for name in files)]
     if len(found) != 1 or found == ["model."]:
         return {name: name for name in files}
     (prefix,) = found

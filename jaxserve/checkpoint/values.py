@@ -21,9 +21,11 @@ def check_values(name: str, tensor: np.ndarray, dtype: np.dtype) -> None:
     with np.errstate(over="ignore"):
         overflows = np.isinf(largest.astype(dtype))
     if overflows:
+        with np.errstate(over="ignore"):
+            fits = np.isfinite(largest.astype(np.float32))
+        advice = ": run it with --dtype bfloat16 or float32" if fits and dtype == np.float16 else ""
         raise CheckpointError(
-            f"{name} holds a value of magnitude {float(largest):g}, which {dtype} cannot represent: "
-            "run it with --dtype bfloat16 or float32"
+            f"{name} holds a value of magnitude {float(largest):g}, which {dtype} cannot represent{advice}"
         )
 
 

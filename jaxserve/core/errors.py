@@ -72,6 +72,16 @@ class EngineStopped(JaxserveError):
     status = 503
 
 
+class EngineForked(EngineStopped):
+    """A request in a process that was forked from the one that opened the engine, whose threads a fork lacks."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the engine runs in the process that opened it, not in a fork of that process: open the model in the"
+            " process that uses it (with multiprocessing, under the start method 'spawn')"
+        )
+
+
 class EngineFailed(JaxserveError):
     """An error in the engine's loop, which ends every request in flight."""
 

@@ -17,6 +17,16 @@ def read_text(path: str | Path, *, encoding: str = "utf-8") -> str:
         raise ConfigError(f"cannot read {path}: {reason}") from error
 
 
+def is_lfs_pointer(head: bytes) -> bool:
+    """Return whether a file with these first bytes is Git LFS's pointer to a file that was not fetched."""
+    return head.startswith(b"version https://git-lfs")
+
+
+def lfs_error(path: str | Path) -> CheckpointError:
+    """Return the error for a file of a model's folder that is Git LFS's pointer to it."""
+    return CheckpointError(f"{path}: is only Git LFS's pointer to the file: fetch the file itself with 'git lfs pull'")
+
+
 def parse_json(text: str, name: str | Path) -> Any:
     """Return the value of a JSON text. Raise `ConfigError` with `name` if the text is not valid JSON."""
     try:
@@ -33,12 +43,26 @@ def read_json_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
     if missing_ok and not path.is_file():
         return {}
     try:
-        value = parse_json(read_text(path), path)
+        text = read_text(path)
+        if is_lfs_pointer(text.encode()):
+            raise lfs_error(path)
+        value = parse_json(text, path)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return value
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Return `eos_token_id` as a tuple: config files hold an id, a list of ids, or null.
+
+    Raise `CheckpointError` for any other value.
+    """
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise CheckpointError(f"eos_token_id is {value!r}: it must be a token id or a list of token ids")
+    return ids
 
 
 def parse_yaml(text: str, name: str | Path) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import EngineFailed, EngineStopped, NoTokenizer
+from jaxserve.core.errors import EngineFailed, EngineForked, EngineStopped, NoTokenizer
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import ControlClient, ModelInfo, Prompt, TextPrompt
@@ -69,8 +69,8 @@ class InstanceThread:
     def submit(self, request: Request, stream: Stream) -> None:
         """Queue a request. `stream.admitted` completes when it is accepted or refused. Call from any thread."""
         self._commands.put(lambda: self._add(request, stream))
-        if self._over:
-            self._send(stream, stream.admitted, self._end_error())
+        if self._over or not self.alive:
+            self._send(stream, stream.admitted, self._end_error() if self._over else EngineForked())
 
     def abort(self, request_id: str, stream: Stream) -> None:
         """End the request of a stream before the next step, if it is still in flight. Call from any thread."""

@@ -89,6 +89,13 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message needs add_generation_prompt to be false", field="continue_final_message"
             )
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise RequestError(
+                    f"a message is {message!r}: it must be an object with role and content",
+                    field="messages",
+                    value=message,
+                )
         messages = [self._with_known_role(_in_text(message)) for message in messages]
         self._check_roles(tuple(str(message.get("role")) for message in messages))
         if continue_final_message:

@@ -9,6 +9,7 @@ of its job, or puts the job into the thread's inbox. If it is interrupted before
 that object is garbage-collected, and a weak reference puts the job into the inbox.
 """
 
+import os
 import queue
 import threading
 import weakref
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from jaxserve.core.errors import EngineFailed, EngineStopped, JaxserveError
+from jaxserve.core.errors import EngineFailed, EngineForked, EngineStopped, JaxserveError
 from jaxserve.core.request import Request, RequestOutput
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import Prompt
@@ -86,12 +87,16 @@ class OutputIterator:
         """End the requests still in flight, and wait until the engine has freed their pages. Idempotent."""
         job = self._job
         job.closed = True
+        if self._worker.is_forked:
+            return
         if not job.over:
             self._worker.inbox.put((self._worker, job))
         while not (job.over or self._worker.stopped or self._worker.is_current_thread):
             job.answers.get()
 
     def _next_answer(self) -> list[RequestOutput] | BaseException | None:
+        if self._worker.is_forked:
+            raise EngineForked
         job, over = self._job, self._job.over  # read first: if it is set, an empty queue means the end
         try:
             return job.answers.get_nowait()
@@ -148,6 +153,12 @@ class _Worker:
         self._owners: dict[str, _Job] = {}  # by id of a request in flight
         self._failure: BaseException | None = None
         self._thread: int | None = None
+        self._process = os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """True in a fork of the process that started the thread, which the fork lacks."""
+        return os.getpid() != self._process
 
     @property
     def is_current_thread(self) -> bool:

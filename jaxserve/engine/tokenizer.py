@@ -1,13 +1,13 @@
 """The tokenizer: a model's vocabulary with its special tokens and its chat template."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from jaxserve.core.errors import RequestError
+from jaxserve.core.errors import CheckpointError, RequestError
 from jaxserve.core.request import Detokenizer
 from jaxserve.engine.chat_template import PLAIN, ChatTemplate, Message
 from jaxserve.engine.detokenizer import ByteDetokenizer, StreamDetokenizer, byte_table
@@ -35,6 +35,14 @@ class Tokenizer:
         `builtin_template`: the name of `chat_template` if it is a built-in template. Raise `CheckpointError` if the
         chat template is invalid.
         """
+        self._options: dict[str, Any] = {
+            "special_tokens": special_tokens,
+            "eos_token_ids": tuple(eos_token_ids),
+            "add_bos": add_bos,
+            "add_eos": add_eos,
+            "chat_template": chat_template,
+            "builtin_template": builtin_template,
+        }
         special = dict(special_tokens or {})
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -67,15 +75,22 @@ class Tokenizer:
         files = TokenizerFiles.read(path)
         given = None if chat_template is None else str(chat_template)
         template, builtin = choose_template(given, files.chat_templates, vocabulary_file(path).parent)
-        return cls(
-            files.tokenizer,
-            special_tokens=files.special_tokens,
-            eos_token_ids=files.eos_token_ids,
-            add_bos=files.add_bos,
-            add_eos=files.add_eos,
-            chat_template=template,
-            builtin_template=builtin,
-        )
+        try:
+            return cls(
+                files.tokenizer,
+                special_tokens=dict(files.special_tokens),
+                eos_token_ids=files.eos_token_ids,
+                add_bos=files.add_bos,
+                add_eos=files.add_eos,
+                chat_template=template,
+                builtin_template=builtin,
+            )
+        except CheckpointError as error:  # the template is invalid
+            raise CheckpointError(f"{path if given is None else given}: {error}") from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickling needs to make this tokenizer again, as for a pool of processes."""
+        return partial(type(self), self._tokenizer, **self._options), ()
 
     def save(self, file: str | Path) -> None:
         """Write a tokenizer.json, without the special tokens' names and the chat template, which have other files."""

@@ -6,7 +6,7 @@ warning says which one is used.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer as HfTokenizer
 
 from jaxserve.core.errors import CheckpointError, ConfigError
-from jaxserve.core.files import read_json_object
+from jaxserve.core.files import is_lfs_pointer, lfs_error, read_json_object, read_text, token_ids
 from jaxserve.core.model_name import model_name
 from jaxserve.engine.chat_template import BUILTIN_TEMPLATES
 from jaxserve.engine.sentencepiece import SentencePieceModel
@@ -47,6 +47,9 @@ class TokenizerFiles:
         """Read a model's folder, or one vocabulary file. Raise `CheckpointError` naming the file that is at fault."""
         file = vocabulary_file(path)
         folder = file.parent
+        with file.open("rb") as opened:
+            if is_lfs_pointer(opened.read(64)):
+                raise lfs_error(file)
         config = read_json_object(folder / "tokenizer_config.json", missing_ok=True)
         special = _special_tokens(config, read_json_object(folder / "special_tokens_map.json", missing_ok=True))
         add_bos, add_eos = (_flag(config, name, folder) for name in ("add_bos_token", "add_eos_token"))
@@ -61,13 +64,17 @@ class TokenizerFiles:
             except Exception as error:  # the library raises a bare Exception
                 raise CheckpointError(f"{file} is not a valid tokenizer: {error}") from error
         _add_tokens(tokenizer, folder, config, special)
-        eos = read_json_object(folder / "generation_config.json", missing_ok=True).get("eos_token_id")
+        generation_path = folder / "generation_config.json"
+        try:
+            eos = token_ids(read_json_object(generation_path, missing_ok=True).get("eos_token_id"))
+        except CheckpointError as error:
+            raise CheckpointError(f"{generation_path}: {error}") from error
         return cls(
             tokenizer,
             special,
             add_bos,
             add_eos,
-            tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            eos,
             _chat_templates(folder, config),
         )
 
@@ -165,12 +172,13 @@ def _add_tokens(tokenizer: HfTokenizer, folder: Path, config: Mapping[str, Any],
     """Add the tokens of other files that `tokenizer` lacks, if the ids that those files give them are free."""
     declared = _declared_tokens(folder, config, special)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    absent = any(tokenizer.token_to_id(token.content) is None for token in declared.values())
-    following = max(tokenizer.get_vocab().values(), default=-1) + 1 if absent else 0  # the next id of the library
+    taken = set(tokenizer.get_vocab().values())
+    # The id that the library gives to the next token: it counts the tokens, so it may be taken if ids are skipped.
+    following = max([tokenizer.get_vocab_size(False), *(id + 1 for id in tokenizer.get_added_tokens_decoder())])
     new, misplaced = [], []
     for id, token in sorted(declared.items()):
         found = tokenizer.token_to_id(token.content)
-        if found is None and id == following:
+        if found is None and id == following and id not in taken:
             following += 1
         elif found != id:
             misplaced.append(f"{token.content!r} ({id}, not {following if found is None else found})")
@@ -224,7 +232,19 @@ def _additional(config: Mapping[str, Any]) -> list[str]:
     """Return the texts of the special tokens without a name."""
     listed = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
     values = listed.values() if isinstance(listed, dict) else listed
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise CheckpointError(f"tokenizer_config.json: its special tokens are {values!r}, they must be a list of texts")
     return [text for value in values if (text := _text(value))]
+
+
+def _template_text(file: Path) -> str:
+    try:
+        text = read_text(file)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    if is_lfs_pointer(text.encode()):
+        raise lfs_error(file)
+    return text
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -242,10 +262,10 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named ones ({error})"
         ) from error
     for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+        templates[file.stem] = _template_text(file)
     file = folder / "chat_template.jinja"
     if file.is_file():
-        text = file.read_text(encoding="utf-8")
+        text = _template_text(file)
         if templates.get("default", text).strip() != text.strip():
             log.warning("%s: chat_template.jinja is used, tokenizer_config.json has another chat_template", folder)
         templates["default"] = text

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from jaxserve.core.config import DType, ModelConfig, RopeConfig, RopeKind
 from jaxserve.core.errors import CheckpointError
+from jaxserve.core.files import token_ids
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,9 @@ def common_fields(hf: Json, *, head_dim: int | None = None) -> dict[str, Any]:
         "head_dim": optional_int(hf, "head_dim", head_dim or hidden // heads),
         "intermediate_size": require_int(hf, "intermediate_size"),
         "max_position": max_position(hf, rope),
-        "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": optional_number(hf, "rms_norm_eps", 1e-6, zero=True),
         "rope": rope,
-        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "tie_embeddings": optional_bool(hf, "tie_word_embeddings"),
         "dtype": parameter_dtype(hf),
         "bos_token_id": hf.get("bos_token_id"),
         "eos_token_ids": token_ids(hf.get("eos_token_id")),
@@ -104,15 +105,26 @@ def optional_int(hf: Json, key: str, default: int) -> int:
     return default if hf.get(key) is None else require_int(hf, key)
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return `eos_token_id` as a tuple: config files hold an id, a list of ids, or null.
+def optional_number(hf: Json, key: str, default: float, *, zero: bool = False) -> float:
+    """Return a positive finite number (or 0 if `zero`), or `default` if it is missing or null.
 
-    Raise `CheckpointError` for any other value.
+    Raise `CheckpointError` if it is invalid.
     """
-    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise CheckpointError(f"eos_token_id is {value!r}: it must be a token id or a list of token ids")
-    return ids
+    value = hf.get(key)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (0 < value < math.inf or (zero and value == 0)):
+        raise CheckpointError(f"{key} is {value!r}: it must be a {'number from 0 on' if zero else 'positive number'}")
+    return float(value)
+
+
+def optional_bool(hf: Json, key: str) -> bool:
+    """Return a boolean, or False if it is missing or null. Raise `CheckpointError` for any other value."""
+    value = hf.get(key)
+    if value is not None and value not in (True, False):
+        raise CheckpointError(f"{key} is {value!r}: it must be true or false")
+    return bool(value)
 
 
 def parameter_dtype(hf: Json) -> DType:
@@ -129,10 +141,16 @@ def rope_config(hf: Json) -> RopeConfig:
 
     Raise `CheckpointError` if they are not supported.
     """
-    given = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    given = hf.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"{key} is {given!r}: it must be an object")
     _warn_of_conflicting_rope(hf, given)
-    theta = float(given.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA)
-    kind = given.get("rope_type") or given.get("type") or "default"
+    theta = optional_number(given, "rope_theta", optional_number(hf, "rope_theta", DEFAULT_THETA))
+    kind = given.get("rope_type") or given.get("type")
+    if kind is None and given.get("factor") not in (None, 1):
+        raise CheckpointError(f"{key} has a factor, {given['factor']!r}, but no rope_type")
+    kind = kind or "default"
     if kind not in get_args(RopeKind):
         raise CheckpointError(f"RoPE type {kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
     partial = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
@@ -142,17 +160,33 @@ def rope_config(hf: Json) -> RopeConfig:
         return RopeConfig(theta=theta)
     if "factor" not in given:
         raise CheckpointError(f"RoPE type {kind!r} needs a 'factor'")
-    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
-    numbers = {name: float(given[name]) for name in (*names, "mscale_all_dim") if given.get(name) is not None}
-    original = given.get("original_max_position_embeddings") or require_int(hf, "max_position_embeddings")
-    return RopeConfig(
+    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+    numbers = {name: optional_number(given, name, 1.0) for name in names if given.get(name) is not None}
+    scales = ("mscale", "mscale_all_dim")
+    numbers |= {name: optional_number(given, name, 1.0, zero=True) for name in scales if given.get(name) is not None}
+    original = _original_max_position(given, hf)
+    rope = RopeConfig(
         kind=kind,
         theta=theta,
-        factor=float(given["factor"]),
-        original_max_position=int(original),
-        truncate=bool(given.get("truncate", True)),
+        factor=optional_number(given, "factor", 1.0),
+        original_max_position=original,
+        truncate=given.get("truncate") is None or optional_bool(given, "truncate"),
         **numbers,
     )
+    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise CheckpointError(
+            f"low_freq_factor is {rope.low_freq_factor}: it must be less than high_freq_factor, {rope.high_freq_factor}"
+        )
+    return rope
+
+
+def _original_max_position(given: Json, hf: Json) -> int:
+    """Return the context length before RoPE was scaled, by default `max_position_embeddings`."""
+    key = "original_max_position_embeddings"
+    value = optional_number(given, key, 0)
+    if value != int(value):
+        raise CheckpointError(f"{key} is {given[key]!r}: it must be a positive integer")
+    return int(value) or require_int(hf, "max_position_embeddings")
 
 
 def _warn_of_conflicting_rope(hf: Json, used: Json) -> None:
@@ -187,7 +221,7 @@ def layered_windows(hf: Json) -> tuple[int | None, ...]:
     `layer_types` names the layers with a window. Without it these are the layers from `max_window_layers` on.
     Raise `CheckpointError` if `layer_types` does not fit.
     """
-    if not hf.get("use_sliding_window") or hf.get("sliding_window", 4096) is None:
+    if not optional_bool(hf, "use_sliding_window") or hf.get("sliding_window", 4096) is None:
         return ()
     window = optional_int(hf, "sliding_window", 4096)
     layers = require_int(hf, "num_hidden_layers")

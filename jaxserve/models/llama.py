@@ -6,11 +6,11 @@ from jaxserve.models import hf as common
 
 def config_from_hf(hf: common.Json) -> ModelConfig:
     """Read a LlamaForCausalLM config.json; `attention_bias` applies to all four projections."""
-    attention_bias = bool(hf.get("attention_bias", False))
+    attention_bias = common.optional_bool(hf, "attention_bias")
     return ModelConfig(
         architecture="LlamaForCausalLM",
         **common.common_fields(hf),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
-        mlp_bias=bool(hf.get("mlp_bias", False)),
+        mlp_bias=common.optional_bool(hf, "mlp_bias"),
     )

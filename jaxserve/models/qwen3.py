@@ -8,7 +8,7 @@ DEFAULT_HEAD_DIM = 128
 
 def config_from_hf(hf: common.Json) -> ModelConfig:
     """Read a Qwen3ForCausalLM config.json; `attention_bias` applies to all four projections."""
-    attention_bias = bool(hf.get("attention_bias", False))
+    attention_bias = common.optional_bool(hf, "attention_bias")
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
         **common.common_fields(hf, head_dim=DEFAULT_HEAD_DIM),

@@ -136,6 +136,18 @@ def test_tensors_with_a_different_prefix_are_loaded(untied: Path, tmp_path: Path
     assert_same(untied, other)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "other"),
+    [("", "mtp."), ("language_model.model.", "vision_tower."), ("model.", "model.layers.0."), ("model.", "")],
+)
+def test_second_embedding_does_not_hide_the_prefix(untied: Path, tmp_path: Path, prefix: str, other: str):
+    renamed = Path(shutil.copytree(untied, tmp_path / "renamed"))
+    tensors = {prefix + name.removeprefix("model."): x for name, x in tensors_of(untied).items() if name != HEAD}
+    head = {f"{prefix.removesuffix('model.')}{HEAD}": tensors_of(untied)[HEAD]}
+    rewrite(renamed, tensors | head | {f"{other}embed_tokens.weight": np.ones((3, 4), np.float32)})
+    assert_same(untied, renamed)
+
+
 @pytest.mark.parametrize("architecture", ["LlamaModel", "LLaMAForCausalLM", None])
 def test_architecture_is_recognised_by_its_other_names(tied: Path, tmp_path: Path, architecture: str | None):
     other = Path(shutil.copytree(tied, tmp_path / "other"))

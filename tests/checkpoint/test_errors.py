@@ -63,9 +63,11 @@ def test_unsupported_architecture_lists_the_supported_ones(single: Path):
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
-        ({"rope_scaling": "linear"}, "wrong type"),
-        ({"rope_scaling": {"type": "linear", "factor": [2]}}, "wrong type"),
-        ({"rms_norm_eps": "small"}, "wrong type"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ({"rope_scaling": {"type": "linear", "factor": [2]}}, "factor is [2]"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ({"rope_scaling": {"type": ["linear"], "factor": 2}}, "['linear']"),
+        ({"quantization_config": "gptq"}, "wrong type"),
     ],
 )
 def test_error_for_an_unsupported_configuration_names_the_key(single: Path, changes: dict, word: str):
@@ -75,6 +77,12 @@ def test_error_for_an_unsupported_configuration_names_the_key(single: Path, chan
 
 def test_error_for_a_missing_directory_says_that_nothing_is_downloaded():
     refused(Path("meta-llama/Llama-3.1-8B"), "meta-llama/Llama-3.1-8B", "not downloaded")
+
+
+@pytest.mark.parametrize("file", ["config.json", SINGLE, "generation_config.json"])
+def test_pointer_of_git_lfs_is_refused_by_name(single: Path, file: str):
+    (single / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 5000000000\n")
+    refused(single, f"{file}: is only Git LFS's pointer", "git lfs pull")
 
 
 def test_missing_config_is_an_error(single: Path):
@@ -222,6 +230,12 @@ def test_error_for_a_value_beyond_float16_names_the_tensor(kind: type, value: fl
     with pytest.raises(CheckpointError, match=r"a.weight holds a value .* float16 cannot .*--dtype bfloat16"):
         check_values("a.weight", tensor, np.dtype(np.float16))
     check_values("a.weight", tensor, np.dtype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_value_beyond_every_dtype_gives_no_advice(dtype: type):
+    with pytest.raises(CheckpointError, match=f"which {np.dtype(dtype)} cannot represent$"):
+        check_values("a.weight", np.array([1e300, 0]), np.dtype(dtype))
 
 
 def test_float16_overflow_next_to_an_infinity_is_refused(caplog: pytest.LogCaptureFixture):

@@ -1,6 +1,7 @@
 """The tokenizer and its incremental detokenizer, against the tokenizers library's own decoding."""
 
 import json
+import pickle
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -282,6 +283,20 @@ def test_added_tokens_with_used_ids_are_ignored_with_a_warning(folder, caplog):
     assert "'</s>' (7, not 1)" in caplog.text
 
 
+def test_added_tokens_of_a_vocabulary_that_skips_ids_do_not_take_used_ids(tmp_path, caplog):
+    letters = dict(zip("abcdefgh", (0, 1, 3, 4, 6, 7, 8, 9), strict=True))  # the library would give 8 to the next token
+    source = HfTokenizer(models.BPE(letters, []))
+    source.decoder = decoders.Fuse()
+    source.save(str(tmp_path / "tokenizer.json"))
+    listed = {"8": {"content": "<used>"}, "10": {"content": "<far>"}}
+    write(tmp_path, "tokenizer_config.json", {"added_tokens_decoder": listed})
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("gh") == [8, 9]
+    assert tokenizer.decode([8, 9]) == "gh"
+    assert tokenizer.vocab_size == len(letters)
+    assert "2 tokens cannot have the ids" in caplog.text
+
+
 def test_special_token_outside_the_vocabulary_gives_a_warning(folder, caplog):
     write(folder, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "<|im_end|>"})
     assert Tokenizer.load(folder).eos_token_ids == ()
@@ -304,13 +319,42 @@ def test_special_token_from_the_plain_vocabulary_is_special(folder):
         ("tokenizer_config.json", {"add_bos_token": "yes"}),
         ("tokenizer_config.json", {"chat_template": 3}),
         ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}),
+        ("tokenizer_config.json", {"additional_special_tokens": "<a>"}),
+        ("tokenizer_config.json", {"extra_special_tokens": 3}),
         ("added_tokens.json", {"<a>": None}),
+        ("generation_config.json", {"eos_token_id": {}}),
+        ("generation_config.json", {"eos_token_id": [2, "</s>"]}),
     ],
 )
 def test_error_for_a_malformed_tokenizer_file_names_it(folder, file, value):
     write(folder, file, value)
     with pytest.raises(CheckpointError, match=file):
         Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_pointer_of_git_lfs_is_refused_by_name(folder, file):
+    (folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 5000000\n")
+    with pytest.raises(CheckpointError, match=rf"{file}: is only Git LFS's pointer .*git lfs pull"):
+        Tokenizer.load(folder)
+
+
+def test_template_file_that_is_not_utf8_is_a_checkpoint_error(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{")
+    with pytest.raises(CheckpointError, match=r"cannot read .*chat_template\.jinja"):
+        Tokenizer.load(folder)
+
+
+def test_pickled_tokenizer_encodes_and_decodes_as_the_original(folder):
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    config = {"eos_token": "</s>", "bos_token": "<s>", "add_bos_token": True, "chat_template": template}
+    write(folder, "tokenizer_config.json", config)
+    tokenizer = Tokenizer.load(folder)
+    other = pickle.loads(pickle.dumps(tokenizer))
+    assert other.encode("the fox") == tokenizer.encode("the fox")
+    assert (other.bos_token_id, other.eos_token_ids) == (0, (1,))
+    assert other.decode(other.encode("the fox")) == "the fox"
+    assert other.apply_chat_template([{"role": "user", "content": "hi"}]) == "<s>hi"
 
 
 def test_truncation_and_padding_of_the_tokenizer_file_are_ignored(tmp_path):
@@ -521,5 +565,15 @@ def test_message_content_is_never_rendered_as_a_template(folder):
 
 def test_broken_template_is_a_checkpoint_error(folder):
     (folder / "chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(CheckpointError, match="chat template"):
+    with pytest.raises(CheckpointError, match=f"{folder}: the chat template is not valid Jinja"):
         Tokenizer.load(folder)
+    other = folder / "other.jinja"
+    other.write_text("{{ ")
+    with pytest.raises(CheckpointError, match=f"{other}: the chat template is not valid Jinja"):
+        Tokenizer.load(folder, other)
+
+
+@pytest.mark.parametrize("messages", ["hi", [["role", "user"]], [None]])
+def test_message_that_is_not_an_object_is_a_request_error(folder, messages):
+    with pytest.raises(RequestError, match="it must be an object with role and content"):
+        Tokenizer.load(folder).apply_chat_template(messages)

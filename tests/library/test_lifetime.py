@@ -1,13 +1,19 @@
 """An LLM leaves nothing behind: no array on the device, no signal handler, no thread."""
 
+import asyncio
+import copy
 import gc
+import os
+import pickle
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import pytest
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, AsyncLLM, SamplingParams
 from tests.support.internals import executor_of
 
 
@@ -66,3 +72,60 @@ def test_two_llms_run_side_by_side(tiny_model: Path) -> None:
             answers = [llm.generate([[3, 4, 5]], greedy, use_tqdm=False)[0].outputs[0].token_ids for llm in (one, two)]
         assert answers[0] == answers[1]
         assert one.generate([[3, 4, 5]], greedy, use_tqdm=False)[0].outputs[0].token_ids == answers[0]
+
+
+def in_fork(function: Callable[[], object]) -> str:
+    """Return what a fork of this process gets from a function: "done" or the error's text, "" if it never ends."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends the fork
+        try:
+            function()
+            answer = "done"
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(write, answer.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
+def test_forked_process_gets_an_error_instead_of_waiting_for_ever(tiny_model: Path) -> None:
+    options = {"load_format": "dummy", "warmup": False, "max_num_seqs": 4}
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(tiny_model, **options) as llm:
+        expected = llm.generate([[3, 4, 5]], greedy, use_tqdm=False)[0].outputs[0].token_ids
+        stream = llm.stream([3, 4, 5], greedy)
+        tokens = next(stream).outputs[0].token_ids
+        for call in (
+            lambda: llm.generate([[3, 4, 5]], use_tqdm=False),
+            lambda: llm.embed([[3, 4, 5]], use_tqdm=False),
+            lambda: next(llm.stream([3, 4, 5])),
+            lambda: next(stream),
+        ):
+            assert "EngineForked: the engine runs in the process that opened it" in in_fork(call)
+        assert in_fork(stream.close) == "done"
+        assert in_fork(llm.close) == "done"
+        assert tokens + sum((piece.outputs[0].token_ids for piece in stream), ()) == expected
+
+    async def stream_in_fork() -> None:
+        async for _ in asynchronous.stream([3, 4, 5]):
+            pass
+
+    asynchronous = AsyncLLM(tiny_model, **options)
+    assert in_fork(lambda: asyncio.run(stream_in_fork())).startswith("EngineForked: the engine runs in the process")
+    asyncio.run(stream_in_fork())
+    asyncio.run(asynchronous.close())
+
+
+def test_llm_is_neither_pickled_nor_copied(tiny_model: Path) -> None:
+    with LLM(tiny_model, load_format="dummy", warmup=False, max_num_seqs=4) as llm:
+        for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match="an LLM cannot be pickled or copied: open the model in each process"):
+                attempt(llm)
+        assert llm.generate([[3, 4, 5]], use_tqdm=False)
