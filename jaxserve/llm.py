@@ -76,6 +76,12 @@ class LLM:
         `template`: further variables of the model's chat template, e.g. enable_thinking. Raise the errors of
         `generate`.
         """
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise RequestError(
+                f"messages is {messages!r}: it must be a list of messages or a list of conversations",
+                field="messages",
+                value=messages,
+            )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self._chat_prompt(conversation, template) for conversation in conversations]
         return self._run(self._pair(prompts, params), use_tqdm)

@@ -60,7 +60,7 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     Raise `CheckpointError` for any other value.
     """
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in ids):
         raise CheckpointError(f"eos_token_id is {value!r}: it must be a token id or a list of token ids")
     return ids
 

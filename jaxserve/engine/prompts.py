@@ -14,7 +14,7 @@ PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 def as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     """Return one prompt or many as a list of engine prompts. Raise `RequestError` for any other value."""
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, (str, bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
         return [as_prompt(prompts)]
     several = list(prompts)
     single = bool(several) and isinstance(several[0], (int, np.integer))

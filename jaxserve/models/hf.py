@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 Json = Mapping[str, Any]
 
 DEFAULT_THETA = 10000.0
+MAX_INT = 2**31 - 1
+MIN_FLOAT, MAX_FLOAT = 2.0**-126, 2.0**127
 
 NEUTRAL: Mapping[str, Any] = {
     "alibi": False,
@@ -53,6 +55,9 @@ def common_fields(hf: Json, *, head_dim: int | None = None) -> dict[str, Any]:
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise CheckpointError(f"hidden_act {activation!r} is not supported; supported: 'silu' and its alias 'swish'")
+    size = optional_int(hf, "head_dim", head_dim or hidden // heads)
+    if size % 2 or size == 0:
+        raise CheckpointError(f"head_dim is {size}: it must be even, because RoPE rotates pairs")
     rope = rope_config(hf)
     return {
         "vocab_size": require_int(hf, "vocab_size"),
@@ -60,7 +65,7 @@ def common_fields(hf: Json, *, head_dim: int | None = None) -> dict[str, Any]:
         "num_layers": require_int(hf, "num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
-        "head_dim": optional_int(hf, "head_dim", head_dim or hidden // heads),
+        "head_dim": size,
         "intermediate_size": require_int(hf, "intermediate_size"),
         "max_position": max_position(hf, rope),
         "rms_norm_eps": optional_number(hf, "rms_norm_eps", 1e-6, zero=True),
@@ -93,10 +98,10 @@ def check_ignored(hf: Json, config: ModelConfig) -> None:
 
 
 def require_int(hf: Json, key: str) -> int:
-    """Return a positive integer. Raise `CheckpointError` if it is missing or invalid."""
+    """Return a positive integer of 32 bits. Raise `CheckpointError` if it is missing or invalid."""
     value = hf.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{key} is {value!r}: it must be a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_INT:
+        raise CheckpointError(f"{key} is {value!r}: it must be a positive integer of 32 bits")
     return value
 
 
@@ -106,7 +111,7 @@ def optional_int(hf: Json, key: str, default: int) -> int:
 
 
 def optional_number(hf: Json, key: str, default: float, *, zero: bool = False) -> float:
-    """Return a positive finite number (or 0 if `zero`), or `default` if it is missing or null.
+    """Return a positive number that float32 can hold (or 0 if `zero`), or `default` if it is missing or null.
 
     Raise `CheckpointError` if it is invalid.
     """
@@ -114,8 +119,9 @@ def optional_number(hf: Json, key: str, default: float, *, zero: bool = False) -
     if value is None:
         return default
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (0 < value < math.inf or (zero and value == 0)):
-        raise CheckpointError(f"{key} is {value!r}: it must be a {'number from 0 on' if zero else 'positive number'}")
+    if not is_number or not (MIN_FLOAT <= value <= MAX_FLOAT or (zero and value == 0)):
+        kind = "number from 0 on" if zero else "positive number"
+        raise CheckpointError(f"{key} is {value!r}: it must be a {kind} in the range of float32")
     return float(value)
 
 
@@ -177,6 +183,8 @@ def rope_config(hf: Json) -> RopeConfig:
         raise CheckpointError(
             f"low_freq_factor is {rope.low_freq_factor}: it must be less than high_freq_factor, {rope.high_freq_factor}"
         )
+    if kind == "yarn" and theta <= 1:
+        raise CheckpointError(f"rope_theta is {theta}: with yarn it must be more than 1")
     return rope
 
 
@@ -202,9 +210,9 @@ def max_position(hf: Json, rope: RopeConfig) -> int:
     """Return the number of positions that the model supports: scaled RoPE stretches the value in config.json."""
     given = optional_int(hf, "max_position_embeddings", 2048)
     if rope.kind == "linear":
-        return int(given * rope.factor)
+        return min(int(given * rope.factor), MAX_INT)
     if rope.kind == "yarn":
-        return max(given, int(rope.original_max_position * rope.factor))
+        return min(max(given, int(rope.original_max_position * rope.factor)), MAX_INT)
     return given
 
 

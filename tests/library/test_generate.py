@@ -258,7 +258,9 @@ def test_invalid_requests_name_the_field_and_leave_the_engine_usable(llm: LLM) -
     assert len(tokens(llm, [prompt(151, 10)])[0]) == 12
 
 
-@pytest.mark.parametrize("bad", [42, None, [1.5], ["a", 3], [3, "a"], [None], {"prompt_token_ids": None}], ids=str)
+@pytest.mark.parametrize(
+    "bad", [42, None, b"x", [b"x"], [1.5], ["a", 3], [3, "a"], [None], {"prompt_token_ids": None}], ids=str
+)
 def test_invalid_prompt_is_refused(llm: LLM, bad) -> None:
     with pytest.raises(RequestError, match="a prompt is a text, a list of token ids, or") as caught:
         llm.generate(bad, GREEDY, use_tqdm=False)

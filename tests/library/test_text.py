@@ -1,6 +1,7 @@
 """Text in and out, on the bundled model: stop strings, bad words, conversations, streams."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,12 @@ def test_chat_follows_the_models_template(llm: LLM) -> None:
     assert streamed == output.outputs[0].text
     both = llm.chat([messages, messages], SamplingParams(**GREEDY), use_tqdm=False)
     assert [o.outputs[0].text for o in both] == [streamed, streamed]
+
+
+@pytest.mark.parametrize("messages", ["hi", None, 3, {"role": "user", "content": "hi"}, ["hi"], [["hi"]]])
+def test_messages_that_are_no_list_of_objects_are_a_request_error(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match="it must be a"):
+        llm.chat(messages, use_tqdm=False)
 
 
 def test_end_of_text_ends_an_answer_unless_ignored(llm: LLM) -> None:

@@ -90,6 +90,8 @@ def test_rope_settings_are_read_in_every_style(fields: dict, rope: RopeConfig):
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 256),
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}, 256),
+        ({"type": "linear", "factor": 1e30}, 2**31 - 1),
+        ({"type": "yarn", "factor": 1e30}, 2**31 - 1),
     ],
 )
 def test_scaled_rope_stretches_the_context(scaling: dict | None, length: int):
@@ -166,6 +168,14 @@ def test_experts_under_their_newer_name_are_read():
         (llama(tie_word_embeddings="false"), "tie_word_embeddings is 'false': it must be true or false"),
         (llama(attention_bias="no"), "attention_bias is 'no'"),
         (llama(mlp_bias=[]), "mlp_bias is []"),
+        (llama(rms_norm_eps=1e300), "rms_norm_eps is 1e+300"),
+        (llama(rope_theta=1e-300), "rope_theta is 1e-300"),
+        (llama(head_dim=7), "head_dim is 7: it must be even"),
+        (llama(hidden_size=4), "head_dim is 0"),
+        (llama(max_position_embeddings=2**31), "max_position_embeddings is 2147483648"),
+        (mistral(sliding_window=10**12), "sliding_window is 1000000000000"),
+        (llama(eos_token_id=2**31), "eos_token_id is 2147483648"),
+        (llama(rope_theta=1.0, rope_scaling={"type": "yarn", "factor": 4.0}), "rope_theta is 1.0"),
         (qwen2(use_sliding_window="false"), "use_sliding_window is 'false'"),
         (qwen3_moe(norm_topk_prob="yes"), "norm_topk_prob is 'yes'"),
         (qwen3_moe(mlp_only_layers=["0"]), "mlp_only_layers is ['0']"),
