@@ -4,11 +4,13 @@ import asyncio
 import gc
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,12 +71,20 @@ class Interrupts:
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
     handler = Interrupts()
-    before = signal.signal(signal.SIGALRM, handler)
+    before, hook = signal.signal(signal.SIGALRM, handler), sys.unraisablehook
+
+    def ignore_interrupts(unraisable: Any) -> None:
+        """Report all errors of the garbage collector but interrupts, because a second one would break pytest's hook."""
+        if unraisable.exc_type is not KeyboardInterrupt:
+            hook(unraisable)
+
+    sys.unraisablehook = ignore_interrupts
     try:
         yield handler
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        sys.unraisablehook = hook
 
 
 def test_interrupts_at_random_moments_leave_the_engine_unchanged(llm: LLM) -> None:
