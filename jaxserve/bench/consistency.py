@@ -24,7 +24,7 @@ def changed_options(options: Any) -> list[str]:
 
 
 def check_workload(dataset: DatasetOptions, arrivals: ArrivalOptions, trace: TraceOptions) -> None:
-    """Raise ConfigError if an option does not belong to the chosen dataset."""
+    """Raise ConfigError if an option does not belong to the chosen dataset, or a trace is not given or missing."""
     kind = dataset.dataset
     refused = [name for name in changed_options(dataset) if name not in OPTIONS_OF_DATASET[kind] | EVERY_DATASET]
     if kind == "trace":
@@ -36,6 +36,10 @@ def check_workload(dataset: DatasetOptions, arrivals: ArrivalOptions, trace: Tra
             )
         if trace.trace is not None and trace.synthetic is not None:
             raise ConfigError("a trace is read (--trace) or generated (--synthetic): give one of the two, not both")
+        if trace.trace is None and trace.synthetic is None:
+            raise ConfigError("give the file of a trace (--trace), or the profile of a generated one (--synthetic)")
+        if trace.trace is not None and not trace.trace.is_file():
+            raise ConfigError(f"cannot read the trace {trace.trace}: no such file")
         if trace.synthetic is None and (generated := ONLY_SYNTHETIC.intersection(changed_options(trace))):
             raise ConfigError(f"{min(generated)} applies to a generated trace (--synthetic): cut a file with --window")
         return

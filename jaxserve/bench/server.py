@@ -46,7 +46,7 @@ def serving(server: ServerOptions) -> Iterator[str]:
 def discover(base_url: str, server: ServerOptions) -> ServedModel:
     """Ask the server for its model and return it.
 
-    A server without a list of models is assumed to serve the requested model. Raises ConfigError if there is no answer,
+    A server without a list of models is assumed to serve the requested model. Raises ConfigError if it does not answer,
     or if the requested model is not served.
     """
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
@@ -58,6 +58,9 @@ def discover(base_url: str, server: ServerOptions) -> ServedModel:
         if answer.status_code != OK:
             raise ValueError(refusal(answer.status_code, answer.content))
         models = [ServedModel(m["id"], m.get("root"), m.get("max_model_len")) for m in answer.json()["data"]]
+    except httpx.ConnectError as error:
+        hint = "give the address of a running server (--base-url), or --spawn to start one"
+        raise ConfigError(f"cannot reach {where}: {on_one_line(str(error))}: {hint}") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = on_one_line(without_key(masked_text(str(error)), server.api_key)) or type(error).__name__
         hint = " (--api-key)" if reason.startswith(UNAUTHORIZED) else ""

@@ -53,10 +53,8 @@ def build_workload(
 def scaled_trace(options: TraceOptions, rng: np.random.Generator) -> Trace:
     """Return the trace that the options name, read or generated, after all scalings in the order of the options.
 
-    Raises ConfigError if a trace cannot be read or a scaling is out of range.
+    `check_workload` has checked that they name exactly one. Raises ConfigError if a trace cannot be read or a scaling is out of range.
     """
-    if (options.trace is None) == (options.synthetic is None):
-        raise ConfigError("give the file of a trace (--trace), or the profile of a generated one (--synthetic)")
     if options.trace is not None:
         trace = load_trace(options.trace)
     else:

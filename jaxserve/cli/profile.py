@@ -104,9 +104,12 @@ def _progress() -> Iterator["Begin"]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    progress = Progress(*columns, console=console)
+    with contextlib.ExitStack() as shown:
 
         def begin(what: str, steps: int) -> Callable[[], None]:
+            if not progress.live.is_started:  # not earlier: an empty bar prints an empty line
+                shown.enter_context(progress)
             return partial(progress.advance, progress.add_task(what, total=steps))
 
         yield begin

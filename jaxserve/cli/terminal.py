@@ -18,22 +18,41 @@ from jaxserve.core.progress import COMPILING, Progress
 console = Console(stderr=True, highlight=False)
 PROGRESS_INTERVAL_S = 10  # between progress lines, where the output is not a terminal
 INTERRUPTED = 130  # exit status after Ctrl-C, the convention of shells
+WRONG_USE = 2  # exit status after a mistake on the command line, the convention of shells
+UsageError: Any = typer.BadParameter.__base__  # typer only exports the derived class
+# What a value must be, by pydantic's kind of error. Typer would print pydantic's own sentence, without the value.
+LIMITS = {
+    "int_parsing": "an integer",
+    "float_parsing": "a number",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le:g}",
+}
 
 
 class Commands(TyperGroup):
     """A group of commands that ends with one line after Ctrl-C, and after an error that a user can correct."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what stands before the name of a command."""
+        with exit_on_error():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command."""
+        """Parse the arguments of the chosen command, and run it."""
         with exit_on_error():
             return super().invoke(ctx)
 
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Turn Ctrl-C, a `JaxserveError` or an error about a file into one line and an exit status."""
+    """Turn Ctrl-C, a wrong use, a `JaxserveError` or an error about a file into one line and an exit status."""
     try:
         yield
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+            raise
+        print_error(_usage_message(error) + (f"; see {error.ctx.command_path} --help" if error.ctx else ""))
+        raise typer.Exit(WRONG_USE) from error
     except KeyboardInterrupt as interrupt:
         print_error("interrupted")
         raise typer.Exit(INTERRUPTED) from interrupt
@@ -55,6 +74,20 @@ def exit_with_status(results: Iterable[Mapping[str, Any]]) -> None:
         raise typer.Exit(INTERRUPTED)
     if any(result.get("failed") and not result["completed"] for result in results):
         raise typer.Exit(1)
+
+
+def _usage_message(error: Any) -> str:
+    """Return what was given on the command line and what is allowed."""
+    flags = getattr(getattr(error, "param", None), "opts", None)
+    if not error.message or not flags:  # a missing or an unknown name
+        text: str = error.format_message().rstrip(".")
+        return text[:1].lower() + text[1:]
+    option = flags[0]
+    if hasattr(error.__cause__, "errors"):  # newer versions of typer check values with pydantic
+        wrong = error.__cause__.errors()[0]
+        if wrong["type"] in LIMITS:
+            return f"{option} is {wrong['input']!r}: it must be {LIMITS[wrong['type']].format(**wrong.get('ctx', {}))}"
+    return f"{option}: {error.message.removeprefix('Value error, ').rstrip('.')}"
 
 
 def print_error(message: str) -> None:

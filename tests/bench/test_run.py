@@ -299,7 +299,17 @@ def test_run_without_answers_fails():
 def test_missing_server_is_reported_with_its_url():
     status, output = bench("serve", "--base-url", "http://127.0.0.1:9")
     assert status == 1
-    assert "http://127.0.0.1:9/v1/models" in output
+    assert "cannot reach http://127.0.0.1:9: " in output
+    assert "--spawn" in output
+    assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize("named", [(), ("none.csv",)])
+def test_missing_trace_is_reported_before_the_server_is_asked(named):
+    status, output = bench("trace", *named, "--base-url", "http://127.0.0.1:9")
+    assert (status, output.count("\n")) == (1, 1)
+    assert "trace" in output
+    assert "cannot reach" not in output
 
 
 def listing(status: int, body: bytes) -> Script:

@@ -196,3 +196,39 @@ def test_command_line_mistake_is_reported_in_one_line(environment, random_model)
     assert wrong.returncode == 1
     assert "temperature is -1" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("srv", "no such command 'srv'. Did you mean 'serve'?; see jaxserve --help"),
+        ("--foo", "no such option: --foo; see jaxserve --help"),
+        ("bench foo", "no such command 'foo'; see jaxserve bench --help"),
+        ("generate", "missing argument 'prompt'; see jaxserve generate --help"),
+        ("serve --port 70000", "--port is '70000': it must be at most 65535; see jaxserve serve --help"),
+        ("serve --port x", "--port is 'x': it must be an integer; see jaxserve serve --help"),
+        ("plan show --decisions -1", "--decisions is '-1': it must be at least 0; see jaxserve plan show --help"),
+        (
+            "quantize --method x",
+            "--method: 'x' is not one of 'awq', 'gptq', 'rtn'; see jaxserve quantize --help",
+        ),
+    ],
+)
+def test_wrong_use_is_reported_in_one_line_with_what_is_allowed(line, message):
+    done = CliRunner().invoke(app, line.split(), prog_name="jaxserve")
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"jaxserve: {message}\n")
+
+
+@pytest.mark.parametrize("line", ["", "bench", "plan"])
+def test_group_without_a_command_prints_its_help(line):
+    done = CliRunner().invoke(app, line.split(), prog_name="jaxserve")
+    assert "Commands" in done.output
+    assert "jaxserve: " not in done.output
+
+
+def test_profile_reports_a_missing_text_in_one_line(tmp_path):
+    done = CliRunner().invoke(
+        app, ["profile", "--calib", str(tmp_path / "none.txt"), "--out", str(tmp_path / "a.json")]
+    )
+    message = f"jaxserve: cannot read {tmp_path / 'none.txt'}: No such file or directory\n"
+    assert (done.exit_code, done.stderr) == (1, message)
