@@ -79,6 +79,21 @@ def test_wheel_has_every_configuration_and_no_source_of_the_model(installed):
     assert not any("train" in name for name in shipped)
 
 
+def test_make_installs_again_when_the_project_file_changes(tmp_path):
+    """The console script must follow a new entry point."""
+    for name in (*FILES, "Makefile", "scripts/make-venv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    stamp = tmp_path / ".venv" / ".jaxserve"
+    stamp.parent.mkdir()
+    stamp.touch()
+    command = ["make", "--dry-run", ".venv/.jaxserve"]
+    assert "make-venv" not in run(command, tmp_path).stdout
+    later = stamp.stat().st_mtime + 10
+    os.utime(tmp_path / "pyproject.toml", (later, later))
+    assert "make-venv" in run(command, tmp_path).stdout
+
+
 def test_installed_command_line_starts(jaxserve):
     assert jaxserve("--version").startswith("jaxserve ")
     assert "serve" in jaxserve("--help")

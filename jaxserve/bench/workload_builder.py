@@ -53,7 +53,9 @@ def build_workload(
 def scaled_trace(options: TraceOptions, rng: np.random.Generator) -> Trace:
     """Return the trace that the options name, read or generated, after all scalings in the order of the options.
 
-    `check_workload` has checked that they name exactly one. Raises ConfigError if a trace cannot be read or a scaling is out of range.
+    `check_workload` has checked that they name exactly one.
+
+    Raises ConfigError if a trace cannot be read or a scaling is out of range.
     """
     if options.trace is not None:
         trace = load_trace(options.trace)

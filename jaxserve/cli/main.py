@@ -32,6 +32,7 @@ from jaxserve.cli.terminal import (
     console,
     print_error,
     read_stdin,
+    repeat_lost_interrupts,
     replace_unknown_characters,
     show_progress,
 )
@@ -144,6 +145,7 @@ app.add_typer(bench)
 def main() -> None:
     """Run the `jaxserve` command."""
     replace_unknown_characters()
+    repeat_lost_interrupts()
     app()
 
 

@@ -1,8 +1,11 @@
 """Terminal output shared by the commands: error messages, Ctrl-C, and the progress of an engine's start."""
 
 import contextlib
+import errno
 import io
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +20,7 @@ from jaxserve.core.progress import COMPILING, Progress
 
 console = Console(stderr=True, highlight=False)
 PROGRESS_INTERVAL_S = 10  # between progress lines, where the output is not a terminal
+REPEAT_INTERRUPT_S = 0.05
 INTERRUPTED = 130  # exit status after Ctrl-C, the convention of shells
 WRONG_USE = 2  # exit status after a mistake on the command line, the convention of shells
 UsageError: Any = typer.BadParameter.__base__  # typer only exports the derived class
@@ -61,9 +65,9 @@ def exit_on_error() -> Iterator[None]:
         raise typer.Exit(1) from error
     except OSError as error:
         # An error of a pipe or a connection names no file, and its message alone would explain nothing.
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        print_error(f"{error.filename}: {error.strerror}")
+        print_error(": ".join(filter(None, (error.filename, error.strerror))))
         raise typer.Exit(1) from error
 
 
@@ -100,6 +104,22 @@ def replace_unknown_characters() -> None:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def repeat_lost_interrupts() -> None:
+    """Repeat a Ctrl-C that Python ignored because it came in a callback of the garbage collector or in a destructor."""
+    report = sys.unraisablehook
+
+    def repeat() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # also ends a waiting system call
+
+    def hook(lost: Any) -> None:
+        if lost.exc_type is KeyboardInterrupt:
+            threading.Timer(REPEAT_INTERRUPT_S, repeat).start()  # after the callback has returned
+        else:
+            report(lost)
+
+    sys.unraisablehook = hook
 
 
 def read_stdin() -> str:

@@ -232,3 +232,45 @@ def test_profile_reports_a_missing_text_in_one_line(tmp_path):
     )
     message = f"jaxserve: cannot read {tmp_path / 'none.txt'}: No such file or directory\n"
     assert (done.exit_code, done.stderr) == (1, message)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
+def test_full_disk_is_reported_in_one_line(environment):
+    command = [sys.executable, "-c", FULL]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "jaxserve: No space left on device\n")
+
+
+# Two commands besides the real ones: one writes much text, one gets a Ctrl-C in a callback of the garbage collector.
+FULL = """
+import sys
+from jaxserve.cli import main
+main.app.command(name="write")(lambda: print("a" * 100_000))
+sys.argv = ["jaxserve", "write"]
+main.main()
+"""
+LOST = """
+import gc, sys, time
+from jaxserve.cli import main
+
+def interrupted(phase, info):
+    if phase == "stop":
+        gc.callbacks.remove(interrupted)
+        raise KeyboardInterrupt
+
+def wait():
+    gc.callbacks.append(interrupted)
+    gc.collect()
+    time.sleep(60)
+
+main.app.command()(wait)
+sys.argv = ["jaxserve", "wait"]
+main.main()
+"""
+
+
+def test_ctrl_c_during_garbage_collection_is_not_lost(environment):
+    command = [sys.executable, "-c", LOST]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (130, "jaxserve: interrupted\n")
