@@ -155,6 +155,8 @@ def show_progress(clock: Callable[[], float] = time.monotonic) -> Iterator[Progr
 def _bar() -> Iterator[Progress]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Bar(*columns, console=console, transient=True) as bar:
+        # Rich hides the cursor, which would stay hidden if a signal ends the process at once.
+        console.show_cursor(True)
         task = bar.add_task("starting", total=None)
         yield lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
 

@@ -50,5 +50,7 @@ def test_progress_in_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(terminal, "console", Console(file=file, force_terminal=True, width=100))
     with terminal.show_progress() as progress:
         progress(COMPILING, 3, 143)
+        shown, hidden = (file.getvalue().rfind(code) for code in ("\x1b[?25h", "\x1b[?25l"))
+    assert shown > hidden, "a process that is killed now would leave the terminal without a cursor"
     assert "compiling programs" in file.getvalue()
     assert "143" in file.getvalue()
