@@ -36,12 +36,12 @@ def check_workload(dataset: DatasetOptions, arrivals: ArrivalOptions, trace: Tra
             )
         if trace.trace is not None and trace.synthetic is not None:
             raise ConfigError("a trace is read (--trace) or generated (--synthetic): give one of the two, not both")
+        if trace.synthetic is None and (generated := ONLY_SYNTHETIC.intersection(changed_options(trace))):
+            raise ConfigError(f"{min(generated)} applies to a generated trace (--synthetic): cut a file with --window")
         if trace.trace is None and trace.synthetic is None:
             raise ConfigError("give the file of a trace (--trace), or the profile of a generated one (--synthetic)")
         if trace.trace is not None and not trace.trace.is_file():
             raise ConfigError(f"cannot read the trace {trace.trace}: no such file")
-        if trace.synthetic is None and (generated := ONLY_SYNTHETIC.intersection(changed_options(trace))):
-            raise ConfigError(f"{min(generated)} applies to a generated trace (--synthetic): cut a file with --window")
         return
     if refused:
         raise ConfigError(f"{refused[0]} does not apply to --dataset {kind}")
