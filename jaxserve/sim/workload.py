@@ -71,7 +71,7 @@ def _random(
     dataset: DatasetOptions, when: ArrivalOptions, rng: np.random.Generator, about: Mapping[str, Any]
 ) -> SimWorkload:
     if (n := dataset.num_prompts) < 1:
-        raise ConfigError(f"--num-prompts is {n}: it must be at least 1")
+        raise ConfigError(f"the number of prompts is {n}: it must be at least 1 (--num-prompts)")
     inputs = lengths(dataset.input_len, INPUT_LEN, dataset.range_ratio)
     outputs = lengths(dataset.output_len, OUTPUT_LEN, dataset.range_ratio)
     prefix, ramp = dataset.prefix_len or 0, when.ramp()
