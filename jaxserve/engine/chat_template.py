@@ -45,6 +45,8 @@ CHATML = """\
 
 BUILTIN_TEMPLATES: Mapping[str, str] = {"plain": PLAIN, "vicuna": VICUNA, "chatml": CHATML}
 
+MAX_CACHED_ROLES = 64  # messages of a conversation whose check is cached
+
 # Marks the end of a message. The space shows whether the template trims the content of messages.
 MARKER = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -67,7 +69,7 @@ class ChatTemplate:
         self._now = now
         self._template = self._compiled()
         self._knows_developer = "developer" in source
-        self._dropped = lru_cache(maxsize=256)(self._find_dropped)
+        self._cached_dropped = lru_cache(maxsize=256)(self._find_dropped)
 
     def render(
         self,
@@ -138,7 +140,9 @@ class ChatTemplate:
 
     def _check_roles(self, roles: tuple[str, ...]) -> None:
         """Raise `RequestError` if the template silently leaves out a message of a conversation with these roles."""
-        position = self._dropped(roles)
+        # Long conversations are not cached: clients could fill the memory with them.
+        find = self._cached_dropped if len(roles) <= MAX_CACHED_ROLES else self._find_dropped
+        position = find(roles)
         if position is not None:
             raise RequestError(
                 f"the chat template leaves out message {position} (role {roles[position]!r}), which would never reach"
@@ -161,7 +165,14 @@ class ChatTemplate:
             text = self._render(messages, True, {})
         except RequestError:  # the real conversation is refused as well, or needs variables that are unknown here
             return None
-        return next((position for position, mark in enumerate(marks) if mark not in text), None)
+        end = 0
+        for position, mark in enumerate(marks):
+            # Nearly all templates keep the order of messages. A search from the beginning would take quadratic time.
+            begin = text.find(mark, end)
+            if begin < 0 and (begin := text.find(mark)) < 0:
+                return position
+            end = begin + len(mark)
+        return None
 
     def _compiled(self) -> Template:
         environment = ImmutableSandboxedEnvironment(

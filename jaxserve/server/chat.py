@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.core.request import CompletionOutput, TokenLogprobs
-from jaxserve.server.generation import GeneratedAnswer, GenerationResponse
+from jaxserve.server.generation import GeneratedAnswer, GenerationResponse, PromptResult
 from jaxserve.server.logprobs import format_chat_logprobs, format_prompt_logprobs
 from jaxserve.server.schemas.chat import ChatBody
 
@@ -19,16 +19,16 @@ class ChatResponse(GenerationResponse[ChatBody]):
 
     _started: set[int] = field(default_factory=set)  # answers whose role has been sent
 
-    async def whole(self) -> dict[str, Any]:
-        """Generate everything and return the response of a request that does not stream."""
-        (answers,), (last,), usage = await self.job.collect(self.client)
-        response = self._object(self.object_type, [self._choice(answer) for answer in answers])
-        response["usage"] = usage.as_dict()
+    def _final_choices(self, result: PromptResult) -> list[dict[str, Any]]:
+        return [self._choice(answer) for answer in result.answers]
+
+    def _final_fields(self, result: PromptResult) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
         if self.body.return_token_ids:
-            response["prompt_token_ids"] = self.job.prompts[0].token_ids
-        if last.prompt_logprobs is not None:
-            response["prompt_logprobs"] = format_prompt_logprobs(last.prompt_logprobs, self.client.tokenizer)
-        return response
+            fields["prompt_token_ids"] = self.job.prompts[0].token_ids
+        if result.last.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = format_prompt_logprobs(result.last.prompt_logprobs, self.client.tokenizer)
+        return fields
 
     def _choice(self, answer: GeneratedAnswer) -> dict[str, Any]:
         choice = {

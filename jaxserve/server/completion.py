@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
-from jaxserve.server.generation import GeneratedAnswer, GenerationResponse
+from jaxserve.server.generation import GeneratedAnswer, GenerationResponse, PromptResult, Usage
 from jaxserve.server.logprobs import (
     Offsets,
     format_completion_logprobs,
@@ -29,17 +29,16 @@ class CompletionResponse(GenerationResponse[CompletionBody]):
 
     _offsets: dict[int, Offsets | None] = field(default_factory=dict)  # by index of a choice that has begun
 
-    async def whole(self) -> dict[str, Any]:
-        """Generate everything and return the response of a request that does not stream."""
-        by_prompt, last, usage = await self.job.collect(self.client)
-        choices = []
-        for prompt, answers in enumerate(by_prompt):
-            best = sorted(answers, key=lambda answer: -answer.mean_logprob) if self.body.ranked else answers
-            for i, answer in enumerate(best[: self.body.answers]):
-                choices.append(self._choice(prompt, i, answer, last[prompt]))
+    def _final_choices(self, result: PromptResult) -> list[dict[str, Any]]:
+        best = result.answers
+        if self.body.ranked:
+            best = sorted(best, key=lambda answer: -answer.mean_logprob)[: self.body.answers]
+        return [self._choice(result.prompt, i, answer, result.last) for i, answer in enumerate(best)]
+
+    def _final_usage(self, usage: Usage) -> dict[str, object]:
         if self.body.scores_only:
             usage.completion_tokens = 0
-        return {**self._object(self.object_type, choices), "usage": usage.as_dict()}
+        return usage.as_dict()
 
     def _choice(self, prompt: int, i: int, answer: GeneratedAnswer, last: RequestOutput) -> dict[str, Any]:
         if self.body.scores_only:

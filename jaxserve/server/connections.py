@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -21,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxserve.server.auth import PROBES
-from jaxserve.server.errors import error_response, response_parts
+from jaxserve.server.errors import MAX_VALUE_LENGTH, error_response, response_parts
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ LOG_INTERVAL = 60.0  # seconds between two warnings
 SLICE_BYTES = 32 * 1024
 ACCEPTED_AT_ONCE = 16  # connections per event of the loop
 ACCEPT_PAUSE = 0.1  # seconds until the next attempt if a connection cannot be accepted
+TLS_RECORD = b"\x16\x03"  # the beginning of a client's first message in TLS
 
 
 class Connections:
@@ -139,6 +142,7 @@ class HttpProtocol(H11Protocol):
         super().__init__(*args, **options)
         self._shared = shared
         self._deadline: asyncio.TimerHandle | None = None
+        self._begin = b""  # of everything received
         self._backlog = bytearray()  # received and not yet parsed
         self._next_slice: asyncio.Handle | None = None
 
@@ -155,6 +159,7 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._begin = self._begin or data[: len(TLS_RECORD)]
         if self.transport.lingering:
             self.transport.discard(data)
         elif not self._backlog and len(data) <= SLICE_BYTES and not self._has_pipelined_requests():
@@ -202,7 +207,17 @@ class HttpProtocol(H11Protocol):
             self._schedule_slice()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(HTTPException(400, f"not a valid HTTP request: {msg}"))
+        """Refuse a request that is not valid HTTP. uvicorn calls this while it handles h11's error."""
+        error = sys.exception()
+        if not isinstance(error, h11.RemoteProtocolError):
+            self._refuse(HTTPException(400, f"not a valid HTTP request: {msg}"))
+        elif error.error_status_hint == 431:
+            limit = self.config.h11_max_incomplete_event_size
+            self._refuse(HTTPException(431, f"the head of the request is too long: it may have {limit} bytes"))
+        elif self._begin.startswith(TLS_RECORD):
+            self._refuse(HTTPException(400, "this looks like TLS, but the server speaks plain HTTP: use http://"))
+        else:
+            self._refuse(HTTPException(400, f"not a valid HTTP request: {str(error)[:MAX_VALUE_LENGTH]}"))
 
     def _start_head_timer(self) -> None:
         self._shared.idle.setdefault(self, self.loop.time())
@@ -228,7 +243,9 @@ class HttpProtocol(H11Protocol):
         status, body, _ = response_parts(error)
         data = to_json(body)
         headers = [("content-type", "application/json"), ("content-length", str(len(data))), ("connection", "close")]
-        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=data), h11.EndOfMessage()):
+        reason = HTTPStatus(status).phrase.encode()
+        response = h11.Response(status_code=status, headers=headers, reason=reason)
+        for event in (response, h11.Data(data=data), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
         self.transport.unread = True
         self.transport.close()

@@ -41,11 +41,35 @@ CODES = {
     409: "conflict",
     413: "body_too_large",
     415: "unsupported_media_type",
+    431: "head_too_large",
     500: "internal_error",
     503: "unavailable",
 }
 # OpenAI's code for an error by pydantic's type of it.
 VALIDATION_CODES = {"missing": "missing_required_parameter"}
+# Allowed values by pydantic's type of an error, which may have context for the braces.
+ALLOWED = {
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "greater_than_equal": "at least {ge}",
+    "literal_error": "{expected}",
+    "union": "{what}",
+    "string_too_long": "at most {max_length}",
+    "string_too_short": "at least {min_length}",
+    "too_short": "at least {min_length}",
+}
+SIZED = frozenset({"string_too_long", "string_too_short", "too_short"})
+MAX_SHOWN = 60  # characters of a value in the message of a validation error
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_VALUE_LENGTH
@@ -202,10 +226,36 @@ def _first_validation_error(error: RequestValidationError) -> RequestError:
     first = error.errors()[0]
     place, *path = first["loc"]
     field = ".".join(str(part) for part in (path if place in ("body", "query") else first["loc"])) or None
-    message = f"{field}: {first['msg']}" if field else f"the body: {first['msg']}"
-    error = RequestError(message, field=field, value=_shortened(first.get("input")))
+    message = _validation_message(field or "the body", first)
+    # Of a missing field, pydantic reports the object that lacks it.
+    value = None if first["type"] == "missing" else _shortened(first.get("input"))
+    error = RequestError(message, field=field, value=value)
     error.code = VALIDATION_CODES.get(first["type"])
     return error
+
+
+def _validation_message(name: str, error: Mapping[str, Any]) -> str:
+    """Return what was given for a field, and what is allowed, instead of pydantic's text."""
+    kind, given = error["type"], error.get("input")
+    if kind == "missing":
+        return f"{name} is missing"
+    if kind not in ALLOWED:
+        return f"{name}: {error['msg']}"
+    allowed = ALLOWED[kind].format(**error.get("ctx", {}))
+    if kind in SIZED and isinstance(given, (str, list)):
+        return (
+            f"{name} has {len(given)} {'characters' if isinstance(given, str) else 'entries'}: it must have {allowed}"
+        )
+    return f"{name} is {_in_json(given)}: it must be {allowed}"
+
+
+def _in_json(value: Any) -> str:
+    """Return a value as JSON for a message, or only the kind of a long one."""
+    text = to_json(value).decode() if isinstance(value, (str, int, float, type(None))) else ""
+    if text and len(text) <= MAX_SHOWN:
+        return text
+    kinds = {str: "a string", list: "a list", dict: "an object", int: "a large integer"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "a value")
 
 
 def _shortened(value: Any) -> Any:

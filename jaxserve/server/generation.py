@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
+from pydantic_core import to_json
+
 from jaxserve.core.request import CompletionOutput, RequestOutput, TokenLogprobs
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, ModelInfo, TokensPrompt
+from jaxserve.server.offload import off_loop_if_large
 from jaxserve.server.schemas.common import SamplingBody
 
 Delta = tuple[int, RequestOutput]  # index of the prompt, and its new output
@@ -68,6 +71,23 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class PromptResult:
+    """All answers to one prompt, and its last output, which holds the log-probabilities of the prompt itself."""
+
+    prompt: int  # index
+    answers: list[GeneratedAnswer]
+    last: RequestOutput
+
+    @property
+    def size(self) -> int:
+        """Number of tokens and log-probabilities, which the time to write the result as JSON depends on."""
+        steps = [step for answer in self.answers for step in answer.logprobs]
+        steps += [step for step in self.last.prompt_logprobs or () if step is not None]
+        tokens = len(self.last.prompt_token_ids) + sum(len(answer.token_ids) for answer in self.answers)
+        return tokens + sum(map(len, steps))
+
+
+@dataclass(frozen=True)
 class Job:
     """The work of the engine for one HTTP request: prompts with their sampling parameters."""
 
@@ -99,22 +119,20 @@ class Job:
                 async for delta in merged:
                     yield delta
 
-    async def collect(self, client: EngineClient) -> tuple[list[list[GeneratedAnswer]], list[RequestOutput], Usage]:
-        """Run all prompts to the end and return (answers per prompt, last output per prompt, usage).
+    async def results(self, client: EngineClient, usage: Usage) -> AsyncGenerator[PromptResult, None]:
+        """Run all prompts to the end, yield each prompt's result when it is complete, and count its tokens in `usage`.
 
-        The last output of a prompt holds the log-probabilities of the prompt itself.
+        An error of one prompt ends all of them.
         """
-        answers = [[GeneratedAnswer(i) for i in range(params.n)] for params in self.params]
-        last: dict[int, RequestOutput] = {}
-        usage = self.usage()
+        answers = {i: [GeneratedAnswer(k) for k in range(params.n)] for i, params in enumerate(self.params)}
         async with contextlib.aclosing(self.run(client, stream=False)) as deltas:
             async for delta in deltas:
                 prompt, output = delta
                 usage.add(delta)
-                last[prompt] = output
                 for answer in output.outputs:
                     answers[prompt][answer.index].extend(answer)
-        return answers, [last[i] for i in range(len(self.prompts))], usage
+                if output.finished:
+                    yield PromptResult(prompt, answers.pop(prompt), output)
 
 
 @dataclass
@@ -133,9 +151,37 @@ class GenerationResponse(ABC, Generic[BodyT]):
     model: str
     created: int  # seconds since the epoch
 
+    async def whole(self) -> bytes:
+        """Generate everything and return the JSON response of a request that does not stream.
+
+        The choices of a prompt are written when they are complete, since objects take ten times the memory of JSON.
+        Large ones are written off the event loop.
+        """
+        usage, size = self.job.usage(), 0
+        response = self._object(self.object_type, [])
+        choices: dict[int, bytes] = {}
+        async with contextlib.aclosing(self.job.results(self.client, usage)) as results:
+            async for result in results:
+                choices[result.prompt], fields = await off_loop_if_large(result.size, self._write, result)
+                response |= fields
+                size += result.size
+        response["usage"] = self._final_usage(usage)
+        parts = [choices[prompt] for prompt in sorted(choices)]
+        return await off_loop_if_large(size, with_entries, response, "choices", parts)
+
+    def _write(self, result: PromptResult) -> tuple[bytes, dict[str, Any]]:
+        return b",".join(map(to_json, self._final_choices(result))), self._final_fields(result)
+
     @abstractmethod
-    async def whole(self) -> dict[str, Any]:
-        """Generate everything and return the response of a request that does not stream."""
+    def _final_choices(self, result: PromptResult) -> list[dict[str, Any]]:
+        """Return the choices of a response for one prompt. Called in another thread if the result is large."""
+
+    def _final_fields(self, result: PromptResult) -> dict[str, Any]:
+        """Return further fields of a response. Called in another thread if the result is large."""
+        return {}
+
+    def _final_usage(self, usage: Usage) -> dict[str, object]:
+        return usage.as_dict()
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the JSON value of each event of a stream, and last the usage if the client asked for it."""
@@ -160,6 +206,12 @@ class GenerationResponse(ABC, Generic[BodyT]):
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.job.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def with_entries(response: dict[str, Any], name: str, entries: Sequence[bytes]) -> bytes:
+    """Return a response as JSON, in which the empty list `name` gets entries that are JSON already."""
+    before, after = to_json(response).split(b'"%s":[]' % name.encode(), 1)
+    return b"".join((before, b'"%s":[' % name.encode(), b",".join(entries), b"]", after))
 
 
 def queue_batches(info: ModelInfo, prompts: Sequence[TokensPrompt], n: int = 1) -> Iterator[range]:

@@ -1,6 +1,5 @@
 """ASGI middleware that guards every route: keys, and the size and arrival time of a request's body."""
 
-import asyncio
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -9,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.auth import has_key, is_for_operators, is_public
 from jaxserve.server.body import ENCODINGS, body_too_large, decompress
+from jaxserve.server.body_memory import BodyMemory, HeldBody
 from jaxserve.server.errors import envelope, error_response, json_response
 from jaxserve.server.offload import off_loop
 from jaxserve.server.settings import ServerSettings, is_loopback
@@ -74,40 +74,54 @@ class AdminGuard:
 
 
 class BodyLimit:
-    """Middleware that receives and decompresses a body of at most `max_bytes` within `timeout` seconds."""
+    """Middleware that receives and decompresses a body of at most `max_bytes` within `timeout` seconds.
+
+    All bodies in progress share a `BodyMemory`.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout: float):
         self.app = app
         self._max_bytes = max_bytes
         self._timeout = timeout
+        self._memory = BodyMemory(max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        held = HeldBody(self._memory)
         try:
-            self._check_announced(scope)
-            encoding = _encoding(scope)
-            async with asyncio.timeout(self._timeout):
-                body = await self._read(receive)
-            if body and encoding:
-                body = await off_loop(decompress, body, encoding, self._max_bytes)
-        except TimeoutError:
-            error = HTTPException(408, f"the body did not arrive within {self._timeout:g} s (--body-timeout)", CLOSE)
-            await error_response(error)(scope, receive, send)
-        except HTTPException as error:
-            await error_response(error)(scope, receive, send)
-        else:
+            try:
+                body = await self._body(scope, receive, held)
+            except HTTPException as error:
+                await error_response(error)(scope, receive, send)
+                return
             if body is not None:
                 await self.app(scope, _replay(body, receive), send)
+        finally:
+            held.release()
+
+    async def _body(self, scope: Scope, receive: Receive, held: HeldBody) -> bytes | None:
+        """Return the whole body, or None if the client went away. Raise HTTPException if it breaks a limit."""
+        self._check_announced(scope)
+        encoding = _encoding(scope)
+        try:
+            async with held.arriving(self._timeout):
+                body = await self._read(receive, held)
+        except TimeoutError:
+            message = f"the body did not arrive within {self._timeout:g} s (--body-timeout)"
+            raise HTTPException(408, message, CLOSE) from None
+        if body and encoding:
+            body = await off_loop(decompress, body, encoding, self._max_bytes)
+            held.resize(len(body))
+        return body
 
     def _check_announced(self, scope: Scope) -> None:
         for name, value in scope["headers"]:
             if name == b"content-length" and (not value.isdigit() or int(value[:20]) > self._max_bytes):
                 raise self._too_large()
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """Return the whole body, or None if the client went away."""
+    async def _read(self, receive: Receive, held: HeldBody) -> bytes | None:
         parts, size = [], 0
         while True:
             message = await receive()
@@ -117,6 +131,7 @@ class BodyLimit:
             size += len(parts[-1])
             if size > self._max_bytes:
                 raise self._too_large()
+            held.resize(size)
             if not message.get("more_body", False):
                 return b"".join(parts)
 

@@ -6,10 +6,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 REQUEST_ID = b"x-request-id"
 PRINTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+# The beginning of a target that is a whole URL, which servers must accept (RFC 9112, section 3.2.2).
+AUTHORITY = re.compile("https?://[^/]*", re.IGNORECASE)
 
 
 class TidyPath:
-    """Middleware that removes the proxy's prefix, doubled slashes and a trailing slash from paths.
+    """Middleware that reduces targets to paths without the host, the proxy's prefix, and doubled or trailing slashes.
 
     A redirect might lead to a wrong address behind a proxy. The prefix is removed as often as it occurs: the router
     would remove it again, and would then see another path than the guards.
@@ -25,6 +27,8 @@ class TidyPath:
         await self.app(scope, receive, send)
 
     def _tidy(self, path: str) -> str:
+        if not path.startswith("/"):
+            path = AUTHORITY.sub("", path, count=1)
         path = re.sub("/{2,}", "/", path)
         while self._root and f"{path}/".startswith(f"{self._root}/"):
             path = path.removeprefix(self._root)

@@ -2,26 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxserve.core.errors import PromptTooLong
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import check_prompt, context_length
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.server.errors import rename_error_fields
-from jaxserve.server.offload import off_loop
+from jaxserve.server.offload import MAX_INLINE_SIZE, off_loop_if_large
 from jaxserve.server.schemas.chat import Conversation
 
-T = TypeVar("T")
 TokenIds = Sequence[int]
-# Up to these sizes the work costs less than handing it to another thread.
-MAX_INLINE_TEXT = 4096  # characters or tokens
-MAX_INLINE_MESSAGES = 32
-
-
-async def off_loop_if_large(size: int, work: Callable[..., T], *args: object) -> T:
-    """Return `work(*args)`, computed in another thread if its input has more than `MAX_INLINE_TEXT` units."""
-    return await off_loop(work, *args) if size > MAX_INLINE_TEXT else work(*args)
+MAX_INLINE_MESSAGES = 32  # more messages of a conversation count as large
 
 
 async def encode(
@@ -109,7 +101,7 @@ async def conversation_prompt(
 async def render(client: EngineClient, body: Conversation) -> str:
     """Return the text of a conversation. Raise RequestError if the template or the model cannot take a message."""
     contents = [message.content or "" for message in body.messages[:MAX_INLINE_MESSAGES]]
-    size = MAX_INLINE_TEXT + 1 if len(body.messages) > MAX_INLINE_MESSAGES else sum(map(_content_size, contents))
+    size = MAX_INLINE_SIZE + 1 if len(body.messages) > MAX_INLINE_MESSAGES else sum(map(_content_size, contents))
     return await off_loop_if_large(size, _apply_template, client, body)
 
 
@@ -123,7 +115,7 @@ def _content_size(content: str | list[dict[str, Any]]) -> int:
     if isinstance(content, str):
         return len(content)
     if len(content) > MAX_INLINE_MESSAGES:
-        return MAX_INLINE_TEXT + 1
+        return MAX_INLINE_SIZE + 1
     return sum(len(str(part.get("text"))) for part in content)
 
 

@@ -17,7 +17,7 @@ from tokenizers import (
 )
 
 from jaxserve.core.errors import CheckpointError, ConfigError, RequestError
-from jaxserve.engine.chat_template import ChatTemplate
+from jaxserve.engine.chat_template import MAX_CACHED_ROLES, ChatTemplate
 from jaxserve.engine.tokenizer import Tokenizer
 
 SPECIALS = ["<s>", "</s>", "<|a turn|>"]
@@ -533,6 +533,22 @@ def test_message_omitted_by_the_template_is_refused(roles, position, role):
     for _ in range(2):  # the second time from memory
         with pytest.raises(RequestError, match=rf"leaves out message {position} \(role '{role}'\)"):
             rendered(QWEN, *roles)
+
+
+def test_message_omitted_from_a_long_conversation_is_found():
+    show = "{% for m in messages %}{% if loop.index0 != 20000 %}{{ m.content }},{% endif %}{% endfor %}"
+    messages = [{"role": "user", "content": "a"}] * 25_000
+    with pytest.raises(RequestError, match="leaves out message 20000 "):
+        ChatTemplate(show).render(messages)
+    reversed_order = ChatTemplate("{% for m in messages | reverse %}{{ m.content }},{% endfor %}")
+    assert reversed_order.render(messages[:100]) == "a," * 100
+
+
+def test_check_of_long_conversations_is_not_cached():
+    template = ChatTemplate(CHATML)
+    for count, cached in ((MAX_CACHED_ROLES, 1), (MAX_CACHED_ROLES + 1, 1), (MAX_CACHED_ROLES - 1, 2)):
+        template.render([{"role": "user", "content": "a"}] * count)
+        assert template._cached_dropped.cache_info().currsize == cached
 
 
 def test_template_showing_any_role_or_part_of_a_message_is_accepted():

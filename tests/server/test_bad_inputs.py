@@ -1,6 +1,7 @@
 """Every bad input gets a 4xx with the field, the value and the limit, and the server goes on serving."""
 
 import json
+import re
 
 import pytest
 
@@ -62,7 +63,9 @@ def test_body_that_is_not_a_request_is_refused(http, path, body):
 @pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 def test_body_of_another_media_type_is_refused(http, media_type):
     headers = {} if media_type is None else {"content-type": media_type}
-    error_of(http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers), 415)
+    error = error_of(http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers), 415)
+    given = "missing" if media_type is None else repr(media_type)
+    assert error["message"] == f"the header content-type is {given}: it must be application/json"
 
 
 def test_json_media_type_with_charset_is_accepted(http):
@@ -227,7 +230,61 @@ def test_context_overflow_has_the_message_that_clients_look_for(http, path, body
 def test_error_of_union_names_the_field_and_allowed_types(http, path, body, param):
     error = error_of(http.post(path, json=body))
     assert error["param"] == param
-    assert error["message"].startswith(f"{param}: it must be a string or a list of ")
+    assert re.fullmatch(
+        f"{param} is (5|a list|an object): it must be a string or a list of (strings|content parts)", error["message"]
+    )
+
+
+SALT, ROLE = "cache_salt has 9999 characters", "messages.0.role has 0 characters"
+FORMAT = "encoding_format is \"x\": it must be 'float' or 'base64'"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (COMPLETIONS, {"prompt": "a", "top_k": 1.5}, "top_k is 1.5: it must be an integer"),
+        (COMPLETIONS, {"prompt": "a", "n": True}, "n is true: it must be an integer"),
+        (COMPLETIONS, {"prompt": "a", "temperature": "0.7"}, 'temperature is "0.7": it must be a number'),
+        (COMPLETIONS, {"prompt": "a", "temperature": {}}, "temperature is an object: it must be a number"),
+        (COMPLETIONS, {"prompt": "a", "echo": 1}, "echo is 1: it must be true or false"),
+        (COMPLETIONS, {"prompt": "a", "model": 5}, "model is 5: it must be a string"),
+        (COMPLETIONS, {"prompt": "a", "model": ["x" * 100]}, "model is a list: it must be a string"),
+        (COMPLETIONS, {"prompt": "a", "user": 10**99}, "user is a large integer: it must be a string"),
+        (COMPLETIONS, {"prompt": "a", "bad_words": "x" * 99}, "bad_words is a string: it must be a list"),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1, None]}, "stop_token_ids.1 is null: it must be an integer"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": []}, "logit_bias is a list: it must be an object"),
+        (COMPLETIONS, {"prompt": "a", "stream_options": 5}, "stream_options is 5: it must be an object"),
+        (COMPLETIONS, {"prompt": "a", "priority": 2**31}, f"priority is {2**31}: it must be less than {2**31}"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "cache_salt": "é" * 257},
+            "cache_salt has 257 characters: it must have at most 256",
+        ),
+        (COMPLETIONS, {}, "prompt is missing"),
+        (COMPLETIONS, [], "the body is a list: it must be an object"),
+        (CHAT, {"messages": []}, "messages has 0 entries: it must have at least 1"),
+        (CHAT, {"messages": ["a"]}, 'messages.0 is "a": it must be an object'),
+        (
+            CHAT,
+            {"messages": [{"role": "", "content": "a"}]},
+            f"{ROLE}: it must have at least 1",
+        ),
+        (CHAT, {"messages": [{"content": "a"}]}, "messages.0.role is missing"),
+        (
+            "/v1/embeddings",
+            {"input": "a", "encoding_format": "x"},
+            FORMAT,
+        ),
+    ],
+    ids=range(21),
+)
+def test_error_says_what_was_given_and_what_is_allowed(http, path, body, message):
+    assert error_of(http.post(path, json=body))["message"] == message
+
+
+def test_empty_body_is_named(http):
+    error = error_of(http.post(COMPLETIONS, content=b"", headers=JSON))
+    assert error["message"] == "the body is missing"
 
 
 def test_error_names_the_message_of_the_conversation(http):
@@ -461,7 +518,7 @@ def test_huge_headers_are_refused(address):
         answer = raw_request(address, b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 200_000)
     except ConnectionError:
         return  # the server closed while the headers were still being sent
-    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.startswith(b"HTTP/1.1 431 ")
 
 
 def test_garbage_instead_of_http_returns_400(address):

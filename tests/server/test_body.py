@@ -9,11 +9,12 @@ from pydantic_core import from_json
 from starlette.testclient import TestClient
 
 from jaxserve.core.errors import RequestError
-from jaxserve.server import body as body_module
+from jaxserve.server import body as body_module, offload
 from jaxserve.server.app import create_app
 from jaxserve.server.body import MAX_ITEMS, count_items, parse_body
+from jaxserve.server.generation import GenerationResponse
 from jaxserve.server.offload import off_loop
-from jaxserve.server.routes import json_route
+from jaxserve.server.routes import embeddings, json_route
 from jaxserve.server.routes.json_route import MAX_INLINE_BODY
 from jaxserve.server.settings import ServerSettings
 from tests.server.fake import FakeClient
@@ -165,6 +166,53 @@ def test_long_conversations_are_rendered_off_the_event_loop(http, fake, monkeypa
     http.post(CHAT, json={"messages": messages})
     http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}]})
     assert [name.startswith("jaxserve-request") for name in threads] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": ["a" * 500] * 3, "echo": True, "max_tokens": 0, "logprobs": 20}),
+        (COMPLETIONS, {"prompt": "a" * 500, "prompt_logprobs": 20}),
+        (COMPLETIONS, {"prompt": "a", "n": 60, "logprobs": 20}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 400}], "prompt_logprobs": 20}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 60, "logprobs": True, "top_logprobs": 20}),
+    ],
+    ids=range(5),
+)
+def test_large_response_is_written_off_the_event_loop(http, monkeypatch, path, body):
+    threads = []
+
+    def watched(response, result):
+        threads.append(threading.current_thread().name.startswith("jaxserve-request"))
+        return write(response, result)
+
+    write = GenerationResponse._write
+    monkeypatch.setattr(GenerationResponse, "_write", watched)
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200
+    prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+    assert [choice["index"] for choice in answer.json()["choices"]] == list(range(body.get("n", prompts)))
+    assert threads == [True] * prompts
+    http.post(COMPLETIONS, json={"prompt": "a", "logprobs": 1})
+    assert threads[prompts:] == [False]
+
+
+def test_large_embeddings_are_written_off_the_event_loop(http, monkeypatch):
+    threads = []
+
+    def watched(*given):
+        threads.append(threading.current_thread().name.startswith("jaxserve-request"))
+        return write(*given)
+
+    write = embeddings._with_embeddings
+    monkeypatch.setattr(embeddings, "_with_embeddings", watched)
+    monkeypatch.setattr(offload, "MAX_INLINE_SIZE", 100)
+    for count in (1, 50):
+        data = http.post("/v1/embeddings", json={"input": ["a"] * count}).json()["data"]
+        assert [(entry["object"], entry["index"], len(entry["embedding"])) for entry in data] == [
+            ("embedding", i, 4) for i in range(count)
+        ]
+    assert threads == [False, True]
 
 
 def test_off_loop_work_does_not_block_the_event_loop():

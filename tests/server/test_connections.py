@@ -74,8 +74,31 @@ def test_early_refusal_reaches_a_client_that_sends_chunks_first():
 
 def test_too_long_head_is_answered_with_an_error(address):
     answer = raw_request(address, b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 2_000_000)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert "not a valid HTTP request" in error_in(answer)["message"]
+    assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert error_in(answer)["message"] == "the head of the request is too long: it may have 65536 bytes"
+    assert error_in(answer)["code"] == "head_too_large"
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (b"GET /health HTTP/1.1", "Missing mandatory Host: header"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: -1", "bad Content-Length"),
+        (b"GET /health", "illegal request line"),
+        (POST + b"Transfer-Encoding: gzip", "Only Transfer-Encoding: chunked is supported"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nxyz", "illegal chunk header"),
+    ],
+)
+def test_invalid_http_is_refused_with_the_reason(address, head, reason):
+    answer = raw_request(address, head)
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n") or answer.startswith(b"HTTP/1.1 501 ")
+    assert "not a valid HTTP request: " in error_in(answer)["message"]
+    assert reason in error_in(answer)["message"]
+
+
+def test_tls_to_a_plain_server_is_named(address):
+    answer = raw_request(address, b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03" + b"a" * 100)
+    assert "the server speaks plain HTTP" in error_in(answer)["message"]
 
 
 def test_lingering_ends_after_its_time(monkeypatch):

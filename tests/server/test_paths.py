@@ -72,6 +72,20 @@ def test_extra_slashes_are_served_without_a_redirect(http, path):
     assert answer.json()["object"] == "text_completion"
 
 
+@pytest.mark.parametrize("host", ["http://x", "http://127.0.0.1:8000", "HTTPS://x", "http://user@[::1]:80"])
+def test_target_that_is_a_whole_url_is_served(address, host):
+    for path, status in {"/health": b"200", "//v1/models/": b"200", "/nothing": b"404", "": b"404"}.items():
+        answer = raw_request(address, b"GET %s HTTP/1.1\r\nHost: x\r\nConnection: close" % (host + path).encode())
+        assert answer.startswith(b"HTTP/1.1 " + status)
+
+
+def test_target_that_is_a_whole_url_does_not_open_a_guarded_path():
+    with serving(FakeClient(), ServerSettings(api_keys=("key",))) as address:
+        for target in (b"http://x/v1/models", b"http://x/health/../v1/models", b"http:///v1/models", b"http:/health"):
+            answer = raw_request(address, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close")
+            assert answer.startswith(b"HTTP/1.1 401 ")
+
+
 @pytest.mark.parametrize("path", [f"{path}/" for path in PAGES])
 def test_trailing_slash_is_ignored(path):
     http = client()

@@ -104,7 +104,7 @@ def test_requests_never_lie_in_memory_together() -> None:
     ("dataset", "trace", "message"),
     [
         ({"dataset": "sharegpt"}, {}, "--dataset is 'sharegpt': a simulation has no prompts"),
-        ({"num_prompts": 0}, {}, "--num-prompts is 0: it must be at least 1"),
+        ({"num_prompts": 0}, {}, "number of prompts is 0: it must be at least 1"),
         ({"num_prompts": 5}, {"synthetic": "azure-conv"}, "--num-prompts does not apply to a trace"),
         ({"dataset": "trace"}, {}, "give the file of a trace"),
     ],

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from jaxserve.engine.limits import cap_max_tokens, check_params
 from jaxserve.server.chat import ChatResponse
-from jaxserve.server.errors import json_response, rename_error_fields
+from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.generation import Job
 from jaxserve.server.prompts import conversation_prompt
 from jaxserve.server.routes.json_route import JsonRoute
@@ -34,4 +34,5 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
     headers = {"x-request-id": job.id}
     if body.stream:
         return await EventStream.start(request, response.events(), headers)
-    return json_response(await while_connected(request, response.whole()), headers=headers)
+    whole = await while_connected(request, response.whole())
+    return Response(whole, headers=headers, media_type="application/json")

@@ -7,7 +7,7 @@ from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import EngineClient, TokensPrompt
 from jaxserve.engine.limits import cap_max_tokens, check_params
 from jaxserve.server.completion import CompletionResponse
-from jaxserve.server.errors import json_response, rename_error_fields
+from jaxserve.server.errors import rename_error_fields
 from jaxserve.server.generation import Job
 from jaxserve.server.prompts import tokens_prompts
 from jaxserve.server.routes.json_route import JsonRoute
@@ -38,7 +38,8 @@ async def completions(body: CompletionBody, request: Request, state: State) -> R
     headers = {"x-request-id": job.id}
     if body.stream:
         return await EventStream.start(request, response.events(), headers)
-    return json_response(await while_connected(request, response.whole()), headers=headers)
+    whole = await while_connected(request, response.whole())
+    return Response(whole, headers=headers, media_type="application/json")
 
 
 def _params_for(client: EngineClient, body: CompletionBody, prompt: TokensPrompt, *, clamp: bool) -> SamplingParams:

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from pydantic_core import to_json
 
 from jaxserve.core.request import RequestOutput
 from jaxserve.engine.client import EngineClient, TokensPrompt
-from jaxserve.server.errors import json_response, rename_error_fields
-from jaxserve.server.generation import queue_batches
+from jaxserve.server.errors import rename_error_fields
+from jaxserve.server.generation import queue_batches, with_entries
+from jaxserve.server.offload import off_loop_if_large
 from jaxserve.server.prompts import tokens_prompts
 from jaxserve.server.routes.json_route import JsonRoute
 from jaxserve.server.schemas.common import prompt_tokens_to_keep
@@ -37,13 +39,12 @@ async def embeddings(body: EmbeddingBody, request: Request, state: State) -> Res
     response = {
         "object": "list",
         "model": model,
-        "data": [
-            {"object": "embedding", "index": i, "embedding": _encode(output.embedding, body.encoding_format)}
-            for i, output in enumerate(outputs)
-        ],
+        "data": [],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
-    return json_response(response, headers={"x-request-id": request_id})
+    size = len(outputs) * client.info.hidden_size
+    whole = await off_loop_if_large(size, _with_embeddings, response, outputs, body.encoding_format)
+    return Response(whole, headers={"x-request-id": request_id}, media_type="application/json")
 
 
 async def _embed_all(
@@ -60,6 +61,15 @@ async def _embed_all(
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def _with_embeddings(response: dict[str, Any], outputs: list[RequestOutput], encoding: str) -> bytes:
+    entries = (
+        {"object": "embedding", "index": i, "embedding": _encode(output.embedding, encoding)}
+        for i, output in enumerate(outputs)
+    )
+    # One at a time, since to_json holds the interpreter's lock.
+    return with_entries(response, "data", [to_json(entry) for entry in entries])
 
 
 def _encode(embedding: Any, encoding: str) -> list[float] | str:

@@ -39,7 +39,8 @@ class JsonRoute(APIRoute):
         async def strict(request: Request) -> Response:
             media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if request.method in ("POST", "PUT") and media_type != "application/json":
-                raise HTTPException(415, "the body must have the type application/json (header content-type)")
+                given = repr(media_type[:80]) if media_type else "missing"
+                raise HTTPException(415, f"the header content-type is {given}: it must be application/json")
             info = request.app.state.server.client().info
             max_prompt_items = max(info.max_model_len, info.max_queued_tokens)
             request = ParsedRequest(request.scope, request.receive)
