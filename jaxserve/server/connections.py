@@ -45,8 +45,8 @@ class Connections:
 
     def __init__(self, header_timeout: float, limit: int):
         self.header_timeout = header_timeout  # seconds
-        self.idle: dict[HttpProtocol, float] = {}  # time at which each began to wait for a request
-        self._limit = limit
+        self.idle: dict[HttpProtocol, float] = {}  # time since when each waits for a request
+        self.limit = limit
         self._next_log = 0.0
 
     def admit(self, count: int, now: float) -> bool:
@@ -54,18 +54,33 @@ class Connections:
 
         Above the limit, close the connection that has been idle longest, if it has been so for `IDLE_SECONDS`.
         """
-        if count <= self._limit:
+        if count <= self.limit:
             return True
         oldest = next(iter(self.idle), None)
         room = oldest is not None and now - self.idle[oldest] >= IDLE_SECONDS
         if now >= self._next_log:
             self._next_log = now + LOG_INTERVAL
             action = "closing idle connections" if room else "answering new connections with 503"
-            logger.warning("%d connections are open, the limit is %d (ulimit -n): %s", count, self._limit, action)
+            logger.warning("%d connections are open, the limit is %d (ulimit -n): %s", count, self.limit, action)
         if room and oldest is not None:
-            oldest.timeout_keep_alive_handler()
-            self.idle.pop(oldest, None)
+            self._close(oldest)
         return room
+
+    def close_idle(self, count: int, now: float) -> None:
+        """Close connections above the limit that have sent no request for `IDLE_SECONDS`.
+
+        Called when no file descriptor is left, with the number of open connections. Otherwise many silent connections
+        that arrive at once would keep others out until the header timeout. Connections below the limit stay, since
+        their requests would be served.
+        """
+        excess = min(max(count - self.limit, 0), ACCEPTED_AT_ONCE)
+        old = [idle for idle, since in self.idle.items() if idle.refused and now - since >= IDLE_SECONDS]
+        for connection in old[:excess]:
+            self._close(connection)
+
+    def _close(self, connection: "HttpProtocol") -> None:
+        connection.timeout_keep_alive_handler()
+        self.idle.pop(connection, None)
 
 
 class LingeringTransport:
@@ -142,6 +157,7 @@ class HttpProtocol(H11Protocol):
         super().__init__(*args, **options)
         self._shared = shared
         self._deadline: asyncio.TimerHandle | None = None
+        self.refused = False  # True if the connection gets 503, because too many are open
         self._begin = b""  # of everything received
         self._backlog = bytearray()  # received and not yet parsed
         self._next_slice: asyncio.Handle | None = None
@@ -149,7 +165,8 @@ class HttpProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(LingeringTransport(transport, self.conn))  # type: ignore[arg-type]
         if not self._shared.admit(len(self.connections), self.loop.time()):
-            self.app = _refuse_requests(self.app)
+            self.refused = True
+            self.app = _refuse_requests(self.app, self._shared.limit)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -251,7 +268,7 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
 
-def _refuse_requests(app: Any) -> Any:
+def _refuse_requests(app: Any, limit: int) -> Any:
     """Return an app that passes probes on to `app` and answers everything else with 503."""
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
@@ -259,7 +276,8 @@ def _refuse_requests(app: Any) -> Any:
             await app(scope, receive, send)
             return
         headers = {"retry-after": "1", "connection": "close"}
-        error = HTTPException(503, "too many connections are open (the server's limit of open files)", headers)
+        message = f"too many connections are open: the server's limit is {limit} (ulimit -n); try again later"
+        error = HTTPException(503, message, headers)
         await error_response(error)(scope, receive, send)
 
     return refuse
@@ -272,8 +290,15 @@ class Acceptor:
     `asyncio.Server` that uvicorn calls.
     """
 
-    def __init__(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]):
+    def __init__(
+        self,
+        listener: socket.socket,
+        protocol: Callable[[], asyncio.Protocol],
+        make_room: Callable[[], None] = lambda: None,
+    ):
+        """Accept connections of `listener`. Call `make_room` whenever no file descriptor is left."""
         self._listener = listener
+        self._make_room = make_room
         self._protocol = protocol
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
@@ -314,6 +339,7 @@ class Acceptor:
         if now >= self._next_log:
             self._next_log = now + LOG_INTERVAL
             logger.error("cannot accept connections, which wait meanwhile: %s", error)
+        self._make_room()
         self._loop.remove_reader(self._listener)
         self._pause = self._loop.call_later(ACCEPT_PAUSE, self._resume)
 
@@ -331,7 +357,12 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        self.servers = [Acceptor(listener, self._protocol) for listener in sockets or ()]  # type: ignore[misc]
+        acceptors = [Acceptor(listener, self._protocol, self._close_idle) for listener in sockets or ()]
+        self.servers = acceptors  # type: ignore[assignment]
+
+    def _close_idle(self) -> None:
+        shared: Connections = self.config.http_protocol_class.keywords["shared"]  # type: ignore[union-attr]
+        shared.close_idle(len(self.server_state.connections), asyncio.get_running_loop().time())
 
     def _protocol(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]

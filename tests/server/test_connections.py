@@ -224,6 +224,31 @@ def test_silent_connections_are_closed_for_new_ones(monkeypatch):
         assert silent[0].recv(1000) == b""
 
 
+def test_silent_connections_that_arrive_at_once_are_closed_when_no_file_is_left(monkeypatch):
+    monkeypatch.setattr(open_files, "max_connections", lambda: 4)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 60)
+    servers, start = [], connections.HttpServer.startup
+
+    async def startup(server, sockets=None):
+        servers.append(server)
+        await start(server, sockets)
+
+    monkeypatch.setattr(connections.HttpServer, "startup", startup)
+    with serving(FakeClient()) as address, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(contextlib.closing(connect(address))) for _ in range(10)]
+        late = stack.enter_context(contextlib.closing(connect(address)))
+        assert b"200 OK" in answer_to_ready(late)  # all are open
+        (server,) = servers
+        monkeypatch.setattr(connections, "IDLE_SECONDS", 0)
+        full = OSError(errno.EMFILE, "Too many open files")
+        server.servers[0]._loop.call_soon_threadsafe(server.servers[0]._pause_accepting, full)
+        # The connections above the limit; the others are still served.
+        for client in silent[4:]:
+            assert client.recv(1) == b""
+        for client in (*silent[:4], connect(address)):
+            assert b"200 OK" in answer_to_ready(client)
+
+
 def test_raise_limit_raises_the_soft_limit_of_open_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
