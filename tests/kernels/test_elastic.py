@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxserve.kernels import elastic
 from jaxserve.kernels.elastic import GRANULE, committed_bytes, move_pages, release_pages, reserve
-from jaxserve.kernels.native import pool as native
+from jaxserve.kernels.native import kv as native
 
 PAGE = (2, 2, 16, 64)  # 8192 bytes of uint16
 PAGE_BYTES = 8192
@@ -79,7 +79,7 @@ def test_release_leaves_all_other_pages_unchanged(first: int, count: int, page_b
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 2), (3, 2), (2, 6)])
 def test_release_of_pages_outside_the_pool_is_refused(elastic_cpu, first: int, last: int) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"pages {first} to {last} of a pool of 5 pages"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"pages {first} to {last} are outside a pool of 5 pages"):
         jax.block_until_ready(release((reserve((5, *PAGE), DTYPE),), span(first, last)))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.kernels.native import draw as native
+from jaxserve.kernels.native import sampling as native
 from jaxserve.parallel.placement import Placement
 from jaxserve.sampling import ops as sampler
 from jaxserve.sampling.device_sampler import DeviceSampler
@@ -156,7 +156,7 @@ def test_draws_report_rows_of_non_finite_logits(temperature: float, lanes: int) 
 @pytest.mark.parametrize("slot", [-1, SLOTS + 1])
 def test_native_draw_for_a_slot_out_of_range_is_refused(slot: int) -> None:
     parameters = packed(9, slot=slot)
-    with pytest.raises(Exception, match=f"slot {slot} of {SLOTS + 1}"):
+    with pytest.raises(Exception, match=f"slot {slot} is outside {SLOTS + 1} slots"):
         jax.block_until_ready(DRAW(np.zeros((ROWS, 9), np.float32), parameters, jnp.zeros(SLOTS + 1, jnp.int32)))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxserve.kernels.native.logprobs import logprobs
+from jaxserve.kernels.native.sampling import logprobs
 from jaxserve.sampling.ops import Logprobs, logprobs_of
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
@@ -44,7 +44,7 @@ def test_native_logprobs_of_sorted_and_constant_rows_equal_xla(order: int) -> No
 
 @pytest.mark.parametrize("token", [-1, 9])
 def test_native_logprobs_of_a_token_out_of_range_are_refused(token: int) -> None:
-    with pytest.raises(Exception, match=f"token {token} of 9"):
+    with pytest.raises(Exception, match=f"token {token} is outside a vocabulary of 9"):
         jax.block_until_ready(NATIVE(np.zeros((1, 9), np.float32), jnp.array([token]), top=2))
 
 

@@ -229,7 +229,7 @@ def test_native_product_adds_the_residual_after_rounding(rows: int, bits: int, l
 @pytest.mark.parametrize("residual", [jnp.zeros((4, 31), jnp.bfloat16), jnp.zeros((4, 32), jnp.float32)])
 def test_native_product_refuses_a_residual_of_another_shape_or_dtype(residual: jax.Array) -> None:
     x, w = operands(4, 32, 32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="what is added to the product is like it"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="residual must have the shape and dtype of the product"):
         jax.block_until_ready(native.matmul(x, w, residual, dtype=jnp.bfloat16))
 
 

@@ -1,21 +1,20 @@
-// Flash attention over pages, in float32, on the compiler's vector extension: LANES floats to a vector.
+// Flash attention over pages in float32, on the compiler's vector extension with LANES floats in a vector.
 //
-// The context is walked in blocks of 64 positions. A block's keys are transposed and its values widened to float32
-// once, into a buffer that stays in L1; then groups of up to 6 query rows compute scores, an online softmax (Milakov
-// and Gimelshein 2018, "Online normalizer calculation for softmax") and the weighted sum of values in registers. A
-// decode row is a tile of one token, whose rows are the query heads that share the kv head.
+// The context is read in blocks of 64 positions. A block's keys are transposed and its values widened to float32, once, into a
+// buffer that stays in L1. Then groups of up to 6 query rows compute scores, the online softmax (softmax.h) and the weighted sum
+// of values in registers. A decode row is a tile of one token, whose query rows are the query heads that share the kv head.
 //
-// Of int8 rows only the codes are widened. Their scales multiply the scores and the weights, once for each position.
+// In int8 pools only the codes are widened. Their scales multiply the scores and the weights, once for each position.
 
 #include "attention.h"
 
 #include "softmax.h"
 
 #if LANES == 16
-#define COLUMNS 4  // vectors of a row that stay in registers: 6 rows x 4 = 24 of 32
+#define COLUMNS 4  // vectors of a row in registers: 6 rows x 4 = 24 of 32 registers
 #define ATTEND attend_avx512
 #elif LANES == 8
-#define COLUMNS 2  // 6 x 2 = 12 of 16
+#define COLUMNS 2  // 6 rows x 2 = 12 of 16 registers
 #define ATTEND attend_avx2
 #else
 #if defined(__aarch64__)
@@ -29,9 +28,9 @@
 namespace jaxserve {
 namespace {
 
-constexpr int kRows = 6;
+constexpr int kRows = 6;  // maximum number of query rows in registers
 
-// int8 codes as pairs in the order that T has.
+// Loads 2 * LANES int8 codes in the order of a pair of T.
 template <typename T>
 inline Pair load_codes(const int8_t* p);
 
@@ -51,20 +50,20 @@ inline Pair load_codes<uint16_t>(const int8_t* p) {
   return {convert<Floats>(convert<Ints>((Shorts)(x << 8) >> 8)), convert<Floats>(convert<Ints>(x >> 8))};
 }
 
-// The vectors and buffers of one tile and head, all in `scratch`.
+// The buffers of one tile and kv head.
 struct Scratch {
   float *q, *out, *keys, *values, *scores, *decay, *top, *total;
-  Scales scales;  // of int8 rows
+  Scales scales;  // for int8 pools
 };
 
-// One tile of keys: LANES positions x LANES floats (or pairs of bfloat16) from dimension d on.
+// Loads LANES positions x LANES floats (or pairs of bfloat16) from dimension d on, and transposes them.
 template <typename T>
 inline void load_transposed(const T* const* rows, int64_t d, Floats (&x)[LANES]) {
   for (int i = 0; i < LANES; ++i) x[i] = load(reinterpret_cast<const float*>(rows[i] + d));
   transpose(x);
 }
 
-// Keys [kBlock, D] at `rows` to keys[D, kBlock], dimensions in the order of pairs.
+// Writes the keys [kBlock, D] at `rows` to keys[D, kBlock], with the dimensions in the order of pairs.
 void transpose_keys(const float* const* rows, int64_t dims, float* keys) {
   for (int t = 0; t < kBlock; t += LANES) {
     for (int64_t d = 0; d < dims; d += LANES) {
@@ -89,13 +88,13 @@ void transpose_keys(const uint16_t* const* rows, int64_t dims, float* keys) {
   }
 }
 
-// Where in a pair's order of T a dimension is.
+// Returns the index of a dimension in the order of pairs of T.
 template <typename T>
 inline int64_t place(int64_t dim) {
   return sizeof(T) == sizeof(float) ? dim : dim / (2 * LANES) * 2 * LANES + dim % 2 * LANES + dim % (2 * LANES) / 2;
 }
 
-// Codes, four to a word that is transposed; `T` is what queries are.
+// Writes the codes of keys to keys[D, kBlock] for queries of T. Words of four codes are transposed, then widened.
 template <typename T>
 void transpose_codes(const int8_t* const* rows, int64_t dims, float* keys) {
   constexpr int kStep = 4 * LANES;
@@ -121,7 +120,7 @@ void transpose_codes(const int8_t* const* rows, int64_t dims, float* keys) {
   }
 }
 
-// scores[R, kBlock] = q[R, D] keys[D, kBlock]
+// scores[R, kBlock] = q[R, D] * keys[D, kBlock]
 template <int R>
 void multiply_keys(const float* q, const float* keys, int64_t dims, float* scores) {
   for (int c = 0; c < kBlock; c += COLUMNS * LANES) {
@@ -139,7 +138,7 @@ void multiply_keys(const float* q, const float* keys, int64_t dims, float* score
   }
 }
 
-// out[R, C vectors] = out * decay[R] + weights[R, count] values[count, C vectors]; rows of out and values are D apart.
+// out[R, C vectors] = out * decay[R] + weights[R, count] * values[count, C vectors]. Rows of out and values are D floats apart.
 template <int R, int C>
 void multiply_values(const float* weights, const float* values, int count, int64_t dims, const float* decay, float* out) {
   Floats sum[R][C];
@@ -158,7 +157,8 @@ void multiply_values(const float* weights, const float* values, int count, int64
   }
 }
 
-// R rows against the block of `count` positions from `position` on; row r of the tile belongs to token r / groups.
+// Adds a block of `count` positions from `position` on to the outputs of R query rows. Row r of the tile belongs to token
+// r / groups.
 template <int R, bool S>
 void attend_rows(const Attention& a, const Tile& t, int64_t row, int64_t position, int count, const Scratch& s) {
   const int64_t dims = a.head_dim;
@@ -192,23 +192,23 @@ void attend_row_group(int rows, const Attention& a, const Tile& t, int64_t row, 
   }
 }
 
-// Brings the keys and values [count, D] of a block into the scratch buffers.
+// Copies the keys and values [count, D] of a block to the scratch buffers.
 template <typename T>
-void gather_block(const Rows<T>& rows, int64_t dims, const Coming& next, const Scratch& s) {
+void gather_block(const Rows<T>& rows, int64_t dims, const NextBlock& next, const Scratch& s) {
   transpose_keys(rows.keys, dims, s.keys);
   for (int i = 0; i < rows.count; ++i) {
-    next.ask_for_key(i);
+    next.prefetch_key(i);
     for (int64_t d = 0; d < dims; d += 2 * LANES) store_pair(s.values + i * dims + d, load_pair(rows.values[i] + d));
   }
 }
 
-// Codes and scales, for queries of T.
+// Copies the codes and scales of a block to the scratch buffers, for queries of T.
 template <typename T>
-void gather_block(const Rows<int8_t>& rows, int64_t dims, const Coming& next, const Scratch& s) {
+void gather_block(const Rows<int8_t>& rows, int64_t dims, const NextBlock& next, const Scratch& s) {
   const int count = rows.count;
   transpose_codes<T>(rows.keys, dims, s.keys);
   for (int i = 0; i < count; ++i) {
-    next.ask_for_key(i);
+    next.prefetch_key(i);
     for (int64_t d = 0; d < dims; d += 2 * LANES) store_pair(s.values + i * dims + d, load_codes<T>(rows.values[i] + d));
     memcpy(s.scales.keys + i, rows.keys[i] + dims, sizeof(float));
     memcpy(s.scales.values + i, rows.values[i] + dims, sizeof(float));
@@ -217,7 +217,7 @@ void gather_block(const Rows<int8_t>& rows, int64_t dims, const Coming& next, co
   memset(s.scales.values + count, 0, (size_t)(kBlock - count) * sizeof(float));
 }
 
-// T: of queries and outputs; P: of the pool.
+// Computes a tile. T is the type of queries and outputs, and P the type of the pool.
 template <typename T, typename P>
 void attend(const Attention& a, const Tile& t, const Tile* after, float* scratch) {
   const int64_t dims = a.head_dim, rows = t.length * a.groups;
@@ -226,16 +226,16 @@ void attend(const Attention& a, const Tile& t, const Tile* after, float* scratch
   s.values = s.keys + dims * kBlock;
   s.scores = s.values + kBlock * dims;
   s.decay = s.scores + kRows * kBlock;
-  s.scales.keys = s.decay + 16;  // kRows, and a whole cache line
+  s.scales.keys = s.decay + 16;  // kRows floats, rounded up to a cache line
   s.scales.values = s.scales.keys + kBlock;
   s.q = s.scales.values + kBlock;
   s.out = s.q + rows * dims;
   s.total = s.out + rows * dims;
   s.top = s.total + rows * LANES;
 
-  const int64_t stride = a.kv_heads * a.groups * dims;  // from token to token in q and out
+  const int64_t stride = a.kv_heads * a.groups * dims;  // between tokens in q and out
   const int64_t origin = t.row * stride + t.head * a.groups * dims;
-  const float scale = a.scale * kLog2E;  // weights are powers of 2
+  const float scale = a.scale * kLog2E;  // because weights are computed as powers of 2
   for (int64_t i = 0; i < t.length; ++i) {
     const T* q = static_cast<const T*>(a.q) + origin + i * stride;
     for (int64_t d = 0; d < a.groups * dims; d += 2 * LANES) {
@@ -243,13 +243,13 @@ void attend(const Attention& a, const Tile& t, const Tile* after, float* scratch
       store_pair(s.q + i * a.groups * dims + d, {x.first * scale, x.second * scale});
     }
   }
-  memset(s.out, 0, (size_t)(rows * (dims + LANES)) * sizeof(float));  // and total
+  memset(s.out, 0, (size_t)(rows * (dims + LANES)) * sizeof(float));  // clears s.total too
   for (int64_t r = 0; r < rows; ++r) s.top[r] = -__builtin_inff();
 
   const int64_t passes = (rows + kRows - 1) / kRows, height = (rows + passes - 1) / passes;
   for (Blocks<P> blocks(a, t, after); blocks.more(); blocks.advance()) {
     gather_block<T>(blocks.rows(), dims, blocks.next(), s);
-    blocks.next().ask_for_values();
+    blocks.next().prefetch_values();
     for (int64_t row = 0; row < rows; row += height) {
       const int some = (int)(rows - row < height ? rows - row : height);
       attend_row_group<sizeof(P) == 1>(some, a, t, row, blocks.position, blocks.rows().count, s);

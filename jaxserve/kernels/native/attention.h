@@ -1,5 +1,6 @@
-// Paged attention of one tile, compiled once per instruction set (attention.cc, attention_decode.cc, attention_vnni.cc,
-// attention_amx.cc, attention_bf16.cc) and chosen at run time (attention_call.cc).
+// The interface of the kernels that compute paged attention of one tile. There is one kernel for each instruction set
+// (attention.cc, attention_decode.cc, attention_vnni.cc, attention_amx.cc, attention_bf16.cc), and attention_call.cc chooses one
+// at run time.
 
 #pragma once
 
@@ -13,29 +14,31 @@ struct Attention {
   const void* q;     // [T, K, G, D]
   const void* pool;  // [P, K, 2, S, R]
   void* out;         // [T, K, G, D]
-  bool bfloat16;     // q and out; otherwise float32
-  bool int8;         // the pool: R = D codes and their float32 scale; otherwise R = D numbers as in q
+  bool bfloat16;     // whether q and out are bfloat16; otherwise they are float32
+  bool int8;         // whether a row of the pool is D codes and a float32 scale; otherwise it is D numbers of q's type
   int64_t kv_heads, groups, head_dim, page_size, row_size;
   float scale;
   int64_t window;  // a token sees the last `window` positions, its own included
 };
 
-// Consecutive tokens of one sequence: rows [row, row + length) of q, at positions start, start + 1, ...; for one kv head.
+// Consecutive tokens of one sequence, for one kv head. Their queries are the rows [row, row + length) of q, and their positions
+// are start, start + 1, ...
 struct Tile {
   int64_t row, start, length;
   const int32_t* pages;
   int64_t head;
 };
 
-// The first position that the tile's first token sees.  Static: see the rule on inline functions in attention.cc.
+// Returns the first position that the tile's first token sees. It is static because of the rule on inline functions in
+// vectors.h.
 static inline int64_t first_position(const Attention& a, const Tile& t) {
   return t.start + 1 > a.window ? t.start + 1 - a.window : 0;
 }
 
-// Floats of scratch memory that `attend` needs for a tile of `tokens` tokens.
+// Returns the number of floats of scratch memory that a kernel needs for a tile of `tokens` tokens.
 size_t scratch_floats(const Attention& a, int64_t tokens);
 
-// Writes a tile's outputs. `after` is the tile that this thread computes next, if known: its memory is prefetched.
+// A kernel: it writes a tile's outputs. `after` is the tile that this thread computes next, whose memory is prefetched, or null.
 using Attend = void (*)(const Attention&, const Tile&, const Tile* after, float* scratch);
 
 void attend_baseline(const Attention&, const Tile&, const Tile* after, float* scratch);

@@ -1,6 +1,7 @@
-// Attention of a chunk of a prompt over 16-bit pages on the matrix unit of x86-64 (AMX-BF16), in columns (columns.h).
+// Attention of a chunk of a prompt over 16-bit pages on the matrix unit of x86-64 (AMX-BF16), with the layout of columns.h.
 //
-// A weight goes into the product as two bfloat16, its upper half and what that leaves: sums are as good as float32.
+// A weight enters the product as two bfloat16 numbers, its upper half and the remainder, so that sums are as exact as with float32
+// weights.
 
 #include "attention.h"
 
@@ -17,13 +18,13 @@ struct alignas(64) Config {
   uint8_t rows[16] = {kTile, kTile, kTile, kTile, kTile, kTile, kTile, kTile};
 };
 
-// To be said between writing memory and loading tiles from it: the compiler does not know that these read it.
-inline void written() { __asm__ volatile("" ::: "memory"); }
+// Call this between writing memory and loading tiles from it: compilers do not know that tile loads read memory.
+inline void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 
-// out[16 dims x (4 or 2), 16] += values times weights
+// out[16 * (4 or 2) dims, 16 rows] += values * weights
 template <bool Four>
 inline void multiply_dims(const uint32_t* values, const uint32_t* weights, int steps, float* out) {
-  constexpr int64_t kDims = kSteps * kWords;  // from one tile of dims to the next
+  constexpr int64_t kDims = kSteps * kWords;  // between tiles of dims
   _tile_loadd(0, out, 64);
   _tile_loadd(1, out + kWords, 64);
   if (Four) {
@@ -66,10 +67,10 @@ struct MatrixUnit {
   }
   ~MatrixUnit() { _tile_release(); }
 
-  // scores[kBlock, 16] = keys[kBlock, D] q[D, 16]
+  // scores[kBlock, 16] = keys[kBlock, D] * q[D, 16]
   template <int N>
   static void multiply_keys(const Buffers& b, const uint32_t* q, int64_t dims) {
-    written();
+    memory_barrier();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -93,10 +94,10 @@ struct MatrixUnit {
     _tile_stored(3, b.scores + 3 * kWords, 64);
   }
 
-  // out[D, 16] += values weights[steps, 16]
+  // out[D, 16] += values * weights over `steps` steps of positions.
   template <int N>
   static void add_values(const Buffers& b, int steps, int64_t dims, float* out) {
-    written();
+    memory_barrier();
     int64_t d = 0;
     for (; d + 4 * kTile <= dims; d += 4 * kTile) {
       multiply_dims<true>(b.values + d * kSteps * kTile, b.weights, steps, out + d * kTile);

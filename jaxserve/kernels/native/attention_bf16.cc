@@ -1,7 +1,7 @@
-// Attention of a chunk of a prompt over 16-bit pages on AVX512-BF16, in columns (columns.h).
+// Attention of a chunk of a prompt over 16-bit pages on AVX512-BF16, with the layout of columns.h.
 //
-// An instruction multiplies a pair of numbers of a key, or of two values, brought to all lanes, by pairs of 16 rows. A weight is
-// rounded to bfloat16, as an output is; what they are divided by is not.
+// An instruction broadcasts a pair of numbers (of a key, or of two values) to all lanes, and multiplies it by pairs of 16 rows.
+// Weights are rounded to bfloat16, like outputs. The sum of weights, by which outputs are divided, is not rounded.
 
 #include "attention.h"
 
@@ -15,9 +15,10 @@ namespace {
 struct Vectors {
   static constexpr bool kExact = false;
   static constexpr int kTiles = kAtOnce;
-  static constexpr int kSums = 8;  // of 16 rows, in registers: with two times 16 as many as two units need, and half the loads
+  // Vectors of sums in registers, for each 16 rows. With twice 16 rows two multipliers are busy, and there are half the loads.
+  static constexpr int kSums = 8;
 
-  // scores[N][kBlock, 16] = keys[kBlock, D] q[N][D, 16]
+  // scores[N][kBlock, 16] = keys[kBlock, D] * q[N][D, 16]
   template <int N>
   static void multiply_keys(const Buffers& b, const uint32_t* q, int64_t dims) {
     const auto* keys = reinterpret_cast<const uint32_t*>(b.keys);
@@ -34,7 +35,7 @@ struct Vectors {
     }
   }
 
-  // out[N][D, 16] += values weights[N][steps, 16]
+  // out[N][D, 16] += values * weights[N] over `steps` steps of positions.
   template <int N>
   static void add_values(const Buffers& b, int steps, int64_t dims, float* out) {
     for (int64_t d = 0; d < dims; d += kSums) {
@@ -60,7 +61,7 @@ struct Vectors {
  private:
   static __m512bh load_pairs(const uint32_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
-  // sums[N][j] += pairs[N] times one, brought to all lanes.
+  // sums[N][j] += pairs[N] * one, with the pair `one` in all lanes.
   template <int N>
   static void add(__m512 (&sums)[N][kSums], int j, const __m512bh (&pairs)[N], uint32_t one) {
     const auto all = (__m512bh)_mm512_set1_epi32((int32_t)one);

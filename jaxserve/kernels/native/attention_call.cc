@@ -20,9 +20,8 @@ namespace {
 
 constexpr int64_t kMaxLanes = 16;
 
-// The fastest variant that this machine has, among those of at most `max_lanes` floats to a vector. But for the one
-// that works on codes, each takes pairs of vectors, so head_dim must be a multiple of twice its lanes. Null if there is
-// none.
+// Returns the fastest kernel of this machine with at most `max_lanes` floats in a vector, or null if there is none. Except for the
+// kernel for codes, kernels process pairs of vectors, so that head_dim must be a multiple of twice the number of lanes.
 Attend best_attend(int64_t max_lanes, const Attention& a) {
   const auto fits = [&](int64_t lanes) { return lanes <= max_lanes && a.head_dim % (2 * lanes) == 0; };
 #if defined(__x86_64__)
@@ -46,13 +45,13 @@ Attend decode_attend([[maybe_unused]] const Attention& a, Attend best) {
   return best;
 }
 
-// Returns the kernel for tiles of prompts: on the matrix unit, by pairs of bfloat16, or `best`. It does not depend on a tile's
-// length, so that a token's result does not depend on how its prompt is cut into chunks.
+// Returns the kernel for tiles of prompts: for the matrix unit, for pairs of bfloat16, or `best`. The choice does not depend on a
+// tile's length, so that a token's result does not depend on the division of its prompt into chunks.
 Attend chunk_attend([[maybe_unused]] bool matrix_unit, [[maybe_unused]] const Attention& a, Attend best) {
 #if defined(__x86_64__)
   if (!a.bfloat16 || a.int8 || a.head_dim % 32) return best;
 #if defined(__linux__)
-  static const bool amx = has_amx();  // asked once: cpuid leaves a virtual machine each time
+  static const bool amx = has_amx();  // once, because cpuid is slow in a virtual machine
   if (matrix_unit && amx) return attend_amx;
 #endif
   if (best == attend_avx512 && __builtin_cpu_supports("avx512bf16")) return attend_avx512bf16;
@@ -60,12 +59,13 @@ Attend chunk_attend([[maybe_unused]] bool matrix_unit, [[maybe_unused]] const At
   return best;
 }
 
-// A call's tiles, heavy ones first, those of prompts before those that decode; an item is a tile and a kv head.
+// The attention of a step. An item is a tile and a kv head. Tiles with the most work come first: tiles of prompts, then decode
+// rows.
 struct Job final : Shared {
   Attention attention;
   Attend decode_attend, chunk_attend;
   std::vector<Tile> tiles;
-  int64_t chunks = 0;  // tiles of prompts
+  int64_t chunks = 0;  // number of tiles of prompts
   int64_t max_tokens = 0;
 
   void work() override {
@@ -90,7 +90,7 @@ struct Job final : Shared {
 using Table = ffi::Buffer<ffi::S32, 2>;
 using Vector = ffi::Buffer<ffi::S32, 1>;
 
-// Adds a tile to the job after checking that it reads only pages of the pool; adds its work to `work`.
+// Adds a tile to the job, and its multiplications to `work`. Returns an error if the tile would read pages outside the pool.
 ffi::Error add_tile(Job& job, const Table& table, int64_t index, int64_t pages, Tile tile, int64_t& work) {
   const Attention& a = job.attention;
   const int64_t width = table.dimensions()[1], end = tile.start + tile.length, begin = first_position(a, tile);
@@ -105,7 +105,7 @@ ffi::Error add_tile(Job& job, const Table& table, int64_t index, int64_t pages, 
                                          " is outside a pool of " + std::to_string(pages) + " pages");
     }
   }
-  const int64_t transposition = 8;  // as many multiplications per key as this many query rows
+  const int64_t transposition = 8;  // in query rows: a key's transposition takes as long as their products
   work += (end - begin) * a.head_dim * a.kv_heads * (tile.length * a.groups + transposition);
   job.max_tokens = std::max(job.max_tokens, tile.length);
   job.tiles.push_back(tile);
@@ -126,7 +126,7 @@ struct Limits {
   bool matrix_unit;
 };
 
-// Attention of a step: `all_tokens` rows of q, padding included, over a pool of `pages` pages.
+// Computes the attention of a step: `all_tokens` rows of q, padding included, over a pool of `pages` pages.
 ffi::Error attend(const Attention& attention, int64_t all_tokens, int64_t pages, const Meta& meta, Limits limits) {
   auto job = std::make_shared<Job>();
   job->attention = attention;
@@ -139,12 +139,12 @@ ffi::Error attend(const Attention& attention, int64_t all_tokens, int64_t pages,
   const int64_t rows = meta.decode_lengths.element_count(), tiles = meta.tile_starts.element_count();
   const int64_t tokens = tiles ? (all_tokens - rows) / tiles : 0;
   const int64_t token_bytes = attention.kv_heads * attention.groups * attention.head_dim * (attention.bfloat16 ? 2 : 4);
-  const auto clear = [&](int64_t row, int64_t count) {  // padding
+  const auto clear = [&](int64_t row, int64_t count) {  // writes zeros to padding rows
     memset(static_cast<char*>(attention.out) + row * token_bytes, 0, count * token_bytes);
   };
   int64_t work = 0;
   job->tiles.reserve(rows + tiles);
-  for (int64_t i = tiles - 1; i >= 0; --i) {  // later tiles of a sequence see more
+  for (int64_t i = tiles - 1; i >= 0; --i) {  // later tiles of a sequence have more work
     const int64_t length = meta.tile_lengths.typed_data()[i], row = rows + i * tokens;
     if (length < 0 || length > tokens) return ffi::Error::InvalidArgument("paged_attention: tile length out of range");
     clear(row + length, tokens - length);
@@ -180,9 +180,9 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, Table decode_p
 
 using Angles = ffi::Buffer<ffi::F32, 2>;
 
-// Queries, keys and values [T, K, G + 2, D]: queries and keys are normalised, if the rest are two weights, and rotated, keys
-// and values are written, and then the queries attend. Queries are stored in the buffer of the outputs, since every kernel
-// reads a tile's queries before it writes there.
+// Normalises (if `norms` has two weights) and rotates the queries and keys of [T, K, G + 2, D], writes keys and values to the pool,
+// and computes attention. Queries are stored in the buffer of the outputs, because every kernel reads a tile's queries before it
+// writes the tile's outputs.
 ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots slots, ffi::AnyBuffer pool,
                             Table decode_pages, Vector decode_lengths, Table tile_pages, Vector tile_starts,
                             Vector tile_lengths, ffi::RemainingArgs norms, ffi::Result<ffi::AnyBuffer> out,
@@ -218,9 +218,10 @@ ffi::Error write_and_attend(ffi::AnyBuffer qkv, Angles cos, Angles sin, Slots sl
 
 }  // namespace
 
-// Keys, values, scores, decay and scales of a block, then q, out, total and top of every row. Codes need less. In columns
-// (columns.h) keys and values take half of that, scores and weights 64 for each position, and up to 15 rows more 1.5 dims + 2 each. Of
-// rows that decode (attention_decode.cc) q takes 2 dims for each and for up to 7 more; they need no keys and values.
+// The size suffices for every kernel. attention.cc needs the keys, values, scores, decay and scales of a block, then q, out, total
+// and top of every row. Kernels for codes need less. columns.h needs half as much for keys and values, 64 floats of scores and
+// weights for each position, and 1.5 dims + 2 for each of up to 15 padding rows. attention_decode.cc needs 2 dims of q for each row
+// and for up to 7 padding rows, but no keys and values.
 size_t scratch_floats(const Attention& a, int64_t tokens) {
   const int64_t block = 64, rows = tokens * a.groups, dims = (a.head_dim + 63) / 64 * 64;
   return 2 * block * dims + 72 * block + kMaxLanes + rows * (2 * dims + kMaxLanes + 1) + a.groups * dims;

@@ -1,11 +1,11 @@
-// Flash attention of rows that decode, on AVX512-BF16 and on AVX2: bfloat16 queries and pools, head_dim a multiple of two
-// vectors of floats.
+// Flash attention of decode rows on AVX512-BF16 and on AVX2, for bfloat16 queries and pools. head_dim is a multiple of two vectors
+// of floats.
 //
-// A decode row brings few query rows to each key, so that turning keys would cost more than multiplying by them. Instead
-// keys are multiplied as they lie, and the lanes of as many keys as there are lanes are added up together. AVX512-BF16
-// multiplies pairs of numbers; on AVX2 keys are widened in registers, once for all query rows. Where many query rows share a
-// kv head, AVX-512 turns pairs of four keys within quarters of a vector, once for all of them: fewer lanes are left to add up.
-// Products of bfloat16 numbers are exact, and sums are in float32. Values are widened in registers, once for up to kRows query rows.
+// A decode row has few query rows for each key, so that transposing keys would take longer than the products. Instead keys are
+// multiplied as they are stored, and the lanes of LANES products are summed together. AVX512-BF16 multiplies pairs of numbers. On
+// AVX2 keys are widened in registers, once for all query rows. If many query rows share a kv head, AVX-512 transposes the words of
+// four keys within quarters of a vector, once for all query rows, so that fewer lanes have to be summed. Products of bfloat16
+// numbers are exact, and sums are in float32. Values are widened in registers, once for up to kRows query rows.
 
 #if defined(__x86_64__)
 
@@ -24,19 +24,19 @@
 namespace jaxserve {
 namespace {
 
-constexpr int kRows = LANES == 16 ? 8 : 6;  // query rows that share what is read
+constexpr int kRows = LANES == 16 ? 8 : 6;  // maximum number of query rows that share loaded keys and values
 constexpr int kPair = 2 * LANES;
-constexpr int kFew = 4;       // query rows for which keys are not turned
+constexpr int kFew = 4;       // maximum number of query rows for which keys are not transposed
 constexpr int kQuarters = 4;  // of a vector of 16 words
-constexpr int kTurned = kQuarters * LANES;  // words of a pair of a query row that meets turned keys
+constexpr int kTransposed = kQuarters * LANES;  // words for 32 numbers of a query row, as `spread_queries` writes them
 
 struct Scratch {
-  float *q;  // on AVX2 [rows, D], in the order of pairs; on AVX-512 as `turn_queries` writes it, for each pass over the rows
+  float *q;  // AVX2: [rows, D] in the order of pairs; AVX-512: the output of `spread_queries` for each pass over the rows
   float *quarters;  // [kQuarters, kRows, LANES]: sums of four keys
   float *scores, *decay, *out, *total, *top;
 };
 
-// Adds up the lanes of each vector, sum of vector i in lane i: in each step halves of two vectors meet.
+// Returns the sum of the lanes of vector i in lane i. Each step adds halves of two vectors.
 template <int S, size_t... I>
 inline Floats add_lanes(Floats (&x)[LANES], std::index_sequence<I...> lanes) {
   for (int i = 0; i < S; ++i) {
@@ -50,24 +50,25 @@ inline Floats add_lanes(Floats (&x)[LANES], std::index_sequence<I...> lanes) {
   }
 }
 
-// `count` numbers of `row` from `d` on. All rows of a block can be asked for if it has any: see `Blocks`.
-__attribute__((always_inline)) inline void ask(const void* row, int64_t d, int64_t count) {
+// Prefetches `count` numbers of `row` from `d` on. All entries of a block's rows are valid unless the block is empty (`Rows`).
+__attribute__((always_inline)) inline void prefetch(const void* row, int64_t d, int64_t count) {
   for (int64_t n = 0; n < count; n += 32) __builtin_prefetch(static_cast<const uint16_t*>(row) + d + n);
 }
 
-// scores[R, kBlock] of query rows [R, D] and the first keys, as many as there are. With `ask_next` the next ones are asked for.
+// The functions multiply_keys compute scores[R, kBlock] of query rows [R, D] and a block's keys. With `prefetch_next` they prefetch
+// the keys of the next block.
 #if LANES == 16
 inline __m512bh load_numbers(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
-// Of one row [32 V], which stays in registers.
-template <int V, bool ask_next>
-void multiply_keys(const Rows<uint16_t>& rows, const Coming& next, const uint16_t* q, float scale, float* scores) {
+// Computes the scores of one query row [32 * V], which stays in registers.
+template <int V, bool prefetch_next>
+void multiply_keys(const Rows<uint16_t>& rows, const NextBlock& next, const uint16_t* q, float scale, float* scores) {
   __m512bh query[V];
   for (int v = 0; v < V; ++v) query[v] = load_numbers(q + v * kPair);
   for (int t = 0; t < rows.count; t += LANES) {
     Floats sums[LANES];
     for (int i = 0; i < LANES; ++i) {
-      if constexpr (ask_next) ask(next.keys[t + i], 0, V * kPair);
+      if constexpr (prefetch_next) prefetch(next.keys[t + i], 0, V * kPair);
       __m512 sum = _mm512_setzero_ps();
       for (int v = 0; v < V; ++v) sum = _mm512_dpbf16_ps(sum, load_numbers(rows.keys[t + i] + v * kPair), query[v]);
       sums[i] = (Floats)sum;
@@ -76,29 +77,30 @@ void multiply_keys(const Rows<uint16_t>& rows, const Coming& next, const uint16_
   }
 }
 
-template <bool ask_next>
+template <bool prefetch_next>
 void multiply_keys(
-    const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t* q, float scale, float* scores) {
+    const Rows<uint16_t>& rows, const NextBlock& next, int64_t dims, const uint16_t* q, float scale, float* scores) {
   switch (dims / kPair) {
-    case 1: return multiply_keys<1, ask_next>(rows, next, q, scale, scores);
-    case 2: return multiply_keys<2, ask_next>(rows, next, q, scale, scores);
-    case 3: return multiply_keys<3, ask_next>(rows, next, q, scale, scores);
-    case 4: return multiply_keys<4, ask_next>(rows, next, q, scale, scores);
-    case 5: return multiply_keys<5, ask_next>(rows, next, q, scale, scores);
-    case 6: return multiply_keys<6, ask_next>(rows, next, q, scale, scores);
-    case 7: return multiply_keys<7, ask_next>(rows, next, q, scale, scores);
-    default: return multiply_keys<8, ask_next>(rows, next, q, scale, scores);
+    case 1: return multiply_keys<1, prefetch_next>(rows, next, q, scale, scores);
+    case 2: return multiply_keys<2, prefetch_next>(rows, next, q, scale, scores);
+    case 3: return multiply_keys<3, prefetch_next>(rows, next, q, scale, scores);
+    case 4: return multiply_keys<4, prefetch_next>(rows, next, q, scale, scores);
+    case 5: return multiply_keys<5, prefetch_next>(rows, next, q, scale, scores);
+    case 6: return multiply_keys<6, prefetch_next>(rows, next, q, scale, scores);
+    case 7: return multiply_keys<7, prefetch_next>(rows, next, q, scale, scores);
+    default: return multiply_keys<8, prefetch_next>(rows, next, q, scale, scores);
   }
 }
 
 inline __m512i load_words(const void* p) { return _mm512_loadu_si512(p); }
 
-// Query rows [rows, D] of a pass to [D / kPair, kRows][4, 16]: vector i has, in all lanes of a quarter, the quarter's word i.
-void turn_queries(const uint16_t* q, int64_t rows, int64_t dims, float* to) {
-  for (int64_t d = 0; d < dims; d += kPair, to += kRows * kTurned) {
+// Writes the query rows [rows, D] of a pass to [D / kPair, kRows][4, 16]. Vector i has the quarter's word i in all lanes of each
+// quarter.
+void spread_queries(const uint16_t* q, int64_t rows, int64_t dims, float* to) {
+  for (int64_t d = 0; d < dims; d += kPair, to += kRows * kTransposed) {
     for (int64_t r = 0; r < rows; ++r) {
       const __m512i x = load_words(q + r * dims + d);
-      float* const words = to + r * kTurned;
+      float* const words = to + r * kTransposed;
       _mm512_storeu_si512(words, _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0x00));
       _mm512_storeu_si512(words + LANES, _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0x55));
       _mm512_storeu_si512(words + 2 * LANES, _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0xaa));
@@ -107,8 +109,8 @@ void turn_queries(const uint16_t* q, int64_t rows, int64_t dims, float* to) {
   }
 }
 
-// Words of four keys, turned within quarters: vector i has word i of each quarter, a key to a lane.
-inline void turn(__m512i (&x)[kQuarters]) {
+// Transposes the words of four keys within quarters: vector i gets word i of each quarter, with one key in each lane of a quarter.
+inline void transpose_quarters(__m512i (&x)[kQuarters]) {
   const __m512i low[2] = {_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpacklo_epi32(x[2], x[3])};
   const __m512i high[2] = {_mm512_unpackhi_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[2], x[3])};
   x[0] = _mm512_unpacklo_epi64(low[0], low[1]);
@@ -117,7 +119,7 @@ inline void turn(__m512i (&x)[kQuarters]) {
   x[3] = _mm512_unpackhi_epi64(high[0], high[1]);
 }
 
-// Adds up the quarters of each vector: vector i's in quarter i.
+// Returns the sum of the quarters of vector i in quarter i.
 inline __m512 add_quarters(const __m512 (&x)[kQuarters]) {
   const auto add = [](__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
@@ -125,25 +127,25 @@ inline __m512 add_quarters(const __m512 (&x)[kQuarters]) {
   return add(add(x[0], x[1]), add(x[2], x[3]));
 }
 
-// Of several rows, by turned keys; `quarters` is scratch memory.
-template <int R, bool ask_next>
-void multiply_turned_keys(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const float* q, float scale, float* quarters,
+// Computes the scores of R query rows by transposed keys. `quarters` is scratch memory.
+template <int R, bool prefetch_next>
+void multiply_transposed_keys(const Rows<uint16_t>& rows, const NextBlock& next, int64_t dims, const float* q, float scale, float* quarters,
                           float* scores) {
   for (int t = 0; t < rows.count; t += LANES) {
     for (int g = 0; g < kQuarters; ++g) {
       const int first = t + g * kQuarters;
       __m512 sums[R] = {};
       const float* queries = q;
-      for (int64_t d = 0; d < dims; d += kPair, queries += kRows * kTurned) {
+      for (int64_t d = 0; d < dims; d += kPair, queries += kRows * kTransposed) {
         __m512i x[kQuarters];
         for (int i = 0; i < kQuarters; ++i) {
           x[i] = load_words(rows.keys[first + i] + d);
-          if constexpr (ask_next) ask(next.keys[first + i], d, kPair);
+          if constexpr (prefetch_next) prefetch(next.keys[first + i], d, kPair);
         }
-        turn(x);
+        transpose_quarters(x);
         for (int i = 0; i < kQuarters; ++i) {
           for (int r = 0; r < R; ++r) {
-            const __m512i query = load_words(queries + r * kTurned + i * LANES);
+            const __m512i query = load_words(queries + r * kTransposed + i * LANES);
             sums[r] = _mm512_dpbf16_ps(sums[r], (__m512bh)x[i], (__m512bh)query);
           }
         }
@@ -158,24 +160,24 @@ void multiply_turned_keys(const Rows<uint16_t>& rows, const Coming& next, int64_
   }
 }
 
-template <int R, bool ask_next>
-void multiply_keys(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t* q, const float* turned, float scale,
+template <int R, bool prefetch_next>
+void multiply_keys(const Rows<uint16_t>& rows, const NextBlock& next, int64_t dims, const uint16_t* q, const float* spread, float scale,
                    const Scratch& s) {
   if constexpr (R > kFew) {
-    multiply_turned_keys<R, ask_next>(rows, next, dims, turned, scale, s.quarters, s.scores);
+    multiply_transposed_keys<R, prefetch_next>(rows, next, dims, spread, scale, s.quarters, s.scores);
   } else {
-    multiply_keys<ask_next>(rows, next, dims, q, scale, s.scores);
+    multiply_keys<prefetch_next>(rows, next, dims, q, scale, s.scores);
     for (int r = 1; r < R; ++r) multiply_keys<false>(rows, next, dims, q + r * dims, scale, s.scores + r * kBlock);
   }
 }
 #else
-template <int R, bool ask_next>
-void multiply_keys(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t*, const float* q, float scale,
+template <int R, bool prefetch_next>
+void multiply_keys(const Rows<uint16_t>& rows, const NextBlock& next, int64_t dims, const uint16_t*, const float* q, float scale,
                    const Scratch& s) {
   for (int t = 0; t < rows.count; t += LANES) {
     Floats sums[R][LANES];
     for (int i = 0; i < LANES; ++i) {
-      if constexpr (ask_next) ask(next.keys[t + i], 0, dims);
+      if constexpr (prefetch_next) prefetch(next.keys[t + i], 0, dims);
       Floats some[R] = {};
       for (int64_t d = 0; d < dims; d += kPair) {
         const Pair key = load_pair(rows.keys[t + i] + d);
@@ -194,10 +196,10 @@ void multiply_keys(const Rows<uint16_t>& rows, const Coming& next, int64_t dims,
 }
 #endif
 
-// out[R, C pairs of vectors] = out * decay[R] + weights[R, count] values[count, C pairs], from dimension d on.
-template <int R, int C, bool ask_next>
+// out[R, C pairs of vectors] = out * decay[R] + weights[R, count] * values[count, C pairs of vectors], from dimension d on.
+template <int R, int C, bool prefetch_next>
 void multiply_values(
-    const Rows<uint16_t>& rows, const Coming& next, int64_t d, int64_t dims, const Scratch& s, float* out) {
+    const Rows<uint16_t>& rows, const NextBlock& next, int64_t d, int64_t dims, const Scratch& s, float* out) {
   Pair sums[R][C];
   for (int r = 0; r < R; ++r) {
     for (int j = 0; j < C; ++j) {
@@ -206,7 +208,7 @@ void multiply_values(
     }
   }
   for (int t = 0; t < rows.count; ++t) {
-    if constexpr (ask_next) ask(next.values[t], d, C * kPair);
+    if constexpr (prefetch_next) prefetch(next.values[t], d, C * kPair);
     Pair value[C];
     for (int j = 0; j < C; ++j) value[j] = load_pair(rows.values[t] + d + j * kPair);
     for (int r = 0; r < R; ++r) {
@@ -219,35 +221,35 @@ void multiply_values(
   }
 }
 
-template <int R, bool ask_next>
-void multiply_values(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const Scratch& s, float* out) {
-  constexpr int kColumns = R <= (LANES == 16 ? 6 : 3) ? 2 : 1;  // up to 24 sums in registers, or 12
+template <int R, bool prefetch_next>
+void multiply_values(const Rows<uint16_t>& rows, const NextBlock& next, int64_t dims, const Scratch& s, float* out) {
+  constexpr int kColumns = R <= (LANES == 16 ? 6 : 3) ? 2 : 1;  // at most 24 sums in registers on AVX-512, 12 on AVX2
   int64_t d = 0;
   for (; d + kColumns * kPair <= dims; d += kColumns * kPair) {
-    multiply_values<R, kColumns, ask_next>(rows, next, d, dims, s, out);
+    multiply_values<R, kColumns, prefetch_next>(rows, next, d, dims, s, out);
   }
-  if (d < dims) multiply_values<R, 1, ask_next>(rows, next, d, dims, s, out);
+  if (d < dims) multiply_values<R, 1, prefetch_next>(rows, next, d, dims, s, out);
 }
 
-// R query rows against a block: scores, weights, and the weighted sum of values.
-template <int R, bool ask_next>
-void attend_rows(const Rows<uint16_t>& rows, const Coming& next, int64_t dims, const uint16_t* q, const float* packed, int64_t row,
+// Adds a block to the outputs of R query rows: scores, weights, and the weighted sum of values.
+template <int R, bool prefetch_next>
+void attend_rows(const Rows<uint16_t>& rows, const NextBlock& next, int64_t dims, const uint16_t* q, const float* packed, int64_t row,
                  float scale, const Scratch& s) {
-  multiply_keys<R, ask_next>(rows, next, dims, q, packed, scale, s);
+  multiply_keys<R, prefetch_next>(rows, next, dims, q, packed, scale, s);
   for (int r = 0; r < R; ++r) {
     s.decay[r] = soften<false>(s.scores + r * kBlock, 0, rows.count, s.top + row + r, s.total + (row + r) * LANES, {});
   }
-  multiply_values<R, ask_next>(rows, next, dims, s, s.out + row * dims);
+  multiply_values<R, prefetch_next>(rows, next, dims, s, s.out + row * dims);
 }
 
 using AttendRows = decltype(&attend_rows<1, false>);
 
-template <bool ask_next>
+template <bool prefetch_next>
 AttendRows attend_some(int rows) {
-  constexpr AttendRows some[kRows] = {attend_rows<1, ask_next>, attend_rows<2, ask_next>, attend_rows<3, ask_next>,
-                                      attend_rows<4, ask_next>, attend_rows<5, ask_next>, attend_rows<6, ask_next>,
+  constexpr AttendRows some[kRows] = {attend_rows<1, prefetch_next>, attend_rows<2, prefetch_next>, attend_rows<3, prefetch_next>,
+                                      attend_rows<4, prefetch_next>, attend_rows<5, prefetch_next>, attend_rows<6, prefetch_next>,
 #if LANES == 16
-                                      attend_rows<7, ask_next>, attend_rows<8, ask_next>,
+                                      attend_rows<7, prefetch_next>, attend_rows<8, prefetch_next>,
 #endif
   };
   return some[rows - 1];
@@ -258,11 +260,11 @@ AttendRows attend_some(int rows) {
 void ATTEND(const Attention& a, const Tile& t, const Tile* after, float* scratch) {
   const int64_t dims = a.head_dim, groups = a.groups, origin = (t.row * a.kv_heads + t.head) * groups * dims;
   const auto* q = static_cast<const uint16_t*>(a.q) + origin;
-  const float scale = a.scale * kLog2E;  // weights are powers of 2
+  const float scale = a.scale * kLog2E;  // because weights are computed as powers of 2
   const int64_t passes = (groups + kRows - 1) / kRows, height = (groups + passes - 1) / passes;
   const auto rows_of = [&](int64_t pass) { return groups - pass * height < height ? groups - pass * height : height; };
 #if LANES == 16
-  const int64_t pass_floats = dims / kPair * kRows * kTurned;
+  const int64_t pass_floats = dims / kPair * kRows * kTransposed;
 #else
   const int64_t pass_floats = height * dims;
 #endif
@@ -275,20 +277,20 @@ void ATTEND(const Attention& a, const Tile& t, const Tile* after, float* scratch
   s.out = pieces.take(groups * dims);
   s.total = pieces.take(groups * LANES);
   s.top = pieces.take(groups);
-  memset(s.out, 0, (size_t)(groups * (dims + LANES)) * sizeof(float));  // and total
+  memset(s.out, 0, (size_t)(groups * (dims + LANES)) * sizeof(float));  // clears s.total too
   for (int64_t r = 0; r < groups; ++r) s.top[r] = -__builtin_inff();
   for (int64_t i = 0; i < passes; ++i) {
     const uint16_t* const of_pass = q + i * height * dims;
     float* const to = s.q + i * pass_floats;
 #if LANES == 16
-    if (rows_of(i) > kFew) turn_queries(of_pass, rows_of(i), dims, to);
+    if (rows_of(i) > kFew) spread_queries(of_pass, rows_of(i), dims, to);
 #else
     for (int64_t d = 0; d < rows_of(i) * dims; d += kPair) store_pair(to + d, load_pair(of_pass + d));
 #endif
   }
 
   for (Blocks<uint16_t> blocks(a, t, after); blocks.more(); blocks.advance()) {
-    const Coming next = blocks.next();
+    const NextBlock next = blocks.next();
     for (int64_t i = 0; i < passes; ++i) {
       const auto attend = i == 0 && next.count ? attend_some<true> : attend_some<false>;
       attend((int)rows_of(i))(blocks.rows(), next, dims, q + i * height * dims, s.q + i * pass_floats, i * height, scale, s);

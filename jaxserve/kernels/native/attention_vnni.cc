@@ -1,10 +1,10 @@
-// Attention over int8 pages on AVX512-VNNI: codes are multiplied as they lie, four to an instruction's lane.
+// Attention over int8 pages on AVX512-VNNI, which multiplies codes as bytes, four in a lane.
 //
-// The walk over the context is that of attention.cc. Here a query row is an integer of 16 bits for each number, in units
-// of 1/32512 of the largest, and so are the weights of a row for a block, in units of 1/65535 of the largest: what that
-// rounds off is small beside the rounding of an output to bfloat16. Each is split into its upper and its lower byte, and
-// each byte meets all codes of a block in an integer product; only the sums become floats. Of keys, words of 4 dimensions
-// are transposed; of values, words of 4 positions are put together.
+// The context is read block by block, as in attention.cc. The numbers of a query row are rounded to 16-bit integers, in units of
+// 1/32512 of the largest, and the weights of a row in a block to units of 1/65535 of the largest. These errors are small compared
+// with the rounding of outputs to bfloat16. Each integer is split into its upper and its lower byte. Each byte is multiplied by the
+// codes of a block in integers, and only the sums are converted to float32. Keys are transposed in words of 4 dimensions, and
+// values are interleaved to words of 4 positions.
 
 #include "attention.h"
 
@@ -17,23 +17,23 @@
 namespace jaxserve {
 namespace {
 
-constexpr int kRows = 6;
-constexpr int kWord = 4;          // codes of a lane
-constexpr int kStep = 64;         // codes of a vector; rows are padded to a multiple of it
-constexpr float kMost = 32512.0f;  // so that the upper byte does not overflow when the lower one is negative
-constexpr float kMostWeight = 65535.0f;
+constexpr int kRows = 6;   // maximum number of query rows in registers
+constexpr int kWord = 4;   // codes of a lane
+constexpr int kStep = 64;  // codes of a vector; rows are padded to a multiple of it
+constexpr float kMaxInteger = 32512.0f;  // so that the upper byte does not overflow when the lower one is negative
+constexpr float kMaxWeight = 65535.0f;
 
-// Buffers of one tile and head. E: head_dim, padded.
+// The buffers of one tile and kv head. E is the padded head_dim.
 struct Buffers {
   int64_t dims;      // E
-  uint32_t* keys;    // [E / 4, kBlock]: 4 dimensions of a position, each 128 more than its code
+  uint32_t* keys;    // [E / 4, kBlock]: 4 dimensions of a position, each a code + 128
   uint32_t* values;  // [kBlock / 4, E]: 4 positions of a dimension, in the order of `interleave`
   float* scores;     // [kRows, kBlock]
   uint8_t* weights;  // [kRows, 2, kBlock]: upper and lower bytes
-  float *decay, *unit;  // [kRows]: of what was summed before; of the integer weights
+  float *decay, *unit;  // [kRows]: factor for the sums of earlier blocks; unit of the integer weights
   Scales scales;
   uint32_t* q;     // [rows, 2, E / 4]: upper and lower bytes, signed
-  int32_t* start;  // [rows, 2]: what the 128 too many add up to, negated
+  int32_t* start;  // [rows, 2]: start of a sum of products, which corrects for the 128 that is added to codes
   float *out, *total, *scale, *top;  // [rows, E], [rows, LANES], [rows], [rows]
 };
 
@@ -45,7 +45,7 @@ Buffers lay_out(float* at, int64_t dims, int64_t rows) {
   b.values = reinterpret_cast<uint32_t*>(pieces.take(kBlock / kWord * dims));
   b.scores = pieces.take(kRows * kBlock);
   b.weights = reinterpret_cast<uint8_t*>(pieces.take(kRows * 2 * kBlock / kWord));
-  b.decay = pieces.take(LANES);  // kRows, and a whole cache line
+  b.decay = pieces.take(LANES);  // kRows floats, rounded up to a cache line
   b.unit = pieces.take(LANES);
   b.scales = {pieces.take(kBlock), pieces.take(kBlock)};
   b.q = reinterpret_cast<uint32_t*>(pieces.take(rows * 2 * dims / kWord));
@@ -57,7 +57,7 @@ Buffers lay_out(float* at, int64_t dims, int64_t rows) {
   return b;
 }
 
-// A query row bfloat16[D] as integers. One with a number that is not finite gets a scale that is NaN.
+// Writes a query row bfloat16[D] as integers. A number that is not finite makes the row's scale NaN.
 void pack_query(const Buffers& b, int64_t row, const uint16_t* q, int64_t dims, float scale) {
   __m512i largest = _mm512_setzero_si512();
   for (int64_t d = 0; d < dims; d += LANES) {
@@ -65,10 +65,10 @@ void pack_query(const Buffers& b, int64_t row, const uint16_t* q, int64_t dims, 
     largest = _mm512_max_epi32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fff)));
   }
   const int32_t top = _mm512_reduce_max_epi32(largest) << 16;
-  float most;
-  memcpy(&most, &top, sizeof(most));
-  b.scale[row] = top < 0x7f800000 ? most * scale / kMost : __builtin_nanf("");
-  const __m512 factor = _mm512_set1_ps(most > 1e-30f ? kMost / most : 0.0f);  // smaller ones would overflow it
+  float largest_number;
+  memcpy(&largest_number, &top, sizeof(largest_number));
+  b.scale[row] = top < 0x7f800000 ? largest_number * scale / kMaxInteger : __builtin_nanf("");
+  const __m512 factor = _mm512_set1_ps(largest_number > 1e-30f ? kMaxInteger / largest_number : 0.0f);  // the quotient of smaller numbers would overflow
   auto* upper = reinterpret_cast<uint8_t*>(b.q + row * 2 * b.dims / kWord);
   memset(upper, 0, 2 * b.dims);
   __m512i sums[2] = {};
@@ -90,7 +90,7 @@ inline __m512i load_codes(const int8_t* p, int64_t left) {
   return left >= kStep ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((1ull << left) - 1, p);
 }
 
-// LANES rows of keys int8[D] to columns `keys` [E / 4, kBlock].
+// Writes LANES rows of keys int8[D] as columns of `keys` [E / 4, kBlock].
 void transpose_keys(const int8_t* const* rows, int64_t dims, uint32_t* keys) {
   for (int64_t d = 0; d < dims; d += kStep) {
     Floats x[LANES];
@@ -103,7 +103,8 @@ void transpose_keys(const int8_t* const* rows, int64_t dims, uint32_t* keys) {
   }
 }
 
-// Four rows of values int8[D] to words [E]. Of every 64 dimensions, vector j has 4 j to 4 j + 3 of each run of 16.
+// Interleaves four rows of values int8[D] to words [E]. Of every 64 dimensions, vector j has the dimensions 4 * j to 4 * j + 3 of
+// each run of 16.
 void interleave(const int8_t* const* rows, int64_t dims, uint32_t* values) {
   for (int64_t d = 0; d < dims; d += kStep) {
     __m512i x[kWord];
@@ -117,7 +118,7 @@ void interleave(const int8_t* const* rows, int64_t dims, uint32_t* values) {
   }
 }
 
-// Sums of E dimensions in the order of `interleave` to bfloat16[D], divided by a number.
+// Divides the sums of E dimensions, in the order of `interleave`, by `total`, and writes them as bfloat16[D].
 void write_row(const float* sums, float total, int64_t dims, uint16_t* out) {
   for (int64_t d = 0; d < dims; d += kStep) {
     float x[kStep];
@@ -131,11 +132,12 @@ void write_row(const float* sums, float total, int64_t dims, uint16_t* out) {
   }
 }
 
-// Brings keys and values into the buffers; what lies behind them is to be masked or weighted by nothing.
-void gather_block(const Rows<int8_t>& rows, int64_t head_dim, const Coming& next, const Buffers& b) {
+// Copies a block's keys and values to the buffers. Later positions of the buffers hold stale data, which must be masked or weighted
+// by 0.
+void gather_block(const Rows<int8_t>& rows, int64_t head_dim, const NextBlock& next, const Buffers& b) {
   for (int i = 0; i < rows.count; i += LANES) transpose_keys(rows.keys + i, head_dim, b.keys + i);
   for (int i = 0; i < rows.count; i += kWord) {
-    for (int j = i; j < i + kWord; ++j) next.ask_for_key(j);
+    for (int j = i; j < i + kWord; ++j) next.prefetch_key(j);
     interleave(rows.values + i, head_dim, b.values + i / kWord * b.dims);
   }
   for (int i = 0; i < kBlock; ++i) {
@@ -144,19 +146,20 @@ void gather_block(const Rows<int8_t>& rows, int64_t head_dim, const Coming& next
   }
 }
 
-// sum += x * y by lanes of 4 bytes, x unsigned and y signed. The intrinsic makes GCC 12 copy every sum to and fro.
+// sum += x * y in lanes of 4 bytes, x unsigned and y signed. With the intrinsic, GCC 12 copies every sum needlessly.
 inline void add_products(__m512i& sum, __m512i x, __m512i y) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
 }
 
-inline __m512 join(__m512i upper, __m512i lower) {  // sums of products with both bytes
+// Returns the sum of products with integers, from the sums with their upper and their lower bytes.
+inline __m512 join(__m512i upper, __m512i lower) {
   return _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(lower));
 }
 
-// scores[R, kBlock] = q[R, E] keys[E, kBlock], yet to be scaled by the keys' scales.
+// scores[R, kBlock] = q[R, E] * keys[E, kBlock], without the keys' scales.
 template <int R>
 void multiply_keys(const Buffers& b, int64_t row) {
-  constexpr int C = R > 3 ? 2 : 4;  // vectors of a row; at most 24 sums in registers
+  constexpr int C = R > 3 ? 2 : 4;  // vectors of a row; at largest_number 24 sums in registers
   const int64_t words = b.dims / kWord;
   const uint32_t* q = b.q + row * 2 * words;
   for (int c = 0; c < kVectors; c += C) {
@@ -186,7 +189,8 @@ void multiply_keys(const Buffers& b, int64_t row) {
   }
 }
 
-// Weights of a row, in `scores`, as integers. What is not finite in them, or in a value, makes their unit NaN.
+// Writes the weights of a row, which are in `scores`, as integers. `poison` is 0, or NaN if a value is not finite, and makes the
+// unit of the weights NaN.
 void pack_weights(const Buffers& b, int r, float poison) {
   const float* weights = b.scores + r * kBlock;
   Floats best = {};
@@ -194,9 +198,9 @@ void pack_weights(const Buffers& b, int r, float poison) {
     const Floats x = load(weights + j * LANES);
     best = x > best ? x : best;
   }
-  const float most = max_lane(best);
-  b.unit[r] = most / kMostWeight + poison;
-  const __m512 factor = _mm512_set1_ps(most > 1e-30f ? kMostWeight / most : 0.0f);
+  const float largest_number = max_lane(best);
+  b.unit[r] = largest_number / kMaxWeight + poison;
+  const __m512 factor = _mm512_set1_ps(largest_number > 1e-30f ? kMaxWeight / largest_number : 0.0f);
   uint8_t* upper = b.weights + r * 2 * kBlock;
   for (int j = 0; j < kVectors; ++j) {
     const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)load(weights + j * LANES), factor));
@@ -208,7 +212,7 @@ void pack_weights(const Buffers& b, int r, float poison) {
   }
 }
 
-// out[R, E] = out * decay[R] + weights[R, count] values[count, E]
+// out[R, E] = out * decay[R] + weights[R, count] * values[count, E]
 template <int R>
 void multiply_values(const Buffers& b, int64_t row, int count) {
   constexpr int C = R > 3 ? 2 : 4;
@@ -237,7 +241,8 @@ void multiply_values(const Buffers& b, int64_t row, int count) {
   }
 }
 
-// R rows against the block of `count` positions from `position` on; row r of the tile belongs to token r / groups.
+// Adds a block of `count` positions from `position` on to the outputs of R query rows. Row r of the tile belongs to token
+// r / groups.
 template <int R>
 void attend_rows(const Attention& a, const Tile& t, int64_t row, int64_t position, int count, float poison,
                  const Buffers& b) {
@@ -273,20 +278,20 @@ void attend_row_group(int rows, const Attention& a, const Tile& t, int64_t row, 
 void attend_vnni(const Attention& a, const Tile& t, const Tile* after, float* scratch) {
   const int64_t rows = t.length * a.groups, dims = a.head_dim;
   const Buffers b = lay_out(scratch, (dims + kStep - 1) / kStep * kStep, rows);
-  const int64_t stride = a.kv_heads * a.groups * dims;  // from token to token in q and out
+  const int64_t stride = a.kv_heads * a.groups * dims;  // between tokens in q and out
   const int64_t origin = t.row * stride + t.head * a.groups * dims;
   for (int64_t r = 0; r < rows; ++r) {
     const auto* q = static_cast<const uint16_t*>(a.q) + origin + r / a.groups * stride + r % a.groups * dims;
-    pack_query(b, r, q, dims, a.scale * kLog2E);  // weights are powers of 2
+    pack_query(b, r, q, dims, a.scale * kLog2E);  // because weights are computed as powers of 2
     b.top[r] = -__builtin_inff();
   }
-  memset(b.out, 0, (size_t)(rows * (b.dims + LANES)) * sizeof(float));  // and total
+  memset(b.out, 0, (size_t)(rows * (b.dims + LANES)) * sizeof(float));  // clears b.total too
 
   const int64_t passes = (rows + kRows - 1) / kRows, height = (rows + passes - 1) / passes;
   for (Blocks<int8_t> blocks(a, t, after); blocks.more(); blocks.advance()) {
     const int count = blocks.rows().count;
     gather_block(blocks.rows(), dims, blocks.next(), b);
-    blocks.next().ask_for_values();
+    blocks.next().prefetch_values();
     Floats poison = {};
     for (int j = 0; j < kVectors; ++j) poison += load(b.scales.values + j * LANES) * 0.0f;
     for (int64_t row = 0; row < rows; row += height) {

@@ -1,5 +1,5 @@
-// The walk of attention over a context, block by block: the addresses of keys and values, and when they are prefetched.
-// For files as in vectors.h.
+// The blocks of positions that attention reads from a context: the addresses of their keys and values, and the prefetching of
+// the next block. Only for files that are compiled once per instruction set (vectors.h).
 
 #pragma once
 
@@ -10,37 +10,38 @@ namespace {
 
 constexpr int kBlock = 64;  // positions
 
-// Where the rows of a block's keys and values begin; those beyond the count are the first again.
+// The addresses of a block's keys and values. The block has `count` positions, and later entries repeat the first one.
 template <typename P>
 struct Rows {
   const P *keys[kBlock], *values[kBlock];
   int count;
 };
 
-// The next block. Its pages are scattered, so the hardware does not prefetch them. Few requests may be under way at once, so
-// half of the block is prefetched row by row while the present block is read, and half while it is multiplied.
-struct Coming {
+// The next block, which is prefetched explicitly because its pages are scattered and the hardware does not foresee them. Memory
+// takes few requests at once, so the keys are prefetched while the present block is read, and the values while it is multiplied.
+struct NextBlock {
   const void *const *keys, *const *values;
   int count;
   int64_t row_bytes;
 
-  // These must be inlined: GCC takes a function that only prefetches for one without effect, and drops calls of it.
-  __attribute__((always_inline)) void ask(const void* row) const {
+  // These functions must be inlined: GCC regards a function that only prefetches as one without effect, and drops its calls.
+  __attribute__((always_inline)) void prefetch(const void* row) const {
     for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at);
   }
-  __attribute__((always_inline)) void ask_for_key(int i) const {
-    if (i < count) ask(keys[i]);
+  __attribute__((always_inline)) void prefetch_key(int i) const {
+    if (i < count) prefetch(keys[i]);
   }
-  __attribute__((always_inline)) void ask_for_values() const {
-    for (int i = 0; i < count; ++i) ask(values[i]);
+  __attribute__((always_inline)) void prefetch_values() const {
+    for (int i = 0; i < count; ++i) prefetch(values[i]);
   }
 };
 
-// The blocks that a tile sees, one after the other, in a pool of P. Behind the last one comes the first of another tile.
+// An iterator over the blocks that a tile sees, in a pool of type P. The block after the last one is the first block of the tile
+// `after`.
 template <typename P>
 class Blocks {
  public:
-  int64_t position;  // of the block's first row
+  int64_t position;  // the position of the block's first row
 
   Blocks(const Attention& a, const Tile& t, const Tile* after) : position(first_position(a, t)), a_(a), t_(t), after_(after) {
     locate(t, position, rows_[0]);
@@ -51,7 +52,7 @@ class Blocks {
 
   const Rows<P>& rows() const { return rows_[now_]; }
 
-  Coming next() const {
+  NextBlock next() const {
     const Rows<P>& next = rows_[1 - now_];
     const auto untyped = [](const P* const* rows) { return reinterpret_cast<const void* const*>(rows); };
     return {untyped(next.keys), untyped(next.values), next.count, a_.row_size * static_cast<int64_t>(sizeof(P))};

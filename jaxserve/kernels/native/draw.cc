@@ -2,7 +2,7 @@
 // order. sampling/ops.py defines each operation.
 //
 // A row is read twice: for its largest logit, and for its weights relative to that logit. The thresholds of top_k and top_p are
-// found without a sort and from few tokens, because the heaviest token of most runs of neighbours is below them.
+// found without sorting and from few tokens, because in most runs of neighbouring tokens even the heaviest one is below them.
 
 #include "draw.h"
 
@@ -35,14 +35,14 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
-struct Likeliest {
+struct MostLikely {
   int64_t token;
   float logit;
-  bool sound;
+  bool is_valid;
 };
 
 // Returns the first token with the largest logit, or 0 if all logits are -infinity.
-Likeliest most_likely(const Logits& logits) {
+MostLikely most_likely(const Logits& logits) {
   float best = -kInfinity;
   Floats sums = {};
   int64_t where = 0;
@@ -52,10 +52,10 @@ Likeliest most_likely(const Logits& logits) {
   }
   int64_t i = 0;
   while (i < kRun && logits[where][i] != best) ++i;
-  return {i < kRun ? where * kRun + i : 0, best, is_sound(best, sums)};
+  return {i < kRun ? where * kRun + i : 0, best, is_valid(best, sums)};
 }
 
-// Weights of a row, the heaviest of which is 1.
+// The weights of a row. The heaviest weight is 1.
 class Weights {
  public:
   Weights(const Logits& logits, float top, const DrawnRow& row, Pieces& pieces)
@@ -65,7 +65,7 @@ class Weights {
         sums_(pieces.take(runs_)),
         tops_(pieces.take(runs_)),
         some_(pieces.take((runs_ + 1) * kRun)) {
-    const float scale = kLog2E / row.temperature;  // weights are powers of 2
+    const float scale = kLog2E / row.temperature;  // because weights are computed as powers of 2
     for (int64_t run = 0; run < runs_; ++run) {
       const float* const x = logits[run];
       float* const to = weights_ + run * kRun;
@@ -81,36 +81,36 @@ class Weights {
     }
   }
 
-  // Leaves the k heaviest, and those that weigh as much as the k-th; then of these the smallest set of heaviest ones whose share
-  // of the weight reaches p, and those that weigh as much as its lightest.
-  void keep(int64_t k, float p) {
-    float least = 0;
+  // Drops all but the k heaviest tokens and those equal to the k-th. Then drops all but the smallest set of heaviest tokens whose
+  // share of the remaining weight reaches p, and those equal to its lightest token.
+  void restrict(int64_t k, float p) {
+    float lowest = 0;
     if (k < vocab_) {
-      if (k <= runs_) {  // the k-th heaviest run has k tokens at least as heavy as its heaviest
+      if (k <= runs_) {  // k tokens are at least as heavy as the k-th of the runs' heaviest tokens
         memcpy(some_, tops_, static_cast<size_t>(runs_) * sizeof(float));
-        least = threshold<true>(runs_, static_cast<double>(k), 0);
+        lowest = threshold<true>(runs_, static_cast<double>(k), 0);
       }
-      least = threshold<true>(gather(least), static_cast<double>(k), least);
+      lowest = threshold<true>(gather(lowest), static_cast<double>(k), lowest);
     }
     if (p < 1) {
       double all = 0;
-      if (least > 0) {
-        const int64_t count = gather(least);
+      if (lowest > 0) {
+        const int64_t count = gather(lowest);
         for (int64_t i = 0; i < count; ++i) all += some_[i];
       } else {
         all = total();
-        // All that are lighter weigh less than what may be missing.
-        least = static_cast<float>((1 - p) * all / static_cast<double>(vocab_) / 2);
+        // All tokens below this weight together weigh less than the share that may be dropped.
+        lowest = static_cast<float>((1 - p) * all / static_cast<double>(vocab_) / 2);
       }
-      least = threshold<false>(gather(least), p * all, least);
+      lowest = threshold<false>(gather(lowest), p * all, lowest);
     }
-    if (least > 0) drop_below(least);
+    if (lowest > 0) drop_below(lowest);
   }
 
-  // Returns the token at which the running sum exceeds the share `uniform` of the total. It is never one of weight 0.
+  // Returns the token at which the running sum exceeds the share `uniform` of the total. Its weight is never 0.
   int64_t at(float uniform) const {
-    double left = (uniform < kMost ? uniform : kMost) * total();
-    int64_t run = 0, last = 0;  // with a weight
+    double left = (uniform < kMaxShare ? uniform : kMaxShare) * total();
+    int64_t run = 0, last = 0;  // `last` is the last run with a weight above 0
     for (; run < runs_; ++run) {
       if (sums_[run] > 0) last = run;
       if (left < sums_[run]) break;
@@ -127,7 +127,7 @@ class Weights {
   }
 
  private:
-  static constexpr float kMost = 1 - 1e-6f;
+  static constexpr float kMaxShare = 1 - 1e-6f;
   const int64_t runs_, vocab_;
   float *const weights_, *const sums_, *const tops_, *const some_;
 
@@ -137,25 +137,26 @@ class Weights {
     return all;
   }
 
-  // Copies the weights of at least `least`, and returns their number.
-  int64_t gather(float least) const {
+  // Copies the weights that are at least `lowest` to some_, and returns their number.
+  int64_t gather(float lowest) const {
     int64_t count = 0;
     for (int64_t run = 0; run < runs_; ++run) {
-      if (!(tops_[run] >= least)) continue;
+      if (!(tops_[run] >= lowest)) continue;
       for (int64_t i = run * kRun; i < (run + 1) * kRun; ++i) {
         some_[count] = weights_[i];
-        count += weights_[i] >= least;
+        count += weights_[i] >= lowest;
       }
     }
     return count;
   }
 
-  // The largest threshold at which as many of the first `count` of some_ as are not below it are (or, without Counts, weigh) at
-  // least `wanted`; `least` if there is none above it. Uses some_ up. Non-negative floats sort like their bits.
+  // Returns the largest threshold for which the number of weights that reach it is at least `wanted`, or `lowest` if no larger one
+  // exists. Without Counts this is the sum of the weights instead of their number. The weights are the first `count` of some_, which
+  // is overwritten. The threshold is found by bisection of its bits, because non-negative floats sort like their bits.
   template <bool Counts>
-  float threshold(int64_t count, double wanted, float least) const {
-    uint32_t low = bits_of(least), high = kAboveOne;
-    double above = 0;  // what those not below `high` are
+  float threshold(int64_t count, double wanted, float lowest) const {
+    uint32_t low = bits_of(lowest), high = kAboveOne;
+    double above = 0;  // number or sum of the weights that reach `high`
     while (high - low > 1) {
       const uint32_t middle = low + (high - low) / 2;
       const float pivot = float_of(middle);
@@ -188,11 +189,11 @@ class Weights {
     return float_of(low);
   }
 
-  void drop_below(float least) {
+  void drop_below(float lowest) {
     for (int64_t run = 0; run < runs_; ++run) {
       Floats total = {};
-      for (int64_t i = run * kRun; tops_[run] >= least && i < (run + 1) * kRun; i += LANES) {
-        const Floats weight = load(weights_ + i), kept = weight >= least ? weight : Floats{};
+      for (int64_t i = run * kRun; tops_[run] >= lowest && i < (run + 1) * kRun; i += LANES) {
+        const Floats weight = load(weights_ + i), kept = weight >= lowest ? weight : Floats{};
         store(weights_ + i, kept);
         total += kept;
       }
@@ -201,7 +202,7 @@ class Weights {
   }
 };
 
-// LANES numbers of a row of any type, of which `count` are there; the others are zeros.
+// Returns LANES numbers of a row of any type, of which `count` exist. Zeros stand for the others.
 template <typename Vector, typename T>
 inline Vector numbers_of(const T* x, int64_t count) {
   Vector numbers = {};
@@ -213,7 +214,8 @@ inline Vector numbers_of(const T* x, int64_t count) {
   return numbers;
 }
 
-// to [a multiple of LANES] = logits with penalties: repetition over what was seen or generated, the others over what was generated.
+// Writes logits with penalties to `to`, whose size is a multiple of LANES. The repetition penalty counts tokens of the prompt and
+// generated ones, the others only generated ones.
 void penalize(const DrawnRow& row, float* to) {
   for (int64_t i = 0; i < row.vocab; i += LANES) {
     const int64_t count = row.vocab - i;
@@ -224,7 +226,7 @@ void penalize(const DrawnRow& row, float* to) {
   }
 }
 
-// The logits with penalties and biases, as far as there are any.
+// Returns the row's logits after penalties and biases, in `to`, or the row's own logits if it has none.
 const float* adjusted(const DrawnRow& row, float* to) {
   if (!row.penalized() && !row.is_biased()) return row.logits;
   if (row.penalized()) {
@@ -241,14 +243,14 @@ const float* adjusted(const DrawnRow& row, float* to) {
 int32_t draw(const DrawnRow& row, float* scratch) {
   Pieces pieces = {scratch};
   const Logits logits(adjusted(row, pieces.take((row.vocab + kRun - 1) / kRun * kRun)), row.vocab);
-  const Likeliest likeliest = most_likely(logits);
-  const bool as_they_came = logits.is(row.logits);
-  if (!(as_they_came ? likeliest : most_likely(Logits(row.logits, row.vocab))).sound) return kNoToken;
-  if (!(row.temperature > 0) || !(likeliest.logit > -kInfinity && likeliest.logit < kInfinity)) {
-    return static_cast<int32_t>(likeliest.token);
+  const MostLikely best = most_likely(logits);
+  const bool unchanged = logits.is(row.logits);
+  if (!(unchanged ? best : most_likely(Logits(row.logits, row.vocab))).is_valid) return kNoToken;
+  if (!(row.temperature > 0) || !(best.logit > -kInfinity && best.logit < kInfinity)) {
+    return static_cast<int32_t>(best.token);
   }
-  Weights weights(logits, likeliest.logit, row, pieces);
-  weights.keep(row.top_k, row.top_p);
+  Weights weights(logits, best.logit, row, pieces);
+  weights.restrict(row.top_k, row.top_p);
   return static_cast<int32_t>(weights.at(row.uniform));
 }
 

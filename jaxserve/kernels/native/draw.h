@@ -1,4 +1,5 @@
-// The next token of a row of logits (draw.cc), chosen at run time (machine.h).
+// The interface of the kernel that draws the next token of a row of logits (draw.cc). The instruction set is chosen at run time
+// (machine.h).
 
 #pragma once
 
@@ -6,13 +7,14 @@
 
 namespace jaxserve {
 
-// A row of logits and its sampling parameters. The order of operations and the fields are those of sampling/ops.py.
+// A row of logits and its sampling parameters, as sampling/ops.py defines them and the order of operations.
 struct DrawnRow {
   const float* logits;  // [vocab]
   int64_t vocab;
-  // The tokens that penalties count, [vocab] each, and biases [biased] by token, up to the first negative token; null: none.
+  // The tokens that penalties count, or null. `seen` and `counts` have size [vocab].
   const bool* seen;
   const int32_t* counts;
+  // The biased tokens and their biases, of size [biased] each. The first negative token ends them.
   const int32_t* bias_ids;
   const float* biases;
   int64_t biased;
@@ -24,7 +26,7 @@ struct DrawnRow {
   bool is_biased() const { return biased > 0 && bias_ids[0] >= 0; }
 };
 
-constexpr int64_t kRun = 128;  // neighbouring tokens whose sum and maximum of weights are kept
+constexpr int64_t kRun = 128;  // neighbouring tokens whose weights have a stored sum and a stored maximum
 
 inline int64_t draw_scratch_floats(int64_t vocab) {
   const int64_t runs = (vocab + kRun - 1) / kRun;
@@ -33,6 +35,7 @@ inline int64_t draw_scratch_floats(int64_t vocab) {
 
 constexpr int32_t kNoToken = -1;  // the token of a row whose logits are not finite
 
+// A kernel: it returns the drawn token, or kNoToken. `scratch` has draw_scratch_floats(vocab) floats.
 using Draw = int32_t (*)(const DrawnRow& row, float* scratch);
 
 extern const Draw kDrawAvx512, kDrawAvx2, kDrawBaseline;

@@ -56,9 +56,9 @@ Draw best_draw([[maybe_unused]] int64_t max_lanes) {
 
 struct Drawing final : Shared {
   Draw draw;
-  DrawnRow first;  // of all rows: what does not depend on the row, and where arrays of rows begin
+  DrawnRow first;  // the first row; its pointers are the beginnings of arrays of all rows
   const int32_t* parameters;
-  int64_t spare;  // slot
+  int64_t spare;  // the spare slot
   int32_t *tokens, *newest, *counts;
 
   int32_t field(Field name, int64_t row) const { return parameters[name * items + row]; }
@@ -77,7 +77,7 @@ struct Drawing final : Shared {
     for (; mine.more(); mine.advance()) draw_one(mine.now(), static_cast<float*>(memory.get()));
   }
 
-  // Rows that draw nothing name the spare slot.
+  // Draws the token of row r. A row of the spare slot draws nothing.
   void draw_one(int64_t r, float* scratch) {
     const int64_t slot = field(kSlot, r);
     tokens[r] = 0;
@@ -99,7 +99,7 @@ struct Drawing final : Shared {
     row.temperature = number(kTemperature, r);
     row.uniform = uniform({word(kSeed, r), word(kSeed + 1, r)}, word(kPosition, r));
     tokens[r] = draw(row, scratch);
-    newest[slot] = tokens[r] == kNoToken ? 0 : tokens[r];  // the next step reads it before the error is known
+    newest[slot] = tokens[r] == kNoToken ? 0 : tokens[r];  // the next step reads it before the host knows of the error
     if (counts != nullptr) ++counts[slot * row.vocab + newest[slot]];
   }
 };
@@ -128,7 +128,7 @@ ffi::Error prepare(Drawing& job, const Logits& logits, const Table& parameters, 
   job.counts = nullptr;
   for (int64_t row = 0; row < rows; ++row) {
     if (job.field(kSlot, row) < 0 || job.field(kSlot, row) >= slots) {
-      return ffi::Error::InvalidArgument("draw: slot " + std::to_string(job.field(kSlot, row)) + " of " + std::to_string(slots));
+      return ffi::Error::InvalidArgument("draw: slot " + std::to_string(job.field(kSlot, row)) + " is outside " + std::to_string(slots) + " slots");
     }
   }
   memcpy(job.newest, before.typed_data(), before.size_bytes());

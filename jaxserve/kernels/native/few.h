@@ -1,6 +1,6 @@
-// What products of a few rows have in common, whatever the instruction set: four rows of the weight are read beside each other,
-// straight into registers, and each is used at once for all rows of x; a single row of x meets long rows of the weight one after
-// the other. For files as in vectors.h.
+// Products of a few rows of x, for all instruction sets. Four rows of the weight are read in parallel, straight into registers, and
+// each is multiplied by all rows of x at once. A single row of x is multiplied by long rows of codes one after another. Only for
+// files that are compiled once per instruction set (vectors.h).
 
 #pragma once
 
@@ -16,36 +16,37 @@ namespace jaxserve {
 namespace {
 
 constexpr int64_t kLanes = LANES;
-constexpr int64_t kOuts = 4;
-constexpr int64_t kRows = 4;                // that meet the weight at once
-constexpr int64_t kWidened = 32;            // rows of the weight whose scales are brought to float32 at once
-constexpr int64_t kBeyond = 16;             // of them may be written, and read, beyond the last
-constexpr int64_t kBlockBytes = 512 << 10;  // of the weight: small enough to share out evenly,
-constexpr int64_t kLeastBlocks = 4;         // and parts of even a small weight
-constexpr int64_t kRowsBytes = 256 << 10;   // of x: they stay in L2 while they meet a block of the weight
-constexpr int64_t kAheadBytes = 8192;       // how far ahead memory is asked for, or four rows if they are longer
-// Rows of codes longer than this, that meet a single row of x as bytes, are read one after the other: memory is faster so than by
-// four of them beside each other. Shorter ones, which small models have, lie in cache, where the processor would wait for each
-// row's sums; and codes that are widened first keep it busier than memory.
+constexpr int64_t kOuts = 4;                // rows of the weight that are read in parallel
+constexpr int64_t kRows = 4;                // maximum number of rows of x that are multiplied at once
+constexpr int64_t kWidened = 32;            // rows of the weight whose scales are widened to float32 at once
+constexpr int64_t kBeyond = 16;             // scales that may be written and read beyond the last one
+constexpr int64_t kBlockBytes = 512 << 10;  // maximum size of a block of the weight, so that threads get even shares
+constexpr int64_t kMinBlocks = 4;           // minimum number of blocks of a small weight
+constexpr int64_t kRowsBytes = 256 << 10;   // rows of x that stay in L2 while they are multiplied by a block of the weight
+constexpr int64_t kAheadBytes = 8192;       // distance of prefetching, or four rows if they are longer
+// Bytes of a row of codes, above which rows are read one after another if a single row of x is multiplied as bytes: memory is then
+// faster than with four rows in parallel. Shorter rows, which small models have, lie in the cache, and the processor would wait for
+// the sums of each row. Codes that are widened first are limited by the processor and not by memory.
 constexpr int64_t kShortCodes = 256;
 
-// Four neighbouring rows of the weight; those beyond the last repeat it.
+// Four neighbouring rows of the weight. Rows beyond the last one repeat it.
 struct Quad {
   const uint8_t* data[kOuts];
-  const uint8_t* soon;  // what is asked for while they are read
+  const uint8_t* soon;  // the memory that is prefetched while these rows are read
 
   Quad(const Weight& w, int64_t out, const uint8_t* soon) : soon(soon) {
     for (int64_t o = 0; o < kOuts; ++o) data[o] = w.data + (out + o < w.out ? out + o : w.out - 1) * w.row_bytes;
   }
 
-  // Asks for a line of what comes soon, once for each line read here. In the order in which it lies, and not in that of
-  // its use: prefetchers and memory are faster so. Into L2, where more requests may be under way than to L1.
+  // Prefetches one cache line of `soon`, for each line that is read. Lines are prefetched in the order of their addresses, not of
+  // their use, which is faster for prefetchers and memory. They go to L2, which takes more requests at once than L1.
   __attribute__((always_inline)) void prefetch(int64_t offset) const {  // see blocks.h
     _mm_prefetch(reinterpret_cast<const char*>(soon + offset), _MM_HINT_T1);
   }
 };
 
-// Rows of the weight that are multiplied now, of a block of them, and where those lie that this thread multiplies behind it.
+// The rows [out, out + outs) of the weight that are multiplied now, the `end` of their block, and the address of the rows that this
+// thread multiplies after the block.
 struct Part {
   int64_t out, outs, end;
   const uint8_t* after;
@@ -57,20 +58,20 @@ struct Part {
   }
 };
 
-// Of rows of the weight, each segment's scale, and its zero if there are any, in float32.
-struct Numbers {
+// The scales, and the zeros if the weight has any, of each segment of up to kWidened rows of the weight, in float32.
+struct SegmentNumbers {
   const Segments segments;
   float *scales, *zeros;  // [kWidened, segments]
 
-  Numbers(const Weight& w, void* scratch)
+  SegmentNumbers(const Weight& w, void* scratch)
       : segments(w), scales(static_cast<float*>(scratch)), zeros(scales + kWidened * segments.number + kBeyond) {}
 
   static size_t bytes(const Weight& w) { return static_cast<size_t>(2 * (kWidened * Segments(w).number + kBeyond) * 4); }
 
-  // `widen_all` brings scales or zeros to float32: of at most kWidened rows.
+  // Widens the numbers of at most `max_rows` rows from row `out` on by `widen_all`.
   template <auto widen_all>
-  void widen(const Weight& w, int64_t out, int64_t most) {
-    const int64_t rows = w.out - out < most ? w.out - out : most;
+  void widen(const Weight& w, int64_t out, int64_t max_rows) {
+    const int64_t rows = w.out - out < max_rows ? w.out - out : max_rows;
     const auto take = [&](const void* numbers, bool wide, float* to) {
       const int64_t first = out * w.groups, count = rows * w.groups;
       if (segments.per_group == 1) {
@@ -81,7 +82,7 @@ struct Numbers {
           to[i] = read_number(numbers, wide, first + row * w.groups + segment / segments.per_group);
         }
       }
-      // Those of the next rows are asked for: they are so few that the hardware does not foresee them.
+      // Prefetch the numbers of the next rows: they are too few for the hardware to foresee.
       const int64_t size = wide ? 4 : 2;
       const char* next = static_cast<const char*>(numbers) + (first + count) * size;
       for (int64_t at = 0; at < count * size; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
@@ -91,11 +92,13 @@ struct Numbers {
   }
 };
 
-// A row of x that meets codes: the integers of all segments, then their scales, what their products begin with, and their sums.
-struct Form {
-  int64_t integers, padded;  // bytes; scales, which may be read, though not used, beyond the last segment's
+// The layout of a row of x for products with codes: the integers of all segments, then their scales, their starts and their sums
+// (`Base`).
+struct RowLayout {
+  int64_t integers;  // bytes of the integers
+  int64_t padded;    // number of scales, starts and sums, rounded up to a vector
 
-  Form(const Weight& w, int64_t of_segment)
+  RowLayout(const Weight& w, int64_t of_segment)
       : integers(Segments(w).number * of_segment), padded((Segments(w).number + kLanes - 1) / kLanes * kLanes) {}
 
   int64_t row_bytes() const { return integers + 3 * padded * 4; }
@@ -103,7 +106,7 @@ struct Form {
   const int32_t* starts(const uint8_t* row) const { return reinterpret_cast<const int32_t*>(row + integers) + padded; }
   const float* sums(const uint8_t* row) const { return scales(row) + 2 * padded; }
 
-  // Writes a row: pack_segment(s, to) writes the integers of a segment and returns their Base.
+  // Writes a row. pack_segment(s, to) writes the integers of segment s, of `of_segment` bytes, and returns their Base.
   template <typename PackSegment>
   void write(uint8_t* row, int64_t of_segment, PackSegment pack_segment) const {
     auto *const scales = reinterpret_cast<float*>(row + integers), *const sums = scales + 2 * padded;
@@ -117,14 +120,14 @@ struct Form {
   }
 };
 
-// A segment of R rows of x, each so many bytes behind the one before; the scale of its products with a row of codes; and that row's
-// zero.
-struct Meeting {
+// One segment of R rows of x, and the numbers for its product with a row of codes.
+struct SegmentOperands {
   const uint8_t* integers;
   const int32_t* starts;
-  const float *sums, *factors;  // factors[R, kLanes]
-  float zero;
-  int64_t row_bytes;
+  const float* sums;
+  const float* factors;  // [R, kLanes]: the scales of the products
+  float zero;            // the zero of the row of codes
+  int64_t row_bytes;     // between rows of x
 
   template <typename T>
   const T* of_row(const T* first, int r) const {
@@ -134,22 +137,23 @@ struct Meeting {
 
 using Product = void (*)(const Matmul&, const uint8_t* packed, int64_t row, const Part&, void* scratch);
 
-// An instruction set I says how R rows meet numbers, numbers<R>, and a segment of L steps of a row of codes, segment<R, Bits, L, Zeros>;
-// whether that is as bytes, in_bytes; how x is packed, row_bytes and integers_bytes; and how sums are written.
+// Products of few rows by an instruction set I, which defines the product of R rows with bfloat16 numbers (numbers<R>) and with a
+// segment of L steps of a row of codes (segment<R, Bits, L, Zeros>), whether codes are multiplied as bytes (in_bytes), the layout
+// of x (row_bytes, integers_bytes), and how sums are written (sums_of, write).
 template <typename I>
 struct Few {
-  // sums[Outs, R] of x times neighbouring rows of codes from row `first` of the four on, in segments of L steps. The numbers of row
-  // `first` are at `at`. For several rows of x the scales of products are computed beforehand, for as many segments at once as a
-  // vector has lanes; a single row has too little use of them.
+  // Computes to[Outs, R]: x times `Outs` neighbouring rows of codes, from row `first` of the four on, in segments of L steps. The
+  // numbers of row `first` begin at `at`. For several rows of x the scales of products are computed beforehand, for a vector of
+  // segments at once; for a single row that would not pay.
   template <int Outs, int R, int Bits, int L, bool Zeros>
-  static void multiply_codes(const Weight& w, const Quad& rows, int first, const uint8_t* x, const Numbers& numbers, int64_t at,
+  static void multiply_codes(const Weight& w, const Quad& rows, int first, const uint8_t* x, const SegmentNumbers& numbers, int64_t at,
                              Floats (*to)[R]) {
     constexpr int64_t kBytes = L * kStep * Bits / 8, kOfX = I::integers_bytes(Bits, L);
     const int64_t number = numbers.segments.number;
-    const Form form(w, kOfX);
-    const int64_t x_bytes = form.row_bytes();
-    const float *const scales = form.scales(x), *const totals = form.sums(x);
-    const int32_t* const starts = form.starts(x);
+    const RowLayout layout(w, kOfX);
+    const int64_t x_bytes = layout.row_bytes();
+    const float *const scales = layout.scales(x), *const totals = layout.sums(x);
+    const int32_t* const starts = layout.starts(x);
     Floats sums[Outs][R] = {};
     alignas(64) float factors[Outs][R][kLanes];
     int64_t left = w.inner;
@@ -159,26 +163,26 @@ struct Few {
         for (int o = 0; o < Outs; ++o) {
           const Floats of_row = load(numbers.scales + at + o * number + begin);
 #pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) store(factors[o][r], of_row * load(form.scales(x + r * x_bytes) + begin));
+          for (int r = 0; r < R; ++r) store(factors[o][r], of_row * load(layout.scales(x + r * x_bytes) + begin));
         }
       }
       const int64_t end = begin + kLanes < number ? begin + kLanes : number;
       for (int64_t s = begin; s < end; ++s, left -= L * kStep) {
-        const auto meet = [&](auto whole) __attribute__((always_inline)) {
+        const auto multiply_segment = [&](auto whole) __attribute__((always_inline)) {
 #pragma GCC unroll 4
           for (int o = 0; o < Outs; ++o) {
             for (int64_t i = s * kBytes; i < (s + 1) * kBytes; i += 64) rows.prefetch(first * w.row_bytes + Outs * i + 64 * o);
             const int64_t here = at + o * number + s;
             const float single = R == 1 ? scales[s] * numbers.scales[here] : 0;
-            const Meeting x_and_scales = {x + s * kOfX, starts + s, totals + s, R == 1 ? &single : factors[o][0] + s - begin,
-                                          Zeros ? numbers.zeros[here] : 0, x_bytes};
-            I::template segment<R, Bits, L, Zeros, decltype(whole)::value>(rows.data[first + o], s, left, x_and_scales, sums[o]);
+            const SegmentOperands operands = {x + s * kOfX, starts + s, totals + s, R == 1 ? &single : factors[o][0] + s - begin,
+                                              Zeros ? numbers.zeros[here] : 0, x_bytes};
+            I::template segment<R, Bits, L, Zeros, decltype(whole)::value>(rows.data[first + o], s, left, operands, sums[o]);
           }
         };
-        if (Bits != 8 || left >= L * kStep) {  // rows of fewer bits are padded
-          meet(std::true_type());
+        if (Bits != 8 || left >= L * kStep) {  // rows of 4 or 3 bits are padded
+          multiply_segment(std::true_type());
         } else {
-          meet(std::false_type());
+          multiply_segment(std::false_type());
         }
       }
     }
@@ -187,11 +191,11 @@ struct Few {
     }
   }
 
-  // y[R, outs] of a quantised weight, in segments of L steps.
+  // Computes y[R, outs] for a quantised weight, in segments of L steps.
   template <int R, int Bits, int L, bool Zeros>
   static void codes(const Matmul& m, const uint8_t* packed, int64_t row, const Part& part, void* scratch) {
     const uint8_t* x = packed + row * I::row_bytes(m.w);
-    Numbers numbers(m.w, scratch);
+    SegmentNumbers numbers(m.w, scratch);
     const int64_t number = numbers.segments.number;
     for (int64_t done = 0; done < part.outs; done += kOuts) {
       const int64_t out = part.out + done, at = done % kWidened * number;
@@ -228,19 +232,19 @@ struct Few {
   }
 
   static Block block(const Matmul& m) {
-    const int64_t some = kBlockBytes / (kOuts * m.w.row_bytes), fourth = m.w.out / (kOuts * kLeastBlocks);
+    const int64_t some = kBlockBytes / (kOuts * m.w.row_bytes), fourth = m.w.out / (kOuts * kMinBlocks);
     const int64_t quads = some < fourth ? some : fourth;
     return {0, kOuts * (quads ? quads : 1), 0, m.rows};
   }
 
-  static size_t scratch_bytes(const Matmul& m) { return m.w.bits == 16 ? 0 : Numbers::bytes(m.w); }
+  static size_t scratch_bytes(const Matmul& m) { return m.w.bits == 16 ? 0 : SegmentNumbers::bytes(m.w); }
 
   static void multiply(const Matmul& m, const void* packed, const Block& b, const Block* after, void* scratch) {
     const Product products[kRows] = {product_of<1>(m.w), product_of<2>(m.w), product_of<3>(m.w), product_of<4>(m.w)};
     const auto multiply_rows = [&](int64_t first, int64_t rows) {
       const int64_t end = b.out + b.outs;
       Part part = {b.out, b.outs, end, m.w.data + (after ? after->out : end) * m.w.row_bytes};
-      if (rows > kRows) part.outs = kOuts;  // all these rows meet it while it is in L1
+      if (rows > kRows) part.outs = kOuts;  // multiply all rows by this part while it is in L1
       for (; part.out < end; part.out += part.outs) {
         for (int64_t row = first, left = rows; left > 0; row += kRows, left -= kRows) {
           products[(left < kRows ? left : kRows) - 1](m, static_cast<const uint8_t*>(packed), row, part, scratch);

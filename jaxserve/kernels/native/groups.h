@@ -1,5 +1,5 @@
-// The scales and zeros of a quantised weight. In an unnamed namespace, so that every unit has a copy of its own, made for
-// its instruction set.
+// The scales and zeros of a quantised weight. The namespace is unnamed, so that every file has its own copy of the functions,
+// compiled for its instruction set.
 
 #pragma once
 
@@ -22,23 +22,23 @@ inline float read_number(const void* numbers, bool wide, int64_t index) {
   return wide ? static_cast<const float*>(numbers)[index] : widen(static_cast<const uint16_t*>(numbers)[index]);
 }
 
-// Walks along the groups of one row.
+// A position in the groups of one row.
 struct Groups {
   const Weight& w;
-  int64_t index, last;  // into scales
-  int64_t left;         // steps that are left of the group
+  int64_t index, last;  // indices in the scales: of the group, and of the row's last group
+  int64_t left;         // remaining steps of the group
 
-  // Of the first row.
+  // Returns the position of a step in the first row.
   static Groups at(const Weight& w, int64_t step) {
     const int64_t length = w.group / kStep, number = w.groups > 1 ? step / length : 0;
     const int64_t left = w.groups > 1 ? length - step % length : INT64_MAX;
     return {w, number, w.groups - 1, left};
   }
 
-  // The same step of another row.
+  // Returns the position of the same step in row `row`, if this is a position in the first row.
   Groups of_row(int64_t row) const { return {w, index + row * w.groups, last + row * w.groups, left}; }
 
-  // Takes steps of this group. Padding beyond the last group belongs to it.
+  // Moves by at most `left` steps. Padding beyond the last group belongs to it.
   void advance(int64_t steps) {
     left -= steps;
     if (left > 0) return;
@@ -51,9 +51,12 @@ struct Groups {
   float zero() const { return w.zeros ? read_number(w.zeros, w.wide_zeros, index) : 0.0f; }
 };
 
-// How x is cut to meet codes in integers: into segments of whole steps, none of which crosses a group.
+// The division of a row of x into segments for products with codes. A segment is a whole number of steps, and no segment crosses
+// a group.
 struct Segments {
-  int64_t steps, number, per_group;
+  int64_t steps;      // of a segment
+  int64_t number;     // of segments in a row
+  int64_t per_group;  // segments of a group
 
   explicit Segments(const Weight& w) {
     const bool one = w.groups == 1;

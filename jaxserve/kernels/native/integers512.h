@@ -1,4 +1,4 @@
-// x in integers (integers.h) on AVX-512. For files that are compiled once per instruction set.
+// Rounding of x to integers (integers.h) on AVX-512. Only for files that are compiled once per instruction set (vectors.h).
 
 #pragma once
 
@@ -10,7 +10,8 @@
 namespace jaxserve {
 namespace {
 
-// The integers of a segment of some steps, at most 4, of which there are `inputs` numbers and zeros behind them.
+// Writes the integers of a segment of at most 4 steps to `words`, and returns their Base. Only the first `inputs` numbers exist;
+// zeros stand for the others.
 inline Base in_words(const uint16_t* x, int64_t inputs, int64_t steps, int bits, __m512i (&words)[4]) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   __m512 even[4], odd[4], largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();
@@ -20,7 +21,7 @@ inline Base in_words(const uint16_t* x, int64_t inputs, int64_t steps, int bits,
     even[i] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
     odd[i] = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
     largest = _mm512_max_ps(largest, _mm512_max_ps(_mm512_abs_ps(even[i]), _mm512_abs_ps(odd[i])));
-    poison = _mm512_fmadd_ps(_mm512_add_ps(even[i], odd[i]), _mm512_setzero_ps(), poison);  // what is not finite stays
+    poison = _mm512_fmadd_ps(_mm512_add_ps(even[i], odd[i]), _mm512_setzero_ps(), poison);  // NaN or infinity times 0 is NaN
   }
   const Rounding rounding(_mm512_reduce_max_ps(largest), _mm512_reduce_add_ps(poison));
   const __m512 factor = _mm512_set1_ps(rounding.factor);
@@ -34,8 +35,8 @@ inline Base in_words(const uint16_t* x, int64_t inputs, int64_t steps, int bits,
   return {bits, rounding.scale, _mm512_reduce_add_epi32(sum)};
 }
 
-// Words as bytes, as unpacked codes lie: those of 8 bits in their order; those of fewer with a number of the segment's first half beside
-// the one that lies as far in its second half.
+// Stores words as bytes in the order of the unpacked codes. For codes of 8 bits that is the order of the inputs. For fewer bits
+// each number of the segment's first half is followed by the number at the same place in the second half.
 inline void store_bytes(const __m512i (&words)[4], int64_t steps, int bits, uint8_t* to) {
   if (bits == 8) {
     for (int64_t i = 0; i < steps; ++i) {

@@ -1,4 +1,4 @@
-// Writes to KV pools, as a separate custom call (kv_call.cc) and as a part of attention (attention_call.cc).
+// Writing of keys and values to KV pools. kv_call.cc does it as a custom call of its own, attention_call.cc as a part of attention.
 
 #pragma once
 
@@ -14,21 +14,22 @@ namespace jaxserve {
 
 using Slots = xla::ffi::Buffer<xla::ffi::S32, 1>;
 
-// Writes the keys and values of a step's tokens to a pool in place, and the queries to a buffer. An item is kTokens tokens.
+// A job that writes the keys and values of a step's tokens to a pool in place, and the queries to a buffer. An item is kTokens
+// tokens.
 struct Writing final : Shared {
   static constexpr int64_t kTokens = 16;
-  static constexpr int64_t kWorkPerNumber = 4;  // as multiplications are counted
+  static constexpr int64_t kWorkPerNumber = 4;  // in multiplications, the unit of kWorkPerThread
 
   const char* numbers = nullptr;  // [tokens, heads, groups + 2, dims]: queries, key and value of each kv head
-  const void *query_norm = nullptr, *key_norm = nullptr;  // [dims], weights; null: there are no norms
-  float eps = 0;                                          // of the norms
-  const float *cos = nullptr, *sin = nullptr;  // [tokens, dims / 2]: queries and keys are rotated; null: they are not
+  const void *query_norm = nullptr, *key_norm = nullptr;  // [dims]: weights of the norms, or null without norms
+  float eps = 0;                                          // the epsilon of the norms
+  const float *cos = nullptr, *sin = nullptr;  // [tokens, dims / 2]: angles of rotation, or null without rotation
   const int32_t* slots = nullptr;              // [tokens]: page * page_tokens + offset
   char* queries = nullptr;                     // [tokens, heads, groups, dims]
   char* pool = nullptr;                        // [pages, heads, 2, page_tokens, row]
   int64_t tokens = 0, heads = 0, groups = 0, dims = 0, page_tokens = 0;
-  bool bfloat16 = false;  // the numbers; otherwise float32
-  bool int8 = false;      // the pool: a row is dims codes and their scale; otherwise as the numbers
+  bool bfloat16 = false;  // whether the numbers are bfloat16; otherwise they are float32
+  bool int8 = false;      // whether a row of the pool is dims codes and their scale; otherwise it has the type of the numbers
 
   void work() override {
     const RowFunctions& functions = row_functions();
@@ -45,7 +46,8 @@ struct Writing final : Shared {
   }
 
  private:
-  int64_t bytes() const { return dims * (bfloat16 ? 2 : 4); }  // of a vector
+  // Returns the bytes of a vector.
+  int64_t bytes() const { return dims * (bfloat16 ? 2 : 4); }
 
   void write(const RowFunctions& functions, int64_t token, void* normed, void* turned) const {
     const int64_t size = bytes(), row_bytes = int8 ? dims + 4 : size;
@@ -67,7 +69,7 @@ struct Writing final : Shared {
     }
   }
 
-  // Returns the normalised vector, written to `to`, or the vector itself without a norm.
+  // Normalises a vector into `to` and returns `to`, or returns the vector itself if there is no norm.
   const void* norm(const RowFunctions& functions, const void* from, const void* weight, void* to) const {
     if (weight == nullptr) return from;
     functions.norm(from, weight, eps, dims, bfloat16, to);
@@ -84,8 +86,8 @@ struct Writing final : Shared {
   }
 };
 
-// Returns the job that writes numbers [T, K, G + 2, D] at slots (page * S + offset, distinct except in page 0) of a pool
-// [P, K, 2, S, R], or an error. The caller adds rotations and queries.
+// Prepares the job that writes numbers [T, K, G + 2, D] at slots (page * S + offset, distinct except in page 0) of a pool
+// [P, K, 2, S, R], or returns an error. The caller adds norms, rotations and queries.
 inline xla::ffi::Error prepare_writing(Writing& w, xla::ffi::AnyBuffer numbers, Slots slots, xla::ffi::AnyBuffer pool,
                                        void* written) {
   namespace ffi = xla::ffi;
@@ -94,17 +96,17 @@ inline xla::ffi::Error prepare_writing(Writing& w, xla::ffi::AnyBuffer numbers, 
   const auto shape = pool.dimensions(), brought = numbers.dimensions();
   w.bfloat16 = numbers.element_type() == ffi::BF16;
   w.int8 = pool.element_type() == ffi::S8;
-  if (!w.bfloat16 && numbers.element_type() != ffi::F32) return invalid("bfloat16 or float32 is written");
-  if (!w.int8 && pool.element_type() != (w.bfloat16 ? ffi::U16 : ffi::F32)) return invalid("the pool has another dtype");
+  if (!w.bfloat16 && numbers.element_type() != ffi::F32) return invalid("keys and values must be bfloat16 or float32");
+  if (!w.int8 && pool.element_type() != (w.bfloat16 ? ffi::U16 : ffi::F32)) return invalid("the pool must have the dtype of keys and values, or int8");
   if (shape.size() != 5 || brought.size() != 4 || brought[1] != shape[1] || brought[2] < 2 || shape[2] != 2 ||
       shape[4] != brought[3] + (w.int8 ? 4 : 0)) {
-    return invalid("the pool is [P, K, 2, S, D], or D + 4 in int8, and what is written [T, K, G + 2, D]");
+    return invalid("the pool must be [P, K, 2, S, D], or D + 4 in int8, and the numbers [T, K, G + 2, D]");
   }
-  if (static_cast<int64_t>(slots.element_count()) != brought[0]) return invalid("there is a slot for each token");
+  if (static_cast<int64_t>(slots.element_count()) != brought[0]) return invalid("slots must be [T], one for each token");
   for (int64_t token = 0; token < brought[0]; ++token) {
     const int32_t slot = slots.typed_data()[token];
     if (slot < 0 || slot >= shape[0] * shape[3]) {
-      return invalid("slot " + std::to_string(slot) + " of a pool of " + std::to_string(shape[0]) + " pages");
+      return invalid("slot " + std::to_string(slot) + " is outside a pool of " + std::to_string(shape[0]) + " pages");
     }
   }
   w.numbers = static_cast<const char*>(numbers.untyped_data());

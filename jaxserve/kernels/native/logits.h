@@ -1,4 +1,4 @@
-// A row of logits by runs of neighbouring tokens, the last one filled up with -infinity. For files as in vectors.h.
+// A row of logits as runs of kRun neighbouring tokens. Only for files that are compiled once per instruction set (vectors.h).
 
 #pragma once
 
@@ -10,8 +10,9 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 
-// Whether this is the largest of finite logits and of banned ones, which are -infinity; `sums` as Logits::largest leaves them.
-inline bool is_sound(float largest, Floats sums) {
+// Returns whether a row of logits is valid: no NaN, and a finite maximum. Single logits may be -infinity, which bans a token.
+// `sums` are the sums that Logits::largest computes.
+inline bool is_valid(float largest, Floats sums) {
   for (int i = 0; i < LANES; ++i) {
     if (sums[i] != sums[i]) return false;
   }
@@ -20,6 +21,7 @@ inline bool is_sound(float largest, Floats sums) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+// A view of a row of logits as runs. The last run is padded with -infinity.
 class Logits {
  public:
   Logits(const float* x, int64_t count) : x_(x), whole_(count / kRun), runs_((count + kRun - 1) / kRun) {
@@ -30,13 +32,13 @@ class Logits {
   int64_t runs() const { return runs_; }
   const float* operator[](int64_t run) const { return run < whole_ ? x_ + run * kRun : rest_; }
 
-  // The largest that is not NaN.
+  // Returns the largest logit of a run, ignoring NaN.
   float largest(int64_t run) const {
     Floats ignored = {};
     return largest(run, ignored);
   }
 
-  // The same; adds all to `sums`, of which a lane is NaN from the first NaN on.
+  // Returns the largest logit of a run, ignoring NaN, and adds the logits to `sums`. A NaN makes a lane of `sums` NaN for good.
   float largest(int64_t run, Floats& sums) const {
     const float* const x = (*this)[run];
     Floats top = load(x);

@@ -16,8 +16,8 @@
 namespace jaxserve {
 namespace {
 
-// The most likely tokens and their logits, in order. After the first few hundred tokens hardly any further token belongs to
-// them, so that most runs are skipped.
+// Writes the row.top most likely tokens and their logits, in order. After the first few hundred tokens, hardly any run has another
+// one, so that most runs are skipped.
 void find_top(const Logits& logits, const RatedRow& row) {
   int64_t found = 0;
   const auto belongs = [&](float x) { return found < row.top || x > row.top_logprobs[row.top - 1]; };
@@ -60,7 +60,7 @@ void rate(const RatedRow& row) {
     total += sum(weights);
     for (int i = 0; i < LANES; ++i) above += more_likely[i];
   }
-  const float normalizer = is_sound(largest, sums) ? largest + __builtin_logf(static_cast<float>(total)) : __builtin_nanf("");
+  const float normalizer = is_valid(largest, sums) ? largest + __builtin_logf(static_cast<float>(total)) : __builtin_nanf("");
   *row.logprob = of_token - normalizer;
   *row.rank = 1 + above;
   find_top(logits, row);

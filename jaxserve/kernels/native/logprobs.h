@@ -1,4 +1,5 @@
-// Log-probabilities of a row of logits (logprobs.cc), chosen at run time (machine.h).
+// The interface of the kernel for log-probabilities of a row of logits (logprobs.cc). The instruction set is chosen at run time
+// (machine.h).
 
 #pragma once
 
@@ -6,15 +7,15 @@
 
 namespace jaxserve {
 
-// What is asked of a row of logits [vocab], and where it goes.
+// A row of logits [vocab], a token, and the memory for the results.
 struct RatedRow {
   const float* logits;
   int64_t vocab, token;
-  float* logprob;        // of the token
-  int32_t* rank;         // 1 + how many are more likely
-  int64_t top;           // at most vocab
-  int32_t* top_ids;      // [top], the most likely first; of equal ones the lower token
-  float* top_logprobs;   // [top]
+  float* logprob;       // the token's log-probability
+  int32_t* rank;        // 1 + the number of more likely tokens
+  int64_t top;          // the number of most likely tokens to return, at most vocab
+  int32_t* top_ids;     // [top], the most likely first, and among equal ones the lower token first
+  float* top_logprobs;  // [top]
 };
 
 using Rate = void (*)(const RatedRow& row);

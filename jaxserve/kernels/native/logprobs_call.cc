@@ -23,7 +23,7 @@ Rate best_rate([[maybe_unused]] int64_t max_lanes) {
 
 struct Rating final : Shared {
   Rate rate;
-  RatedRow first;  // of all rows
+  RatedRow first;  // the first row; its pointers are the beginnings of arrays of all rows
   const int32_t* tokens;
 
   void work() override {
@@ -37,10 +37,10 @@ struct Rating final : Shared {
 
 using Logits = ffi::Buffer<ffi::F32, 2>;
 using Tokens = ffi::Buffer<ffi::S32, 1>;
-using Numbers = ffi::Buffer<ffi::F32, 1>;
+using Floats1 = ffi::Buffer<ffi::F32, 1>;
 using Ids = ffi::Buffer<ffi::S32, 2>;
 
-ffi::Error logprobs(Logits logits, Tokens tokens, ffi::Result<Numbers> logprob, ffi::Result<Tokens> rank, ffi::Result<Ids> top_ids,
+ffi::Error logprobs(Logits logits, Tokens tokens, ffi::Result<Floats1> logprob, ffi::Result<Tokens> rank, ffi::Result<Ids> top_ids,
                     ffi::Result<Logits> top_logprobs, int64_t max_lanes) {
   const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1], top = top_ids->dimensions()[1];
   const auto has_rows = [rows](const auto& of_rows) { return of_rows.dimensions()[0] == rows; };
@@ -56,7 +56,7 @@ ffi::Error logprobs(Logits logits, Tokens tokens, ffi::Result<Numbers> logprob, 
   job->tokens = tokens.typed_data();
   for (int64_t r = 0; r < rows; ++r) {
     if (job->tokens[r] < 0 || job->tokens[r] >= vocab) {
-      return ffi::Error::InvalidArgument("logprobs: token " + std::to_string(job->tokens[r]) + " of " + std::to_string(vocab));
+      return ffi::Error::InvalidArgument("logprobs: token " + std::to_string(job->tokens[r]) + " is outside a vocabulary of " + std::to_string(vocab));
     }
   }
   run(job, static_cast<int64_t>(logits.element_count()));
@@ -70,7 +70,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_logprobs, jaxserve::logprobs,
                               ffi::Ffi::Bind()
                                   .Arg<jaxserve::Logits>()
                                   .Arg<jaxserve::Tokens>()
-                                  .Ret<jaxserve::Numbers>()
+                                  .Ret<jaxserve::Floats1>()
                                   .Ret<jaxserve::Tokens>()
                                   .Ret<jaxserve::Ids>()
                                   .Ret<jaxserve::Logits>()

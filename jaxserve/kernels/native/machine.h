@@ -1,4 +1,5 @@
-// The capabilities of the machine. Only the custom calls use this: they are compiled for any machine and choose at run time.
+// The instruction sets of the machine. Only the custom calls include this file: they are compiled for any machine, and choose
+// kernels at run time.
 
 #pragma once
 
@@ -17,7 +18,7 @@ inline bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-// Whether 512 bits take two passes through the units that compute: Zen 4, of AMD's family 25.
+// Returns whether the processor computes 512 bits in two passes of 256 bits: Zen 4, of AMD's family 25.
 inline bool halves_avx512() {
   unsigned eax = 0, ebx, ecx, edx;
   __get_cpuid(1, &eax, &ebx, &ecx, &edx);
@@ -27,7 +28,8 @@ inline bool halves_avx512() {
 inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 #if defined(__linux__)
-// The matrix unit and what is computed around it; a virtual machine may show one without the other.
+// Returns whether the machine has the matrix unit and AVX512-BF16, which its kernels need too. A virtual machine may have only one
+// of them.
 inline bool has_amx() { return has_avx512() && __builtin_cpu_supports("avx512bf16") && amx_available(); }
 #endif
 #endif

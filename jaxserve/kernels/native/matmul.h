@@ -1,4 +1,5 @@
-// Products of rows with a weight, for one instruction set each (matmul_*.cc) and chosen at run time (matmul_call.cc).
+// The interface of the kernels that multiply rows by a weight. There is one for each instruction set (matmul_*.cc), and
+// matmul_call.cc chooses one at run time.
 
 #pragma once
 
@@ -9,10 +10,10 @@ namespace jaxserve {
 
 // A weight [out, inner] as stored: bfloat16, or codes with scales as jaxserve/quantization/qarray.py defines them.
 struct Weight {
-  const uint8_t* data;  // rows of row_bytes
+  const uint8_t* data;  // [out, row_bytes]
   const void* scales;   // [out, groups]; null for bfloat16
   const void* zeros;    // [out, groups], or null
-  bool wide_scales, wide_zeros;  // float32 instead of bfloat16
+  bool wide_scales, wide_zeros;  // whether they are float32; otherwise they are bfloat16
   int bits;                      // 16, 8, 4 or 3
   int64_t out, inner, row_bytes;
   int64_t group, groups;  // group * groups = inner; a group is a multiple of kStep, or all of inner
@@ -22,31 +23,31 @@ struct Weight {
 struct Matmul {
   const void* x;
   void* y;
-  bool x_bfloat16, y_bfloat16;  // instead of float32
+  bool x_bfloat16, y_bfloat16;  // whether they are bfloat16; otherwise they are float32
   int64_t rows;
   Weight w;
 };
 
-// A part of y.
+// The part y[row : row + rows, out : out + outs] of a product.
 struct Block {
   int64_t out, outs, row, rows;
 };
 
-constexpr int64_t kStep = 32;         // inputs that are unpacked at once
-constexpr int64_t kUnitSteps = 8;     // steps of the largest unit that codes are packed in
-constexpr int64_t kPackRows = 16;     // rows of x that are rearranged at once
-constexpr int64_t kManyRows = 576;    // of a block: a budget of 512 tokens and rows that decode beside it
-constexpr int64_t kAlignment = 64;    // of packed rows and scratch memory
+constexpr int64_t kStep = 32;       // inputs that are unpacked at once
+constexpr int64_t kUnitSteps = 8;   // steps of the largest unit in which codes are packed
+constexpr int64_t kPackRows = 16;   // rows of x that are rearranged at once
+constexpr int64_t kMaxRows = 576;   // rows of a block: 512 tokens of chunks, and decode rows
+constexpr int64_t kAlignment = 64;  // bytes, of packed rows and scratch memory
 
 static inline int64_t steps_of(int64_t inner) { return (inner + kStep - 1) / kStep; }
 
-// One way to multiply. All of x is rearranged before any part of y is computed.
+// A kernel. All of x is packed (rearranged) before any block of y is computed.
 struct Multiplier {
   size_t (*packed_bytes)(const Matmul&);
-  void (*pack)(const Matmul&, int64_t row, void* packed);  // rows [row, row + kPackRows)
-  Block (*block)(const Matmul&);                           // size of the parts to compute; its origin is 0
+  void (*pack)(const Matmul&, int64_t row, void* packed);  // packs rows [row, row + kPackRows)
+  Block (*block)(const Matmul&);                           // returns the first block, which has the size of all others
   size_t (*scratch_bytes)(const Matmul&);
-  // `after` is the block that this thread computes next, if known: its memory may be prefetched.
+  // Computes a block. `after` is the block that this thread computes next, whose memory may be prefetched, or null.
   void (*multiply)(const Matmul&, const void* packed, const Block&, const Block* after, void* scratch);
 };
 

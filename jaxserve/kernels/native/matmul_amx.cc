@@ -1,11 +1,11 @@
-// Products on the matrix unit of x86-64 (AMX-BF16), which multiplies tiles of 16 x 32 by 32 x 16 values and wants its
-// second operand in pairs. The weight lies row by row, so it is the first operand, and x, which is smaller, is rearranged
-// into the second. The product comes out transposed and is turned on its way to y. Two tiles of weight rows by two tiles
-// of x fill the unit's eight tile registers.
+// Products on the matrix unit of x86-64 (AMX-BF16), which multiplies tiles of 16 x 32 by 32 x 16 values, with the second operand in
+// pairs. The weight is stored row by row, so it is the first operand. x is smaller, and is rearranged to be the second operand. The
+// product is transposed, and is transposed back when it is written to y. Two tiles of the weight, two tiles of x and their four
+// products fill the unit's eight tile registers.
 //
-// Few rows: reading the weight is the work; each tile is read, or unpacked into L1, and used at once. Many rows: a block
-// of the weight is unpacked into L2, a slice of the inputs at a time, and meets all rows there, 32 after 32, whose slice
-// stays in L1. Meanwhile the memory of the slice that comes next is asked for.
+// With few rows, reading the weight takes the time: each tile is read, or unpacked into L1, and used at once. With many rows, a
+// block of the weight is unpacked into L2, one slice of the inputs at a time. It is multiplied there by all rows, 32 at a time,
+// whose slice stays in L1. Meanwhile the memory of the next slice is prefetched.
 
 #include "matmul.h"
 
@@ -20,19 +20,19 @@
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kFewRows = 2 * kTile;
-constexpr int64_t kFewSteps = kUnitSteps;  // unpacked at once
-constexpr int64_t kManySteps = kUnitSteps;  // of 32 rows of x 16 KiB, and as much of 32 of the weight: both fit into L1
-constexpr int64_t kManyOuts = 8 * kPair;    // 128 KiB of a slice
-constexpr int64_t kManyBlocks = 8;          // at least, so that threads get equal shares; blocks of half the outs else
-constexpr int64_t kSums = kTile * kTile;   // values of a tile of sums
+constexpr int64_t kFewRows = 2 * kTile;     // maximum of "few rows"
+constexpr int64_t kFewSteps = kUnitSteps;   // few rows: steps that are unpacked at once
+constexpr int64_t kManySteps = kUnitSteps;  // steps of a slice: 16 KiB of 32 rows of x, and of 32 of the weight, fit into L1
+constexpr int64_t kManyOuts = 8 * kPair;    // many rows: outputs of a block; a slice has 128 KiB
+constexpr int64_t kManyBlocks = 8;          // with fewer blocks than this they are halved, so that threads get equal shares
+constexpr int64_t kSums = kTile * kTile;    // values of a tile of sums
 
 struct alignas(64) Config {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t column_bytes[16] = {};
   uint8_t rows[16] = {};
 
-  // Tiles 0-3 sums [16, columns], 4-5 weights [16, 32], 6-7 pairs of x [16, columns].
+  // Tiles 0-3 are sums [16, columns], 4-5 weights [16, 32], and 6-7 pairs of x [16, columns].
   Config(int64_t first, int64_t second) {
     const int64_t columns[2] = {first, second};
     for (int i = 0; i < 4; ++i) set(i, columns[i % 2]);
@@ -46,15 +46,15 @@ struct alignas(64) Config {
   }
 };
 
-// Rows of x in the tile that holds `row`: few rows take no more than they need, many are filled up with zeros.
+// Returns the number of rows of x in the tile of `row`. Only with many rows the last tile is padded with zeros.
 inline int64_t columns_of(const Matmul& m, int64_t row) {
   return m.rows > kFewRows || m.rows - row >= kTile ? kTile : m.rows - row;
 }
 
-// Steps between packed rows; an odd number, so that slices of many rows do not meet in the same sets of a cache.
+// Returns the steps between packed rows. The number is odd, so that slices of many rows are not in the same sets of a cache.
 inline int64_t stride_of(const Matmul& m) { return steps_of(m.w.inner) | 1; }
 
-// Packed x: tiles of rows one after the other, each [inner / 2, columns] pairs.
+// Returns the tile of `row` in packed x, which consists of tiles of pairs [inner / 2, columns].
 inline const uint32_t* packed_tile(const Matmul& m, const void* packed, int64_t row) {
   return static_cast<const uint32_t*>(packed) + row * stride_of(m) * kStep / 2;
 }
@@ -81,13 +81,14 @@ void pack(const Matmul& m, int64_t row, void* packed) {
   }
 }
 
-// Where a block of the weight lies: its two tiles, and how far on its next row (bytes) and step (values) are.
+// The two tiles of a block of the weight.
 struct Source {
   const uint16_t *first, *second;
-  int64_t row_bytes, step;
+  int64_t row_bytes;  // bytes between rows
+  int64_t step;       // values between steps
 };
 
-// Where the matching x lies: two tiles of rows with the number of their columns.
+// Two tiles of packed rows of x, and their numbers of columns.
 struct Rows {
   const uint32_t *first, *second;
   int64_t first_columns, second_columns;
@@ -98,10 +99,10 @@ struct Rows {
   }
 };
 
-// Tiles 0-3 += weight times x over some steps; without the second tile of rows, 0 and 2.
+// Adds the products of `steps` steps to tiles 0-3. Without a second tile of rows these are only tiles 0 and 2.
 template <bool Two>
 inline void multiply(const Source& w, const Rows& x, int64_t steps) {
-  __asm__ volatile("" ::: "memory");  // the compiler does not know that tiles are loaded from what was just written
+  __asm__ volatile("" ::: "memory");  // compilers do not know that tile loads read memory
   const uint16_t *w0 = w.first, *w1 = w.second;
   const uint32_t *x0 = x.first, *x1 = x.second;
   for (; steps > 0; --steps, w0 += w.step, w1 += w.step) {
@@ -140,7 +141,7 @@ inline void load_sums(const float* sums) {
   }
 }
 
-// Sums [4][16, 16], the first and third of the first tile of rows.
+// Stores the sums [4][16, 16]. The first and third tile are the products with the first tile of rows.
 template <bool Two>
 inline void store_sums(float* sums) {
   _tile_stored(0, sums, 64);
@@ -151,16 +152,16 @@ inline void store_sums(float* sums) {
   }
 }
 
-// Neighbouring sums of 16 rows, rounded to bfloat16, as words.
+// Returns two neighbouring sums of 16 rows, rounded to bfloat16, as words.
 inline __m512i words_of(const float* sums) {
-  alignas(64) static constexpr uint16_t kInTurn[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+  alignas(64) static constexpr uint16_t kAlternating[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_load_ps(sums + kTile), _mm512_load_ps(sums));
-  return _mm512_permutexvar_epi16(_mm512_load_si512(kInTurn), bits_of(both));
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kAlternating), bits_of(both));
 }
 
-// Writes a tile of sums of rows [row, row + rows); the tile of the other outs is 2 * kSums further on.
-inline void turn(const Matmul& m, const float* sums, int64_t out, int64_t row, int64_t rows) {
+// Writes the sums of rows [row, row + rows) for kPair outputs. The tile of the last kTile outputs is 2 * kSums further on.
+inline void write_tile(const Matmul& m, const float* sums, int64_t out, int64_t row, int64_t rows) {
   const int64_t outs = m.w.out - out;
   const __mmask32 mask = outs >= kPair ? ~0u : (1u << outs) - 1;
   __m512i low[kTile], high[kTile];
@@ -188,10 +189,10 @@ inline void turn(const Matmul& m, const float* sums, int64_t out, int64_t row, i
 }
 
 template <bool Two>
-inline void turn(const Matmul& m, const float* sums, int64_t out, int64_t row) {
+inline void write_tile(const Matmul& m, const float* sums, int64_t out, int64_t row) {
   const int64_t left = m.rows - row;
-  turn(m, sums, out, row, left < kTile ? left : kTile);
-  if (Two) turn(m, sums + kSums, out, row + kTile, left < kFewRows ? left - kTile : kTile);
+  write_tile(m, sums, out, row, left < kTile ? left : kTile);
+  if (Two) write_tile(m, sums + kSums, out, row + kTile, left < kFewRows ? left - kTile : kTile);
 }
 
 inline Source unpacked(const uint16_t* block) { return {block, block + kTile * kStep, 2 * kStep, kPairStep}; }
@@ -208,7 +209,7 @@ void few_rows(const Matmul& m, const Rows& x, int64_t out, uint16_t* blocks, flo
     const int64_t parts = (steps + kFewSteps - 1) / kFewSteps;
     const auto block = [&](int64_t part) { return blocks + part % 2 * kFewSteps * kPairStep; };
     const auto some = [&](int64_t part) { return part + 1 < parts ? kFewSteps : steps - part * kFewSteps; };
-    for (int64_t part = 0; part <= parts; ++part) {  // one part ahead: what was just written cannot be loaded as a tile yet
+    for (int64_t part = 0; part <= parts; ++part) {  // unpack one part ahead, because a tile load must wait for recent stores
       if (part < parts) {
         const int64_t to_next_rows = kPair * w.row_bytes - offset_of(w, part * kFewSteps);
         const int64_t ahead = part + 1 < parts ? offset_of(w, kFewSteps) : to_next_rows;
@@ -218,13 +219,13 @@ void few_rows(const Matmul& m, const Rows& x, int64_t out, uint16_t* blocks, flo
     }
   }
   store_sums<Two>(sums);
-  turn<Two>(m, sums, out, 0);
+  write_tile<Two>(m, sums, out, 0);
 }
 
-// A slice of the weight that comes next, asked for line by line while another is multiplied.
-class Coming {
+// The next slice of the weight, which is prefetched line by line while the present one is multiplied.
+class NextSlice {
  public:
-  Coming(const Weight& w, int64_t out, int64_t outs, int64_t step, int64_t steps)
+  NextSlice(const Weight& w, int64_t out, int64_t outs, int64_t step, int64_t steps)
       : data_(w.data + out * w.row_bytes + offset_of(w, step)),
         row_bytes_(w.row_bytes),
         bytes_(offset_of(w, steps)),
@@ -232,7 +233,7 @@ class Coming {
 
   int64_t lines() const { return rows_ * ((bytes_ + 63) / 64); }
 
-  void ask(int64_t lines) {
+  void prefetch(int64_t lines) {
     for (; lines > 0 && rows_ > 0; --lines) {
       _mm_prefetch(reinterpret_cast<const char*>(data_ + at_), _MM_HINT_T1);
       at_ += 64;
@@ -245,14 +246,14 @@ class Coming {
   int64_t row_bytes_, bytes_, rows_, at_ = 0;
 };
 
-// A panel of 32 rows against one slice of the inputs for all outs of the block. Sums are turned while the next are
-// multiplied.
+// Multiplies 32 rows of x by one slice of the inputs, for all outputs of the block. Sums are written to y while the next ones are
+// computed.
 template <bool Two>
 void panel(const Matmul& m, const Block& b, const Rows& x, int64_t row, int64_t step, int64_t steps,
-           const uint16_t* slice, float* sums, Coming& coming, int64_t lines) {
+           const uint16_t* slice, float* sums, NextSlice& next_slice, int64_t lines) {
   const bool last = step + steps == steps_of(m.w.inner);
   const auto finish = [&](int64_t out) {
-    if (last) turn<Two>(m, sums + out / kPair * 4 * kSums, b.out + out, row);
+    if (last) write_tile<Two>(m, sums + out / kPair * 4 * kSums, b.out + out, row);
   };
   int64_t out = 0;
   for (; out < b.outs; out += kPair, slice += kManySteps * kPairStep) {
@@ -261,40 +262,40 @@ void panel(const Matmul& m, const Block& b, const Rows& x, int64_t row, int64_t 
     multiply<Two>(unpacked(slice), x, steps);
     if (out) finish(out - kPair);
     store_sums<Two>(mine);
-    coming.ask(lines);
+    next_slice.prefetch(lines);
   }
   finish(out - kPair);
 }
 
 void many_rows(const Matmul& m, const void* packed, const Block& b, const Block* after, uint16_t* slices, float* sums) {
-  const int64_t all = steps_of(m.w.inner), tile = stride_of(m) * kSums;  // packed pairs of 16 rows
+  const int64_t all = steps_of(m.w.inner), tile = stride_of(m) * kSums;  // pairs of a packed tile
   const int64_t products = (b.rows + kFewRows - 1) / kFewRows * ((b.outs + kPair - 1) / kPair);
   for (int64_t step = 0; step < all; step += kManySteps) {
     const int64_t steps = min(kManySteps, all - step), next = step + steps;
     for (int64_t out = 0; out < b.outs; out += kPair) {
       unpack(m.w, b.out + out, step, steps, 2 * m.w.row_bytes, slices + out * kStep * kManySteps);
     }
-    Coming coming = next < all ? Coming(m.w, b.out, b.outs, next, min(kManySteps, all - next))
-                               : Coming(m.w, after ? after->out : 0, after ? after->outs : 0, 0, min(kManySteps, all));
-    const int64_t lines = (coming.lines() + products - 1) / products;
+    NextSlice next_slice = next < all ? NextSlice(m.w, b.out, b.outs, next, min(kManySteps, all - next))
+                               : NextSlice(m.w, after ? after->out : 0, after ? after->outs : 0, 0, min(kManySteps, all));
+    const int64_t lines = (next_slice.lines() + products - 1) / products;
     for (int64_t row = 0; row < b.rows; row += kFewRows) {
       const uint32_t* first = packed_tile(m, packed, b.row + row);
       const Rows x = Rows{first, first + tile, kTile, kTile}.from(step);
       const auto multiply = b.rows - row > kTile ? panel<true> : panel<false>;
-      multiply(m, b, x, b.row + row, step, steps, slices, sums + row * kManyOuts, coming, lines);
+      multiply(m, b, x, b.row + row, step, steps, slices, sums + row * kManyOuts, next_slice, lines);
     }
   }
 }
 
 Block block(const Matmul& m) {
-  if (m.rows > kFewRows) return {0, m.w.out < kManyBlocks * kManyOuts ? kManyOuts / 2 : kManyOuts, 0, kManyRows};
-  constexpr int64_t kRunBytes = 128 << 10;  // of the weight: small enough to share out evenly
+  if (m.rows > kFewRows) return {0, m.w.out < kManyBlocks * kManyOuts ? kManyOuts / 2 : kManyOuts, 0, kMaxRows};
+  constexpr int64_t kRunBytes = 128 << 10;  // maximum size of a block of the weight, so that threads get even shares
   const int64_t pairs = kRunBytes / (kPair * m.w.row_bytes);
   return {0, kPair * (pairs ? pairs : 1), 0, kFewRows};
 }
 
 size_t scratch_bytes(const Matmul& m) {
-  const int64_t many = kManyOuts * kManySteps * kStep * 2 + kManyRows * kManyOuts * 4;
+  const int64_t many = kManyOuts * kManySteps * kStep * 2 + kMaxRows * kManyOuts * 4;
   const int64_t few = 2 * kFewSteps * kPairStep * 2 + 4 * kSums * 4;
   return static_cast<size_t>(m.rows > kFewRows ? many : few);
 }

@@ -1,13 +1,12 @@
 // Products of a few rows of bfloat16 at the speed of memory, on AVX2.
 //
-// Four rows of the weight are read beside each other, straight into registers, and each is used at once for all rows of x
-// (few.h). bfloat16 numbers are widened to float32, the even and the odd ones apart, which takes no shuffles; x is brought to that
-// order. Codes meet x in integers (integers.h), which 8 lanes of 32 bits add up; only when a segment is through, of at most 128
-// inputs, are the lanes brought to float32 and scaled.
+// The structure is that of few.h. bfloat16 numbers are widened to float32, the even and the odd ones separately, which needs no
+// shuffles. x is packed in the same order. For codes x is rounded to integers (integers.h), and 8 lanes of 32 bits sum the products.
+// At the end of a segment, of at most 128 inputs, the lanes are converted to float32 and scaled.
 //
-// Four bits in segments of whole units stay bytes and meet bytes: four products of codes fit into 16 bits, and only their sums are
-// widened. All other codes are widened to words first. Codes count from 0 in all of this; what they count from, times x, is what the
-// first lane begins with.
+// Codes of 4 bits in segments of whole units are multiplied as bytes: four products fit into 16 bits, and only their sums are
+// widened. All other codes are widened to words first. Codes are unsigned here. The first lane starts from a value that corrects
+// for their offset (`Base`).
 
 #include "matmul.h"
 
@@ -22,16 +21,16 @@ namespace {
 
 constexpr int64_t kVector = 16;  // inputs of a vector of words, or of two of floats
 
-// Whether segments of so many steps meet x as bytes.
+// Returns whether codes are multiplied as bytes in segments of `steps` steps.
 constexpr bool in_bytes(int bits, int64_t steps) { return bits == 4 && steps == 4; }
 
-// Of a segment of x.
+// Returns the bytes of a segment's integers.
 constexpr int64_t integers_bytes(int bits, int64_t steps) { return steps * kStep * (in_bytes(bits, steps) ? 1 : 2); }
 
-// A packed row; for numbers, all inputs in float32.
+// Returns the bytes of a packed row. For a bfloat16 weight it has all inputs in float32.
 int64_t row_bytes(const Weight& w) {
   if (w.bits == 16) return steps_of(w.inner) * kStep * 4;
-  return Form(w, integers_bytes(w.bits, Segments(w).steps)).row_bytes();
+  return RowLayout(w, integers_bytes(w.bits, Segments(w).steps)).row_bytes();
 }
 
 size_t packed_bytes(const Matmul& m) { return static_cast<size_t>(m.rows * row_bytes(m.w)); }
@@ -39,7 +38,7 @@ size_t packed_bytes(const Matmul& m) { return static_cast<size_t>(m.rows * row_b
 inline __m256i load_integers(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 inline void store_integers(void* to, Ints x) { __builtin_memcpy(to, &x, sizeof(x)); }
 
-// `Size` elements, the first `left` of them from memory and zeros behind these.
+// `Size` elements: the first `left` are copied, and zeros follow.
 template <typename T, int64_t Size>
 struct Filled {
   alignas(32) T elements[Size] = {};
@@ -54,19 +53,19 @@ Base pack_segment(const uint16_t* x, int bits, uint8_t* to) {
   constexpr int kVectors = Steps * kStep / kVector;
   Pair pairs[kVectors];
   Floats largest = {}, poison = {};
-  const auto look_at = [&](Floats numbers) {
+  const auto include = [&](Floats numbers) {
     const Floats size = (Floats)((Bits)numbers & 0x7fffffffu);
     largest = size > largest ? size : largest;
-    poison += numbers * 0.0f;  // what is not finite stays
+    poison += numbers * 0.0f;  // NaN or infinity times 0 is NaN
   };
   for (int i = 0; i < kVectors; ++i) {
     pairs[i] = load_pair(x + kVector * i);
-    look_at(pairs[i].first);
-    look_at(pairs[i].second);
+    include(pairs[i].first);
+    include(pairs[i].second);
   }
-  float most = 0;
-  for (int i = 0; i < kLanes; ++i) most = largest[i] > most ? largest[i] : most;
-  const Rounding rounding(most, jaxserve::sum(poison));
+  float top = 0;
+  for (int i = 0; i < kLanes; ++i) top = largest[i] > top ? largest[i] : top;
+  const Rounding rounding(top, jaxserve::sum(poison));
   const auto whole = [&](Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)(x * rounding.factor)); };
   Ints even[kVectors], odd[kVectors], sums = {};
   for (int i = 0; i < kVectors; ++i) {
@@ -77,7 +76,7 @@ Base pack_segment(const uint16_t* x, int bits, uint8_t* to) {
   for (int i = 0; i < kVectors; ++i) {
     if (!in_bytes(bits, Steps)) {
       store_integers(to + 32 * i, (even[i] & 0xffff) | odd[i] << 16);
-    } else if (i < kVectors / 2) {  // where a unit's bytes have half i / 2 of steps i % 2 and i % 2 + 2
+    } else if (i < kVectors / 2) {  // the unpacked bytes i have half i / 2 of the steps i % 2 and i % 2 + 2
       const int a = 2 * (i % 2) + i / 2, b = a + kVectors / 2;
       store_integers(to + 32 * i, (even[a] & 255) | (even[b] & 255) << 8 | (odd[a] & 255) << 16 | odd[b] << 24);
     }
@@ -91,7 +90,7 @@ template <int Steps>
 void pack_codes(const uint16_t* x, const Weight& w, uint8_t* to) {
   constexpr int64_t kInputs = Steps * kStep;
   const int64_t of_segment = integers_bytes(w.bits, Steps);
-  Form(w, of_segment).write(to, of_segment, [&](int64_t s, uint8_t* integers) {
+  RowLayout(w, of_segment).write(to, of_segment, [&](int64_t s, uint8_t* integers) {
     const int64_t left = w.inner - s * kInputs;
     if (left >= kInputs) return pack_segment<Steps>(x + s * kInputs, w.bits, integers);
     return pack_segment<Steps>(Filled<uint16_t, kInputs>(x + s * kInputs, left).elements, w.bits, integers);
@@ -124,7 +123,7 @@ void pack(const Matmul& m, int64_t row, void* packed) {
   }
 }
 
-// The sums of the lanes of four vectors.
+// Returns the sums of the lanes of four vectors.
 inline __m128 sums_of(const Floats (&x)[kOuts]) {
   const auto pairs = [](Floats x, Floats y) {
     return _mm256_add_ps(_mm256_unpacklo_ps((__m256)x, (__m256)y), _mm256_unpackhi_ps((__m256)x, (__m256)y));
@@ -149,7 +148,7 @@ inline void write(const Matmul& m, int64_t row, int64_t out, __m128 sums) {
   }
 }
 
-// sums[R, kOuts] += a step of x [R, inputs] times rows of numbers.
+// sums[R, kOuts] += a step of x [R, inputs] * the same step of kOuts rows of bfloat16 numbers.
 template <int R>
 inline void step(const uint16_t* const (&rows)[kOuts], const float* x, int64_t inputs, Floats (&sums)[R][kOuts]) {
 #pragma GCC unroll 4
@@ -165,7 +164,7 @@ inline void step(const uint16_t* const (&rows)[kOuts], const float* x, int64_t i
   }
 }
 
-// y[R, kOuts] of a bfloat16 weight.
+// Computes y[R, kOuts] for a bfloat16 weight.
 template <int R>
 void multiply_numbers(const Matmul& m, const float* x, int64_t inputs, int64_t row, int64_t out, const Quad& w) {
   Floats sums[R][kOuts] = {};
@@ -191,15 +190,15 @@ void numbers(const Matmul& m, const uint8_t* packed, int64_t row, const Part& pa
     const Quad w = part.quad(m.w, out);
     if constexpr (R <= 3) {
       multiply_numbers<R>(m, x, inputs, row, out, w);
-    } else {  // more sums than registers
+    } else {  // the sums of all rows do not fit into the registers
       multiply_numbers<2>(m, x, inputs, row, out, w);
       multiply_numbers<R - 2>(m, x + 2 * inputs, inputs, row + 2, out, w);
     }
   }
 }
 
-// The codes of a segment of L steps as words, 16 to a vector. `left` counts the inputs from the segment's first; without `Whole`
-// they end within it.
+// Unpacks the codes of a segment of L steps to words, 16 in a vector. `left` is the number of inputs from the segment's first one
+// on. Without `Whole` they end within the segment.
 template <int Bits, int L, bool Whole>
 inline void unpack(const uint8_t* row, int64_t segment, int64_t left, __m256i (&words)[2 * L]) {
   if constexpr (Bits == 8 && !Whole) {
@@ -209,7 +208,7 @@ inline void unpack(const uint8_t* row, int64_t segment, int64_t left, __m256i (&
     const auto* from = reinterpret_cast<const __m128i*>(row + segment * L * kStep);
     for (int i = 0; i < 2 * L; ++i) words[i] = _mm256_cvtepu8_epi16(_mm_loadu_si128(from + i));
   } else {
-    constexpr int64_t unit = Bits == 4 ? 4 : 8;  // steps
+    constexpr int64_t unit = Bits == 4 ? 4 : 8;  // steps of a packed unit
     constexpr int width = Bits == 4 ? 4 : 2;
     const int64_t within = segment * L % unit;
     const uint8_t* from = row + (segment * L - within) * kStep * Bits / 8;
@@ -230,7 +229,7 @@ inline void unpack(const uint8_t* row, int64_t segment, int64_t left, __m256i (&
   }
 }
 
-// The codes of a unit of four bits as bytes.
+// Unpacks a unit of 4-bit codes to bytes.
 inline void unpack_bytes(const uint8_t* unit, __m256i (&bytes)[4]) {
   const __m256i mask = _mm256_set1_epi8(15);
   for (int h = 0; h < 2; ++h) {
@@ -240,16 +239,17 @@ inline void unpack_bytes(const uint8_t* unit, __m256i (&bytes)[4]) {
   }
 }
 
-// As one piece, because compilers move the additions behind all products, and then run out of registers.
+// sums += bytes * x. This is assembly, because compilers move the additions after all products and then run out of registers.
 inline void add_products(__m256i& sums, __m256i bytes, const __m256i& x) {
   __m256i products;
   __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(bytes), "m"(x));
 }
 
-// What products begin with, in the first lane.
+// Returns a vector with `start` in the first lane and zeros in the others.
 inline __m256i start_of(int32_t start) { return _mm256_zextsi128_si256(_mm_cvtsi32_si128(start)); }
 
-// Sums of products of a segment's codes with the packed integers of x, and the start. Of four bytes, 4 * 2 * 15 * 127 at most.
+// Returns `start` plus the products of a segment's codes with the packed integers of x. A sum of 16 bits is at most
+// 4 * 2 * 15 * 127.
 inline __m256i multiply_bytes(const __m256i (&bytes)[4], const __m256i* integers, __m256i start) {
   __m256i sums = _mm256_maddubs_epi16(bytes[0], integers[0]);
 #pragma GCC unroll 4
@@ -263,14 +263,14 @@ inline __m256i multiply_words(const __m256i (&words)[Vectors], const __m256i* in
   return sum;
 }
 
-// Scales or zeros in float32.
+// Widens `count` scales or zeros from `index` on to float32.
 void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = read_number(numbers, wide, index + i);
 }
 
-// sums[R] += segment s of a row of codes, of which `left` inputs are left, times that of x.
+// sums[R] += segment s of R rows of x * the same segment of a row of codes. `left` inputs remain from the segment's first one on.
 template <int R, int Bits, int L, bool Zeros, bool Whole>
-__attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s, int64_t left, const Meeting& x,
+__attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s, int64_t left, const SegmentOperands& x,
                                                    Floats (&sums)[R]) {
   __m256i codes[in_bytes(Bits, L) ? 4 : 2 * L];
   if constexpr (in_bytes(Bits, L)) {
@@ -289,7 +289,7 @@ __attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s
       lanes = multiply_words(codes, integers, start);
     }
     Floats values = convert<Floats>((Ints)lanes);
-    if constexpr (Zeros) {  // more of what the codes count from
+    if constexpr (Zeros) {  // zeros add to the offset of the codes
       values -= (Floats)_mm256_zextps128_ps256(_mm_set_ss(*x.of_row(x.sums, r))) * x.zero;
     }
     sums[r] += values * splat(x.factors[r * kLanes]);

@@ -1,5 +1,4 @@
-// The XLA custom call around matmul_*.cc: checks, the choice of instruction set, and the division
-// of work over threads.
+// The XLA custom call around matmul_*.cc: checks, the choice of a kernel, and the division of work among threads.
 
 #include <algorithm>
 #include <cstring>
@@ -17,12 +16,14 @@ namespace ffi = xla::ffi;
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kFewCodes = 4, kFewNumbers = 8;  // rows up to which each weight is fastest read as it lies;
-constexpr int64_t kFewBytes = 8, kLong = 768;      // codes of long rows in groups of 128 on AVX512-VNNI
-constexpr int64_t kShort = 2048;                   // inputs: four rows of the weight and four of x, in bfloat16, fill L1
+// The maximum numbers of rows for which the kernels of few.h are fastest: for codes, for bfloat16 numbers, and for codes that are
+// multiplied as bytes on AVX512-VNNI.
+constexpr int64_t kFewCodes = 4, kFewNumbers = 8, kFewBytes = 8;
+constexpr int64_t kLong = 768;    // minimum number of inputs for kFewBytes
+constexpr int64_t kShort = 2048;  // inputs with which four rows of the weight and four of x, in bfloat16, fill L1
 
-// The named variant, or the fastest one if the name is empty. Null if this machine, or the dtype of x, has none. Each
-// gives a row the same result whatever the others are; which one runs may depend on how many rows there are.
+// Returns the named variant, or the fastest one if the name is empty. Returns null if none exists for this machine and the dtype of
+// x. In each variant a row's result does not depend on the other rows. The choice of the variant may depend on the number of rows.
 const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, [[maybe_unused]] int64_t rows,
                          [[maybe_unused]] const Weight& w) {
   const auto wanted = [&](const char* variant) { return name.empty() || name == variant; };
@@ -32,13 +33,13 @@ const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, 
   const bool bytes = vnni && (w.bits == 8 || w.bits == 4) && (w.groups == 1 || w.group % 128 == 0) && w.inner >= kLong;
   const bool few = name.empty() && rows <= (bytes ? kFewBytes : codes ? kFewCodes : kFewNumbers);
 #if defined(__linux__)
-  static const bool amx = has_amx();  // asked once: cpuid leaves a virtual machine each time
+  static const bool amx = has_amx();  // once, because cpuid is slow in a virtual machine
   if (wanted("amx") && bfloat16 && amx && (!few || !codes)) return &kMatmulAmx;
 #endif
   if (vnni) {
     static const bool halved = halves_avx512();
-    const bool as_they_lie = halved && !codes && w.inner <= kShort;  // any rows: L1 keeps up with the units
-    if (few || name == "vnni" || (name.empty() && as_they_lie)) return &kMatmulVnni;
+    const bool from_l1 = halved && !codes && w.inner <= kShort;  // for any number of rows L1 is as fast as the multipliers
+    if (few || name == "vnni" || (name.empty() && from_l1)) return &kMatmulVnni;
     if (wanted("avx512bf16")) return &kMatmulAvx512;
   }
   if (bfloat16 && has_avx2() && (codes || !has_avx512() || !name.empty())) {
@@ -51,14 +52,14 @@ const Multiplier* choose(std::string_view name, [[maybe_unused]] bool bfloat16, 
   return wanted("portable") ? &kMatmulFloatBaseline : nullptr;
 }
 
-// The operation on the rows of x before they are multiplied.
+// The deferred operation on the rows of x.
 struct Prologue {
   enum Kind { kNone, kNorm, kSwiglu } kind = kNone;
   const void* x = nullptr;       // [rows, inner], or [rows, 2, inner] for kSwiglu
-  const void* weight = nullptr;  // [inner] of kNorm
+  const void* weight = nullptr;  // [inner], for kNorm
   float eps = 0;
 
-  // Writes a row of m.x.
+  // Computes a row of m.x.
   void apply(const RowFunctions& functions, const Matmul& m, int64_t row) const {
     const int64_t bytes = m.w.inner * (m.x_bfloat16 ? 2 : 4);
     auto* to = static_cast<char*>(const_cast<void*>(m.x)) + row * bytes;
@@ -68,7 +69,7 @@ struct Prologue {
   }
 };
 
-// Prepares x, kPackRows rows at a time.
+// The preparation of x (prologue and packing). An item is kPackRows rows.
 struct Pack {
   Matmul matmul;
   Prologue prologue;
@@ -93,7 +94,7 @@ struct Packing final : Shared {
   }
 };
 
-// The matrix like y that is added to y after rounding, if any.
+// An optional matrix with the shape and dtype of y, which is added to the rounded product.
 struct Residual {
   const void* numbers = nullptr;
 
@@ -106,14 +107,15 @@ struct Residual {
   }
 };
 
-// Computes y: an item is a block. Neighbours share their rows of the weight only if all rows do not fit into one block.
+// The computation of y. An item is a block. Neighbouring items have different rows of the weight if all rows of x fit into one
+// block.
 struct Product final : Shared {
   Matmul matmul;
   Residual residual;
   const Multiplier* variant;
   Block block;
   std::unique_ptr<Scratch> x, packed;
-  int64_t columns = 0;  // blocks beside each other
+  int64_t columns = 0;  // number of blocks that cover the outputs
 
   void work() override {
     Items mine(*this);
@@ -132,7 +134,7 @@ struct Product final : Shared {
   }
 };
 
-int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+int64_t ceil_div(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 void multiply_all(Matmul matmul, const Prologue& prologue, const Residual& residual, const Multiplier* variant) {
   auto product = std::make_shared<Product>();
@@ -145,16 +147,16 @@ void multiply_all(Matmul matmul, const Prologue& prologue, const Residual& resid
   product->variant = variant;
   product->packed = std::make_unique<Scratch>(variant->packed_bytes(matmul));
   Block& block = product->block = variant->block(matmul);
-  product->columns = parts(matmul.w.out, block.outs);
-  // Blocks of many rows are cut until all processors have some.
-  while (product->columns * parts(matmul.rows, block.rows) < processors() && block.rows > 64) {
-    block.rows = parts(block.rows, 64) * 32;
+  product->columns = ceil_div(matmul.w.out, block.outs);
+  // Reduce the rows of a block until every processor has a block.
+  while (product->columns * ceil_div(matmul.rows, block.rows) < processors() && block.rows > 64) {
+    block.rows = ceil_div(block.rows, 64) * 32;
   }
-  product->items = product->columns * parts(matmul.rows, block.rows);
+  product->items = product->columns * ceil_div(matmul.rows, block.rows);
 
   if (prologue.kind || variant->packed_bytes(matmul)) {
     const Pack pack = {matmul, prologue, variant, product->packed->get()};
-    if (const int64_t items = parts(matmul.rows, kPackRows); items == 1) {
+    if (const int64_t items = ceil_div(matmul.rows, kPackRows); items == 1) {
       pack(0);
     } else {
       const auto packing = std::make_shared<Packing>(pack);
@@ -176,8 +178,8 @@ bool is_zero(const char* bytes, int64_t count) {
   return std::all_of(bytes, bytes + count, [](char byte) { return byte == 0; });
 }
 
-// Skips the rows of zeros at the beginning and at the end, which are a step's padding, and writes their results: zeros plus what
-// is added.
+// Skips the rows of zeros at the beginning and at the end, which are a step's padding, and writes their results: the residual, or
+// zeros.
 void leave_out_padding(Matmul& m, Prologue& prologue, Residual& residual) {
   const int64_t x_bytes = m.w.inner * (m.x_bfloat16 ? 2 : 4) * (prologue.kind == Prologue::kSwiglu ? 2 : 1);
   const int64_t y_bytes = m.w.out * (m.y_bfloat16 ? 2 : 4);
@@ -206,18 +208,18 @@ bool is_matrix(const ffi::AnyBuffer& buffer, int64_t rows) {
 
 ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("matmul: " + what); }
 
-// Fills in the scales and zeros of a quantised weight: the first `count` of the rest.
+// Stores the scales and zeros of a quantised weight, which are the first `count` operands of `rest`.
 ffi::Error add_scales(Weight& w, const ffi::RemainingArgs& rest, size_t count) {
-  if (count != 1 && count != 2) return invalid("codes come with scales, and perhaps zeros");
+  if (count != 1 && count != 2) return invalid("codes need one matrix of scales, and may have one of zeros");
   for (size_t i = 0; i < count; ++i) {
     const auto numbers = rest.get<ffi::AnyBuffer>(i);
     if (!numbers.has_value() || !is_matrix(*numbers, w.out) || !is_number(numbers->element_type())) {
-      return invalid("scales and zeros are matrices of bfloat16 or float32 with a row for each output");
+      return invalid("scales and zeros must be matrices of bfloat16 or float32 with a row for each output");
     }
     (i ? w.zeros : w.scales) = numbers->untyped_data();
     (i ? w.wide_zeros : w.wide_scales) = numbers->element_type() == ffi::F32;
     const int64_t groups = numbers->dimensions()[1];
-    if (groups == 0 || w.inner % groups || (i && groups != w.groups)) return invalid("groups do not divide the inputs");
+    if (groups == 0 || w.inner % groups || (i && groups != w.groups)) return invalid("the number of groups must divide the inputs, and be equal for scales and zeros");
     w.groups = groups;
     w.group = w.inner / groups;
   }
@@ -225,47 +227,48 @@ ffi::Error add_scales(Weight& w, const ffi::RemainingArgs& rest, size_t count) {
   return ffi::Error::Success();
 }
 
-// How x becomes the rows that are multiplied. A norm's weight is number `at` of the rest.
+// Stores the deferred operation on x. A norm's weight is the operand `at` of `rest`.
 ffi::Error add_prologue(Prologue& p, std::string_view name, float eps, const ffi::AnyBuffer& x,
                         const ffi::RemainingArgs& rest, size_t at, int64_t inner) {
   p.x = x.untyped_data();
   p.eps = eps;
   p.kind = name == "norm" ? Prologue::kNorm : name == "swiglu" ? Prologue::kSwiglu : Prologue::kNone;
-  if (p.kind == Prologue::kNone && !name.empty()) return invalid("no prologue " + std::string(name));
-  if (x.dimensions()[1] != inner * (p.kind == Prologue::kSwiglu ? 2 : 1)) return invalid("x does not fit the weight");
+  if (p.kind == Prologue::kNone && !name.empty()) return invalid("unknown prologue " + std::string(name) + ": choose from norm, swiglu");
+  if (x.dimensions()[1] != inner * (p.kind == Prologue::kSwiglu ? 2 : 1)) return invalid("x must have as many inputs as the weight");
   if (p.kind != Prologue::kNorm) return ffi::Error::Success();
   const auto weight = rest.get<ffi::AnyBuffer>(at);
   if (!weight.has_value() || weight->element_type() != x.element_type() || weight->element_count() != size_t(inner)) {
-    return invalid("a norm has a weight [inputs] of the dtype of x");
+    return invalid("a norm needs a weight [inputs] with the dtype of x");
   }
   p.weight = weight->untyped_data();
   return ffi::Error::Success();
 }
 
-// The last of the rest.
+// Stores the residual, which is the last operand of `rest`.
 ffi::Error add_residual(Residual& r, const ffi::AnyBuffer& y, const ffi::RemainingArgs& rest) {
   const auto numbers = rest.get<ffi::AnyBuffer>(rest.size() - 1);
   if (!numbers.has_value() || numbers->element_type() != y.element_type() || !is_matrix(*numbers, y.dimensions()[0]) ||
       numbers->dimensions()[1] != y.dimensions()[1]) {
-    return invalid("what is added to the product is like it");
+    return invalid("the residual must have the shape and dtype of the product");
   }
   r.numbers = numbers->untyped_data();
   return ffi::Error::Success();
 }
 
-// rest: the scales and zeros of codes, a norm's weight, what is added.
+// Computes y = x * w transposed. `rest` has, as far as they exist, the scales and zeros of codes, the weight of a norm, and the
+// residual.
 ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t bits,
                   std::string_view variant, std::string_view prologue, float eps, bool adds) {
   if (x.dimensions().size() != 2 || w.dimensions().size() != 2) return invalid("operands must be matrices");
   const int64_t rows = x.dimensions()[0], out = w.dimensions()[0];
   const int64_t inner = bits == 16 ? w.dimensions()[1] : x.dimensions()[1] / (prologue == "swiglu" ? 2 : 1);
-  if (!is_number(x.element_type()) || !is_number(y->element_type())) return invalid("no kernel for this dtype");
+  if (!is_number(x.element_type()) || !is_number(y->element_type())) return invalid("x and the product must be bfloat16 or float32");
   const bool bfloat16 = x.element_type() == ffi::BF16;
-  const int64_t units = parts(inner, kUnitSteps * kStep) * kUnitSteps * kStep;
-  const int64_t per_row = bits == 16 || bits == 8 ? inner : bits == 4 ? parts(inner, 128) * 64 : units * 3 / 8;
-  if (bits != 16 && bits != 8 && bits != 4 && bits != 3) return invalid("weights have 16, 8, 4 or 3 bits");
+  const int64_t units = ceil_div(inner, kUnitSteps * kStep) * kUnitSteps * kStep;
+  const int64_t per_row = bits == 16 || bits == 8 ? inner : bits == 4 ? ceil_div(inner, 128) * 64 : units * 3 / 8;
+  if (bits != 16 && bits != 8 && bits != 4 && bits != 3) return invalid("weights must have 16, 8, 4 or 3 bits, not " + std::to_string(bits));
   if (w.element_type() != (bits == 16 ? ffi::BF16 : ffi::U8) || w.dimensions()[1] != per_row) {
-    return invalid("the weight does not have the form of " + std::to_string(bits) + " bits");
+    return invalid("the weight must have the dtype and the row size of " + std::to_string(bits) + " bits");
   }
   Matmul m = {};
   m.w.data = static_cast<const uint8_t*>(w.untyped_data());

@@ -1,14 +1,15 @@
 // Products of rows of bfloat16 on vectors: on AVX2, and on AVX-512 with its VNNI and BF16 instructions.
 //
-// Outputs lie beside each other in the lanes of a vector. The weight, which lies row by row, is turned to that in registers, as
-// many rows as a vector has lanes, 16 bytes (AVX2) or a line at a time (panels_weight.h). A lane then holds an element of 32 bits of
-// one output, and meets the same element of x, which is brought to all lanes (panels_x.h).
+// The lanes of a vector are neighbouring outputs. The weight is stored row by row, so it is transposed in registers: as many rows as
+// a vector has lanes, and 16 bytes (AVX2) or a cache line (AVX-512) of each at a time (panels_weight.h). A lane then has an element
+// of 32 bits of one output, and is multiplied by the same element of x, which is broadcast to all lanes (panels_x.h).
 //
-// Elements of numbers are always summed in the same order. Codes meet x in integers: a lane adds them up exactly over a segment of
-// at most 128 inputs; only its sum is brought to float32 and scaled. So a row's result does not depend on how many rows there are.
+// Products of bfloat16 numbers are always summed in the same order. For codes x is rounded to integers, and a lane sums products
+// exactly over a segment of at most 128 inputs. Only this sum is converted to float32 and scaled. A row's result therefore does not
+// depend on the number of rows.
 //
-// A slice of a panel of two vectors of outs is turned into a buffer that stays in L1, and groups of rows of x are multiplied by it,
-// as many as registers have room for sums. For few rows there are matmul_avx2.cc and matmul_vnni.cc.
+// A slice of a panel, which is two vectors of outputs, is transposed into a buffer that stays in L1. It is multiplied by groups of
+// rows of x, as many as the registers can hold sums of. For few rows there are matmul_avx2.cc and matmul_vnni.cc.
 
 #include "matmul.h"
 
@@ -27,16 +28,21 @@
 namespace jaxserve {
 namespace {
 
-constexpr int kRows = LANES == 16 ? 8 : 6;   // 16 or 12 sums in registers; fewer passes of 12 rows ask memory faster than it answers
-constexpr int64_t kBlockBytes = 128 << 10;   // of the weight, for few rows: small enough to share out evenly,
-constexpr int64_t kBlockWork = 1 << 20;      // so many multiplications,
-constexpr int64_t kLeastBlocks = 4;          // and parts of even a small weight
-constexpr int64_t kBlockOuts = 128;          // for many rows: slices of x, and sums, fit into L2
-constexpr int64_t kBlockRows = LANES == 16 ? kManyRows : 128;
-constexpr int64_t kMemoryRows = 32;          // up to so many, the weight is read in the order in which it lies
-constexpr int64_t kBufferBytes = 16 << 10;   // of unpacked slices: half of L1
+// Rows with sums in registers: 16 sums on AVX-512, 12 on AVX2. With 12 rows there, fewer passes would request memory faster than it
+// answers.
+constexpr int kRows = LANES == 16 ? 8 : 6;
+// A block for few rows: maximum bytes of the weight and maximum number of multiplications, so that threads get even shares, and the
+// minimum number of blocks of a small weight.
+constexpr int64_t kBlockBytes = 128 << 10;
+constexpr int64_t kBlockWork = 1 << 20;
+constexpr int64_t kMinBlocks = 4;
+// A block for many rows: its slices of x, and its sums, fit into L2.
+constexpr int64_t kBlockOuts = 128;
+constexpr int64_t kBlockRows = LANES == 16 ? kMaxRows : 128;
+constexpr int64_t kMemoryRows = 32;         // maximum of "few rows", for which the weight is read in the order of its addresses
+constexpr int64_t kBufferBytes = 16 << 10;  // bytes of unpacked slices, half of L1
 
-// A panel's sums of one row.
+// Writes the sums of one row for a panel.
 void write(const Matmul& m, int64_t row, int64_t out, const float* sums) {
   const int64_t left = m.w.out - out, count = left < kPanel ? left : kPanel, at = row * m.w.out + out;
   if (!m.y_bfloat16) {
@@ -50,13 +56,13 @@ void write(const Matmul& m, int64_t row, int64_t out, const float* sums) {
   const __m512i rounded = _mm512_inserti64x4(low, _mm512_cvtepi32_epi16((__m512i)second), 1);
 #else
   const __m256i words = _mm256_packus_epi32((__m256i)first, (__m256i)second);
-  const __m256i rounded = _mm256_permute4x64_epi64(words, 0xd8);  // it packs each half by itself
+  const __m256i rounded = _mm256_permute4x64_epi64(words, 0xd8);  // because packus packs each half on its own
 #endif
   if (count == kPanel) return void(__builtin_memcpy(to, &rounded, sizeof(rounded)));
   __builtin_memcpy(to, &rounded, static_cast<size_t>(count) * 2);
 }
 
-// sums [R, 2] += `count` elements of x [R, ...], rows elements_of(B) apart, times those of a panel.
+// sums [R, 2] += the products of `count` elements of x and of a panel. The R rows of x are elements_of(B) elements apart.
 template <int B, int R, typename Sum>
 inline void add_all(const int32_t* x, int64_t count, const int32_t* panel, Sum (&sums)[R][2]) {
   int64_t i = 0;
@@ -71,11 +77,11 @@ inline void add_all(const int32_t* x, int64_t count, const int32_t* panel, Sum (
 }
 
 #if LANES == 8
-// Sums of neighbouring words.
+// Returns the sums of neighbouring words.
 inline Ints pairs_of(Ints words) { return (Ints)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi16(1)); }
 #endif
 
-// sums [R, 2] += products of elements. Asks for `bytes` of the weight for each 32 elements.
+// sums [R, 2] += the products of `count` elements of x and of a panel. Prefetches `bytes` of the weight for each 32 elements.
 template <int B, int R, typename Sum>
 __attribute__((always_inline)) inline void multiply(const int32_t* x, int64_t count, const int32_t* panel, Ahead& ahead,
                                                     int64_t bytes, Sum (&sums)[R][2]) {
@@ -83,8 +89,8 @@ __attribute__((always_inline)) inline void multiply(const int32_t* x, int64_t co
   constexpr int64_t kAtOnce = kNarrow ? 8 : 32;
   int64_t i = 0;
   do {
-    if (i % 32 == 0) ahead.ask(bytes);
-    const int64_t some = least(kAtOnce, count - i);
+    if (i % 32 == 0) ahead.prefetch(bytes);
+    const int64_t some = min(kAtOnce, count - i);
     const int32_t *from = x + i, *weights = panel + i * kPanel;
     if constexpr (kNarrow) {
       Ints narrow[R][2] = {};
@@ -99,8 +105,8 @@ __attribute__((always_inline)) inline void multiply(const int32_t* x, int64_t co
   } while (i < count);
 }
 
-// sums [R, kPanel] += x [R, a slice] times a panel's slice, in numbers. This and the next are functions of their own, because compilers
-// keep fewer sums in registers within others.
+// sums [R, kPanel] += a slice of R rows of x * a panel's slice, for bfloat16 numbers. add_numbers and add_codes are not inlined,
+// because compilers would then keep fewer sums in registers.
 template <int R>
 __attribute__((noinline)) void add_numbers(const int32_t* x, const int32_t* panel, float* sums, Ahead& ahead, int64_t bytes) {
   for (int chain = 0; chain < kChains; ++chain, x += kChain, panel += kChain * kPanel) {
@@ -117,7 +123,7 @@ __attribute__((noinline)) void add_numbers(const int32_t* x, const int32_t* pane
   }
 }
 
-// sums [R, kPanel] += a segment of x [R, ...] times its part of a panel, in codes.
+// sums [R, kPanel] += a segment of R rows of x * the same segment of a panel, for codes.
 template <int B, int R>
 __attribute__((noinline)) void add_codes(const int32_t* x, int64_t count, const float* x_scales, const int32_t* starts,
                                          const int32_t* panel, const Scales (&scales)[2], bool zeros, float* sums, Ahead& ahead,
@@ -136,34 +142,34 @@ __attribute__((noinline)) void add_codes(const int32_t* x, int64_t count, const 
   }
 }
 
-// Calls f with the number of rows as a constant, which is at most Most.
-template <int Most = kRows, typename F>
+// Calls f with the number of rows, at most Max, as a compile-time constant.
+template <int Max = kRows, typename F>
 inline void with_rows(int64_t rows, F f) {
-  if constexpr (Most > 1) {
-    if (rows < Most) return with_rows<Most - 1>(rows, f);
+  if constexpr (Max > 1) {
+    if (rows < Max) return with_rows<Max - 1>(rows, f);
   }
-  f(std::integral_constant<int, Most>{});
+  f(std::integral_constant<int, Max>{});
 }
 
-// Slices that are unpacked at once: they stay in L1 while rows of x meet them, and so do these rows' sums.
+// Returns the number of slices that are unpacked at once. They stay in L1 with the sums of the rows that are multiplied by them.
 constexpr int64_t slices_of(int bits) { return kBufferBytes / (elements_of(bits) * kPanel * 4); }
 
-// Some panels, a few slices after the other, before that from row `next` of the weight on. Behind `panel`, a buffer for a panel's slices,
-// is one for the sums [panels, rows, kPanel].
+// Multiplies the panels of a block, a few slices at a time. The panel that begins at row `next` of the weight will be multiplied
+// afterwards. `panel` is the buffer for a panel's slices, and the sums [panels, rows, kPanel] follow it.
 template <int B, int Steps>
-void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, const Block& b, int64_t next, int32_t* panel) {
+void multiply_panels(const Matmul& m, const Packed& layout, const int32_t* x, const Block& b, int64_t next, int32_t* panel) {
   const Weight& w = m.w;
   constexpr int64_t kSlices = slices_of(B), kSlice = elements_of(B) * kPanel, kInSlice = inputs_of(B) / (Steps * kStep);
-  constexpr int64_t kElements = Steps * kStep / in_element(B);  // of a segment
+  constexpr int64_t kElements = Steps * kStep / in_element(B);  // elements of a segment
   auto* const buffer = reinterpret_cast<float*>(panel + kSlices * kSlice);
-  const Segments& segments = form.segments;
-  const int64_t panels = parts(b.outs, kPanel), passes = parts(b.rows, kRows), height = parts(b.rows, passes);
-  const int64_t asked = parts(kPanel * bytes_of(B), passes);  // for a slice and a pass
-  const auto row_of = [&](int64_t out) { return w.data + least(out, w.out - 1) * w.row_bytes; };
+  const Segments& segments = layout.segments;
+  const int64_t panels = ceil_div(b.outs, kPanel), passes = ceil_div(b.rows, kRows), height = ceil_div(b.rows, passes);
+  const int64_t ahead_bytes = ceil_div(kPanel * bytes_of(B), passes);  // prefetched for each slice in each pass
+  const auto row_of = [&](int64_t out) { return w.data + min(out, w.out - 1) * w.row_bytes; };
   Ahead ahead(row_of(next), w.row_bytes, w.row_bytes);
-  const int64_t at_once = LANES == 8 && b.rows <= kMemoryRows ? 1 : kSlices;  // on AVX2 few rows are up to 1.4 times slower by more
-  for (int64_t slice = 0; slice < form.slices; slice += at_once) {
-    const int64_t end = least(slice + at_once, form.slices);
+  const int64_t at_once = LANES == 8 && b.rows <= kMemoryRows ? 1 : kSlices;  // more would make few rows up to 1.4 times slower
+  for (int64_t slice = 0; slice < layout.slices; slice += at_once) {
+    const int64_t end = min(slice + at_once, layout.slices);
     for (int64_t p = 0; p < panels; ++p) {
       const int64_t out = b.out + p * kPanel;
       for (int64_t s = slice; s < end; ++s) {
@@ -172,34 +178,34 @@ void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, cons
         unpack<B, Steps>(rows.first, rows.stride, to);
         unpack<B, Steps>(rows.first + kLanes * rows.stride, rows.stride, to + kLanes);
       }
-      if (b.rows > kMemoryRows) {  // the next of these panels, or the first one in the slices behind
-        const bool last = p + 1 == panels, over = last && end == form.slices;
+      if (b.rows > kMemoryRows) {  // prefetch the next panel in these slices, or the first panel in the next slices
+        const bool last = p + 1 == panels, over = last && end == layout.slices;
         const int64_t column = over ? 0 : last ? end : slice;
         ahead = Ahead(row_of(over ? next : last ? b.out : out + kPanel) + column * bytes_of(B), w.row_bytes, kSlices * bytes_of(B));
       }
       Scales scales[B == 16 ? 1 : kSlices * kInSlice][2];
-      for (int64_t i = slice * kInSlice; B != 16 && i < least(end * kInSlice, segments.number); ++i) {
+      for (int64_t i = slice * kInSlice; B != 16 && i < min(end * kInSlice, segments.number); ++i) {
         for (int64_t h = 0; h < 2; ++h) scales[i - slice * kInSlice][h] = {w, out + h * kLanes, i / segments.per_group};
       }
       for (int64_t done = 0; done < b.rows; done += height) {
-        const int64_t count = least(b.rows - done, height), row = b.row + done;
+        const int64_t count = min(b.rows - done, height), row = b.row + done;
         float* const sums = buffer + (p * b.rows + done) * kPanel;
         if (slice == 0) __builtin_memset(sums, 0, static_cast<size_t>(count * kPanel) * 4);
         with_rows(count, [&](auto rows) {
           for (int64_t s = slice; s < end; ++s) {
-            const int32_t *from = x + form.at(s, row), *weights = panel + (s - slice) * kSlice;
+            const int32_t *from = x + layout.at(s, row), *weights = panel + (s - slice) * kSlice;
             if constexpr (B == 16) {
-              add_numbers<rows>(from, weights, sums, ahead, asked / (elements_of(B) / 32));
+              add_numbers<rows>(from, weights, sums, ahead, ahead_bytes / (elements_of(B) / 32));
             } else {
-              for (int64_t i = s * kInSlice; i < least((s + 1) * kInSlice, segments.number); ++i) {
-                const int64_t at = i * form.rows + row, element = (i - s * kInSlice) * kElements;
-                add_codes<B, rows>(from + element, kElements, form.scales(x) + at, form.starts(x) + at, weights + element * kPanel,
-                                   scales[i - slice * kInSlice], w.zeros, sums, ahead, asked / kInSlice / parts(kElements, 32));
+              for (int64_t i = s * kInSlice; i < min((s + 1) * kInSlice, segments.number); ++i) {
+                const int64_t at = i * layout.rows + row, element = (i - s * kInSlice) * kElements;
+                add_codes<B, rows>(from + element, kElements, layout.scales(x) + at, layout.starts(x) + at, weights + element * kPanel,
+                                   scales[i - slice * kInSlice], w.zeros, sums, ahead, ahead_bytes / kInSlice / ceil_div(kElements, 32));
               }
             }
           }
         });
-        for (int64_t i = 0; end == form.slices && i < count; ++i) write(m, row + i, out, sums + i * kPanel);
+        for (int64_t i = 0; end == layout.slices && i < count; ++i) write(m, row + i, out, sums + i * kPanel);
       }
     }
   }
@@ -207,23 +213,23 @@ void multiply_panels(const Matmul& m, const Packed& form, const int32_t* x, cons
 
 template <int B, int Steps>
 void multiply_block(const Matmul& m, const int32_t* x, const Block& b, const Block* after, int32_t* buffer) {
-  const Packed form(m);
-  const int64_t outs = b.rows <= kMemoryRows ? kPanel : b.outs;  // at once
+  const Packed layout(m);
+  const int64_t outs = b.rows <= kMemoryRows ? kPanel : b.outs;  // outputs that are multiplied at once
   for (int64_t out = 0; out < b.outs; out += outs) {
-    const Block part = {b.out + out, least(outs, b.outs - out), b.row, b.rows};
+    const Block part = {b.out + out, min(outs, b.outs - out), b.row, b.rows};
     const int64_t next = out + outs < b.outs || !after ? part.out + part.outs : after->out;
-    multiply_panels<B, Steps>(m, form, x, part, next, buffer);
+    multiply_panels<B, Steps>(m, layout, x, part, next, buffer);
   }
 }
 
 Block block(const Matmul& m) {
   if (m.rows > kMemoryRows) return {0, kBlockOuts, 0, kBlockRows};
-  const int64_t outs = least(kBlockBytes / m.w.row_bytes, least(kBlockWork / (m.rows * m.w.inner), m.w.out / kLeastBlocks));
-  return {0, parts(outs ? outs : 1, kPanel) * kPanel, 0, m.rows};
+  const int64_t outs = min(kBlockBytes / m.w.row_bytes, min(kBlockWork / (m.rows * m.w.inner), m.w.out / kMinBlocks));
+  return {0, ceil_div(outs ? outs : 1, kPanel) * kPanel, 0, m.rows};
 }
 
 size_t scratch_bytes(const Matmul& m) {
-  const int64_t sums = least(m.rows, kBlockRows) * (m.rows > kMemoryRows ? kBlockOuts : kPanel);
+  const int64_t sums = min(m.rows, kBlockRows) * (m.rows > kMemoryRows ? kBlockOuts : kPanel);
   return static_cast<size_t>(kBufferBytes + sums * 4);
 }
 

@@ -1,7 +1,7 @@
-// Products in float32 on the compiler's vector extension: LANES floats to a vector.
+// Products in float32 on the compiler's vector extension, with LANES floats in a vector.
 //
-// Four rows of the weight are widened, with their scales, into a buffer that stays in cache; then groups of up to kRows
-// rows of x are multiplied by them, so that neither is read more often than registers allow.
+// Four rows of the weight are widened and scaled into a buffer that stays in the cache. Then groups of up to kRows rows of x are
+// multiplied by them, as many as the registers can hold sums of.
 
 #include "groups.h"
 #include "matmul.h"
@@ -19,15 +19,16 @@ namespace jaxserve {
 namespace {
 
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kRows = 6;  // rows of x that stay in registers with kOuts sums each: 24 of 32
+constexpr int kRows = 6;  // rows of x with kOuts sums each in registers: 24 of 32 registers
 #else
-constexpr int kRows = 2;  // 8 of 16
+constexpr int kRows = 2;  // 8 of 16 registers
 #endif
-constexpr int kOuts = 4;
+constexpr int kOuts = 4;  // rows of the weight that are widened at once
 constexpr int64_t kBlockRows = 96;
-constexpr int64_t kBlockBytes = 128 << 10;  // of the weight: small enough to share out evenly
+constexpr int64_t kBlockBytes = 128 << 10;  // maximum size of a block of the weight, so that threads get even shares
 
-inline uint16_t round_to_bfloat16(float x) {  // to nearest even; NaN stays NaN
+// Returns x rounded to bfloat16, to nearest even. NaN stays NaN.
+inline uint16_t round_to_bfloat16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   return static_cast<uint16_t>(x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0);
@@ -40,7 +41,7 @@ inline void widen_row(const uint16_t* from, int64_t inner, float* to) {
   for (int64_t i = inner; i < padded(inner); ++i) to[i] = 0;
 }
 
-// A row of the weight in float32, up to whole units. Numbers beyond the last input are finite.
+// Writes a row of the weight in float32, padded to whole steps. Numbers beyond the last input are finite.
 void widen_weight(const Weight& w, int64_t row, float* to) {
   const uint8_t* data = w.data + row * w.row_bytes;
   if (w.bits == 16) return widen_row(reinterpret_cast<const uint16_t*>(data), w.inner, to);
@@ -72,7 +73,7 @@ void widen_weight(const Weight& w, int64_t row, float* to) {
   }
 }
 
-// y[R, kOuts] from x [R, inner] and weights [kOuts, inner], both padded.
+// Computes y[R, kOuts] from x [R, inner] and weights [kOuts, inner], which are padded to whole steps.
 template <int R>
 void dot(const Matmul& m, const float* x, const float* w, int64_t row, int64_t out, int64_t outs) {
   const int64_t inner = padded(m.w.inner);

@@ -1,12 +1,11 @@
 // Products of a few rows of bfloat16 at the speed of memory, on AVX512-VNNI and AVX512-BF16.
 //
-// Four rows of the weight are read beside each other, straight into registers, and each is used at once for up to kRows
-// rows of x. bfloat16 meets bfloat16. Codes meet x in integers (integers.h), which 16 lanes of 32 bits add up; only when a segment
-// is through, of at most 128 inputs, are the lanes brought to float32 and scaled.
+// The structure is that of few.h. bfloat16 numbers are multiplied in pairs. For codes x is rounded to integers (integers.h), and 16
+// lanes of 32 bits sum the products. At the end of a segment, of at most 128 inputs, the lanes are converted to float32 and scaled.
 //
-// Where a vector's bytes all belong to one segment, codes stay bytes, and an instruction takes 64 of them. Elsewhere they are widened
-// to words of 16 bits first, and an instruction takes 32. Codes count from 0 in all of this; what they count from, times x, is what
-// the first lane begins with.
+// If all bytes of a vector belong to one segment, codes are multiplied as bytes, 64 by one instruction. Otherwise they are widened
+// to words of 16 bits first, and multiplied 32 by one instruction. Codes are unsigned here. The first lane starts from a value that
+// corrects for their offset (`Base`).
 
 #include "matmul.h"
 
@@ -20,16 +19,17 @@
 namespace jaxserve {
 namespace {
 
-// Rows longer than this, of which a page has two or more, are read one after the other: within a page the hardware foresees a
-// single stream best (Zen 4: 29 GB/s instead of 25). With shorter ones, which small models have, in cache, it would wait for sums.
+// The range of sizes of rows of the weight that are read one after another (more than kShortBytes, at most kHalfPage). Within a page
+// of memory the hardware foresees a single stream best (Zen 4: 29 GB/s instead of 25). Shorter rows, which small models have, lie in
+// the cache, and the processor would wait for the sums of each row.
 constexpr int64_t kShortBytes = 1024, kHalfPage = 2048;
 
-// Whether segments of so many steps meet x as bytes: eight bits in whole vectors, four bits in whole units.
+// Returns whether codes are multiplied as bytes in segments of `steps` steps: 8 bits in whole vectors, 4 bits in whole units.
 constexpr bool in_bytes(int bits, int64_t steps) { return bits == 8 ? steps >= 2 : bits == 4 && steps == 4; }
 
-// Of a segment of x.
+// Returns the bytes of a segment's integers.
 constexpr int64_t integers_bytes(int bits, int64_t steps) { return steps * kStep * (in_bytes(bits, steps) ? 1 : 2); }
-int64_t row_bytes(const Weight& w) { return Form(w, integers_bytes(w.bits, Segments(w).steps)).row_bytes(); }
+int64_t row_bytes(const Weight& w) { return RowLayout(w, integers_bytes(w.bits, Segments(w).steps)).row_bytes(); }
 
 size_t packed_bytes(const Matmul& m) {
   return m.w.bits == 16 ? 0 : static_cast<size_t>(m.rows * row_bytes(m.w));
@@ -47,19 +47,19 @@ Base pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, ui
 }
 
 void pack(const Matmul& m, int64_t row, void* packed) {
-  if (m.w.bits == 16) return;  // x is read as it lies
+  if (m.w.bits == 16) return;  // x needs no packing
   const int64_t steps = Segments(m.w).steps, of_segment = integers_bytes(m.w.bits, steps);
-  const Form form(m.w, of_segment);
+  const RowLayout layout(m.w, of_segment);
   for (const int64_t end = row + kPackRows < m.rows ? row + kPackRows : m.rows; row < end; ++row) {
     const uint16_t* x = static_cast<const uint16_t*>(m.x) + row * m.w.inner;
-    form.write(static_cast<uint8_t*>(packed) + row * form.row_bytes(), of_segment, [&](int64_t s, uint8_t* to) {
+    layout.write(static_cast<uint8_t*>(packed) + row * layout.row_bytes(), of_segment, [&](int64_t s, uint8_t* to) {
       const int64_t first = s * steps * kStep;
       return pack_segment(x + first, m.w.inner - first, steps, m.w.bits, to);
     });
   }
 }
 
-// The sums of the lanes of four vectors.
+// Returns the sums of the lanes of four vectors.
 inline __m128 sums_of(const Floats (&x)[kOuts]) {
   const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
   const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
@@ -79,14 +79,14 @@ inline void write(const Matmul& m, int64_t row, int64_t out, __m128 sums) {
   }
 }
 
-// Thirty-two numbers, or the first `left` of them.
+// Loads 32 bfloat16 numbers, or without `Whole` the first `left` of them and zeros.
 template <bool Whole>
 inline __m512bh load(const uint8_t* from, int64_t left) {
   const __m512i x = Whole ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16((1u << left) - 1, from);
   return reinterpret_cast<__m512bh>(x);
 }
 
-// sums[R, kOuts] += a step of x times a step of the weight, `at` bytes into the rows.
+// sums[R, kOuts] += a step of x * a step of the weight, both `at` bytes from the beginning of the rows.
 template <int R, bool Whole>
 inline void step(const Quad& w, const uint8_t* x, int64_t row_bytes, int64_t at, int64_t left, __m512 (&sums)[R][kOuts]) {
   __m512bh weights[kOuts];
@@ -100,8 +100,8 @@ inline void step(const Quad& w, const uint8_t* x, int64_t row_bytes, int64_t at,
   }
 }
 
-// sums[kOuts] += x times the weight, one row of it after the other; in the same order as by steps. A row's sums wait for each
-// other, but the processor begins the next row meanwhile.
+// sums[kOuts] += x * kOuts rows of the weight, one row after another. The order of additions is the same as with `step`. A row's
+// additions depend on each other, but the processor begins the next row meanwhile.
 inline void rows_in_turn(const Quad& w, const uint8_t* x, int64_t row_bytes, int64_t inner, __m512 (&sums)[kOuts]) {
   for (int o = 0; o < kOuts; ++o) {
     int64_t at = 0, left = inner;
@@ -113,7 +113,7 @@ inline void rows_in_turn(const Quad& w, const uint8_t* x, int64_t row_bytes, int
   }
 }
 
-// y[R, kOuts] of a bfloat16 weight.
+// Computes y[R, outs] for a bfloat16 weight.
 template <int R>
 void numbers(const Matmul& m, const uint8_t*, int64_t row, const Part& part, void*) {
   const uint8_t* x = static_cast<const uint8_t*>(m.x) + row * m.w.row_bytes;
@@ -131,8 +131,8 @@ void numbers(const Matmul& m, const uint8_t*, int64_t row, const Part& part, voi
   }
 }
 
-// The codes of a segment of L steps, each step as 32 words. `left` counts the inputs from the segment's first; without `Whole`
-// they may end within it.
+// Unpacks the codes of a segment of L steps, each step to 32 words. `left` is the number of inputs from the segment's first one on.
+// Without `Whole` they may end within the segment.
 template <int Bits, int L, bool Whole>
 inline void unpack(const uint8_t* row, int64_t segment, int64_t left, __m512i (&words)[L]) {
   if constexpr (Bits == 8) {
@@ -142,7 +142,7 @@ inline void unpack(const uint8_t* row, int64_t segment, int64_t left, __m512i (&
       words[i] = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, from));
     }
   } else {
-    constexpr int64_t unit = Bits == 4 ? 4 : 8;  // steps
+    constexpr int64_t unit = Bits == 4 ? 4 : 8;  // steps of a packed unit
     const int64_t step = segment * L, within = step % unit;
     const uint8_t* from = row + step / unit * unit * kStep * Bits / 8;
     constexpr int width = Bits == 4 ? 4 : 2;
@@ -160,7 +160,7 @@ inline void unpack(const uint8_t* row, int64_t segment, int64_t left, __m512i (&
   }
 }
 
-// The codes of a segment of L steps as bytes, where they may be.
+// Unpacks the codes of a segment of L steps to bytes, if `in_bytes`.
 template <int Bits, int L, bool Whole>
 inline void unpack_bytes(const uint8_t* row, int64_t segment, int64_t left, __m512i (&bytes)[L / 2]) {
   const uint8_t* from = row + segment * L * kStep * Bits / 8;
@@ -176,10 +176,10 @@ inline void unpack_bytes(const uint8_t* row, int64_t segment, int64_t left, __m5
   }
 }
 
-// What products begin with, in the first lane.
+// Returns a vector with `start` in the first lane and zeros in the others.
 inline __m512i start_of(int32_t start) { return _mm512_zextsi128_si512(_mm_cvtsi32_si128(start)); }
 
-// Sums of products of a segment's codes with the packed integers of x, and the start.
+// Returns `sum` plus the products of a segment's codes with the packed integers of x.
 template <int Vectors>
 inline __m512i multiply_bytes(const __m512i (&bytes)[Vectors], const uint8_t* integers, __m512i sum) {
   for (int i = 0; i < Vectors; ++i) sum = _mm512_dpbusd_epi32(sum, bytes[i], _mm512_loadu_si512(integers + i * 64));
@@ -192,7 +192,7 @@ inline __m512i multiply_words(const __m512i (&words)[Vectors], const uint8_t* in
   return sum;
 }
 
-// Scales or zeros in float32.
+// Widens `count` scales or zeros from `index` on to float32.
 void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, float* to) {
   for (; count > 0; index += kLanes, to += kLanes, count -= kLanes) {
     const __mmask16 mask = static_cast<__mmask16>(count >= kLanes ? 0xffff : (1 << count) - 1);
@@ -205,9 +205,9 @@ void widen_all(const void* numbers, bool wide, int64_t index, int64_t count, flo
   }
 }
 
-// sums[R] += segment s of a row of codes, of which `left` inputs are left, times that of x.
+// sums[R] += segment s of R rows of x * the same segment of a row of codes. `left` inputs remain from the segment's first one on.
 template <int R, int Bits, int L, bool Zeros, bool Whole>
-__attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s, int64_t left, const Meeting& x,
+__attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s, int64_t left, const SegmentOperands& x,
                                                    Floats (&sums)[R]) {
   constexpr bool kInBytes = in_bytes(Bits, L);
   __m512i codes[kInBytes ? L / 2 : L];
@@ -227,7 +227,7 @@ __attribute__((always_inline)) inline void segment(const uint8_t* row, int64_t s
       lanes = multiply_words(codes, integers, start);
     }
     __m512 values = _mm512_cvtepi32_ps(lanes);
-    if constexpr (Zeros) {  // more of what the codes count from
+    if constexpr (Zeros) {  // zeros add to the offset of the codes
       const __m512 sum = _mm512_zextps128_ps512(_mm_set_ss(*x.of_row(x.sums, r)));
       values = _mm512_fnmadd_ps(sum, _mm512_set1_ps(x.zero), values);
     }

@@ -1,5 +1,4 @@
-// A weight in panels (panels.h): slices of as many rows as two vectors have lanes, turned to columns and unpacked in registers, and
-// their scales.
+// The weight of the product in panels (panels.h). A slice of kPanel rows is transposed to columns and unpacked in registers.
 
 #pragma once
 
@@ -15,8 +14,8 @@
 namespace jaxserve {
 namespace {
 
-// Neighbouring rows of the weight, from a slice on, at `first`, `stride` bytes apart. Where rows or inputs end they are copied,
-// with the last row again and zeros behind them.
+// A slice of kPanel neighbouring rows of the weight: the address of the first row, and the bytes between rows. At the last rows or
+// inputs it is a copy, in which the last row is repeated and zeros follow the inputs.
 template <int Bits>
 struct Slice {
   const uint8_t* first;
@@ -38,13 +37,13 @@ struct Slice {
   }
 };
 
-// Asks for a panel's bytes: of each row from `first` on so many, `width`, in the order in which they lie. A little at a time: only so
-// many requests may be under way.
+// The gradual prefetching of a panel: `width` bytes of each row, in the order of their addresses. Memory takes a limited number of
+// requests at once.
 class Ahead {
  public:
   Ahead(const uint8_t* first, int64_t stride, int64_t width) : row_(first), stride_(stride), width_(width) {}
 
-  void ask(int64_t bytes) {
+  void prefetch(int64_t bytes) {
     for (due_ += bytes; due_ > 0; due_ -= 64) {
       _mm_prefetch(reinterpret_cast<const char*>(row_ + at_), _MM_HINT_T1);
       at_ += 64;
@@ -57,9 +56,9 @@ class Ahead {
   int64_t stride_, width_, at_ = 0, due_ = 0;
 };
 
-// Elements [kLanes rows, Columns] as columns; at most kColumns.
+// Reads elements [kLanes rows, Columns] and returns them as columns.
 #if LANES == 16
-constexpr int kColumns = 16;  // whole lines: rows may lie so that a cache keeps few lines of all at once
+constexpr int kColumns = 16;  // whole cache lines: with some strides a cache holds few lines of all rows at once
 
 template <int Columns = kColumns>
 inline void turn(const uint8_t* rows, int64_t stride, Bits (&columns)[Columns]) {
@@ -91,13 +90,14 @@ inline void turn(const uint8_t* rows, int64_t stride, Bits (&columns)[Columns]) 
 }
 #endif
 
-// The highest bits of a pair of codes of 3 bits, from the masks of its step.
+// Returns the highest bits of a pair of 3-bit codes, from the masks of the pair's step.
 inline Bits high_bits(Bits masks, int pair) {
   const Bits bits = masks >> 2 * pair;
   return (bits << 2 & 4u) | (bits << 17 & 0x40000u);
 }
 
-// The codes of kLanes outs in 4 or 3 bits as fours of bytes: of each step of a slice as many pairs as there are columns, from `first` on.
+// Unpacks codes of 4 or 3 bits of kLanes outputs to fours of bytes: the pairs `first` to `first` + Columns - 1 of every step of a
+// slice. A segment has `Steps` steps.
 template <int B, int Steps, int Columns>
 inline void unpack_codes(const Bits (&x)[Columns], [[maybe_unused]] const Bits* masks, int first, int32_t* panel) {
   constexpr int kSteps = static_cast<int>(inputs_of(B) / kStep), kPairs = 16;
@@ -120,7 +120,8 @@ inline void unpack_codes(const Bits (&x)[Columns], [[maybe_unused]] const Bits* 
   }
 }
 
-// A slice of kLanes outs into one half of a panel's buffer: vectors of elements, kPanel apart. Segments have so many steps.
+// Unpacks a slice of kLanes outputs to one half of a panel's buffer, as vectors of elements that are kPanel elements apart. A
+// segment has `Steps` steps.
 template <int B, int Steps>
 void unpack(const uint8_t* rows, int64_t stride, int32_t* panel) {
   constexpr int kAtOnce = B < 8 && Steps == 1 ? 16 : kColumns;
@@ -136,7 +137,7 @@ void unpack(const uint8_t* rows, int64_t stride, int32_t* panel) {
         elements_of_pair(x[j], [&](int chain, Bits element) { put(chain * kChain + column, element); });
       } else if constexpr (in_bytes(B)) {
         put(column, x[j]);
-      } else {  // the even bytes of 32, then the odd ones
+      } else {  // the even bytes of 32 inputs, then the odd ones
         put(column / 8 * 16 + column % 8, x[j] & 0x00ff00ffu);
         put(column / 8 * 16 + column % 8 + 8, x[j] >> 8 & 0x00ff00ffu);
       }
@@ -145,7 +146,8 @@ void unpack(const uint8_t* rows, int64_t stride, int32_t* panel) {
   }
 }
 
-// The scales and zeros of kLanes outs in a group. Zeros count in what the codes' sums begin with.
+// The scales and zeros of kLanes outputs in a group. Zeros are divided by 2^(bits - 1), because they are multiplied by the start of
+// a segment (`Base`).
 struct Scales {
   Floats scale, zero;
 
@@ -170,7 +172,7 @@ struct Scales {
     return (Floats)(convert<Ints>(Shorts{(static_cast<const int16_t*>(numbers) + first)[Lanes * stride]...}) << 16);
   }
 
-  // sums += a segment's sum, which began with `start`, of x with a scale.
+  // Returns `sums` plus the scaled sum of a segment, which started from `start`.
   Floats add(Floats sums, Ints sum, int32_t start, float x_scale, bool zeros) const {
     Floats value = convert<Floats>(sum);
     if (zeros) value += static_cast<float>(start) * zero;

@@ -1,4 +1,4 @@
-// x as panels of a weight meet it (panels.h): numbers as they are, or integers with scales (integers.h).
+// The left operand x of the product in panels (panels.h): bfloat16 numbers, or integers with scales (integers.h) for codes.
 
 #pragma once
 
@@ -19,14 +19,14 @@ inline uint32_t pair_at(const uint16_t* from) {
   return pair;
 }
 
-// x as the weight meets it, slice by slice, so that what is used together lies together: elements [slices, rows, ...]; for codes
-// also scales [segments, rows], and what a segment's sums begin with.
+// The layout of packed x: elements [slices, rows, elements], and for codes also the scales [segments, rows] and the starts
+// [segments, rows] of `Base`. Slices come first, because all rows of a slice are used together.
 struct Packed {
   Segments segments;
   int64_t rows, slices, elements;
 
   explicit Packed(const Matmul& m)
-      : segments(m.w), rows(m.rows), slices(parts(m.w.inner, inputs_of(m.w.bits))), elements(elements_of(m.w.bits)) {}
+      : segments(m.w), rows(m.rows), slices(ceil_div(m.w.inner, inputs_of(m.w.bits))), elements(elements_of(m.w.bits)) {}
 
   int64_t at(int64_t slice, int64_t row) const { return (slice * rows + row) * elements; }
   const float* scales(const int32_t* x) const { return reinterpret_cast<const float*>(x + at(slices, 0)); }
@@ -34,11 +34,11 @@ struct Packed {
 };
 
 size_t packed_bytes(const Matmul& m) {
-  const Packed form(m);
-  return static_cast<size_t>(form.at(form.slices, 0) + (m.w.bits == 16 ? 0 : form.segments.number * form.rows * 2)) * 4;
+  const Packed layout(m);
+  return static_cast<size_t>(layout.at(layout.slices, 0) + (m.w.bits == 16 ? 0 : layout.segments.number * layout.rows * 2)) * 4;
 }
 
-// `count` numbers of x, and zeros up to `size`.
+// Memory for numbers of x that are padded with zeros from `count` to `size`.
 struct Filled {
   alignas(32) uint16_t numbers[4 * kStep];
 
@@ -49,9 +49,9 @@ struct Filled {
   }
 };
 
-// A segment in integers, in the order of the unpacked codes. A four of bytes is, of codes of 8 bits, four neighbours; of fewer bits a
-// pair of the segment's first half and the pair of its second half that lies as far behind. Words of 8 bits are parted into even and
-// odd ones, by 32 inputs.
+// Writes a segment as integers, in the order of the unpacked codes, and returns their Base. For codes of 8 bits four bytes are four
+// neighbouring inputs. For fewer bits they are a pair of the segment's first half and the pair at the same place in the second
+// half, alternating. As words (AVX2, 8 bits) each 32 inputs are the even ones, then the odd ones.
 #if LANES == 16
 Base pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, int32_t* elements) {
   __m512i words[4];
@@ -64,32 +64,33 @@ inline __m256i load_words(const void* from) { return _mm256_loadu_si256(static_c
 inline __m256 even(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
 inline __m256 odd(__m256i x) { return _mm256_castsi256_ps(_mm256_blend_epi16(x, _mm256_setzero_si256(), 0x55)); }
 
-inline float most(__m256 x) {
+inline float largest_of(__m256 x) {
   __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   y = _mm_max_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
 
-inline __m256i low_words(__m256i a, __m256i b) {  // in turn
+// Returns the low words of a and b, alternating.
+inline __m256i low_words(__m256i a, __m256i b) {
   return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
 }
 
 Base pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, int32_t* elements) {
   Filled rest;
   x = rest.fill(x, inputs, steps * kStep);
-  constexpr int64_t kMost = 8;  // vectors of 16 numbers
+  constexpr int64_t kMaxVectors = 8;  // of 16 numbers
   const __m256 sign = _mm256_set1_ps(-0.0f);
   __m256 largest = _mm256_setzero_ps(), poison = _mm256_setzero_ps();
   for (int64_t i = 0; i < 2 * steps; ++i) {
     const __m256 a = even(load_words(x + 16 * i)), b = odd(load_words(x + 16 * i));
     largest = _mm256_max_ps(largest, _mm256_max_ps(_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)));
-    poison = _mm256_fmadd_ps(_mm256_add_ps(a, b), _mm256_setzero_ps(), poison);  // what is not finite stays
+    poison = _mm256_fmadd_ps(_mm256_add_ps(a, b), _mm256_setzero_ps(), poison);  // NaN or infinity times 0 is NaN
   }
-  float lost = 0;
-  for (int i = 0; i < 8; ++i) lost += reinterpret_cast<const float*>(&poison)[i];
-  const Rounding rounding(most(largest), lost);
+  float poison_sum = 0;
+  for (int i = 0; i < 8; ++i) poison_sum += reinterpret_cast<const float*>(&poison)[i];
+  const Rounding rounding(largest_of(largest), poison_sum);
   const __m256 factor = _mm256_set1_ps(rounding.factor);
-  __m256i first[kMost], second[kMost], sum = _mm256_setzero_si256();
+  __m256i first[kMaxVectors], second[kMaxVectors], sum = _mm256_setzero_si256();
   for (int64_t i = 0; i < 2 * steps; ++i) {
     first[i] = _mm256_cvtps_epi32(_mm256_mul_ps(even(load_words(x + 16 * i)), factor));
     second[i] = _mm256_cvtps_epi32(_mm256_mul_ps(odd(load_words(x + 16 * i)), factor));
@@ -116,16 +117,16 @@ Base pack_segment(const uint16_t* x, int64_t inputs, int64_t steps, int bits, in
 
 void pack(const Matmul& m, int64_t row, void* packed) {
   const Weight& w = m.w;
-  const Packed form(m);
-  const int64_t steps = w.bits == 16 ? 1 : form.segments.steps, size = steps * kStep, inputs = inputs_of(w.bits);
+  const Packed layout(m);
+  const int64_t steps = w.bits == 16 ? 1 : layout.segments.steps, size = steps * kStep, inputs = inputs_of(w.bits);
   auto* elements = static_cast<int32_t*>(packed);
-  auto* scales = const_cast<float*>(form.scales(elements));
-  auto* starts = const_cast<int32_t*>(form.starts(elements));
+  auto* scales = const_cast<float*>(layout.scales(elements));
+  auto* starts = const_cast<int32_t*>(layout.starts(elements));
   for (const int64_t end = row + kPackRows < m.rows ? row + kPackRows : m.rows; row < end; ++row) {
     const uint16_t* x = static_cast<const uint16_t*>(m.x) + row * w.inner;
-    for (int64_t i = 0; i < form.slices * inputs; i += size) {
-      const int64_t element = i % inputs / in_element(w.bits), segment = i / size * form.rows + row;
-      int32_t* to = elements + form.at(i / inputs, row);
+    for (int64_t i = 0; i < layout.slices * inputs; i += size) {
+      const int64_t element = i % inputs / in_element(w.bits), segment = i / size * layout.rows + row;
+      int32_t* to = elements + layout.at(i / inputs, row);
       if (w.bits == 16) {
         Filled rest;
         const uint16_t* from = rest.fill(x + i, w.inner - i, size);

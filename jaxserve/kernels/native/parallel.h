@@ -1,4 +1,4 @@
-// Division of a call's work over threads of our own, because XLA's pool may have a single thread (planning/resolve.py).
+// Division of a call's work among the library's own threads, because XLA's pool may have a single thread (planning/resolve.py).
 
 #pragma once
 
@@ -15,16 +15,16 @@
 namespace jaxserve {
 
 constexpr int64_t kWorkPerThread = 100'000;  // multiplications; below it sharing costs more than it saves
-constexpr std::chrono::microseconds kLinger{60};  // as long as most pauses between a step's calls: see below
-constexpr int kPatience = 20;  // microseconds or so that a caller keeps its processor while the last items are computed
+constexpr std::chrono::microseconds kLinger{60};  // time that a helper polls before it sleeps; most pauses between a step's calls are shorter
+constexpr int kPatience = 20;  // approximate microseconds after which a caller that waits for the last items yields its processor
 
-// A stretch of neighbouring items. Its own thread takes them from the front, and so walks through memory in order. Threads that
-// have finished their own stretch take items from the back.
+// A range of neighbouring items. Its own thread takes items from the front, and so reads memory in order. Threads that have
+// finished their own range take items from the back.
 class Stretch {
  public:
   void set(int64_t first, int64_t end) { left_ = pack(first, end); }
 
-  // The next item from the front or the back; -1 if none is left.
+  // Removes and returns the next item from the front or the back, or returns -1 if none is left.
   int64_t take(bool front) {
     uint64_t left = left_.load();
     while (first_of(left) < end_of(left)) {
@@ -41,20 +41,20 @@ class Stretch {
 
  private:
   std::atomic<uint64_t> left_{0};
-  char padding_[56];  // up to a cache line; not by alignment, which would make allocations slower
+  char padding_[56];  // fills a cache line; alignment would make allocations slower
 
   static uint64_t pack(int64_t first, int64_t end) { return static_cast<uint64_t>(end) << 32 | static_cast<uint64_t>(first); }
   static int64_t first_of(uint64_t left) { return static_cast<uint32_t>(left); }
   static int64_t end_of(uint64_t left) { return static_cast<int64_t>(left >> 32); }
 };
 
-// The work of one call as items, with a stretch of them for each thread. A thread may start late and outlive the call, so all
-// threads own the job together and touch nothing else after the items have run out.
+// A job: the work of one call as items, with a range of items for each thread. A thread may start late and outlive the call.
+// Therefore all threads share the ownership of the job, and access nothing else once no item is left.
 struct Shared {
-  static constexpr int64_t kStretches = 8;  // more threads share some
+  static constexpr int64_t kStretches = 8;  // maximum number of ranges; further threads share them
 
   virtual ~Shared() = default;
-  virtual void work() = 0;  // until no item is left
+  virtual void work() = 0;  // computes items until none is left
 
   void divide(int64_t threads) {
     number = std::min(threads, kStretches);
@@ -83,14 +83,14 @@ inline std::atomic<int64_t> processor_count{std::max<int64_t>(1, std::thread::ha
 
 inline int64_t processors() { return processor_count.load(std::memory_order_relaxed); }
 
-// The items of a job that one thread computes, in order.
+// An iterator over the items that one thread computes.
 class Items {
  public:
   explicit Items(Shared& job) : job_(job), home_(job.joined.fetch_add(1)) { take(); }
 
   bool more() const { return now_ >= 0; }
   int64_t now() const { return now_; }
-  int64_t after() const { return after_; }  // most likely, so that its memory may be asked for; -1 if none is known
+  int64_t after() const { return after_; }  // the next item, most likely, so that it can be prefetched; -1 if unknown
   bool knows_after() const { return after_ >= 0; }
 
   void advance() {
@@ -114,9 +114,9 @@ class Items {
   }
 };
 
-// Threads that help in calls, and poll for the next call for a while before they sleep. Waking a thread takes longer than
-// most calls: up to several milliseconds if it last ran on the processor of the caller. But polling keeps a processor busy:
-// the thread that prepares the next step then shares the processor of the caller, and the two alternate meanwhile.
+// Threads that take part in calls, and poll for the next call during kLinger before they sleep. Waking a thread takes longer than
+// most calls: up to several milliseconds if it last ran on the processor of the caller. But a thread that polls occupies a
+// processor. The thread that prepares the next step then shares the processor of the caller, and the two take turns.
 class Helpers {
  public:
   // The helpers of the process. They are never destroyed, because some may still poll when the process ends.
@@ -125,7 +125,7 @@ class Helpers {
     return *helpers;
   }
 
-  // Offers places in a job to `count` threads.
+  // Offers the job to `count` threads.
   void offer(const std::shared_ptr<Shared>& job, int64_t count) {
     const std::lock_guard lock(mutex_);
     offers_.insert(offers_.end(), static_cast<size_t>(count), job);
@@ -134,7 +134,7 @@ class Helpers {
     if (sleeping_ > 0) came_.notify_all();
   }
 
-  // Withdraws the places that no thread has taken.
+  // Withdraws the offers of a job that no thread has accepted.
   void withdraw(const Shared* job) {
     const std::lock_guard lock(mutex_);
     const auto same = [job](const std::shared_ptr<Shared>& offer) { return offer.get() == job; };
@@ -145,7 +145,7 @@ class Helpers {
   std::mutex mutex_;
   std::condition_variable came_;
   std::deque<std::shared_ptr<Shared>> offers_;
-  int64_t number_ = 0, sleeping_ = 0;  // threads
+  int64_t number_ = 0, sleeping_ = 0;  // of threads
   std::atomic<uint64_t> offered_{0};
 
   void help() {
@@ -177,8 +177,8 @@ class Helpers {
   }
 };
 
-// Runs the job on this thread and as many helpers as its work justifies. This thread can do all of the work, so late helpers
-// delay nothing.
+// Runs the job on this thread and on as many helpers as its `work` (in multiplications) justifies. This thread can compute all
+// items, so a late helper delays nothing.
 inline void run(const std::shared_ptr<Shared>& job, int64_t work) {
   const int64_t threads = std::min({processors(), job->items, 1 + work / kWorkPerThread});
   job->divide(threads);
@@ -187,11 +187,11 @@ inline void run(const std::shared_ptr<Shared>& job, int64_t work) {
   if (threads > 1) Helpers::all().withdraw(job.get());
   for (int waited = 1; job->done.load(std::memory_order_acquire) < job->items; ++waited) {
     pause();
-    if (waited % kPatience == 0) std::this_thread::yield();  // a helper may wait for this very processor
+    if (waited % kPatience == 0) std::this_thread::yield();  // a helper may be waiting for this processor
   }
 }
 
-// Uninitialised memory on a cache line.
+// Uninitialised memory that begins on a cache line.
 class Scratch {
  public:
   explicit Scratch(size_t bytes) : memory_(new char[bytes + 64]) {}

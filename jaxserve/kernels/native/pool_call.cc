@@ -1,9 +1,9 @@
 // Custom calls for KV pools whose memory the operating system commits at the first write, and takes back on request.
 //
-// XLA allocates results with malloc. A large result is only address space until its first write. A small one may be memory
-// that was freed before and still has its contents. MADV_DONTNEED makes both the same on Linux: whole OS
-// pages of private anonymous memory, and malloc has no other, are given back and read as zero until they are written
-// (madvise(2)). Elsewhere it promises no zeros: there pools are cleared by hand and never shrink.
+// XLA allocates results with malloc. A large result is only address space until its first write. A small one may be reused memory
+// with its old contents. On Linux MADV_DONTNEED makes both equal: whole OS pages of private anonymous memory, which is all that
+// malloc returns, are given back and then read as zero until they are written (madvise(2)). Other systems do not promise zeros, so
+// there pools are cleared explicitly and never shrink.
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -31,7 +31,7 @@ struct Range {
 
 #if defined(__linux__)
 
-// The whole OS pages of a range.
+// Returns the whole OS pages within a range.
 Range whole_pages(Range range) {
   const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   char* const begin = range.begin + (page - reinterpret_cast<uintptr_t>(range.begin) % page) % page;
@@ -44,13 +44,13 @@ int discard(Range pages) {
   return pages.size() == 0 || madvise(pages.begin, pages.size(), MADV_DONTNEED) == 0 ? 0 : errno;
 }
 
-// Asks for huge pages, with which attention takes 7 to 20 % less time and a first touch half as long. Not where they
-// are larger than kernels/elastic.py counts with: with OS pages of 64 KB they have 512 MB.
-void ask_for_huge_pages(Range pages) {
+// Requests huge pages, with which attention takes 7 to 20 % less time and a first touch half as long. Does nothing if they are
+// larger than the granule of kernels/elastic.py: with OS pages of 64 KB they have 512 MB.
+void request_huge_pages(Range pages) {
   constexpr size_t granule = size_t{2} << 20;
   size_t size = 0;
   std::ifstream("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") >> size;
-  if (size != 0 && size <= granule) madvise(pages.begin, pages.size(), MADV_HUGEPAGE);  // else they stay small
+  if (size != 0 && size <= granule) madvise(pages.begin, pages.size(), MADV_HUGEPAGE);  // a failure has no other effect
 }
 
 #endif
@@ -64,7 +64,7 @@ ffi::Error reserve(ffi::Result<ffi::AnyBuffer> out) {
   if (discard(pages) == 0) {
     memset(pool.begin, 0, Range{pool.begin, pages.begin}.size());
     memset(pages.end, 0, Range{pages.end, pool.end}.size());
-    ask_for_huge_pages(pages);
+    request_huge_pages(pages);
     return ffi::Error::Success();
   }
 #endif
@@ -74,14 +74,13 @@ ffi::Error reserve(ffi::Result<ffi::AnyBuffer> out) {
 
 using PageIds = ffi::Buffer<ffi::S32, 1>;
 
-// Gives the memory of the pool's pages [first, last) back, as far as whole OS pages lie in them. The pool stays where
-// it is.
+// Gives back the memory of the whole OS pages within the pool's pages [first, last). The pool does not move.
 ffi::Error release(ffi::AnyBuffer pool, PageIds range, ffi::Result<ffi::AnyBuffer> out) {
   const int64_t pages = pool.dimensions()[0], first = range.typed_data()[0], last = range.typed_data()[1];
   if (pool.untyped_data() != out->untyped_data()) return ffi::Error::Internal("release_pages: the pool was copied");
   if (first < 0 || last < first || last > pages) {
     return ffi::Error::InvalidArgument("release_pages: pages " + std::to_string(first) + " to " + std::to_string(last) +
-                                       " of a pool of " + std::to_string(pages) + " pages");
+                                       " are outside a pool of " + std::to_string(pages) + " pages");
   }
 #if defined(__linux__)
   auto* begin = static_cast<char*>(out->untyped_data());

@@ -1,4 +1,4 @@
-// Functions of rows of x that are too cheap for a separate call.
+// Functions on rows of x that are too cheap for a custom call of their own.
 
 #include "rows.h"
 
@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kPair = 2 * LANES;
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
-// The last numbers of a row, filled up with zeros.
+// The last numbers of a row, padded with zeros.
 template <typename T>
 struct Rest {
   T numbers[kPair] = {};
@@ -26,7 +26,7 @@ struct Rest {
   Rest(const T* x, int64_t count) { memcpy(numbers, x, static_cast<size_t>(count) * sizeof(T)); }
 };
 
-// Calls f(i, pair of x at i) over a row.
+// Calls f(i, pair) for each pair of a row, where i is the index of its first number.
 template <typename T, typename F>
 inline void for_pairs(const T* x, int64_t size, F f) {
   int64_t i = 0;
@@ -34,7 +34,7 @@ inline void for_pairs(const T* x, int64_t size, F f) {
   if (i < size) f(i, load_pair(Rest<T>(x + i, size - i).numbers));
 }
 
-// The pair of x at i, of a row of `size`.
+// Returns the pair at index i of a row of `size` numbers.
 template <typename T>
 inline Pair pair_at(const T* x, int64_t i, int64_t size) {
   return i + kPair <= size ? load_pair(x + i) : load_pair(Rest<T>(x + i, size - i).numbers);
@@ -80,9 +80,9 @@ void add(const T* x, int64_t size, T* to) {
   });
 }
 
-// LANES numbers of either half.
+// Rotates LANES numbers of both halves.
 template <typename T>
-inline void turn(const T* first, const T* second, const float* cos, const float* sin, T* to_first, T* to_second) {
+inline void rotate_lanes(const T* first, const T* second, const float* cos, const float* sin, T* to_first, T* to_second) {
   const Floats a = load_in_order(first), b = load_in_order(second), c = load(cos), s = load(sin);
   store_in_order(to_first, a * c - b * s);
   store_in_order(to_second, b * c + a * s);
@@ -91,20 +91,21 @@ inline void turn(const T* first, const T* second, const float* cos, const float*
 template <typename T>
 void rotate(const T* x, const float* cos, const float* sin, int64_t half, T* to) {
   int64_t i = 0;
-  for (; i + LANES <= half; i += LANES) turn(x + i, x + half + i, cos + i, sin + i, to + i, to + half + i);
+  for (; i + LANES <= half; i += LANES) rotate_lanes(x + i, x + half + i, cos + i, sin + i, to + i, to + half + i);
   if (i == half) return;
   const Rest<T> first(x + i, half - i), second(x + half + i, half - i);
   const Rest<float> c(cos + i, half - i), s(sin + i, half - i);
-  T turned[2][LANES];
-  turn(first.numbers, second.numbers, c.numbers, s.numbers, turned[0], turned[1]);
-  for (int part = 0; part < 2; ++part) memcpy(to + part * half + i, turned[part], static_cast<size_t>(half - i) * sizeof(T));
+  T rotated[2][LANES];
+  rotate_lanes(first.numbers, second.numbers, c.numbers, s.numbers, rotated[0], rotated[1]);
+  for (int part = 0; part < 2; ++part) memcpy(to + part * half + i, rotated[part], static_cast<size_t>(half - i) * sizeof(T));
 }
 
-inline Floats size_of(Floats x) { return x < 0 ? -x : x; }
+inline Floats magnitude(Floats x) { return x < 0 ? -x : x; }
 
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer, or the even one of two, in the low bits
+// 1.5 * 2^23. Adding it rounds a number to an integer, to nearest even, in the low bits of the sum.
+constexpr float kMagic = 12582912.0f;
 
-// Pairs of integers between -128 and 127, as the low bytes of their bits.
+// Stores a pair of vectors of integers in [-128, 127], which are the low bytes of `first` and `second`.
 inline void put_bytes(const float*, Bits first, Bits second, int8_t* to) {
   const Bytes bytes[] = {convert<Bytes>(first), convert<Bytes>(second)};
   memcpy(to, bytes, sizeof(bytes));
@@ -115,19 +116,19 @@ inline void put_bytes(const uint16_t*, Bits even, Bits odd, int8_t* to) {
   memcpy(to, &bytes, sizeof(bytes));
 }
 
-// A number that is not finite makes the scale NaN, and so the row.
+// Writes a row as codes and their scale. A number that is not finite makes the scale NaN.
 template <typename T>
 void quantize(const T* x, int64_t size, int8_t* to) {
-  constexpr float kMost = 127;
+  constexpr float kMaxCode = 127;
   Floats largest = {}, poison = {};
   for_pairs(x, size, [&](int64_t, Pair p) {
-    const Floats first = size_of(p.first), second = size_of(p.second), larger = first > second ? first : second;
+    const Floats first = magnitude(p.first), second = magnitude(p.second), larger = first > second ? first : second;
     largest = larger > largest ? larger : largest;
     poison += (p.first + p.second) * 0.0f;
   });
   float top = 0;
   for (int i = 0; i < LANES; ++i) top = largest[i] > top ? largest[i] : top;
-  const float scale = top * (1 / kMost) + sum(poison), divisor = scale == 0 ? 1 : scale;
+  const float scale = top * (1 / kMaxCode) + sum(poison), divisor = scale == 0 ? 1 : scale;
   for_pairs(x, size, [&](int64_t i, Pair p) {
     int8_t codes[kPair];
     put_bytes(x, (Bits)(p.first / divisor + kMagic), (Bits)(p.second / divisor + kMagic), codes);

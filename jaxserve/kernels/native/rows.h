@@ -1,4 +1,4 @@
-// Functions of rows (rows.cc), chosen at run time (machine.h).
+// The interface of the kernels for single rows (rows.cc). The instruction set is chosen at run time (machine.h).
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace jaxserve {
 
-// Of one instruction set. Numbers are bfloat16 or float32, sums and functions are in float32.
+// The functions of one instruction set. Numbers are bfloat16 or float32, and all is computed in float32.
 struct RowFunctions {
   // to [size] = x / sqrt(mean(x^2) + eps) * weight: root-mean-square normalisation.
   void (*norm)(const void* x, const void* weight, float eps, int64_t size, bool bfloat16, void* to);
@@ -14,9 +14,9 @@ struct RowFunctions {
   void (*swiglu)(const void* gate, const void* up, int64_t size, bool bfloat16, void* to);
   // to [size] += x.
   void (*add)(const void* x, int64_t size, bool bfloat16, void* to);
-  // to [2 half] = x [2 half], number i and number half + i turned by the angle i of which the cosine and the sine are given.
+  // to [2 half] = x [2 half], with the pair of numbers i and half + i rotated by the angle whose cosine is cos[i] and sine sin[i].
   void (*rotate)(const void* x, const float* cos, const float* sin, int64_t half, bool bfloat16, void* to);
-  // to = x [size] in int8 codes, and their scale, a float32: a row of a KV pool (kernels/kv.py).
+  // to = x [size] as int8 codes and their float32 scale, which is a row of a KV pool (kernels/kv.py).
   void (*quantize)(const void* x, int64_t size, bool bfloat16, void* to);
 };
 

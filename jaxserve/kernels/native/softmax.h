@@ -1,5 +1,5 @@
-// Transposition and the online softmax (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), which all
-// kernels of attention share. For files as in vectors.h.
+// Transposition, and the online softmax of Milakov and Gimelshein (2018, "Online normalizer calculation for softmax"), for all
+// attention kernels. Only for files that are compiled once per instruction set (vectors.h).
 
 #pragma once
 
@@ -18,27 +18,28 @@ inline Ints iota(std::index_sequence<I...>) {
   return Ints{(int32_t)I...};
 }
 
-// One step of a transposition: exchanges the off-diagonal S x S squares of every 2S x 2S square.
+// One step of a transposition: swaps the off-diagonal S x S squares of every 2S x 2S square.
 template <int S, size_t... I>
-inline void exchange(Floats (&x)[LANES], std::index_sequence<I...> lanes) {
+inline void swap_squares(Floats (&x)[LANES], std::index_sequence<I...> lanes) {
   for (int i = 0; i < LANES; ++i) {
     if (i & S) continue;
     Floats a = x[i], b = x[i + S];
     x[i] = SHUFFLE(a, b, (int32_t)(I & S ? LANES + I - S : I)...);
     x[i + S] = SHUFFLE(a, b, (int32_t)(I & S ? LANES + I : I + S)...);
   }
-  if constexpr (S > 1) exchange<S / 2>(x, lanes);
+  if constexpr (S > 1) swap_squares<S / 2>(x, lanes);
 }
 
-inline void transpose(Floats (&x)[LANES]) { exchange<LANES / 2>(x, std::make_index_sequence<LANES>()); }
+inline void transpose(Floats (&x)[LANES]) { swap_squares<LANES / 2>(x, std::make_index_sequence<LANES>()); }
 
-// Factors of the scores and of the weights of a block, [kBlock] each, where keys and values have scales.
+// The scales of a block's keys and values, [kBlock] each, for pools of int8.
 struct Scales {
   float *keys, *values;
 };
 
-// Turns one row's scores into weights relative to the row's new maximum, for the positions [begin, end) of the block;
-// returns by how much what was summed before must be scaled. With S, scores and weights have yet to be scaled.
+// Replaces one row's scores by weights relative to the row's new maximum, for the positions [begin, end) of the block, and returns
+// the factor for the sums of earlier blocks. With S, the scores are first multiplied by the scales of keys, and the weights that
+// are stored by the scales of values.
 template <bool S>
 float soften(float* scores, int64_t begin, int64_t end, float* top, float* total, Scales scales) {
   if (end <= begin) {

@@ -1,8 +1,8 @@
-// Tiles of a weight in bfloat16, from whatever it is kept in; for AVX512-BF16. Included by matmul_amx.cc alone.
+// Unpacking of a weight to bfloat16 tiles for the matrix unit, with AVX512-BF16. Only matmul_amx.cc includes this file.
 //
-// A block is 32 rows of the weight (outs) by some steps of 32 inputs, step by step, each as two tiles of 16 x 32 values.
-// Codes become scale * (u - 2**(b-1) - zero) rounded to bfloat16, exactly as QArray.dequantize(bfloat16): for 4 and 3 bits
-// a table of all the values that a group can take is made once per group and looked up by the codes themselves.
+// A block is 32 rows of the weight (outputs) by several steps of 32 inputs. A step is stored as two tiles of 16 x 32 values.
+// A code u becomes scale * (u - 2**(b-1) - zero), rounded to bfloat16 exactly as by QArray.dequantize(bfloat16). For 4 and 3 bits
+// each group has a table of all possible values, in which the codes are looked up.
 
 #pragma once
 
@@ -14,13 +14,13 @@
 namespace jaxserve {
 namespace {
 
-constexpr int64_t kTile = 16;               // rows of a tile
-constexpr int64_t kPair = 2 * kTile;        // outs of a block
+constexpr int64_t kTile = 16;                 // rows of a tile
+constexpr int64_t kPair = 2 * kTile;          // outputs of a block
 constexpr int64_t kPairStep = kPair * kStep;  // values of a step of a block
 
 inline __m512i bits_of(__m512bh x) { return reinterpret_cast<__m512i>(x); }
 
-// The values of 16 levels in a group, as bfloat16, twice.
+// Returns the table of a group: the values of 16 levels in bfloat16, twice.
 inline __m512i table(__m512 levels, const Groups& group) {
   if (group.w.zeros) levels = _mm512_sub_ps(levels, _mm512_set1_ps(group.zero()));
   const __m256bh values = _mm512_cvtneps_pbh(_mm512_mul_ps(levels, _mm512_set1_ps(group.scale())));
@@ -29,8 +29,7 @@ inline __m512i table(__m512 levels, const Groups& group) {
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// All of these write `steps` steps of a row, which are kPairStep values apart. Those of codes round up to whole units.
-
+// Writes `steps` steps of a row of bfloat16 numbers, kPairStep values apart, with zeros after the last of `values` inputs.
 inline void row16(const uint8_t* data, int64_t values, int64_t steps, uint16_t* to) {
   for (; steps > 0; --steps, values -= kStep, data += 2 * kStep, to += kPairStep) {
     const __mmask32 mask = values >= kStep ? ~0u : (1u << values) - 1;
@@ -38,7 +37,8 @@ inline void row16(const uint8_t* data, int64_t values, int64_t steps, uint16_t* 
   }
 }
 
-struct Eight {
+// A row of 8-bit codes. In each of these structs `start` begins a group, `step` unpacks one step, and `quad` unpacks four steps.
+struct EightBits {
   const uint8_t* data;
   __m512 scale, offset;
 
@@ -62,9 +62,10 @@ struct Eight {
   }
 };
 
-struct Four {
+// A row of 4-bit codes.
+struct FourBits {
   const uint8_t* data;
-  __m512i values;  // a lane's upper bits do not matter to the look-up: the table repeats
+  __m512i values;  // the table, twice, so that the fifth bit of a lane does not matter to the look-up
 
   void start(const Groups& group) {
     values = table(_mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7), group);
@@ -87,9 +88,10 @@ struct Four {
   }
 };
 
-struct Three {
+// A row of 3-bit codes.
+struct ThreeBits {
   const uint8_t* data;
-  __m512i low, high;  // values of the codes without and with their highest bit
+  __m512i low, high;  // tables for codes without and with their highest bit
 
   void start(const Groups& group) {
     const __m512 levels = _mm512_setr_ps(-4, -3, -2, -1, -4, -3, -2, -1, -4, -3, -2, -1, -4, -3, -2, -1);
@@ -120,7 +122,8 @@ struct Three {
   }
 };
 
-// By fours where a group allows it. `steps` is rounded up to fours, so that the data must reach that far.
+// Writes `steps` steps of a row of codes, kPairStep values apart. It unpacks four steps at once where a group allows it, and rounds
+// `steps` up to a multiple of four, so that the data must be padded as far.
 template <typename Codes>
 inline void row(Codes codes, Groups group, int64_t steps, uint16_t* to) {
   const int64_t all = (steps + 3) / 4 * 4;
@@ -134,10 +137,10 @@ inline void row(Codes codes, Groups group, int64_t steps, uint16_t* to) {
   }
 }
 
-// Bytes need not come in fours, nor in whole steps.
+// Writes `steps` steps of a row of 8-bit codes, whose data is not padded to a multiple of four steps: it ends after `values` codes.
 inline void row8(const uint8_t* data, const Groups& group, int64_t values, int64_t steps, uint16_t* to) {
   const int64_t whole = min(values / (4 * kStep) * 4, steps);
-  if (whole) row(Eight{data, {}, {}}, group, whole, to);
+  if (whole) row(EightBits{data, {}, {}}, group, whole, to);
   if (whole == steps) return;
   alignas(64) uint8_t rest[4 * kStep] = {};
   for (int64_t i = whole * kStep; i < values; ++i) rest[i - whole * kStep] = data[i];
@@ -147,14 +150,14 @@ inline void row8(const uint8_t* data, const Groups& group, int64_t values, int64
     at.advance(some);
     left -= some;
   }
-  row(Eight{rest, {}, {}}, at, steps - whole, to + whole * kPairStep);
+  row(EightBits{rest, {}, {}}, at, steps - whole, to + whole * kPairStep);
 }
 
-// Bytes of a row's codes before `step`, a multiple of kUnitSteps.
+// Returns the bytes of a row's data before `step`, which is a multiple of kUnitSteps.
 inline int64_t offset_of(const Weight& w, int64_t step) { return step * kStep * w.bits / 8; }
 
-// Writes steps [step, step + steps) of rows [out, out + kPair), and asks for the rows' data `ahead` bytes further on.
-// Rows beyond the last repeat it; inputs beyond the last are finite.
+// Writes steps [step, step + steps) of rows [out, out + kPair), and prefetches the rows' data `ahead` bytes further on. Rows beyond
+// the last one repeat it, and inputs beyond the last one get finite values.
 inline void unpack(const Weight& w, int64_t out, int64_t step, int64_t steps, int64_t ahead, uint16_t* block) {
   const int64_t values = w.inner - step * kStep, bytes = offset_of(w, steps);
   const Groups first = Groups::at(w, step);
@@ -169,9 +172,9 @@ inline void unpack(const Weight& w, int64_t out, int64_t step, int64_t steps, in
     } else if (w.bits == 8) {
       row8(data, group, values, steps, to);
     } else if (w.bits == 4) {
-      row(Four{data, {}}, group, steps, to);
+      row(FourBits{data, {}}, group, steps, to);
     } else {
-      row(Three{data, {}, {}}, group, steps, to);
+      row(ThreeBits{data, {}, {}}, group, steps, to);
     }
   }
 }

@@ -1,4 +1,4 @@
-// Rows as columns in registers, on AVX-512. In an unnamed namespace, so that every unit has a copy of its own.
+// Transposition in registers on AVX-512. The namespace is unnamed, so that every file has its own copy of the functions.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 namespace jaxserve {
 namespace {
 
-// Turns 16 rows of 16 words into columns.
+// Transposes a matrix of 16 x 16 words.
 inline void transpose(__m512i (&x)[16]) {
   __m512i y[16];
   for (int i = 0; i < 16; i += 2) {

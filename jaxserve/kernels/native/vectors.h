@@ -1,6 +1,8 @@
-// Vectors of LANES floats on the compiler's vector extension, for files that are compiled once per instruction set. In an
-// unnamed namespace, so that every unit has a copy of its own; for the same reason such files must not use inline functions
-// of the standard library: the linker would keep one copy of them, perhaps one with instructions that this machine lacks.
+// Vectors of LANES floats, by the compiler's vector extension, for files that are compiled once per instruction set.
+//
+// The namespace is unnamed, so that each of these files has its own copy of the functions. The files must not use inline functions
+// of the standard library or of other headers without such a namespace, for the same reason: the linker keeps one copy of an
+// inline function, which may have instructions that the machine lacks.
 
 #pragma once
 
@@ -43,7 +45,7 @@ inline Floats load(const float* p) {
 
 inline void store(float* p, Floats x) { memcpy(p, &x, sizeof(x)); }
 
-// Hands out scratch memory, piece by piece.
+// A region of scratch memory that is divided into pieces.
 struct Pieces {
   float* at;
 
@@ -54,7 +56,8 @@ struct Pieces {
   }
 };
 
-inline Floats splat(float x) { return x - Floats{}; }  // a sum with 0 would be computed, for the sake of -0
+// Returns a vector with x in every lane. Compilers omit this subtraction, but would compute x + 0, because of -0.
+inline Floats splat(float x) { return x - Floats{}; }
 
 template <typename To, typename From>
 inline To convert(From x) {
@@ -87,8 +90,8 @@ inline float max_lane(Floats x, std::index_sequence<I...> lanes) {
 
 inline float max_lane(Floats x) { return max_lane<LANES / 2>(x, std::make_index_sequence<LANES>()); }
 
-// 2 * LANES consecutive values in two vectors: for bfloat16 the even and the odd ones, which takes no shuffles. Who reads
-// and writes by pairs need not know the order.
+// 2 * LANES consecutive values in two vectors. For bfloat16 these are the even and the odd values, which needs no shuffles. Code
+// that both reads and writes pairs does not depend on this order.
 struct Pair {
   Floats first, second;
 };
@@ -104,7 +107,8 @@ inline void store_pair(float* p, Pair x) {
   store(p + LANES, x.second);
 }
 
-inline Bits round_to_bfloat16(Floats x) {  // in the upper half; to nearest even; NaN stays NaN
+// Returns x rounded to bfloat16, to nearest even, in the upper half of each word. NaN stays NaN.
+inline Bits round_to_bfloat16(Floats x) {
   Bits bits = (Bits)x;
   return x == x ? bits + 0x7fff + ((bits >> 16) & 1) : Bits{} + 0x7fc00000u;
 }
@@ -114,7 +118,7 @@ inline void store_pair(uint16_t* p, Pair x) {
   memcpy(p, &pair, sizeof(pair));
 }
 
-// LANES consecutive values in their order.
+// These functions read and write LANES consecutive values in their order.
 inline Floats load_in_order(const float* p) { return load(p); }
 
 inline Floats load_in_order(const uint16_t* p) {
@@ -130,7 +134,8 @@ inline void store_in_order(uint16_t* p, Floats x) {
   memcpy(p, &upper, sizeof(upper));
 }
 
-// 2^x for x <= 0, to 2e-7 relative: a polynomial on [-1/2, 1/2] and the exponent. 0 below 2^-126, or with AVX-512 2^-149.
+// Returns 2^x for x <= 0 with a relative error of 2e-7, by a polynomial on [-1/2, 1/2] and the exponent. Results below 2^-126, or
+// with AVX-512 below 2^-149, are 0.
 inline Floats exp2(Floats x) {
 #if LANES == 16
   const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
