@@ -20,7 +20,7 @@ def compile_kernels(folder: Path) -> Path | None:
     spec = spec_from_file_location("build", ROOT / NATIVE / "build.py")
     module = module_from_spec(spec)  # jaxserve itself would import JAX
     spec.loader.exec_module(module)
-    return module.build_or_say(folder)
+    return module.build_or_report(folder)
 
 
 class BuildPy(build_py):

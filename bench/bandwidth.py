@@ -39,7 +39,7 @@ class Bandwidth:
 def measure(threads: int, size: int = SIZE, passes: int = PASSES, read: Read | None = None) -> Bandwidth:
     """Read `size` bytes in each thread, `passes` times, with the function `read` (by default `compiled()`).
 
-    Raises OSError without a compiler, or subprocess.CalledProcessError if compilation fails.
+    Raise OSError without a compiler, or subprocess.CalledProcessError if compilation fails.
     """
     read = read or compiled()
     arrays = [np.ones(size // 8, np.uint64) for _ in range(threads)]
@@ -55,7 +55,7 @@ def measure(threads: int, size: int = SIZE, passes: int = PASSES, read: Read | N
 def compiled() -> Read:
     """Return the compiled loop as a function of an array uint64[N], which releases the interpreter's lock.
 
-    Raises OSError without a compiler, or subprocess.CalledProcessError if compilation fails.
+    Raise OSError without a compiler, or subprocess.CalledProcessError if compilation fails.
     """
     from jaxserve.kernels.native.build import FLAGS, compiler  # which loads JAX
 

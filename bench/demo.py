@@ -2,7 +2,7 @@
 
     python -m bench.demo [--mode morph|morph-performance] [--out FOLDER]
 
-Three servers of the bundled model run one after the other in one memory budget: static in full precision, static in
+Three servers of the bundled model run one after another in one memory budget: static in full precision, static in
 int4, and adapting. The first is saturated briefly to measure the machine's capacity, and the burst exceeds it.
 Prints events as they happen, then the comparison, and writes report.html and result.json.
 """
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _run(console: Console, mode: str) -> dict[str, dict[str, Any]]:
-    """Measure the three servers. Raises JaxserveError if a server does not start or answer."""
+    """Measure the three servers. Raise JaxserveError if a server does not start or answer."""
     known, profile = systems(SETUP, envelope(SETUP)), profile_of(SETUP.model)
     assert profile is not None, "the bundled model has a profile"
     max_pages = max(system.kv_pages for system in known.values())

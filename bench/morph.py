@@ -5,7 +5,7 @@
 Every system serves every workload in turn, each on its own server. All of this is repeated `--rounds` times, in reverse
 order every other time. Before each workload the static engine in full precision is saturated, and the traffic is scaled
 to the tokens per second that it generates: the busiest ten seconds request `--peak` times as many. With `--traces`,
-72-second windows of published traces are replayed besides the synthetic burst.
+72-second windows of published traces are replayed in addition to the synthetic burst.
 
 Writes each run to the folder as a result of `jaxserve bench`, and from all results there report.md and a plot for each
 workload. `--resume` skips runs that have a result; `--report-only` runs nothing.
@@ -24,7 +24,7 @@ import numpy as np
 from bench.morph_parts.measure import run
 from bench.morph_parts.quality import adaptation_figures, profile_of
 from bench.morph_parts.report import EXCHANGES, read, write
-from bench.morph_parts.steady import exchanges
+from bench.morph_parts.steady import measure_plan_changes
 from bench.morph_parts.summary import LIGHT, SATURATION
 from bench.morph_parts.systems import FULL, NAMES, Envelope, Setup, System, envelope, systems
 from bench.morph_parts.timeline import saturated_throughput
@@ -54,14 +54,14 @@ SPECIAL = 2  # token ids at the start of the dummy's vocabulary that stand for n
 
 @dataclass(frozen=True)
 class Preset:
-    """The sizes a model is served with: pages of a third of its layers' bytes, and lengths that fill them."""
+    """The sizes with which a model is served: pages of a third of its layers' bytes, and lengths that fill them."""
 
     kv_pages: int
     max_model_len: int
     max_num_seqs: int
     lengths: Lengths
-    at_once: int  # requests that saturate the engine
-    steady_tokens: int = 1800  # per answer while the cost of exchanges is measured
+    at_once: int  # number of simultaneous requests that saturates the engine
+    steady_tokens: int = 1800  # per answer while the cost of plan changes is measured
 
 
 PRESETS = {
@@ -111,9 +111,9 @@ def _measure(name: str, setup: Setup, options: argparse.Namespace, out: Path) ->
                 if not (options.resume and path.exists()):
                     _one(system, setup, load_of, {"traffic": label, "round": number, "capacity": capacity}, path)
     if options.exchange_seconds and not (options.resume and (out / EXCHANGES).exists()):
-        found = exchanges(setup, seconds=options.exchange_seconds, tokens=PRESETS[name].steady_tokens)
+        found = measure_plan_changes(setup, seconds=options.exchange_seconds, tokens=PRESETS[name].steady_tokens)
         facts = {"date": datetime.datetime.now(), "command": sys.argv, "environment": describe_environment()}
-        save(build("latency", rows=[asdict(exchange) for exchange in found], **facts), out / EXCHANGES)
+        save(build("latency", rows=[asdict(change) for change in found], **facts), out / EXCHANGES)
 
 
 def _one(system: System, setup: Setup, load_of: Workload, facts: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _budget(setup: Setup, room: Envelope, known: Mapping[str, System]) -> str:
     return (
         f"{setup.name}: layers {room.full_layers_bytes / 1e6:.1f} MB, "
         f"in int4 {room.quantized_layers_bytes / 1e6:.1f} MB; "
-        f"a KV page {room.page_bytes / 1e3:.1f} kB; room to exchange a layer {room.exchange_bytes / 1e6:.1f} MB\n"
+        f"a KV page {room.page_bytes / 1e3:.1f} kB; swap buffer of a layer {room.swap_buffer_bytes / 1e6:.1f} MB\n"
         f"KV pages at the start: {pages}"
     )
 
@@ -225,7 +225,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "jaxserve" / "bench")
     parser.add_argument("--out", type=Path, default=Path("bench/out/morph"))
     parser.add_argument(
-        "--exchange-seconds", type=float, default=30, help="for measuring the cost of exchanges; 0: skip"
+        "--exchange-seconds", type=float, default=30, help="for measuring the cost of plan changes; 0: skip"
     )
     parser.add_argument("--agreement", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--resume", action="store_true")

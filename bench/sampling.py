@@ -17,7 +17,7 @@ from jax import Array
 
 from jaxserve import EngineConfig
 from jaxserve.core.bundled import bundled_model_path
-from jaxserve.kernels.native import draw as native
+from jaxserve.kernels.native import sampling as native
 from jaxserve.planning.resolve import resolve
 from jaxserve.sampling import ops as sampler
 

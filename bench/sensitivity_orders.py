@@ -18,7 +18,7 @@ from jaxserve.calibration.sensitivity.curves import qualities
 from jaxserve.calibration.sensitivity.measures import Measures
 from jaxserve.calibration.sensitivity.profile import Weights
 from jaxserve.calibration.sensitivity.run import Options, rank_layers
-from jaxserve.calibration.sensitivity.texts import read_rows
+from jaxserve.calibration.texts import read_rows
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.core.bundled import bundled_model_path
 from jaxserve.engine.tokenizer import Tokenizer

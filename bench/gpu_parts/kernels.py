@@ -30,7 +30,8 @@ from jaxserve.quantization.packing import packed_bytes
 PAGE = 16  # tokens
 MAX_SETS = 16
 GROUP = 128  # inputs that share a scale
-# XLA is measured with the first number of rows, and from the second on: it writes the weight in bfloat16 in any case.
+# XLA is measured with the first number of rows, and with the second and larger ones: it always writes the weight in
+# bfloat16.
 XLA_ROWS = (1, 32)
 
 Inputs = tuple[Any, ...]

@@ -96,7 +96,7 @@ def median(engine: Engine, lengths: list[int], max_tokens: int, repeats: int, rn
 def timed(engine: Engine, prompts: Prompts, max_tokens: int) -> float:
     """Return the seconds of one generation.
 
-    Raises RuntimeError if an answer does not have `max_tokens` tokens.
+    Raise RuntimeError if an answer does not have `max_tokens` tokens.
     """
     start = time.perf_counter()
     answers = engine.generate(prompts, max_tokens)

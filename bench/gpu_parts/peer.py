@@ -22,7 +22,7 @@ class ContinuousBatching:
     """A model in bfloat16 and the manager of its requests. It is a context manager."""
 
     def __init__(self, path: Path, model: Model, sizes: Sizes, device: str):
-        """Raises RuntimeError, naming every attention that was tried, if none works."""
+        """Raise RuntimeError, naming every attention that was tried, if none works."""
         self._model = load(path, model, device)
         self._manager: Any = None
         failures = []

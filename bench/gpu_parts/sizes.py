@@ -33,7 +33,7 @@ class Changing:
     layers: tuple[int, ...]  # that change at once, the most of them last
     rounds: int  # to and fro
     streams: int
-    prefill: int  # tokens of a step, besides the decodes
+    prefill: int  # prompt tokens of a step, in addition to the decode rows
     max_len: int
     kv_pages: int
     max_kv_pages: int

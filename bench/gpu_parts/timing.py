@@ -1,4 +1,4 @@
-"""Device time measured on the host: many calls are dispatched, and only the last one is waited for."""
+"""Measurement of device time on the host: many calls are dispatched, and the host waits only for the last one."""
 
 import math
 import statistics

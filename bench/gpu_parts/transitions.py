@@ -2,7 +2,7 @@
 
 Streams decode all the while. Every change is measured from the step log: how long it took, what steps took before and
 meanwhile, and how many programs were compiled. Then the streams end, and one greedy answer is compared with that of an
-engine which was started in the same precisions and never changed.
+engine that was started with these precisions and never changed.
 """
 
 import asyncio
@@ -65,8 +65,8 @@ def rows(path: Path, model: Model, sizes: Sizes) -> Iterator[dict[str, Any]]:
         yield {"case": "start", "model": model.name, "seconds": seconds, "phases": [list(phase) for phase in phases]}
         found = asyncio.run(_changed(built, changing.layers, changing.rounds))
         yield from found["memory"]
-        for exchange in found_in(read_log(log)):
-            yield {"case": "change", "model": model.name} | vars(exchange) | {"ratio": exchange.ratio}
+        for change in found_in(read_log(log)):
+            yield {"case": "change", "model": model.name} | vars(change) | {"ratio": change.ratio}
         yield {"case": "served", "model": model.name} | found["served"]
     answers = found["answers"]
     for name, precisions in (("at the start", None), ("mixed", _mixed_option(changing.layers[-1]))):
@@ -83,7 +83,7 @@ def shortened(model: Model, sizes: Sizes) -> Model:
 
 
 def _mixed_option(count: int) -> str:
-    """Return `_mixed` as the option `layer_precision` has it."""
+    """Return the precisions of `_mixed` in the form of the option `layer_precision`."""
     half = max(1, count // 2)
     return f"0-{half - 1}:int8" + (f",{half}-{count - 1}:int4" if count > half else "")
 
@@ -121,7 +121,7 @@ async def _one_answer(built: BuiltEngine) -> list[int]:
 
 
 async def _answer(engine: AsyncEngine, number: int, tokens: int) -> list[int]:
-    """Greedy tokens for a prompt that is its own for each `number`."""
+    """Return the greedy tokens for a prompt that differs for each `number`."""
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens, detokenize=False)
     prompt = TokensPrompt(tuple(range(300 + number * PROMPT, 300 + (number + 1) * PROMPT)))
     found: list[int] = []
@@ -131,7 +131,7 @@ async def _answer(engine: AsyncEngine, number: int, tokens: int) -> list[int]:
 
 
 async def _changed(built: BuiltEngine, counts: Sequence[int], times: int) -> dict[str, Any]:
-    """Change layers and pools beside streams, then answer one prompt in each of three plans."""
+    """Change layers and pools while streams decode, then answer one prompt in each of three plans."""
     memory: list[dict[str, Any]] = []
     answers: dict[str, list[int]] = {}
     async with _serving(built) as engine:
@@ -184,13 +184,13 @@ def _slots(built: BuiltEngine) -> int:
 
 
 async def _stream(engine: AsyncEngine, number: int, tokens: int, stop: asyncio.Event, lengths: list[int]) -> None:
-    """One answer after the other until `stop`; the last one is answered in full."""
+    """Request one answer after another until `stop`, and wait for the last one."""
     while not stop.is_set():
         lengths.append(len(await _answer(engine, 100 + number, tokens)))
 
 
 async def _reach(built: BuiltEngine, plan: Plan) -> None:
-    """Give the control plane a plan and wait until it is in force. Raises `TimeoutError`."""
+    """Give the control plane a plan and wait until it is in force. Raise `TimeoutError`."""
     await asyncio.sleep(SETTLE_S)
     assert built.control is not None
     built.control.set_plan(to_yaml(plan))
@@ -202,7 +202,7 @@ async def _reach(built: BuiltEngine, plan: Plan) -> None:
 
 
 def _memory(built: BuiltEngine) -> dict[str, Any]:
-    """Bytes that the device says are in use, and those of the ledger."""
+    """Return the bytes in use that the device reports, and the bytes of the ledger."""
     stats = jax.devices()[0].memory_stats() or {}
     return {
         "in_use": stats.get("bytes_in_use"),

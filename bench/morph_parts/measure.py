@@ -53,7 +53,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure one system under one workload and return a result of the bench with the additions of `result`.
 
-    Raises JaxserveError if the server does not start or refuses a warm-up request.
+    Raise JaxserveError if the server does not start or refuses a warm-up request.
     """
     with started(system) as url:
         return result(system, setup, workload, asyncio.run(measure(url, workload, progress)), command)
@@ -65,7 +65,7 @@ def started(system: System) -> AbstractContextManager[str]:
 
 
 async def measure(url: str, workload: Workload, progress: Progress | None = None) -> Seen:
-    """Load the server, and sample it until everything that had changed is restored. Raises ConfigError."""
+    """Load the server, and sample it until everything that had changed is restored. Raise ConfigError."""
     watch = Watch(progress)
     target = Target(url, MODEL_NAME, extra_body={"temperature": 0}, ignore_eos=True)
     async with Client(target) as client:

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.morph_parts.plots import draw
 from bench.morph_parts.quality import agreements
-from bench.morph_parts.steady import Exchange, exchange_table
+from bench.morph_parts.steady import PlanChange, plan_change_table
 from bench.morph_parts.summary import (
     LIGHT,
     cells,
@@ -37,8 +37,8 @@ def write(results: Sequence[Result], setup: Setup, folder: Path, *, score: bool)
         _score(results, setup)
     found = cells(results)
     parts = [f"# {setup.name}", verdict_table(verdicts(found)), workload_tables(found)]
-    if exchanged := [Exchange(**row) for row in _rows(folder / EXCHANGES)]:
-        parts.append(f"Steps during exchanges, at a steady load:\n\n{exchange_table(exchanged)}")
+    if changes := [PlanChange(**row) for row in _rows(folder / EXCHANGES)]:
+        parts.append(f"Steps during plan changes, at a steady load:\n\n{plan_change_table(changes)}")
     if identical := _identical(results):
         parts.append(identical)
     if warnings := [

@@ -29,11 +29,11 @@ CHANGE = re.compile(r"(?:KV|layers\.\d+) (\S+) -> (\S+) ")
 
 
 @dataclass(frozen=True)
-class Exchange:
+class PlanChange:
     """One change of all layers to the precision `after`, or of the pools to more or fewer pages.
 
-    It lasts from the decision until what was replaced is freed. Step times are means of the times between the ends of
-    steps that only decode.
+    It lasts from the decision until the replaced memory is freed. Step times are mean times between the ends of steps
+    that only decode.
     """
 
     after: str
@@ -49,11 +49,11 @@ class Exchange:
         return self.step_during_s / self.step_before_s
 
 
-def exchanges(setup: Setup, *, seconds: float, tokens: int) -> list[Exchange]:
+def measure_plan_changes(setup: Setup, *, seconds: float, tokens: int) -> list[PlanChange]:
     """Decode for `seconds` while layers change to int4, pools take the freed memory, and all is restored, repeatedly.
 
     Answers have `tokens` tokens. The server's policy may want all layers in int4, so that it has the programs for that;
-    the first plan sent to it replaces the policy. Raises JaxserveError if the server does not start, and
+    the first plan sent to it replaces the policy. Raise JaxserveError if the server does not start, and
     httpx.HTTPError if it refuses a plan.
     """
     length = PROMPT + tokens
@@ -68,8 +68,8 @@ def exchanges(setup: Setup, *, seconds: float, tokens: int) -> list[Exchange]:
         return found_in(read_log(log))
 
 
-def found_in(recording: Recording) -> list[Exchange]:
-    """Return the exchanges of a step log that have steps before and during them."""
+def found_in(recording: Recording) -> list[PlanChange]:
+    """Return the plan changes of a step log that have steps before and during them."""
     steps = sorted(recording.steps, key=lambda step: step.ended)
     ends, versions = (np.array([getattr(step, name) for step in steps]) for name in ("ended", "version"))
     gaps = np.diff(ends, prepend=-np.inf)
@@ -86,7 +86,7 @@ def found_in(recording: Recording) -> list[Exchange]:
         during = gaps[decodes & (ends > decision.time) & (ends <= freed)]
         if len(before) and len(during):
             times = float(before.mean()), float(during.mean()), float(during.max())
-            found.append(Exchange(*afters, float(freed - decision.time), len(during), *times))
+            found.append(PlanChange(*afters, float(freed - decision.time), len(during), *times))
     return found
 
 
@@ -98,19 +98,19 @@ def _after(transition: str) -> str:
     return (MORE if int(after) > int(before) else FEWER) if after.isdecimal() else after
 
 
-def exchange_table(found: Sequence[Exchange]) -> str:
+def plan_change_table(found: Sequence[PlanChange]) -> str:
     """Return Markdown with a row for each direction."""
     rows = []
-    for after in dict.fromkeys(exchange.after for exchange in found):
-        some = [exchange for exchange in found if exchange.after == after]
+    for after in dict.fromkeys(change.after for change in found):
+        some = [change for change in found if change.after == after]
 
-        def middle(name: str, scale: float = 1.0, some: Sequence[Exchange] = some) -> float:
-            return float(np.median([getattr(exchange, name) for exchange in some])) * scale
+        def middle(name: str, scale: float = 1.0, some: Sequence[PlanChange] = some) -> float:
+            return float(np.median([getattr(change, name) for change in some])) * scale
 
         rows.append(
             f"| {after} | {len(some)} | {middle('seconds', 1e3):.0f} | {middle('steps'):.0f} | "
             f"{middle('step_before_s', 1e3):.2f} | {middle('ratio'):.2f}x | "
-            f"{max(exchange.ratio for exchange in some):.2f}x | {middle('max_gap_s', 1e3):.1f} |"
+            f"{max(change.ratio for change in some):.2f}x | {middle('max_gap_s', 1e3):.1f} |"
         )
     head = "| to | times | took, ms | steps | before, ms | during, median | worst | longest step, ms |"
     return "\n".join([head, "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |", *rows])

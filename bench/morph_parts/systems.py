@@ -48,12 +48,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Envelope:
-    """The sizes of what the memory budget holds."""
+    """The sizes of the parts of a system's memory budget."""
 
     page_bytes: int  # of one page in all layers
     full_layers_bytes: int  # all layers in full precision
     quantized_layers_bytes: int  # all layers in the lowest precisions that the system uses
-    exchange_bytes: int  # room to exchange one layer
+    swap_buffer_bytes: int  # room for one more variant of a layer during a swap
     full_precision: str  # as the engine and its metrics name it
     num_layers: int
 
@@ -74,7 +74,7 @@ class System:
 def envelope(setup: Setup, name: str = INT4) -> Envelope:
     """Return the envelope of a system, from the checkpoint's headers alone.
 
-    Raises ConfigError for sizes that do not fit together.
+    Raise ConfigError for sizes that do not fit together.
     """
     resolved = _resolved(setup, name, setup.kv_pages)
     (stage,) = resolved.stages
@@ -142,7 +142,7 @@ def _system(setup: Setup, name: str, room: Envelope, kv_pages: int, *own: str) -
 
 def _first_pages(setup: Setup, room: Envelope) -> int:
     """Return the pages that an adapting system starts with."""
-    return setup.kv_pages - math.ceil(room.exchange_bytes / room.page_bytes)
+    return setup.kv_pages - math.ceil(room.swap_buffer_bytes / room.page_bytes)
 
 
 def _max_pages(setup: Setup, room: Envelope) -> int:

@@ -46,7 +46,7 @@ class Timeline:
     bits: Floats  # per weight, mean over the decoder layers
     kv_pages: Floats
     kv_used: Floats
-    swaps: Floats  # layers exchanged since the start
+    swaps: Floats  # number of swapped layers since the start
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> "Timeline":
@@ -75,7 +75,7 @@ class Timeline:
         return np.maximum(self.swapped[np.clip(after, 0, last)], self.swapped[np.clip(after - 1, 0, last)])
 
     def swap_spans(self) -> Iterator[tuple[float, float]]:
-        """Yield start and end, at samples, of the intervals in which layers were exchanged."""
+        """Yield start and end, at samples, of the intervals in which layers were swapped."""
         begin = None
         for (early, late), more in zip(pairwise(self.time_s), np.diff(self.swaps) > 0, strict=True):
             if more and begin is None:

@@ -77,8 +77,8 @@ def measure(args: argparse.Namespace, lengths: Lengths, model: str, outcomes: di
 def keyboard_interrupt_on_signals() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGINT, SIGTERM and SIGHUP inside, so that what was measured is kept.
 
-    SIGINT does so even if it is ignored: a shell without job control starts background jobs that way, and whoever sends
-    the signal to this process means it. Main thread only.
+    This holds for SIGINT even if it is ignored. A shell without job control starts background jobs with SIGINT ignored,
+    but a signal to this process itself is meant to end it. Call this in the main thread only.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -1,4 +1,4 @@
-"""The engines behind one interface. Each imports what it needs when it is created, in its own process."""
+"""The compared engines, with one interface. Each imports its packages when it is created, in its own process."""
 
 from pathlib import Path
 

@@ -48,7 +48,7 @@ def main() -> None:
 def ensure_gguf(model: Path, precision: str) -> Path:
     """Return the checkpoint's GGUF file, written next to it if it is missing.
 
-    Another process writes it, so that this process's memory is that of the engine alone. Raises CalledProcessError.
+    Another process writes it, so that this process's memory is that of the engine alone. Raise CalledProcessError.
     """
     path = gguf_path(model, precision)
     if not path.exists():

@@ -130,7 +130,7 @@ def agreement(tokens: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def _remarks(precision: str, summary: dict) -> list[str]:
-    """Return lines about what does not fit into the table."""
+    """Return lines about skipped engines and other facts that the table does not show."""
     lines = []
     if summary["bandwidth"]:
         lines.append("memory is read at {median:.1f} GB/s (best pass {best:.1f})".format(**summary["bandwidth"]))

@@ -37,7 +37,7 @@ class Settings:
 class Outcome:
     """The outcome of one model in one precision, filled in while it is measured.
 
-    `samples` has one entry per round, by engine and case. `engines` holds what each engine said about itself.
+    `samples` has one entry per round, by engine and case. `engines` holds the facts that each engine reported.
     `bandwidths` were measured before and after each sample of the case that is bound by memory.
     """
 
@@ -48,7 +48,7 @@ class Outcome:
     failed: bool = False
 
     def record(self, name: str, case: str, sample: Any) -> None:
-        """Add what was measured in a turn."""
+        """Add the measurement of one turn."""
         if name == BANDWIDTH:
             self.bandwidths.append(sample)
         else:
@@ -73,13 +73,13 @@ class Worker:
         )
 
     def ask(self, question: Any) -> dict[str, Any]:
-        """Return the answer to a question. Raises WorkerFailed."""
+        """Return the answer to a question. Raise WorkerFailed."""
         with suppress(BrokenPipeError):  # a worker that is gone gives no answer either
             print(json.dumps(question), file=self._process.stdin, flush=True)
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """Return the next answer; the first one needs no question. Raises WorkerFailed."""
+        """Return the next answer; the first one needs no question. Raise WorkerFailed."""
         line = self._process.stdout.readline()
         if not line:
             raise WorkerFailed(f"its process {_end(self._process.wait())}")

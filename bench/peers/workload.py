@@ -86,8 +86,8 @@ def token_bytes(model: Path) -> int:
 def first_tokens(engine: Engine) -> list[int]:
     """Return the first greedy token after each of PREFILL_BATCH * 8 fixed prompts.
 
-    Engines that compute the same model give mostly the same tokens. Not all, because with random weights the best
-    logits are close together, and engines round bf16 at different places.
+    Engines that compute the same model give mostly the same tokens. Some tokens differ, because with random weights the
+    best logits are close together, and engines round to bf16 at different places.
     """
     rng = np.random.default_rng(2)
     prompts = rng.integers(2, VOCAB, (8, PREFILL_BATCH, FIRST_PROMPT)).tolist()
@@ -95,7 +95,7 @@ def first_tokens(engine: Engine) -> list[int]:
 
 
 def generation(engine: Engine, rng: np.random.Generator, batch: int, length: int, max_tokens: int) -> float:
-    """Return the seconds of one generation. Raises RuntimeError if answers do not have `max_tokens` tokens."""
+    """Return the seconds of one generation. Raise RuntimeError if answers do not have `max_tokens` tokens."""
     prompts = rng.integers(2, VOCAB, (batch, length)).tolist()
     start = time.perf_counter()
     answers = engine.generate(prompts, max_tokens)

@@ -42,7 +42,7 @@ def arrivals(
     offers the same load. With a ramp-up its rates replace `rate`, and times are not scaled. With an infinite rate all
     requests arrive at 0.
 
-    Raises ConfigError if `rate` or `burstiness` is not above 0.
+    Raise ConfigError if `rate` or `burstiness` is not above 0.
     """
     if not rate > 0:
         raise ConfigError(

@@ -48,7 +48,7 @@ class Target:
     def body(self, sample: Sample) -> dict[str, Any]:
         """Return the JSON body of one request.
 
-        Raises ValueError for token ids and a chat endpoint, which takes text.
+        Raise ValueError for token ids and a chat endpoint, which takes text.
         """
         if self.is_chat and not isinstance(sample.prompt, str):
             raise ValueError("a chat endpoint takes text, not token ids")

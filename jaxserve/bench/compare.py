@@ -102,7 +102,7 @@ class Comparison:
 def side_by_side(results: Sequence[Mapping[str, Any]]) -> Comparison:
     """Compare results of one kind; `serve` and `trace` count as one kind.
 
-    Raises ConfigError if the kinds differ, or if a result is itself a comparison.
+    Raise ConfigError if the kinds differ, or if a result is itself a comparison.
     """
     kinds = {"serve" if result["kind"] in ONLINE else result["kind"] for result in results}
     if len(kinds) != 1 or kinds == {"compare"}:
@@ -118,7 +118,7 @@ def side_by_side(results: Sequence[Mapping[str, Any]]) -> Comparison:
 def print_side_by_side(results: Sequence[Mapping[str, Any]], console: Console | None = None) -> Comparison:
     """Print a column for each configuration, with a ratio after every column but the first, and then the notes.
 
-    Raises ConfigError as `side_by_side`.
+    Raise ConfigError as `side_by_side`.
     """
     console = console or Console(highlight=False)
     comparison = side_by_side(results)
@@ -146,7 +146,7 @@ def _cells(figure: ComparedFigure) -> list[str]:
 
 
 def _grouped(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return results by label, or numbered one by one if all have the same label."""
+    """Return results by label, or by their position if all have the same label."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         groups.setdefault(label(result), []).append(result)

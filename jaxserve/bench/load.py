@@ -1,4 +1,4 @@
-"""Open-loop load: every request is sent when it is due, however far the server is behind."""
+"""Open-loop load: every request is sent when it is due, even if the server has not answered earlier ones."""
 
 import asyncio
 import contextlib
@@ -152,7 +152,7 @@ class _Run:
 
 
 def client_health(records: Sequence[RequestRecord], lags_s: Sequence[float]) -> dict[str, Any]:
-    """Return whether the client kept up: requests sent late, and the lag of its event loop, in milliseconds.
+    """Return figures of the client's own delays: requests sent late, and the lag of its event loop in milliseconds.
 
     If all requests are due at once, as with an infinite rate, only the first can be on time. Their lateness is
     reported, but the lag alone decides whether the client was saturated.

@@ -89,7 +89,7 @@ class LoadOptions:
     def objectives(self) -> dict[str, float]:
         """Return the objectives of --goodput: milliseconds by metric.
 
-        Raises ConfigError if one is not of the form METRIC:MS.
+        Raise ConfigError if one is not of the form METRIC:MS.
         """
         limits: dict[str, float] = {}
         for text in re.split(r"[\s,]+", " ".join(self.goodput or ()).strip()):
@@ -103,7 +103,7 @@ class LoadOptions:
         return limits
 
     def percentiles(self) -> tuple[float, ...]:
-        """Return the percentiles to compute. Raises ConfigError if one is not a number from 0 to 100."""
+        """Return the percentiles to compute. Raise ConfigError if one is not a number from 0 to 100."""
         try:
             found = tuple(float(text) for text in self.metric_percentiles.split(","))
         except ValueError:
@@ -115,7 +115,7 @@ class LoadOptions:
         return found
 
     def metrics(self) -> tuple[str, ...]:
-        """Return the metrics to show. Raises ConfigError if one is unknown."""
+        """Return the metrics to show. Raise ConfigError if one is unknown."""
         found = tuple(text.strip() for text in self.percentile_metrics.split(","))
         if wrong := [name for name in found if name not in METRICS]:
             raise ConfigError(f"--percentile-metrics has {wrong[0]!r}: choose from {', '.join(METRICS)}")
@@ -140,7 +140,7 @@ class ResultOptions:
     quiet: Annotated[bool, Option("Result", "No progress bar.", flags=("--quiet/--no-quiet", "--disable-tqdm"))] = False
 
     def destination(self) -> Path | None:
-        """Return the file or folder to save to, or None. Raises ConfigError if options contradict each other."""
+        """Return the file or folder to save to, or None. Raise ConfigError if options contradict each other."""
         if self.result_dir is None and self.result_filename is None:
             return self.save_result
         if self.save_result not in (None, Path()):
@@ -245,7 +245,7 @@ class ArrivalOptions:
     def ramp(self) -> str | None:
         """Return the ramp-up in the form of --ramp-up, also if it was given in parts.
 
-        Raises ConfigError if a part is missing.
+        Raise ConfigError if a part is missing.
         """
         parts = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
         if parts == (None, None, None):

@@ -1,8 +1,8 @@
 """A reader of Prometheus' text format that keeps one number per series, whatever the engine.
 
 Names lose the prefixes `jaxserve_` and `vllm:`, so that series of both engines compare. Labels that distinguish
-instances of a server are dropped. Values of instances are added; shares (`..._perc`, `..._ratio`) are averaged, and of
-`plan_version` the highest is kept.
+instances of a server are dropped. Values of instances are added, but shares (`..._perc`, `..._ratio`) are averaged,
+and `plan_version` is the highest one.
 """
 
 import math
@@ -46,7 +46,7 @@ class Histogram:
         return self._combined(other, -1)
 
     def quantile(self, q: float) -> float | None:
-        """Return a quantile as Prometheus' `histogram_quantile`: linear within a bucket.
+        """Return a quantile (`q` from 0 to 1), interpolated within a bucket like Prometheus' `histogram_quantile`.
 
         The last finite bound is the largest value returned. None without observations.
         """
@@ -78,7 +78,7 @@ def parse(text: str, *, histograms: bool = True) -> Scrape:
 
     If any name has a known prefix, all other names are left out: they describe the process and its web server.
 
-    Raises ValueError if the text is not a page of metrics.
+    Raise ValueError if the text is not a page of metrics.
     """
     if not histograms:
         text = "\n".join(line for line in text.splitlines() if "_bucket{" not in line) + "\n"

@@ -24,7 +24,7 @@ class RequestRecord:
 
     @property
     def ok(self) -> bool:
-        """Whether the whole answer arrived."""
+        """True if the whole answer arrived."""
         return self.end_s is not None and self.error is None
 
     @property

@@ -26,7 +26,9 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import parse_json, read_text
 
 SCHEMA_VERSION = 1
-Result = dict[str, Any]  # the keys are described above
+Result = dict[str, Any]
+"""A result as a JSON document, with the keys described above."""
+
 VLLM_KEYS = {"completed", "duration", "request_throughput", "mean_ttft_ms", "mean_tpot_ms"}  # in every result of vLLM
 Kind = Literal["serve", "trace", "throughput", "latency", "startup", "compare"]
 DECIMALS = 6  # of times in seconds: microseconds, because no clock here is better and files stay small
@@ -120,7 +122,7 @@ def plain(value: Any) -> Any:
 def save(result: Mapping[str, Any], path: Path) -> None:
     """Write a result, one line per top-level key. The file appears whole or not at all.
 
-    Raises ConfigError if the file cannot be written.
+    Raise ConfigError if the file cannot be written.
     """
     lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in result.items())
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -138,7 +140,7 @@ def save(result: Mapping[str, Any], path: Path) -> None:
 def load(path: Path) -> dict[str, Any]:
     """Read a result, also one of `vllm bench serve`. A result without a label gets the name of its file.
 
-    Raises ConfigError, naming the file, if it is missing, not a result, or of another schema version.
+    Raise ConfigError, naming the file, if it is missing, not a result, or of another schema version.
     """
     result = parse_json(read_text(path), path)
     if isinstance(result, dict) and "schema_version" not in result and result.keys() >= VLLM_KEYS:

@@ -41,8 +41,8 @@ class Experiment:
 def run_experiment(experiment: Experiment, kind: Kind, command: Sequence[str]) -> Result:
     """Measure a server and return the result; after Ctrl-C, a result of what was measured until then.
 
-    Raises ConfigError, before any load is sent, if options contradict each other or the server refuses a warm-up
-    request. Raises SpawnError if a spawned server does not start.
+    Raise ConfigError, before any load is sent, if options contradict each other or the server refuses a warm-up
+    request. Raise SpawnError if a spawned server does not start.
     """
     server, options = experiment.server, experiment.load
     check_server(server, options)
@@ -101,7 +101,7 @@ def run_in_turn(
     memory_gb: float | None,
     command: Sequence[str],
 ) -> Iterable[Result]:
-    """Measure servers of several configurations (label: arguments) one after the other, `rounds` times.
+    """Measure servers of several configurations (label: arguments) one after another, `rounds` times.
 
     All get the same load and the same memory. Every other round runs in reverse order, so that a drift of the machine
     affects all configurations alike. Yields each result, and stops after one that was interrupted.

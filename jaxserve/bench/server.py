@@ -46,7 +46,7 @@ def serving(server: ServerOptions) -> Iterator[str]:
 def discover(base_url: str, server: ServerOptions) -> ServedModel:
     """Ask the server for its model and return it.
 
-    A server without a list of models is assumed to serve the requested model. Raises ConfigError if it does not answer,
+    A server without a list of models is assumed to serve the requested model. Raise ConfigError if it does not answer,
     or if the requested model is not served.
     """
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
@@ -77,7 +77,7 @@ def discover(base_url: str, server: ServerOptions) -> ServedModel:
 def request_target(base_url: str, model: ServedModel, server: ServerOptions) -> Target:
     """Return the target of all requests of a run.
 
-    Raises ConfigError if --extra-body is not a JSON object.
+    Raise ConfigError if --extra-body is not a JSON object.
     """
     try:
         extra = json.loads(server.extra_body)
@@ -99,7 +99,7 @@ def request_target(base_url: str, model: ServedModel, server: ServerOptions) -> 
 def served_vocabulary(model: ServedModel, server: ServerOptions) -> Vocabulary:
     """Return the tokenizer to make prompts with: --tokenizer, or what the server says its model is.
 
-    Raises ConfigError if no tokenizer is found.
+    Raise ConfigError if no tokenizer is found.
     """
     candidates = [server.tokenizer] if server.tokenizer else [model.name, model.root]
     if server.spawn and not server.tokenizer:

@@ -30,7 +30,7 @@ def spawned(
 ) -> Iterator[str]:
     """Start `jaxserve serve args...` on a free port, yield its base URL, and stop it at the end.
 
-    Its output goes to `log_path`, by default to a temporary file. Raises SpawnError if the server is not ready within
+    Its output goes to `log_path`, by default to a temporary file. Raise SpawnError if the server is not ready within
     `timeout_s`.
     """
     with contextlib.ExitStack() as stack:
@@ -64,7 +64,7 @@ def _sigterm_raises_system_exit() -> Iterator[None]:
 
 
 def _when_ready(process: subprocess.Popen[bytes], log_path: Path, timeout_s: float) -> str:
-    """Wait for the log line that contains the server's address, and return the address. Raises SpawnError."""
+    """Wait for the log line that contains the server's address, and return the address. Raise SpawnError."""
     deadline = time.monotonic() + timeout_s
     while True:
         # Before the log is read: a process that has ended writes nothing more.

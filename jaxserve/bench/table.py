@@ -76,7 +76,7 @@ def statistic_keys(metric: str, percentiles: Iterable[float] = PERCENTILES) -> l
 
 
 def remarks(result: Mapping[str, Any]) -> list[str]:
-    """Return remarks on how far to trust the numbers: failures by reason, interruption, a client that fell behind."""
+    """Return remarks that qualify the figures: failures by reason, interruption, a client that was late."""
     lines = []
     reasons = Counter(error for error in result.get("errors") or () if error)
     for reason, count in reasons.most_common(MAX_REASONS):

@@ -29,7 +29,7 @@ class Vocabulary:
     def load(cls, source: str | Path | None = None) -> "Vocabulary":
         """Load from a folder, a tokenizer.json, the bundled model's name (the default) or a name on Hugging Face's hub.
 
-        Raises ConfigError if `source` is none of these, or if the hub cannot be reached.
+        Raise ConfigError if `source` is none of these, or if the hub cannot be reached.
         """
         if source is None:
             source = bundled_model_path()
@@ -100,7 +100,7 @@ class Vocabulary:
 
     @cached_property
     def _textual_ids(self) -> NDArray[np.object_]:
-        """Ids whose text is whole, printable characters; the text of other ids rarely encodes to the same ids again."""
+        """The ids whose text is whole, printable characters. Other ids rarely survive decoding and encoding."""
         textual = [id for id in self._ids if (text := self._tokenizer.token(id)).isprintable() and "\ufffd" not in text]
         return np.array(textual, dtype=object) if textual else self._ids
 

@@ -36,7 +36,7 @@ def build_workload(
 ) -> Workload:
     """Return the requests that the options describe; equal options and seeds give equal requests.
 
-    Raises ConfigError if the options do not make sense together.
+    Raise ConfigError if the options do not make sense together.
     """
     check_workload(dataset, arrival, trace)
     rng = np.random.default_rng(dataset.seed)
@@ -55,7 +55,7 @@ def scaled_trace(options: TraceOptions, rng: np.random.Generator) -> Trace:
 
     `check_workload` has checked that they name exactly one.
 
-    Raises ConfigError if a trace cannot be read or a scaling is out of range.
+    Raise ConfigError if a trace cannot be read or a scaling is out of range.
     """
     if options.trace is not None:
         trace = load_trace(options.trace)
@@ -112,7 +112,7 @@ def _samples(
 def lengths(text: str | None, default: int, range_ratio: float) -> Lengths:
     """Return the lengths that an option's text describes; `range_ratio` applies to a plain number alone.
 
-    Raises ConfigError.
+    Raise ConfigError.
     """
     text = str(default) if text is None else text
     if text.isdecimal():
@@ -141,7 +141,7 @@ def _pair(text: str, separator: str, kind: type, form: str) -> tuple[Any, Any]:
 def ramp_up(text: str | None) -> RampUp | None:
     """Return the ramp-up in text such as "linear:1:10" or "exponential:1:10" (requests per second).
 
-    Raises ConfigError if the text has another form.
+    Raise ConfigError if the text has another form.
     """
     if text is None:
         return None

@@ -1,7 +1,6 @@
 """The inputs of every weight when a model reads calibration text, computed one layer at a time.
 
-Axes: L tokens of a sequence, E hidden, C inputs of a weight (its contracted axes as one), R rows of inputs that are
-kept.
+Axes: L tokens of a sequence, E hidden, C inputs of a weight (its contracted axes as one), R sampled rows of inputs.
 """
 
 from collections import defaultdict
@@ -25,7 +24,7 @@ from jaxserve.models import DecoderLayer, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
 from jaxserve.models.layers import MLP
 
-MAX_ROWS = 2048  # rows of inputs that are kept for each weight
+MAX_ROWS = 2048  # sampled rows of inputs for each weight
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,11 @@ def calibrate(checkpoint: Checkpoint, tokens: Int[np.ndarray, "N L"], *, gram: b
     embed = restore_block(config, "embed", checkpoint.block("embed"))
     hidden = [embed(jnp.asarray(sequence)) for sequence in tokens]
     del embed
-    kept = _spread(tokens.shape[1], ceil_div(MAX_ROWS, len(tokens)))
+    sampled = _spread(tokens.shape[1], ceil_div(MAX_ROWS, len(tokens)))
     for index in range(config.num_layers):
         leaves = checkpoint.block(layer_name(index))
         graph, state = nnx.split(restore_block(config, layer_name(index), leaves))
-        observe = partial(_observe, config, graph, config.window(index), gram, state, kept)
+        observe = partial(_observe, config, graph, config.window(index), gram, state, sampled)
         observed: dict[str, _Observed] = defaultdict(_Observed)
         for i, x in enumerate(hidden):
             hidden[i], seen = observe(x)
@@ -105,17 +104,17 @@ def _observe(
     window: int | None,
     gram: bool,
     state: nnx.State,
-    kept: Int[Array, "R"],
+    sampled: Int[Array, "R"],
     x: Float[Array, "L E"],
 ) -> tuple[Float[Array, "L E"], dict[str, Inputs]]:
-    """Return the layer's output for a sequence, and the inputs of its weights."""
+    """Return the layer's output for a sequence, and the inputs of its weights at the positions `sampled`."""
     positions = jnp.arange(len(x))
     attend = dense_causal_attend(positions, window=window, scale=config.head_dim**-0.5)
     y, seen = _with_inputs(nnx.merge(graph, state), x, *rope_cos_sin(config, positions), attend)
 
     def summary(x: Array) -> Inputs:
         x = x.reshape(len(positions), -1)
-        return Inputs(x[kept], jnp.abs(x).mean(axis=0), x.T @ x / len(x) if gram else None)
+        return Inputs(x[sampled], jnp.abs(x).mean(axis=0), x.T @ x / len(x) if gram else None)
 
     return y, {name: summary(inputs) for name, inputs in seen.items()}
 

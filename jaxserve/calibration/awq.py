@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.calibration.activations import Inputs
 from jaxserve.calibration.awq_search import best_scales, clipped
-from jaxserve.quantization.layer import Leaves, flat_inputs, quantize_weights
+from jaxserve.quantization.layer import LayerFormat, Leaves, flat_inputs, quantize_weights
 from jaxserve.quantization.qarray import QArray
 from jaxserve.quantization.rounding import quantize
 
@@ -26,29 +26,18 @@ Search = Callable[[np.ndarray, Inputs], np.ndarray]
 QKV, DOWN = "attention.qkv", "mlp.down"
 
 
-def awq_layer(
-    leaves: Mapping[str, np.ndarray],
-    inputs: Mapping[str, Inputs],
-    bits: int,
-    *,
-    group: int,
-    symmetric: bool,
-    dtype: np.dtype,
-) -> Leaves:
-    """Return a layer, given in float32, with its weights scaled, clipped and quantised.
-
-    The other parameters are returned in `dtype`.
-    """
-    layer, scales = scale_layer(
-        leaves, inputs, partial(best_scales, bits=bits, group=group, symmetric=symmetric), dtype
-    )
+def awq_layer(leaves: Mapping[str, np.ndarray], inputs: Mapping[str, Inputs], form: LayerFormat) -> Leaves:
+    """Return a layer, given in float32, with its weights scaled, clipped and quantised to a format."""
+    bits, group, symmetric = form.bits, form.group, form.symmetric
+    search = partial(best_scales, bits=bits, group=group, symmetric=symmetric)
+    layer, scales = scale_layer(leaves, inputs, search, form.dtype)
 
     def quantize_weight(name: str, w: np.ndarray) -> QArray:
         if name in inputs:
             w = clipped(w, inputs[name].rows / scales.get(name, 1), bits=bits, group=group, symmetric=symmetric)
         return quantize(w, bits, group=group, symmetric=symmetric)
 
-    return quantize_weights(layer, quantize_weight, dtype)
+    return quantize_weights(layer, quantize_weight, form.dtype)
 
 
 def scale_layer(
@@ -56,7 +45,7 @@ def scale_layer(
 ) -> tuple[Layer, dict[str, np.ndarray]]:
     """Scale the weights of a layer without changing its function.
 
-    Returns the layer's new parameters, and for each scaled weight the scales by which its inputs are divided.
+    Return the layer's new parameters, and for each scaled weight the scales by which its inputs are divided.
     """
     layer = dict(leaves)
     up = "mlp.experts_gate_up" if "mlp.experts_gate_up" in layer else "mlp.gate_up"
@@ -72,7 +61,7 @@ def scale_layer(
 def _scale_normed(
     layer: Layer, inputs: Mapping[str, Inputs], search: Search, dtype: np.dtype, norm: str, name: str
 ) -> np.ndarray:
-    """Fold the inputs' scales into the norm, in place. The scales become those that the norm's dtype holds exactly."""
+    """Fold the inputs' scales into the norm in place, and return the scales as the norm's dtype represents them."""
     s = search(_matrix(name, layer[name]), inputs[name])
     folded = (layer[norm] / s).astype(dtype).astype(np.float32)
     s = np.divide(layer[norm], folded, out=np.ones_like(folded), where=folded != 0)

@@ -14,7 +14,7 @@ from jaxserve.calibration.activations import Inputs
 from jaxserve.calibration.fake_quantization import grouped, rounded
 
 STEPS = 20  # values of the scales' exponent that are tried
-CLIPS = tuple(1 - 0.05 * step for step in range(1, 11))  # shares of a group's range that are tried besides 1
+CLIPS = tuple(1 - 0.05 * step for step in range(1, 11))  # shares of a group's range that are tried in addition to 1
 TINY = 1e-6
 
 

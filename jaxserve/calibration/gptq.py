@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.calibration.activations import Inputs
 from jaxserve.calibration.fake_quantization import codes, scales_and_zeros
-from jaxserve.quantization.layer import Leaves, quantize_weights
+from jaxserve.quantization.layer import LayerFormat, Leaves, quantize_weights
 from jaxserve.quantization.packing import pack
 from jaxserve.quantization.qarray import QArray
 from jaxserve.quantization.rounding import group_size, quantize
@@ -27,16 +27,9 @@ from jaxserve.quantization.rounding import group_size, quantize
 DAMPING = 0.01  # the share of H's mean diagonal that is added to its diagonal
 
 
-def gptq_layer(
-    leaves: Mapping[str, np.ndarray],
-    inputs: Mapping[str, Inputs],
-    bits: int,
-    *,
-    group: int,
-    symmetric: bool,
-    dtype: np.dtype,
-) -> Leaves:
-    """Return a layer, given in float32, with its weights quantised and the other parameters in `dtype`."""
+def gptq_layer(leaves: Mapping[str, np.ndarray], inputs: Mapping[str, Inputs], form: LayerFormat) -> Leaves:
+    """Return a layer, given in float32, with its weights quantised to a format. The inputs must have a `gram`."""
+    bits, group, symmetric = form.bits, form.group, form.symmetric
 
     def quantize_weight(name: str, w: np.ndarray) -> QArray:
         if name not in inputs:
@@ -44,7 +37,7 @@ def gptq_layer(
         factor = cholesky_of_inverse(np.asarray(inputs[name].gram))
         return compensated(w, factor, bits, group=group, symmetric=symmetric)
 
-    return quantize_weights(leaves, quantize_weight, dtype)
+    return quantize_weights(leaves, quantize_weight, form.dtype)
 
 
 def cholesky_of_inverse(gram: Float[np.ndarray, "C C"]) -> Float[np.ndarray, "C C"]:

@@ -13,7 +13,7 @@ from jaxserve.checkpoint.loader import Checkpoint
 from jaxserve.checkpoint.mapping import numpy_dtype
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
-from jaxserve.quantization.layer import Leaves, bits_of, round_layer
+from jaxserve.quantization.layer import LayerFormat, Leaves, bits_of, round_layer
 from jaxserve.quantization.rounding import GROUP, GROUPS
 
 Method = Literal["rtn", "awq", "gptq"]
@@ -69,10 +69,9 @@ def quantize_layers(checkpoint: Checkpoint, settings: Settings, tokens: np.ndarr
                 rounded = round_layer(leaves, bits, group=settings.group, symmetric=settings.symmetric)
                 yield Variant(index, precision, rounded)
         return
-    make = {"awq": awq_layer, "gptq": gptq_layer}[settings.method]
+    quantize_layer = {"awq": awq_layer, "gptq": gptq_layer}[settings.method]
     dtype = numpy_dtype(checkpoint.config)
     for index, leaves, inputs in calibrate(checkpoint, tokens, gram=settings.method == "gptq"):
         for precision in settings.precisions:
-            bits = bits_of(precision)
-            variant = make(leaves, inputs, bits, group=settings.group, symmetric=settings.symmetric, dtype=dtype)
-            yield Variant(index, precision, variant)
+            form = LayerFormat(bits_of(precision), settings.group, settings.symmetric, dtype)
+            yield Variant(index, precision, quantize_layer(leaves, inputs, form))

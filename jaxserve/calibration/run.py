@@ -46,7 +46,7 @@ def run(model: Path, settings: Settings, text: CalibrationText | None = None, ou
 
     `out` is by default a folder in that of the model. Raise `ConfigError` if text is missing or unusable.
     """
-    # First of all, so that an error of JAX at its start comes before the model is read.
+    # This comes first, so that an error at JAX's start is reported before the model is read.
     devices()
     checkpoint = open_checkpoint(model, prepared=False)
     checkpoint = checkpoint.in_dtype(dtype_with_quantized(checkpoint.config.dtype))

@@ -48,6 +48,6 @@ def stored_layout(checkpoint: Checkpoint, padded: ModelConfig, block_id: str, pr
     if prepared is None or precision not in prepared.precisions or fitted({}, checkpoint.config, padded) is None:
         return None
     method = prepared.method(precision)
-    if method.group == 0 and padded.shards > 1:  # `fitted` decides the same when the weights are read
+    if method.group == 0 and padded.shards > 1:  # as `fitted` decides when the weights are read
         return None
     return Layout(method.group, BFLOAT16 if method.symmetric else 2 * BFLOAT16)

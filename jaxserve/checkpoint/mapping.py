@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 class Target(NamedTuple):
-    """The target of packing: the model's configuration, its padded configuration, and the dtype of the arrays."""
+    """The model's configuration, its padded configuration, and the dtype into which a block is packed."""
 
     config: ModelConfig
     padded: ModelConfig

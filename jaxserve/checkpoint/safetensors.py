@@ -46,7 +46,7 @@ CHUNK = 1 << 20
 
 
 class SafetensorsFile:
-    """An open safetensors file. Raises `CheckpointError` if its header is malformed, or its bytes change.
+    """An open safetensors file. Its methods raise `CheckpointError` if its header is malformed, or its bytes change.
 
     It stays open, so that a file that is deleted or replaced later is still read as it was.
     """
@@ -64,7 +64,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
     def _status(self) -> tuple[int, int]:
-        """Return the size and the time of the last change, which tell whether the file has been written to."""
+        """Return the size and the time of the last change, which differ once the file has been written to."""
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
 
@@ -119,7 +119,7 @@ class SafetensorsFile:
             self._checksums = {}
 
     def remembers(self, name: str) -> bool:
-        """Return whether a checksum of the tensor is kept."""
+        """Return whether a checksum of the tensor is stored."""
         return self._checksums is not None and name in self._checksums
 
     def read(self, name: str, begin: int, into: np.ndarray) -> None:
@@ -192,7 +192,7 @@ class StoredTensor:
 
     @property
     def is_remembered(self) -> bool:
-        """True if a checksum is kept, so that the tensor must be unchanged when it is read again."""
+        """True if a checksum is stored, so that the tensor must be unchanged when it is read again."""
         return self.file.remembers(self.name)
 
     def read(self) -> np.ndarray:

@@ -26,7 +26,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import ensure_file
 
 if TYPE_CHECKING:
-    from jaxserve.bench.result import Kind
+    from jaxserve.bench.result import Kind, Result
 
 app = typer.Typer(
     name="bench",
@@ -34,7 +34,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Result = dict[str, Any]
 OfflineEngine = Annotated[EngineConfig, OptionsOf(EngineConfig, OFFLINE)]
 
 
@@ -236,7 +235,7 @@ def _measure(kind: "Kind", load: LoadOptions, result: ResultOptions, server: Ser
 
 def _measure_engine(
     kind: "Kind",
-    measure: Callable[[Callable[[], None]], Iterable[Result]],
+    measure: "Callable[[Callable[[], None]], Iterable[Result]]",
     steps: int,
     options: ResultOptions,
     workload: Mapping[str, Any] | None = None,

@@ -45,7 +45,7 @@ def use_persistent_cache(folder: str | Path | None) -> None:
 
 
 class CompileCounter:
-    """Counts of compilations by tier: compilations in `fusing_threads` belong to the fused tier, others to blocks."""
+    """A counter of compilations by tier: the fused tier for those in `fusing_threads`, else the block tier."""
 
     def __init__(self, on_compile: Callable[[str], None] | None = None):
         self.counts = {BLOCK_TIER: 0, FUSED_TIER: 0}

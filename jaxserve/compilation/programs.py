@@ -53,7 +53,7 @@ class _Task:
 
 
 class Compiler:
-    """Compiles programs in threads of its own, or loads saved ones. `executable` alone is thread-safe."""
+    """A compiler with its own threads, which loads saved programs if it can. Only `executable` is thread-safe."""
 
     def __init__(self, saved: SavedPrograms | None = None, progress: Progress = ignore_progress):
         self._saved = saved or SavedPrograms()
@@ -91,7 +91,7 @@ class Compiler:
         return results
 
     def wait(self) -> None:
-        """Wait until all executables that were started are ready. Raise what failed."""
+        """Wait until all started executables are ready, and raise the first error among them."""
         for index, (task, future) in enumerate(self._tasks.values(), start=1):
             if not future.result():  # a saved executable that could not be loaded
                 name = signature(task.program.name, task.static, task.arguments)
@@ -110,7 +110,7 @@ class Compiler:
         return self._saved.load(name, arguments) or self._saved.compile(name, program.lower(*arguments))
 
     def save(self) -> None:
-        """Save where the executables are in JAX's cache, for the next start. Call it when nothing is being compiled."""
+        """Save an index of the executables in JAX's cache for the next start. Nothing may be compiling."""
         self._saved.write()
 
     def _load(self, task: _Task, name: str) -> bool:

@@ -1,7 +1,7 @@
 """Loaded blocks: for each block of the plan an executable and the flat parameter leaves that it is called with.
 
 All blocks with the same graph definition, precision, window and placement share an executable, so that layers can be
-exchanged without compiling. Executables take the inputs of a step first and the leaves last, all positional, which is
+replaced without compiling. Executables take the inputs of a step first and the leaves last, all positional, which is
 the cheapest way to dispatch.
 """
 
@@ -51,7 +51,7 @@ class LoadedBlock:
     leaves: tuple[Array, ...]
     placement: Placement
     precision: str
-    owned: tuple[Array, ...]  # the leaves that it does not share
+    owned: tuple[Array, ...]  # the leaves that no other block or caller shares
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +59,7 @@ class LoadedBlock:
         return sum(map(bytes_held, self.leaves))
 
     def signature(self) -> "BlockSignature":
-        """Return what is needed to compile for this block after its parameters are freed."""
+        """Return the signature, with which programs can be compiled after the parameters are freed."""
         return BlockSignature(self.executable, jax.tree.map(abstract, self.leaves))
 
     def free(self) -> None:
@@ -157,7 +157,7 @@ class BlockBuilder:
         return ModuleShard(graphdef, jax.tree.structure(shard_state(variables, shards)), tuple(specs))
 
     def _embed(self, module: ModuleShard, placement: Placement) -> Callable:
-        """(tokens i32[T], newest i32[slots], leaves) -> x [T, E]. A token -1 - slot stands for newest[slot]."""
+        """Return (tokens i32[T], newest i32[slots], leaves) -> x [T, E]. A token -1 - slot stands for newest[slot]."""
 
         def embed(tokens: Array, newest: Array, *leaves: Array) -> Array:
             tokens = jax.numpy.where(tokens < 0, newest[-1 - tokens], tokens)
@@ -166,7 +166,7 @@ class BlockBuilder:
         return jax.jit(embed, out_shardings=placement.sharding())
 
     def _layer(self, module: ModuleShard, placement: Placement, window: int | None) -> Callable:
-        """(x [T, E], cos, sin [T, D/2], slots i32[T], meta, pool, leaves) -> (x, pool); the pool is donated."""
+        """Return (x [T, E], cos, sin [T, D/2], slots i32[T], meta, pool, leaves) -> (x, pool). The pool is donated."""
         attention = partial(
             write_and_attend, scale=self.config.head_dim**-0.5, window=window, backend=self.config.kernel_backend
         )
@@ -189,7 +189,7 @@ class BlockBuilder:
         return jax.jit(layer, donate_argnums=5, out_shardings=shardings)
 
     def _head(self, module: ModuleShard, placement: Placement) -> Callable:
-        """(x [T, E], rows i32[R], leaves) -> (normalised hidden states [R, E], logits f32[R, V]). Row T is zeros."""
+        """Return (x [T, E], rows i32[R], leaves) -> (normalised hidden [R, E], logits f32[R, V]). Row T is zeros."""
         several = len(placement.devices) > 1
         all_gather = partial(jax.lax.all_gather, axis_name=TP, axis=1, tiled=True) if several else None
 

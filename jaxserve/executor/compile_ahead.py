@@ -1,4 +1,4 @@
-"""Compilation of what an executor's steps run, ahead of the steps and from shapes alone."""
+"""Compilation of an executor's programs ahead of its steps, from shapes alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from jaxserve.sampling.device_sampler import DeviceSampler
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The programs of an executor's steps besides those of blocks and of the sampler."""
+    """The programs of an executor's steps that belong neither to blocks nor to the sampler."""
 
     inputs: Mapping[Placement, Program]  # packed i32 -> (tokens, rows, cos, sin, slots, meta), see `BlockBuilder`
     slice_tile: Program  # (x [T, E], start) -> x [tile, E]
@@ -64,7 +64,7 @@ class StepCompiler:
         self._buckets = buckets
 
     def compile_step(self, stages: Sequence[Stage], shape: StepShape) -> None:
-        """Start to compile what a step of this shape runs block by block."""
+        """Start to compile the programs that a step of this shape runs block by block."""
         compile = self._compiler.compile
         for stage in stages:
             tokens, rows, *_ = self._step_inputs(stage, shape)
@@ -85,7 +85,7 @@ class StepCompiler:
                 self._compile_head(stage, stage.head, tile, np.zeros(shape.tile, np.int32))
 
     def compile_pools(self, stages: Sequence[Stage]) -> None:
-        """Start to compile what shrinks the KV pools of these stages."""
+        """Start to compile the programs that shrink the KV pools of these stages."""
         for stage in stages:
             if stage.layers:
                 self._pools.compile(stage.first_layer, self._compiler)
@@ -125,15 +125,15 @@ class StepCompiler:
         return jax.ShapeDtypeStruct(size, self._config.dtype, sharding=tokens.sharding), *context
 
     def wait(self) -> None:
-        """Wait until all that was started is compiled. Raise what failed."""
+        """Wait until all started executables are ready, and raise the first error among them."""
         self._compiler.wait()
 
     def save(self) -> None:
-        """Save where the executables are in JAX's cache, for the next start."""
+        """Save an index of the executables in JAX's cache, for the next start."""
         self._compiler.save()
 
     def _step_inputs(self, stage: Stage, shape: StepShape) -> tuple:
-        """Start to compile what unpacks a step; return its abstract results (tokens, rows, cos, sin, slots, meta)."""
+        """Start to compile the unpacking of a step, and return its results (tokens, rows, cos, sin, slots, meta)."""
         sharding = stage.placement.sharding()
         packed = jax.ShapeDtypeStruct((shape.size,), np.int32, sharding=sharding)
         program = self._programs.inputs[stage.placement]

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class BlockExecutor:
-    """The `core.work.Executor` of real devices."""
+    """An executor that runs the blocks of a plan on real devices (`core.work.Executor`)."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class BlockExecutor:
         self.wait_for_pools()
 
     def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
-        """Copy the key's page of each of the `moves` to its value, then release all pages from `pages` on.
+        """Copy pages as `moves` (source: target) says, then release all pages from `pages` on.
 
         Call it between two steps. Steps that were dispatched before use the pages as they were. Memory is given back
         where the platform can do so.
@@ -157,16 +157,16 @@ class BlockExecutor:
         return self._builder.place(block, parameters, placement, precision, memory=memory)
 
     def replace(self, layers: abc.Sequence[LoadedBlock]) -> list[LoadedBlock]:
-        """Exchange decoder layers between two steps, and return the replaced ones for the caller to free.
+        """Replace decoder layers between two steps, and return the replaced ones for the caller to free.
 
-        Steps that were dispatched before keep the parameters that they need. Nothing is compiled if the executables
+        Steps that were dispatched before still use their parameters. Nothing is compiled if the executables
         were warmed.
         """
         blocks = list(self.blocks)
         replaced: list[LoadedBlock] = []
         for loaded in layers:
             index = self._index(loaded.block)
-            assert blocks[index].placement == loaded.placement, "a layer is exchanged on its own devices"
+            assert blocks[index].placement == loaded.placement, "a layer is replaced on its own devices"
             replaced.append(blocks[index])
             blocks[index] = loaded
         self._stages, self.blocks = stages_of(blocks), blocks

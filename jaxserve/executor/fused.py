@@ -3,7 +3,7 @@
 It is an optimisation that may be missing at any time: steps then run block by block. An executable belongs to a step
 shape and to the executables of the layers, so that it is found again when an assignment of precisions returns.
 Executables for decode-only steps may be compiled at warm-up. Others are compiled in a background thread, after a shape
-has been used often since the last exchange of a layer.
+has been used often since a layer was last replaced.
 """
 
 import logging
@@ -87,7 +87,7 @@ class FusedTier:
     ):
         """Compile a shape in the background after `patience` uses, or never for None.
 
-        `at_warmup` tells the executor to compile the shapes of decode-only steps while it warms up.
+        With `at_warmup` the executor compiles the shapes of decode-only steps while it warms up.
         """
         self.at_warmup = at_warmup
         self._counter = counter

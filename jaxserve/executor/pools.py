@@ -96,7 +96,7 @@ class Pools:
         growth.clear()
 
     def shrink(self, moves: Mapping[int, int], pages: int) -> None:
-        """Copy the key's page of each of the `moves` to its value, then release all pages from `pages` on.
+        """Copy pages as `moves` (source: target) says, then release all pages from `pages` on.
 
         Elastic pools release page by page, other pools whole segments. If copying raises, only the target pages have
         changed.
@@ -110,7 +110,7 @@ class Pools:
             free([pool[kept:]])
 
     def compile(self, layer: int, compiler: Compiler) -> None:
-        """Start to compile what shrinks a layer's pool, for all numbers of segments from the present one."""
+        """Start to compile the shrinking of a layer's pool, for the present and all larger numbers of segments."""
         pool = tuple(map(abstract, self._pools[layer]))
         move, release = self._move[pool[0].sharding], self._release[pool[0].sharding]
         for size in MOVES:
@@ -121,7 +121,7 @@ class Pools:
             compiler.compile(release, len(kept), kept, jax.ShapeDtypeStruct((2,), np.int32))
 
     def run_on_padding(self, layer: int) -> None:
-        """Run what was compiled for a layer's pool, without effect: the null page moves and no page is released."""
+        """Run the compiled programs of a layer's pool without effect: the null page moves and no page is released."""
         pool = self._pools[layer]
         for size in MOVES:
             pool = self._move_batch(pool, [(0, 0)] * size)

@@ -1,4 +1,4 @@
-"""Warm-up of the variants that layers may change to: what a change of the plan will run is compiled before serving."""
+"""Warm-up of the variants that layers may change to, so that a change of the plan compiles nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,7 +17,7 @@ def warm_variants(
     parameters: Callable[[str, str], Mapping[str, Parameter]],
     foreseen: Sequence[InstancePlan] = (),
 ) -> None:
-    """Compile what a change of any layer to one of `variants` will need, and fuse the steps of `foreseen` plans.
+    """Compile the programs for a change of any layer to one of `variants`, and fuse the steps of `foreseen` plans.
 
     One layer of each kind (dense or sparse, and its sliding window) stands for all layers of that kind in a stage.
     `parameters(block, precision)` returns the parameters of a variant. At most one variant is loaded at a time.

@@ -1,4 +1,4 @@
-"""KV pools that take memory for the pages in use, and give it back.
+"""KV pools that take memory only for the pages in use, and give it back.
 
 On an *elastic* platform a pool reserves address space for the maximum number of its pages. A page's memory is committed
 when the page is first written, and `release_pages` gives it back. The pool never moves and keeps its shape, so that
@@ -18,15 +18,15 @@ from jax import Array, lax
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from jaxserve.kernels.native import pool as native
+from jaxserve.kernels.native import kv as native
 from jaxserve.kernels.pool_segments import Pool, own_pages, take_pages
 
-GRANULE = 2 << 20  # bytes: maximum unit in which an elastic pool takes or keeps memory
+GRANULE = 2 << 20  # bytes: the largest unit in which an elastic pool takes memory or gives it back
 
 
 def is_elastic(platform: str) -> bool:
     """Return whether pools on a platform ("cpu", "gpu", ...) take memory only for pages in use."""
-    return platform == "cpu" and native.supported()
+    return platform == "cpu" and native.supports_elastic_pools()
 
 
 def reserve(shape: Sequence[int], dtype: DTypeLike, device: jax.Device | Sharding | None = None) -> Array:
@@ -53,9 +53,9 @@ def release_pages(pool: Pool, pages: Array) -> Pool:
     whole pages of the operating system are given back, so that neighbours keep their contents. On a platform that is
     not elastic nothing happens. For a sharded pool, call it with each device's part (`jax.shard_map`).
     """
-    if len(pool) > 1 or not native.supported():
+    if len(pool) > 1 or not native.supports_elastic_pools():
         return pool
-    return (lax.platform_dependent(*pool, pages, cpu=native.release_pages, default=_keep),)
+    return (lax.platform_dependent(*pool, pages, cpu=native.release_pages, default=_unchanged),)
 
 
 def move_pages(pool: Pool, source: Array, target: Array) -> Pool:
@@ -70,7 +70,7 @@ def move_pages(pool: Pool, source: Array, target: Array) -> Pool:
 
 
 def committed_bytes(pool: Pool) -> int:
-    """Wait for a pool and return the bytes of physical memory that it has."""
+    """Wait for a pool and return its bytes of committed memory."""
     elastic = is_elastic(platform_of(pool[0].sharding))
     return sum(native.committed_bytes(segment) if elastic else segment.nbytes for segment in pool)
 
@@ -91,5 +91,5 @@ def _reserve(shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     return native.reserve_pool(shape, dtype)
 
 
-def _keep(pool: Array, pages: Array) -> Array:
+def _unchanged(pool: Array, pages: Array) -> Array:
     return pool

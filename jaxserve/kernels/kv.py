@@ -91,7 +91,7 @@ def kv_write(pool: Pool, k: Array, v: Array, slots: Array, *, backend: KernelBac
     """
     kv = jnp.stack([k, v], axis=2)
     is_quantised = pool[0].dtype == jnp.int8  # floats are only copied, which XLA's scatter does as fast
-    if uses_native(backend) and is_quantised and native.supports(kv.dtype, pool):
+    if uses_native(backend) and is_quantised and native.supports_write(kv.dtype, pool):
         return lax.platform_dependent(pool, kv, slots, cpu=native.kv_write, default=_scatter)
     return _scatter(pool, kv, slots)
 

@@ -38,7 +38,8 @@ def weight(
 ) -> nnx.Param:
     """Return a random parameter with the given axes, of which a product contracts the last `inputs`.
 
-    With `bits` the parameter is a QArray of that many bits. Tensor parallelism cuts its inputs into `parts` shares.
+    With `bits` the parameter is a QArray whose codes have `bits` bits. Tensor parallelism cuts its inputs into `parts`
+    shares.
     """
     names, shape = zip(*axes, strict=True)
     if bits is None:

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer: a router sends each token through a few of many feed-forwards."""
+"""A feed-forward of experts (mixture of experts): a router sends each token through a few of them."""
 
 import jax
 import jax.numpy as jnp

@@ -25,7 +25,7 @@ def random_qarray(key: jax.Array, out: tuple[int, ...], size: int, bits: int, pa
 
 
 def split_unit(precisions: Iterable[str]) -> int:
-    """Return the number whose multiples a device's share of a weight's inputs must be, for all these precisions."""
+    """Return the unit of a device's share of a weight's inputs, which divides the share in all these precisions."""
     bits = {BITS[precision] for precision in precisions if precision in BITS}
     return math.lcm(*(math.lcm(GROUP, UNIT[b]) for b in bits))
 

@@ -32,14 +32,14 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.fl
 
 
 def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
-    """Llama 3.1: stretch long wavelengths by `factor`, keep short ones, and interpolate in between."""
+    """Return frequencies of Llama 3.1: long wavelengths stretched by `factor`, short ones unchanged."""
     turns = rope.original_max_position * base / np.float32(2 * math.pi)  # over the original context
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    return _mix(base, rope.factor, np.clip(keep, 0, 1))
+    weight = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return _mix(base, rope.factor, np.clip(weight, 0, 1))
 
 
 def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> np.ndarray:
-    """YaRN (arXiv:2309.00071, section 3.2): a dimension keeps its frequency if it makes many turns in the context."""
+    """Return frequencies of YaRN (arXiv:2309.00071, section 3.2): unchanged where they make many turns."""
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -52,9 +52,9 @@ def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> np.ndarray:
     return _mix(base, rope.factor, 1 - np.clip(ramp, 0, 1))
 
 
-def _mix(base: np.ndarray, factor: float, keep: np.ndarray) -> np.ndarray:
-    """Mix the frequencies (weight `keep` in [0, 1]) and the frequencies divided by `factor` (weight 1 - `keep`)."""
-    return (base * keep + base / factor * (1 - keep)).astype(np.float32)
+def _mix(base: np.ndarray, factor: float, weight: np.ndarray) -> np.ndarray:
+    """Return the mean of frequencies (`weight` in [0, 1]) and of frequencies divided by `factor` (1 - `weight`)."""
+    return (base * weight + base / factor * (1 - weight)).astype(np.float32)
 
 
 def yarn_attention_factor(rope: RopeConfig) -> float:

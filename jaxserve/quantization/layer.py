@@ -1,6 +1,7 @@
 """Quantised decoder layers: which parameters are quantised, and rounding of a whole layer."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +23,16 @@ CONTRACTED: Mapping[str, int] = {
 
 # All parameters of a layer, quantised or not, by their dotted path in its module.
 Leaves = Mapping[str, np.ndarray | QArray]
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """The format of a quantised layer: that of its weights, and the dtype of its remaining parameters."""
+
+    bits: int
+    group: int  # inputs that share a scale; 0 for all inputs of an output
+    symmetric: bool  # without zero points
+    dtype: np.dtype
 
 
 def bits_of(precision: str) -> int:

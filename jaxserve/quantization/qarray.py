@@ -39,17 +39,17 @@ class QArray:
 
     @property
     def group(self) -> int:
-        """Number of inputs that share a scale."""
+        """The number of inputs that share a scale."""
         return self.size // self.scales.shape[-1]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight: [out..., C]."""
+        """The shape of the weight: [out..., C]."""
         return (*self.codes.shape[:-1], self.size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zeros."""
+        """The bytes of codes, scales and zeros."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def __getitem__(self, index: Any) -> "QArray":

@@ -1,4 +1,4 @@
-"""DeviceSampler: the executables that sample a step's tokens, and the state that they keep on the device."""
+"""DeviceSampler: the executables that sample a step's tokens, and their state on the device."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jaxserve.compilation.programs import Compiler, Program
 from jaxserve.core.config import KernelBackend
 from jaxserve.core.request import Sequence
 from jaxserve.kernels.backend import uses_native
-from jaxserve.kernels.native import draw as native
+from jaxserve.kernels.native import sampling as native
 from jaxserve.parallel.placement import Placement
 from jaxserve.sampling import ops as sampler
 
@@ -169,7 +169,7 @@ class DeviceSampler:
         self._history = load(self._history, *self._history_of(slot, tokens, prompt))
 
     def _history_of(self, slot: int, tokens: list[int], prompt: int) -> tuple:
-        """Return the operands of `sampler.load_history` besides the history."""
+        """Return the operands of `sampler.load_history` after the history."""
         padded = np.zeros(self.max_len, np.int32)
         padded[: len(tokens)] = tokens
         return np.int32(slot), padded, np.int32(prompt), np.int32(len(tokens))

@@ -17,8 +17,7 @@ from jax import Array, lax
 from jaxserve.compilation.saved import savable
 from jaxserve.core.request import Sequence
 from jaxserve.core.sampling import MAX_SPARSE_BIAS
-from jaxserve.kernels.native.draw import draw as draw_natively, draw_adjusted
-from jaxserve.kernels.native.logprobs import logprobs as logprobs_natively
+from jaxserve.kernels.native.sampling import draw as draw_natively, draw_adjusted, logprobs as logprobs_natively
 
 BLOCK = 128  # tokens of the vocabulary that one step of a two-level search covers
 NO_TOKEN = -1
@@ -242,17 +241,21 @@ def _uniform(seed: Array, position: Array) -> Array:
 
 def top_k_mask(weights: Array, k: Array) -> Array:
     """Zero all but the k largest of each row of weights f32[R, V], and those equal to the k-th."""
-    return _keep_heaviest(weights, lambda kept: jnp.sum(kept, axis=-1) >= k)
+    return _zero_below_threshold(weights, lambda above: jnp.sum(above, axis=-1) >= k)
 
 
 def top_p_mask(weights: Array, p: Array) -> Array:
     """Zero all but the smallest set of largest weights whose share of each row's sum reaches p."""
     enough = p * jnp.sum(weights, axis=-1)
-    # At p = 1 rounding must not drop any token.
-    return _keep_heaviest(weights, lambda kept: (p < 1) & (jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= enough))
+
+    def is_enough(above: Array) -> Array:
+        # At p = 1 rounding must not drop any token.
+        return (p < 1) & (jnp.sum(jnp.where(above, weights, 0.0), axis=-1) >= enough)
+
+    return _zero_below_threshold(weights, is_enough)
 
 
-def _keep_heaviest(weights: Array, enough) -> Array:
+def _zero_below_threshold(weights: Array, enough) -> Array:
     """Zero the weights below the largest threshold for which `enough(weights >= threshold)` holds.
 
     The bits of the threshold are found by bisection, since non-negative floats sort like integers. This takes 31 passes

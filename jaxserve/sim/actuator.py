@@ -1,6 +1,6 @@
 """The simulator's actuator: carries transitions out in virtual time, batch after batch, in the real actuator's phases.
 
-    prepare, while steps go on -> commit, between two steps -> free, when the steps dispatched before have ended
+    prepare, while steps go on -> commit, between two steps -> free, when all steps dispatched before have ended
 
 The real actuator is a thread. This one is a generator that is resumed when an event is due.
 """

@@ -1,4 +1,4 @@
-"""Wiring: the one module that connects all parts of a simulation."""
+"""Construction of a simulation from all of its parts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,8 @@ def build_simulation(
 ) -> BuiltSimulation:
     """Connect the parts of a simulation of `cluster`.
 
-    With `detailed`, instances keep the time of every token. `interval` is the virtual time (s) between two samples, 0
-    for no samples. `model_folder` is where a sensitivity profile of the layers is looked for. Raise `ConfigError` for
+    With `detailed`, instances store the time of every token. `interval` is the virtual time (s) between two samples, 0
+    for no samples. `model_folder` may contain a sensitivity profile of the layers. Raise `ConfigError` for
     an unknown policy, or a precision or link that the hardware lacks.
     """
     clock, metrics = VirtualClock(), EngineMetrics(cluster.info.name)

@@ -65,7 +65,7 @@ class InstanceRoofline:
     def fixed(self, tokens: int, rows: int, sequences: int) -> float:
         """Return the time (s) of a step without attention."""
         key = (tokens, rows)
-        # Kept for every key: there are only as many as step shapes.
+        # The cache is unlimited, because keys are as few as step shapes.
         if key not in self._fixed:
             size = tokens * self._model.shape.hidden_size * self._model.shape.itemsize
             stages = sum(stage.seconds(tokens, rows) for stage in self._stages)

@@ -60,7 +60,7 @@ class _SteadyRun:
         return self.second_end + further * self.seconds + self.growth * (further * (further - 1) / 2)
 
     def begun_by(self, now: float) -> int:
-        """Return how many further steps have begun by `now`, which is how many steps have ended."""
+        """Return the number of further steps that have begun by `now`, which is the number of steps that have ended."""
         low, high = self.done, self.count
         # Finds the first step that ends after `now`.
         while low < high:
@@ -86,7 +86,7 @@ class SimInstance:
         *,
         detailed: bool = False,
     ):
-        """Start with `plan` in force. With `detailed`, keep the times of all tokens by request in `token_times`."""
+        """Start with `plan` in force. With `detailed`, store the times of all tokens by request in `token_times`."""
         self.core = core
         self.clock = clock
         self.wake = inf

@@ -39,9 +39,9 @@ from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.instance import SimInstance
 from jaxserve.telemetry import EngineMetrics, Snapshot
 
-UNLIMITED = 2**31 - 1  # for the queue: the log has only accepted requests
+UNLIMITED = 2**31 - 1  # the size of the queue, because the log has only accepted requests
 SAME_TIME = 1e-9  # s; times that were subtracted and added again may differ in the last bits
-MAX_SNAPSHOTS = 1000  # kept for the controller's next tick
+MAX_SNAPSHOTS = 1000  # stored for the controller's next tick
 
 
 class Diverged(JaxserveError):

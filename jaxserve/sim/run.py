@@ -12,7 +12,7 @@ from jaxserve.bench.metrics import PERCENTILES, summarize
 from jaxserve.bench.options import ArrivalOptions, DatasetOptions, TraceOptions
 from jaxserve.bench.prometheus import parse
 from jaxserve.bench.record import RequestRecord
-from jaxserve.bench.result import build, plain
+from jaxserve.bench.result import Result, build, plain
 from jaxserve.core.errors import ConfigError
 from jaxserve.sim.build import BuiltSimulation, build_simulation
 from jaxserve.sim.cluster import Cluster, parse_cluster, resolve_cluster
@@ -25,8 +25,7 @@ from jaxserve.sim.simulation import Answered
 from jaxserve.sim.workload import SimWorkload, sim_workload
 from jaxserve.telemetry import EngineMetrics
 
-Result = dict[str, Any]
-MAX_DETAILED = 50_000  # requests up to which the time of every token is kept by default
+MAX_DETAILED = 50_000  # maximum number of requests whose token times are stored by default
 QUEUE_TIME = "request_queue_time_seconds"
 MS = 1e3
 

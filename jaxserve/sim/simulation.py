@@ -43,7 +43,7 @@ class Answered:
 
 
 class Control(Protocol):
-    """A source of events besides requests and steps, such as the controller. It may change the instances."""
+    """A source of events other than requests and steps, such as the controller. It may change the instances."""
 
     def next_event(self) -> float:
         """Return when `advance` is due (s)."""
@@ -74,7 +74,7 @@ class _InFlight:
 
 
 class Simulation:
-    """A cluster of instances behind one router."""
+    """A cluster of instances that share one router."""
 
     def __init__(
         self,

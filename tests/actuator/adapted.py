@@ -23,7 +23,7 @@ from jaxserve.core.work import Work
 from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.blocks import LoadedBlock, Parameter
-from jaxserve.kernels.native import pool as native
+from jaxserve.kernels.native import kv as native
 from jaxserve.planning.memory import STAGE_ENTRIES
 from tests.support.canary import Canary
 from tests.support.internals import between_steps, kept_variants, layer_source_of, run_pending_calls

@@ -72,7 +72,7 @@ def test_every_system_fills_the_budget():
     budget = rooms[FULL].full_layers_bytes + 56 * rooms[FULL].page_bytes
     for name, room in rooms.items():
         layers = {FULL: room.full_layers_bytes, INT4: room.quantized_layers_bytes}.get(
-            name, room.full_layers_bytes + room.exchange_bytes
+            name, room.full_layers_bytes + room.swap_buffer_bytes
         )
         left = budget - layers - known[name].kv_pages * room.page_bytes
         assert 0 <= left < room.page_bytes, name

@@ -15,7 +15,7 @@ from jaxserve.bench.offline.engine import OfflineEngine, Run, jobs
 from jaxserve.bench.offline.latency import cases, latency, row as latency_row
 from jaxserve.bench.offline.options import LatencyOptions, StartupOptions, ThroughputOptions
 from jaxserve.bench.offline.startup import medians, server, startup
-from jaxserve.bench.offline.steps import StepTimes, decode_steps, periods, quantile
+from jaxserve.bench.offline.steps import StepTimes, decode_steps, periods, sample_quantile
 from jaxserve.bench.offline.throughput import row as throughput_row, throughput
 from jaxserve.bench.result import load
 from jaxserve.bench.workload import Sample
@@ -52,10 +52,10 @@ def test_only_consecutive_full_decode_steps_count_as_steps_of_a_batch():
 
 
 def test_quantiles_are_interpolated():
-    assert quantile([], 0.5) is None
-    assert quantile([3.0], 0.9) == 3.0
-    assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
-    assert quantile([0.0, 10.0], 0.9) == pytest.approx(9.0)
+    assert sample_quantile([], 0.5) is None
+    assert sample_quantile([3.0], 0.9) == 3.0
+    assert sample_quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert sample_quantile([0.0, 10.0], 0.9) == pytest.approx(9.0)
 
 
 def test_a_latency_row_is_arithmetic_on_the_steps():

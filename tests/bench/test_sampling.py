@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bench import sampling
-from jaxserve.kernels.native import draw as native
+from jaxserve.kernels.native import sampling as native
 from jaxserve.sampling import ops as sampler
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.kernels.native import draw as native
+from jaxserve.kernels.native import sampling as native
 from jaxserve.sampling import ops as sampler
 
 VOCAB, TOP = 300, 4

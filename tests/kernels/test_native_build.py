@@ -43,7 +43,7 @@ def test_native_build_loads_neither_jaxserve_nor_jax():
 
 
 def test_native_build_without_a_compiler_prints_one_line(no_library, capsys):
-    assert build.build_or_say(no_library) is None
+    assert build.build_or_report(no_library) is None
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "plain XLA is used instead" in said
@@ -52,7 +52,7 @@ def test_native_build_without_a_compiler_prints_one_line(no_library, capsys):
 
 def test_native_build_without_jaxlib_prints_one_line(no_library, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert build.build_or_say(no_library) is None
+    assert build.build_or_report(no_library) is None
     assert "jaxlib" in capsys.readouterr().err
 
 

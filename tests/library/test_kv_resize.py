@@ -14,7 +14,7 @@ from jaxserve.engine.client import TokensPrompt
 from jaxserve.engine.sync_engine import SyncEngine
 from jaxserve.executor.pools import MOVES
 from jaxserve.kernels import GRANULE, committed_bytes, is_elastic
-from jaxserve.kernels.native import pool as native
+from jaxserve.kernels.native import kv as native
 from jaxserve.planning.resolve import resolve
 from tests.support.canary import Canary
 from tests.support.internals import move_program_of

@@ -14,7 +14,7 @@ from jaxserve.core.errors import EngineStopped, PlanError, RequestError
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.client import TokensPrompt
-from jaxserve.kernels.native import pool as native
+from jaxserve.kernels.native import kv as native
 from jaxserve.planning.resolve import resolve
 from tests.library.adapting import OPTIONS, QUICK, burst_until, until
 

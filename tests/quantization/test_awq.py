@@ -21,7 +21,7 @@ from jaxserve.kernels import ProjectedQKV
 from jaxserve.models import build_block, rope_cos_sin
 from jaxserve.models.dense import dense_causal_attend, restore_block
 from jaxserve.quantization import QArray
-from jaxserve.quantization.layer import round_layer
+from jaxserve.quantization.layer import LayerFormat, round_layer
 from jaxserve.quantization.rounding import quantize
 
 CONFIG = ModelConfig(
@@ -114,7 +114,7 @@ def test_awq_outputs_change_less_than_rounded_ones(bits):
     leaves = random_leaves(CONFIG)
     sizes = {"attention.qkv": 64, "attention.o": 64, "mlp.gate_up": 64, "mlp.down": 96}
     inputs = {name: uneven_inputs(size) for name, size in sizes.items()}
-    variant = awq_layer(leaves, inputs, bits, group=32, symmetric=True, dtype=np.dtype(np.float32))
+    variant = awq_layer(leaves, inputs, LayerFormat(bits, 32, True, np.dtype(np.float32)))
     nearest = round_layer(leaves, bits, group=32)
     assert variant.keys() == nearest.keys()
     for name, norm in (("attention.qkv", "input_norm.weight"), ("mlp.gate_up", "post_norm.weight")):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from jaxserve.calibration.sensitivity import SensitivityProfile
 from jaxserve.calibration.sensitivity.profile import Curve, LayerScores, Text, Weights
-from jaxserve.calibration.sensitivity.texts import read_rows
+from jaxserve.calibration.texts import read_rows
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.cli.main import app

@@ -45,7 +45,7 @@ def prefix_samples(
 ) -> list[Sample]:
     """Return `n` prompts in random order, with `num_prefixes` random prefixes used equally often.
 
-    Every suffix is used once. Raises ConfigError if a number is below 1.
+    Every suffix is used once. Raise ConfigError if a number is below 1.
     """
     numbers = {"prefixes": num_prefixes, "prefix": prefix_len, "suffix": suffix_len, "output": output_len}
     for what, number in numbers.items():

@@ -26,7 +26,7 @@ class Lengths:
         """Read lengths from text: "128", "fixed:128", "uniform:64,256", "normal:512,100" or "lognormal:512,400".
 
         Uniform lengths include both ends. Mean and standard deviation are those of the lengths, also for lognormal.
-        Raises ConfigError if the text has another form or a length is out of range.
+        Raise ConfigError if the text has another form or a length is out of range.
         """
         kind, colon, rest = text.strip().partition(":")
         kind, rest = (kind, rest) if colon else ("fixed", kind)
@@ -42,7 +42,7 @@ class Lengths:
     def around(cls, length: int, range_ratio: float = 0.0) -> "Lengths":
         """Return uniform lengths from length * (1 - range_ratio) to length * (1 + range_ratio), as in vLLM.
 
-        Raises ConfigError if the ratio is not in [0, 1).
+        Raise ConfigError if the ratio is not in [0, 1).
         """
         if not 0 <= range_ratio < 1:
             raise ConfigError(f"the range ratio is {range_ratio:g}: it must be at least 0 and below 1 (--range-ratio)")

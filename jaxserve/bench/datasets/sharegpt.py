@@ -37,7 +37,7 @@ def sharegpt_samples(
     limits are left out. If the file has fewer than `n` conversations, some are repeated, which a prefix cache will
     notice.
 
-    Raises ConfigError, naming the file and the faulty entry, or if no conversation is within the limits.
+    Raise ConfigError, naming the file and the faulty entry, or if no conversation is within the limits.
     """
     pairs = list(_pairs(Path(path)))
     samples: list[Sample] = []

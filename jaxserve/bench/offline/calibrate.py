@@ -50,7 +50,7 @@ OUTSIDE = ("request", "prompt_token", "stream")  # overheads outside the engine
 def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: None) -> Fit:
     """Measure this machine and fit a hardware file to it, overheads outside the engine included.
 
-    Raises ConfigError for options that cannot be calibrated, and SpawnError if a server does not start.
+    Raise ConfigError for options that cannot be calibrated, and SpawnError if a server does not start.
     """
     engine = options.engine
     if engine.tp * engine.pp * engine.dp > 1:
@@ -190,7 +190,7 @@ def outside(records: Sequence[RequestRecord], recording: Recording, *, idle: boo
 
 
 def _nominal(name: str, precisions: Sequence[str], progress: Progress) -> Hardware:
-    """Return nominal hardware figures of this machine. Raises ConfigError for an unknown GPU."""
+    """Return nominal hardware figures of this machine. Raise ConfigError for an unknown GPU."""
     gpus = describe_environment().get("gpus")
     if gpus is not None:
         known = load_hardware(_known_gpu(gpus))

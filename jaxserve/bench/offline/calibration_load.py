@@ -5,8 +5,8 @@
     mixed    clients whose requests have any length: decodes next to prompts
     open     requests of any length at random times, at 0.5 and 0.75 times the rate that `mixed` reached
 
-Clients keep going for a while, so that the server's other threads fall as far behind the engine as they ever do. A
-phase ends with its time, but not before each of its cases has run once.
+Clients run for some time, so that the delay of the server's other threads reaches its maximum. A phase ends when its
+time is over and each of its cases has run at least once.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class CalibrationLoad:
     async def run(self, progress: Progress = lambda phase: None) -> LoadRecords:
         """Run all phases and return their records; `progress` is called with the name of each.
 
-        Raises ConfigError if a request is not answered.
+        Raise ConfigError if a request is not answered.
         """
         # Opens connections and makes all first calls.
         await asyncio.gather(*(self._send(SHORT, LONE_ANSWER) for _ in range(2)))

@@ -38,7 +38,7 @@ class OfflineEngine:
     """A loaded engine that runs sets of requests. It is a context manager."""
 
     def __init__(self, config: EngineConfig):
-        """Raises ConfigError, CheckpointError or MemoryBudgetError."""
+        """Raise ConfigError, CheckpointError or MemoryBudgetError."""
         self._built = build(config)
         self._loops, self._records = zip(*map(timed, self._built.instances), strict=True)
         self._engine = SyncEngine(self._loops, self._built.info, self._built.tokenizer, self._built.clock)

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxserve.bench.offline.engine import OfflineEngine, Run, jobs, random_prompts
 from jaxserve.bench.offline.options import LatencyOptions, Row
-from jaxserve.bench.offline.steps import decode_steps, periods, quantile, scaled
+from jaxserve.bench.offline.steps import decode_steps, periods, sample_quantile, scaled
 from jaxserve.core.errors import ConfigError
 
 Progress = Callable[[], None]  # called after every run
@@ -34,7 +34,7 @@ def cases(options: LatencyOptions) -> list[tuple[int, int]]:
 def latency(options: LatencyOptions, on_run: Progress | None = None) -> Iterator[Row]:
     """Measure every case on one engine and yield its row.
 
-    Raises ConfigError for data parallelism or a batch above max_num_seqs, and the errors of loading an engine.
+    Raise ConfigError for data parallelism or a batch above max_num_seqs, and the errors of loading an engine.
     """
     if options.engine.dp > 1:
         raise ConfigError(f"latency is measured on one instance, but dp is {options.engine.dp}: use `throughput`")
@@ -88,11 +88,11 @@ def row(batch: int, input_len: int, output_len: int, prefills: list[Run], wholes
         "output_len": output_len,
         "prefill_ms": scaled(prefill, 1e3),
         "prefill_tok_s": round(batch * input_len / prefill, 1),
-        "step_ms": scaled(quantile(gaps, 0.5), 1e3),
-        "step_p90_ms": scaled(quantile(gaps, 0.9), 1e3),
+        "step_ms": scaled(sample_quantile(gaps, 0.5), 1e3),
+        "step_p90_ms": scaled(sample_quantile(gaps, 0.9), 1e3),
         "decode_tok_s": round(batch / statistics.mean(gaps), 1) if gaps else None,
-        "host_ms": scaled(quantile(host, 0.5), 1e3),
-        "latency_ms": scaled(quantile(whole, 0.5), 1e3),
-        "latency_p90_ms": scaled(quantile(whole, 0.9), 1e3),
+        "host_ms": scaled(sample_quantile(host, 0.5), 1e3),
+        "latency_ms": scaled(sample_quantile(whole, 0.5), 1e3),
+        "latency_p90_ms": scaled(sample_quantile(whole, 0.9), 1e3),
         "compilations": sum(run.compilations for run in (*prefills, *wholes)),
     }

@@ -30,7 +30,7 @@ Measured = dict[str, float | None]
 def startup(options: StartupOptions, on_process: Callable[[], None] | None = None) -> Iterator[Row]:
     """Yield a row for each front (library, server) and state of the cache, with medians over the repeats.
 
-    Raises ConfigError with the end of the process's output, or SpawnError, if a process fails.
+    Raise ConfigError with the end of the process's output, or SpawnError, if a process fails.
     """
     fronts: dict[str, Callable[[EngineConfig, float], Measured]] = {"library": library}
     if options.server:
@@ -59,7 +59,7 @@ def medians(measured: list[Measured]) -> Row:
 
 
 def library(config: EngineConfig, timeout_s: float) -> Measured:
-    """Return the phases of a process that builds an engine and generates one token. Raises ConfigError if it fails."""
+    """Return the phases of a process that builds an engine and generates one token. Raise ConfigError if it fails."""
     started = SystemClock().now()
     command = [sys.executable, "-m", PHASES, json.dumps(changed_fields(config))]
     try:
@@ -81,7 +81,7 @@ def library(config: EngineConfig, timeout_s: float) -> Measured:
 
 
 def server(config: EngineConfig, timeout_s: float) -> Measured:
-    """Return the seconds until a server is ready and until its first streamed token. Raises SpawnError."""
+    """Return the seconds until a server is ready and until its first streamed token. Raise SpawnError."""
     clock = SystemClock()
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:
         file = Path(folder) / "serve.yaml"
@@ -94,7 +94,7 @@ def server(config: EngineConfig, timeout_s: float) -> Measured:
 
 
 def first_token(url: str, timeout_s: float) -> None:
-    """Wait for the first event of a streamed completion. Raises ConfigError if there is none."""
+    """Wait for the first event of a streamed completion. Raise ConfigError if there is none."""
     with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client:
         name = client.get("/v1/models").json()["data"][0]["id"]
         body = {"model": name, "prompt": [3, 4, 5], "max_tokens": 1, "stream": True, "ignore_eos": True}

@@ -130,12 +130,12 @@ def decode_steps(steps: Iterable[StepTimes], batch: int) -> list[StepTimes]:
 
 def periods(steps: Sequence[StepTimes], batch: int | None = None) -> list[float]:
     """Return the seconds from each step's tokens to the next one's; with `batch`, only between its decode steps."""
-    kept = steps if batch is None else decode_steps(steps, batch)
-    return [after.done_s - before.done_s for before, after in pairwise(kept) if after.step == before.step + 1]
+    counted = steps if batch is None else decode_steps(steps, batch)
+    return [after.done_s - before.done_s for before, after in pairwise(counted) if after.step == before.step + 1]
 
 
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the value below which a share of the values lies, interpolated, or None without values."""
+def sample_quantile(values: Sequence[float], share: float) -> float | None:
+    """Return a quantile (`share` from 0 to 1) of the values, interpolated linearly, or None without values."""
     if not values:
         return None
     ordered = sorted(values)

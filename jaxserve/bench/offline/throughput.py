@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.bench.offline.engine import Job, OfflineEngine, Run, jobs, random_prompts
 from jaxserve.bench.offline.options import Row, ThroughputOptions
-from jaxserve.bench.offline.steps import periods, quantile, scaled
+from jaxserve.bench.offline.steps import periods, sample_quantile, scaled
 from jaxserve.bench.workload import Sample
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.engine.client import Prompt, TextPrompt, TokensPrompt
@@ -25,7 +25,7 @@ def throughput(
 ) -> Iterator[Row]:
     """Yield one row; after KeyboardInterrupt it is marked as interrupted and counts what was done.
 
-    Raises RequestError for a sample that the engine would refuse, and the errors of loading an engine.
+    Raise RequestError for a sample that the engine would refuse, and the errors of loading an engine.
     """
     with OfflineEngine(options.engine) as engine:
         rng = np.random.default_rng(options.seed)
@@ -54,10 +54,10 @@ def row(run: Run, num_prompts: int) -> Row:
         "output_tok_s": round(run.output_tokens / run.seconds, 1),
         "total_tok_s": round((run.input_tokens + run.output_tokens) / run.seconds, 1),
         "steps": len(steps),
-        "step_ms": scaled(quantile(gaps, 0.5), 1e3),
-        "step_p90_ms": scaled(quantile(gaps, 0.9), 1e3),
+        "step_ms": scaled(sample_quantile(gaps, 0.5), 1e3),
+        "step_p90_ms": scaled(sample_quantile(gaps, 0.9), 1e3),
         "mean_decodes": round(statistics.mean(decodes), 1) if decodes else None,
-        "host_ms": scaled(quantile([step.host_s for step in steps], 0.5), 1e3),
+        "host_ms": scaled(sample_quantile([step.host_s for step in steps], 0.5), 1e3),
         "preemptions": run.preemptions,
         "compilations": run.compilations,
         "interrupted": run.interrupted,

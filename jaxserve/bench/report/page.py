@@ -43,7 +43,7 @@ class Grid:
 def write_report(results: Sequence[Mapping[str, Any]], path: Path, *, title: str | None = None) -> Path:
     """Write the page to `path` and the plots to the folder `<stem>-plots` next to it; return `path`.
 
-    Plots with nothing to show are left out. Raises ConfigError if there are no results or a file cannot be written.
+    Plots with nothing to show are left out. Raise ConfigError if there are no results or a file cannot be written.
     """
     if not results:
         raise ConfigError("a report needs a result")

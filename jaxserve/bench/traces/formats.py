@@ -57,7 +57,7 @@ def load_trace(path: str | Path) -> Trace:
     - BurstGPT: Timestamp, Request tokens, Response tokens; failed requests are dropped, and the history counts them;
     - Mooncake: timestamp in ms, input_length, output_length, hash_ids of blocks of 512 tokens.
 
-    Other fields are ignored. Raises ConfigError, naming the file, the line and the faulty field.
+    Other fields are ignored. Raise ConfigError, naming the file, the line and the faulty field.
     """
     path = Path(path)
     lines = _lines(path)

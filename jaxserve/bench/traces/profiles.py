@@ -115,7 +115,7 @@ PROFILES = {profile.name: profile for profile in (AZURE_CONV, AZURE_CODE, AZURE_
 
 
 def profile_named(name: str) -> Profile:
-    """Return the profile with this name. Raises ConfigError, naming all profiles, if it is unknown."""
+    """Return the profile with this name. Raise ConfigError, naming all profiles, if it is unknown."""
     if name not in PROFILES:
         raise ConfigError(f"unknown traffic profile {name!r}: choose from {', '.join(PROFILES)}")
     return PROFILES[name]

@@ -32,7 +32,7 @@ def trace_samples(
 
 
 class _Blocks:
-    """The blocks of a trace's prompts, made when first needed and then kept."""
+    """The blocks of a trace's prompts, each of which is made at its first use and then reused."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, seed: int):
         self._vocabulary, self._size, self._seed = vocabulary, size, seed

@@ -12,7 +12,7 @@ from jaxserve.core.errors import ConfigError
 def window(trace: Trace, start_s: float, length_s: float) -> Trace:
     """Keep the requests that arrive in [start_s, start_s + length_s), with `start_s` as the new time 0.
 
-    Idle time at the start of the window is kept. Raises ConfigError if the window has no requests.
+    Idle time at the start of the window remains. Raise ConfigError if the window has no requests.
     """
     first, last = np.searchsorted(trace.arrival_s, [start_s, start_s + length_s], side="left").tolist()
     if not (start_s >= 0 and length_s > 0 and first < last):
@@ -28,18 +28,18 @@ def window(trace: Trace, start_s: float, length_s: float) -> Trace:
 def thin(trace: Trace, share: float, rng: np.random.Generator) -> Trace:
     """Keep a random share of the requests at their times: the rate falls, the bursts stay.
 
-    Raises ConfigError if `share` is not in (0, 1].
+    Raise ConfigError if `share` is not in (0, 1].
     """
     if not 0 < share <= 1:
         raise ConfigError(f"the share to keep is {share:g}: it must be above 0 and at most 1 (--thin)")
-    kept = rng.choice(len(trace), max(round(len(trace) * share), 1), replace=False)
-    return trace.changed("thin", {"share": share}, **trace.taken(np.sort(kept)))
+    chosen = rng.choice(len(trace), max(round(len(trace) * share), 1), replace=False)
+    return trace.changed("thin", {"share": share}, **trace.taken(np.sort(chosen)))
 
 
 def stretch(trace: Trace, factor: float) -> Trace:
     """Multiply times by `factor`: 2 halves the rate and doubles the length of bursts.
 
-    Raises ConfigError if `factor` is not above 0.
+    Raise ConfigError if `factor` is not above 0.
     """
     if not 0 < factor < math.inf:
         raise ConfigError(f"the factor on time is {factor:g}: it must be finite and above 0 (--stretch)")
@@ -52,7 +52,7 @@ def replicate(trace: Trace, copies: int, rng: np.random.Generator, *, jitter_s: 
     The rate grows by the factor `copies`, and bursts longer than the jitter keep their shape. Each copy has its own
     hash ids: requests share prefixes within a copy as in the trace, but not between copies.
 
-    Raises ConfigError if `copies` is below 1, `jitter_s` is below 0, or there would be too many requests.
+    Raise ConfigError if `copies` is below 1, `jitter_s` is below 0, or there would be too many requests.
     """
     if copies < 1 or not 0 <= jitter_s < math.inf:
         raise ConfigError(f"cannot replicate {copies} times with a jitter of {jitter_s:g} s (--replicate)")
@@ -68,7 +68,7 @@ def replicate(trace: Trace, copies: int, rng: np.random.Generator, *, jitter_s: 
 
 
 def fixed_lengths(trace: Trace, input_tokens: int | None = None, output_tokens: int | None = None) -> Trace:
-    """Give all prompts or answers one length in tokens; None keeps the trace's. Raises ConfigError below 1."""
+    """Give all prompts or answers one length in tokens; None keeps the trace's. Raise ConfigError below 1."""
     _check(input_tokens, output_tokens, "--fixed-lengths")
     inputs = trace.input_tokens if input_tokens is None else np.full(len(trace), input_tokens)
     outputs = trace.output_tokens if output_tokens is None else np.full(len(trace), output_tokens)
@@ -77,7 +77,7 @@ def fixed_lengths(trace: Trace, input_tokens: int | None = None, output_tokens: 
 
 
 def clip_lengths(trace: Trace, max_input: int | None = None, max_output: int | None = None) -> Trace:
-    """Limit the tokens of prompts and answers; None means no limit. Raises ConfigError for limits below 1."""
+    """Limit the tokens of prompts and answers; None means no limit. Raise ConfigError for limits below 1."""
     _check(max_input, max_output, "--clip-lengths")
     inputs = trace.input_tokens if max_input is None else np.minimum(trace.input_tokens, max_input)
     outputs = trace.output_tokens if max_output is None else np.minimum(trace.output_tokens, max_output)
@@ -88,7 +88,7 @@ def clip_lengths(trace: Trace, max_input: int | None = None, max_output: int | N
 def scale_lengths(trace: Trace, factor: float) -> Trace:
     """Multiply prompts, answers and shared blocks by `factor`, so that the shared part of a prompt stays the same.
 
-    Raises ConfigError if `factor` is not above 0.
+    Raise ConfigError if `factor` is not above 0.
     """
     if not 0 < factor < math.inf:
         raise ConfigError(f"the factor on lengths is {factor:g}: it must be finite and above 0 (--scale-lengths)")

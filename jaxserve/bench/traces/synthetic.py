@@ -22,7 +22,7 @@ def synthetic(profile: Profile | str, duration_s: float, rate: float | None, rng
     `rate` None stands for the source's rate. A run shorter than a cycle compresses one whole cycle, so it always has
     its burst.
 
-    Raises ConfigError if the profile is unknown, if duration or rate is not above 0, or if no request arrives.
+    Raise ConfigError if the profile is unknown, if duration or rate is not above 0, or if no request arrives.
     """
     profile = profile_named(profile) if isinstance(profile, str) else profile
     rate = profile.published["rate"] if rate is None else rate

@@ -30,8 +30,8 @@ class LayerChain:
     """The blocks of a model as functions of hidden states [N, S, E].
 
     A quantised layer runs with its dequantised weights in the checkpoint's dtype, so that layers of one kind share an
-    executable. Weights are read when a layer is requested, and kept if they fit into `keep_bytes`. Others are read
-    again at each request, so that callers should request a layer once and apply it to everything.
+    executable. Weights are read when a layer is requested, and cached if they fit into `keep_bytes`. Others are
+    read again at each request, so callers should request a layer once and apply it to all hidden states.
     """
 
     def __init__(self, checkpoint: Checkpoint, variants: Variants, *, keep_bytes: int = 4 << 30):

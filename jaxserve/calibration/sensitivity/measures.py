@@ -46,7 +46,7 @@ class Measures:
         return tuple(lts), tuple(lrs)
 
     def degradation(self, swapped: frozenset[int], candidates: Iterable[int]) -> dict[int, float]:
-        """Return the MDS of each candidate p besides the swapped layers Q: cos(fQ(x), fQ+p(x)) of the logits.
+        """Return the MDS of each candidate p, given the swapped layers Q: cos(fQ(x), fQ+p(x)) of the logits.
 
         One pass over the layers reads each layer once. All candidates share the layers below them.
         """

@@ -9,7 +9,7 @@ from jaxserve.calibration.sensitivity.curves import Begin, curves, orders, point
 from jaxserve.calibration.sensitivity.greedy import rank
 from jaxserve.calibration.sensitivity.measures import Measures, Positions
 from jaxserve.calibration.sensitivity.profile import LayerScores, SensitivityProfile, Weights
-from jaxserve.calibration.sensitivity.texts import Rows, read_rows
+from jaxserve.calibration.texts import Rows, read_rows
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.variants import VariantStore, fingerprint
 from jaxserve.core.block_names import layer_name
@@ -48,7 +48,7 @@ def profile_model(
         raise ConfigError(f"--precisions is empty: name at least one of {', '.join(BITS)}")
     for name in options.precisions:
         bits_of(name)
-    # First of all, so that an error of JAX at its start comes before the model is read.
+    # This comes first, so that an error at JAX's start is reported before the model is read.
     devices()
     checkpoint, tokenizer = open_checkpoint(folder, dtype=options.dtype), Tokenizer.load(folder)
     checkpoint = checkpoint.in_dtype(dtype_with_quantized(checkpoint.config.dtype))

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from jaxserve.kernels.native.build import HERE, build_or_say, cache_folder
+from jaxserve.kernels.native.build import HERE, build_or_report, cache_folder
 
 
 def main() -> int:
@@ -12,7 +12,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile jaxserve's native CPU kernels.")
     parser.add_argument("--optional", action="store_true", help="succeed even if the kernels cannot be built")
     optional = parser.parse_args().optional
-    library = build_or_say(HERE if os.access(HERE, os.W_OK) else cache_folder())  # engines search both folders
+    library = build_or_report(HERE if os.access(HERE, os.W_OK) else cache_folder())  # engines search both folders
     if library is not None:
         sys.stdout.write(f"{library}\n")
     return 0 if library is not None or optional else 1

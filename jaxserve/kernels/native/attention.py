@@ -18,7 +18,7 @@ DIM_MULTIPLE = 16  # two vectors of 8 floats, which AVX2 processes at once
 
 def supports(dtype: DTypeLike, head_dim: int, pool: Pool) -> bool:
     """Return whether the kernels exist and support queries of this dtype and the pool, which has one segment."""
-    return kv.supports(dtype, pool) and head_dim % DIM_MULTIPLE == 0
+    return kv.supports_write(dtype, pool) and head_dim % DIM_MULTIPLE == 0
 
 
 def paged_attention(

@@ -116,7 +116,7 @@ def _compiled(scratch: Path) -> Path:
     return linked
 
 
-def build_or_say(folder: Path = HERE) -> Path | None:
+def build_or_report(folder: Path = HERE) -> Path | None:
     """Return the path of the library, or None after writing the reason to stderr."""
     try:
         return build(folder)

@@ -1,17 +1,20 @@
-"""Sampling of a step's tokens as custom calls. The kernel is draw.cc, and sampling/ops.py specifies it."""
+"""Sampling of tokens, and log-probabilities, as custom calls.
+
+The kernels are draw.cc and logprobs.cc. sampling/ops.py specifies both.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.kernels.native.library import DRAW, DRAW_ADJUSTED, targets
+from jaxserve.kernels.native.library import DRAW, DRAW_ADJUSTED, LOGPROBS, targets
 
-MAX_LANES = 16
+MAX_LANES = 16  # floats of the widest vector
 
 
 def supported() -> bool:
-    """Return whether the library has the calls."""
+    """Return whether the native library exists and has the calls for sampling."""
     return {DRAW, DRAW_ADJUSTED} <= targets()
 
 
@@ -46,6 +49,26 @@ def draw_adjusted(
     results = (_like(logits.shape[:1]), _like(newest.shape), _like(counts.shape))
     call = jax.ffi.ffi_call(DRAW_ADJUSTED, results, input_output_aliases={4: 2})
     return call(logits, packed, newest, seen, counts, bias_ids, biases, max_lanes=np.int64(max_lanes))
+
+
+def logprobs(
+    logits: Array, tokens: Array, top: int, *, max_lanes: int = MAX_LANES
+) -> tuple[Array, Array, Array, Array]:
+    """Return log-probabilities f32[R] and ranks i32[R] of `tokens` i32[R] under logits f32[R, V], and the most likely.
+
+    The third and fourth results are the `top` most likely tokens i32[R, top] and their log-probabilities f32[R, top];
+    `top` is at most V. The most likely token has rank 1. All log-probabilities of a row with a NaN or an infinite
+    maximum are NaN. `max_lanes` limits the floats of a vector, to 8 or 4. A token outside the vocabulary is an error
+    when the step runs.
+    """
+    rows = len(tokens)
+    results = (
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+        jax.ShapeDtypeStruct((rows, top), jnp.int32),
+        jax.ShapeDtypeStruct((rows, top), jnp.float32),
+    )
+    return tuple(jax.ffi.ffi_call(LOGPROBS, results)(logits, tokens, max_lanes=np.int64(max_lanes)))
 
 
 def _like(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
