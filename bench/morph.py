@@ -28,7 +28,7 @@ from bench.morph_parts.steady import measure_plan_changes
 from bench.morph_parts.summary import LIGHT, SATURATION
 from bench.morph_parts.systems import FULL, NAMES, Envelope, Setup, System, envelope, systems
 from bench.morph_parts.timeline import saturated_throughput
-from bench.morph_parts.traffic import Lengths, Prompts, at_once, peak_demand, with_lengths, with_peak, workload
+from bench.morph_parts.traffic import Prompts, RequestLengths, at_once, peak_demand, with_lengths, with_peak, workload
 from bench.peers.checkpoints import VOCAB, ensure_checkpoint
 from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.result import build, load, save
@@ -59,14 +59,14 @@ class Preset:
     kv_pages: int
     max_model_len: int
     max_num_seqs: int
-    lengths: Lengths
+    lengths: RequestLengths
     at_once: int  # number of simultaneous requests that saturates the engine
     steady_tokens: int = 1800  # per answer while the cost of plan changes is measured
 
 
 PRESETS = {
-    BUNDLED: Preset(56, 544, 16, Lengths(288, 96, 360, 168), 320),
-    DUMMY: Preset(256, 1024, 32, Lengths(128, 256, 384, 512), 64),
+    BUNDLED: Preset(56, 544, 16, RequestLengths(288, 96, 360, 168), 320),
+    DUMMY: Preset(256, 1024, 32, RequestLengths(128, 256, 384, 512), 64),
 }
 
 
@@ -109,14 +109,14 @@ def _measure(name: str, setup: Setup, options: argparse.Namespace, out: Path) ->
             for system in chosen if number % 2 == 0 else reversed(chosen):
                 path = out / f"{label}-{system.name}-{number}.json"
                 if not (options.resume and path.exists()):
-                    _one(system, setup, load_of, {"traffic": label, "round": number, "capacity": capacity}, path)
+                    _run_once(system, setup, load_of, {"traffic": label, "round": number, "capacity": capacity}, path)
     if options.exchange_seconds and not (options.resume and (out / EXCHANGES).exists()):
         found = measure_plan_changes(setup, seconds=options.exchange_seconds, tokens=PRESETS[name].steady_tokens)
         facts = {"date": datetime.datetime.now(), "command": sys.argv, "environment": describe_environment()}
         save(build("latency", rows=[asdict(change) for change in found], **facts), out / EXCHANGES)
 
 
-def _one(system: System, setup: Setup, load_of: Workload, facts: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _run_once(system: System, setup: Setup, load_of: Workload, facts: Mapping[str, Any], path: Path) -> dict[str, Any]:
     measured = run(system, setup, load_of, command=[sys.executable, *sys.argv]) | facts
     measured |= adaptation_figures(measured, profile_of(setup.model))
     save(measured, path)
@@ -136,7 +136,7 @@ def _capacity(full: System, setup: Setup, load_of: Workload, path: Path, options
         measured = load(path)
     else:
         facts = {"traffic": "capacity", "round": 0, "capacity": None}
-        measured = _one(full, setup, load_of, facts, path)
+        measured = _run_once(full, setup, load_of, facts, path)
     found = saturated_throughput(measured)
     assert found is not None, "no request was answered"
     return found

@@ -29,7 +29,7 @@ from flax import nnx
 from checkpoints.train.corpus import Document, collect, default_stdlib, split
 from checkpoints.train.objective import build, token_losses
 from jaxserve import LLM, SamplingParams
-from jaxserve.calibration.pipeline import METHODS, Settings
+from jaxserve.calibration.pipeline import METHODS, QuantizationSettings
 from jaxserve.calibration.run import CalibrationText, run
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.variants import VariantStore
@@ -72,7 +72,7 @@ def report_weights(options: argparse.Namespace, model: Path, rows: np.ndarray, c
         for precision in options.precisions.split(","):
             for method in options.methods.split(","):
                 began = time.perf_counter()
-                settings = Settings((precision,), method, options.group, symmetric=not options.zero_points)
+                settings = QuantizationSettings((precision,), method, options.group, symmetric=not options.zero_points)
                 store = run(model, settings, CalibrationText(file, options.samples), Path(folder, method))
                 took = time.perf_counter() - began
                 found = loss(dequantized(store, precision))

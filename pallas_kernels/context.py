@@ -43,7 +43,7 @@ class Buffers(Protocol):
 
 
 @dataclass(frozen=True)
-class Numbers:
+class NumberBuffers:
     """Buffers for a pool of 16-bit floats, which the tensor cores read as they are stored."""
 
     k_s: Any  # [slots, keys, D]
@@ -66,7 +66,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Codes:
+class CodeBuffers:
     """Buffers for a pool of int8, whose rows arrive as words of two codes and are converted to floats in registers.
 
     In the converted rows the first codes of all words precede the second codes, as in queries after
@@ -203,8 +203,8 @@ class NumbersPool:
         arrived = plgpu.Barrier(num_arrivals=pages, num_barriers=blocks.stages)
         return {"k_s": kv, "v_s": kv, "k_arrived": arrived, "v_arrived": arrived}
 
-    def buffers(self, **fields: Any) -> Numbers:
-        return Numbers(**fields)
+    def buffers(self, **fields: Any) -> NumberBuffers:
+        return NumberBuffers(**fields)
 
 
 @dataclass(frozen=True)
@@ -258,8 +258,8 @@ class CodesPool:
             "v_arrived": arrived,
         }  # fmt: skip
 
-    def buffers(self, **fields: Any) -> Codes:
-        return Codes(self.head_dim, self.interpret, **fields)
+    def buffers(self, **fields: Any) -> CodeBuffers:
+        return CodeBuffers(self.head_dim, self.interpret, **fields)
 
 
 def kind_of(pool: Pool, head_dim: int, dtype: DTypeLike, interpret: Any) -> PoolKind:

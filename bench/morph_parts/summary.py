@@ -176,10 +176,12 @@ def verdicts(found: Cells) -> list[Verdict]:
         longest = max((c[mode].restored_s or 0.0 for c in found.values() if mode in c), default=None)
         listed += [
             _fewer_violations(found, traces, mode),
-            _each(found, traces, mode, f"P95 TTFT at least {min_ttft_ratio:g}x better", _ttft_ratio, min_ttft_ratio),
+            _ratio_in_every_trace(
+                found, traces, mode, f"P95 TTFT at least {min_ttft_ratio:g}x better", _ttft_ratio, min_ttft_ratio
+            ),
             _throughput_verdict(found, mode),
-            _each(found, traces, mode, "peak KV capacity at least 1.33x", _pages_ratio, 1.33),
-            _each(
+            _ratio_in_every_trace(found, traces, mode, "peak KV capacity at least 1.33x", _pages_ratio, 1.33),
+            _ratio_in_every_trace(
                 found,
                 traces,
                 mode,
@@ -213,7 +215,7 @@ def _fewer_violations(found: Cells, traces: Sequence[str], mode: str) -> Verdict
     return Verdict(target, f"{lower:.1%} lower ({before:.1%} to {after:.1%})", lower >= 0.92)
 
 
-def _each(
+def _ratio_in_every_trace(
     found: Cells,
     traces: Sequence[str],
     mode: str,

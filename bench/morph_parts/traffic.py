@@ -15,7 +15,7 @@ MIN_TOKENS = 4  # of a prompt or an answer
 
 
 @dataclass(frozen=True)
-class Lengths:
+class RequestLengths:
     """The lengths that a trace is scaled to, in tokens: means, and the maxima of any request."""
 
     prompt: int
@@ -24,7 +24,7 @@ class Lengths:
     max_answer_tokens: int
 
 
-def with_lengths(trace: Trace, lengths: Lengths) -> Trace:
+def with_lengths(trace: Trace, lengths: RequestLengths) -> Trace:
     """Multiply prompts and answers by one factor each, so that they have the wanted means, and clip them.
 
     Requests without an answer, which failed, are left out.

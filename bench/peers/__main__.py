@@ -20,7 +20,7 @@ from bench.peers.checkpoints import SHAPES, ensure_checkpoint
 from bench.peers.engines import PRECISIONS
 from bench.peers.report import summary, table
 from bench.peers.turns import OURS, PEERS, Outcome, Settings, measure_in_turn
-from bench.peers.workload import Lengths
+from bench.peers.workload import CaseLengths
 from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.interrupts import signals_as_ctrl_c
 
@@ -31,7 +31,7 @@ INTERRUPTED = 130  # exit status of a program that SIGINT ended
 def main() -> None:
     """Parse the options, measure every model and print the tables."""
     args = parse(sys.argv[1:])
-    lengths = Lengths.of(args.context)
+    lengths = CaseLengths.of(args.context)
     report: dict = {
         "machine": describe_environment(),
         "threads": args.threads,
@@ -56,7 +56,9 @@ def main() -> None:
     sys.exit(INTERRUPTED if interrupted else int(failed))
 
 
-def measure(args: argparse.Namespace, lengths: Lengths, model: str, outcomes: dict[str, Outcome], report: dict) -> None:
+def measure(
+    args: argparse.Namespace, lengths: CaseLengths, model: str, outcomes: dict[str, Outcome], report: dict
+) -> None:
     """Measure one model in every precision, filling the outcomes; the report's file is updated after every round."""
     settings = Settings(args.engines, args.batches, lengths, args.threads, args.rounds, str(args.peer_python))
 
@@ -88,7 +90,7 @@ def keyboard_interrupt_on_signals() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def summaries(outcomes: Mapping[str, Outcome], lengths: Lengths) -> dict[str, dict]:
+def summaries(outcomes: Mapping[str, Outcome], lengths: CaseLengths) -> dict[str, dict]:
     """Return a summary by precision, for outcomes that contain anything."""
     return {name: summary(outcome, lengths) for name, outcome in outcomes.items() if outcome.samples or outcome.skipped}
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from bench.bandwidth import Bandwidth
 from bench.peers.turns import MEMORY_BOUND, OURS, Outcome
-from bench.peers.workload import PREFILL_BATCH, Lengths
+from bench.peers.workload import PREFILL_BATCH, CaseLengths
 
 Figures = dict[str, float]  # by case: "decode_1", ..., "prefill", "weights", "memory"
 
@@ -30,7 +30,7 @@ LABELS = {
 }
 
 
-def summary(outcome: Outcome, lengths: Lengths) -> dict:
+def summary(outcome: Outcome, lengths: CaseLengths) -> dict:
     """Return, as JSON, medians over rounds, ratios and jaxserve's share of the bandwidth, with all samples."""
     ours = outcome.samples.get(OURS, {})
     return {
@@ -65,7 +65,7 @@ def share(
     steps: Sequence[float],
     engine: Mapping[str, float],
     bandwidths: Sequence[Mapping[str, float]],
-    lengths: Lengths,
+    lengths: CaseLengths,
 ) -> float | None:
     """Return the share of the memory bandwidth at which a decode step of one sequence reads weights, keys and values.
 
@@ -88,14 +88,14 @@ def _transposed(entries: Sequence[Mapping[str, float]]) -> dict[str, list[float]
     return {key: [entry[key] for entry in entries] for key in (entries[0] if entries else ())}
 
 
-def table(model: str, summaries: Mapping[str, dict], lengths: Lengths) -> str:
+def table(model: str, summaries: Mapping[str, dict], lengths: CaseLengths) -> str:
     """Return one Markdown table for a model, with a row per case and precision and a column per engine.
 
     `summaries` is by precision. In parentheses is the ratio of jaxserve's time to the engine's in the same rounds:
     below 1, jaxserve is faster, in decode and prefill alike. A "-" stands for what was not measured or does not exist.
     """
     peers = list(dict.fromkeys(name for s in summaries.values() for name in s["measured"] if name != OURS))
-    elsewhere = REPORTED.get(model, {}) if lengths == Lengths() else {}
+    elsewhere = REPORTED.get(model, {}) if lengths == CaseLengths() else {}
     reported = {name: found for name, found in elsewhere.items() if found.keys() & summaries.keys()}
     head = ["case", "precision", OURS, "of bandwidth", *peers, *(f"{n}, reported, another machine" for n in reported)]
     lines = [f"### {model}", "", _row(head), _row(["---"] * 2 + ["---:"] * (len(head) - 2))]
@@ -155,10 +155,10 @@ def _ratio(case: str, ours: float, theirs: float) -> float:
     return theirs / ours if case == "prefill" else ours / theirs
 
 
-def _label(case: str, lengths: Lengths) -> str:
+def _label(case: str, lengths: CaseLengths) -> str:
     if case == "prefill":
         return f"prefill {PREFILL_BATCH} x {lengths.prefill}, tokens/s"
-    context = "" if lengths == Lengths() else f" after {lengths.decode}"
+    context = "" if lengths == CaseLengths() else f" after {lengths.decode}"
     return LABELS.get(case) or f"decode step{context}, batch {case.removeprefix('decode_')}, ms"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.peers.engines import PRECISIONS
 from bench.peers.worker import BANDWIDTH
-from bench.peers.workload import Lengths, cases
+from bench.peers.workload import CaseLengths, cases
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("transformers", "llama.cpp")
@@ -27,7 +27,7 @@ class Settings:
 
     engines: tuple[str, ...]
     batches: tuple[int, ...]
-    lengths: Lengths
+    lengths: CaseLengths
     threads: int
     rounds: int
     peer_python: str  # an interpreter with the peers

@@ -28,7 +28,7 @@ Seconds = Callable[[int, int, int], float]
 
 
 @dataclass(frozen=True)
-class Lengths:
+class CaseLengths:
     """Tokens of each prompt for decode steps and for prefill, and the number of steps that a difference spans."""
 
     decode: int = 32
@@ -62,13 +62,13 @@ class Engine(Protocol):
         ...
 
 
-def cases(batches: Iterable[int], lengths: Lengths) -> dict[str, Callable[[Seconds], float]]:
+def cases(batches: Iterable[int], lengths: CaseLengths) -> dict[str, Callable[[Seconds], float]]:
     """Return a function per case: "decode_1", ... measures a decode step in ms, "prefill" tokens/s."""
     steps = {f"decode_{batch}": partial(_decode_step, batch, lengths) for batch in batches}
     return steps | {"prefill": partial(_prefill, lengths.prefill)}
 
 
-def _decode_step(batch: int, lengths: Lengths, seconds: Seconds) -> float:
+def _decode_step(batch: int, lengths: CaseLengths, seconds: Seconds) -> float:
     more, first = (seconds(batch, lengths.decode, tokens) for tokens in (1 + lengths.steps, 1))
     return (more - first) / lengths.steps * 1e3
 

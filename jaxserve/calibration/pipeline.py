@@ -21,7 +21,7 @@ METHODS = get_args(Method)
 
 
 @dataclass(frozen=True)
-class Settings:
+class QuantizationSettings:
     """The precisions to make, and the method of quantisation."""
 
     precisions: tuple[str, ...]
@@ -54,7 +54,9 @@ class Variant(NamedTuple):
     leaves: Leaves
 
 
-def quantize_layers(checkpoint: Checkpoint, settings: Settings, tokens: np.ndarray | None = None) -> Iterator[Variant]:
+def quantize_layers(
+    checkpoint: Checkpoint, settings: QuantizationSettings, tokens: np.ndarray | None = None
+) -> Iterator[Variant]:
     """Yield every layer in every precision, in order, with one layer in memory at a time.
 
     `tokens` is the calibration text, int32 [sequences, length]. Only "rtn" needs none. Raise `ConfigError` if the text

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from jaxserve.calibration.pipeline import Settings, quantize_layers
+from jaxserve.calibration.pipeline import QuantizationSettings, quantize_layers
 from jaxserve.calibration.texts import read_texts
 from jaxserve.checkpoint.loader import open_checkpoint
 from jaxserve.checkpoint.variants import FOLDER, Method, VariantStore, VariantWriter
@@ -41,7 +41,9 @@ class CalibrationText:
         return pieces[np.linspace(0, len(pieces) - 1, min(self.samples, len(pieces))).astype(int)]
 
 
-def run(model: Path, settings: Settings, text: CalibrationText | None = None, out: Path | None = None) -> VariantStore:
+def run(
+    model: Path, settings: QuantizationSettings, text: CalibrationText | None = None, out: Path | None = None
+) -> VariantStore:
     """Quantise a model, write its variants to `out` and open them. Progress goes to standard error.
 
     `out` is by default a folder in that of the model. Raise `ConfigError` if text is missing or unusable.

@@ -7,7 +7,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, tensor_shapes
+from jaxserve.checkpoint.mapping import PackTarget, numpy_dtype, pack_block, tensor_shapes
 from jaxserve.checkpoint.safetensors import DTYPES, INTEGERS, SafetensorsStore, StoredTensor
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import ModelConfig
@@ -98,7 +98,7 @@ class ImportedStore:
         symmetric = self.scheme.symmetric and not any(np.any(weight.zeros) for weight in weights.values())
 
         def packed(dtype: np.dtype, read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-            return pack_block(Target(config, padded, dtype), block_id, read)
+            return pack_block(PackTarget(config, padded, dtype), block_id, read)
 
         def field(name: str, *, of: str) -> np.ndarray:
             """Return one field of a weight, repeated to the weight's shape, so that it is packed like the weight."""

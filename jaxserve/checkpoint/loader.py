@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.checkpoint.configs import read_configs
 from jaxserve.checkpoint.folder import check_folder
 from jaxserve.checkpoint.imported import ImportedStore
-from jaxserve.checkpoint.mapping import Target, numpy_dtype, pack_block, stacked_name, tensor_shapes
+from jaxserve.checkpoint.mapping import PackTarget, numpy_dtype, pack_block, stacked_name, tensor_shapes
 from jaxserve.checkpoint.reconcile import reconcile_head, warn_of_unused
 from jaxserve.checkpoint.rounding import round_block
 from jaxserve.checkpoint.safetensors import SafetensorsStore, StoredTensor
@@ -175,7 +175,7 @@ class Checkpoint:
         values that are not finite.
         """
         config = self.config
-        target = Target(config, padded or config, numpy_dtype(config))
+        target = PackTarget(config, padded or config, numpy_dtype(config))
         stacked = stacked_name(block_id) in self.store
         shapes = tensor_shapes(config, block_id, stacked_experts=stacked)
 

@@ -15,7 +15,7 @@ Read = Callable[[str], np.ndarray]
 Shape = tuple[int, ...]
 
 
-class Target(NamedTuple):
+class PackTarget(NamedTuple):
     """The model's configuration, its padded configuration, and the dtype into which a block is packed."""
 
     config: ModelConfig
@@ -93,7 +93,9 @@ def _expert_shapes(config: ModelConfig, stacked: bool) -> dict[str, Shape]:
     return shapes
 
 
-def pack_block(target: Target, block_id: str, read: Read, *, stacked_experts: bool = False) -> dict[str, np.ndarray]:
+def pack_block(
+    target: PackTarget, block_id: str, read: Read, *, stacked_experts: bool = False
+) -> dict[str, np.ndarray]:
     """Return a block's parameters by dotted path, fused and padded, from the tensors that `read` returns by name."""
     config, padded, dtype = target
     rows = (padded.vocab_rows, config.hidden_size)
@@ -116,7 +118,7 @@ def pack_block(target: Target, block_id: str, read: Read, *, stacked_experts: bo
     return block | _pack_experts(target, read_layer, stacked_experts)
 
 
-def _pack_attention(target: Target, read: Read) -> dict[str, np.ndarray]:
+def _pack_attention(target: PackTarget, read: Read) -> dict[str, np.ndarray]:
     config, padded, dtype = target
 
     def qkv(kind: str) -> np.ndarray:
@@ -135,7 +137,7 @@ def _pack_attention(target: Target, read: Read) -> dict[str, np.ndarray]:
     return packed
 
 
-def _pack_mlp(target: Target, read: Read) -> dict[str, np.ndarray]:
+def _pack_mlp(target: PackTarget, read: Read) -> dict[str, np.ndarray]:
     config, padded, dtype = target
     inner = padded.intermediate_size
 
@@ -151,7 +153,7 @@ def _pack_mlp(target: Target, read: Read) -> dict[str, np.ndarray]:
     return packed
 
 
-def _pack_experts(target: Target, read: Read, stacked: bool) -> dict[str, np.ndarray]:
+def _pack_experts(target: PackTarget, read: Read, stacked: bool) -> dict[str, np.ndarray]:
     config, padded, dtype = target
     assert config.moe is not None
     assert padded.moe is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from jaxserve.calibration.sensitivity.profile import FILE_NAME, Curve, Weights
+from jaxserve.calibration.sensitivity.profile import FILE_NAME, QualityCurve, Weights
 from jaxserve.cli.terminal import console
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.files import ensure_file
@@ -129,7 +129,7 @@ def _print(made: "SensitivityProfile") -> None:
         )
 
 
-def mean_and_range(curves: Sequence[Curve], measure: str) -> str:
+def mean_and_range(curves: Sequence[QualityCurve], measure: str) -> str:
     """Return the mean area under the curves of one kind of order and, for several curves, its range.
 
     Top-1 agreement is in percent.

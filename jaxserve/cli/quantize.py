@@ -46,12 +46,12 @@ def quantize(
     ] = None,
 ) -> None:
     """Quantise a model's layers and store them next to the model."""
-    from jaxserve.calibration.pipeline import Settings
+    from jaxserve.calibration.pipeline import QuantizationSettings
     from jaxserve.calibration.run import CalibrationText, run
     from jaxserve.core.bundled import bundled_model_path
 
     chosen = tuple(dict.fromkeys(name.strip() for name in precisions.split(",") if name.strip()))
-    settings = Settings(chosen, method, group, symmetric=not zero_points)
+    settings = QuantizationSettings(chosen, method, group, symmetric=not zero_points)
     text = None if calib is None else CalibrationText(calib, calib_samples, calib_length)
     _print_sizes(run(model or bundled_model_path(), settings, text, out))
 

@@ -128,11 +128,11 @@ def signature(name: str, static: tuple, arguments: tuple) -> str:
     """Return a digest that identifies a program in an index. `arguments` are abstract."""
     leaves, structure = jax.tree.flatten(arguments)
     parts = [name, repr(static), str(structure)]
-    parts += [f"{leaf.dtype}{leaf.shape}{_place(leaf.sharding)}" for leaf in leaves]
+    parts += [f"{leaf.dtype}{leaf.shape}{_sharding_text(leaf.sharding)}" for leaf in leaves]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _place(sharding: Sharding | None) -> str:
+def _sharding_text(sharding: Sharding | None) -> str:
     """Return the text of a sharding with the ids of its devices."""
     if sharding is None:
         return ""

@@ -87,7 +87,7 @@ class SimActuator:
         self._compiled = [signatures.union(warm) for signatures in running]
         self._outcomes: list[Outcome] = []
         self._work: Generator[Due, None, None] | None = None
-        self._due: Due = _never
+        self._due: Due = _no_event
 
     @property
     def busy(self) -> bool:
@@ -126,7 +126,7 @@ class SimActuator:
         due = next(self._work, None) if self._work is not None else None
         if due is None:
             self._work = None
-        self._due = due or _never
+        self._due = due or _no_event
 
     # -- the generator in the place of the real actuator's thread
 
@@ -264,5 +264,5 @@ def _signature(block: str, precision: str) -> Signature:
     return block.partition(".")[0], precision
 
 
-def _never() -> float:
+def _no_event() -> float:
     return inf

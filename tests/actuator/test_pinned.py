@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxserve.actuator import LayerSource, pinned_memory, pinned_store
 from jaxserve.actuator.pinned import PINNED, PinnedStore
 from jaxserve.build import build
-from jaxserve.calibration.pipeline import Settings
+from jaxserve.calibration.pipeline import QuantizationSettings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.core.bundled import bundled_model_path
@@ -181,7 +181,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model with prepared variants in int4."""
     model = tmp_path_factory.mktemp("prepared") / "model"
     shutil.copytree(bundled_model_path(), model, ignore=shutil.ignore_patterns("variants"))
-    run(model, Settings(("int4",), "rtn", 64))
+    run(model, QuantizationSettings(("int4",), "rtn", 64))
     return model
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from jaxserve.bench.offline import calibrate as calibration
-from jaxserve.bench.offline.calibrate import outside, print_calibration, save
+from jaxserve.bench.offline.calibrate import print_calibration, save, seconds_outside
 from jaxserve.bench.offline.calibration_load import CalibrationLoad, Limits, batches, prompt_lengths
 from jaxserve.bench.offline.options import CalibrationOptions, changed_fields
 from jaxserve.bench.record import RequestRecord
@@ -88,9 +88,9 @@ def test_time_outside_the_engine_is_before_the_step_and_after_its_token():
     answers = {name: AnswerRecord(name, 0, 10.100, 11.0, 8, 0, 0, "length") for name in "ab"}
     recording = Recording({}, (step,), (), arrivals, answers)
     sent = [record(10.0, 10.102, 30), record(20.0, 20.1, 30)]  # of the other one nothing is in the log
-    ((tokens, streams, seconds),) = outside(sent, recording, idle=True)
+    ((tokens, streams, seconds),) = seconds_outside(sent, recording, idle=True)
     assert (tokens, streams, seconds) == (30, 5, pytest.approx(0.102 - 0.096))
-    ((_, _, seconds),) = outside(sent, recording, idle=False)
+    ((_, _, seconds),) = seconds_outside(sent, recording, idle=False)
     assert seconds == pytest.approx(0.102 - 0.097)
 
 
@@ -98,7 +98,7 @@ def test_requests_of_equal_length_are_matched_by_time():
     steps = tuple(Step(0, n, n + 0.1, n + 0.1, n + 0.5, 32, 1, 0, 0, 40, 1, 30, 1) for n in (1, 2))
     arrivals = tuple(Arrival(f"r{n}", 0, n, n + 0.05, 30, 8, 1, 0) for n in (1, 2))
     answers = {f"r{n}": AnswerRecord(f"r{n}", 0, n + 0.5, n + 0.9, 8, 0, 0, "length") for n in (1, 2)}
-    found = outside(
+    found = seconds_outside(
         [record(2.0, 2.6, 30), record(1.0, 1.6, 30)], Recording({}, steps, (), arrivals, answers), idle=True
     )
     assert [seconds for _, _, seconds in found] == pytest.approx([0.2, 0.2])

@@ -15,12 +15,12 @@ from bench.morph_parts.systems import (
     swap_precisions,
     systems,
 )
-from bench.morph_parts.traffic import Lengths, Prompts, at_once, peak_demand, with_lengths, with_peak, workload
+from bench.morph_parts.traffic import Prompts, RequestLengths, at_once, peak_demand, with_lengths, with_peak, workload
 from jaxserve.bench.traces.synthetic import synthetic
 from jaxserve.bench.traces.trace import Trace
 from jaxserve.core.bundled import bundled_model_path
 
-LENGTHS = Lengths(prompt=96, answer=160, max_prompt_tokens=160, max_answer_tokens=280)
+LENGTHS = RequestLengths(prompt=96, answer=160, max_prompt_tokens=160, max_answer_tokens=280)
 
 
 def burst() -> Trace:

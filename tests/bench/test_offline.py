@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxserve import EngineConfig
-from jaxserve.bench.offline.engine import OfflineEngine, Run, jobs
+from jaxserve.bench.offline.engine import OfflineEngine, RunFigures, jobs
 from jaxserve.bench.offline.latency import cases, latency, row as latency_row
 from jaxserve.bench.offline.options import LatencyOptions, StartupOptions, ThroughputOptions
 from jaxserve.bench.offline.startup import medians, server, startup
@@ -59,8 +59,8 @@ def test_quantiles_are_interpolated():
 
 
 def test_a_latency_row_is_arithmetic_on_the_steps():
-    prefill = Run(0.5, 4, 64, 4, (STEPS[:1],), compilations=0, preemptions=0)
-    whole = Run(3.0, 4, 64, 32, (STEPS,), compilations=2, preemptions=0)
+    prefill = RunFigures(0.5, 4, 64, 4, (STEPS[:1],), compilations=0, preemptions=0)
+    whole = RunFigures(3.0, 4, 64, 32, (STEPS,), compilations=2, preemptions=0)
     row = latency_row(4, 16, 8, [prefill], [whole])
     assert row["prefill_tok_s"] == 4 * 16 / 0.5
     assert row["step_ms"] == pytest.approx(150)
@@ -71,7 +71,7 @@ def test_a_latency_row_is_arithmetic_on_the_steps():
 
 
 def test_a_throughput_row_is_arithmetic_on_the_run():
-    row = throughput_row(Run(2.0, 3, 300, 60, (STEPS,), compilations=0, preemptions=1), 4)
+    row = throughput_row(RunFigures(2.0, 3, 300, 60, (STEPS,), compilations=0, preemptions=1), 4)
     assert (row["requests_per_s"], row["output_tok_s"], row["total_tok_s"]) == (1.5, 30, 180)
     assert (row["completed"], row["num_prompts"], row["preemptions"]) == (3, 4, 1)
     assert row["mean_decodes"] == pytest.approx((2 + 4 * 4 + 3) / 6, abs=0.1)

@@ -16,7 +16,7 @@ import pytest
 from bench.peers.__main__ import parse
 from bench.peers.report import medians, ratios, share, summary, table
 from bench.peers.turns import Outcome, Worker, WorkerFailed, turns_of
-from bench.peers.workload import Lengths, cases, token_bytes
+from bench.peers.workload import CaseLengths, cases, token_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = {"decode_1": [8.0], "decode_8": [16.0], "prefill": [1000.0]}
@@ -46,18 +46,18 @@ def test_decode_step_is_the_time_of_64_more_tokens_over_64():
         asked.append((batch, length, tokens))
         return 0.5 + 0.01 * (tokens - 1)
 
-    found = {case: sample(seconds) for case, sample in cases([1, 8], Lengths()).items()}
+    found = {case: sample(seconds) for case, sample in cases([1, 8], CaseLengths()).items()}
     assert found == pytest.approx({"decode_1": 10.0, "decode_8": 10.0, "prefill": 2048 / 0.5})
     assert asked == [(1, 32, 65), (1, 32, 1), (8, 32, 65), (8, 32, 1), (4, 512, 1)]
 
 
 def test_context_sets_the_length_of_all_prompts():
     asked = []
-    for sample in cases([1], Lengths.of(2048)).values():
+    for sample in cases([1], CaseLengths.of(2048)).values():
         sample(lambda *generation: asked.append(generation) or 1.0)
     assert asked == [(1, 2048, 193), (1, 2048, 1), (4, 2048, 1)]
-    assert Lengths.of(2048).max_tokens >= 2048 + 193
-    assert Lengths.of(None) == Lengths()
+    assert CaseLengths.of(2048).max_tokens >= 2048 + 193
+    assert CaseLengths.of(None) == CaseLengths()
 
 
 def test_rounds_are_combined_by_their_median():
@@ -74,9 +74,9 @@ def test_share_is_relative_to_the_bandwidth_around_the_step():
     around = [{"median": rate, "best": 99.0} for rate in (8.0, 12.0, 4.0, 6.0, 90.0)]
     shares = [50e6 / ms / 1e9 * (1 / a + 1 / b) / 2 for ms, a, b in ((8e-3, 8.0, 12.0), (20e-3, 4.0, 6.0))]
     engine = {"weights": 50.0, "token": 0.0}
-    assert share([8.0, 20.0], engine, around, Lengths()) == pytest.approx(sum(shares) / 2)
+    assert share([8.0, 20.0], engine, around, CaseLengths()) == pytest.approx(sum(shares) / 2)
     engine["token"] = 0.1  # MB for each of 200 tokens, and of half of the 100 that come to them
-    assert share([8.0, 20.0], engine, around, Lengths(200, 200, 100)) == pytest.approx(sum(shares) / 2 * 75 / 50)
+    assert share([8.0, 20.0], engine, around, CaseLengths(200, 200, 100)) == pytest.approx(sum(shares) / 2 * 75 / 50)
 
 
 def test_token_bytes_count_keys_and_values_of_all_layers(tmp_path):
@@ -87,7 +87,7 @@ def test_token_bytes_count_keys_and_values_of_all_layers(tmp_path):
 
 @pytest.mark.parametrize(("steps", "bandwidths"), [([], [BANDWIDTH] * 2), ([8.0], []), ([8.0], [BANDWIDTH])])
 def test_share_without_bandwidth_or_step_is_none(steps, bandwidths):
-    assert share(steps, ENGINE, bandwidths, Lengths()) is None
+    assert share(steps, ENGINE, bandwidths, CaseLengths()) is None
 
 
 # -- the table
@@ -96,7 +96,9 @@ def test_share_without_bandwidth_or_step_is_none(steps, bandwidths):
 def test_peers_table_has_a_row_for_each_case_and_precision():
     bf16 = outcome(jaxserve={}, transformers={"decode_1": [16.0], "prefill": [2000.0]})
     int4 = outcome(jaxserve={"decode_1": [4.0]}, llama_cpp={"decode_1": [2.0]})
-    found = rows(table("160m", {"bf16": summary(bf16, Lengths()), "int4": summary(int4, Lengths())}, Lengths()))
+    found = rows(
+        table("160m", {"bf16": summary(bf16, CaseLengths()), "int4": summary(int4, CaseLengths())}, CaseLengths())
+    )
     assert found["case", "precision"][:4] == ["jaxserve", "of bandwidth", "transformers", "llama.cpp"]
     step = "decode step, batch 1, ms"
     assert found[step, "bf16"] == [
@@ -110,7 +112,7 @@ def test_peers_table_has_a_row_for_each_case_and_precision():
 
 
 def test_reported_figures_are_shown_for_default_lengths_alone():
-    longer = Lengths.of(2048)
+    longer = CaseLengths.of(2048)
     found = rows(table("160m", {"int4": summary(outcome(jaxserve={}), longer)}, longer))
     assert found["case", "precision"] == ["jaxserve", "of bandwidth"]
     assert {"decode step after 2048, batch 1, ms", "prefill 4 x 2048, tokens/s"} <= {case for case, _ in found}
@@ -118,7 +120,7 @@ def test_reported_figures_are_shown_for_default_lengths_alone():
 
 def test_peers_table_shows_the_ratio_of_rounds():
     drifting = outcome(jaxserve={"decode_1": [10.0, 20.0, 40.0]}, llama_cpp={"decode_1": [40.0, 80.0, 20.0]})
-    found = rows(table("160m", {"int4": summary(drifting, Lengths())}, Lengths()))
+    found = rows(table("160m", {"int4": summary(drifting, CaseLengths())}, CaseLengths()))
     assert found["decode step, batch 1, ms", "int4"][2] == "40.0 (0.25x)", "of 0.25, 0.25 and 2"
 
 
@@ -126,14 +128,14 @@ def test_peers_table_shows_skipped_engines_and_agreement():
     found = outcome(jaxserve={}, llama_cpp={})
     found.engines["jaxserve"]["first_tokens"], found.engines["llama.cpp"]["first_tokens"] = [1, 2, 3], [1, 0, 3]
     found.skipped["transformers"] = "not installed: torch"
-    text = table("unheard-of", {"bf16": summary(found, Lengths())}, Lengths())
+    text = table("unheard-of", {"bf16": summary(found, CaseLengths())}, CaseLengths())
     assert "- bf16: memory is read at 10.0 GB/s (best pass 12.0)" in text
     assert "- bf16: transformers: skipped: not installed: torch" in text
     assert "- bf16: first tokens equal to jaxserve's: llama.cpp 2 of 3" in text
 
 
 def test_peers_table_without_figures_is_a_heading():
-    assert set(rows(table("160m", {}, Lengths()))) == {("case", "precision")}
+    assert set(rows(table("160m", {}, CaseLengths()))) == {("case", "precision")}
 
 
 # -- options

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from jaxserve.bench.report import write_report
 from jaxserve.bench.report.figure import row_of_axes, scale_y
 from jaxserve.bench.report.page import draw
-from jaxserve.bench.report.plots import PLOTS, Run
+from jaxserve.bench.report.plots import PLOTS, PlottedRun
 from jaxserve.bench.report.rates import throughput_against_rate
 from jaxserve.bench.report.series import Requests
 from jaxserve.core.errors import ConfigError
@@ -23,12 +23,12 @@ SERVER_PLOTS = {"running-requests", "queue-length", "kv-usage", "layers-by-preci
 CLIENT_PLOTS = {"ttft-over-time", "tpot-over-time", "latency-cdf", "arrivals-and-completions", "requests-in-flight"}
 
 
-def run(name: str = "a", **more: Any) -> Run:
+def run(name: str = "a", **more: Any) -> PlottedRun:
     result = simulated.result(label=name, **{"n": 40, **more})
-    return Run(name, result, Requests.of(result))
+    return PlottedRun(name, result, Requests.of(result))
 
 
-def figure(name: str, *runs: Run) -> Figure:
+def figure(name: str, *runs: PlottedRun) -> Figure:
     drawn = PLOTS[name](runs)
     assert drawn is not None
     return drawn
@@ -185,7 +185,7 @@ def test_failures_are_drawn_apart_from_completions():
     records, _ = simulated.simulate(5.0, n=40)
     simulated.fail(records[10:15], "HTTP 503")
     result = simulated.result_of(records)
-    axes = figure("arrivals-and-completions", Run("a", result, Requests.of(result))).axes[0]
+    axes = figure("arrivals-and-completions", PlottedRun("a", result, Requests.of(result))).axes[0]
     totals = {}
     for patch in axes.patches:
         values, edges, _ = patch.get_data()

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve import LLM, CheckpointError, ConfigError, EngineConfig, SamplingParams
 from jaxserve.build import BuiltEngine, build
-from jaxserve.calibration.pipeline import Settings
+from jaxserve.calibration.pipeline import QuantizationSettings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
@@ -70,7 +70,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model with prepared variants, whose groups and zeros differ from those of rounding."""
     model = tmp_path_factory.mktemp("prepared") / "model"
     shutil.copytree(bundled_model_path(), model)
-    run(model, Settings(("int4",), "rtn", group=64, symmetric=False))
+    run(model, QuantizationSettings(("int4",), "rtn", group=64, symmetric=False))
     return model
 
 
@@ -126,7 +126,7 @@ def test_prepared_groups_that_tp_would_cut_are_rounded_anew(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(prepared, model)
-    run(model, Settings(("int4",), "rtn", group=0))
+    run(model, QuantizationSettings(("int4",), "rtn", group=0))
     built = build(EngineConfig(model=model, tp=2, precision="int4", **OPTIONS))
     loaded_blocks = built.instances[0].executor.blocks
     held = {id(leaf): leaf.addressable_shards[0].data.nbytes for loaded in loaded_blocks for leaf in loaded.leaves}

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.build import BuiltEngine, build
-from jaxserve.calibration.pipeline import Settings, quantize_layers
+from jaxserve.calibration.pipeline import QuantizationSettings, quantize_layers
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
 from jaxserve.checkpoint.variants import Method, VariantWriter
@@ -156,7 +156,7 @@ def prepared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     save_file(tensors, folder / "model.safetensors")
     checkpoint, text = open_checkpoint(folder), rng.integers(3, 499, (8, 64)).astype(np.int32)
     writer = VariantWriter(folder / "variants", checkpoint, {"int8": Method("awq", 32, True)})
-    for variant in quantize_layers(checkpoint, Settings(("int8",), "awq", 32), text):
+    for variant in quantize_layers(checkpoint, QuantizationSettings(("int8",), "awq", 32), text):
         writer.add(*variant)
     writer.finish()
     return folder

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxserve.calibration.activations import Inputs, calibrate
 from jaxserve.calibration.awq import awq_layer, scale_layer
 from jaxserve.calibration.fake_quantization import grouped, rounded
-from jaxserve.calibration.pipeline import Settings, quantize_layers
+from jaxserve.calibration.pipeline import QuantizationSettings, quantize_layers
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.core.config import ModelConfig, MoEConfig
 from jaxserve.core.errors import ConfigError
@@ -169,11 +169,11 @@ def test_calibrated_model_is_nearer_to_full_precision_than_a_rounded_one(tiny_mo
     full = outputs(checkpoint, {}, unseen)
     error = {}
     for name in ("rtn", method):
-        made = quantize_layers(checkpoint, Settings(("int3",), name, 64, symmetric), CALIBRATION)
+        made = quantize_layers(checkpoint, QuantizationSettings(("int3",), name, 64, symmetric), CALIBRATION)
         error[name] = np.square(outputs(checkpoint, {v.index: v.leaves for v in made}, unseen) - full).mean()
     assert error[method] < error["rtn"]
 
 
 def test_calibration_without_text_is_refused(tiny_model):
     with pytest.raises(ConfigError, match="--calib FILE"):
-        next(quantize_layers(open_checkpoint(tiny_model, "dummy"), Settings(("int4",), "awq")))
+        next(quantize_layers(open_checkpoint(tiny_model, "dummy"), QuantizationSettings(("int4",), "awq")))

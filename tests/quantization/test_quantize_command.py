@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from jaxserve.calibration.pipeline import Settings, quantize_layers
+from jaxserve.calibration.pipeline import QuantizationSettings, quantize_layers
 from jaxserve.calibration.run import CalibrationText
 from jaxserve.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
@@ -63,12 +63,12 @@ def quantize(model: Path, calib: Path, out: Path, *options: str) -> str:
 @pytest.mark.parametrize(
     ("options", "settings"),
     [
-        ((), Settings(("int4",), "awq")),
-        (("--zero-points", "--group", "32"), Settings(("int4",), "awq", 32, symmetric=False)),
+        ((), QuantizationSettings(("int4",), "awq")),
+        (("--zero-points", "--group", "32"), QuantizationSettings(("int4",), "awq", 32, symmetric=False)),
     ],
 )
 def test_quantize_command_writes_the_layers_that_awq_makes(
-    model: Path, calib: Path, tmp_path: Path, options: tuple[str, ...], settings: Settings
+    model: Path, calib: Path, tmp_path: Path, options: tuple[str, ...], settings: QuantizationSettings
 ) -> None:
     printed = quantize(model, calib, tmp_path / "variants", *options)
     store, checkpoint = VariantStore.open(tmp_path / "variants"), open_checkpoint(model)

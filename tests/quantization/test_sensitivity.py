@@ -12,7 +12,7 @@ from jaxserve.calibration.sensitivity.chain import LayerChain, rows_attend
 from jaxserve.calibration.sensitivity.curves import curves, orders, points, qualities
 from jaxserve.calibration.sensitivity.greedy import rank
 from jaxserve.calibration.sensitivity.measures import Measures, cosine
-from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, Curve
+from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, QualityCurve
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.kernels import HeadNorms
 from jaxserve.models.dense import forward, restore_block
@@ -231,7 +231,7 @@ def test_curve_points_include_both_ends():
 
 
 def test_curve_area_is_the_mean_height():
-    curve = Curve((0, 1, 4), (1.0, 3.0, 3.0), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    curve = QualityCurve((0, 1, 4), (1.0, 3.0, 3.0), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     assert curve.area("cross_entropy") == pytest.approx((2 * 1 + 3 * 3) / 4)
     assert curve.area("top1") == 1
 

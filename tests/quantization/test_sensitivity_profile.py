@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxserve.calibration.sensitivity import SensitivityProfile
-from jaxserve.calibration.sensitivity.profile import Curve, LayerScores, Text, Weights
+from jaxserve.calibration.sensitivity.profile import LayerScores, QualityCurve, Text, Weights
 from jaxserve.calibration.texts import read_rows
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.variants import fingerprint
@@ -38,7 +38,7 @@ PROFILE = SensitivityProfile(
             (1, 0, 2), (0.5, 0.9, 0.4), (0.99, 1.0, 0.98), (1.0, 1.0, 0.9), (0.9, 0.8, 0.7), (1.0, 0.99, 0.9)
         )
     },
-    curves={"int4": {"lis": (Curve((0, 3), (2.0, 2.5), (0.0, 0.4), (1.0, 0.9)),)}},
+    curves={"int4": {"lis": (QualityCurve((0, 3), (2.0, 2.5), (0.0, 0.4), (1.0, 0.9)),)}},
 )
 
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from jaxserve.calibration.pipeline import Settings
+from jaxserve.calibration.pipeline import QuantizationSettings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.variants import FORMAT, MANIFEST, Method, VariantStore, VariantWriter, fingerprint, fitted
@@ -123,7 +123,7 @@ def prepared(tmp_path: Path) -> Path:
     """The bundled model with prepared variants that rounding to the nearest alone would not give."""
     model = tmp_path / "model"
     shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("variants"))
-    run(model, Settings(("int4",), "rtn", 64))
+    run(model, QuantizationSettings(("int4",), "rtn", 64))
     return model
 
 
@@ -159,7 +159,7 @@ def test_variants_of_older_weights_are_refused_and_replaced(prepared, tmp_path):
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match="another model"):
         open_checkpoint(prepared)
-    assert run(prepared, Settings(("int8",), "rtn")).precisions == ("int8",)
+    assert run(prepared, QuantizationSettings(("int8",), "rtn")).precisions == ("int8",)
     assert open_checkpoint(prepared).prepared is not None
 
 

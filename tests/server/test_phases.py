@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.calibration.pipeline import Settings
+from jaxserve.calibration.pipeline import QuantizationSettings
 from jaxserve.calibration.run import run
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.checkpoint.mapping import tensor_shapes
@@ -44,7 +44,7 @@ def model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     dummy = open_checkpoint(folder, "dummy")
     shapes = {n: shape for block in dummy.config.block_ids for n, shape in tensor_shapes(dummy.config, block).items()}
     save_file({name: dummy.store.get(name, shape) for name, shape in shapes.items()}, folder / "model.safetensors")
-    run(folder, Settings(("int4",), "rtn", 32))
+    run(folder, QuantizationSettings(("int4",), "rtn", 32))
     return folder
 
 

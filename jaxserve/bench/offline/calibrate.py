@@ -77,7 +77,7 @@ def calibrate(options: CalibrationOptions, progress: Progress = lambda phase: No
             measured
             for recording, load in runs
             for records, idle in ((load.lone, True), (load.open, False))
-            for measured in outside(records, recording, idle=idle)
+            for measured in seconds_outside(records, recording, idle=idle)
         ]
     )
     buckets = facts["buckets"]
@@ -161,8 +161,10 @@ async def _load(
         return await CalibrationLoad(client, limits, options.seconds, options.seed).run(progress)
 
 
-def outside(records: Sequence[RequestRecord], recording: Recording, *, idle: bool) -> list[tuple[int, int, float]]:
-    """Return how long each request spent outside the engine before its first token.
+def seconds_outside(
+    records: Sequence[RequestRecord], recording: Recording, *, idle: bool
+) -> list[tuple[int, int, float]]:
+    """Return the seconds that each request spent outside the engine before its first token.
 
     Each entry holds the request's prompt tokens, the answers streamed when it arrived, and seconds. The engine's time
     is subtracted: from the request's arrival at the engine (or, if the engine was `idle`, from the start of its first

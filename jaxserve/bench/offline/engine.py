@@ -21,7 +21,7 @@ Job = tuple[Prompt, SamplingParams]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFigures:
     """Figures of a set of requests, from the first one's arrival to the last one's end."""
 
     seconds: float
@@ -56,7 +56,7 @@ class OfflineEngine:
         """Wait for executables that are compiled in the background, so that what is measured next uses them."""
         self._engine.settle()
 
-    def run(self, jobs: Iterable[Job], on_finished: Callable[[], None] | None = None) -> Run:
+    def run(self, jobs: Iterable[Job], on_finished: Callable[[], None] | None = None) -> RunFigures:
         """Run all requests, as many at a time as the queue has room for, and return their figures.
 
         KeyboardInterrupt ends the run, which is returned as interrupted. Steps run in their own thread, where no signal
@@ -87,7 +87,7 @@ class OfflineEngine:
     ) -> None:
         self.close()
 
-    def _run(self, jobs: Iterable[Job], on_finished: Callable[[], None] | None, stop: threading.Event) -> Run:
+    def _run(self, jobs: Iterable[Job], on_finished: Callable[[], None] | None, stop: threading.Event) -> RunFigures:
         compiled, preempted = self._compiled(), self._preempted()
         finished = input_tokens = output_tokens = 0
         in_flight: set[str] = set()
@@ -107,7 +107,7 @@ class OfflineEngine:
         seconds = self._built.clock.now() - start
         self._settle_steps(in_flight)
         steps = tuple(tuple(record.take()) for record in self._records)
-        return Run(
+        return RunFigures(
             seconds, finished, input_tokens, output_tokens, steps,
             self._compiled() - compiled, self._preempted() - preempted, interrupted=stop.is_set(),
         )  # fmt: skip

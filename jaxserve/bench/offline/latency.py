@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxserve.bench.offline.engine import OfflineEngine, Run, jobs, random_prompts
+from jaxserve.bench.offline.engine import OfflineEngine, RunFigures, jobs, random_prompts
 from jaxserve.bench.offline.options import LatencyOptions, Row
 from jaxserve.bench.offline.steps import decode_steps, periods, sample_quantile, scaled
 from jaxserve.core.errors import ConfigError
@@ -57,7 +57,7 @@ def measure(
 ) -> Row:
     """Measure one case on an engine whose `max_num_seqs` is at least `batch`, and return its row."""
 
-    def run(output_len: int) -> Run:
+    def run(output_len: int) -> RunFigures:
         prompts = random_prompts(rng, engine.info.vocab_size, batch, length)
         done = engine.run(jobs(prompts, output_len))
         if done.interrupted:
@@ -76,7 +76,7 @@ def measure(
     return row(batch, length, options.output_len, prefills, wholes)
 
 
-def row(batch: int, input_len: int, output_len: int, prefills: list[Run], wholes: list[Run]) -> Row:
+def row(batch: int, input_len: int, output_len: int, prefills: list[RunFigures], wholes: list[RunFigures]) -> Row:
     """Return the figures of one case from its runs."""
     prefill = statistics.median(run.seconds for run in prefills)
     whole = [run.seconds for run in wholes]

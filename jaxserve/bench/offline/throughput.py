@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxserve.bench.offline.engine import Job, OfflineEngine, Run, jobs, random_prompts
+from jaxserve.bench.offline.engine import Job, OfflineEngine, RunFigures, jobs, random_prompts
 from jaxserve.bench.offline.options import Row, ThroughputOptions
 from jaxserve.bench.offline.steps import periods, sample_quantile, scaled
 from jaxserve.bench.workload import Sample
@@ -39,7 +39,7 @@ def throughput(
         yield row(engine.run(requests, on_finished), len(requests))
 
 
-def row(run: Run, num_prompts: int) -> Row:
+def row(run: RunFigures, num_prompts: int) -> Row:
     """Return the figures of one run."""
     steps = [step for instance in run.steps for step in instance]
     gaps = [gap for instance in run.steps for gap in periods(instance)]

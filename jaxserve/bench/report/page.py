@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from jaxserve.bench.report.figure import png
-from jaxserve.bench.report.plots import DETAILED, PLOTS, Run
+from jaxserve.bench.report.plots import DETAILED, PLOTS, PlottedRun
 from jaxserve.bench.report.series import Requests
 from jaxserve.bench.result import label
 from jaxserve.bench.table import cell, columns_of, remarks, sections
@@ -48,7 +48,7 @@ def write_report(results: Sequence[Mapping[str, Any]], path: Path, *, title: str
     if not results:
         raise ConfigError("a report needs a result")
     names = _names(results)
-    images = draw([Run(name, result, Requests.of(result)) for name, result in zip(names, results, strict=True)])
+    images = draw([PlottedRun(name, result, Requests.of(result)) for name, result in zip(names, results, strict=True)])
     page = render(results, names, images, title or _title(results))
     folder = path.with_name(f"{path.stem}-plots")
     try:
@@ -64,7 +64,7 @@ def write_report(results: Sequence[Mapping[str, Any]], path: Path, *, title: str
     return path
 
 
-def draw(runs: Sequence[Run]) -> dict[str, bytes]:
+def draw(runs: Sequence[PlottedRun]) -> dict[str, bytes]:
     """Return PNG files by plot name. All plots but the curve over rates take at most `MAX_DRAWN` results."""
     figures = {name: plot(runs if name == RATES else runs[:MAX_DRAWN]) for name, plot in PLOTS.items()}
     return {name: png(figure) for name, figure in figures.items() if figure is not None}

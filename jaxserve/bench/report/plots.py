@@ -36,7 +36,7 @@ LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "e2
 
 
 @dataclass(frozen=True)
-class Run:
+class PlottedRun:
     """One result with the name and the requests that plots need."""
 
     name: str
@@ -50,13 +50,13 @@ class Run:
         return float(ends.max()) if len(ends) else 0.0
 
 
-Plot = Callable[[Sequence[Run]], Figure | None]
+Plot = Callable[[Sequence[PlottedRun]], Figure | None]
 
 
 def latency_over_time(metric: str) -> Plot:
     """Return a plot of TTFT or TPOT at each request's arrival, with median and 95th percentile per interval."""
 
-    def draw(runs: Sequence[Run]) -> Figure | None:
+    def draw(runs: Sequence[PlottedRun]) -> Figure | None:
         values = [run.requests.metric(metric) for run in runs]
         if not any(np.isfinite(v).any() for v in values):
             return None
@@ -91,7 +91,7 @@ def latency_over_time(metric: str) -> Plot:
     return draw
 
 
-def latency_cdfs(runs: Sequence[Run]) -> Figure | None:
+def latency_cdfs(runs: Sequence[PlottedRun]) -> Figure | None:
     """Draw the share of requests within a latency: TTFT, TPOT and E2EL side by side, with any objectives."""
     metrics = [name for name in LATENCIES if any(np.isfinite(run.requests.metric(name)).any() for run in runs)]
     if not metrics:
@@ -115,7 +115,7 @@ def latency_cdfs(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def _mark_objectives(axes: Axes, runs: Sequence[Run], metric: str, unit: Unit, largest_s: float) -> None:
+def _mark_objectives(axes: Axes, runs: Sequence[PlottedRun], metric: str, unit: Unit, largest_s: float) -> None:
     """Draw dashed lines at the objectives, except those so far off that they would squeeze the requests."""
     for limit in {slo[metric] / 1e3 for run in runs if metric in (slo := run.result.get("slo") or {})}:
         if limit <= FAR * largest_s:
@@ -124,7 +124,7 @@ def _mark_objectives(axes: Axes, runs: Sequence[Run], metric: str, unit: Unit, l
             axes.annotate("SLO", (at, 0.03), (3, 0), textcoords="offset points", fontsize=8, color=INK)
 
 
-def arrivals_and_completions(runs: Sequence[Run]) -> Figure | None:
+def arrivals_and_completions(runs: Sequence[PlottedRun]) -> Figure | None:
     """Draw requests per second that arrived, completed and failed."""
     if not any(len(run.requests.arrival_s) for run in runs):
         return None
@@ -145,7 +145,7 @@ def arrivals_and_completions(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def _draw_arrivals(axes: Axes, runs: Sequence[Run], width_s: float) -> None:
+def _draw_arrivals(axes: Axes, runs: Sequence[PlottedRun], width_s: float) -> None:
     """Draw arrivals once in grey if all results share them, else in each result's colour if there are few results."""
     same = all(np.array_equal(run.requests.arrival_s, runs[0].requests.arrival_s) for run in runs)
     for index, run in enumerate(runs[:1] if same else runs if len(runs) <= DETAILED else ()):
@@ -154,7 +154,7 @@ def _draw_arrivals(axes: Axes, runs: Sequence[Run], width_s: float) -> None:
         axes.stairs(arrived, edges, fill=True, color=shade, alpha=alpha, label=label)
 
 
-def requests_in_flight(runs: Sequence[Run]) -> Figure | None:
+def requests_in_flight(runs: Sequence[PlottedRun]) -> Figure | None:
     """Draw the requests that were sent and have not ended, as the client sees them."""
     if not any(len(run.requests.arrival_s) for run in runs):
         return None
@@ -170,7 +170,7 @@ def requests_in_flight(runs: Sequence[Run]) -> Figure | None:
 def server_gauge(name: str, title: str, y: str) -> Plot:
     """Return a plot of one of the server's gauges over time."""
 
-    def draw(runs: Sequence[Run]) -> Figure | None:
+    def draw(runs: Sequence[PlottedRun]) -> Figure | None:
         found = [series.server_series(run.result, name) for run in runs]
         if all(values is None for values in found):
             return None
@@ -188,7 +188,7 @@ def server_gauge(name: str, title: str, y: str) -> Plot:
     return draw
 
 
-def kv_usage(runs: Sequence[Run]) -> Figure | None:
+def kv_usage(runs: Sequence[PlottedRun]) -> Figure | None:
     """Draw KV pages in use and in the pool, or the share of the pool if a server does not report pages."""
     used = [series.server_series(run.result, "kv_pages_used") for run in runs]
     total = [series.server_series(run.result, "kv_pages_total") for run in runs]
@@ -205,7 +205,7 @@ def kv_usage(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def _kv_share(runs: Sequence[Run]) -> Figure | None:
+def _kv_share(runs: Sequence[PlottedRun]) -> Figure | None:
     shares = [series.server_series(run.result, "kv_cache_usage_perc") for run in runs]
     if all(share is None for share in shares):
         return None
@@ -221,7 +221,7 @@ def _kv_share(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def layers_by_precision(runs: Sequence[Run]) -> Figure | None:
+def layers_by_precision(runs: Sequence[PlottedRun]) -> Figure | None:
     """Draw the decoder layers of each precision, stacked, in one plot for each result that has them."""
     adapting = [
         (run, layers)
@@ -247,7 +247,7 @@ def layers_by_precision(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def _finish_time(figure: Figure, axes: Axes, runs: Sequence[Run]) -> None:
+def _finish_time(figure: Figure, axes: Axes, runs: Sequence[PlottedRun]) -> None:
     """Finish a plot over time: its extent, marks where the plan changed, and the legend."""
     ends = [run.end_s for run in runs] + [series.server_times(run.result).max(initial=0) for run in runs]
     axes.set_xlim(0, max(*ends, 1e-3))
@@ -255,7 +255,7 @@ def _finish_time(figure: Figure, axes: Axes, runs: Sequence[Run]) -> None:
     legend(figure, axes)
 
 
-def _mark_plans(axes: Axes, runs: Sequence[Run]) -> None:
+def _mark_plans(axes: Axes, runs: Sequence[PlottedRun]) -> None:
     """Draw a vertical line where a new plan came into force, in the result's colour."""
     for index, run in enumerate(runs):
         shade = colour(index) if len(runs) > 1 else INK
@@ -275,7 +275,7 @@ def _mark_plans(axes: Axes, runs: Sequence[Run]) -> None:
             )
 
 
-def _rates(runs: Sequence[Run]) -> Figure | None:
+def _rates(runs: Sequence[PlottedRun]) -> Figure | None:
     return throughput_against_rate([(run.name, run.result) for run in runs])
 
 

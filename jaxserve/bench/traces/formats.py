@@ -19,7 +19,7 @@ Entry = Mapping[str, Any]  # one request, as fields of a file
 
 
 @dataclass(frozen=True)
-class Format:
+class TraceFormat:
     """The names of the three fields that every trace has, and how its times are read."""
 
     name: str
@@ -42,10 +42,10 @@ def _wall_clock(value: str) -> float:
 
 
 FORMATS = (
-    Format("jaxserve", "arrival_s", "input_tokens", "output_tokens", float, from_zero=False),
-    Format("azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens", _wall_clock),
-    Format("burstgpt", "Timestamp", "Request tokens", "Response tokens", float, failures_are_zero=True),
-    Format("mooncake", "timestamp", "input_length", "output_length", lambda value: float(value) / 1000),
+    TraceFormat("jaxserve", "arrival_s", "input_tokens", "output_tokens", float, from_zero=False),
+    TraceFormat("azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens", _wall_clock),
+    TraceFormat("burstgpt", "Timestamp", "Request tokens", "Response tokens", float, failures_are_zero=True),
+    TraceFormat("mooncake", "timestamp", "input_length", "output_length", lambda value: float(value) / 1000),
 )
 
 
@@ -70,7 +70,7 @@ def load_trace(path: str | Path) -> Trace:
 
 
 class _Reader:
-    def __init__(self, path: Path, form: Format):
+    def __init__(self, path: Path, form: TraceFormat):
         self._path, self._form = path, form
         self._times: list[float] = []
         self._inputs: list[int] = []
@@ -171,7 +171,7 @@ def _json_entries(path: Path, lines: list[str]) -> Iterator[tuple[int, Entry]]:
             yield number, entry
 
 
-def _format_of(path: Path, entry: Entry) -> Format:
+def _format_of(path: Path, entry: Entry) -> TraceFormat:
     for form in FORMATS:
         if form.fields <= entry.keys():
             return form

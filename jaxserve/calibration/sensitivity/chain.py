@@ -21,7 +21,7 @@ from jaxserve.models.dense import dense_causal_attend, restore_block
 from jaxserve.quantization.qarray import QArray
 
 Hidden = Float[Array, "N S E"]
-Layer = Callable[[Hidden], Hidden]
+LayerFunction = Callable[[Hidden], Hidden]
 Variants = Callable[[int, str], Mapping[str, np.ndarray | QArray]]
 """A function (index of a layer, precision) -> its parameters by dotted path."""
 
@@ -44,7 +44,7 @@ class LayerChain:
         """Return the hidden states before the first layer."""
         return _embed(*self._block("embed"), jnp.asarray(tokens))
 
-    def layer(self, index: int, precision: str | None) -> Layer:
+    def layer(self, index: int, precision: str | None) -> LayerFunction:
         """Return a layer as a function of hidden states. A `precision` of None stands for the checkpoint's."""
         graph, state = self._block(layer_name(index), precision)
         return partial(_layer, self.config, graph, self.config.window(index), state)

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.calibration.sensitivity.chain import Hidden, LayerChain, logits
-from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, Curve
+from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, QualityCurve
 
 STREAM_BYTES = 2 << 30  # of all hidden states in memory
 Set = frozenset[int]
@@ -43,14 +43,14 @@ def curves(
     compared: dict[str, tuple[tuple[int, ...], ...]],
     at: Sequence[int],
     begin: Begin = lambda what, steps: lambda: None,
-) -> dict[str, tuple[Curve, ...]]:
+) -> dict[str, tuple[QualityCurve, ...]]:
     """Measure the quality along each order, at the numbers `at` of swapped layers."""
     sets = {frozenset(order[:count]) for group in compared.values() for order in group for count in at}
     found = qualities(chain, rows, precision, sets, begin)
 
-    def curve(order: tuple[int, ...]) -> Curve:
+    def curve(order: tuple[int, ...]) -> QualityCurve:
         values = np.array([found[frozenset(order[:count])] for count in at]).T
-        return Curve(tuple(at), *(tuple(line.tolist()) for line in values))
+        return QualityCurve(tuple(at), *(tuple(line.tolist()) for line in values))
 
     return {name: tuple(map(curve, group)) for name, group in compared.items()}
 

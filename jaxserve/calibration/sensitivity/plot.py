@@ -9,7 +9,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jaxserve.bench.report.figure import COLOURS, DPI, FAINT, INK, label_axes, png
-from jaxserve.calibration.sensitivity.profile import BACK, FRONT, LIS, RANDOM, Curve, LayerScores, SensitivityProfile
+from jaxserve.calibration.sensitivity.profile import (
+    BACK,
+    FRONT,
+    LIS,
+    RANDOM,
+    LayerScores,
+    QualityCurve,
+    SensitivityProfile,
+)
 
 SIZE = (3.35, 2.45)  # inches of one plot
 LEGEND = 0.75  # inches below all plots
@@ -74,7 +82,7 @@ def _draw_scores(axes: Axes, precision: str, scores: LayerScores) -> None:
     label_axes(axes, "layer", "distance (log)")
 
 
-def _draw_curves(axes: Axes, precision: str, measure: str, curves: Mapping[str, tuple[Curve, ...]]) -> None:
+def _draw_curves(axes: Axes, precision: str, measure: str, curves: Mapping[str, tuple[QualityCurve, ...]]) -> None:
     factor = 100.0 if measure == "top1" else 1.0
     for name, colour in ORDERS.items():
         if name not in curves:

@@ -35,7 +35,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Curve:
+class QualityCurve:
     """Quality on held-out text by number of swapped layers, along one order of swapping."""
 
     swapped: tuple[int, ...]  # number of swapped layers at each point
@@ -80,7 +80,7 @@ class SensitivityProfile:
     calibration: Text
     held_out: Text
     scores: Mapping[str, LayerScores]  # by precision
-    curves: Mapping[str, Mapping[str, tuple[Curve, ...]]]  # by precision and order; one for each random order
+    curves: Mapping[str, Mapping[str, tuple[QualityCurve, ...]]]  # by precision and order; one for each random order
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -149,7 +149,9 @@ def _from_json(body: dict[str, Any]) -> SensitivityProfile:
         values[name] = Text(**values[name] | {"part": (begin, end)})
     values["scores"] = {precision: LayerScores(**_tuples(scores)) for precision, scores in values["scores"].items()}
     values["curves"] = {
-        precision: {order: tuple(Curve(**_tuples(curve)) for curve in curves) for order, curves in orders.items()}
+        precision: {
+            order: tuple(QualityCurve(**_tuples(curve)) for curve in curves) for order, curves in orders.items()
+        }
         for precision, orders in values["curves"].items()
     }
     return SensitivityProfile(**values)
