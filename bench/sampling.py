@@ -51,10 +51,10 @@ def packed_parameters(chosen: dict[str, float], rows: int, vocab: int) -> np.nda
 class Sampler:
     """The executables of one implementation."""
 
-    def __init__(self, by: sampler.Implementation, top_logprobs: int):
-        full = partial(sampler.sample_full, implementation=by, top_logprobs=top_logprobs)
-        self._plain = {False: jax.jit(by.greedy), True: jax.jit(by.random)}
-        self._more = {False: jax.jit(by.adjusted, donate_argnums=3), True: jax.jit(full, donate_argnums=3)}
+    def __init__(self, implementation: sampler.Implementation, top_logprobs: int):
+        full = partial(sampler.sample_full, implementation=implementation, top_logprobs=top_logprobs)
+        self._plain = {False: jax.jit(implementation.greedy), True: jax.jit(implementation.random)}
+        self._more = {False: jax.jit(implementation.adjusted, donate_argnums=3), True: jax.jit(full, donate_argnums=3)}
 
     def timed(self, chosen: dict[str, float], logits: Array) -> Timed:
         """Return a function that draws the tokens of rows with these parameters."""
