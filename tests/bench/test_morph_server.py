@@ -9,7 +9,7 @@ import numpy as np
 from bench import demo
 from bench.morph_parts.measure import run, started
 from bench.morph_parts.quality import adaptation_figures, profile_of
-from bench.morph_parts.steady import FEWER, MORE, exchanges
+from bench.morph_parts.steady import FEWER, MORE, measure_plan_changes
 from bench.morph_parts.systems import FULL, PERFORMANCE, Setup, envelope, systems
 from bench.morph_parts.traffic import Prompts, workload
 from jaxserve.bench.traces.trace import Trace
@@ -39,7 +39,7 @@ def test_a_server_under_load_changes_layers_and_changes_them_back():
 
 def test_all_layers_change_to_and_fro_beside_a_steady_decode():
     setup = Setup(bundled_model_path(), kv_pages=56, max_model_len=448, max_num_seqs=4, prefill_tokens=64)
-    found = exchanges(setup, seconds=10, tokens=390)
+    found = measure_plan_changes(setup, seconds=10, tokens=390)
     assert {exchange.after for exchange in found} == {"int4", "bfloat16", MORE, FEWER}
     assert all(exchange.seconds > 0 and exchange.step_during_s > 0 for exchange in found)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bench.morph_parts import plots
-from bench.morph_parts.steady import Exchange, exchange_table, found_in
+from bench.morph_parts.steady import PlanChange, plan_change_table, found_in
 from bench.morph_parts.summary import cells, verdict_table, verdicts, workload_tables
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, INT8, LABELS, NAMES, PERFORMANCE
 from jaxserve.engine.step_log import DecisionRecord, Recording, Step
@@ -45,8 +45,8 @@ def test_agreement_is_judged_beside_that_of_full_precision_with_itself(share, me
 
 
 def test_exchange_table_has_a_row_per_direction():
-    to_int4 = [Exchange("int4", 0.2, 7, 0.010, 0.011, 0.02), Exchange("int4", 0.3, 9, 0.010, 0.013, 0.03)]
-    table = exchange_table([*to_int4, Exchange("full", 0.1, 4, 0.01, 0.01, 0.01)])
+    to_int4 = [PlanChange("int4", 0.2, 7, 0.010, 0.011, 0.02), PlanChange("int4", 0.3, 9, 0.010, 0.013, 0.03)]
+    table = plan_change_table([*to_int4, PlanChange("full", 0.1, 4, 0.01, 0.01, 0.01)])
     assert "| int4 | 2 | 250 | 8 | 10.00 | 1.20x | 1.30x | 25.0 |" in table
     assert "| full | 1 | 100 | 4 | 10.00 | 1.00x | 1.00x | 10.0 |" in table
 
