@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bench.morph_parts import plots
-from bench.morph_parts.steady import PlanChange, plan_change_table, found_in
+from bench.morph_parts.steady import PlanChange, found_in, plan_change_table
 from bench.morph_parts.summary import cells, verdict_table, verdicts, workload_tables
 from bench.morph_parts.systems import ACCURACY, FULL, INT4, INT8, LABELS, NAMES, PERFORMANCE
 from jaxserve.engine.step_log import DecisionRecord, Recording, Step
