@@ -68,7 +68,7 @@ def pools_of(kind: str) -> Iterator[None]:
     """Build pools that take memory page by page, where the machine has them, or in segments as on GPU."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "segments":
-            patch.setattr(native, "supported", lambda: False)
+            patch.setattr(native, "supports_elastic_pools", lambda: False)
         yield
 
 

@@ -84,7 +84,7 @@ def test_release_of_pages_outside_the_pool_is_refused(elastic_cpu, first: int, l
 
 
 def test_pools_without_the_native_library_are_ordinary_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "supported", lambda: False)
+    monkeypatch.setattr(native, "supports_elastic_pools", lambda: False)
     assert not elastic.is_elastic("cpu")
     pool = reserve((4, *PAGE), DTYPE)
     assert not pool.any()

@@ -85,7 +85,7 @@ class Resized:
 @pytest.fixture
 def not_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools take memory in segments, as on GPU."""
-    monkeypatch.setattr(native, "supported", lambda: False)
+    monkeypatch.setattr(native, "supports_elastic_pools", lambda: False)
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2, "pp": 2}, {"kv_cache_dtype": "int8"}, {"prefix_caching": False}])

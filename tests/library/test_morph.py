@@ -53,7 +53,7 @@ def test_burst_swaps_layers_and_quiet_restores_the_first_plan(
     tiny_model: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, elastic: bool
 ) -> None:
     if not elastic:  # pools take memory in segments, as on GPU
-        monkeypatch.setattr(native, "supported", lambda: False)
+        monkeypatch.setattr(native, "supports_elastic_pools", lambda: False)
 
     async def scenario() -> None:
         engine = build_async_engine(EngineConfig(model=tiny_model, policy=str(policy), **OPTIONS))
