@@ -225,7 +225,9 @@ def draw(logits: Array, rows: RowParams) -> Array:
 def _draw(logits: Array, rows: RowParams) -> Array:
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     weights = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))  # the most likely token weighs 1
-    weights = jnp.where(weights >= rows.min_p[:, None], weights, 0.0)
+    # XLA may round the weight of the most likely token to a little less than 1, and min_p may be 1.
+    is_largest = logits == logits.max(axis=-1, keepdims=True)
+    weights = jnp.where(is_largest | (weights >= rows.min_p[:, None]), weights, 0.0)
     vocab = logits.shape[1]
     filtered = jnp.any((rows.temperature > 0) & ((rows.top_k < vocab) | (rows.top_p < 1)))
     weights = _if_needed(filtered, lambda w: top_p_mask(top_k_mask(w, rows.top_k), rows.top_p), lambda w: w, weights)

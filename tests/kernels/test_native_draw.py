@@ -172,3 +172,11 @@ def test_sampler_on_one_device_draws_natively_unless_xla_is_chosen(backend: str,
         assert {"jaxserve_draw" in call for call in calls} == {native_runs and len(devices) == 1}
         made.run_on_padding(logits)
         made.close()
+
+
+def test_min_p_of_1_leaves_the_most_likely_token() -> None:
+    logits = np.random.default_rng(0).normal(0, 9.5, (ROWS, 3)).astype(np.float32)
+    parameters = packed(3, slot=np.arange(ROWS), temperature=[1.125] * ROWS, min_p=[1.0] * ROWS)
+    newest = jnp.arange(SLOTS + 1, dtype=jnp.int32)
+    for draw in (DRAW, sampler.sample_random, jax.jit(sampler.sample_random)):
+        np.testing.assert_array_equal(draw(logits, parameters, newest)[0], logits.argmax(axis=1))
