@@ -9,9 +9,10 @@ Prints events as they happen, then the comparison, and writes report.html and re
 
 import argparse
 import asyncio
+import inspect
 import sys
-import sysconfig
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,7 @@ def _lengths(arrivals: np.ndarray) -> Trace:
 
 def _prompts() -> Prompts:
     """Return prompts cut from modules of the standard library."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    text = "\n\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in MODULES)
+    text = "\n\n".join(inspect.getsource(import_module(name)) for name in MODULES)
     return Prompts(Tokenizer.load(SETUP.model).encode(text), "modules of the standard library")
 
 

@@ -96,8 +96,8 @@ class NonFiniteOutput(JaxserveError):
     def __init__(self, what: str):
         """`what` names the values that are not finite, e.g. "logits"."""
         super().__init__(
-            f"the model computed {what} that are not finite (NaN or infinity). Most often its values exceed what "
-            "float16 can hold: run the model with --dtype bfloat16 or float32. Otherwise its weights may be damaged"
+            f"the model computed {what} that are not finite (NaN or infinity). In float16 its values may exceed "
+            "what that can hold: run the model with --dtype bfloat16 or float32. Otherwise its weights may be damaged"
         )
 
 
