@@ -42,6 +42,8 @@ class OfflineEngine:
         self._built = build(config)
         self._loops, self._records = zip(*map(timed, self._built.instances), strict=True)
         self._engine = SyncEngine(self._loops, self._built.info, self._built.tokenizer, self._built.clock)
+        # One thread for all runs: the first step of a new thread takes longer.
+        self._thread = ThreadPoolExecutor(1, "jaxserve-steps")
 
     @property
     def info(self) -> ModelInfo:
@@ -59,24 +61,25 @@ class OfflineEngine:
     def run(self, jobs: Iterable[Job], on_finished: Callable[[], None] | None = None) -> RunFigures:
         """Run all requests, as many at a time as the queue has room for, and return their figures.
 
-        KeyboardInterrupt ends the run, which is returned as interrupted. Steps run in their own thread, where no signal
-        interrupts them.
+        KeyboardInterrupt ends the run, which is returned as interrupted. Steps run in a thread of their own, where no
+        signal interrupts them.
         """
         stop = threading.Event()
-        with ThreadPoolExecutor(1, "jaxserve-steps") as thread:
-            run = thread.submit(self._run, jobs, on_finished, stop)
-            try:
-                while not run.done():
-                    try:
-                        wait([run])
-                    except KeyboardInterrupt:
-                        stop.set()
-                return run.result()
-            finally:
-                stop.set()
+        run = self._thread.submit(self._run, jobs, on_finished, stop)
+        try:
+            while not run.done():
+                try:
+                    wait([run])
+                except KeyboardInterrupt:
+                    stop.set()
+            return run.result()
+        finally:
+            stop.set()
+            wait([run])
 
     def close(self) -> None:
         """Free all device memory."""
+        self._thread.shutdown()
         self._built.close()
 
     def __enter__(self) -> "OfflineEngine":
