@@ -32,6 +32,8 @@ LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * 1024 * 1024
 # After this time a connection without a request may be closed to make room for another.
 IDLE_SECONDS = 1.0
+# The same for one above the limit when no file descriptor is left: health checks must get in within a second.
+SURPLUS_IDLE_SECONDS = 0.5
 LOG_INTERVAL = 60.0  # seconds between two warnings
 # Bytes of one connection that are parsed before other connections have their turn.
 SLICE_BYTES = 32 * 1024
@@ -67,14 +69,14 @@ class Connections:
         return room
 
     def close_idle(self, count: int, now: float) -> None:
-        """Close connections above the limit that have sent no request for `IDLE_SECONDS`.
+        """Close connections above the limit that have sent no request for `SURPLUS_IDLE_SECONDS`.
 
         Called when no file descriptor is left, with the number of open connections. Otherwise many silent connections
         that arrive at once would keep others out until the header timeout. Connections below the limit stay, since
         their requests would be served.
         """
         excess = min(max(count - self.limit, 0), ACCEPTED_AT_ONCE)
-        old = [idle for idle, since in self.idle.items() if idle.refused and now - since >= IDLE_SECONDS]
+        old = [idle for idle, since in self.idle.items() if idle.refused and now - since >= SURPLUS_IDLE_SECONDS]
         for connection in old[:excess]:
             self._close(connection)
 

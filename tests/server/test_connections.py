@@ -226,7 +226,7 @@ def test_silent_connections_are_closed_for_new_ones(monkeypatch):
 
 def test_silent_connections_that_arrive_at_once_are_closed_when_no_file_is_left(monkeypatch):
     monkeypatch.setattr(open_files, "max_connections", lambda: 4)
-    monkeypatch.setattr(connections, "IDLE_SECONDS", 60)
+    monkeypatch.setattr(connections, "SURPLUS_IDLE_SECONDS", 60)
     servers, start = [], connections.HttpServer.startup
 
     async def startup(server, sockets=None):
@@ -239,7 +239,7 @@ def test_silent_connections_that_arrive_at_once_are_closed_when_no_file_is_left(
         late = stack.enter_context(contextlib.closing(connect(address)))
         assert b"200 OK" in answer_to_ready(late)  # all are open
         (server,) = servers
-        monkeypatch.setattr(connections, "IDLE_SECONDS", 0)
+        monkeypatch.setattr(connections, "SURPLUS_IDLE_SECONDS", 0)
         full = OSError(errno.EMFILE, "Too many open files")
         server.servers[0]._loop.call_soon_threadsafe(server.servers[0]._pause_accepting, full)
         # The connections above the limit; the others are still served.
