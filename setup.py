@@ -59,7 +59,7 @@ class BuildPy(build_py):
 
 
 class BinaryDistribution(Distribution):
-    """What is installed fits one kind of machine, because of the kernels."""
+    """A distribution for one kind of machine, because it contains compiled kernels."""
 
     def has_ext_modules(self) -> bool:
         return True

@@ -78,7 +78,11 @@ def build_async_engine(config: EngineConfig, progress: Progress = ignore_progres
 
     Raise `ConfigError`, `CheckpointError` or `MemoryBudgetError` if the engine cannot be built.
     """
-    built = build(config, controlled=True, progress=progress)
+    return async_engine(build(config, controlled=True, progress=progress))
+
+
+def async_engine(built: BuiltEngine) -> AsyncEngine:
+    """Return a built engine with threads that step it. It closes what was built when it is shut down."""
     return AsyncEngine(
         built.instances,
         built.info,

@@ -20,7 +20,7 @@ import jax
 from bench.gpu_parts.sizes import Model, Sizes
 from bench.morph_parts.steady import found_in
 from jaxserve import SamplingParams
-from jaxserve.build import BuiltEngine, build
+from jaxserve.build import BuiltEngine, async_engine, build
 from jaxserve.control.plan import Plan
 from jaxserve.control.plan_yaml import from_yaml, to_yaml
 from jaxserve.core.config import EngineConfig
@@ -100,15 +100,7 @@ def _all_in(plan: Plan, count: int, precision: str) -> Plan:
 
 @asynccontextmanager
 async def _serving(built: BuiltEngine) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(
-        built.instances,
-        built.info,
-        built.tokenizer,
-        built.metrics,
-        built.clock,
-        control=built.control,
-        on_close=built.close,
-    )
+    engine = async_engine(built)
     try:
         yield engine
     finally:

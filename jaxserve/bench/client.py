@@ -42,7 +42,7 @@ class Target:
 
     @property
     def is_chat(self) -> bool:
-        """Whether prompts are sent as chat messages."""
+        """True if prompts are sent as chat messages."""
         return self.endpoint.endswith("/chat/completions")
 
     def body(self, sample: Sample) -> dict[str, Any]:

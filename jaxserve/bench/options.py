@@ -63,7 +63,7 @@ class ServerOptions:
 
     @property
     def is_chat(self) -> bool:
-        """Whether prompts are sent as chat messages."""
+        """True if prompts are sent as chat messages."""
         return "chat" in self.endpoint if self.endpoint else self.backend == "openai-chat"
 
 

@@ -130,7 +130,7 @@ def is_for_pallas(case: Case) -> bool:
 
 @pytest.mark.parametrize("backend", ["pallas", "xla"])
 def test_gpu_cases_lower_for_cuda_at_real_sizes(backend):
-    """As on a Hopper GPU, where Pallas kernels run what they can, and by XLA alone."""
+    """Every case is lowered as on a Hopper GPU: with Pallas kernels where they apply, and with XLA alone."""
     for case in cases(REAL, (backend,)):
         inputs = jax.tree.map(as_on_gpu, jax.eval_shape(case.inputs, jax.random.key(0)))
         result = jax.eval_shape(case.call, *inputs)

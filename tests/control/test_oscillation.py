@@ -27,7 +27,7 @@ Wave = Callable[[float], float]  # seconds -> load, as a share of what full prec
 
 @dataclass
 class LoadResult:
-    """What a policy did under a load."""
+    """The decisions of a policy under a load."""
 
     directions: list[str]  # "entry" or "release", one after the other
     late: list[float]  # times at which load had been low for more than 10 s, and a layer was not back

@@ -95,7 +95,7 @@ def test_quantize_command_writes_the_layers_that_awq_makes(
 def test_quantize_command_holds_one_layer_in_memory_and_shows_progress(
     model: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a layer is written, no array of the layers before it is left on the host or on the device."""
+    """No array of an earlier layer is left on the host or on the device when a layer is written."""
     block, add = Checkpoint.block, VariantWriter.add
     arrays: dict[int, list[weakref.ref]] = {}  # by layer: those of full precision, and those of the variant
     device: list[int] = []  # bytes of all arrays of JAX while a layer is written
