@@ -1,19 +1,19 @@
 """Construction of engines: all parts are made from an `EngineConfig`, connected and warmed up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import jax
 
-from jaxserve.actuator import HostMemory, LayerSource, Place, PlanActuator, RunningInstance, pinned_memory, pinned_store
+from jaxserve.actuator import HostMemory, LayerSource, Place, PlanActuator, pinned_memory, pinned_store
 from jaxserve.calibration.sensitivity.order import swap_order
 from jaxserve.checkpoint.variants import fingerprint
 from jaxserve.compilation.cache import CompileCounter, use_persistent_cache
 from jaxserve.compilation.programs import Compiler
 from jaxserve.compilation.saved import saved_programs
-from jaxserve.control import InstancePlan
+from jaxserve.control import InstancePlan, PlanInForce
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, load_policy
@@ -58,7 +58,8 @@ class BuiltEngine:
     metrics: EngineMetrics
     clock: Clock
     control: ControlPlane | None
-    actuator: PlanActuator | None
+    in_force: PlanInForce
+    actuators: Mapping[str, PlanActuator]
     close: Callable[[], None]
     resolved: Resolved
     compilations: CompileCounter
@@ -113,7 +114,6 @@ def build(
     controlled = controlled or config.policy != STATIC
     load = _policy_loader(resolved) if controlled else None
     policy = load(config.policy) if load else None
-    foreseen = policy.foresee(resolved.plan) if isinstance(policy, ForesightPolicy) else ()
     step_log = None if config.step_log is None else StepLog(config.step_log, _step_log_header(resolved))
     tokenizer = load_tokenizer(config, resolved.checkpoint.path, resolved.checkpoint.config.vocab_size)
     metrics = EngineMetrics(resolved.info.name, _cache_config(resolved))
@@ -138,7 +138,7 @@ def build(
             eos_token_ids=(*resolved.padded_model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
             salt=assignment_id(instance.layer_precisions),
             seed=config.seed + index,
-            plan_fields=resolved.plan_fields(resolved.plan, index),
+            plan_fields=resolved.plan_fields(instance, resolved.plan.version),
             index=index,
         )
         if config.warmup:
@@ -149,21 +149,23 @@ def build(
                 instance,
                 resolved.variants,
                 source.parameters,
-                [plan.instances[index] for plan in foreseen],
+                policy.foresee(instance) if isinstance(policy, ForesightPolicy) else (),
             )
             executor.settle()
             trim_heap()
         logged = None if step_log is None else InstanceLog(step_log, core, resolved.buckets)
         instances.append(StepLoop(core, executor, clock, overlap=config.overlap, log=logged))
 
-    actuator = control = None
+    in_force = PlanInForce(resolved.plan)
+    actuators: Mapping[str, PlanActuator] = {}
+    control = None
     if load and policy:
-        running = [RunningInstance(steps, executor) for steps, executor in zip(instances, executors, strict=True)]
-        actuator = _build_actuator(resolved, running, source, metrics, memory)
-        control = _build_control_plane(resolved, policy, load, instances, actuator, clock, step_log)
+        _load_variants(resolved, executors, source, memory)
+        actuators = _build_actuators(resolved, instances, executors, source, metrics, in_force)
+        control = _build_control_plane(resolved, policy, load, instances, in_force, actuators, clock, step_log)
 
     def close() -> None:
-        for part in (control, actuator, step_log):
+        for part in (control, *actuators.values(), step_log):
             if part is not None:
                 part.close()
         compilations.close()
@@ -172,18 +174,24 @@ def build(
         source.close()
 
     return BuiltEngine(
-        tuple(instances), resolved.info, tokenizer, metrics, clock, control, actuator, close, resolved, compilations
+        tuple(instances),
+        resolved.info,
+        tokenizer,
+        metrics,
+        clock,
+        control,
+        in_force,
+        actuators,
+        close,
+        resolved,
+        compilations,
     )
 
 
-def _build_actuator(
-    resolved: Resolved,
-    instances: Sequence[RunningInstance],
-    source: LayerSource,
-    metrics: EngineMetrics,
-    memory: str | None,
-) -> PlanActuator:
-    """Load every variant into the host's memory, and return an actuator for the instances.
+def _load_variants(
+    resolved: Resolved, executors: Sequence[BlockExecutor], source: LayerSource, memory: str | None
+) -> None:
+    """Load every variant into the host's memory.
 
     Variants lie in the host memory of kind `memory`, if the devices have one. Where the host is the device and there
     is one instance, layers run on the pinned arrays themselves, without a copy.
@@ -191,24 +199,40 @@ def _build_actuator(
     place: Place | None = None
     in_place = memory is None and resolved.pinned.in_place
     if memory is not None and resolved.variants:
-        place = pinned_store([instance.executor for instance in instances], memory)
+        place = pinned_store(executors, memory)
     elif in_place:
-        place = instances[0].executor.place
+        place = executors[0].place
     for block, precision in resolved.layer_bytes if resolved.variants else ():
         source.load(block, precision, place)
         if in_place and precision in resolved.pinned.in_place_precisions:
-            _run_on_pinned(instances[0].executor, source, block, precision)
-    return PlanActuator(
-        resolved.plan,
-        instances,
-        source,
-        metrics,
-        ledger=resolved.ledger,
-        entries=resolved.ledger_entries,
-        plan_fields=resolved.plan_fields,
-        copy_rate=_copy_rate(resolved),
-        copy_share=COPY_SHARES[resolved.devices[0].platform],
-    )
+            _run_on_pinned(executors[0], source, block, precision)
+
+
+def _build_actuators(
+    resolved: Resolved,
+    instances: Sequence[StepLoop],
+    executors: Sequence[BlockExecutor],
+    source: LayerSource,
+    metrics: EngineMetrics,
+    in_force: PlanInForce,
+) -> Mapping[str, PlanActuator]:
+    """Return an actuator for each instance by its name."""
+    return {
+        plan.name: PlanActuator(
+            plan.name,
+            steps,
+            executor,
+            source,
+            metrics,
+            in_force,
+            ledgers=resolved.ledgers,
+            entries=resolved.device_entries,
+            plan_fields=resolved.plan_fields,
+            copy_rate=_copy_rate(resolved),
+            copy_share=COPY_SHARES[resolved.devices[0].platform],
+        )
+        for plan, steps, executor in zip(resolved.plan.instances, instances, executors, strict=True)
+    }
 
 
 def _run_on_pinned(executor: BlockExecutor, source: LayerSource, block: str, precision: str) -> None:
@@ -234,20 +258,22 @@ def _build_control_plane(
     policy: Policy,
     load: Callable[..., Policy],
     instances: Sequence[StepLoop],
-    actuator: PlanActuator,
+    in_force: PlanInForce,
+    actuators: Mapping[str, PlanActuator],
     clock: Clock,
     step_log: StepLog | None,
 ) -> ControlPlane:
     config = resolved.config
     resources = resolved.resources(_copy_rate(resolved))
     make_controller = Controller if step_log is None else partial(LoggedController, step_log)
-    controller = make_controller(resolved.plan, policy, resources, actuator=actuator)
+    controller = make_controller(in_force, policy, resources, actuators)
+    loops = dict(zip(actuators, instances, strict=True))
     return ControlPlane(
         controller,
         resources,
         resolved.ledger,
         clock,
-        snapshots=lambda: [steps.core.snapshot for steps in instances],
+        snapshots=lambda: {name: steps.core.snapshot for name, steps in loops.items()},
         policy_names=POLICY_NAMES,
         load_policy=load,
         started_with=str(config.policy),

@@ -1,21 +1,23 @@
-"""The controller, which asks the policy at a fixed interval and has the actuator carry out the plan that it wants.
+"""The controller, which asks the policy at a fixed interval and has actuators carry out the plans that it wants.
 
-    snapshots -> smoothing -> policy -> plan -> validate, diff -> actuator -> plan in force
+    snapshot -> smoothing -> policy -> plan -> validate, diff -> actuator -> plan in force
 
-Time is an argument, and only the actuator has effects. The plan in force changes only by committed transitions.
+Every instance has its own state of the policy, decision under way, failures and actuator, so that one that fails or is
+slow holds up no other. Time is an argument, and only the actuators have effects.
 """
 
 import logging
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxserve.control.diff import diff
-from jaxserve.control.plan import Plan
+from jaxserve.control.diff import check_instances, diff
+from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.policy import Policy
 from jaxserve.control.record import Decision, HistorySample, sample
-from jaxserve.control.resources import Resources, validate
+from jaxserve.control.resources import Resources, validate, validate_instance
 from jaxserve.control.transitions import Actuator, Transition
 from jaxserve.core.errors import PlanError
 from jaxserve.telemetry import Smoother, Snapshot
@@ -49,158 +51,267 @@ class Failures:
 
 
 class Controller:
-    """A controller of the plan in force. Only one thread at a time may call its methods."""
+    """A controller of the plan in force. One thread calls `tick`; other methods may be called from any thread."""
 
     def __init__(
         self,
-        plan: Plan,
+        in_force: PlanInForce,
         policy: Policy,
         resources: Resources,
-        actuator: Actuator,
+        actuators: Mapping[str, Actuator],
         *,
         tick: float = 0.1,
         window: float = 5.0,
         backoff: Backoff | None = None,
     ):
-        """`plan` is in force now, and policies return to it. `tick` is the interval between decisions in seconds, and
-        `window` the seconds over which snapshots are smoothed.
+        """Control the instances of the plan in force, to which policies return. `actuators` are by instance.
+
+        `tick` is the interval between decisions in seconds, and `window` the seconds over which snapshots are smoothed.
         """
         self.interval = tick
-        self.plan = plan
+        self.policy = policy
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS)
         self.history: deque[HistorySample] = deque(maxlen=HISTORY)
-        self.note = ""  # why the policy keeps the plan
-        self.failures = Failures()
-        self._start, self._resources, self._actuator = plan, resources, actuator
-        self._backoff = Backoff() if backoff is None else backoff
-        self._smoothers = [Smoother(window) for _ in plan.instances]
+        self._in_force, self._resources = in_force, resources
+        self._lock = threading.RLock()
         self._due = self._sample_due = float("-inf")
-        self._pending: list[Transition] = []  # started, but not ended
-        self._state_when_done: Any = None  # the policy's next state, if the pending transitions succeed
-        self._target: Plan | None = None
-        self._open: Decision | None = None  # the decision that is being carried out
-        self.set_policy(policy)
+        backoff = Backoff() if backoff is None else backoff
+        self._instances = {
+            instance.name: InstanceController(
+                instance,
+                policy,
+                resources,
+                in_force,
+                actuators[instance.name],
+                Smoother(window),
+                backoff,
+                self._record,
+                self._lock,
+            )
+            for instance in in_force.plan.instances
+        }
+
+    @property
+    def plan(self) -> Plan:
+        """Plan in force."""
+        return self._in_force.plan
 
     @property
     def target(self) -> Plan | None:
-        """Plan that is being carried out, or None."""
-        return self._target
+        """The plan in force with all changes under way; None if there are none."""
+        changing = [instance for instance in self._instances.values() if instance.target is not None]
+        if not changing:
+            return None
+        plan = self.plan
+        for instance in changing:
+            if instance.target is not None:
+                plan = replace(plan.with_instance(instance.target), version=plan.version + instance.num_pending)
+        return plan
 
     @property
     def busy(self) -> bool:
         """True while a decision is being carried out."""
-        return self._target is not None
+        return any(instance.target is not None for instance in self._instances.values())
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """Why the policy keeps the plans of instances, by their names."""
+        return {name: instance.note for name, instance in self._instances.items() if instance.note}
+
+    @property
+    def note(self) -> str:
+        """The notes of all instances as one text."""
+        several = len(self._instances) > 1
+        return "; ".join(f"instance {name}: {note}" if several else note for name, note in self.notes.items())
 
     def set_policy(self, policy: Policy) -> None:
         """Let another policy decide from the next tick on. Transitions that have been started are finished."""
-        self.policy = policy
-        self._state: Any = policy.init(self._start)
-        self._state_when_done = self._state
-        self.note = ""
-        self.failures = Failures()
+        with self._lock:
+            self.policy = policy
+            for instance in self._instances.values():
+                instance.set_policy(policy)
 
     def change_policy(self, now: float, policy: Policy, change: str) -> None:
         """Let an operator set another policy, and record this as a decision without transitions."""
-        self.set_policy(policy)
-        self._record(self._decision(now, f"by the operator: {change}", self.plan, "done"))
+        with self._lock:
+            self.set_policy(policy)
+            version = self._in_force.version
+            self._record(Decision(now, policy.name, f"by the operator: {change}", version, version, (), "done"))
 
     def check(self, plan: Plan) -> None:
         """Raise `PlanError` if a plan does not fit, or cannot be reached from the plan in force."""
-        diff(self.plan, plan, self._resources)
+        present = self.plan
+        check_instances(present, plan)
+        for instance in present.instances:
+            diff(instance, plan.instance(instance.name), self._resources)
         validate(plan, self._resources)
 
-    def tick(self, now: float, snapshots: Sequence[Snapshot]) -> None:
-        """Take the outcomes of transitions, and ask the policy if no transition is under way.
+    def latest_decisions(self, limit: int) -> list[Decision]:
+        """Return at most `limit` of the latest decisions, the oldest first."""
+        with self._lock:
+            return list(self.decisions)[-limit:] if limit > 0 else []
 
-        `snapshots` are the latest ones of all instances, however old. Does nothing before the next tick is due.
+    def samples_since(self, time: float) -> list[HistorySample]:
+        """Return the samples that were taken after a time (s)."""
+        with self._lock:
+            return [sample for sample in self.history if sample.time > time]
+
+    def failures(self, instance: str) -> Failures:
+        """Return the consecutive failures of an instance."""
+        return self._instances[instance].failures
+
+    def tick(self, now: float, snapshots: Mapping[str, Snapshot]) -> None:
+        """Take the outcomes of transitions, and ask the policy for every instance that is not changing.
+
+        `snapshots` are the latest ones of all instances by name, however old. Does nothing before the next tick is due.
         """
         if now < self._due:
             return
         self._due = now + self.interval
-        # Asked before the outcomes are taken: if the actuator is not busy, all outcomes are available.
-        busy = self._actuator.busy
-        self._take_outcomes(now, busy)
-        seen = [s.observe(snapshot.at(now)) for s, snapshot in zip(self._smoothers, snapshots, strict=True)]
+        for name, instance in self._instances.items():
+            instance.tick(now, snapshots[name])
         if now >= self._sample_due:
             self._sample_due = now + HISTORY_INTERVAL
-            self.history.append(sample(now, self.plan, seen, self._resources))
+            seen = {name: instance.seen for name, instance in self._instances.items()}
+            with self._lock:
+                self.history.append(sample(now, self.plan, seen, self._resources))
+
+    def _record(self, decision: Decision, before: Decision | None = None) -> Decision:
+        """Log a decision, and keep it, in the place of the record `before` if that is given. Return what is kept."""
+        if before is None and decision.instance and len(self._instances) > 1:
+            decision = replace(decision, reason=f"instance {decision.instance}: {decision.reason}")
+        with self._lock:
+            if before is None:
+                self.decisions.append(decision)
+            elif before in self.decisions:  # changes by operators may have followed it
+                self.decisions[self.decisions.index(before)] = decision
+        _log(decision)
+        return decision
+
+
+class InstanceController:
+    """The control of one instance: its policy's state, the decision under way, and its failures."""
+
+    def __init__(
+        self,
+        start: InstancePlan,
+        policy: Policy,
+        resources: Resources,
+        in_force: PlanInForce,
+        actuator: Actuator,
+        smoother: Smoother,
+        backoff: Backoff,
+        record: Callable[..., Decision],
+        lock: threading.RLock,
+    ):
+        """Return to `start` under policies that do. `record` keeps decisions; `lock` guards what other threads use."""
+        self._start, self._resources, self._in_force = start, resources, in_force
+        self._actuator, self._smoother, self._backoff = actuator, smoother, backoff
+        self._record, self._lock = record, lock
+        self.seen = Snapshot()  # smoothed, at the latest tick
+        self._pending: list[Transition] = []  # started, but not ended
+        self._state_when_done: Any = None  # the policy's next state, if the pending transitions succeed
+        self._open: Decision | None = None  # the decision that is being carried out
+        self.target: InstancePlan | None = None
+        """The plan that is being carried out, or None."""
+        self.set_policy(policy)
+
+    @property
+    def num_pending(self) -> int:
+        """The number of transitions of the decision under way that have not ended."""
+        return len(self._pending)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Let another policy decide from the next tick on."""
+        self._policy = policy
+        self._state = self._state_when_done = policy.init(self._start)
+        self.note = ""  # why the policy keeps the plan
+        self.failures = Failures()
+
+    def tick(self, now: float, snapshot: Snapshot) -> None:
+        """Take the outcomes of transitions, and ask the policy if none is under way and no failure was too recent."""
+        # Asked before the outcomes are taken: if the actuator is not busy, all outcomes are available.
+        busy = self._actuator.busy
+        if self._pending:
+            with self._lock:
+                self._take_outcomes(now, busy)
+        self.seen = self._smoother.observe(snapshot.at(now))
         if not busy and now >= self.failures.until:
-            self._decide(now, seen)
+            self._decide(now)
 
-    # -- decisions
-
-    def _decide(self, now: float, snapshots: Sequence[Snapshot]) -> None:
+    def _decide(self, now: float) -> None:
         """Ask the policy, and start the transitions to the plan that it wants.
 
         A policy that raises is treated like one whose plan does not fit. The policy's new state is adopted when its
-        plan has been carried out, so that a decision that failed leaves no trace in it.
+        plan has been carried out, so that a decision that failed leaves no trace in it. The policy is asked without
+        the lock, because it may take long. Its answer counts only if it has not been replaced meanwhile.
         """
-        reason, plan = "the policy failed", self.plan
+        policy, plan = self._policy, self._in_force.instance(self._start.name)
+        reason, wanted, error = "the policy failed", plan, ""
+        transitions: tuple[Transition, ...] = ()
         try:
-            proposal = self.policy.update(snapshots, self.plan, self._state)
-            reason, plan = proposal.reason, proposal.plan
-            if plan.instances == self.plan.instances:
-                self._state, self.note = proposal.state, reason
+            proposal = policy.update(self.seen, plan, self._state)
+            reason, wanted, state = proposal.reason, proposal.plan, proposal.state
+            if wanted != plan:
+                validate_instance(wanted, self._resources)
+                transitions = diff(plan, wanted, self._resources)
+        except PlanError as refused:
+            error = str(refused)
+        except Exception as failure:
+            log.exception("policy %s failed; the plan of instance %s stays", policy.name, plan.name)
+            error, wanted = f"{type(failure).__name__}: {failure}", plan
+        with self._lock:
+            if policy is not self._policy:
                 return
-            validate(plan, self._resources)
-            transitions = diff(self.plan, plan, self._resources)
-        except PlanError as error:
-            self._reject(now, reason, plan, str(error))
-            return
-        except Exception as error:
-            log.exception("policy %s failed; plan %d stays", self.policy.name, self.plan.version)
-            self._reject(now, reason, self.plan, f"{type(error).__name__}: {error}")
-            return
-        self._target, self.note = replace(plan, version=self.plan.version + len(transitions)), ""
-        self._pending, self._state_when_done = list(transitions), proposal.state
-        self._open = self._decision(now, reason, self._target, "started", tuple(map(str, transitions)))
-        self._record(self._open)
+            if error:
+                self._reject(now, reason, error)
+            elif not transitions:
+                self._state, self.note = state, reason
+            else:
+                self._begin(now, reason, wanted, transitions, state)
+
+    def _begin(
+        self, now: float, reason: str, target: InstancePlan, transitions: Sequence[Transition], state: Any
+    ) -> None:
+        self.target, self.note = target, ""
+        self._pending, self._state_when_done = list(transitions), state
+        self._open = self._record(self._decision(now, reason, "started", tuple(map(str, transitions))))
         self._actuator.start(transitions)
 
     def _take_outcomes(self, now: float, busy: bool) -> None:
-        """Apply committed transitions to the plan in force, and end the decision after the last one or a failure."""
+        """End the decision under way after the last outcome or a failure."""
         for outcome in self._actuator.poll():
             transition = self._pending.pop(0)
             assert transition == outcome.transition, (transition, outcome)
             if outcome.error is not None:
                 self._end(f"failed: {transition}: {outcome.error}")
                 self._fail(now)
-            else:
-                self.plan = transition.apply(self.plan)
-                if not self._pending:
-                    self._end("done")
-                    self._state = self._state_when_done
-                    self.failures = Failures()
+            elif not self._pending:
+                self._end("done")
+                self._state = self._state_when_done
+                self.failures = Failures()
         if self._pending and not busy:
             self._end(f"failed: {self._pending[0]} was dropped")
             self._fail(now)
 
     def _end(self, outcome: str) -> None:
-        """Record the outcome of the decision under way, which operators' decisions may have followed in the list."""
         assert self._open is not None
-        ended = replace(self._open, outcome=outcome)
-        if self._open in self.decisions:
-            self.decisions[self.decisions.index(self._open)] = ended
-        self._pending, self._target, self._open = [], None, None
-        _log(ended)
+        self._record(replace(self._open, outcome=outcome), self._open)
+        self._pending, self.target, self._open = [], None, None
 
-    def _reject(self, now: float, reason: str, plan: Plan, error: str) -> None:
+    def _reject(self, now: float, reason: str, error: str) -> None:
         self.note = ""
-        self._record(self._decision(now, reason, plan, f"rejected: {error}"))
+        self._record(self._decision(now, reason, f"rejected: {error}"))
         self._fail(now)
 
     def _fail(self, now: float) -> None:
         count = self.failures.count + 1
         self.failures = Failures(count, now + self._backoff.delay(count))
 
-    def _decision(
-        self, now: float, reason: str, target: Plan, outcome: str, transitions: tuple[str, ...] = ()
-    ) -> Decision:
-        return Decision(now, self.policy.name, reason, self.plan.version, target.version, transitions, outcome)
-
-    def _record(self, decision: Decision) -> None:
-        self.decisions.append(decision)
-        _log(decision)
+    def _decision(self, now: float, reason: str, outcome: str, transitions: tuple[str, ...] = ()) -> Decision:
+        version = self._in_force.version
+        target = version + len(transitions)
+        return Decision(now, self._policy.name, reason, version, target, transitions, outcome, self._start.name)
 
 
 def _log(decision: Decision) -> None:

@@ -1,5 +1,6 @@
 """The ledger, which checks the resident bytes of one memory (a device's or the host's) against its budget."""
 
+import threading
 from collections.abc import Mapping
 
 from jaxserve.core.errors import MemoryBudgetError
@@ -46,3 +47,32 @@ class Ledger:
         """Set the sizes of entries. Raise `MemoryBudgetError` if they exceed the budget; then nothing changes."""
         self.check(entries)
         self.entries |= entries
+
+
+class DeviceLedgers:
+    """The ledgers of several devices by their index, changed together or not at all. Thread-safe."""
+
+    def __init__(self, ledgers: Mapping[int, Ledger]):
+        self._ledgers, self._lock = dict(ledgers), threading.Lock()
+
+    def __getitem__(self, device: int) -> Ledger:
+        return self._ledgers[device]
+
+    def check(self, entries: Mapping[int, Mapping[str, int]]) -> None:
+        """Raise `MemoryBudgetError` that names the device if a ledger would exceed its budget with these entries."""
+        with self._lock:
+            self._check(entries)
+
+    def update(self, entries: Mapping[int, Mapping[str, int]]) -> None:
+        """Set the sizes of entries by device. Raise `MemoryBudgetError` if they do not fit; then nothing changes."""
+        with self._lock:
+            self._check(entries)
+            for device, sizes in entries.items():
+                self._ledgers[device].update(sizes)
+
+    def _check(self, entries: Mapping[int, Mapping[str, int]]) -> None:
+        for device, sizes in entries.items():
+            try:
+                self._ledgers[device].check(sizes)
+            except MemoryBudgetError as error:
+                raise MemoryBudgetError(f"device {device}: {error}") from None

@@ -4,6 +4,7 @@ A plan has instances, which are replicas of the model that serve requests indepe
 stages. A stage has blocks, which run on its devices with tensor parallelism over all of them.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,9 +37,14 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class InstancePlan:
-    """An instance: a replica of the whole model, as stages in order."""
+    """An instance: a replica of the whole model, as stages in order.
+
+    Its name is given once, and everything that is kept beside the plan is found by it.
+    """
 
     stages: tuple[StagePlan, ...]
+    name: str = "0"
+    max_num_seqs: int | None = None  # sequences that may run at once; None: as many as the engine has slots for
 
     @cached_property
     def layer_precisions(self) -> tuple[str, ...]:
@@ -57,10 +63,37 @@ class InstancePlan:
 
     def precision(self, block: str) -> str:
         """Return the precision of a block. Raise `PlanError` if no block has this name."""
-        for known in self.blocks:
-            if known.block == block:
-                return known.precision
-        raise PlanError(f"unknown block {block!r}: the blocks are {self.blocks[0].block} to {self.blocks[-1].block}")
+        try:
+            return self._precisions[block]
+        except KeyError:
+            first, last = self.blocks[0].block, self.blocks[-1].block
+            raise PlanError(f"unknown block {block!r}: the blocks are {first} to {last}") from None
+
+    def with_precisions(self, precisions: Mapping[str, str]) -> "InstancePlan":
+        """Return the plan with the given precisions of some blocks. Raise `PlanError` for a block that is unknown."""
+        unknown = precisions.keys() - self._precisions.keys()
+        if unknown:
+            first, last = self.blocks[0].block, self.blocks[-1].block
+            names = ", ".join(sorted(unknown))
+            raise PlanError(f"instance {self.name} has no block {names}: its blocks are {first} to {last}")
+
+        def changed(block: BlockPlan) -> BlockPlan:
+            return BlockPlan(block.block, precisions[block.block]) if block.block in precisions else block
+
+        stages = (replace(stage, blocks=tuple(map(changed, stage.blocks))) for stage in self.stages)
+        return replace(self, stages=tuple(stages))
+
+    def with_kv_pages(self, pages: int) -> "InstancePlan":
+        """Return the plan with `pages` KV pages in all stages."""
+        return replace(self, stages=tuple(replace(stage, kv_pages=pages) for stage in self.stages))
+
+    def with_max_num_seqs(self, count: int | None) -> "InstancePlan":
+        """Return the plan with another limit on the sequences that run at once."""
+        return replace(self, max_num_seqs=count)
+
+    @cached_property
+    def _precisions(self) -> Mapping[str, str]:
+        return {block.block: block.precision for block in self.blocks}
 
 
 @dataclass(frozen=True)
@@ -70,33 +103,71 @@ class Plan:
     version: int
     instances: tuple[InstancePlan, ...]
 
-    def with_precisions(self, instance: int, precisions: Mapping[str, str]) -> "Plan":
+    def instance(self, name: str) -> InstancePlan:
+        """Return the plan of an instance. Raise `PlanError` if there is no instance of this name."""
+        try:
+            return self._by_name[name]
+        except KeyError:
+            known = ", ".join(self._by_name)
+            raise PlanError(f"unknown instance {name!r}: the instances are {known}") from None
+
+    def with_instance(self, instance: InstancePlan) -> "Plan":
+        """Return the next version of the plan, in which `instance` replaces the instance of its name.
+
+        Raise `PlanError` if there is no instance of this name.
+        """
+        self.instance(instance.name)
+        instances = (instance if old.name == instance.name else old for old in self.instances)
+        return Plan(self.version + 1, tuple(instances))
+
+    def with_precisions(self, instance: str, precisions: Mapping[str, str]) -> "Plan":
         """Return the next version of the plan, with the given precisions of some blocks of an instance.
 
-        Raise `PlanError` if the instance has no such block.
+        Raise `PlanError` if the instance or one of its blocks is unknown.
         """
-        old = self.instances[instance]
-        unknown = precisions.keys() - {block.block for block in old.blocks}
-        if unknown:
-            first, last = old.blocks[0].block, old.blocks[-1].block
-            raise PlanError(
-                f"instance {instance} has no block {', '.join(sorted(unknown))}: its blocks are {first} to {last}"
-            )
+        return self.with_instance(self.instance(instance).with_precisions(precisions))
 
-        def changed(block: BlockPlan) -> BlockPlan:
-            return BlockPlan(block.block, precisions[block.block]) if block.block in precisions else block
-
-        stages = (replace(stage, blocks=tuple(map(changed, stage.blocks))) for stage in old.stages)
-        return self._with_instance(instance, InstancePlan(tuple(stages)))
-
-    def with_kv_pages(self, instance: int, pages: int) -> "Plan":
+    def with_kv_pages(self, instance: str, pages: int) -> "Plan":
         """Return the next version of the plan, with `pages` KV pages in all stages of an instance."""
-        stages = tuple(replace(stage, kv_pages=pages) for stage in self.instances[instance].stages)
-        return self._with_instance(instance, InstancePlan(stages))
+        return self.with_instance(self.instance(instance).with_kv_pages(pages))
 
-    def _with_instance(self, index: int, instance: InstancePlan) -> "Plan":
-        instances = (*self.instances[:index], instance, *self.instances[index + 1 :])
-        return Plan(self.version + 1, instances)
+    @cached_property
+    def _by_name(self) -> Mapping[str, InstancePlan]:
+        return {instance.name: instance for instance in self.instances}
+
+
+class PlanInForce:
+    """The plan in force, which the actuators of all instances change and everything else reads. Thread-safe."""
+
+    def __init__(self, plan: Plan):
+        self._lock = threading.Lock()
+        self._version = plan.version
+        self._instances = {instance.name: instance for instance in plan.instances}
+        self._plan = plan
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of all instances."""
+        with self._lock:
+            if self._plan.version != self._version:
+                self._plan = Plan(self._version, tuple(self._instances.values()))
+            return self._plan
+
+    @property
+    def version(self) -> int:
+        """The version of the plan, which grows by 1 with each transition."""
+        return self._version
+
+    def instance(self, name: str) -> InstancePlan:
+        """Return the plan of an instance, whose name must be known."""
+        return self._instances[name]
+
+    def commit(self, instance: InstancePlan, transitions: int) -> int:
+        """Put an instance's plan in force that differs by a number of transitions. Return the new version."""
+        with self._lock:
+            self._instances[instance.name] = instance
+            self._version += transitions
+            return self._version
 
 
 def block_chain(embed: str, layer_precisions: Sequence[str], head: str) -> tuple[BlockPlan, ...]:
@@ -131,5 +202,5 @@ def parallel_plan(chain: Sequence[BlockPlan], *, kv_pages: int, tp: int, pp: int
             last = num_layers + 2 if stage == pp - 1 else bounds[stage + 1] + 1
             start = (replica * pp + stage) * tp
             stages.append(StagePlan(tuple(chain[first:last]), tuple(range(start, start + tp)), kv_pages))
-        instances.append(InstancePlan(tuple(stages)))
+        instances.append(InstancePlan(tuple(stages), str(replica)))
     return Plan(1, tuple(instances))

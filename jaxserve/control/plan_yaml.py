@@ -2,7 +2,8 @@
 
 version: 7
 instances:
-- stages:
+- name: "0"
+  stages:
   - devices: [0]
     kv_pages: 801
     blocks:
@@ -26,14 +27,16 @@ from jaxserve.core.files import parse_yaml
 
 LAYER = re.compile(r"layers\.(\d{1,9})")
 LAYERS = re.compile(r"layers\.(\d{1,9})-(\d{1,9})")
-MAX_BLOCKS = 10_000  # in a plan, so that a typing error cannot fill the memory
+# Blocks in an instance and in a plan, so that a typing error cannot fill the memory.
+MAX_BLOCKS = 10_000
+MAX_PLAN_BLOCKS = 200_000
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return a plan as plain data with the keys of its YAML. Adjacent layers of one precision are one entry."""
     return {
         "version": plan.version,
-        "instances": [{"stages": [_stage_dict(stage) for stage in i.stages]} for i in plan.instances],
+        "instances": [_instance_dict(instance) for instance in plan.instances],
     }
 
 
@@ -49,23 +52,22 @@ def from_yaml(text: str) -> Plan:
     """
     value = _mapping(parse_yaml(text, "the plan"), "the plan", {"instances"}, {"version"})
     version = _number(value.get("version", 1), "version")
-    instances, room = [], MAX_BLOCKS
-    for index, item in enumerate(_list(value["instances"], "instances")):
-        name = f"instances[{index}]"
-        stages = []
-        for stage, part in enumerate(_list(_mapping(item, name, {"stages"})["stages"], f"{name}.stages")):
-            stages.append(_stage(part, f"{name}.stages[{stage}]", room))
-            room -= len(stages[-1].blocks)
-        instances.append(InstancePlan(tuple(stages)))
+    items = _list(value["instances"], "instances")
+    instances, room = [], MAX_PLAN_BLOCKS
+    for index, item in enumerate(items):
+        instances.append(_instance(item, f"instances[{index}]", str(index)))
+        room -= len(instances[-1].blocks)
+        if room < 0:
+            raise ConfigError(f"instances[{index}]: with it the plan has more than {MAX_PLAN_BLOCKS} blocks")
     return Plan(version, tuple(instances))
 
 
 def plan_table(plan: Plan) -> str:
     """Return a plan as a table for a terminal. Adjacent layers of one precision are one row."""
     rows = [("instance", "stage", "devices", "KV pages", "blocks", "precision")]
-    for index, instance in enumerate(plan.instances):
+    for instance in plan.instances:
         for stage_index, stage in enumerate(instance.stages):
-            where = (str(index), str(stage_index), _range(stage.devices), str(stage.kv_pages))
+            where = (instance.name, str(stage_index), _range(stage.devices), str(stage.kv_pages))
             for blocks, precision in _runs(stage.blocks):
                 rows.append((*where, blocks, precision))
                 where = ("", "", "", "")
@@ -75,6 +77,12 @@ def plan_table(plan: Plan) -> str:
 
 
 # -- writing
+
+
+def _instance_dict(instance: InstancePlan) -> dict[str, Any]:
+    """Return an instance as plain data. Without a limit on its sequences it has no `max_num_seqs`."""
+    limit = {} if instance.max_num_seqs is None else {"max_num_seqs": instance.max_num_seqs}
+    return {"name": instance.name} | limit | {"stages": [_stage_dict(stage) for stage in instance.stages]}
 
 
 def _stage_dict(stage: StagePlan) -> dict[str, Any]:
@@ -106,6 +114,19 @@ def _range(numbers: Sequence[int]) -> str:
 # -- reading
 
 
+def _instance(value: Any, where: str, default_name: str) -> InstancePlan:
+    """Return the instance that a value describes. Raise `ConfigError` if it has more than `MAX_BLOCKS` blocks."""
+    fields = _mapping(value, where, {"stages"}, {"name", "max_num_seqs"})
+    name, limit = fields.get("name", default_name), fields.get("max_num_seqs")
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}.name is {_short(name)}: it must be a text")
+    stages, room = [], MAX_BLOCKS
+    for index, part in enumerate(_list(fields["stages"], f"{where}.stages")):
+        stages.append(_stage(part, f"{where}.stages[{index}]", room))
+        room -= len(stages[-1].blocks)
+    return InstancePlan(tuple(stages), name, None if limit is None else _number(limit, f"{where}.max_num_seqs"))
+
+
 def _stage(value: Any, name: str, room: int) -> StagePlan:
     """Return the stage that a value describes. Raise `ConfigError` if it has more than `room` blocks."""
     stage = _mapping(value, name, {"devices", "kv_pages", "blocks"})
@@ -122,7 +143,7 @@ def _stage(value: Any, name: str, room: int) -> StagePlan:
                 raise ConfigError(f"{name}.blocks names {block} twice")
             expanded[block] = BlockPlan(block, precision)
         if len(expanded) > room:
-            raise ConfigError(f"{name}.blocks: with {_short(key)} the plan has more than {MAX_BLOCKS} blocks")
+            raise ConfigError(f"{name}.blocks: with {_short(key)} the instance has more than {MAX_BLOCKS} blocks")
     return StagePlan(tuple(expanded.values()), devices, _number(stage["kv_pages"], f"{name}.kv_pages"))
 
 

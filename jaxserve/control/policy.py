@@ -1,10 +1,10 @@
-"""Policies: pure functions from an engine's snapshots and the plan in force to the plan that should be in force."""
+"""Policies: pure functions from an instance's snapshot and its plan in force to the plan that should be in force."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from jaxserve.control.plan import Plan
+from jaxserve.control.plan import InstancePlan
 from jaxserve.telemetry import Snapshot
 
 State = TypeVar("State")
@@ -12,20 +12,21 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class Proposal(Generic[State]):
-    """Answer of a policy: the plan that should be in force, which is the present plan if nothing should change.
+    """Answer of a policy: the instance's plan that should be in force, or the present one if nothing should change.
 
     `reason` has the numbers and thresholds behind a change, or says what the policy waits for if nothing changes.
     """
 
-    plan: Plan
+    plan: InstancePlan
     state: State  # the policy's next state
     reason: str = ""
 
 
 class Policy(Protocol[State]):
-    """A policy, which decides which plan should be in force.
+    """A policy, which decides for each instance which plan should be in force.
 
-    It stores nothing in itself: its state is a value that it returns and gets back.
+    It stores nothing in itself: its state for an instance is a value that it returns and gets back. It may have an
+    attribute `precisions`, a tuple of the precisions that its plans need in addition to those of the start.
     """
 
     @property
@@ -33,15 +34,15 @@ class Policy(Protocol[State]):
         """Name of the policy in logs and in the status."""
         ...
 
-    def init(self, plan: Plan) -> State:
-        """Return the first state. `plan` is the plan that the engine was started with, and the one to return to."""
+    def init(self, plan: InstancePlan) -> State:
+        """Return an instance's first state. `plan` is its plan at the start, and the one to return to."""
         ...
 
-    def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: State) -> Proposal[State]:
-        """Return the plan that should be in force instead of `plan`. `snapshots[i]` belongs to `plan.instances[i]`.
+    def update(self, snapshot: Snapshot, plan: InstancePlan, state: State) -> Proposal[State]:
+        """Return the plan that should be in force instead of `plan`, from a snapshot of the instance.
 
-        Snapshots have `recent` set. Their `time` goes on while an engine has nothing to do, so that a policy needs no
-        clock. If the proposal has another plan, its state is adopted once that plan has been carried out. If that
+        The snapshot has `recent` set. Its `time` goes on while the instance has nothing to do, so that a policy needs
+        no clock. If the proposal has another plan, its state is adopted once that plan has been carried out. If that
         fails, the policy gets the previous state again.
         """
         ...
@@ -49,10 +50,10 @@ class Policy(Protocol[State]):
 
 @runtime_checkable
 class ForesightPolicy(Protocol):
-    """A policy that can name in advance plans that it may hold for long, so that engines can prepare for them."""
+    """A policy that can name in advance plans that it may hold for long, so that instances can prepare for them."""
 
-    def foresee(self, plan: Plan) -> Sequence[Plan]:
-        """Return the plans that the policy may hold for long in an engine that is started with `plan`."""
+    def foresee(self, plan: InstancePlan) -> Sequence[InstancePlan]:
+        """Return the plans that the policy may hold for long in an instance that is started with `plan`."""
         ...
 
 
@@ -66,19 +67,23 @@ class Chain:
     def name(self) -> str:
         return " + ".join(policy.name for policy in self.policies)
 
-    def init(self, plan: Plan) -> tuple[Any, ...]:
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for policy in self.policies for name in getattr(policy, "precisions", ())))
+
+    def init(self, plan: InstancePlan) -> tuple[Any, ...]:
         return tuple(policy.init(plan) for policy in self.policies)
 
-    def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: tuple[Any, ...]) -> Proposal[tuple[Any, ...]]:
+    def update(self, snapshot: Snapshot, plan: InstancePlan, state: tuple[Any, ...]) -> Proposal[tuple[Any, ...]]:
         states, reasons = [], []
         for policy, old_state in zip(self.policies, state, strict=True):
-            proposal = policy.update(snapshots, plan, old_state)
+            proposal = policy.update(snapshot, plan, old_state)
             plan = proposal.plan
             states.append(proposal.state)
             reasons.append(proposal.reason)
         return Proposal(plan, tuple(states), "; ".join(filter(None, reasons)))
 
-    def foresee(self, plan: Plan) -> Sequence[Plan]:
+    def foresee(self, plan: InstancePlan) -> Sequence[InstancePlan]:
         foreseeing = (policy for policy in self.policies if isinstance(policy, ForesightPolicy))
         return [foreseen for policy in foreseeing for foreseen in policy.foresee(plan)]
 

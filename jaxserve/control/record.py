@@ -1,7 +1,7 @@
 """Records that the controller keeps for operators: its decisions, and samples of the engine's state."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.control.plan import Plan
@@ -20,6 +20,7 @@ class Decision:
     target_version: int
     transitions: tuple[str, ...]
     outcome: str  # "started", "done", "failed: ...", "rejected: ..."
+    instance: str = ""  # name; "" if the decision is about all instances
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,13 @@ class HistorySample:
     kv_usage: float  # share of the KV pages of all instances that sequences hold
 
 
-def sample(now: float, plan: Plan, snapshots: Sequence[Snapshot], resources: Resources) -> HistorySample:
-    """Return a sample at time `now` (s), from smoothed snapshots of all instances and the plan in force."""
+def sample(now: float, plan: Plan, seen: Mapping[str, Snapshot], resources: Resources) -> HistorySample:
+    """Return a sample at time `now` (s), from smoothed snapshots of all instances by name and the plan in force."""
+    snapshots = seen.values()
     precisions: Counter[str] = Counter()
     used = free = rounding = pages_used = pages_total = 0
-    for instance, snapshot in zip(plan.instances, snapshots, strict=True):
+    for instance in plan.instances:
+        snapshot = seen[instance.name]
         precisions.update(instance.layer_precisions)
         page = sum(size * stage.tp for size, stage in zip(resources.page_bytes, instance.stages, strict=True))
         used += page * snapshot.kv_pages_used

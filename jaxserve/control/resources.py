@@ -85,7 +85,7 @@ class Resources:
             layer: min(self.precisions(layer), key=lambda precision: self.bytes_taken(layer, precision))
             for layer in layers
         }
-        return self.kv_capacity(Plan(0, (instance,)).with_precisions(0, smallest).instances[0])
+        return self.kv_capacity(instance.with_precisions(smallest))
 
     def pages_taken(self, pages: int) -> int:
         """Return how many pages take memory while `pages` may be in use: whole segments, if pools have segments."""
@@ -102,25 +102,34 @@ def validate(plan: Plan, resources: Resources) -> None:
     for device, stages in devices.items():
         if stages > 1:
             raise PlanError(f"device {device} has {stages} stages: it can have one")
-    for instance_index, instance in enumerate(plan.instances):
-        if len(instance.stages) != len(resources.fixed):
+    for instance in plan.instances:
+        validate_instance(instance, resources)
+
+
+def validate_instance(instance: InstancePlan, resources: Resources) -> None:
+    """Raise `PlanError` that names the fault and the limit if an instance's plan does not fit."""
+    if instance.max_num_seqs is not None and instance.max_num_seqs < 1:
+        raise PlanError(
+            f"instance {instance.name} runs at most {instance.max_num_seqs} sequences: it must be at least 1"
+        )
+    if len(instance.stages) != len(resources.fixed):
+        raise PlanError(
+            f"instance {instance.name} has {len(instance.stages)} stages: it must have {len(resources.fixed)}"
+        )
+    for index, stage in enumerate(instance.stages):
+        where = f"instance {instance.name}, stage {index}"
+        if not resources.min_pages <= stage.kv_pages <= resources.max_pages:
             raise PlanError(
-                f"instance {instance_index} has {len(instance.stages)} stages: it must have {len(resources.fixed)}"
+                f"{where} has {stage.kv_pages} KV pages: it must be from {resources.min_pages} (max_model_len) "
+                f"to {resources.max_pages} (max_kv_pages)"
             )
-        for index, stage in enumerate(instance.stages):
-            where = f"instance {instance_index}, stage {index}"
-            if not resources.min_pages <= stage.kv_pages <= resources.max_pages:
-                raise PlanError(
-                    f"{where} has {stage.kv_pages} KV pages: it must be from {resources.min_pages} (max_model_len) "
-                    f"to {resources.max_pages} (max_kv_pages)"
-                )
-            if stage.kv_pages != instance.kv_pages:
-                raise PlanError(
-                    f"{where} has {stage.kv_pages} KV pages: it must have {instance.kv_pages}, as many as stage 0"
-                )
-            needed = resources.stage_bytes(index, stage)
-            if needed > resources.budget:
-                raise PlanError(
-                    f"{where} needs {needed / 1e9:.3f} GB per device: the budget is {resources.budget / 1e9:.3f} GB, "
-                    f"in which {resources.kv_capacity(instance) or 'no'} KV pages fit besides its layers (memory_gb)"
-                )
+        if stage.kv_pages != instance.kv_pages:
+            raise PlanError(
+                f"{where} has {stage.kv_pages} KV pages: it must have {instance.kv_pages}, as many as stage 0"
+            )
+        needed = resources.stage_bytes(index, stage)
+        if needed > resources.budget:
+            raise PlanError(
+                f"{where} needs {needed / 1e9:.3f} GB per device: the budget is {resources.budget / 1e9:.3f} GB, "
+                f"in which {resources.kv_capacity(instance) or 'no'} KV pages fit besides its layers (memory_gb)"
+            )

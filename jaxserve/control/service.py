@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -29,12 +29,12 @@ class ControlPlane:
         ledger: Ledger,
         clock: Clock,
         *,
-        snapshots: Callable[[], Sequence[Snapshot]],
+        snapshots: Callable[[], Mapping[str, Snapshot]],
         policy_names: Iterable[str],
         load_policy: Callable[..., Policy],
         started_with: str,
     ):
-        """`snapshots()` returns the latest snapshot of each instance.
+        """`snapshots()` returns the latest snapshot of each instance by its name.
 
         `load_policy(name)` returns a policy of `policy_names`, and takes a plan as `target` for "manual".
         `started_with` is the name or the file of the controller's present policy. That policy can be set again by the
@@ -59,8 +59,7 @@ class ControlPlane:
     def _run(self) -> None:
         while not self._closing.wait(self._controller.interval):
             try:
-                with self._lock:
-                    self._controller.tick(self._clock.now(), self._snapshots())
+                self._controller.tick(self._clock.now(), self._snapshots())
             except Exception:
                 log.exception("the control plane failed; the plan in force stays")
 
@@ -73,7 +72,7 @@ class ControlPlane:
         return to_dict(self._controller.plan)
 
     def status(self) -> dict[str, Any]:
-        controller, snapshot = self._controller, combine(list(self._snapshots()))
+        controller, snapshot = self._controller, combine(list(self._snapshots().values()))
         plan, target = controller.plan, controller.target
         layers = [[asdict(b) for b in i.blocks if is_layer(b.block)] for i in plan.instances]
         pages = sum(instance.kv_pages - 1 for instance in plan.instances)
@@ -98,13 +97,10 @@ class ControlPlane:
         }
 
     def decisions(self, limit: int) -> list[dict[str, Any]]:
-        with self._lock:
-            latest = list(self._controller.decisions)[-limit:] if limit > 0 else []
-        return [asdict(decision) for decision in latest]
+        return [asdict(decision) for decision in self._controller.latest_decisions(limit)]
 
     def history(self, since: float = float("-inf")) -> list[dict[str, Any]]:
-        with self._lock:
-            samples = [sample for sample in self._controller.history if sample.time > since]
+        samples = self._controller.samples_since(since)
         devices = sum(stage.tp for instance in self._controller.plan.instances for stage in instance.stages)
         fixed = sum(size for name, size in self._ledger.entries.items() if name not in ("weights", "variants", "kv"))
         shown = [asdict(sample) for sample in samples]

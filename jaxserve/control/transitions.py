@@ -1,93 +1,319 @@
-"""Transitions: the elementary changes of a plan with their costs, and the interface of the actuator."""
+"""Transitions: the elementary changes of an instance's plan, with their costs and what they do to a running instance.
 
-from collections.abc import Iterator, Sequence
+Each kind of transition is one class. Its methods `stage`, `commit` and `release` act on a `RunningInstance`, which is
+real or simulated. `control.reconfigure` says when they are called, and holds the rules that all kinds share.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from jaxserve.control.plan import Plan
+from jaxserve.control.plan import InstancePlan
 from jaxserve.core.errors import PlanError
+from jaxserve.scheduler import Scheduler
+
+T = TypeVar("T")
+
+
+# -- waits, which the procedure and the transitions yield to whoever drives them
 
 
 @dataclass(frozen=True)
-class SwapPrecision:
-    """Change of one decoder layer's precision. Bytes are those on each device of its stage."""
+class Sleep:
+    """A wait until a time (s)."""
 
-    instance: int
+    until: float
+
+
+@dataclass(frozen=True)
+class BetweenSteps:
+    """A wait until a function has run between two steps. The wait raises what the function raises.
+
+    Otherwise the wait's value is a fence: an object for `StepsEnded`.
+    """
+
+    function: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class StepsEnded:
+    """A wait until the steps have ended that had been dispatched when the fence was made."""
+
+    fence: Any
+
+
+Waits = Generator[Any, Any, T]  # of the three waits above, and of those that only one driver knows
+
+
+class StoppedInstance(Protocol):
+    """What an instance between two steps offers to its transitions. Layers and segments are opaque to them."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    def replace_layers(self, layers: Sequence[Any]) -> Sequence[Any]:
+        """Use these layers from the next step on, and return the layers that they replace."""
+        ...
+
+    def extend_pools(self, segments: Any) -> None:
+        """Append segments to the KV pools."""
+        ...
+
+    def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
+        """Have the device move pages (source: target), and then free all pages from `pages` on."""
+        ...
+
+
+class RunningInstance(StoppedInstance, Protocol):
+    """What an instance offers to its transitions while its steps go on, and between two steps."""
+
+    def prepare_layer(self, block: str, precision: str, size: int, seconds: float) -> Waits[Any]:
+        """Bring a variant of a layer next to the one in use: `size` bytes per device, estimated to take `seconds`."""
+        ...
+
+    def prepare_segments(self, pages: int) -> Waits[Any]:
+        """Allocate the segments that the KV pools lack for `pages` pages."""
+        ...
+
+    def free_layers(self, layers: Sequence[Any]) -> None:
+        """Free those of the layers that the instance does not use."""
+        ...
+
+    def free_segments(self, segments: Any) -> None:
+        """Free segments that were allocated and not used."""
+        ...
+
+    def pages_moved(self, moves: Mapping[int, int], seconds: float) -> Waits[None]:
+        """Wait until pages have been moved, which is estimated to take `seconds`, and their memory is free."""
+        ...
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A change of one instance's plan. Bytes are those on each device of the stage where they are largest."""
+
+    instance: str  # name
+
+    @property
+    def bytes_freed(self) -> int:
+        """Bytes that are free after the change, and were not before."""
+        return 0
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes that are taken after the change, and were not before."""
+        return 0
+
+    @property
+    def bytes_beside(self) -> Mapping[int, int]:
+        """Bytes by device that are taken during the change in addition to the larger of the plans before and after."""
+        return {}
+
+    def joins(self, first: "Transition") -> bool:
+        """Return whether this transition may be committed between the same two steps as `first`."""
+        return False
+
+    def apply(self, plan: InstancePlan) -> InstancePlan:
+        """Return the instance's plan with this change. Raise `PlanError` if it does not start from this plan."""
+        raise NotImplementedError
+
+    # What follows acts on a batch of transitions that join each other. `staged` is what `stage` returns.
+
+    @classmethod
+    def stage(cls, batch: Sequence[Any], instance: RunningInstance) -> Waits[Any]:
+        """Prepare what the batch needs while steps go on. What was prepared is freed if this raises."""
+        yield from ()
+        return None
+
+    @classmethod
+    def commit(cls, batch: Sequence[Any], instance: StoppedInstance, staged: Any, undo: ExitStack) -> Any:
+        """Carry the batch out between two steps, and return what `release` needs.
+
+        Whatever is done is undone by `undo`, except for a last action that cannot fail afterwards.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def release(cls, batch: Sequence[Any], instance: RunningInstance, held: Any) -> Waits[None]:
+        """Free what the batch replaced, after the steps that use it have ended."""
+        yield from ()
+
+    @classmethod
+    def discard(cls, batch: Sequence[Any], instance: RunningInstance, staged: Any) -> None:
+        """Free what was staged for a batch that was not committed."""
+
+
+@dataclass(frozen=True)
+class SwapPrecision(Transition):
+    """Change of one decoder layer's precision."""
+
     block: str
     before: str
     after: str
-    bytes_freed: int  # after the change
-    bytes_needed: int  # after the change, in addition to the bytes before it
-    peak_bytes: int  # during the change, in addition to the bytes before it; the swap buffer holds the excess
+    devices: tuple[int, ...]
+    bytes_before: int  # that the layer takes on each device; 0 for a variant that is used where it is pinned
+    bytes_after: int
     seconds: float  # estimated
 
-    def apply(self, plan: Plan) -> Plan:
-        """Return the plan's next version with this change. Raise `PlanError` if it does not start from this plan."""
-        if (now := plan.instances[self.instance].precision(self.block)) != self.before:
-            raise PlanError(f"{self.block} of plan {plan.version} is {now}: the change starts from {self.before}")
-        return plan.with_precisions(self.instance, {self.block: self.after})
+    @property
+    def bytes_freed(self) -> int:
+        return max(0, self.bytes_before - self.bytes_after)
+
+    @property
+    def bytes_needed(self) -> int:
+        return max(0, self.bytes_after - self.bytes_before)
+
+    @property
+    def bytes_beside(self) -> Mapping[int, int]:
+        return dict.fromkeys(self.devices, min(self.bytes_before, self.bytes_after))
+
+    def joins(self, first: Transition) -> bool:
+        return isinstance(first, SwapPrecision) and bool(self.bytes_needed) == bool(first.bytes_needed)
+
+    def apply(self, plan: InstancePlan) -> InstancePlan:
+        if (now := plan.precision(self.block)) != self.before:
+            raise PlanError(f"{self.block} of instance {plan.name} is {now}: the change starts from {self.before}")
+        return plan.with_precisions({self.block: self.after})
+
+    @classmethod
+    def stage(cls, batch: Sequence["SwapPrecision"], instance: RunningInstance) -> Waits[Any]:
+        layers: list[Any] = []
+        try:
+            for swap in batch:
+                layers.append(
+                    (yield from instance.prepare_layer(swap.block, swap.after, swap.bytes_after, swap.seconds))
+                )
+        except BaseException:
+            instance.free_layers(layers)
+            raise
+        return layers
+
+    @classmethod
+    def commit(cls, batch: Sequence["SwapPrecision"], instance: StoppedInstance, staged: Any, undo: ExitStack) -> Any:
+        replaced = instance.replace_layers(staged)
+        undo.callback(instance.replace_layers, replaced)
+        return replaced
+
+    @classmethod
+    def release(cls, batch: Sequence["SwapPrecision"], instance: RunningInstance, held: Any) -> Waits[None]:
+        yield from ()
+        instance.free_layers(held)
+
+    @classmethod
+    def discard(cls, batch: Sequence["SwapPrecision"], instance: RunningInstance, staged: Any) -> None:
+        instance.free_layers(staged)
 
     def __str__(self) -> str:
-        return f"instance {self.instance}: {self.block} {self.before} -> {self.after} ({self._cost()})"
-
-    def _cost(self) -> str:
         change = f"frees {_mb(self.bytes_freed)}" if self.bytes_freed else f"needs {_mb(self.bytes_needed)}"
-        return f"{change}, about {self.seconds * 1e3:.0f} ms"
+        cost = f"{change}, about {self.seconds * 1e3:.0f} ms"
+        return f"instance {self.instance}: {self.block} {self.before} -> {self.after} ({cost})"
 
 
 @dataclass(frozen=True)
-class ResizeKVPool:
-    """Change of the number of KV pages of an instance. Bytes are those on each device, of the largest stage."""
+class ResizeKVPool(Transition):
+    """Change of the number of KV pages of an instance."""
 
-    instance: int
     before: int  # pages, the null page included
     after: int  # pages, the null page included
-    bytes_freed: int
-    bytes_needed: int
-    peak_bytes: int
+    change: int  # bytes on each device, of the largest stage; negative if memory is freed
     seconds: float  # estimated; for a smaller pool, as if all removed pages were moved
 
-    def apply(self, plan: Plan) -> Plan:
-        """Return the plan's next version with this change. Raise `PlanError` if it does not start from this plan."""
-        if (now := plan.instances[self.instance].kv_pages) != self.before:
-            raise PlanError(f"plan {plan.version} has {now} KV pages: the change starts from {self.before}")
-        return plan.with_kv_pages(self.instance, self.after)
+    @property
+    def bytes_freed(self) -> int:
+        return max(0, -self.change)
+
+    @property
+    def bytes_needed(self) -> int:
+        return max(0, self.change)
+
+    def apply(self, plan: InstancePlan) -> InstancePlan:
+        if plan.kv_pages != self.before:
+            raise PlanError(f"instance {plan.name} has {plan.kv_pages} KV pages: the change starts from {self.before}")
+        return plan.with_kv_pages(self.after)
+
+    @classmethod
+    def stage(cls, batch: Sequence["ResizeKVPool"], instance: RunningInstance) -> Waits[Any]:
+        (resize,) = batch
+        if resize.after < resize.before:
+            return None
+        return (yield from instance.prepare_segments(resize.after))
+
+    @classmethod
+    def commit(cls, batch: Sequence["ResizeKVPool"], instance: StoppedInstance, staged: Any, undo: ExitStack) -> Any:
+        (resize,) = batch
+        more = resize.after - resize.before
+        if more >= 0:
+            instance.scheduler.grow(more)
+            # The new pages hold nothing yet, so that none needs to be moved.
+            undo.callback(instance.scheduler.shrink, more, lambda moves: None)
+            instance.extend_pools(staged)
+            return {}
+        moved: dict[int, int] = {}
+
+        def move(moves: Mapping[int, int]) -> None:
+            instance.shrink_pools(moves, resize.after)
+            moved.update(moves)
+
+        # The last action, because moved pages cannot be moved back. It raises `PagesInUse` before it moves anything.
+        instance.scheduler.shrink(-more, move)
+        return moved
+
+    @classmethod
+    def release(cls, batch: Sequence["ResizeKVPool"], instance: RunningInstance, held: Any) -> Waits[None]:
+        (resize,) = batch
+        if resize.after < resize.before:
+            seconds = resize.seconds * len(held) / (resize.before - resize.after)
+            yield from instance.pages_moved(held, seconds)
+
+    @classmethod
+    def discard(cls, batch: Sequence["ResizeKVPool"], instance: RunningInstance, staged: Any) -> None:
+        if staged is not None:
+            instance.free_segments(staged)
 
     def __str__(self) -> str:
         change = f"frees {_mb(self.bytes_freed)}" if self.bytes_freed else f"needs {_mb(self.bytes_needed)}"
         return f"instance {self.instance}: KV {self.before} -> {self.after} pages ({change})"
 
 
-Transition = SwapPrecision | ResizeKVPool
+@dataclass(frozen=True)
+class LimitSequences(Transition):
+    """Change of the number of sequences that may run at once. Sequences that run already are not stopped."""
+
+    before: int | None
+    after: int | None  # None: as many as the engine has slots for
+
+    seconds: ClassVar[float] = 0.0
+
+    @property
+    def lowers(self) -> bool:
+        """Whether fewer sequences may run after the change than before."""
+        return self.after is not None and (self.before is None or self.after < self.before)
+
+    def apply(self, plan: InstancePlan) -> InstancePlan:
+        if plan.max_num_seqs != self.before:
+            raise PlanError(
+                f"instance {plan.name} runs at most {_limit(plan.max_num_seqs)}: the change starts from "
+                f"{_limit(self.before)}"
+            )
+        return plan.with_max_num_seqs(self.after)
+
+    @classmethod
+    def commit(cls, batch: Sequence["LimitSequences"], instance: StoppedInstance, staged: Any, undo: ExitStack) -> Any:
+        (limit,) = batch
+        undo.callback(instance.scheduler.limit_sequences, limit.before)
+        instance.scheduler.limit_sequences(limit.after)
+
+    def __str__(self) -> str:
+        return f"instance {self.instance}: at most {_limit(self.before)} -> {_limit(self.after)} at once"
 
 
-def batches(transitions: Sequence[Transition]) -> Iterator[tuple[Transition, ...]]:
-    """Yield groups of consecutive transitions that are committed together, between the same two steps.
-
-    Most groups have one transition. Swaps of an instance are committed together if all free memory or all need it, and
-    if none takes more memory during the swap than afterwards, as where layers use pinned variants in place. So no step
-    runs an assignment of precisions that no plan has.
-    """
-
-    def group(indexed: tuple[int, Transition]) -> object:
-        index, transition = indexed
-        if isinstance(transition, SwapPrecision) and transition.peak_bytes == transition.bytes_needed:
-            return transition.instance, transition.bytes_needed > 0
-        return index
-
-    for _, run in groupby(enumerate(transitions), key=group):
-        yield tuple(transition for _, transition in run)
+def _limit(count: int | None) -> str:
+    return "all sequences" if count is None else f"{count} sequences"
 
 
 def _mb(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
-
-
-# Seconds for which shrinking a pool waits for pages in use. Not long, because no policy is asked meanwhile, even if a
-# burst of requests arrives.
-SHRINK_PATIENCE = 0.3
-SHRINK_RETRY = 0.02  # seconds between two attempts
 
 
 @dataclass(frozen=True)
@@ -100,7 +326,7 @@ class Outcome:
 
 
 class Actuator(Protocol):
-    """An actuator, which carries out transitions in order while steps go on, one batch (see `batches`) at a time."""
+    """An actuator of one instance, which carries out transitions in order while steps go on."""
 
     @property
     def busy(self) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.control.controller import Controller
-from jaxserve.control.plan import Plan
+from jaxserve.control.plan import PlanInForce
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Actuator, Outcome, Transition
@@ -337,20 +337,28 @@ class LoggedController(Controller):
     """A controller whose ticks and decisions are logged."""
 
     def __init__(
-        self, log: StepLog, plan: Plan, policy: Policy, resources: Resources, actuator: Actuator, **timing: Any
+        self,
+        log: StepLog,
+        in_force: PlanInForce,
+        policy: Policy,
+        resources: Resources,
+        actuators: Mapping[str, Actuator],
+        **timing: Any,
     ):
         """Make a `Controller` with the remaining arguments, which logs to `log`."""
-        self._log, self._logged = log, LoggedActuator(actuator)
-        super().__init__(plan, policy, resources, self._logged, **timing)
+        self._log, self._logged = log, {name: LoggedActuator(actuator) for name, actuator in actuators.items()}
+        super().__init__(in_force, policy, resources, self._logged, **timing)
 
-    def tick(self, now: float, snapshots: Sequence[Snapshot]) -> None:
+    def tick(self, now: float, snapshots: Mapping[str, Snapshot]) -> None:
         if now < self._due:
             return
         super().tick(now, snapshots)
-        seen = [(snapshot.time, snapshot.plan_version) for snapshot in snapshots]
-        outcomes = [(outcome.error, outcome.seconds) for outcome in self._logged.outcomes]
-        self._logged.outcomes.clear()
-        self._log.write(Tick(now, self._logged.was_busy, seen, outcomes))
+        logged = self._logged.values()
+        seen = [(snapshot.time, snapshot.plan_version) for snapshot in snapshots.values()]
+        outcomes = [(outcome.error, outcome.seconds) for actuator in logged for outcome in actuator.outcomes]
+        for actuator in logged:
+            actuator.outcomes.clear()
+        self._log.write(Tick(now, any(actuator.was_busy for actuator in logged), seen, outcomes))
         if (decided := decision_record(self, now)) is not None:
             self._log.write(decided)
 

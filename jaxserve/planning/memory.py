@@ -6,8 +6,9 @@ Imports no JAX, so that the simulator divides the memory of simulated devices by
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from jaxserve.control.ledger import Ledger
+from jaxserve.control.ledger import DeviceLedgers, Ledger
 from jaxserve.control.plan import InstancePlan, Plan, StagePlan
 from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import is_layer
@@ -89,6 +90,17 @@ class MemoryPlan:
         entries = dict(zip(STAGE_ENTRIES, max(stages, key=sum), strict=True))
         return {name: size for name, size in entries.items() if name in self.ledger.entries}
 
+    @cached_property
+    def ledgers(self) -> DeviceLedgers:
+        """The ledgers of all devices by their index."""
+        devices = {device for instance in self.plan.instances for stage in instance.stages for device in stage.devices}
+        return DeviceLedgers(dict.fromkeys(sorted(devices), self.ledger))
+
+    def device_entries(self, instance: InstancePlan) -> dict[int, dict[str, int]]:
+        """Return the ledger entries of an instance's plan by device."""
+        entries = self.ledger_entries(Plan(0, (instance,)))
+        return {device: entries for stage in instance.stages for device in stage.devices}
+
     def resources(self, copy_rate: float) -> Resources:
         """Return the limits of plans, with copies estimated at `copy_rate` bytes/s.
 
@@ -135,14 +147,13 @@ class MemoryPlan:
         limits = SchedulerLimits(buckets.max_num_seqs, buckets.max_tiles, buckets.tile, config.page_size)
         return Scheduler(limits, pages, table), table
 
-    def plan_fields(self, plan: Plan, index: int) -> Snapshot:
-        """Return the fields of an instance's snapshots that follow from the plan; the other fields have defaults."""
-        instance = plan.instances[index]
+    def plan_fields(self, instance: InstancePlan, version: int) -> Snapshot:
+        """Return the fields of an instance's snapshots that follow from its plan; the other fields have defaults."""
         layers, stages = instance.layer_precisions, instance.stages
-        sizes = self.stage_bytes(replace(plan, instances=(instance,)))
+        sizes = self.stage_bytes(Plan(version, (instance,)))
         return Snapshot(
             kv_pages_total=stages[0].kv_pages - 1,
-            plan_version=plan.version,
+            plan_version=version,
             layers_by_precision={precision: layers.count(precision) for precision in set(layers)},
             weight_bytes=sum(weights * stage.tp for (weights, *_), stage in zip(sizes, stages, strict=True)),
             variant_bytes=sum(variants * stage.tp for (_, variants, _), stage in zip(sizes, stages, strict=True)),

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -84,7 +84,13 @@ def resolve(config: EngineConfig) -> Resolved:
         runtime = runtime_bytes(spec, model, config.dp) // _devices_per_memory(config, platform)
     memory = plan_memory(spec, padded, sizes, _budget(config, devices), granule, runtime=runtime)
     info = _info(config, checkpoint, path, memory.max_model_len)
-    return Resolved(**vars(memory), checkpoint=checkpoint, padded_model=padded, info=info, devices=devices)
+    return Resolved(
+        **{field.name: getattr(memory, field.name) for field in fields(memory)},
+        checkpoint=checkpoint,
+        padded_model=padded,
+        info=info,
+        devices=devices,
+    )
 
 
 def _in_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: str) -> Checkpoint:

@@ -37,6 +37,7 @@ class Scheduler:
         self.limits = limits
         self.pages = pages
         self.table = table
+        self.max_running = limits.max_num_seqs  # sequences
         self.running: list[Sequence] = []  # by priority, then by arrival
         # A heap by priority, then by arrival. Finished sequences stay in it until they reach its top.
         self._waiting: list[tuple[tuple, Sequence]] = []
@@ -122,6 +123,10 @@ class Scheduler:
             return
         sequence.salt, sequence.page_hashes = salt, []
         sequence.private = bool(sequence.pages) or sequence.parent is not None
+
+    def limit_sequences(self, count: int | None) -> None:
+        """Let at most `count` sequences run at once; None: as many as there are slots. Running sequences go on."""
+        self.max_running = self.limits.max_num_seqs if count is None else min(count, self.limits.max_num_seqs)
 
     def grow(self, count: int) -> None:
         """Add `count` free pages. Raise `ValueError` if the device's pools have no room for them."""
@@ -223,7 +228,7 @@ class Scheduler:
         return tiles
 
     def _admit(self, chunks: list[Chunk], tiles: int) -> None:
-        while tiles > 0 and self._waiting and self.table.free_slots:
+        while tiles > 0 and self._waiting and len(self.running) < self.max_running:
             sequence = self._waiting[0][1]
             if sequence.status is not SequenceStatus.WAITING:
                 heapq.heappop(self._waiting)

@@ -66,6 +66,6 @@ def _core(cluster: Cluster, index: int, metrics: EngineMetrics) -> EngineCore:
         None,
         metrics,
         salt=assignment_id(instance.layer_precisions),
-        plan_fields=memory.plan_fields(memory.plan, index),
+        plan_fields=memory.plan_fields(instance, memory.plan.version),
         index=index,
     )

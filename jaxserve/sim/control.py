@@ -1,47 +1,48 @@
 """The real controller and its policy, ticking in virtual time over simulated instances."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxserve.calibration.sensitivity.order import swap_order
 from jaxserve.control.controller import Controller
+from jaxserve.control.plan import PlanInForce
 from jaxserve.control.policies import load_policy
 from jaxserve.control.record import Decision
 from jaxserve.core.clock import Clock
-from jaxserve.sim.actuator import SimActuator
+from jaxserve.sim.actuator import Agenda, SimActuator
 from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.hardware import Hardware, Link
 from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.links import SharedLinks
 
 SETTLING = 40.0  # s after the last answer in which layers may return to the plan at the start
+PCIE = "pcie"
 
 
 class SimControl:
-    """A controller and its actuator as a source of events (`simulation.Control`).
+    """A controller and its actuators as a source of events (`simulation.Control`).
 
-    The controller ticks at its interval; the actuator advances when its next event is due.
+    The controller ticks at its interval; the actuators advance when functions of the agenda are due.
     """
 
-    def __init__(self, controller: Controller, actuator: SimActuator, instances: Sequence[SimInstance], clock: Clock):
+    def __init__(self, controller: Controller, agenda: Agenda, instances: Mapping[str, SimInstance], clock: Clock):
         self.settled_since: float | None = clock.now()
         """The time (s) since which the plan at the start is in force and no transition runs; None if it is not so."""
-        self._controller, self._actuator = controller, actuator
+        self._controller, self._agenda = controller, agenda
         self._instances, self._clock = instances, clock
         self._start = self._seen = controller.plan
         self._at_start_plan = True
         self._due = clock.now()
 
     def next_event(self) -> float:
-        return min(self._due, self._actuator.next_event())
+        return min(self._due, self._agenda.next_event())
 
     def advance(self) -> None:
         now = self._clock.now()
-        if self._actuator.next_event() <= now:
-            self._actuator.advance(now)
+        self._agenda.advance()
         if now >= self._due:
             self._due = now + self._controller.interval
-            self._controller.tick(now, [instance.snapshot() for instance in self._instances])
+            self._controller.tick(now, {name: instance.snapshot() for name, instance in self._instances.items()})
             self._track_settling(now)
 
     @property
@@ -71,20 +72,26 @@ def build_control(
     resources = memory.resources(cluster.copy_rate)
     order = swap_order(model_folder, cluster.shape.num_layers, memory.variants, None)
     policy = load_policy(config.policy, resources, order, slo_ttft=config.slo_ttft)
-    names = [f"pcie-{index}" for index in range(len(instances))]
-    actuator = SimActuator(
-        memory.plan,
-        instances,
-        clock,
-        SharedLinks(dict.fromkeys(names, _weights_link(hardware))),
-        names,
-        ledger=memory.ledger,
-        entries=memory.ledger_entries,
-        plan_fields=memory.plan_fields,
-        compile_seconds=hardware.overheads.compile,
-        warm=[("layers", precision) for precision in memory.variants] if config.warmup else (),
-    )
-    return SimControl(Controller(memory.plan, policy, resources, actuator), actuator, instances, clock)
+    in_force, agenda = PlanInForce(memory.plan), Agenda(clock)
+    by_name = dict(zip((plan.name for plan in memory.plan.instances), instances, strict=True))
+    actuators = {
+        name: SimActuator(
+            name,
+            instance,
+            in_force,
+            clock,
+            agenda,
+            SharedLinks({PCIE: _weights_link(hardware)}),
+            PCIE,
+            ledgers=memory.ledgers,
+            entries=memory.device_entries,
+            plan_fields=memory.plan_fields,
+            compile_seconds=hardware.overheads.compile,
+            warm=[("layers", precision) for precision in memory.variants] if config.warmup else (),
+        )
+        for name, instance in by_name.items()
+    }
+    return SimControl(Controller(in_force, policy, resources, actuators), agenda, by_name, clock)
 
 
 def _weights_link(hardware: Hardware) -> Link:

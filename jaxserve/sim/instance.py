@@ -90,6 +90,8 @@ class SimInstance:
         self.core = core
         self.clock = clock
         self.wake = inf
+        # Called when a request or a call has changed `wake`. The event loop sets it.
+        self.on_wake: Callable[[], None] = lambda: None
         self.token_times: dict[str, list[float]] = {}
         self._detailed = detailed
         self._cost_model, self._loads = cost_model, Loads(buckets)
@@ -228,3 +230,4 @@ class SimInstance:
             self.wake = run.end(run.count)
         elif self._executing is None:
             self.wake = now
+        self.on_wake()

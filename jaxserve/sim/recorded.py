@@ -10,18 +10,19 @@ difference between simulator and engine, and raises `Diverged`.
 
 import json
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from jaxserve.control.controller import Controller
-from jaxserve.control.plan import InstancePlan, Plan
+from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.plan_yaml import from_yaml
 from jaxserve.control.policies import load_policy
 from jaxserve.control.policy import Policy
+from jaxserve.control.reconfigure import commit
 from jaxserve.control.resources import Resources
-from jaxserve.control.transitions import Outcome, ResizeKVPool, Transition
+from jaxserve.control.transitions import Outcome, Transition
 from jaxserve.core.clock import Clock, VirtualClock
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.numeric import ceil_div
@@ -133,11 +134,37 @@ class _ReplayCore(EngineCore):
         self.snapshots.append(self.snapshot)
 
 
+class _ReplayInstance:
+    """The recorded instance as its transitions see it (`control.transitions.RunningInstance`), without a device."""
+
+    def __init__(self, core: EngineCore):
+        self._core = core
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._core.scheduler
+
+    def replace_layers(self, layers: Sequence[Any]) -> Sequence[Any]:
+        return layers
+
+    def extend_pools(self, segments: Any) -> None:
+        pass
+
+    def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
+        pass
+
+    def replan(self, plan: InstancePlan, version: int) -> Callable[[], None]:
+        """Tell the core of a plan. Nothing can fail afterwards, so that the function returned does nothing."""
+        self._core.replan(assignment_id(plan.layer_precisions), _plan_fields(plan, version))
+        return lambda: None
+
+
 class _ReplayActuator:
     """A `control.Actuator` that commits transitions when their plan came into force in the log."""
 
     def __init__(self, plan: Plan, core: EngineCore):
-        self.plan, self._core = plan, core
+        self.in_force, self._core = PlanInForce(plan), core
+        self._instance = _ReplayInstance(core)
         self.tick = Tick(0.0, False, (), ())  # the recorded tick in progress
         self._uncommitted: deque[Transition] = deque()
         self._without_outcome: deque[Transition] = deque()
@@ -159,20 +186,11 @@ class _ReplayActuator:
 
     def commit(self, version: int) -> None:
         """Put the plan of a version in force. Raise `Diverged` if the decided transitions do not lead to it."""
-        while self.plan.version < version:
+        while (present := self.in_force.version) < version:
             if not self._uncommitted:
-                raise Diverged(f"plan {version} was in force, but the decisions lead to plan {self.plan.version} only")
-            self._carry_out(self._uncommitted.popleft())
-
-    def _carry_out(self, transition: Transition) -> None:
-        self.plan = transition.apply(self.plan)
-        if isinstance(transition, ResizeKVPool):
-            more = transition.after - transition.before
-            if more >= 0:
-                self._core.scheduler.grow(more)
-            else:
-                self._core.scheduler.shrink(-more, lambda moves: None)
-        self._core.replan(assignment_id(self.plan.instances[0].layer_precisions), _plan_fields(self.plan))
+                raise Diverged(f"plan {version} was in force, but the decisions lead to plan {present} only")
+            transition = self._uncommitted.popleft()
+            commit(transition.instance, self._instance, self.in_force, self._instance.replan, (transition,), ())
 
 
 class _Replay:
@@ -194,7 +212,8 @@ class _Replay:
         cost_model = RecordedCostModel(recording.steps, self._clock)
         self._instance = SimInstance(self._core, plan.instances[0], cost_model, _buckets(facts), self._clock)
         self._actuator = _ReplayActuator(plan, self._core)
-        self._controller = Controller(plan, policy, resources, self._actuator)
+        (self._name,) = (instance.name for instance in plan.instances)
+        self._controller = Controller(self._actuator.in_force, policy, resources, {self._name: self._actuator})
 
     def run(self) -> Replayed:
         """Replay the whole recording."""
@@ -208,7 +227,7 @@ class _Replay:
         self._tick_until(inf)
         if len(self._decisions) < len(self._recording.decisions):
             raise Diverged(f"recorded but not decided: {self._recording.decisions[len(self._decisions)]}")
-        return Replayed(tuple(self._decisions), self._core.begun, self._actuator.plan)
+        return Replayed(tuple(self._decisions), self._core.begun, self._actuator.in_force.plan)
 
     # -- called by the core
 
@@ -254,7 +273,7 @@ class _Replay:
         # A plan may come into force while no step runs.
         if self._core.plan_fields.plan_version < version:
             self._actuator.commit(version)
-        self._controller.tick(tick.time, [self._core.snapshot_at(time, version)])
+        self._controller.tick(tick.time, {self._name: self._core.snapshot_at(time, version)})
         if (decided := decision_record(self._controller, tick.time)) is not None:
             expected = self._recording.decisions[len(self._decisions) :][:1]
             if (decided,) != expected:
@@ -280,7 +299,13 @@ class _Replay:
         )
         salt = assignment_id(instance.layer_precisions)
         return _ReplayCore(
-            self, scheduler, info, None, EngineMetrics(info.name), salt=salt, plan_fields=_plan_fields(plan)
+            self,
+            scheduler,
+            info,
+            None,
+            EngineMetrics(info.name),
+            salt=salt,
+            plan_fields=_plan_fields(instance, plan.version),
         )
 
 
@@ -311,11 +336,10 @@ def _time_of(tick: Tick) -> float:
     return max(tick.time, float(seen))
 
 
-def _plan_fields(plan: Plan) -> Snapshot:
-    """Return the fields of a snapshot that follow from the plan, without bytes, which no policy reads."""
-    (instance,) = plan.instances
+def _plan_fields(instance: InstancePlan, version: int) -> Snapshot:
+    """Return the fields of a snapshot that follow from a plan, without bytes, which no policy reads."""
     layers = dict(Counter(instance.layer_precisions))
-    return Snapshot(kv_pages_total=instance.kv_pages - 1, plan_version=plan.version, layers_by_precision=layers)
+    return Snapshot(kv_pages_total=instance.kv_pages - 1, plan_version=version, layers_by_precision=layers)
 
 
 def _buckets(facts: Mapping[str, Any]) -> Buckets:

@@ -7,6 +7,7 @@ tick -> controller -> policy -> actuator -> between two steps of an instance
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import inf
 from typing import Protocol
@@ -97,6 +98,8 @@ class Simulation:
         self._in_flight: dict[str, _InFlight] = {}
         self._params: dict[int, SamplingParams] = {}  # by output tokens
         self._unshared: tuple[int, ...] = ()
+        for index, instance in enumerate(instances):
+            instance.on_wake = partial(self._schedule, index)
 
     def run(self, requests: Iterable[SimRequest]) -> Iterator[Answered]:
         """Simulate until all requests have ended. Yield the result of each request when it ends."""
@@ -150,8 +153,6 @@ class Simulation:
     def _tick(self) -> None:
         assert self._control is not None
         self._control.advance()
-        for index in range(len(self.instances)):
-            self._schedule(index)
 
     def _schedule(self, index: int) -> None:
         """Add the instance's next event to the heap, if it changed."""
@@ -175,7 +176,6 @@ class Simulation:
         self.instances[sent.instance].submit(
             Request(str(sent.index), prompt, params, arrival=self._clock.time, stream=False)
         )
-        self._schedule(sent.instance)
 
     def _prompt(self, request: SimRequest) -> tuple[int, ...]:
         if request.prompt is not None:

@@ -1,22 +1,22 @@
 """Policies that go to a given plan as soon as the KV pages in use fit into it, and stay there."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from jaxserve.control.plan import Plan
+from jaxserve.control.plan import InstancePlan, Plan
 from jaxserve.control.policy import Proposal, State
 from jaxserve.telemetry import Snapshot
 
 
-def hold_plan(target: Plan, snapshots: Sequence[Snapshot], plan: Plan, state: State, reason: str) -> Proposal[State]:
+def hold_plan(
+    target: InstancePlan, snapshot: Snapshot, plan: InstancePlan, state: State, reason: str
+) -> Proposal[State]:
     """Propose `target` for `reason`, but keep `plan` while sequences hold more KV pages than `target` has."""
-    if plan.instances == target.instances:
+    if plan == target:
         return Proposal(plan, state)
-    for index, (snapshot, instance) in enumerate(zip(snapshots, target.instances, strict=False)):
-        pages = instance.kv_pages - 1  # without the null page
-        if snapshot.kv_pages_used > pages:
-            return Proposal(plan, state, f"waiting: instance {index} holds {snapshot.kv_pages_used} > {pages} KV pages")
-    return Proposal(replace(target, version=plan.version + 1), state, reason)
+    pages = target.kv_pages - 1  # without the null page
+    if snapshot.kv_pages_used > pages:
+        return Proposal(plan, state, f"waiting: {snapshot.kv_pages_used} KV pages in use > {pages}")
+    return Proposal(target, state, reason)
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class ManualPolicy:
     target: Plan | None = None
     name: str = "manual"
 
-    def init(self, plan: Plan) -> None:
+    def init(self, plan: InstancePlan) -> None:
         return None
 
-    def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: None) -> Proposal[None]:
+    def update(self, snapshot: Snapshot, plan: InstancePlan, state: None) -> Proposal[None]:
         if self.target is None:
             return Proposal(plan, None)
-        return hold_plan(self.target, snapshots, plan, None, "the operator's plan")
+        return hold_plan(self.target.instance(plan.name), snapshot, plan, None, "the operator's plan")
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class StaticPolicy:
 
     name: str = "static"
 
-    def init(self, plan: Plan) -> Plan:
+    def init(self, plan: InstancePlan) -> InstancePlan:
         return plan
 
-    def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: Plan) -> Proposal[Plan]:
-        return hold_plan(state, snapshots, plan, state, "back to the plan at the start")
+    def update(self, snapshot: Snapshot, plan: InstancePlan, state: InstancePlan) -> Proposal[InstancePlan]:
+        return hold_plan(state, snapshot, plan, state, "back to the plan at the start")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from jaxserve.control.plan import InstancePlan, Plan
+from jaxserve.control.plan import InstancePlan
 from jaxserve.control.policies.morph_settings import ACCURACY, MorphSettings
 from jaxserve.control.policy import Proposal
 from jaxserve.control.resources import Resources
@@ -23,8 +23,8 @@ NEVER = -math.inf
 
 
 @dataclass(frozen=True)
-class InstanceState:
-    """State of the policy for one instance. Times are seconds of the snapshots' clock."""
+class MorphState:
+    """State of the policy for an instance. Times are seconds of the snapshots' clock."""
 
     initial: InstancePlan  # plan to return to
     pressure_since: float | None = None
@@ -38,17 +38,13 @@ class InstanceState:
     relapse_time: float = NEVER  # when pressure returned after that release
 
 
-MorphState = tuple[InstanceState, ...]
-
-
 @dataclass(frozen=True)
 class _InstanceView:
     """An instance at one moment."""
 
     snapshot: Snapshot
     recent: Recent
-    index: int
-    plan: Plan
+    plan: InstancePlan
 
     @property
     def now(self) -> float:
@@ -57,10 +53,6 @@ class _InstanceView:
     @property
     def arrivals(self) -> float:
         return self.recent.arrivals_per_s or 0.0
-
-    @property
-    def instance(self) -> InstancePlan:
-        return self.plan.instances[self.index]
 
 
 class MorphPolicy:
@@ -95,37 +87,27 @@ class MorphPolicy:
         """Objective for the time to the first token, in seconds."""
         return self.settings.slo_ttft
 
-    def init(self, plan: Plan) -> MorphState:
-        return tuple(InstanceState(instance) for instance in plan.instances)
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Precisions that layers change to."""
+        return self.settings.precisions
 
-    def update(self, snapshots: Sequence[Snapshot], plan: Plan, state: MorphState) -> Proposal[MorphState]:
-        states: list[InstanceState] = []
-        reasons: list[str] = []
-        notes: list[str] = []  # why instances keep their plan
-        for index, (snapshot, before) in enumerate(zip(snapshots, state, strict=True)):
-            assert snapshot.recent is not None, "the controller sets it"
-            view = _InstanceView(snapshot, snapshot.recent, index, plan)
-            plan, after, reason = self._update_instance(view, before)
-            states.append(after)
-            if reason:
-                texts = notes if plan is view.plan else reasons
-                texts.append(f"instance {index}: {reason}" if len(snapshots) > 1 else reason)
-        return Proposal(plan, tuple(states), "; ".join(reasons or notes))
+    def init(self, plan: InstancePlan) -> MorphState:
+        return MorphState(plan)
 
-    def foresee(self, plan: Plan) -> Sequence[Plan]:
+    def update(self, snapshot: Snapshot, plan: InstancePlan, state: MorphState) -> Proposal[MorphState]:
+        assert snapshot.recent is not None, "the controller sets it"
+        view = _InstanceView(snapshot, snapshot.recent, plan)
+        return Proposal(*self._update(view, state))
+
+    def foresee(self, plan: InstancePlan) -> Sequence[InstancePlan]:
         """Return the plans after one and two decisions, after an urgent one, and with all layers swapped."""
         settings = self.settings
         counts = {settings.entry_layers, 2 * settings.entry_layers, settings.urgent_layers, len(self._order)}
-        return list(dict.fromkeys(self._with_first_layers_swapped(plan, count) for count in sorted(counts)))
+        plans = (plan.with_precisions(self._next_swaps(plan, plan, count)) for count in sorted(counts))
+        return list(dict.fromkeys(plans))
 
-    def _with_first_layers_swapped(self, plan: Plan, count: int) -> Plan:
-        """Return the initial plan with up to `count` layers of the swap order swapped in every instance."""
-        version = plan.version
-        for index, initial in enumerate(plan.instances):
-            plan = plan.with_precisions(index, self._next_swaps(initial, initial, count))
-        return replace(plan, version=version)
-
-    def _update_instance(self, view: _InstanceView, state: InstanceState) -> tuple[Plan, InstanceState, str]:
+    def _update(self, view: _InstanceView, state: MorphState) -> tuple[InstancePlan, MorphState, str]:
         """Return the next plan, the next state and the reason, which says what is waited for if the plan stays."""
         now, pressure = view.now, self._exceeded_thresholds(view.snapshot)
         state = replace(state, peak_arrivals=max(state.peak_arrivals, view.arrivals))
@@ -147,8 +129,10 @@ class MorphPolicy:
             exceeded.append(f"KV usage {snapshot.kv_usage:.1%} > {settings.kv_usage:.0%}")
         return exceeded
 
-    def _enter(self, view: _InstanceView, state: InstanceState, pressure: list[str]) -> tuple[Plan, InstanceState, str]:
-        settings, now, instance = self.settings, view.now, view.instance
+    def _enter(
+        self, view: _InstanceView, state: MorphState, pressure: list[str]
+    ) -> tuple[InstancePlan, MorphState, str]:
+        settings, now, instance = self.settings, view.now, view.plan
         assert state.pressure_since is not None
         if (lasted := now - state.pressure_since) < settings.entry_hold:
             return view.plan, state, f"pressure for {lasted:.1f} s < {settings.entry_hold:g} s"
@@ -160,7 +144,7 @@ class MorphPolicy:
             count = max(count, settings.urgent_layers)
             pressure = [*pressure, f"near the SLO (from {_ms(urgent_after)})"]
         swaps, plan = self._entry_swaps(view, state.initial, count)
-        pages = plan.instances[view.index].kv_pages
+        pages = plan.kv_pages
         # Swaps that give no more pages still make steps faster, which helps only if there is a queue.
         for_speed = bool(swaps) and view.snapshot.oldest_wait > settings.queue_delay and pages == instance.kv_pages
         if pages <= instance.kv_pages and not for_speed:
@@ -170,21 +154,23 @@ class MorphPolicy:
         state = replace(state, last_entry=now, first_entry=now if state.first_entry is None else state.first_entry)
         return plan, state, f"{', '.join(pressure)}: {_change_text(swaps, instance, pages)}"
 
-    def _entry_swaps(self, view: _InstanceView, initial: InstancePlan, count: int) -> tuple[dict[str, str], Plan]:
+    def _entry_swaps(
+        self, view: _InstanceView, initial: InstancePlan, count: int
+    ) -> tuple[dict[str, str], InstancePlan]:
         """Return the next `count` layers to swap, with their new precisions, and the plan with these swaps.
 
         More than `count` layers are swapped if the pools cannot grow otherwise, provided that pools grow by segments or
         that only pages are short (no sequence waits too long).
         """
-        swaps, before = list(self._next_swaps(view.instance, initial, len(self._order)).items()), view.instance.kv_pages
+        swaps, before = list(self._next_swaps(view.plan, initial, len(self._order)).items()), view.plan.kv_pages
 
-        def swapped(count: int) -> Plan:
+        def swapped(count: int) -> InstancePlan:
             return self._plan_with_precisions(view, initial, dict(swaps[:count]))
 
         count = min(count, len(swaps))
         if self._resources.segments or view.snapshot.oldest_wait <= self.settings.queue_delay:
             counts = range(count, len(swaps) + 1)
-            enough = bisect_left(counts, True, key=lambda n: swapped(n).instances[view.index].kv_pages > before)
+            enough = bisect_left(counts, True, key=lambda n: swapped(n).kv_pages > before)
             count = counts[enough] if enough < len(counts) else count
         return dict(swaps[:count]), swapped(count)
 
@@ -204,23 +190,23 @@ class MorphPolicy:
 
     # -- release
 
-    def _release(self, view: _InstanceView, state: InstanceState) -> tuple[Plan, InstanceState, str]:
+    def _release(self, view: _InstanceView, state: MorphState) -> tuple[InstancePlan, MorphState, str]:
         settings, now, initial = self.settings, view.now, state.initial
-        if view.instance == initial:
+        if view.plan == initial:
             return view.plan, state, ""
         if (passed := now - state.last_release) < settings.release_interval:
             return view.plan, state, f"{passed:.1f} s after the last release < {settings.release_interval:g} s"
         state = self._with_relapse(state)
         if obstacle := self._release_obstacle(view, state) or self._relapse_obstacle(view, state):
             return view.plan, state, obstacle
-        candidates = self._changed_layers(view.instance, initial)[::-1]
+        candidates = self._changed_layers(view.plan, initial)[::-1]
         max_count = min(len(candidates), math.ceil(settings.release_layers * len(initial.layer_precisions)))
 
         def restored(count: int) -> dict[str, str]:
             return {block: initial.precision(block) for block in candidates[:count]}
 
         @cache
-        def plan_with(count: int) -> Plan:
+        def plan_with(count: int) -> InstancePlan:
             return self._plan_with_precisions(view, initial, restored(count))
 
         # The more layers change back, the fewer pages remain. Find the largest count whose pages suffice.
@@ -228,17 +214,17 @@ class MorphPolicy:
         plan = plan_with(count)
         if plan is view.plan or not self._fits(view, plan):
             refused = plan_with(1) if plan is view.plan else plan
-            return view.plan, state, self._usage_text(view, ">", refused.instances[view.index].kv_pages)
-        pages = plan.instances[view.index].kv_pages
+            return view.plan, state, self._usage_text(view, ">", refused.kv_pages)
+        pages = plan.kv_pages
         calm = self._calm_text(view, state)
-        reason = f"{calm}, {self._usage_text(view, '<=', pages)}: {_change_text(restored(count), view.instance, pages)}"
+        reason = f"{calm}, {self._usage_text(view, '<=', pages)}: {_change_text(restored(count), view.plan, pages)}"
         if count < max_count:
-            reason += f"; for more: {self._usage_text(view, '>', plan_with(count + 1).instances[view.index].kv_pages)}"
+            reason += f"; for more: {self._usage_text(view, '>', plan_with(count + 1).kv_pages)}"
         arrivals = view.arrivals
         state = replace(state, last_release=now, release_arrivals=arrivals, peak_arrivals=arrivals, first_entry=None)
         return plan, state, reason
 
-    def _release_obstacle(self, view: _InstanceView, state: InstanceState) -> str:
+    def _release_obstacle(self, view: _InstanceView, state: MorphState) -> str:
         """Return why no layer may change back yet, as a text; "" if there is no obstacle."""
         settings, recent = self.settings, view.recent
         window = f"in the last {recent.seconds:.0f} s"
@@ -258,7 +244,7 @@ class MorphPolicy:
             return f"KV usage {window}: {recent.max_kv_usage:.1%} > {settings.kv_usage:.0%}"
         return ""
 
-    def _calm_text(self, view: _InstanceView, state: InstanceState) -> str:
+    def _calm_text(self, view: _InstanceView, state: MorphState) -> str:
         """Return why layers may change back, as a text."""
         settings, recent = self.settings, view.recent
         assert state.quiet_since is not None
@@ -268,7 +254,7 @@ class MorphPolicy:
             f"no preemption in {recent.seconds:.0f} s"
         )
 
-    def _relapse_obstacle(self, view: _InstanceView, state: InstanceState) -> str:
+    def _relapse_obstacle(self, view: _InstanceView, state: MorphState) -> str:
         """Return why an earlier relapse forbids a release, as a text; "" after a long time or for a lower load."""
         settings, past = self.settings, view.now - state.relapse_time
         if past > settings.relapse_memory or view.arrivals <= settings.relapse_load * state.relapse_arrivals:
@@ -278,7 +264,7 @@ class MorphPolicy:
         until = "" if remaining == math.inf else f", for {remaining:.0f} s more"
         return f"held after a relapse: {view.arrivals:.1f} arrivals/s > {limit}{until}"
 
-    def _with_relapse(self, state: InstanceState) -> InstanceState:
+    def _with_relapse(self, state: MorphState) -> MorphState:
         """Return the state with a relapse noted, if pressure returned soon after the last release.
 
         It is not a relapse if arrivals have grown so much that the release was not the cause.
@@ -290,10 +276,10 @@ class MorphPolicy:
             return state
         return replace(state, relapse_arrivals=state.release_arrivals, relapse_time=state.first_entry)
 
-    def _fits(self, view: _InstanceView, plan: Plan) -> bool:
+    def _fits(self, view: _InstanceView, plan: InstancePlan) -> bool:
         """Return whether the KV pages in use fit into a plan with the margin: on average, now, and at the horizon."""
-        pages = plan.instances[view.index].kv_pages
-        if pages >= view.instance.kv_pages:
+        pages = plan.kv_pages
+        if pages >= view.plan.kv_pages:
             return True
         usage = max(self._kv_usages(view).values())
         return usage * view.snapshot.kv_pages_total <= self.settings.release_usage * (pages - 1)
@@ -320,13 +306,14 @@ class MorphPolicy:
         changed = (block for block, precision in _precisions(instance).items() if precision != at_start[block])
         return sorted(changed, key=lambda block: self._rank.get(block, last))
 
-    def _plan_with_precisions(self, view: _InstanceView, initial: InstancePlan, precisions: dict[str, str]) -> Plan:
+    def _plan_with_precisions(
+        self, view: _InstanceView, initial: InstancePlan, precisions: dict[str, str]
+    ) -> InstancePlan:
         """Return the plan with these precisions and the KV pages that then fit, or `view.plan` if nothing changes."""
-        plan = view.plan.with_precisions(view.index, precisions)
-        instance = plan.instances[view.index]
-        pages = self._resources.kv_capacity(instance) if self._changed_layers(instance, initial) else initial.kv_pages
-        plan = plan.with_kv_pages(view.index, pages)
-        return view.plan if plan.instances == view.plan.instances else plan
+        plan = view.plan.with_precisions(precisions)
+        pages = self._resources.kv_capacity(plan) if self._changed_layers(plan, initial) else initial.kv_pages
+        plan = plan.with_kv_pages(pages)
+        return view.plan if plan == view.plan else plan
 
 
 def _precisions(instance: InstancePlan) -> dict[str, str]:

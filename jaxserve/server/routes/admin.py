@@ -19,7 +19,7 @@ from jaxserve.server.state import State
 JSON, YAML = "application/json", "application/yaml"
 YAML_TYPES = frozenset({YAML, "application/x-yaml", "text/yaml", "text/x-yaml"})
 MAX_DECISIONS = 1000
-MAX_PLAN_BYTES = 64 * 1024  # an instance takes a few hundred bytes
+MAX_PLAN_BYTES = 1 << 20  # an instance takes a few hundred bytes
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 json_router = APIRouter(route_class=JsonRoute)
