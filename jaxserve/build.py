@@ -18,6 +18,7 @@ from jaxserve.control.controller import Controller
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import POLICY_NAMES, load_policy
 from jaxserve.control.policy import ForesightPolicy, Policy
+from jaxserve.control.reconfigure import PlanFacts
 from jaxserve.control.service import ControlPlane
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.clock import Clock, SystemClock
@@ -227,7 +228,7 @@ def _build_actuators(
             in_force,
             ledgers=resolved.ledgers,
             entries=resolved.device_entries,
-            plan_fields=resolved.plan_fields,
+            facts=PlanFacts(resolved.plan_fields),
             copy_rate=_copy_rate(resolved),
             copy_share=COPY_SHARES[resolved.devices[0].platform],
         )

@@ -13,15 +13,14 @@ from typing import Any
 from jaxserve.actuator.copying import LayerSource, Throttle
 from jaxserve.control.ledger import DeviceLedgers
 from jaxserve.control.plan import InstancePlan, PlanInForce
-from jaxserve.control.reconfigure import Cancelled, Entries, Reconfiguration
+from jaxserve.control.reconfigure import Cancelled, Entries, PlanFacts, Reconfiguration
 from jaxserve.control.transitions import BetweenSteps, Outcome, Sleep, StepsEnded, Transition, Waits
-from jaxserve.core.precision import assignment_id
+from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
 from jaxserve.executor.blocks import LoadedBlock
 from jaxserve.executor.executor import BlockExecutor
 from jaxserve.executor.pools import Growth, free
-from jaxserve.scheduler import Scheduler
-from jaxserve.telemetry import EngineMetrics, Snapshot
+from jaxserve.telemetry import EngineMetrics
 
 CLOSING_CHECK_S = 0.2  # how often the thread checks, while it waits for a step, whether the actuator is closing
 
@@ -35,8 +34,11 @@ class DeviceInstance:
         self._source, self._throttle = source, throttle
 
     @property
-    def scheduler(self) -> Scheduler:
-        return self.steps.core.scheduler
+    def core(self) -> EngineCore:
+        return self.steps.core
+
+    def use(self, plan: InstancePlan) -> None:
+        """Do nothing: steps follow the layers and pages that the instance has."""
 
     def prepare_layer(self, block: str, precision: str, size: int, seconds: float) -> Waits[LoadedBlock]:
         yield from ()
@@ -76,13 +78,6 @@ class DeviceInstance:
     def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
         self.executor.shrink_pools(moves, pages)
 
-    def replan(self, plan: InstancePlan, plan_fields: Snapshot) -> Callable[[], None]:
-        """Tell the engine core of a plan, and return a function that tells it of the previous one again."""
-        core = self.steps.core
-        salt, fields = core.salt, core.plan_fields
-        core.replan(assignment_id(plan.layer_precisions), plan_fields)
-        return lambda: core.replan(salt, fields)
-
 
 class PlanActuator:
     """An actuator (`control.Actuator`) of one instance on real devices, with a thread of its own."""
@@ -98,14 +93,14 @@ class PlanActuator:
         *,
         ledgers: DeviceLedgers,
         entries: Callable[[InstancePlan], Entries],
-        plan_fields: Callable[[InstancePlan, int], Snapshot],
+        facts: PlanFacts,
         copy_rate: float,
         copy_share: float,
     ):
         """`name` is the instance's name in the plan. `entries(plan)` returns the bytes of its plan in the ledgers.
 
-        `plan_fields(plan, version)` returns the fields of the instance's snapshots that follow from its plan. While
-        steps run, copies take at most `copy_rate` bytes/s and a share `copy_share` of a core.
+        `facts` are what the engine core is told of it. While steps run, copies take at most `copy_rate` bytes/s and a
+        share `copy_share` of a core.
         """
         self._steps, self._metrics = steps, metrics
         self._closing = threading.Event()
@@ -117,7 +112,7 @@ class PlanActuator:
             in_force=in_force,
             ledgers=ledgers,
             entries=entries,
-            replan=lambda plan, version: self.instance.replan(plan, plan_fields(plan, version)),
+            facts=facts,
             now=time.monotonic,
         )
         self._waiting: queue.SimpleQueue[Sequence[Transition] | None] = queue.SimpleQueue()

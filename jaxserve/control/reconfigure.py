@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from jaxserve.control.costs import CostModel, InstanceCost
 from jaxserve.control.ledger import DeviceLedgers
 from jaxserve.control.plan import InstancePlan, PlanInForce
 from jaxserve.control.transitions import (
@@ -27,7 +28,9 @@ from jaxserve.control.transitions import (
     Waits,
 )
 from jaxserve.core.errors import JaxserveError, MemoryBudgetError
+from jaxserve.core.precision import assignment_id
 from jaxserve.kvcache import PagesInUse
+from jaxserve.telemetry import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,19 @@ Report = Callable[[Outcome, Exception | None], None]
 
 class Cancelled(JaxserveError):
     """A transition that was cut off because the engine is closing."""
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What an engine core is told of a plan."""
+
+    plan_fields: Callable[[InstancePlan, int], Snapshot]  # (plan, version) -> the fields of snapshots that follow
+    costs: CostModel | None = None
+
+    def of(self, plan: InstancePlan, version: int) -> tuple[str, Snapshot, InstanceCost | None]:
+        """Return the arguments of `EngineCore.replan` for a plan of an instance."""
+        cost = None if self.costs is None else self.costs.of(plan)
+        return assignment_id(plan.layer_precisions), self.plan_fields(plan, version), cost
 
 
 @dataclass(frozen=True)
@@ -66,8 +82,7 @@ class Reconfiguration:
     in_force: PlanInForce
     ledgers: DeviceLedgers
     entries: Callable[[InstancePlan], Entries]  # the plan's bytes, by device and name
-    replan: Callable[[InstancePlan, int], Callable[[], None]]
-    """Tells the engine core of a plan and its version, between two steps, and returns a function that undoes this."""
+    facts: PlanFacts
     now: Callable[[], float]  # s
 
     def carry_out(self, transitions: Sequence[Transition], report: Report) -> Waits[None]:
@@ -184,7 +199,7 @@ class Reconfiguration:
 
     def _commit_now(self, batch: tuple[Transition, ...], staged: Any) -> Any:
         """Commit a batch as a whole, or change nothing and raise. Called between two steps."""
-        return commit(self.name, self.instance, self.in_force, self.replan, batch, staged)
+        return commit(self.name, self.instance, self.in_force, self.facts, batch, staged)
 
     def _finish(self, done: _Committed, report: Report, also: Sequence[Transition] = ()) -> Waits[None]:
         """Wait until the replaced memory is free, release it in the ledger, and report the outcomes.
@@ -213,7 +228,7 @@ def commit(
     name: str,
     instance: StoppedInstance,
     in_force: PlanInForce,
-    replan: Callable[[InstancePlan, int], Callable[[], None]],
+    facts: PlanFacts,
     batch: Sequence[Transition],
     staged: Any,
 ) -> Any:
@@ -221,9 +236,14 @@ def commit(
 
     Return what the kind's `release` needs.
     """
-    after = _after(in_force.instance(name), batch)
+    before = in_force.instance(name)
+    after = _after(before, batch)
+    core = instance.core
     with ExitStack() as undo:
-        undo.callback(replan(after, in_force.version + len(batch)))
+        undo.callback(instance.use, before)
+        undo.callback(core.replan, core.salt, core.plan_fields, core.cost)
+        core.replan(*facts.of(after, in_force.version + len(batch)))
+        instance.use(after)
         held = type(batch[0]).commit(batch, instance, staged, undo)
         undo.pop_all()
     in_force.commit(after, len(batch))

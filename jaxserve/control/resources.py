@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from jaxserve.control.costs import CostModel
 from jaxserve.control.plan import InstancePlan, Plan, StagePlan
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.errors import PlanError
@@ -29,6 +30,8 @@ class Resources:
     copy_rate: float  # bytes/s of copies from host memory while steps go on
     in_place: tuple[str, ...] = ()  # precisions in which layers run on their pinned variants and take no more memory
     segments: tuple[int, ...] = ()  # pages of each segment that pools grow by; () if they grow page by page
+    # What steps cost under any plan; None if it is unknown. It is no limit, and no part of equality.
+    costs: CostModel | None = field(default=None, compare=False, repr=False)
     least_pages = Renamed("min_pages")
     most_pages = Renamed("max_pages")
     kept = Renamed("in_place")

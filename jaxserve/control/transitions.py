@@ -9,9 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from jaxserve.control.costs import InstanceCost
 from jaxserve.control.plan import InstancePlan
 from jaxserve.core.errors import PlanError
 from jaxserve.scheduler import Scheduler
+from jaxserve.telemetry import Snapshot
 
 T = TypeVar("T")
 
@@ -46,11 +48,35 @@ class StepsEnded:
 Waits = Generator[Any, Any, T]  # of the three waits above, and of those that only one driver knows
 
 
+class PlannedCore(Protocol):
+    """What transitions change of an engine core."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    @property
+    def salt(self) -> str: ...
+
+    @property
+    def plan_fields(self) -> Snapshot: ...
+
+    @property
+    def cost(self) -> InstanceCost | None: ...
+
+    def replan(self, salt: str, plan_fields: Snapshot, cost: InstanceCost | None = None) -> None:
+        """Set the plan's name in the prefix cache, its fields of the snapshot and its step times."""
+        ...
+
+
 class StoppedInstance(Protocol):
     """What an instance between two steps offers to its transitions. Layers and segments are opaque to them."""
 
     @property
-    def scheduler(self) -> Scheduler: ...
+    def core(self) -> PlannedCore: ...
+
+    def use(self, plan: InstancePlan) -> None:
+        """Run steps under this plan, of which the engine core has been told."""
+        ...
 
     def replace_layers(self, layers: Sequence[Any]) -> Sequence[Any]:
         """Use these layers from the next step on, and return the layers that they replace."""
@@ -244,9 +270,9 @@ class ResizeKVPool(Transition):
         (resize,) = batch
         more = resize.after - resize.before
         if more >= 0:
-            instance.scheduler.grow(more)
+            instance.core.scheduler.grow(more)
             # The new pages hold nothing yet, so that none needs to be moved.
-            undo.callback(instance.scheduler.shrink, more, lambda moves: None)
+            undo.callback(instance.core.scheduler.shrink, more, lambda moves: None)
             instance.extend_pools(staged)
             return {}
         moved: dict[int, int] = {}
@@ -256,7 +282,7 @@ class ResizeKVPool(Transition):
             moved.update(moves)
 
         # The last action, because moved pages cannot be moved back. It raises `PagesInUse` before it moves anything.
-        instance.scheduler.shrink(-more, move)
+        instance.core.scheduler.shrink(-more, move)
         return moved
 
     @classmethod
@@ -301,8 +327,8 @@ class LimitSequences(Transition):
     @classmethod
     def commit(cls, batch: Sequence["LimitSequences"], instance: StoppedInstance, staged: Any, undo: ExitStack) -> Any:
         (limit,) = batch
-        undo.callback(instance.scheduler.limit_sequences, limit.before)
-        instance.scheduler.limit_sequences(limit.after)
+        undo.callback(instance.core.scheduler.limit_sequences, limit.before)
+        instance.core.scheduler.limit_sequences(limit.after)
 
     def __str__(self) -> str:
         return f"instance {self.instance}: at most {_limit(self.before)} -> {_limit(self.after)} at once"

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.control.costs import InstanceCost
 from jaxserve.core.errors import NonFiniteOutput, QueueFull, RequestError
 from jaxserve.core.request import FinishReason, Logprob, Request, RequestOutput, Sequence, SequenceStatus, TokenLogprobs
+from jaxserve.core.step_load import Loads
 from jaxserve.core.work import Chunk, StepOutput, Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.counters import EngineCounters
 from jaxserve.engine.limits import check_params, check_prompt
 from jaxserve.engine.outputs import RequestState
+from jaxserve.engine.step_times import StepTimes
 from jaxserve.engine.text import StopStrings, append_text, flush_text
 from jaxserve.engine.tokenizer import Tokenizer
 from jaxserve.scheduler import Scheduler
@@ -52,10 +55,13 @@ class EngineCore:
         seed: int = 0,
         plan_fields: Snapshot,
         index: int = 0,
+        loads: Loads | None = None,
+        cost: InstanceCost | None = None,
     ):
         """`index`: the index of the instance. `salt`: the plan's name in the prefix cache.
 
-        `plan_fields`: the fields of the snapshot that follow from the plan.
+        `plan_fields`: the fields of the snapshot that follow from the plan. `cost`: the step times under the plan, of
+        loads computed by `loads`; None if they are unknown.
         """
         self.scheduler = scheduler
         self.info = info
@@ -64,7 +70,7 @@ class EngineCore:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.salt = salt
         self.index = index
-        self._counters = EngineCounters(scheduler, metrics, plan_fields)
+        self._counters = EngineCounters(scheduler, metrics, plan_fields, StepTimes(loads, cost))
         metrics.follow(lambda: self.snapshot, index)
         self._caching = scheduler.pages.caching
         self._seeds = np.random.default_rng(seed)
@@ -111,12 +117,14 @@ class EngineCore:
                 self.scheduler.finish(sequence)
         self._end(state, reason, now)
 
-    def replan(self, salt: str, plan_fields: Snapshot) -> None:
-        """Set the plan's name in the prefix cache and its fields of the snapshot, after a change between two steps.
+    def replan(self, salt: str, plan_fields: Snapshot, cost: InstanceCost | None = None) -> None:
+        """Set what follows from the plan, after a change between two steps.
+
+        That is its name in the prefix cache, its fields of the snapshot, and its step times (None if they are unknown).
 
         Requests in flight continue. If the name differs, the pages that they compute from now on are not shared.
         """
-        self.salt, self._counters.plan_fields = salt, plan_fields
+        self.salt, self._counters.plan_fields, self._counters.times.cost = salt, plan_fields, cost
         for state in self._requests.values():
             for sequence in state.sequences:
                 if sequence.status is not SequenceStatus.FINISHED:
@@ -139,6 +147,11 @@ class EngineCore:
         return self._counters.plan_fields
 
     @property
+    def cost(self) -> InstanceCost | None:
+        """The step times under the plan in force; None if they are unknown."""
+        return self._counters.times.cost
+
+    @property
     def snapshot(self) -> Snapshot:
         """The state after the latest step, abort or change of the plan. Read from any thread."""
         return self._counters.snapshot
@@ -153,6 +166,7 @@ class EngineCore:
                 chunk.sequence.first_scheduled = now
         if work:
             self._counters.steps += 1
+            self._counters.times.begun(work, now)
         return work
 
     def update(self, work: Work, output: StepOutput, now: float) -> list[RequestOutput]:
@@ -168,6 +182,7 @@ class EngineCore:
             elif chunk.last:
                 self._take_token(step, chunk.sequence, len(work.decodes) + index)
         self._counters.step(step.generated, step.gaps)
+        self._counters.times.ended(now)
         self._take_snapshot(now)
         changed = [self._output(request_id, sequences, now) for request_id, sequences in step.changed.items()]
         return changed + step.failed
@@ -188,6 +203,7 @@ class EngineCore:
             sequence.last_token = end
             self.scheduler.register_full_pages(sequence)
         self._counters.steady(count, len(running), seconds)
+        self._counters.times.repeated(count, end)
         self._take_snapshot(end)  # as `update` does, before the next step begins
         self.scheduler.repeat(1)
         self._counters.steps += 1

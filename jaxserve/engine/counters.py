@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.core.request import FinishReason
 from jaxserve.engine.outputs import RequestState
+from jaxserve.engine.step_times import StepTimes
 from jaxserve.scheduler import Scheduler
 from jaxserve.telemetry import TIME_BOUNDS, EngineMetrics, Snapshot
 
@@ -14,9 +15,10 @@ from jaxserve.telemetry import TIME_BOUNDS, EngineMetrics, Snapshot
 class EngineCounters:
     """Counters that the engine core updates between two steps. `snapshot` may be read from any thread."""
 
-    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, plan_fields: Snapshot):
+    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, plan_fields: Snapshot, times: StepTimes):
         """`plan_fields`: the fields of the snapshot that follow from the plan."""
         self.plan_fields = plan_fields
+        self.times = times
         self.steps = 0  # scheduled steps
         self._scheduler = scheduler
         self._metrics = metrics
@@ -49,6 +51,8 @@ class EngineCounters:
             "first_tokens": self._first_tokens,
             "gaps": self._gaps,
             "gap_seconds": self._gap_seconds,
+            "busy_seconds": self.times.busy,
+            "expected_seconds": self.times.expected,
         }
         self._latest = (self.plan_fields, latest)
 

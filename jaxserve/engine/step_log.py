@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.control.controller import Controller
+from jaxserve.control.costs import MeasuredCosts
 from jaxserve.control.plan import PlanInForce
 from jaxserve.control.policy import Policy
 from jaxserve.control.resources import Resources
@@ -37,6 +38,12 @@ class Engine(NamedTuple):
 
     format: int
     facts: Mapping[str, Any]
+
+
+class CostsRecord(NamedTuple):
+    """The step times that the policy was told."""
+
+    table: Mapping[str, Any]  # `MeasuredCosts.to_dict`
 
 
 class PlanRecord(NamedTuple):
@@ -118,9 +125,10 @@ class DecisionRecord(NamedTuple):
     outcome: str  # "started", or "rejected: ..."
 
 
-Record = Engine | PlanRecord | Step | Arrival | AnswerRecord | Tick | DecisionRecord
+Record = Engine | CostsRecord | PlanRecord | Step | Arrival | AnswerRecord | Tick | DecisionRecord
 KINDS: Mapping[str, type[Any]] = {
     "engine": Engine,
+    "costs": CostsRecord,
     "inforce": PlanRecord,
     "step": Step,
     "arrival": Arrival,
@@ -262,6 +270,7 @@ class Recording:
     """The contents of a step log, in the order of writing."""
 
     facts: Mapping[str, Any]
+    costs: MeasuredCosts | None = None  # the step times that the policy was told; earlier versions told it none
     steps: tuple[Step, ...] = ()
     plans: tuple[PlanRecord, ...] = ()
     arrivals: tuple[Arrival, ...] = ()
@@ -286,6 +295,7 @@ def read_log(path: str | Path) -> Recording:
         raise ConfigError(f"{path} is not a step log of format {FORMAT}")
     return Recording(
         _with_present_names(records[Engine][0].facts),
+        _costs(records[CostsRecord], path),
         tuple(records[Step]),
         tuple(records[PlanRecord]),
         tuple(records[Arrival]),
@@ -293,6 +303,13 @@ def read_log(path: str | Path) -> Recording:
         tuple(records[Tick]),
         tuple(decided._replace(transitions=tuple(decided.transitions)) for decided in records[DecisionRecord]),
     )
+
+
+def _costs(records: Sequence[CostsRecord], path: str | Path) -> MeasuredCosts | None:
+    try:
+        return MeasuredCosts.from_dict(records[-1].table) if records else None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path}: its costs of steps are damaged: {error!r}") from error
 
 
 def _with_present_names(facts: Mapping[str, Any]) -> Mapping[str, Any]:

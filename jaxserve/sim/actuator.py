@@ -8,15 +8,12 @@ from typing import Any, Protocol
 
 from jaxserve.control.ledger import DeviceLedgers
 from jaxserve.control.plan import InstancePlan, PlanInForce
-from jaxserve.control.reconfigure import Entries, Reconfiguration
+from jaxserve.control.reconfigure import Entries, PlanFacts, Reconfiguration
 from jaxserve.control.transitions import BetweenSteps, Outcome, Sleep, StepsEnded, Transition, Waits
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.precision import assignment_id
 from jaxserve.engine.core import EngineCore
-from jaxserve.scheduler import Scheduler
 from jaxserve.sim.links import Priority, SharedLinks, Transfer
-from jaxserve.telemetry import Snapshot
 
 Signature = tuple[str, str]  # (block kind, precision): blocks with equal signatures share an executable
 Layer = tuple[str, str]  # (block, precision): a variant of a layer
@@ -98,8 +95,11 @@ class SimDevice:
         self._compiled = {_signature(*layer) for layer in self._layers.values()}.union(warm)
 
     @property
-    def scheduler(self) -> Scheduler:
-        return self.instance.core.scheduler
+    def core(self) -> EngineCore:
+        return self.instance.core
+
+    def use(self, plan: InstancePlan) -> None:
+        self.instance.set_plan(plan)
 
     def prepare_layer(self, block: str, precision: str, size: int, seconds: float) -> Waits[Layer]:
         """Copy a layer's variant, no faster than estimated, and compile its signature if the instance lacks it."""
@@ -137,19 +137,6 @@ class SimDevice:
     def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
         pass
 
-    def replan(self, before: InstancePlan, plan: InstancePlan, plan_fields: Snapshot) -> Callable[[], None]:
-        """Use the step times of a plan and tell the engine core of it. Return a function that undoes this."""
-        core = self.instance.core
-        salt, fields = core.salt, core.plan_fields
-
-        def undo() -> None:
-            self.instance.set_plan(before)
-            core.replan(salt, fields)
-
-        self.instance.set_plan(plan)
-        core.replan(assignment_id(plan.layer_precisions), plan_fields)
-        return undo
-
 
 class SimActuator:
     """An actuator (`control.Actuator`) of one simulated instance."""
@@ -166,16 +153,16 @@ class SimActuator:
         *,
         ledgers: DeviceLedgers,
         entries: Callable[[InstancePlan], Entries],
-        plan_fields: Callable[[InstancePlan, int], Snapshot],
+        facts: PlanFacts,
         compile_seconds: float = 0.0,
         warm: Collection[Signature] = (),
     ):
         """Carry out transitions of the instance called `name`; whoever owns the `agenda` advances it.
 
         `link` is the one of `links` over which weights come from the host to every device of a stage. `entries`
-        returns the ledgers' bytes of a plan, and `plan_fields(plan, version)` the fields of the instance's snapshots
-        that follow from its plan. Compiling takes `compile_seconds` for each signature that is new to the instance:
-        that is neither in its plan nor in `warm`, and was not compiled since.
+        returns the ledgers' bytes of a plan, and `facts` are what the engine core is told of it. Compiling takes
+        `compile_seconds` for each signature that is new to the instance: that is neither in its plan nor in `warm`, and
+        was not compiled since.
         """
         self._clock, self._agenda, self._links = clock, agenda, links
         plan = in_force.instance(name)
@@ -186,7 +173,7 @@ class SimActuator:
             in_force=in_force,
             ledgers=ledgers,
             entries=entries,
-            replan=lambda plan, version: self.device.replan(in_force.instance(name), plan, plan_fields(plan, version)),
+            facts=facts,
             now=clock.now,
         )
         self._outcomes: list[Outcome] = []

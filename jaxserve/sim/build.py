@@ -5,11 +5,11 @@ from pathlib import Path
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.precision import assignment_id
+from jaxserve.core.step_load import Loads
 from jaxserve.engine.core import EngineCore
 from jaxserve.planning.spec import STATIC
 from jaxserve.sim.cluster import Cluster
 from jaxserve.sim.control import SETTLING, SimControl, build_control
-from jaxserve.sim.cost_model import RooflineModel
 from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.sampler import SimSampler
 from jaxserve.sim.simulation import Frontend, Simulation
@@ -36,7 +36,7 @@ def build_simulation(
     an unknown policy, or a precision or link that the hardware lacks.
     """
     clock, metrics = VirtualClock(), EngineMetrics(cluster.info.name)
-    cost_model = RooflineModel(cluster.shape, cluster.hardware, cluster.config.kv_cache_dtype)
+    cost_model = cluster.true_costs
     instances = [
         SimInstance(_core(cluster, index, metrics), plan, cost_model, cluster.memory.buckets, clock, detailed=detailed)
         for index, plan in enumerate(cluster.memory.plan.instances)
@@ -68,4 +68,6 @@ def _core(cluster: Cluster, index: int, metrics: EngineMetrics) -> EngineCore:
         salt=assignment_id(instance.layer_precisions),
         plan_fields=memory.plan_fields(instance, memory.plan.version),
         index=index,
+        loads=Loads(memory.buckets),
+        cost=cluster.costs.of(instance) if memory.variants else None,
     )

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from jaxserve.control.costs import CostModel
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.config import EngineConfig, ModelConfig, MoEConfig
 from jaxserve.core.errors import ConfigError
@@ -24,6 +25,7 @@ from jaxserve.parallel.padding import padded_config
 from jaxserve.planning.defaults import PLATFORMS, PlatformDefaults
 from jaxserve.planning.memory import COPY_RATES, MemoryPlan, plan_memory, runtime_bytes
 from jaxserve.planning.spec import EngineSpec, dtype_of
+from jaxserve.sim.cost_model import RooflineModel
 from jaxserve.sim.hardware import Hardware
 from jaxserve.sim.shape import GROUP, UNIT, ModelShape
 
@@ -40,11 +42,22 @@ class Cluster:
     hardware: Hardware
     memory: MemoryPlan
     info: ModelInfo
+    believed_costs: CostModel | None = None  # the costs that policies are told; None for the true ones
 
     @property
     def config(self) -> EngineConfig:
         """The configuration of the engine."""
         return self.memory.config
+
+    @property
+    def true_costs(self) -> RooflineModel:
+        """The costs of steps on the hardware."""
+        return RooflineModel(self.shape, self.hardware, self.config.kv_cache_dtype)
+
+    @property
+    def costs(self) -> CostModel:
+        """The costs that policies are told."""
+        return self.believed_costs or self.true_costs
 
     @property
     def copy_rate(self) -> float:

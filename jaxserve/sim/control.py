@@ -1,12 +1,14 @@
 """The real controller and its policy, ticking in virtual time over simulated instances."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jaxserve.calibration.sensitivity.order import swap_order
 from jaxserve.control.controller import Controller
 from jaxserve.control.plan import PlanInForce
 from jaxserve.control.policies import load_policy
+from jaxserve.control.reconfigure import PlanFacts
 from jaxserve.control.record import Decision
 from jaxserve.core.clock import Clock
 from jaxserve.sim.actuator import Agenda, SimActuator
@@ -69,10 +71,11 @@ def build_control(
     for weights, because every device of a stage has a link to its host.
     """
     memory, config, hardware = cluster.memory, cluster.config, cluster.hardware
-    resources = memory.resources(cluster.copy_rate)
+    resources = replace(memory.resources(cluster.copy_rate), costs=cluster.costs)
     order = swap_order(model_folder, cluster.shape.num_layers, memory.variants, None)
     policy = load_policy(config.policy, resources, order, slo_ttft=config.slo_ttft)
     in_force, agenda = PlanInForce(memory.plan), Agenda(clock)
+    facts = PlanFacts(memory.plan_fields, cluster.costs)
     by_name = dict(zip((plan.name for plan in memory.plan.instances), instances, strict=True))
     actuators = {
         name: SimActuator(
@@ -85,7 +88,7 @@ def build_control(
             PCIE,
             ledgers=memory.ledgers,
             entries=memory.device_entries,
-            plan_fields=memory.plan_fields,
+            facts=facts,
             compile_seconds=hardware.overheads.compile,
             warm=[("layers", precision) for precision in memory.variants] if config.warmup else (),
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+from jaxserve.control.costs import InstanceCost
 from jaxserve.control.plan import InstancePlan, StagePlan
 from jaxserve.core.block_names import is_layer
 from jaxserve.core.step_load import StepLoad as StepLoad
@@ -24,7 +25,7 @@ from jaxserve.sim.shape import ModelShape
 
 @dataclass(frozen=True)
 class RooflineModel:
-    """A cost model of a model shape on some hardware, for any plan (`CostModel`)."""
+    """A cost model of a model shape on some hardware, for any plan (`CostModel`, `TrueCostModel`)."""
 
     shape: ModelShape
     hardware: Hardware
@@ -41,7 +42,7 @@ class RooflineModel:
 
 
 class InstanceRoofline:
-    """Step times of one instance under one plan (`InstanceCost`)."""
+    """Step times of one instance under one plan (`TrueInstanceCost`)."""
 
     def __init__(self, model: RooflineModel, instance: InstancePlan):
         self._model = model
@@ -139,7 +140,7 @@ def _slowest(hardware: Hardware, devices: Sequence[int]) -> Link | None:
     return min(links, key=lambda link: link.bandwidth, default=None)
 
 
-class InstanceCost(Protocol):
+class TrueInstanceCost(InstanceCost, Protocol):
     """Step times of one instance under one plan, as the event loop needs them."""
 
     @property
@@ -150,19 +151,15 @@ class InstanceCost(Protocol):
         """
         ...
 
-    def seconds(self, load: StepLoad) -> float:
-        """Return the time (s) of a step on the device, from the end of the previous step or from its dispatch."""
-        ...
 
-
-class CostModel(Protocol):
-    """Step times for any plan, as the event loop needs them."""
+class TrueCostModel(Protocol):
+    """Step times for any plan, as the event loop needs them: what steps take, whatever policies believe."""
 
     @property
     def host(self) -> float:
         """The time (s) from a step's begin to its dispatch, and to the next begin, while the device is idle."""
         ...
 
-    def of(self, instance: InstancePlan) -> InstanceCost:
+    def of(self, instance: InstancePlan) -> TrueInstanceCost:
         """Return the step times of an instance under a plan."""
         ...

@@ -14,7 +14,7 @@ from jaxserve.core.step_load import Loads
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import StepOutput, Work
 from jaxserve.engine.core import EngineCore
-from jaxserve.sim.cost_model import CostModel
+from jaxserve.sim.cost_model import TrueCostModel
 from jaxserve.telemetry import Snapshot
 
 Call = Callable[[], None]
@@ -80,7 +80,7 @@ class SimInstance:
         self,
         core: EngineCore,
         plan: InstancePlan,
-        cost_model: CostModel,
+        cost_model: TrueCostModel,
         buckets: Buckets,
         clock: Clock,
         *,

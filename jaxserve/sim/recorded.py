@@ -10,26 +10,26 @@ difference between simulator and engine, and raises `Diverged`.
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from jaxserve.control.controller import Controller
+from jaxserve.control.costs import CostModel
 from jaxserve.control.plan import InstancePlan, Plan, PlanInForce
 from jaxserve.control.plan_yaml import from_yaml
 from jaxserve.control.policies import load_policy
 from jaxserve.control.policy import Policy
-from jaxserve.control.reconfigure import commit
+from jaxserve.control.reconfigure import PlanFacts, commit
 from jaxserve.control.resources import Resources
 from jaxserve.control.transitions import Outcome, Transition
 from jaxserve.core.clock import Clock, VirtualClock
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.numeric import ceil_div
-from jaxserve.core.precision import assignment_id
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.core.step_load import StepLoad
+from jaxserve.core.step_load import Loads, StepLoad
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
@@ -50,7 +50,7 @@ class Diverged(JaxserveError):
 
 
 class RecordedCostModel:
-    """A `CostModel` of one instance whose steps end at the recorded times, in the order of the log."""
+    """A `TrueCostModel` of one instance whose steps end at the recorded times, in the order of the log."""
 
     host = 0.0
     per_context = None  # so that `seconds` is called for every step
@@ -138,11 +138,10 @@ class _ReplayInstance:
     """The recorded instance as its transitions see it (`control.transitions.RunningInstance`), without a device."""
 
     def __init__(self, core: EngineCore):
-        self._core = core
+        self.core = core
 
-    @property
-    def scheduler(self) -> Scheduler:
-        return self._core.scheduler
+    def use(self, plan: InstancePlan) -> None:
+        pass
 
     def replace_layers(self, layers: Sequence[Any]) -> Sequence[Any]:
         return layers
@@ -153,17 +152,12 @@ class _ReplayInstance:
     def shrink_pools(self, moves: Mapping[int, int], pages: int) -> None:
         pass
 
-    def replan(self, plan: InstancePlan, version: int) -> Callable[[], None]:
-        """Tell the core of a plan. Nothing can fail afterwards, so that the function returned does nothing."""
-        self._core.replan(assignment_id(plan.layer_precisions), _plan_fields(plan, version))
-        return lambda: None
-
 
 class _ReplayActuator:
     """A `control.Actuator` that commits transitions when their plan came into force in the log."""
 
-    def __init__(self, plan: Plan, core: EngineCore):
-        self.in_force, self._core = PlanInForce(plan), core
+    def __init__(self, plan: Plan, core: EngineCore, costs: CostModel | None):
+        self.in_force, self._facts = PlanInForce(plan), PlanFacts(_plan_fields, costs)
         self._instance = _ReplayInstance(core)
         self.tick = Tick(0.0, False, (), ())  # the recorded tick in progress
         self._uncommitted: deque[Transition] = deque()
@@ -190,7 +184,7 @@ class _ReplayActuator:
             if not self._uncommitted:
                 raise Diverged(f"plan {version} was in force, but the decisions lead to plan {present} only")
             transition = self._uncommitted.popleft()
-            commit(transition.instance, self._instance, self.in_force, self._instance.replan, (transition,), ())
+            commit(transition.instance, self._instance, self.in_force, self._facts, (transition,), ())
 
 
 class _Replay:
@@ -198,7 +192,7 @@ class _Replay:
 
     def __init__(self, recording: Recording, policy: Policy | None):
         facts, plan = recording.facts, from_yaml(json.dumps(recording.facts["plan"]))
-        resources = _resources(facts["resources"])
+        resources = replace(_resources(facts["resources"]), costs=recording.costs)
         if policy is None:
             policy = load_policy(facts["policy"], resources, facts["swap_order"], slo_ttft=facts["slo_ttft"])
         self._recording, self._clock = recording, VirtualClock()
@@ -211,7 +205,7 @@ class _Replay:
         self._core = self._new_core(plan)
         cost_model = RecordedCostModel(recording.steps, self._clock)
         self._instance = SimInstance(self._core, plan.instances[0], cost_model, _buckets(facts), self._clock)
-        self._actuator = _ReplayActuator(plan, self._core)
+        self._actuator = _ReplayActuator(plan, self._core, recording.costs)
         (self._name,) = (instance.name for instance in plan.instances)
         self._controller = Controller(self._actuator.in_force, policy, resources, {self._name: self._actuator})
 
@@ -297,15 +291,17 @@ class _Replay:
             max_queued_requests=UNLIMITED,
             max_queued_tokens=UNLIMITED,
         )
-        salt = assignment_id(instance.layer_precisions)
+        costs = self._recording.costs
         return _ReplayCore(
             self,
             scheduler,
             info,
             None,
             EngineMetrics(info.name),
-            salt=salt,
+            salt=assignment_id(instance.layer_precisions),
             plan_fields=_plan_fields(instance, plan.version),
+            loads=Loads(buckets),
+            cost=None if costs is None else costs.of(instance),
         )
 
 

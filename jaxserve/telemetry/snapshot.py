@@ -51,6 +51,8 @@ class Snapshot:
     first_tokens: tuple[int, ...] = ()  # number of first tokens by time: buckets `metrics.TIME_BOUNDS` and infinity
     gaps: int = 0  # number of gaps between two tokens of a sequence
     gap_seconds: float = 0.0  # sum of these gaps
+    busy_seconds: float = 0.0  # sum of the times that ended steps took
+    expected_seconds: float = 0.0  # sum of the times that the cost model expected of the same steps; 0 without one
     recent: Recent | None = None  # set only by `windows.Smoother`
 
     @property
@@ -95,4 +97,6 @@ def combine(snapshots: Sequence[Snapshot]) -> Snapshot:
         first_tokens=tuple(map(sum, zip(*(s.first_tokens for s in snapshots if s.first_tokens), strict=True))),
         gaps=sum(s.gaps for s in snapshots),
         gap_seconds=sum(s.gap_seconds for s in snapshots),
+        busy_seconds=sum(s.busy_seconds for s in snapshots),
+        expected_seconds=sum(s.expected_seconds for s in snapshots),
     )

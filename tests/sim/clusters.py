@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.control import block_chain, parallel_plan
+from jaxserve.control.costs import InstanceCost
 from jaxserve.control.plan import InstancePlan
 from jaxserve.core.clock import VirtualClock
+from jaxserve.core.step_load import Loads, StepLoad
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
-from jaxserve.sim.cost_model import StepLoad
 from jaxserve.sim.instance import SimInstance
 from jaxserve.sim.simulation import Answered, Control, Frontend, SimRequest, Simulation
 from jaxserve.telemetry import EngineMetrics, Snapshot
@@ -21,7 +22,7 @@ PAGE, TILE, LONGEST = 4, 8, 64  # tokens of a page, a tile and the longest seque
 
 @dataclass(frozen=True)
 class Formula:
-    """A `CostModel`: 1 s a step, 0.1 s a token, and a little for the context. `alike` allows steady runs."""
+    """A `TrueCostModel`: 1 s a step, 0.1 s a token, and a little for the context. `alike` allows steady runs."""
 
     alike: bool = True
     host: float = 0.25
@@ -48,8 +49,12 @@ def cluster(
     detailed: bool = True,
     frontend: Frontend | None = None,
     control: Control | None = None,
+    cost: InstanceCost | None = None,
 ) -> Simulation:
-    """Return a simulation of instances with `pages` KV pages and at most `seqs` sequences each."""
+    """Return a simulation of instances with `pages` KV pages and at most `seqs` sequences each.
+
+    `cost` are the expected times of steps; `Formula` has the true ones.
+    """
     chain = block_chain("bfloat16", ["bfloat16"] * 2, "bfloat16")
     plan = parallel_plan(chain, kv_pages=pages, tp=1, pp=1, dp=instances, devices=instances)
     clock = VirtualClock()
@@ -60,7 +65,14 @@ def cluster(
         pool = PagePool(pages, caching=caching, min_pages=LONGEST // PAGE + 1, max_pages=pages)
         scheduler = Scheduler(SchedulerLimits(seqs, 4, TILE, PAGE), pool, PageTable(seqs, LONGEST // PAGE))
         core = EngineCore(
-            scheduler, info, None, EngineMetrics("small"), plan_fields=Snapshot(kv_pages_total=pages - 1), index=number
+            scheduler,
+            info,
+            None,
+            EngineMetrics("small"),
+            plan_fields=Snapshot(kv_pages_total=pages - 1),
+            index=number,
+            loads=Loads(buckets),
+            cost=cost,
         )
         made.append(SimInstance(core, instance, Formula(alike), buckets, clock, detailed=detailed))
     return Simulation(made, clock, frontend=frontend, control=control)

@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
+from jaxserve.core.step_load import StepLoad
 from jaxserve.core.work import Work
 from jaxserve.engine.loop import StepLoop
-from jaxserve.sim.cost_model import StepLoad
 from jaxserve.sim.simulation import SimRequest
 from tests.sim.clusters import PAGE, Formula, answered, cluster
 from tests.sim.devices import VirtualDevice
@@ -29,10 +29,17 @@ def requests(drawn: Sequence[tuple[float, int, int, int | None]]) -> list[SimReq
     return made
 
 
+class Expected:
+    """Expected times of steps (`InstanceCost`) that are not those of `Formula`."""
+
+    def seconds(self, load: StepLoad) -> float:
+        return 2 + 0.3 * load.tokens + 0.01 * load.context + 0.001 * load.prefill
+
+
 @given(st.lists(lengths, min_size=1, max_size=25), st.integers(17, 40), st.booleans())
 def test_steps_taken_at_once_are_the_steps_one_by_one(drawn, pages, caching):
-    at_once = cluster(pages=pages, caching=caching)
-    one_by_one = cluster(pages=pages, caching=caching, alike=False)
+    at_once = cluster(pages=pages, caching=caching, cost=Expected())
+    one_by_one = cluster(pages=pages, caching=caching, alike=False, cost=Expected())
     found, expected = (answered(simulation, requests(drawn)) for simulation in (at_once, one_by_one))
     for answer, other in zip(found, expected, strict=True):
         assert answer.error is None
@@ -45,6 +52,8 @@ def test_steps_taken_at_once_are_the_steps_one_by_one(drawn, pages, caching):
     snapshots = [simulation.instances[0].core.snapshot for simulation in (at_once, one_by_one)]
     assert snapshots[0].steps == snapshots[1].steps
     assert snapshots[0].gap_seconds == pytest.approx(snapshots[1].gap_seconds)
+    assert snapshots[0].busy_seconds == pytest.approx(snapshots[1].busy_seconds)
+    assert snapshots[0].expected_seconds == pytest.approx(snapshots[1].expected_seconds)
 
 
 class Ticks:
@@ -69,7 +78,7 @@ def test_whoever_looks_sees_what_steps_one_by_one_have_done(drawn, interval):
     seen = []
     for alike in (True, False):
         ticks = Ticks(interval)
-        simulation = cluster(alike=alike, control=ticks)
+        simulation = cluster(alike=alike, control=ticks, cost=Expected())
         ticks.instances = simulation.instances
         answers = answered(simulation, requests(drawn))
         seen.append((ticks.seen, [answer.last_token for answer in answers]))
@@ -80,6 +89,8 @@ def test_whoever_looks_sees_what_steps_one_by_one_have_done(drawn, interval):
         assert snapshot.kv_pages_used == expected.kv_pages_used
         assert snapshot.steps == expected.steps
         assert snapshot.time == pytest.approx(expected.time)
+        assert snapshot.busy_seconds == pytest.approx(expected.busy_seconds)
+        assert snapshot.expected_seconds == pytest.approx(expected.expected_seconds)
 
 
 def formula_seconds(work: Work) -> float:
@@ -97,10 +108,11 @@ def formula_seconds(work: Work) -> float:
 
 def test_an_instance_keeps_the_times_of_the_real_step_loop():
     asked = [SimRequest(0.0, 13, 9), SimRequest(0.0, 5, 20), SimRequest(0.0, 30, 3)]
-    found = answered(cluster(), asked)
+    simulation = cluster(cost=Expected())
+    found = answered(simulation, asked)
 
     clock = VirtualClock()
-    core = cluster().instances[0].core
+    core = cluster(cost=Expected()).instances[0].core
     loop = StepLoop(core, VirtualDevice(clock, formula_seconds, dispatch_s=Formula().host), clock)
     for number, request in enumerate(asked):
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
@@ -115,6 +127,9 @@ def test_an_instance_keeps_the_times_of_the_real_step_loop():
             first = False
     for number, answer in enumerate(found):
         assert answer.token_times == pytest.approx(times[str(number)])
+    simulated = simulation.instances[0].core.snapshot
+    assert core.snapshot.busy_seconds == pytest.approx(simulated.busy_seconds)
+    assert core.snapshot.expected_seconds == pytest.approx(simulated.expected_seconds)
 
 
 def test_a_request_that_cannot_be_served_is_refused_with_the_limit():

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxserve.control import Outcome, ResizeKVPool, Transition
+from jaxserve.control.controller import Controller
+from jaxserve.control.costs import Curve, InstanceCost, LayerCosts, MeasuredCosts
 from jaxserve.control.plan_yaml import to_dict
 from jaxserve.control.policies import load_policy
 from jaxserve.core.clock import VirtualClock
@@ -17,13 +19,13 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.precision import assignment_id
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
-from jaxserve.core.step_load import StepLoad
+from jaxserve.core.step_load import Loads, StepLoad
 from jaxserve.core.step_shapes import Buckets
 from jaxserve.core.work import Work
 from jaxserve.engine.client import ModelInfo
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.loop import StepLoop
-from jaxserve.engine.step_log import InstanceLog, LoggedController, Recording, StepLog, read_log
+from jaxserve.engine.step_log import CostsRecord, InstanceLog, LoggedController, Recording, StepLog, read_log
 from jaxserve.kvcache import PagePool, PageTable
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.sim.recorded import Diverged, RecordedCostModel, replay
@@ -33,6 +35,7 @@ from tests.support.control import home_plan, machine
 
 PAGE, TILE, LONGEST, PAGES, SEQS = 4, 8, 128, 50, 8
 BUCKETS = Buckets(SEQS, 4, TILE, 1, (LONGEST // PAGE,))
+SECONDS = {"bfloat16": 0.004, "int8": 0.003, "int4": 0.002}
 RESOURCES = replace(machine(8, home_pages=PAGES, max_pages=400), min_pages=LONGEST // PAGE + 1)
 
 
@@ -42,7 +45,15 @@ class RecordedEngine(VirtualClock):
     The controller ticks whenever it is due, also between the end of a step and the loop's work after it.
     """
 
-    def __init__(self, path: Path, requests: Sequence[tuple[float, int, int]], *, policy: str, seed: int = 0):
+    def __init__(
+        self,
+        path: Path,
+        requests: Sequence[tuple[float, int, int]],
+        *,
+        policy: str,
+        seed: int = 0,
+        costs: MeasuredCosts | None = None,
+    ):
         super().__init__(1000.0)
         self.rng = np.random.default_rng(seed)
         self.requests = deque(enumerate(requests))
@@ -61,7 +72,9 @@ class RecordedEngine(VirtualClock):
             "swap_order": tuple(range(8)),
             "resources": asdict(RESOURCES) | {"layer_bytes": [(*k, n) for k, n in RESOURCES.layer_bytes.items()]},
         }
-        self.log = StepLog(path, facts)
+        self.log, self.costs = StepLog(path, facts), costs
+        if costs is not None:
+            self.log.write(CostsRecord(costs.to_dict()))
         pages = PagePool(PAGES, caching=True, min_pages=LONGEST // PAGE + 1, max_pages=RESOURCES.max_pages)
         self.core = EngineCore(
             Scheduler(SchedulerLimits(SEQS, 4, TILE, PAGE), pages, PageTable(SEQS, LONGEST // PAGE)),
@@ -70,12 +83,15 @@ class RecordedEngine(VirtualClock):
             EngineMetrics("small"),
             salt=assignment_id(self.plan.instances[0].layer_precisions),
             plan_fields=self.plan_fields(),
+            loads=Loads(BUCKETS),
+            cost=self.cost(),
         )
         self.loop = StepLoop(self.core, self.device(), self, log=InstanceLog(self.log, self.core, BUCKETS))
         self.loop.wake = lambda: None
-        known = load_policy(policy, RESOURCES, range(8), slo_ttft=4.0)
+        resources = replace(RESOURCES, costs=costs)
+        known = load_policy(policy, resources, range(8), slo_ttft=4.0)
         self.actuator = StepwiseActuator(self)
-        self.controller = LoggedController(self.log, self.plan, known, RESOURCES, self.actuator)
+        self.controller = LoggedController(self.log, self.plan, known, resources, self.actuator)
         self.next_tick = self.time
         self.ticking = False
 
@@ -86,6 +102,9 @@ class RecordedEngine(VirtualClock):
             return float(self.rng.uniform(0.01, 0.05))
 
         return SlowDispatch(self, seconds_of, lambda end: self.pass_time(max(0.0, end - self.time)), token=1)
+
+    def cost(self) -> InstanceCost | None:
+        return None if self.costs is None else self.costs.of(self.plan.instances[0])
 
     def plan_fields(self) -> Snapshot:
         return Snapshot(kv_pages_total=self.plan.instances[0].kv_pages - 1, plan_version=self.plan.version)
@@ -165,7 +184,9 @@ class StepwiseActuator:
                 count, scheduler = transition.after - transition.before, engine.core.scheduler
                 scheduler.grow(count) if count >= 0 else scheduler.shrink(-count, lambda moves: None)
             engine.plan = transition.apply(engine.plan)
-            engine.core.replan(assignment_id(engine.plan.instances[0].layer_precisions), engine.plan_fields())
+            engine.core.replan(
+                assignment_id(engine.plan.instances[0].layer_precisions), engine.plan_fields(), engine.cost()
+            )
         except ValueError as failure:  # pages in use
             error = str(failure)
         engine.loop.after_dispatched(lambda: self.add_outcome(transition, error))
@@ -203,6 +224,38 @@ def test_a_run_is_replayed_with_every_step_and_every_decision(tmp_path, policy, 
     assert again.decisions == found.decisions
     assert bool(found.decisions) == (policy != "static")
     assert again.plan.version == max(step.version for step in found.steps) or policy != "static"
+
+
+def test_a_replayed_policy_sees_the_costs_and_times_of_steps_that_the_recorded_one_saw(tmp_path, monkeypatch):
+    seen: list[tuple[float, float]] = []
+    tick = Controller.tick
+
+    def spy(controller: Controller, now: float, snapshots: Sequence[Snapshot]) -> None:
+        (snapshot,) = snapshots
+        seen.append((snapshot.busy_seconds, snapshot.expected_seconds))
+        tick(controller, now, snapshots)
+
+    monkeypatch.setattr(Controller, "tick", spy)
+    precisions = {name: Curve(((1, 0.001), (8, seconds))) for name, seconds in SECONDS.items()}
+    costs = MeasuredCosts(("dense",) * 8, {"dense": LayerCosts(precisions, 1e-5, 1e-6)}, Curve(((1, 0.004),)), 1e-4)
+    RecordedEngine(tmp_path / "log", burst(0), policy="morph", costs=costs).run()
+    recorded_times = seen.copy()
+    seen.clear()
+    found = read_log(tmp_path / "log")
+    assert found.costs == costs
+    assert replay(found).decisions == found.decisions
+    assert len(seen) == len(recorded_times)
+    for found_times, expected_times in zip(seen, recorded_times, strict=True):
+        assert found_times == pytest.approx(expected_times)
+    assert min(recorded_times[-1]) > 0
+
+
+def test_damaged_costs_in_a_log_are_named(tmp_path):
+    log = StepLog(tmp_path / "log", {})
+    log.write(CostsRecord({"kinds": ["dense"], "layers": {}}))
+    log.close()
+    with pytest.raises(ConfigError, match="costs of steps are damaged"):
+        read_log(tmp_path / "log")
 
 
 def test_what_an_operator_changes_is_no_decision_of_a_tick(tmp_path, recording):
