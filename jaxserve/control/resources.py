@@ -10,6 +10,9 @@ from jaxserve.core.block_names import is_layer
 from jaxserve.core.errors import PlanError
 from jaxserve.core.kv_layout import pages_covered, pages_filling
 from jaxserve.core.renamed import Renamed
+from jaxserve.core.step_shapes import Buckets
+
+DEFAULT_SHAPES = Buckets(max_num_seqs=256, max_tiles=64, tile=32, min_rows=1, widths=(1,))
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Resources:
     segments: tuple[int, ...] = ()  # pages of each segment that pools grow by; () if they grow page by page
     # What steps cost under any plan; None if it is unknown. It is no limit, and no part of equality.
     costs: CostModel | None = field(default=None, compare=False, repr=False)
+    shapes: Buckets = DEFAULT_SHAPES  # of steps
+    page_size: int = 16  # tokens
     least_pages = Renamed("min_pages")
     most_pages = Renamed("max_pages")
     kept = Renamed("in_place")

@@ -181,7 +181,7 @@ class EngineCore:
                 self._take_embedding(step, chunk.sequence, index)
             elif chunk.last:
                 self._take_token(step, chunk.sequence, len(work.decodes) + index)
-        self._counters.step(step.generated, step.gaps)
+        self._counters.step(step.generated, work.num_tokens - len(work.decodes), step.gaps)
         self._counters.times.ended(now)
         self._take_snapshot(now)
         changed = [self._output(request_id, sequences, now) for request_id, sequences in step.changed.items()]

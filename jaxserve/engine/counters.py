@@ -26,7 +26,7 @@ class EngineCounters:
         self._reported = (0, 0, 0)  # preemptions, prefix queries and prefix hits that the metrics already have
         self._first_tokens = (0,) * (len(TIME_BOUNDS) + 1)  # histogram of seconds from arrival to first token
         self._gaps, self._gap_seconds = 0, 0.0  # number and sum of the times between two tokens of a sequence
-        self._generated = self._finished = 0
+        self._generated = self._prefilled = self._finished = 0
 
     @property
     def snapshot(self) -> Snapshot:
@@ -47,6 +47,7 @@ class EngineCounters:
             "oldest_wait": 0.0 if since is None else now - since,
             "preemptions": scheduler.num_preemptions,
             "generated_tokens": self._generated,
+            "prefill_tokens": self._prefilled,
             "finished": self._finished,
             "first_tokens": self._first_tokens,
             "gaps": self._gaps,
@@ -63,11 +64,15 @@ class EngineCounters:
         counts[bisect_left(TIME_BOUNDS, seconds)] += 1
         self._first_tokens = tuple(counts)
 
-    def step(self, generated: int, gaps: Mapping[float, int]) -> None:
-        """Count the end of a step. `gaps`: seconds between two tokens of a sequence -> number of such gaps."""
+    def step(self, generated: int, prefilled: int, gaps: Mapping[float, int]) -> None:
+        """Count the end of a step that generated and computed a number of tokens.
+
+        `prefilled`: tokens of prompts. `gaps`: seconds between two tokens of a sequence -> number of such gaps.
+        """
         scheduler = self._scheduler
         self._metrics.generated_tokens(generated)
         self._generated += generated
+        self._prefilled += prefilled
         if gaps:
             self._metrics.inter_token(gaps)
             self._gaps += sum(gaps.values())

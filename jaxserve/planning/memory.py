@@ -126,6 +126,8 @@ class MemoryPlan:
             copy_rate=copy_rate,
             in_place=self.pinned.in_place_precisions,
             segments=() if self.granule else self.segments,
+            shapes=self.buckets,
+            page_size=self.config.page_size,
         )
 
     @property

@@ -27,6 +27,7 @@ from jaxserve.control.transitions import Outcome, Transition
 from jaxserve.core.clock import Clock, VirtualClock
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.numeric import ceil_div
+from jaxserve.core.precision import assignment_id
 from jaxserve.core.request import Request
 from jaxserve.core.sampling import SamplingParams
 from jaxserve.core.step_load import Loads, StepLoad

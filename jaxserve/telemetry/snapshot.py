@@ -47,6 +47,7 @@ class Snapshot:
     # Cumulative since the start:
     preemptions: int = 0
     generated_tokens: int = 0
+    prefill_tokens: int = 0  # of prompts, without those found in the prefix cache
     finished: int = 0  # sequences
     first_tokens: tuple[int, ...] = ()  # number of first tokens by time: buckets `metrics.TIME_BOUNDS` and infinity
     gaps: int = 0  # number of gaps between two tokens of a sequence
@@ -93,6 +94,7 @@ def combine(snapshots: Sequence[Snapshot]) -> Snapshot:
         oldest_wait=max(s.oldest_wait for s in snapshots),
         preemptions=sum(s.preemptions for s in snapshots),
         generated_tokens=sum(s.generated_tokens for s in snapshots),
+        prefill_tokens=sum(s.prefill_tokens for s in snapshots),
         finished=sum(s.finished for s in snapshots),
         first_tokens=tuple(map(sum, zip(*(s.first_tokens for s in snapshots if s.first_tokens), strict=True))),
         gaps=sum(s.gaps for s in snapshots),

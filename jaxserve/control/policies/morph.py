@@ -1,36 +1,54 @@
 """The morph policy: layers change to fewer bits under pressure, and their memory becomes KV pages (after MorphServe).
 
-In an entry, layers change to fewer bits because pressure has lasted. In a release, they change back because pressure is
-over and the trend of KV usage allows it. Each instance is decided by its own snapshot. Which layers have changed is
-read from the plan in force, so that failed transitions need no special care.
+An instance is on a level of its `Ladder`. An entry climbs it, because pressure has lasted, the load is not expected to
+be served in time, and the estimates say that a higher level serves it better. A release descends, because pressure is
+over and the trends of KV usage and load allow it, or because the level has turned out not to help.
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
+from jaxserve.control.capacity import Capacity, Workload
 from jaxserve.control.plan import InstancePlan
+from jaxserve.control.policies.ladder import Ladder, Loss
 from jaxserve.control.policies.morph_settings import ACCURACY, MorphSettings
 from jaxserve.control.policy import Proposal
 from jaxserve.control.resources import Resources
 from jaxserve.core.block_names import layer_name
 from jaxserve.core.errors import ConfigError
-from jaxserve.telemetry import Recent, Snapshot
+from jaxserve.telemetry import Snapshot
 
 NEVER = -math.inf
+START = Snapshot()  # before the first step
+WORKLOAD_WINDOW = 30.0  # s; the workload is that of the last one to two windows
+EVIDENCE = 0.5  # s of steps from which the estimates are corrected
+EXHAUSTION = 2.0  # s; pages that are expected to last longer are not short
+HARM = 1.02  # factor on the tokens/s at which full precision is taken to be the faster one
+AT_RISK = 0.25  # share of `slo_ttft` after which a waiting sequence lifts the limit on sequences
+HEADROOM = 1.2  # factor on the load that a limit on sequences leaves room for
+LIMIT_INTERVAL = 5.0  # s that pass before another limit on sequences, unless it is lifted
 
 
 @dataclass(frozen=True)
 class MorphState:
     """State of the policy for an instance. Times are seconds of the snapshots' clock."""
 
-    initial: InstancePlan  # plan to return to
+    ladder: Ladder
+    plan: InstancePlan  # that was in force when the policy was asked last
+    level: int = 0  # of `plan`
+    planned: Snapshot = START  # when `plan` came into force
+    older: Snapshot = START  # the begin of the workload's window
+    newer: Snapshot = START  # the begin of the next window
+    # Seconds that steps took, as a multiple of what was expected; None if that is not known.
+    at_home: float | None = None  # on level 0
+    away: float | None = None  # on other levels
+    away_time: float = NEVER  # when `away` was measured
     pressure_since: float | None = None
     quiet_since: float | None = None
     last_entry: float = NEVER
     last_release: float = NEVER
+    last_limit: float = NEVER
     release_arrivals: float = 0.0  # arrivals/s at the last release
     peak_arrivals: float = 0.0  # largest arrivals/s since the last release
     first_entry: float | None = None  # time of the first entry since the last release
@@ -39,24 +57,58 @@ class MorphState:
 
 
 @dataclass(frozen=True)
-class _InstanceView:
-    """An instance at one moment."""
+class _Load:
+    """What an instance has to serve, and its speed on each level."""
 
-    snapshot: Snapshot
-    recent: Recent
-    plan: InstancePlan
+    ladder: Ladder
+    workload: Workload
+    running: int
+    waiting: int
+    wanted: int  # sequences that would run if there were room
+    tokens_per_s: float  # generated tokens that the arriving sequences ask for
+    level: int
+    biases: tuple[float, float]  # as in `MorphState`, on level 0 and on other levels
 
-    @property
-    def now(self) -> float:
-        return self.snapshot.time
+    def capacity(self, level: int) -> Capacity:
+        return self.ladder.capacity(level)
 
-    @property
-    def arrivals(self) -> float:
-        return self.recent.arrivals_per_s or 0.0
+    def room(self, level: int) -> int:
+        """Return how many sequences a level has room for: at least what runs now, if it has as many pages."""
+        room = self.capacity(level).sequences(self.workload)
+        more = self.ladder.plan(level).kv_pages >= self.ladder.plan(self.level).kv_pages
+        return max(room, self.running) if more else room
+
+    def speed(self, level: int) -> float:
+        """Return the tokens/s of a level while the wanted sequences run, as far as it has room for them."""
+        sequences = min(self.wanted, self.room(level))
+        return self.capacity(level).tokens_per_s(self.workload, sequences) / self._bias(level)
+
+    def most(self, level: int) -> float:
+        """Return the tokens/s of a level while it is full."""
+        return self.capacity(level).tokens_per_s(self.workload, self.room(level)) / self._bias(level)
+
+    def gain(self, level: int) -> float:
+        """Return the factor by which a level is faster than the present one."""
+        return self.speed(level) / self.speed(self.level)
+
+    def seconds_to_start(self, level: int) -> float:
+        """Return the time (s) until the last waiting sequence has its first token."""
+        capacity = self.capacity(level)
+        return capacity.seconds_to_start(self.workload, self.running, self.waiting) * self._bias(level)
+
+    def seconds_per_token(self, level: int, sequences: int) -> float:
+        """Return the time (s) between two tokens of a sequence while `sequences` run."""
+        return sequences / self.capacity(level).tokens_per_s(self.workload, sequences) * self._bias(level)
+
+    def _bias(self, level: int) -> float:
+        return self.biases[level > 0]
+
+
+Answer = tuple[InstancePlan, MorphState, str]
 
 
 class MorphPolicy:
-    """A policy that swaps layers to fewer bits in `swap_order`, the least important first, and back in reverse."""
+    """A policy that climbs and descends a `Ladder` of precisions."""
 
     def __init__(
         self,
@@ -65,17 +117,18 @@ class MorphPolicy:
         settings: MorphSettings = ACCURACY,
         *,
         name: str = "morph",
+        loss: Loss | None = None,
     ):
         """Make the policy. Layers that are not in `swap_order` keep their precision.
 
-        Raise `ConfigError` if `swap_order` names a layer twice, or one that cannot have the precisions of `settings`.
+        `loss` returns the loss of quality that `settings.max_loss` limits. Raise `ConfigError` if `swap_order` names a
+        layer twice, or one that cannot have the precisions of `settings`.
         """
         self.name, self.settings, self._resources = name, settings, resources
-        self._order = tuple(layer_name(layer) for layer in swap_order)
-        self._rank = {block: rank for rank, block in enumerate(self._order)}
-        if len(self._rank) < len(self._order):
+        self._order, self._loss = tuple(swap_order), loss
+        if len(set(self._order)) < len(self._order):
             raise ConfigError(f"the swap order names a layer twice: {list(swap_order)}")
-        for block in self._order:
+        for block in map(layer_name, self._order):
             for precision in settings.precisions:
                 if precision not in resources.precisions(block):
                     known = resources.precisions(block)
@@ -93,30 +146,82 @@ class MorphPolicy:
         return self.settings.precisions
 
     def init(self, plan: InstancePlan) -> MorphState:
-        return MorphState(plan)
+        return MorphState(Ladder(plan, self._resources, self._order, self.settings, self._loss), plan)
 
     def update(self, snapshot: Snapshot, plan: InstancePlan, state: MorphState) -> Proposal[MorphState]:
-        assert snapshot.recent is not None, "the controller sets it"
-        view = _InstanceView(snapshot, snapshot.recent, plan)
-        return Proposal(*self._update(view, state))
-
-    def foresee(self, plan: InstancePlan) -> Sequence[InstancePlan]:
-        """Return the plans after one and two decisions, after an urgent one, and with all layers swapped."""
-        settings = self.settings
-        counts = {settings.entry_layers, 2 * settings.entry_layers, settings.urgent_layers, len(self._order)}
-        plans = (plan.with_precisions(self._next_swaps(plan, plan, count)) for count in sorted(counts))
-        return list(dict.fromkeys(plans))
-
-    def _update(self, view: _InstanceView, state: MorphState) -> tuple[InstancePlan, MorphState, str]:
         """Return the next plan, the next state and the reason, which says what is waited for if the plan stays."""
-        now, pressure = view.now, self._exceeded_thresholds(view.snapshot)
-        state = replace(state, peak_arrivals=max(state.peak_arrivals, view.arrivals))
+        if plan is not state.plan or snapshot.time - state.newer.time > WORKLOAD_WINDOW:
+            state = self._observed(snapshot, plan, state)
+        pressure = self._exceeded_thresholds(snapshot)
+        if not pressure and not state.level:
+            if state.pressure_since is not None:
+                state = replace(state, pressure_since=None)
+            return self._at_home(snapshot, plan, state)
+        assert snapshot.recent is not None, "the controller sets it"
+        now = snapshot.time
+        state = replace(state, peak_arrivals=max(state.peak_arrivals, snapshot.recent.arrivals_per_s or 0.0))
         if pressure:
             since = now if state.pressure_since is None else state.pressure_since
             state = replace(state, pressure_since=since, quiet_since=None)
-            return self._enter(view, state, pressure)
-        since = now if state.quiet_since is None else state.quiet_since
-        return self._release(view, replace(state, pressure_since=None, quiet_since=since))
+            answer = self._enter(snapshot, plan, state, pressure)
+        else:
+            since = now if state.quiet_since is None else state.quiet_since
+            answer = self._release(snapshot, plan, replace(state, pressure_since=None, quiet_since=since))
+        return Proposal(*answer)
+
+    def foresee(self, plan: InstancePlan) -> Sequence[InstancePlan]:
+        """Return the plans after one and two decisions, after an urgent one, and with all first changes made."""
+        ladder, settings = self.init(plan).ladder, self.settings
+        counts = {settings.entry_layers, 2 * settings.entry_layers, settings.urgent_layers, len(self._order)}
+        levels = sorted({min(count, ladder.top) for count in counts} - {0})
+        return [ladder.plan(level).with_kv_pages(plan.kv_pages) for level in levels]
+
+    # -- what is known
+
+    def _observed(self, snapshot: Snapshot, plan: InstancePlan, state: MorphState) -> MorphState:
+        """Return the state with what the steps since the plan came into force have taught, and the present plan."""
+        state = self._with_biases(snapshot, state)
+        if plan is not state.plan:
+            # As the same instance may come back as another object, it is compared only when it has changed.
+            home = plan == state.ladder.initial
+            level = 0 if home else state.ladder.level_of(plan)
+            state = replace(state, plan=plan, level=level, planned=snapshot)
+        if snapshot.time - state.newer.time > WORKLOAD_WINDOW:
+            state = replace(state, older=state.newer, newer=snapshot)
+        return state
+
+    def _with_biases(self, snapshot: Snapshot, state: MorphState) -> MorphState:
+        expected = snapshot.expected_seconds - state.planned.expected_seconds
+        if expected < EVIDENCE:
+            return state
+        bias = (snapshot.busy_seconds - state.planned.busy_seconds) / expected
+        if not state.level:
+            return replace(state, at_home=bias)
+        return replace(state, away=bias, away_time=snapshot.time)
+
+    def _load(self, snapshot: Snapshot, state: MorphState) -> _Load:
+        """Return what the instance has to serve, with estimates that the steps so far have corrected."""
+        assert snapshot.recent is not None
+        state = self._with_biases(snapshot, state)
+        workload = Workload.between(state.older, snapshot, self._resources.page_size)
+        at_home = 1.0 if state.at_home is None else state.at_home
+        away = at_home
+        if state.away is not None and snapshot.time - state.away_time <= self.settings.relapse_memory:
+            away = state.away
+        elif state.at_home is None and state.away is not None:
+            at_home = away = state.away
+        running, waiting = snapshot.num_running, snapshot.num_waiting
+        arrivals = snapshot.recent.arrivals_per_s or 0.0
+        growth = self._expected_usage(snapshot) / max(snapshot.kv_usage, 1e-9) if snapshot.kv_usage else 1.0
+        wanted = max(running + waiting, math.ceil(running * min(growth, 2.0)), 1)
+        return _Load(
+            state.ladder, workload, running, waiting, wanted, arrivals * workload.answer, state.level, (at_home, away)
+        )
+
+    def _expected_usage(self, snapshot: Snapshot) -> float:
+        """Return the share of the KV pages in use when `EXHAUSTION` seconds have passed as the last ones did."""
+        assert snapshot.recent is not None
+        return snapshot.kv_usage + EXHAUSTION * max(0.0, snapshot.recent.kv_trend or 0.0)
 
     # -- entry
 
@@ -127,112 +232,201 @@ class MorphPolicy:
             exceeded.append(f"queue delay {_ms(snapshot.oldest_wait)} > {_ms(settings.queue_delay)}")
         if snapshot.kv_usage > settings.kv_usage:
             exceeded.append(f"KV usage {snapshot.kv_usage:.1%} > {settings.kv_usage:.0%}")
+        if (
+            settings.slo_tpot < math.inf
+            and (tpot := (snapshot.recent and snapshot.recent.tpot) or 0) > settings.slo_tpot
+        ):
+            exceeded.append(f"TPOT {_ms(tpot)} > {_ms(settings.slo_tpot)}")
         return exceeded
 
-    def _enter(
-        self, view: _InstanceView, state: MorphState, pressure: list[str]
-    ) -> tuple[InstancePlan, MorphState, str]:
-        settings, now, instance = self.settings, view.now, view.plan
+    def _enter(self, snapshot: Snapshot, plan: InstancePlan, state: MorphState, pressure: list[str]) -> Answer:
+        settings, now, ladder = self.settings, snapshot.time, state.ladder
+        text = ", ".join(pressure)
         assert state.pressure_since is not None
         if (lasted := now - state.pressure_since) < settings.entry_hold:
-            return view.plan, state, f"pressure for {lasted:.1f} s < {settings.entry_hold:g} s"
+            return plan, state, f"{text} for {lasted:.1f} s < {settings.entry_hold:g} s"
+        load = self._load(snapshot, state)
+        if state.level and (answer := self._leave_if_harmful(snapshot, plan, state, load)):
+            return answer
         if (passed := now - state.last_entry) < settings.entry_interval:
-            return view.plan, state, f"pressure, {passed:.1f} s after the last entry < {settings.entry_interval:g} s"
-        urgent_after = settings.urgent_delay * settings.slo_ttft
-        count = settings.entry_layers
-        if view.snapshot.oldest_wait >= urgent_after:
-            count = max(count, settings.urgent_layers)
-            pressure = [*pressure, f"near the SLO (from {_ms(urgent_after)})"]
-        swaps, plan = self._entry_swaps(view, state.initial, count)
-        pages = plan.kv_pages
-        # Swaps that give no more pages still make steps faster, which helps only if there is a queue.
-        for_speed = bool(swaps) and view.snapshot.oldest_wait > settings.queue_delay and pages == instance.kv_pages
-        if pages <= instance.kv_pages and not for_speed:
-            no_layer = f"no layer is left to go to {' or '.join(settings.precisions)}"
-            obstacle = "more layers would give no more pages" if swaps else no_layer
-            return view.plan, state, f"{', '.join(pressure)}: {obstacle}"
-        state = replace(state, last_entry=now, first_entry=now if state.first_entry is None else state.first_entry)
-        return plan, state, f"{', '.join(pressure)}: {_change_text(swaps, instance, pages)}"
+            return plan, state, f"{text}, {passed:.1f} s after the last entry < {settings.entry_interval:g} s"
+        if obstacle := self._no_need(snapshot, load):
+            return self._limited(snapshot, plan, state, load, f"{text}, but {obstacle}")
+        level, gain = self._better_level(snapshot, load)
+        if level == state.level:
+            gained = f"no change is estimated to gain {settings.min_gain:g}x"
+            left = "no change is left" if level == ladder.top else gained
+            return self._limited(snapshot, plan, state, load, f"{text}: {left}")
+        wanted = ladder.plan(level).with_max_num_seqs(self._limit(snapshot, state, load, level))
+        state = replace(state, last_entry=now, last_limit=now)
+        state = replace(state, first_entry=now if state.first_entry is None else state.first_entry)
+        estimate = f"; estimated {gain:.2f}x the tokens/s"
+        return wanted, state, f"{text}, {self._need(snapshot, load)}: {_change_text(plan, wanted)}{estimate}"
 
-    def _entry_swaps(
-        self, view: _InstanceView, initial: InstancePlan, count: int
-    ) -> tuple[dict[str, str], InstancePlan]:
-        """Return the next `count` layers to swap, with their new precisions, and the plan with these swaps.
+    def _no_need(self, snapshot: Snapshot, load: _Load) -> str:
+        """Return why the plan in force is expected to hold the objectives, as a text; "" if it is not."""
+        settings = self.settings
+        limit = settings.hold * settings.slo_ttft
+        recent = snapshot.recent
+        assert recent is not None
+        if recent.tpot is not None and recent.tpot > settings.slo_tpot:
+            return ""
+        if snapshot.num_waiting:
+            start = max(snapshot.oldest_wait, 0.0) + load.seconds_to_start(load.level)
+            behind = load.tokens_per_s > load.most(load.level)
+            if start >= limit or (behind and start >= limit / 2):
+                return ""
+            return f"the last of {snapshot.num_waiting} waiting is expected to start within {_ms(start)} < {_ms(limit)}"
+        usage = self._expected_usage(snapshot)
+        if usage < 1.0 and not recent.preemptions:
+            return f"nothing waits, and {usage:.0%} of the pages are expected to be in use in {EXHAUSTION:g} s"
+        return ""
 
-        More than `count` layers are swapped if the pools cannot grow otherwise, provided that pools grow by segments or
-        that only pages are short (no sequence waits too long).
+    def _need(self, snapshot: Snapshot, load: _Load) -> str:
+        """Return why the plan in force is not expected to hold the objectives, as a text."""
+        if snapshot.num_waiting:
+            start = snapshot.oldest_wait + load.seconds_to_start(load.level)
+            return f"the last of {snapshot.num_waiting} waiting is expected to start within {_ms(start)}"
+        return f"{self._expected_usage(snapshot):.0%} of the pages are expected to be in use in {EXHAUSTION:g} s"
+
+    def _better_level(self, snapshot: Snapshot, load: _Load) -> tuple[int, float]:
+        """Return the lowest level that is expected to serve the load in time, and its gain.
+
+        If none is, return the one that gains most. The levels that are tried are further and further up. Return the
+        present level if no level gains enough.
         """
-        swaps, before = list(self._next_swaps(view.plan, initial, len(self._order)).items()), view.plan.kv_pages
-
-        def swapped(count: int) -> InstancePlan:
-            return self._plan_with_precisions(view, initial, dict(swaps[:count]))
-
-        count = min(count, len(swaps))
-        if self._resources.segments or view.snapshot.oldest_wait <= self.settings.queue_delay:
-            counts = range(count, len(swaps) + 1)
-            enough = bisect_left(counts, True, key=lambda n: swapped(n).kv_pages > before)
-            count = counts[enough] if enough < len(counts) else count
-        return dict(swaps[:count]), swapped(count)
-
-    def _next_swaps(self, instance: InstancePlan, initial: InstancePlan, count: int) -> dict[str, str]:
-        """Return the next layers of the swap order that may change, at most `count`, with their new precisions."""
-        bytes_of, num_layers = self._resources.bytes_of, len(initial.layer_precisions)
-        current, at_start = _precisions(instance), _precisions(initial)
-        changed, swaps = len(self._changed_layers(instance, initial)), dict[str, str]()
-        for block in self._order:
-            precision = self.settings.precision_at(changed + len(swaps), num_layers)
-            if len(swaps) == count or not precision:
+        settings, top = self.settings, load.ladder.top
+        urgent = snapshot.oldest_wait >= settings.urgent_delay * settings.slo_ttft
+        count = settings.urgent_layers if urgent else settings.entry_layers
+        best, best_gain = load.level, settings.min_gain
+        while load.level < top:
+            level = min(load.level + count, top)
+            gain = load.gain(level)
+            if gain >= best_gain:
+                best, best_gain = level, gain
+                in_time = snapshot.oldest_wait + load.seconds_to_start(level) <= settings.hold * settings.slo_ttft
+                if in_time and load.most(level) >= load.tokens_per_s:
+                    break
+            if level == top:
                 break
-            unchanged = current[block] == at_start[block]
-            if unchanged and bytes_of(block, precision) < bytes_of(block, at_start[block]):
-                swaps[block] = precision
-        return swaps
+            count *= 2
+        return best, best_gain
+
+    # -- sequences at once
+
+    def _limit(self, snapshot: Snapshot, state: MorphState, load: _Load, level: int) -> int | None:
+        """Return how many sequences should run at once on a level: few, while the first tokens come in time."""
+        settings, initial = self.settings, state.ladder.initial
+        if not level or not settings.few:
+            return initial.max_num_seqs
+        if self._at_risk(snapshot, load):
+            return initial.max_num_seqs
+        most = load.room(level)
+        sequences = min(most, load.room(0))
+        while sequences < most:
+            speed = sequences / load.seconds_per_token(level, sequences)
+            if speed >= HEADROOM * load.tokens_per_s:
+                break
+            sequences = min(most, max(sequences + 1, sequences * 5 // 4))
+        while sequences > 1 and load.seconds_per_token(level, sequences) > settings.slo_tpot:
+            sequences -= 1
+        # A limit that nothing reaches would only be a further change.
+        return initial.max_num_seqs if sequences >= min(most, load.running) else sequences
+
+    def _at_risk(self, snapshot: Snapshot, load: _Load) -> bool:
+        """Return whether first tokens may come late unless more sequences run."""
+        settings = self.settings
+        start = snapshot.oldest_wait + load.seconds_to_start(load.level)
+        return snapshot.oldest_wait > AT_RISK * settings.slo_ttft or start > settings.hold * settings.slo_ttft
+
+    def _limited(self, snapshot: Snapshot, plan: InstancePlan, state: MorphState, load: _Load, text: str) -> Answer:
+        """Return the plan with another limit on sequences, if that is due, or the present plan with a text."""
+        if not state.level:
+            return plan, state, text
+        wanted, present = self._limit(snapshot, state, load, state.level), plan.max_num_seqs
+        lifted = wanted == state.ladder.initial.max_num_seqs
+        if wanted == present or (lifted and not self._at_risk(snapshot, load)):
+            return plan, state, text
+        if not lifted and snapshot.time - state.last_limit < LIMIT_INTERVAL:
+            return plan, state, text
+        state = replace(state, last_limit=snapshot.time)
+        changed = plan.with_max_num_seqs(wanted)
+        return changed, state, f"{text}: {_change_text(plan, changed)}"
 
     # -- release
 
-    def _release(self, view: _InstanceView, state: MorphState) -> tuple[InstancePlan, MorphState, str]:
-        settings, now, initial = self.settings, view.now, state.initial
-        if view.plan == initial:
-            return view.plan, state, ""
+    def _at_home(self, snapshot: Snapshot, plan: InstancePlan, state: MorphState) -> Proposal[MorphState]:
+        """Return to the plan at the start where only KV pages or the limit on sequences differ from it."""
+        initial = state.ladder.initial
+        if plan is initial or plan == initial or snapshot.kv_pages_used > initial.kv_pages - 1:
+            return Proposal(plan, state)
+        return Proposal(initial, state, f"no layer has fewer bits: {_change_text(plan, initial)}")
+
+    def _leave_if_harmful(
+        self, snapshot: Snapshot, plan: InstancePlan, state: MorphState, load: _Load
+    ) -> Answer | None:
+        """Return the way back to the plan at the start if that is estimated to be faster, by what steps have taken."""
+        initial = state.ladder.initial
+        home, here = load.speed(0), load.speed(load.level)
+        if home < HARM * here or snapshot.expected_seconds - state.planned.expected_seconds < EVIDENCE:
+            return None
+        text = f"full precision is estimated at {home:.0f} tokens/s, this plan at {here:.0f}"
+        if snapshot.kv_pages_used <= initial.kv_pages - 1:
+            state = self._with_biases(snapshot, replace(state, last_release=snapshot.time, first_entry=None))
+            return initial, state, f"{text}: {_change_text(plan, initial)}"
+        drained = plan.with_max_num_seqs(load.room(0))
+        if plan.max_num_seqs is not None and plan.max_num_seqs <= load.room(0):
+            pages = f"{snapshot.kv_pages_used} pages in use > {initial.kv_pages - 1}"
+            return plan, state, f"{text}, but {pages}"
+        return drained, replace(state, last_limit=snapshot.time), f"{text}: {_change_text(plan, drained)}"
+
+    def _release(self, snapshot: Snapshot, plan: InstancePlan, state: MorphState) -> Answer:
+        settings, now, ladder = self.settings, snapshot.time, state.ladder
+        load = self._load(snapshot, state)
         if (passed := now - state.last_release) < settings.release_interval:
-            return view.plan, state, f"{passed:.1f} s after the last release < {settings.release_interval:g} s"
+            return plan, state, f"{passed:.1f} s after the last release < {settings.release_interval:g} s"
+        if answer := self._leave_if_harmful(snapshot, plan, state, load):
+            return answer
         state = self._with_relapse(state)
-        if obstacle := self._release_obstacle(view, state) or self._relapse_obstacle(view, state):
-            return view.plan, state, obstacle
-        candidates = self._changed_layers(view.plan, initial)[::-1]
-        max_count = min(len(candidates), math.ceil(settings.release_layers * len(initial.layer_precisions)))
-
-        def restored(count: int) -> dict[str, str]:
-            return {block: initial.precision(block) for block in candidates[:count]}
-
-        @cache
-        def plan_with(count: int) -> InstancePlan:
-            return self._plan_with_precisions(view, initial, restored(count))
-
-        # The more layers change back, the fewer pages remain. Find the largest count whose pages suffice.
-        count = bisect_left(range(1, max_count + 1), True, key=lambda n: not self._fits(view, plan_with(n)))
-        plan = plan_with(count)
-        if plan is view.plan or not self._fits(view, plan):
-            refused = plan_with(1) if plan is view.plan else plan
-            return view.plan, state, self._usage_text(view, ">", refused.kv_pages)
-        pages = plan.kv_pages
-        calm = self._calm_text(view, state)
-        reason = f"{calm}, {self._usage_text(view, '<=', pages)}: {_change_text(restored(count), view.plan, pages)}"
-        if count < max_count:
-            reason += f"; for more: {self._usage_text(view, '>', plan_with(count + 1).kv_pages)}"
-        arrivals = view.arrivals
+        if obstacle := self._release_obstacle(snapshot, state) or self._relapse_obstacle(snapshot, state):
+            return self._limited(snapshot, plan, state, load, obstacle)
+        lowest = max(0, state.level - math.ceil(settings.release_layers * ladder.top))
+        level = next((n for n in range(lowest, state.level) if not self._no_room(snapshot, plan, load, n)), None)
+        if level is None:
+            return self._limited(snapshot, plan, state, load, self._no_room(snapshot, plan, load, state.level - 1))
+        wanted = ladder.plan(level).with_max_num_seqs(self._limit(snapshot, state, load, level))
+        calm = self._calm_text(snapshot, state)
+        usage = self._usage_text(snapshot, "<=", wanted.kv_pages)
+        reason = f"{calm}, {usage}: {_change_text(plan, wanted)}"
+        if level > lowest:
+            reason += f"; for more: {self._no_room(snapshot, plan, load, level - 1)}"
+        arrivals = self._arrivals(snapshot)
         state = replace(state, last_release=now, release_arrivals=arrivals, peak_arrivals=arrivals, first_entry=None)
-        return plan, state, reason
+        return wanted, state, reason
 
-    def _release_obstacle(self, view: _InstanceView, state: MorphState) -> str:
+    def _no_room(self, snapshot: Snapshot, plan: InstancePlan, load: _Load, level: int) -> str:
+        """Return why a lower level would be too small for the load, as a text; "" if it is not."""
+        settings, pages = self.settings, load.ladder.plan(level).kv_pages
+        if pages < plan.kv_pages:
+            used = max(self._kv_usages(snapshot).values()) * snapshot.kv_pages_total
+            if used > settings.release_usage * (pages - 1):
+                return self._usage_text(snapshot, ">", pages)
+        asked, limit = load.tokens_per_s, settings.release_capacity * load.most(level)
+        if self._resources.costs is not None and asked > limit and load.most(level) < load.most(load.level):
+            share = f"{settings.release_capacity:.0%} of the estimated {load.most(level):.0f} with more bits"
+            return f"{asked:.0f} tokens/s asked for > {share}"
+        return ""
+
+    def _release_obstacle(self, snapshot: Snapshot, state: MorphState) -> str:
         """Return why no layer may change back yet, as a text; "" if there is no obstacle."""
-        settings, recent = self.settings, view.recent
-        window = f"in the last {recent.seconds:.0f} s"
+        settings, recent = self.settings, snapshot.recent
+        assert recent is not None
         assert state.quiet_since is not None
-        if (quiet := view.now - state.quiet_since) < settings.release_quiet:
+        window = f"in the last {recent.seconds:.0f} s"
+        if (quiet := snapshot.time - state.quiet_since) < settings.release_quiet:
             return f"quiet for {quiet:.1f} s < {settings.release_quiet:g} s"
-        if view.snapshot.num_waiting:
-            return f"{view.snapshot.num_waiting} waiting > 0"
+        if snapshot.num_waiting:
+            return f"{snapshot.num_waiting} waiting > 0"
         if recent.preemptions:
             return f"preemptions {window}: {recent.preemptions} > 0"
         if recent.waiting > settings.release_waiting:
@@ -244,25 +438,26 @@ class MorphPolicy:
             return f"KV usage {window}: {recent.max_kv_usage:.1%} > {settings.kv_usage:.0%}"
         return ""
 
-    def _calm_text(self, view: _InstanceView, state: MorphState) -> str:
+    def _calm_text(self, snapshot: Snapshot, state: MorphState) -> str:
         """Return why layers may change back, as a text."""
-        settings, recent = self.settings, view.recent
+        settings, recent = self.settings, snapshot.recent
+        assert recent is not None
         assert state.quiet_since is not None
         return (
-            f"quiet for {view.now - state.quiet_since:.1f} s >= {settings.release_quiet:g} s, nothing waiting, "
+            f"quiet for {snapshot.time - state.quiet_since:.1f} s >= {settings.release_quiet:g} s, nothing waiting, "
             f"mean queue {recent.waiting:.1f} <= {settings.release_waiting:g}, "
             f"no preemption in {recent.seconds:.0f} s"
         )
 
-    def _relapse_obstacle(self, view: _InstanceView, state: MorphState) -> str:
+    def _relapse_obstacle(self, snapshot: Snapshot, state: MorphState) -> str:
         """Return why an earlier relapse forbids a release, as a text; "" after a long time or for a lower load."""
-        settings, past = self.settings, view.now - state.relapse_time
-        if past > settings.relapse_memory or view.arrivals <= settings.relapse_load * state.relapse_arrivals:
+        settings, past, arrivals = self.settings, snapshot.time - state.relapse_time, self._arrivals(snapshot)
+        if past > settings.relapse_memory or arrivals <= settings.relapse_load * state.relapse_arrivals:
             return ""
         limit = f"{settings.relapse_load:.0%} of {state.relapse_arrivals:.1f}"
         remaining = settings.relapse_memory - past
         until = "" if remaining == math.inf else f", for {remaining:.0f} s more"
-        return f"held after a relapse: {view.arrivals:.1f} arrivals/s > {limit}{until}"
+        return f"held after a relapse: {arrivals:.1f} arrivals/s > {limit}{until}"
 
     def _with_relapse(self, state: MorphState) -> MorphState:
         """Return the state with a relapse noted, if pressure returned soon after the last release.
@@ -276,58 +471,39 @@ class MorphPolicy:
             return state
         return replace(state, relapse_arrivals=state.release_arrivals, relapse_time=state.first_entry)
 
-    def _fits(self, view: _InstanceView, plan: InstancePlan) -> bool:
-        """Return whether the KV pages in use fit into a plan with the margin: on average, now, and at the horizon."""
-        pages = plan.kv_pages
-        if pages >= view.plan.kv_pages:
-            return True
-        usage = max(self._kv_usages(view).values())
-        return usage * view.snapshot.kv_pages_total <= self.settings.release_usage * (pages - 1)
+    def _arrivals(self, snapshot: Snapshot) -> float:
+        """Return the sequences that arrive per second."""
+        assert snapshot.recent is not None
+        return snapshot.recent.arrivals_per_s or 0.0
 
-    def _kv_usages(self, view: _InstanceView) -> dict[str, float]:
+    def _kv_usages(self, snapshot: Snapshot) -> dict[str, float]:
         """Return shares of the present KV pages that a smaller pool must hold, by a text that says when."""
-        snapshot, recent, horizon = view.snapshot, view.recent, self.settings.release_horizon
+        recent, horizon = snapshot.recent, self.settings.release_horizon
+        assert recent is not None
         rise = max(0.0, recent.kv_trend or 0.0) * horizon
         now = snapshot.kv_usage
         return {"in use": now, "in use on average": recent.kv_usage, f"in use in {horizon:g} s": now + rise}
 
-    def _usage_text(self, view: _InstanceView, relation: str, pages: int) -> str:
+    def _usage_text(self, snapshot: Snapshot, relation: str, pages: int) -> str:
         """Return a text that compares the largest usage with the margin of a pool of `pages`."""
-        usages = self._kv_usages(view)
+        usages = self._kv_usages(snapshot)
         when = max(usages, key=lambda text: usages[text])
-        used = usages[when] * view.snapshot.kv_pages_total
+        used = usages[when] * snapshot.kv_pages_total
         return f"{used:.0f} pages {when} {relation} {self.settings.release_usage:.0%} of {pages - 1}"
 
-    # -- plans
 
-    def _changed_layers(self, instance: InstancePlan, initial: InstancePlan) -> list[str]:
-        """Return the layers that differ from the initial plan, in swap order; layers outside that order come last."""
-        at_start, last = _precisions(initial), len(self._order)
-        changed = (block for block, precision in _precisions(instance).items() if precision != at_start[block])
-        return sorted(changed, key=lambda block: self._rank.get(block, last))
-
-    def _plan_with_precisions(
-        self, view: _InstanceView, initial: InstancePlan, precisions: dict[str, str]
-    ) -> InstancePlan:
-        """Return the plan with these precisions and the KV pages that then fit, or `view.plan` if nothing changes."""
-        plan = view.plan.with_precisions(precisions)
-        pages = self._resources.kv_capacity(plan) if self._changed_layers(plan, initial) else initial.kv_pages
-        plan = plan.with_kv_pages(pages)
-        return view.plan if plan == view.plan else plan
-
-
-def _precisions(instance: InstancePlan) -> dict[str, str]:
-    return {block.block: block.precision for block in instance.blocks}
-
-
-def _change_text(swaps: Mapping[str, str], instance: InstancePlan, pages: int) -> str:
+def _change_text(before: InstancePlan, after: InstancePlan) -> str:
     """Return what a decision changes, as a text such as "layers 3, 7 to int4, KV 800 -> 960 pages"."""
-    parts = []
-    for precision in dict.fromkeys(swaps.values()):
-        layers = [block.removeprefix("layers.") for block, after in swaps.items() if after == precision]
-        parts.append(f"layer{'s' if len(layers) > 1 else ''} {', '.join(layers)} to {precision}")
-    if pages != instance.kv_pages:
-        parts.append(f"KV {instance.kv_pages} -> {pages} pages")
+    layers: dict[str, list[str]] = {}
+    for old, new in zip(before.blocks, after.blocks, strict=True):
+        if old.precision != new.precision:
+            layers.setdefault(new.precision, []).append(new.block.removeprefix("layers."))
+    parts = [f"layer{'s' if len(n) > 1 else ''} {', '.join(n)} to {precision}" for precision, n in layers.items()]
+    if before.kv_pages != after.kv_pages:
+        parts.append(f"KV {before.kv_pages} -> {after.kv_pages} pages")
+    if before.max_num_seqs != after.max_num_seqs:
+        limits = ("all" if n is None else n for n in (before.max_num_seqs, after.max_num_seqs))
+        parts.append("at most {} -> {} sequences at once".format(*limits))
     return ", ".join(parts)
 
 

@@ -30,6 +30,15 @@ class MorphSettings:
     urgent_layers: int = 8  # layers per urgent decision
     most_layers: float = 0.25  # largest share of the decoder layers that may change to `precision`
     rest: str = "int8"  # precision that the other layers may change to after these; "" if they do not change
+    escalate: str = "int4"  # precision that layers in `rest` may go on to while pressure stays; "" if they do not
+    last_resort: str = ""  # precision that all layers may go on to after that; "" if they do not
+    max_loss: float = inf  # largest rise of the cross-entropy that the profile expects, as a share of full precision's
+
+    # Benefit: what a change must be estimated to gain.
+    min_gain: float = 1.05  # factor on the tokens/s at which a change for fewer bits is worth it
+    hold: float = 0.5  # share of `slo_ttft` within which the last waiting sequence must be expected to start
+    slo_tpot: float = inf  # s: objective for the time per output token; infinity: none
+    few: bool = True  # run no more sequences at once than the load needs, while layers have fewer bits
 
     # Release: layers change back if all of these hold.
     release_quiet: float = 5.0  # s without pressure
@@ -37,7 +46,8 @@ class MorphSettings:
     release_usage: float = 0.7  # largest share of the smaller pool that sequences hold, now and in `release_horizon`
     release_horizon: float = 5.0  # s for which usage is assumed to go on rising as it does now
     release_interval: float = 0.5  # s between two decisions
-    release_layers: float = 0.25  # largest share of the decoder layers that change back per decision
+    release_layers: float = 0.25  # largest share of the changes that are taken back per decision
+    release_capacity: float = 0.9  # largest share of the estimated capacity that the load may need after a release
 
     # Back-off. If pressure returns within `relapse` seconds of a release although arrivals have not grown by
     # `relapse_rise`, the release was a mistake. Then layers change back only if arrivals fall below `relapse_load` of
@@ -50,7 +60,8 @@ class MorphSettings:
     @property
     def precisions(self) -> tuple[str, ...]:
         """Precisions that layers change to under pressure."""
-        return (self.precision, self.rest) if self.rest and self.most_layers < 1 else (self.precision,)
+        rest = (self.rest, self.escalate) if self.rest and self.most_layers < 1 else ()
+        return tuple(dict.fromkeys(name for name in (self.precision, *rest, self.last_resort) if name))
 
     def precision_at(self, place: int, num_layers: int) -> str:
         """Return the precision that the layer at `place` of the swap order changes to; "" if it does not change."""
@@ -59,16 +70,27 @@ class MorphSettings:
     def __post_init__(self) -> None:
         fewer = f"{', '.join(BITS)}, because layers change to fewer bits"
         _check("precision", self.precision, self.precision in BITS, f"one of {fewer}")
-        _check("rest", repr(self.rest), not self.rest or self.rest in BITS, f"empty, or one of {fewer}")
-        shares = ("kv_usage", "urgent_delay", "most_layers", "release_usage", "release_layers", "relapse_load")
+        for name in ("rest", "escalate", "last_resort"):
+            value = getattr(self, name)
+            _check(name, repr(value), not value or value in BITS, f"empty, or one of {fewer}")
+        shares = (
+            "kv_usage",
+            "urgent_delay",
+            "most_layers",
+            "release_usage",
+            "release_layers",
+            "release_capacity",
+            "relapse_load",
+            "hold",
+        )
         for name in shares:
             _check(name, getattr(self, name), 0 < getattr(self, name) <= 1, "a share above 0, at most 1")
-        for name in ("slo_ttft", "queue_delay"):
+        for name in ("slo_ttft", "slo_tpot", "queue_delay"):
             _check(name, getattr(self, name), getattr(self, name) > 0, "seconds above 0")
-        for name in ("entry_layers", "urgent_layers", "relapse_rise"):
+        for name in ("entry_layers", "urgent_layers", "relapse_rise", "min_gain"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         times = ("entry_hold", "entry_interval", "release_quiet", "release_waiting", "release_horizon")
-        for name in (*times, "release_interval", "relapse", "relapse_memory"):
+        for name in (*times, "max_loss", "release_interval", "relapse", "relapse_memory"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         # JSON, which shows the objective, has no infinity. With an infinite `entry_hold` layers would never change, and
         # with an infinite `release_horizon` a trend would have no meaning.
@@ -84,7 +106,7 @@ def _check(name: str, value: object, valid: bool, rule: str) -> None:
 
 
 ACCURACY = MorphSettings()
-INT8 = replace(ACCURACY, precision="int8", most_layers=1.0)
+INT8 = replace(ACCURACY, precision="int8", most_layers=1.0, escalate="")
 PERFORMANCE = MorphSettings(
     kv_usage=0.7,
     queue_delay=0.05,

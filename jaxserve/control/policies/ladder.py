@@ -1,0 +1,96 @@
+"""The ladder of an instance: its plans from full precision to the fewest bits, one elementary change after another."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+from jaxserve.control.capacity import Capacity
+from jaxserve.control.plan import BlockPlan, InstancePlan
+from jaxserve.control.policies.morph_settings import MorphSettings
+from jaxserve.control.resources import Resources
+from jaxserve.core.block_names import layer_name
+
+Loss = Callable[[Sequence[str]], float]  # precisions of all layers -> rise of the cross-entropy, as a share
+
+
+class Ladder:
+    """The levels of an instance, from 0 (the plan at the start) to `top`.
+
+    Level k is the plan at the start after the first k changes of a layer's precision, with the KV pages that then fit:
+    first the layers of the swap order to the settings' `precision`, as many as they allow, and the others to `rest`,
+    then those from `rest` to `escalate`, and last all to `last_resort`.
+    """
+
+    def __init__(
+        self,
+        initial: InstancePlan,
+        resources: Resources,
+        order: Sequence[int],
+        settings: MorphSettings,
+        loss: Loss | None = None,
+    ):
+        """`order` has the layers that may change, the least important first. `loss` limits the levels to `max_loss`."""
+        self.initial = initial
+        self._resources = resources
+        self._changes = tuple(_changes(initial, resources, [layer_name(layer) for layer in order], settings))
+        self._plans: dict[int, InstancePlan] = {0: initial}
+        self._capacities: dict[int, Capacity] = {}
+        self.top = len(self._changes)
+        while self.top and loss is not None and loss(self.plan(self.top).layer_precisions) > settings.max_loss:
+            self.top -= 1
+
+    def plan(self, level: int) -> InstancePlan:
+        """Return the plan of a level."""
+        if level not in self._plans:
+            plan = self.initial.with_precisions(dict(self._changes[:level]))
+            self._plans[level] = plan.with_kv_pages(self._resources.kv_capacity(plan))
+        return self._plans[level]
+
+    def capacity(self, level: int) -> Capacity:
+        """Return the estimates of a level's speed, without the limit on sequences that a plan may have."""
+        if level not in self._capacities:
+            resources = self._resources
+            plan = self.plan(level)
+            self._capacities[level] = Capacity.of(plan, resources.shapes, resources.page_size, resources.costs)
+        return self._capacities[level]
+
+    def level_of(self, plan: InstancePlan) -> int:
+        """Return the lowest level at which no layer has more bits than in a plan.
+
+        After transitions that failed, that plan may lie between two levels.
+        """
+        if plan is self.initial:
+            return 0
+        return max(map(self._level_of_layer, plan.blocks), default=0)
+
+    def _level_of_layer(self, block: BlockPlan) -> int:
+        if self.initial.precision(block.block) == block.precision or block.block not in self._sizes:
+            return 0
+        size = self._resources.bytes_of(block.block, block.precision)
+        fitting = (level for level, smaller in self._sizes[block.block] if smaller <= size)
+        return next(fitting, self._sizes[block.block][-1][0])
+
+    @cached_property
+    def _sizes(self) -> dict[str, list[tuple[int, int]]]:
+        """For each layer that changes: (level, bytes from there on), in order."""
+        sizes: dict[str, list[tuple[int, int]]] = {}
+        for level, (block, precision) in enumerate(self._changes, start=1):
+            sizes.setdefault(block, []).append((level, self._resources.bytes_of(block, precision)))
+        return sizes
+
+
+def _changes(
+    initial: InstancePlan, resources: Resources, order: Sequence[str], settings: MorphSettings
+) -> Iterator[tuple[str, str]]:
+    """Yield (layer, precision) for each change on the ladder. Each one takes fewer bytes than the layer had before."""
+    sizes = {block: resources.bytes_of(block, initial.precision(block)) for block in order}
+    first = {block: settings.precision_at(place, len(initial.layer_precisions)) for place, block in enumerate(order)}
+    two = bool(settings.rest) and settings.most_layers < 1
+    stages = [
+        list(first.items()),
+        [(block, settings.escalate) for block in order if two and first[block] == settings.rest],
+        [(block, settings.last_resort) for block in order],
+    ]
+    for block, precision in (change for stage in stages for change in stage):
+        if precision and (size := resources.bytes_of(block, precision)) < sizes[block]:
+            sizes[block] = size
+            yield block, precision
