@@ -235,7 +235,7 @@ class InstanceController:
         if self._pending:
             with self._lock:
                 self._take_outcomes(now, busy)
-        self.seen = self._smoother.observe(snapshot.at(now))
+        self.seen = self._smoother.observe(snapshot, now)
         if not busy and now >= self.failures.until:
             self._decide(now)
 

@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.core.request import FinishReason
@@ -32,7 +31,7 @@ class EngineCounters:
     def snapshot(self) -> Snapshot:
         """The state at the latest `take`."""
         plan_fields, latest = self._latest
-        return replace(plan_fields, **latest)
+        return plan_fields.with_values(**latest)
 
     def take(self, now: float) -> None:
         """Take the state at time `now` for `snapshot`."""

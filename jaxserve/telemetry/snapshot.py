@@ -1,15 +1,20 @@
 """Snapshots of an engine between two steps, as policies, health checks and metrics see it."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.core.renamed import Renamed
 
 
 @dataclass(frozen=True)
 class Recent:
-    """Means, extremes and trends over a short window of snapshots; None if the window has no such observations."""
+    """Means, extremes and trends over a short window of snapshots; None if the window has no such observations.
+
+    Those that `windows.Smoother` makes compute a value when it is first read: policies read few of them.
+    """
 
     seconds: float  # length of time that the window covers
     kv_usage: float  # mean of the KV pages held by sequences, as a share of the present number of pages
@@ -25,6 +30,22 @@ class Recent:
     max_wait: float  # s: longest wait at any moment
     most_kv_usage = Renamed("max_kv_usage")
     longest_wait = Renamed("max_wait")
+
+    @classmethod
+    def of(cls, window: object) -> "Recent":
+        """Return the values that an immutable `window` has as attributes, each of them read when it is first needed."""
+        recent = object.__new__(cls)
+        recent.__dict__["_window"] = window
+        return recent
+
+    if not TYPE_CHECKING:  # type checkers would let every name pass
+
+        def __getattr__(self, name: str) -> Any:
+            """Read a value of the window that has not been read before."""
+            if name not in Recent.__dataclass_fields__ or "_window" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            value = self.__dict__[name] = getattr(self.__dict__["_window"], name)
+            return value
 
 
 @dataclass(frozen=True)
@@ -66,9 +87,28 @@ class Snapshot:
 
         An engine that runs no steps takes no snapshots, but its waiting sequences go on waiting.
         """
-        passed = max(0.0, now - self.time)
-        waited = self.oldest_wait + passed if self.num_waiting else self.oldest_wait
-        return replace(self, time=self.time + passed, oldest_wait=waited)
+        return self.with_values(time=max(self.time, now), oldest_wait=self.oldest_wait_at(now))
+
+    def oldest_wait_at(self, now: float) -> float:
+        """Return `oldest_wait` at the time `now`, if nothing happens until then."""
+        return self.oldest_wait + max(0.0, now - self.time) if self.num_waiting else self.oldest_wait
+
+    def with_values(self, **values: Any) -> "Snapshot":
+        """Return the snapshot with other values of some fields.
+
+        `dataclasses.replace` does the same in many times the time, which counts where there are a thousand instances.
+        """
+        copy = object.__new__(Snapshot)
+        own = copy.__dict__
+        own.update(self.__dict__)
+        own.update(values)
+        return copy
+
+
+# Fields that `combine` does not add up.
+_LARGEST = ("time", "plan_version", "oldest_wait")
+_APART = ("layers_by_precision", "first_tokens", "recent")
+_ADDED = tuple(f.name for f in fields(Snapshot) if f.name not in _LARGEST + _APART)
 
 
 def combine(snapshots: Sequence[Snapshot]) -> Snapshot:
@@ -77,28 +117,19 @@ def combine(snapshots: Sequence[Snapshot]) -> Snapshot:
         return snapshots[0]
     layers: Counter[str] = Counter()
     for snapshot in snapshots:
-        layers.update(snapshot.layers_by_precision)
+        for precision, count in snapshot.layers_by_precision.items():
+            layers[precision] += count
+    counts = [snapshot.first_tokens for snapshot in snapshots if snapshot.first_tokens]
     return Snapshot(
-        time=max(s.time for s in snapshots),
-        steps=sum(s.steps for s in snapshots),
-        num_running=sum(s.num_running for s in snapshots),
-        num_waiting=sum(s.num_waiting for s in snapshots),
-        waiting_tokens=sum(s.waiting_tokens for s in snapshots),
-        kv_pages_total=sum(s.kv_pages_total for s in snapshots),
-        kv_pages_used=sum(s.kv_pages_used for s in snapshots),
-        plan_version=max(s.plan_version for s in snapshots),
-        layers_by_precision=layers,
-        weight_bytes=sum(s.weight_bytes for s in snapshots),
-        variant_bytes=sum(s.variant_bytes for s in snapshots),
-        kv_bytes=sum(s.kv_bytes for s in snapshots),
-        oldest_wait=max(s.oldest_wait for s in snapshots),
-        preemptions=sum(s.preemptions for s in snapshots),
-        generated_tokens=sum(s.generated_tokens for s in snapshots),
-        prefill_tokens=sum(s.prefill_tokens for s in snapshots),
-        finished=sum(s.finished for s in snapshots),
-        first_tokens=tuple(map(sum, zip(*(s.first_tokens for s in snapshots if s.first_tokens), strict=True))),
-        gaps=sum(s.gaps for s in snapshots),
-        gap_seconds=sum(s.gap_seconds for s in snapshots),
-        busy_seconds=sum(s.busy_seconds for s in snapshots),
-        expected_seconds=sum(s.expected_seconds for s in snapshots),
+        layers_by_precision=dict(layers),
+        first_tokens=tuple(map(sum, zip(*counts, strict=True))),
+        **_reduce(max, _LARGEST, snapshots),
+        **_reduce(sum, _ADDED, snapshots),
     )
+
+
+def _reduce(
+    function: Callable[[Iterable[Any]], Any], names: Sequence[str], snapshots: Sequence[Snapshot]
+) -> dict[str, Any]:
+    """Return for each of these fields what the function makes of its values."""
+    return {name: function(map(attrgetter(name), snapshots)) for name in names}

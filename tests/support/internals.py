@@ -229,7 +229,7 @@ def variants_in_memory(store: Any) -> Mapping[tuple[int, str], Any]:
 
 def kept_snapshots(smoother: Any) -> Any:
     """Return the snapshots that a `Smoother` remembers."""
-    return smoother._snapshots
+    return [observation.snapshot for observation in (*smoother._kept, smoother._latest)]
 
 
 # -- functions of modules

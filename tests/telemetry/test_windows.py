@@ -1,6 +1,8 @@
 """The recent past of an engine: means, trends and quantiles over a short window, whatever the clock does."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from random import Random
 
 import pytest
 from hypothesis import given, strategies as st
@@ -8,6 +10,97 @@ from hypothesis import given, strategies as st
 from jaxserve.telemetry import TIME_BOUNDS, Recent, Smoother, Snapshot
 from jaxserve.telemetry.windows import RESOLUTION, quantile
 from tests.support.internals import kept_snapshots
+
+
+class Specification:
+    """What a `Smoother` should do: keep the snapshots of the window, and summarise all of them at each observation."""
+
+    def __init__(self, window: float):
+        self.window = window
+        self.seen: list[Snapshot] = []
+
+    def observe(self, snapshot: Snapshot) -> Recent:
+        seen = self.seen
+        if len(seen) > 1 and snapshot.time - seen[-2].time < self.window / RESOLUTION:
+            seen.pop()
+        while seen and seen[-1].time >= snapshot.time:
+            seen.pop()
+        seen.append(snapshot)
+        while len(seen) > 1 and seen[1].time <= snapshot.time - self.window:
+            seen.pop(0)
+        return summary(seen)
+
+
+def summary(snapshots: Sequence[Snapshot]) -> Recent:
+    first, last, count = snapshots[0], snapshots[-1], len(snapshots)
+    seconds = last.time - first.time
+    pages = max(1, last.kv_pages_total)
+    gaps, gap_seconds = last.gaps - first.gaps, last.gap_seconds - first.gap_seconds
+    before, after = (s.first_tokens or (0,) * (len(TIME_BOUNDS) + 1) for s in (first, last))
+    arrivals = [s.finished + s.num_running + s.num_waiting for s in (first, last)]
+    return Recent(
+        seconds=seconds,
+        kv_usage=sum(s.kv_pages_used for s in snapshots) / count / pages,
+        kv_trend=slope(snapshots) / pages if seconds > 0 else None,
+        waiting=sum(s.num_waiting for s in snapshots) / count,
+        queue_delay=sum(s.oldest_wait for s in snapshots) / count,
+        preemptions=last.preemptions - first.preemptions,
+        ttft_p95=quantile([b - a for a, b in zip(before, after, strict=True)], 0.95),
+        tpot=gap_seconds / gaps if gaps > 0 else None,
+        tokens_per_s=(last.generated_tokens - first.generated_tokens) / seconds if seconds > 0 else None,
+        arrivals_per_s=max(0, arrivals[1] - arrivals[0]) / seconds if seconds > 0 else None,
+        max_kv_usage=max(s.kv_usage for s in snapshots),
+        max_wait=max(s.oldest_wait for s in snapshots),
+    )
+
+
+def slope(snapshots: Sequence[Snapshot]) -> float:
+    start, count = snapshots[0].time, len(snapshots)
+    mean_time = sum(s.time - start for s in snapshots) / count
+    mean_used = sum(s.kv_pages_used for s in snapshots) / count
+    covariance = sum((s.time - start - mean_time) * (s.kv_pages_used - mean_used) for s in snapshots)
+    return covariance / sum((s.time - start - mean_time) ** 2 for s in snapshots)
+
+
+def assert_same(found: Recent, wanted: Recent) -> None:
+    for name, value in asdict(wanted).items():
+        assert getattr(found, name) == (value if value is None else pytest.approx(value, rel=1e-6, abs=1e-7)), name
+
+
+def history(seed: int, count: int) -> list[Snapshot]:
+    """Return snapshots of an engine that is resized and restarted, with a clock that stands still, jumps and goes back.
+
+    With some seeds the time is long after the clock's start.
+    """
+    rng, snapshots = Random(seed), []
+    zero = (0,) * (len(TIME_BOUNDS) + 1)
+    start = Snapshot(time=rng.choice([0.0, 1e7]))
+    last = start
+    for _ in range(count):
+        if rng.random() < 0.1:
+            last = replace(start, time=last.time, first_tokens=rng.choice([(), zero]))
+        first_tokens = list(last.first_tokens or zero)
+        first_tokens[rng.randrange(len(zero))] += rng.randrange(3)
+        gaps = rng.choice([0, rng.randrange(500)])
+        last = Snapshot(
+            time=last.time + rng.choice([0, rng.randrange(20), 100, 100, rng.randrange(-300, 3000)]) / 1000,
+            num_running=rng.randrange(9),
+            num_waiting=rng.randrange(9),
+            kv_pages_total=rng.choice([0, 100, 200]),
+            kv_pages_used=rng.randrange(100),
+            oldest_wait=rng.choice([0.0, 0.1, 0.25, 10 * rng.random()]),
+            preemptions=last.preemptions + rng.randrange(3),
+            generated_tokens=last.generated_tokens + rng.randrange(500),
+            finished=last.finished + rng.randrange(3),
+            first_tokens=last.first_tokens if rng.random() < 0.5 else tuple(first_tokens),
+            gaps=last.gaps + gaps,
+            gap_seconds=last.gap_seconds + 0.02 * gaps,
+        )
+        snapshots.append(last)
+    return snapshots
+
+
+HISTORIES = st.builds(history, st.integers(0, 2**32), st.integers(1, 150))
 
 
 def recent(*snapshots: Snapshot, window: float = 5.0) -> Recent:
@@ -26,6 +119,48 @@ def worst(snapshots: list[Snapshot]) -> tuple[float, float]:
 
 def every(seconds: float, count: int, **values: object) -> list[Snapshot]:
     return [Snapshot(time=number * seconds, **values) for number in range(count)]  # type: ignore[arg-type]
+
+
+@given(HISTORIES, st.sampled_from([0.5, 2.0, 10.0]))
+def test_running_sums_equal_a_summary_of_all_snapshots_of_the_window(snapshots: list[Snapshot], window: float) -> None:
+    smoother, specification = Smoother(window), Specification(window)
+    found = [smoother.observe(snapshot) for snapshot in snapshots]
+    wanted = [specification.observe(snapshot) for snapshot in snapshots]
+    for snapshot, seen, expected in zip(snapshots, found, wanted, strict=True):
+        assert replace(seen, recent=None) == snapshot
+        assert seen.recent is not None
+        assert_same(seen.recent, expected)  # computed only now, when later snapshots have been seen
+    assert kept_snapshots(smoother) == specification.seen
+
+
+def test_running_sums_do_not_drift() -> None:
+    many = [
+        Snapshot(
+            time=1e6 + number / 10,
+            num_waiting=number % 7,
+            kv_pages_total=1_000_000,
+            kv_pages_used=999_999 - number % 5,
+            oldest_wait=0.1 * (number % 11),
+        )
+        for number in range(36_000)
+    ]
+    assert_same(recent(*many), recent(*many[-100:]))
+    assert_same(recent(*many), summary(many[-51:]))
+
+
+@given(HISTORIES, st.floats(-1, 3))
+def test_observing_at_a_later_time_is_observing_the_moved_snapshot(snapshots: list[Snapshot], later: float) -> None:
+    one, other = Smoother(), Smoother()
+    for snapshot in snapshots:
+        now = snapshot.time + later
+        assert one.observe(snapshot, now) == other.observe(snapshot.at(now))
+
+
+def test_an_observed_snapshot_may_be_observed_again_without_keeping_the_past_in_memory() -> None:
+    smoother, snapshot = Smoother(), Snapshot()
+    for _ in range(3):
+        snapshot = smoother.observe(snapshot, snapshot.time + 1)
+    assert {kept.recent for kept in kept_snapshots(smoother)} == {None}
 
 
 def test_single_snapshot_gives_levels_and_no_rates() -> None:
