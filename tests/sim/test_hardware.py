@@ -99,9 +99,10 @@ def test_a_file_of_configs_is_sound(name: str):
 
 
 def test_the_gpus_that_are_not_at_hand_say_so():
-    gpus = {"l4", "a100-40", "a100-80", "a800", "h800", "h100", "h200", "h20"}
-    assert gpus <= set(FILES)
+    gpus = {"l4", "l4-marlin", "a100-40", "a100-80", "a800", "h800", "h100", "h20"}
+    assert {*gpus, "h200"} == set(FILES)
     assert not any(load_hardware(name).measured for name in gpus)
+    assert load_hardware("h200").measured
 
 
 def test_capacities_of_the_gpus_are_those_of_the_data_sheets():
