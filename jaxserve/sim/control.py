@@ -10,6 +10,7 @@ from jaxserve.control.plan import PlanInForce
 from jaxserve.control.policies import load_policy
 from jaxserve.control.reconfigure import PlanFacts
 from jaxserve.control.record import Decision
+from jaxserve.control.transitions import Outcome
 from jaxserve.core.clock import Clock
 from jaxserve.sim.actuator import Agenda, SimActuator
 from jaxserve.sim.cluster import Cluster
@@ -27,10 +28,17 @@ class SimControl:
     The controller ticks at its interval; the actuators advance when functions of the agenda are due.
     """
 
-    def __init__(self, controller: Controller, agenda: Agenda, instances: Mapping[str, SimInstance], clock: Clock):
+    def __init__(
+        self,
+        controller: Controller,
+        agenda: Agenda,
+        instances: Mapping[str, SimInstance],
+        clock: Clock,
+        actuators: Mapping[str, LoggedActuator],
+    ):
         self.settled_since: float | None = clock.now()
         """The time (s) since which the plan at the start is in force and no transition runs; None if it is not so."""
-        self._controller, self._agenda = controller, agenda
+        self._controller, self._agenda, self._actuators = controller, agenda, actuators
         self._instances, self._clock = instances, clock
         self._start = self._seen = controller.plan
         self._at_start_plan = True
@@ -46,6 +54,11 @@ class SimControl:
             self._due = now + self._controller.interval
             self._controller.tick(now, {name: instance.snapshot() for name, instance in self._instances.items()})
             self._track_settling(now)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The outcomes of all transitions that have ended, by instance."""
+        return [outcome for actuator in self._actuators.values() for outcome in actuator.outcomes]
 
     @property
     def decisions(self) -> list[Decision]:
@@ -78,23 +91,25 @@ def build_control(
     facts = PlanFacts(memory.plan_fields, cluster.costs)
     by_name = dict(zip((plan.name for plan in memory.plan.instances), instances, strict=True))
     actuators = {
-        name: SimActuator(
-            name,
-            instance,
-            in_force,
-            clock,
-            agenda,
-            SharedLinks({PCIE: _weights_link(hardware)}),
-            PCIE,
-            ledgers=memory.ledgers,
-            entries=memory.device_entries,
-            facts=facts,
-            compile_seconds=hardware.overheads.compile,
-            warm=[("layers", precision) for precision in memory.variants] if config.warmup else (),
+        name: LoggedActuator(
+            SimActuator(
+                name,
+                instance,
+                in_force,
+                clock,
+                agenda,
+                SharedLinks({PCIE: _weights_link(hardware)}),
+                PCIE,
+                ledgers=memory.ledgers,
+                entries=memory.device_entries,
+                facts=facts,
+                compile_seconds=hardware.overheads.compile,
+                warm=[("layers", precision) for precision in memory.variants] if config.warmup else (),
+            )
         )
         for name, instance in by_name.items()
     }
-    return SimControl(Controller(in_force, policy, resources, actuators), agenda, by_name, clock)
+    return SimControl(Controller(in_force, policy, resources, actuators), agenda, by_name, clock, actuators)
 
 
 def _weights_link(hardware: Hardware) -> Link:

@@ -215,12 +215,17 @@ def _rate(experiment: SimExperiment, workload: SimWorkload) -> float:
 
 
 def _adaptation(control: SimControl | None, collected: CollectedAnswers) -> dict[str, Any]:
-    """Return the controller's decisions, and the seconds from the last answer until the plan at the start was restored.
+    """Return the controller's decisions, its transitions, and the seconds until the plan at the start was restored.
 
-    These are 0 if it was in force already, and None if it was not restored.
+    The seconds count from the last answer. They are 0 if it was in force already, and None if it was not restored.
     """
     if control is None:
         return {}
     since = control.settled_since
     restored = None if since is None else max(0.0, since - collected.last_answer_s)
-    return {"decisions": [asdict(decision) for decision in control.decisions], "restored_after_s": restored}
+    transitions = [
+        {"transition": str(outcome.transition), "error": outcome.error, "seconds": outcome.seconds}
+        for outcome in control.outcomes
+    ]
+    decisions = [asdict(decision) for decision in control.decisions]
+    return {"decisions": decisions, "transitions": transitions, "restored_after_s": restored}
